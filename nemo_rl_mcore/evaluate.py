@@ -148,7 +148,7 @@ def _say(line: str) -> None:
 
 
 def _print_table(results: Mapping[str, SetResult]) -> None:
-    """Each metric of each set, with its standard error."""
+    """Return each metric of each set, with its standard error."""
     from rich.table import Table
 
     table = Table("metric", *results)

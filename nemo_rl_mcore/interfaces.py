@@ -30,7 +30,7 @@ class TrainedModel(Protocol):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Optimizer steps over the batch; the keys are those of `MegatronPolicyWorker.finish_train_step`.
+        """Take optimizer steps over the batch; the keys are those of `MegatronPolicyWorker.finish_train_step`.
 
         gbs, mbs: rows of an optimizer step and of a microbatch, whole samples of the loss; None is the config's, which
         counts samples.
@@ -107,7 +107,7 @@ class ValueInterface(TrainedModel, Protocol):
     """A critic."""
 
     def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
-        """{"values": fp32 [B, S]}, column i of the state before token i."""
+        """Return {"values": fp32 [B, S]}, column i of the state before token i."""
         ...
 
 
@@ -115,7 +115,7 @@ class PolicyInterface(TrainedModel, Protocol):
     """A policy."""
 
     def get_logprobs(self, data: BatchedDataDict, *, trained_only: bool = False) -> BatchedDataDict:
-        """{"logprobs": fp32 [B, S]}, column i about token i.
+        """Return {"logprobs": fp32 [B, S]}, column i about token i.
 
         trained_only, here and below: only of tokens that token_mask [B, S] marks; 0 elsewhere, where no loss reads.
         """
@@ -124,7 +124,7 @@ class PolicyInterface(TrainedModel, Protocol):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, *, trained_only: bool = False
     ) -> BatchedDataDict:
-        """{"reference_logprobs": fp32 [B, S]} of the weights at the start of the run."""
+        """Return {"reference_logprobs": fp32 [B, S]} of the weights at the start of the run."""
         ...
 
     def get_topk_logits(

@@ -83,7 +83,7 @@ class PPO(Algorithm[PPOMasterConfig]):
         return found
 
     def _train(self, step: int, batch: BatchedDataDict) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
-        """Results of the policy, None while only the critic warms up, and of the critic, over all epochs."""
+        """Return the results of the policy, None while only the critic warms up, and of the critic, over all epochs."""
         ppo, loss = self.config.ppo, policy_loss(self.config)
         value_loss = make_loss(self.config.value_loss_fn, section="value_loss_fn")
         of_policy: list[Mapping[str, Any]] = []

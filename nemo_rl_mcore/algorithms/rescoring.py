@@ -79,7 +79,7 @@ class Rescoring:
         return found
 
     def _exact(self, group: BatchedDataDict) -> Tensor:
-        """Bool [B, S]: whether the version of a token is that of all that its answer read and sampled before."""
+        """Return bool [B, S]: whether the version of a token is that of all that its answer read and sampled before."""
         return (group[WEIGHT_VERSIONS] >= 0) if self.rereads else unmixed(group)
 
     def _rescore(self, version: int, step: int, groups: Mapping[int, BatchedDataDict]) -> None:

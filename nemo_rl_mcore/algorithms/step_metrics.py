@@ -45,7 +45,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def _spread(rewards: torch.Tensor, prompt_index: torch.Tensor) -> dict[str, float]:
-    """Extrema and unbiased deviation of [B] rewards, of all and, on the mean, of those to one prompt."""
+    """Return extrema and unbiased deviation of [B] rewards, of all and, on the mean, of those to one prompt."""
     one_group = torch.zeros_like(prompt_index)
     return {
         "train/reward_min": float(rewards.min()),

@@ -55,7 +55,7 @@ class ClusterConfig(StrictModel):
 
     @property
     def workers_per_node(self) -> int:
-        """Ranks on each machine."""
+        """Return the number of ranks on each machine."""
         return self.gpus_per_node or self.cpu_workers_per_node
 
     @property
@@ -96,7 +96,7 @@ class CheckpointingConfig(StrictModel):
 
     @property
     def must_save_by_s(self) -> float | None:
-        """Seconds of checkpoint_must_save_by."""
+        """Return the seconds of checkpoint_must_save_by."""
         return None if self.checkpoint_must_save_by is None else _seconds(self.checkpoint_must_save_by)
 
     def problems(self) -> Iterator[Problem]:

@@ -148,7 +148,7 @@ class DataConfig(StrictModel):
 
     @property
     def prompt_length(self) -> int:
-        """Characters of a prompt of an embedded task: the digits, the `>` and a sign between two numbers."""
+        """Return the length of a prompt of an embedded task: the digits, the `>` and a sign between two numbers."""
         return self.num_digits + 1 + (self.dataset_name == "calculator")
 
     @property
@@ -158,7 +158,7 @@ class DataConfig(StrictModel):
 
     @property
     def validation_prompts(self) -> int:
-        """Held-out prompts of an embedded task that surely exist; a hash decides the exact share."""
+        """Return how many held-out prompts of an embedded task surely exist; a hash decides the exact share."""
         return 9 * self._all_prompts // 100
 
     @property
@@ -170,7 +170,7 @@ class DataConfig(StrictModel):
 
     @property
     def max_prompt_length(self) -> int | None:
-        """Tokens that a sequence must have room for before the response; None where the response says it."""
+        """Return the tokens that a sequence must have room for before the response; None where the response says it."""
         if self.max_input_seq_length is None and self.embedded and not self.shown_in_texts:
             return self.prompt_length
         return self.max_input_seq_length
@@ -351,14 +351,14 @@ class EnvConfig(StrictModel):
 
     @property
     def pool_size(self) -> int:
-        """Processes in which the environment runs; 0 where it runs in that of the loop."""
+        """Return the number of processes in which the environment runs; 0 where it runs in that of the loop."""
         if self.pool.size is not None:
             return self.pool.size
         return 1 if self.math or self.custom or self.rewards else 0
 
     @property
     def pool_cpus(self) -> float:
-        """CPUs that all its processes together keep."""
+        """Return the number of CPUs that all its processes together keep."""
         return self.pool_size * self.pool.num_cpus
 
     @property

@@ -12,7 +12,7 @@ _CPU_CACHE_SEQUENCES = 64
 
 
 def largest_weight_bytes(policy: PolicyConfig) -> int:
-    """Bytes of the largest tensor that a refit sends."""
+    """Return the bytes of the largest tensor that a refit sends."""
     largest = max(
         prod(shape)
         for weight in all_weights(policy.model)

@@ -33,7 +33,7 @@ class RolloutsConfig(StrictModel):
 
     @property
     def token_tables(self) -> int:
-        """Answers of which every token is written."""
+        """Return the number of answers of which every token is written."""
         return self.answers_with_tokens if self.enabled else 0
 
 

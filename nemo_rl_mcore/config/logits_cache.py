@@ -28,5 +28,5 @@ class LogitsCache:
         return cls(_AUTO_LIMIT, _AUTO_BYTES_PER_LOGIT) if given == "auto" else cls(given)
 
     def most(self, logits: int) -> int:
-        """Bytes that a microbatch of so many logits may keep; more than they take, if the recipe says so."""
+        """Return the bytes that a microbatch of so many logits may keep; more than they take, if the recipe says so."""
         return self.limit if self.bytes_per_logit is None else min(self.limit, logits * self.bytes_per_logit)

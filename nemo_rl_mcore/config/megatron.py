@@ -243,14 +243,14 @@ class MegatronConfig(StrictModel):
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
+        """Return the number of ranks that hold one copy of the model."""
         return (
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         )
 
     @property
     def layer_divisor(self) -> int:
-        """Chunks that the layers are cut into."""
+        """Return the number of chunks that the layers are cut into."""
         return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
 
     @property
@@ -259,7 +259,7 @@ class MegatronConfig(StrictModel):
         return {key: layers for key in (_FIRST, _LAST) if (layers := getattr(self, key)) is not None}
 
     def layers_of_chunks(self, num_layers: int) -> list[int]:
-        """Layers of each chunk of the pipeline, from the first to the last."""
+        """Return the layers of each chunk of the pipeline, from the first to the last."""
         own = self.own_stages
         if not own:
             ends = self.counted_ends
@@ -279,7 +279,7 @@ class MegatronConfig(StrictModel):
         return {key: True for key in (_EMBEDDING, _LOSS) if getattr(self, key)}
 
     def largest_stage(self, num_layers: int) -> int:
-        """Layers of the pipeline stage that has most of them."""
+        """Return the number of layers of the pipeline stage that has most of them."""
         chunks, stages = self.layers_of_chunks(num_layers), self.pipeline_model_parallel_size
         return max(0, *(sum(chunks[stage::stages]) for stage in range(stages)))
 

@@ -168,7 +168,7 @@ class ModelConfig(StrictModel):
 
     @property
     def longest_sequence(self) -> int:
-        """Positions that the rotations are made for; YaRN gives some beyond those of the weights."""
+        """Return the positions that the rotations are made for; YaRN gives some beyond those of the weights."""
         scaling = self.rope_scaling
         if scaling is None or scaling.rope_type != "yarn":
             return self.max_position_embeddings
@@ -177,7 +177,7 @@ class ModelConfig(StrictModel):
 
     @property
     def query_groups(self) -> int:
-        """Key and value heads."""
+        """Return the number of key and value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
@@ -201,7 +201,7 @@ class ModelConfig(StrictModel):
 
     @property
     def ffn_size(self) -> int:
-        """Width of the feed-forward layer."""
+        """Return the width of the feed-forward layer."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
@@ -211,7 +211,7 @@ class ModelConfig(StrictModel):
 
     @property
     def mamba_size(self) -> int:
-        """Channels of all heads of a Mamba layer."""
+        """Return the number of channels of all heads of a Mamba layer."""
         return (self.mamba_num_heads or 0) * self.mamba_head_dim
 
     @property
@@ -227,12 +227,12 @@ class ModelConfig(StrictModel):
 
     @property
     def expert_ffn_size(self) -> int:
-        """Width of one expert."""
+        """Return the width of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
     def expert_input_size(self) -> int:
-        """Width of what an expert is given, and gives."""
+        """Return the width of what an expert is given, and gives."""
         return self.moe_latent_size or self.hidden_size
 
     @property

@@ -185,7 +185,7 @@ class PolicyConfig(StrictModel):
 
     @property
     def model_class(self) -> Literal["gpt", "hybrid"]:
-        """Which of Megatron's classes the model is."""
+        """Return which of Megatron's classes the model is."""
         chosen = self.megatron_cfg.model_class
         if chosen == "auto":
             return "gpt" if self.model.hybrid_layer_pattern is None else "hybrid"
@@ -193,12 +193,12 @@ class PolicyConfig(StrictModel):
 
     @property
     def parts_of_a_layer(self) -> int:
-        """Layers of Megatron that are one layer of the model: in a HybridModel attention is one by itself."""
+        """Return the layers of Megatron that make one layer: in a HybridModel attention is one by itself."""
         return 2 if self.model_class == "hybrid" and self.model.hybrid_layer_pattern is None else 1
 
     @property
     def frozen_weights(self) -> frozenset[Weight]:
-        """Weights that training leaves as they are."""
+        """Return the weights that training leaves as they are."""
         megatron = self.megatron_cfg
         return frozen_weights(self.model, megatron.freeze, routers=megatron.freeze_moe_router)
 

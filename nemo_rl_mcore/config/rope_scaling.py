@@ -56,7 +56,7 @@ class RopeScalingConfig(StrictModel):
 
     @property
     def slow_and_fast(self) -> tuple[float, float]:
-        """Turns in the original context up to which rotations are slow, and from which on they are fast."""
+        """Return the turns in the original context up to which rotations are slow, and from which on they are fast."""
         if self.rope_type == "yarn":
             return self.beta_slow, self.beta_fast
         return self.low_freq_factor or 1.0, self.high_freq_factor or 1.0

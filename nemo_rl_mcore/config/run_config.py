@@ -60,7 +60,7 @@ class RunConfig(WithReferences):
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that a step trains on; of DPO one is a pair."""
+        """Return the number of samples that a step trains on; of DPO one is a pair."""
         loop = self.loop
         return (
             loop.samples_per_step if isinstance(loop, RolloutConfig) else self.policy.train_global_batch_size
@@ -68,7 +68,7 @@ class RunConfig(WithReferences):
 
     @property
     def prompts_per_step(self) -> int:
-        """Rows of the data set that a step takes; of dynamic sampling those that it trains on."""
+        """Return the number of rows of the data set that a step takes; of dynamic sampling those that it trains on."""
         loop = self.loop
         return (
             loop.num_prompts_per_step
@@ -84,13 +84,13 @@ class RunConfig(WithReferences):
 
     @property
     def generations_per_prompt(self) -> int:
-        """Responses to a prompt, which are its group; 0 where the data set gives the answers."""
+        """Return the number of responses to a prompt, which are its group; 0 where the data set gives the answers."""
         loop = self.loop
         return loop.num_generations_per_prompt if isinstance(loop, RolloutConfig) else 0
 
     @property
     def max_rollout_turns(self) -> int:
-        """Answers of an episode at most."""
+        """Return the most answers of an episode."""
         loop = self.loop
         return (
             loop.max_rollout_turns if isinstance(loop, EpisodesConfig) and not self.scores_one_answer else 1
@@ -106,12 +106,12 @@ class RunConfig(WithReferences):
 
     @property
     def val_batches(self) -> int:
-        """Batches of given rows of which a validation takes the loss."""
+        """Return the number of batches of given rows of which a validation takes the loss."""
         return 0
 
     @property
     def max_prompt_length(self) -> int:
-        """Tokens of a prompt at most."""
+        """Return the most tokens of a prompt."""
         left = self.policy.max_total_sequence_length - self.policy.reserved_tokens
         given = self.data.max_prompt_length or left
         return min(given, left) if self.policy.generation.fit_to_sequence else given
@@ -165,17 +165,17 @@ class RunConfig(WithReferences):
 
     @property
     def max_live_groups(self) -> int:
-        """Groups that are being answered, wait, or are trained on, all together."""
+        """Return the number of groups that are being answered, wait, or are trained on, all together."""
         return (self.max_age + 1) * self.prompts_per_step
 
     @property
     def max_inflight_groups(self) -> int:
-        """Groups that are being answered at most."""
+        """Return the most groups that are being answered."""
         return min(self.asynchrony.max_inflight_prompts or self.max_live_groups, self.max_live_groups)
 
     @property
     def min_groups_per_chunk(self) -> int:
-        """Groups for which a step waits before it trains on them; its last chunk may be fewer."""
+        """Return the number of groups for which a step waits before it trains on them; its last chunk may be fewer."""
         groups, asked = self.prompts_per_step, self.asynchrony.min_groups_for_streaming_train
         return min(asked or groups, groups) if self.asynchronous else groups
 
@@ -214,12 +214,12 @@ class RunConfig(WithReferences):
 
     @property
     def rows_per_sample(self) -> int:
-        """Rows of a batch that make a sample, which is what batch sizes count."""
+        """Return the number of rows of a batch that make a sample, which is what batch sizes count."""
         return 1
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model."""
+        """Return the number of copies of the model."""
         return max(1, self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size)
 
     @property

@@ -35,7 +35,7 @@ class Shares:
         ]
 
     def turn(self, position: int) -> int:
-        """Whose turn it is, from position 0 on."""
+        """Return whose turn it is, from position 0 on."""
         return self._turns[position % self.period]
 
     def before(self, source: int, position: int) -> int:

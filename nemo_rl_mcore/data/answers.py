@@ -13,7 +13,7 @@ from nemo_rl_mcore.data.tokenizer import Tokenizer
 
 
 def given_answers(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> BatchedDataDict:
-    """Rows of prompts with the answers that they have, see `rows_as_batch`."""
+    """Return rows of prompts with the answers that they have, see `rows_as_batch`."""
     rows = [answer_row(prompt, tokenizer) for prompt in prompts]
     return rows_as_batch(rows, [prompt.index for prompt in prompts], tokenizer.pad_token_id)
 

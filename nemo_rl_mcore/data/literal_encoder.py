@@ -69,7 +69,7 @@ class LiteralEncoder:
         return ids
 
     def _plain(self, text: str, *, goes_on: bool) -> list[int]:
-        """Ids of a text without any special token; goes_on: it stands after another one."""
+        """Return the ids of a text without any special token; goes_on: it stands after another one."""
         if self._backend is None:
             return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         if not (goes_on and self._marks_the_start):

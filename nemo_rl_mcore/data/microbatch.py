@@ -37,7 +37,7 @@ class Microbatch:
 
     @property
     def padding(self) -> Tensor:
-        """Bool, of the shape of `input_ids`: true where there is no token."""
+        """Return bool, of the shape of `input_ids`: true where there is no token."""
         columns = torch.arange(self.rows["input_ids"].shape[1], device=self.rows["input_ids"].device)
         return ~self.to_model(columns < self.rows["input_lengths"].unsqueeze(1))
 

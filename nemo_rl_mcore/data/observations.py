@@ -233,7 +233,7 @@ def _thought(message: Message) -> str:
 
 
 def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendered, end: str) -> list[int]:
-    """Ids of what stands after an answer, beginning with the end of its turn, as far as it was not sampled."""
+    """Return the ids of what stands after an answer, from the end of its turn on, as far as it was not sampled."""
     whole = tokenizer.encode(behind.text, behind.literal)
     if not end and [*answer_ids[-1:]] == whole[:1] == [tokenizer.eos_token_id]:
         return whole[1:]  # the template ends a turn only once another one follows

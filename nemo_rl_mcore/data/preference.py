@@ -31,7 +31,7 @@ class Preference:
 
 
 def preference_rows(preferences: Sequence[Preference], tokenizer: Tokenizer) -> BatchedDataDict:
-    """Rows as `rows_as_batch` gives them: the chosen answer of each pair, then the rejected one."""
+    """Return rows as `rows_as_batch` gives them: the chosen answer of each pair, then the rejected one."""
     rows = [row for pair in preferences for row in pair_rows(pair, tokenizer)]
     indices = [pair.index for pair in preferences for _ in range(2)]
     return rows_as_batch(rows, indices, tokenizer.pad_token_id)

@@ -21,7 +21,7 @@ class TokenRow:
 
 
 def content_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a text that data or an environment says."""
+    """Return the ids of a text that data or an environment says."""
     return tokenizer.encode(text, literal_spans(text, tokenizer.special_tokens))
 
 
@@ -33,7 +33,7 @@ def plain_row(prompt: Rendered, answer: str, tokenizer: Tokenizer) -> TokenRow:
 
 
 def rows_as_batch(rows: Sequence[TokenRow], indices: Sequence[int], pad_token_id: int) -> BatchedDataDict:
-    """Right-padded rows.
+    """Return right-padded rows.
 
     Returns input_ids [B, S], input_lengths [B], token_mask [B, S], sample_mask [B], prompt_index and sample_index [B].
     """

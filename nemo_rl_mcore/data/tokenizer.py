@@ -39,17 +39,17 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, special tokens included."""
+        """Return the number of ids, special tokens included."""
         ...
 
     @property
     def pad_token_id(self) -> int:
-        """Id that fills rows on the right."""
+        """Return the id that fills rows on the right."""
         ...
 
     @property
     def eos_token_id(self) -> int:
-        """Id that ends a response."""
+        """Return the id that ends a response."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_tokens(self) -> Sequence[str]:
-        """Texts of the tokens that content must not stand for; none where content is parsed, too."""
+        """Return the texts of the tokens that content must not stand for; none where content is parsed, too."""
         ...
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
@@ -72,20 +72,20 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids before the first end of sequence, without the padding on the right.
+        """Return the text of the ids before the first end of sequence, without the padding on the right.
 
         A pad token that the model sampled inside its answer is not padding: it stays visible.
         """
         ...
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Text of all ids, special tokens and padding spelt out."""
+        """Return the text of all ids, special tokens and padding spelt out."""
         ...
 
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = ()
     ) -> str:
-        """Text of a conversation by the chat template, special tokens spelt out.
+        """Return the text of a conversation by the chat template, special tokens spelt out.
 
         tools: functions that answers may call, each as clients of OpenAI describe it.
 
@@ -342,7 +342,7 @@ _BYTES = 4
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Text of each of N ids; joined, and to the letter, that is `tokenizer.text_of(ids)`.
+    """Return the text of each of N ids; joined, and to the letter, that is `tokenizer.text_of(ids)`.
 
     Of tokens that are a character together the last one has it and the others have "", but for one after bytes that
     are none: any of its tokens may have it.

@@ -246,7 +246,7 @@ class _Counts:
         self._tokens_BS, self._next_tokens_BS = pad(next_BS, (1, 0)), pad(next_BS, (0, 1))
 
     def of(self, column: Column) -> Tensor:
-        """Bool, which broadcasts to the column's shape."""
+        """Return bool, which broadcasts to the column's shape."""
         if column.shape == "B":
             return self._samples_B
         counts_BS = self._next_tokens_BS if column.of_next_token else self._tokens_BS

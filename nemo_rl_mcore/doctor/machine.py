@@ -31,7 +31,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def memory_bytes() -> int:
-    """Memory of this machine, or of the container that this process is in."""
+    """Return the memory of this machine, or of the container that this process is in."""
     limits = [psutil.virtual_memory().total]
     for file in _CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # no cgroup, or no limit in it

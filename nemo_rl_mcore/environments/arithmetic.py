@@ -18,13 +18,13 @@ class ArithmeticEnvironment:
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
-        """Scores in [0, 1], in the order of the responses."""
+        """Return the scores in [0, 1], in the order of the responses."""
         rows = zip(prompts, responses, finished, strict=True)
         return [character_score(prompt.answer, response, ended) for prompt, response, ended in rows]
 
 
 def character_score(answer: str, response: str, finished: bool) -> float:
-    """Share of correct positions; the end of sequence is one more, right only just after the answer."""
+    """Return the share of correct positions; the end of sequence is one more, right only just after the answer."""
     correct = sum(given == wanted for given, wanted in zip(response, answer, strict=False))
     ended_in_place = finished and len(response) == len(answer)
     return (correct + ended_in_place) / (len(answer) + 1)

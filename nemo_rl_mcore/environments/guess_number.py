@@ -71,7 +71,7 @@ class _Game:
 
     @property
     def _progress(self) -> float:
-        """Half the share of the numbers that are ruled out, rounded up."""
+        """Return half the share of the numbers that are ruled out, rounded up."""
         ruled_out = self.numbers - (self.highest - self.lowest + 1)
         return -(-32 * ruled_out // self.numbers) / 64
 

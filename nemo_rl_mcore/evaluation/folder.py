@@ -37,7 +37,7 @@ Tree = Mapping[str, object]
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 of what is asked and what is scored against, in its order."""
+    """Return the SHA-256 of what is asked and what is scored against, in its order."""
     whole = hashlib.sha256()
     for prompt in prompts:
         told = [prompt.literal] if prompt.literal else []

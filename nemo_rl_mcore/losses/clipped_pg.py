@@ -199,7 +199,7 @@ class ClippedPGLossFn(TokenLossFunction):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Log-probabilities and advantages, as far as the configuration reads them."""
+        """Return the log-probabilities and advantages, as far as the configuration reads them."""
         return (*super().columns, *self._columns)
 
     @property

@@ -82,7 +82,7 @@ class LocalAttention(DotProductAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """[Q, B, N * D] for query [Q, B, N, D], key and value [K, B, groups, D]; D of a value may be another.
+        """Return [Q, B, N * D] for query [Q, B, N, D], key and value [K, B, groups, D]; D of a value may be another.
 
         attention_mask: bool, broadcast to [B, N, Q, K], true where a query may not look. Without one a causal layer
         masks the future; a single query, the newest, sees every key. In a layer with a window a query sees no others.
@@ -150,7 +150,7 @@ def _attend_from_last(
 
 
 def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[Q, K], true where the key is not behind a query at the last Q positions, and not before its window."""
+    """Return [Q, K], true where the key is not behind a query at the last Q positions, and not before its window."""
     behind = keys - queries
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
     return visible if window is None else visible.triu(behind - window + 1)
@@ -173,7 +173,7 @@ def _attend(
     scale: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[Q, B, N, D] for query [Q, B, N, D], key and value [K, B, groups, D]; visible: bool, as [B, N, Q, K].
+    """Return [Q, B, N, D] for query [Q, B, N, D], key and value [K, B, groups, D]; visible: bool, as [B, N, Q, K].
 
     sinks: [N], or None.
     """

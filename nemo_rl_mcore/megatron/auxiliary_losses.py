@@ -219,7 +219,7 @@ class AuxiliaryLosses:
 
     @cached_property
     def _expert_layers(self) -> float:
-        """Layers of the whole model that have experts."""
+        """Return the number of layers of the whole model that have experts."""
         count = torch.tensor([self._own_expert_layers], dtype=torch.double, device=accelerator.device())
         dist.all_reduce(count, group=parallel_state.get_pipeline_model_parallel_group())
         return count.item()

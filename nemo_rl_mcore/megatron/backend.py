@@ -87,7 +87,7 @@ class MegatronBackend(MegatronTrainBackend):
     # Reads
 
     def logprobs(self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False) -> Tensor:
-        """Log-probabilities fp32 [B, S]; see `PolicyBackend.logprobs`."""
+        """Return the log-probabilities fp32 [B, S]; see `PolicyBackend.logprobs`."""
         return self._logprobs("get_logprobs", data, micro_batch_size, trained_only)
 
     def keep_reference(self) -> None:
@@ -98,7 +98,7 @@ class MegatronBackend(MegatronTrainBackend):
     def reference_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
     ) -> Tensor:
-        """Log-probabilities fp32 [B, S] under the reference weights."""
+        """Return the log-probabilities fp32 [B, S] under the reference weights."""
         assert self._reference is not None
         with self._reference.swapped_in():
             return self._logprobs("get_reference_policy_logprobs", data, micro_batch_size, trained_only)

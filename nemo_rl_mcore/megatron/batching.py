@@ -111,7 +111,7 @@ def _packed_seq_params(borders: tuple[int, ...], config: TransformerConfig) -> P
 
 
 def _hidden_keys(borders: tuple[int, ...]) -> torch.Tensor:
-    """Bool [1, 1, L, L] for the local layers, true where a query may not look: other samples and its own future.
+    """Return bool [1, 1, L, L] for the local layers, true where a query may not look: other samples and its own future.
 
     The rotary embedding is of relative positions, so it matters nothing where in the row a sample begins.
     """

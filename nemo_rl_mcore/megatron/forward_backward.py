@@ -73,7 +73,7 @@ class ForwardBackward:
     def logprobs(
         self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
     ) -> torch.Tensor | None:
-        """Log-probabilities of `input_ids` [B, S] as fp32 [B, S]; None off the last pipeline stage.
+        """Return the log-probabilities of `input_ids` [B, S] as fp32 [B, S]; None off the last pipeline stage.
 
         Column i is log p of token i given those before it; column 0 and the right padding are 0.
         trained_only: so is all that `token_mask` does not mark.

@@ -39,7 +39,7 @@ def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedR
 def next_logprobs(
     model: ForwardBackward, vocab_size: int, prompts: Sequence[Sequence[int]], temperature: float
 ) -> torch.Tensor:
-    """Log-probabilities of all tokens after each prompt, fp32 [B, V] on the CPU, by the passes of a session."""
+    """Return log-probabilities of all tokens after each prompt, fp32 [B, V] on the CPU, by the passes of a session."""
     rows: list[torch.Tensor] = []
     with evaluation_mode(model.chunks):
         for prompt in prompts:
@@ -119,7 +119,7 @@ class _Waiting:
 
     @property
     def bound(self) -> int:
-        """Tokens of each response at most: the prompts have one length."""
+        """Return the most tokens of each response: the prompts have one length."""
         return self.request.bound(next(iter(self.places.values()), 0))
 
 

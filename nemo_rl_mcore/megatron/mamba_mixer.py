@@ -52,7 +52,7 @@ class ReferenceMambaLayer(MambaLayer):
         packed_seq_params: PackedSeqParams | None = None,
         **keywords: Any,
     ) -> Tensor:
-        """Return hidden states [S, B, H]; `attention_mask` is [1, 1, S, S], true where a position may not look."""
+        """Return the hidden states [S, B, H]; `attention_mask` is [1, 1, S, S], true where a position may not look."""
         if attention_mask is not None and packed_seq_params is None:
             packed_seq_params = PackedSeqParams(cu_seqlens_q=_borders_of(attention_mask))
         keywords["packed_seq_params"] = packed_seq_params
@@ -113,7 +113,7 @@ class ReferenceMambaMixer(MambaMixer):
         )
 
     def _parts(self, ranks: int | None = None) -> tuple[int, int, int, int, int]:
-        """Rows of z, x, B, C and dt, on this rank or on all of them."""
+        """Return the rows of z, x, B, C and dt, on this rank or on all of them."""
         ranks = ranks or self.tp_group.size()
         inner, keys = self.d_inner // ranks, self.ngroups * self.d_state // ranks
         return inner, inner, keys, keys, self.nheads // ranks

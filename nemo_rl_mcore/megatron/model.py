@@ -260,7 +260,7 @@ def in_precision(config: TransformerConfig, chunks: list[LanguageModel]) -> list
 
 
 def freeze(modules: list[MegatronModule]) -> list[MegatronModule]:
-    """Chunks that are never trained: in evaluation mode, without buffers for gradients.
+    """Return the chunks that are never trained: in evaluation mode, without buffers for gradients.
 
     `requires_grad` stays: every pass over them is one without gradients, and Megatron's linear layers take another way
     for weights without it, linear_with_frozen_weight (tensor_parallel/layers.py), which rounds otherwise.

@@ -80,7 +80,7 @@ class Passes:
         )
 
     def values(self) -> ModelPass:
-        """Values of the states before all real tokens; a result is (places, ([B, S],))."""
+        """Return the values of the states before all real tokens; a result is (places, ([B, S],))."""
         # The hidden state that predicts a token is the state before it, so values shift as log-probabilities do.
         return ModelPass(value_processor(self.value_head), real_next_tokens, _mask, _collect_logprobs)
 

@@ -31,7 +31,7 @@ class ValueHead(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        """Values fp32 [S, B]; hidden states [S, B, H], or [S/tp, B, H] under sequence parallelism."""
+        """Return the values fp32 [S, B]; hidden states [S, B, H], or [S/tp, B, H] under sequence parallelism."""
         values_SB = hidden_SBH.float() @ self.weight + self.bias
         if not self._sequence_parallel:
             return values_SB

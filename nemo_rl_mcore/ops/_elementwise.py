@@ -28,7 +28,7 @@ _DEVICE_BLOCK = 1 << 23  # elsewhere a kernel launch is what has to be paid off
 
 
 def row_blocks(x_NV: Tensor) -> Iterator[slice]:
-    """Spans of rows that make up one block each."""
+    """Yield the spans of rows that make up one block each."""
     elements = _CPU_BLOCK if x_NV.device.type == "cpu" else _DEVICE_BLOCK
     step = max(1, elements // max(x_NV.shape[1], 1))
     for start in range(0, x_NV.shape[0], step):
@@ -148,7 +148,7 @@ def _gradient_at_target(log_p_N: Tensor, rows: RowBackward) -> Tensor:
 
 
 def _widen(block_nV: Tensor, scratch_nV: Tensor) -> Tensor:
-    """Logits in the accumulation dtype: the block itself where it already is that."""
+    """Return the logits in the accumulation dtype: the block itself where it already is that."""
     return block_nV if block_nV.dtype == scratch_nV.dtype else scratch_nV.copy_(block_nV)
 
 

@@ -69,7 +69,7 @@ class HeadArguments:
     options: LinearLogprobsOptions
 
     def tokens_of(self, hidden_SBH: Tensor) -> torch.Size:
-        """[S, B] of the whole sequence, of which the hidden states may be one shard."""
+        """Return [S, B] of the whole sequence, of which the hidden states may be one shard."""
         shards = group_size(self.tp_group) if self.sequence_parallel else 1
         return torch.Size([hidden_SBH.shape[0] * shards, *hidden_SBH.shape[1:-1]])
 
@@ -146,7 +146,7 @@ class HeadCall:
         return LinearHead(hidden_NH, weight_VH[: shard.valid], target_N - shard.start, self.scale, tiling)
 
     def cache(self, head: LinearHead) -> LogitsCache:
-        """Room for the logits that a backward would compute again; none where there will not be one."""
+        """Return the room for the logits that a backward would compute again; none where there will not be one."""
         budget, per_logit = self.options.cache_bytes, self.options.cache_bytes_per_logit
         if not any(self.wanted):
             return LogitsCache(0)
@@ -161,7 +161,7 @@ class HeadCall:
         return AutogradWeightGradient(weight_VH, chunks)
 
     def spread(self, x_N: Tensor) -> Tensor:
-        """Results of the kept rows in the shape of the tokens, with exact zeros elsewhere."""
+        """Return the results of the kept rows in the shape of the tokens, with exact zeros elsewhere."""
         return self.rows.spread(x_N).view(*self.tokens, *x_N.shape[1:])
 
 
@@ -182,7 +182,7 @@ class HeadBackward:
         live: Tensor | None,
         tiles: Callable[[LinearHead, slice], Iterator[GradientTile]],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of the hidden states [L, H] and of the weight, None where not needed.
+        """Return the gradients of the hidden states [L, H] and of the weight, None where not needed.
 
         Collectives move the same rows as in the forward; only the products leave out rows without gradient.
         `live` are the others, None if that is all of them; theirs are the targets, if any, and the rows of the tiles.

@@ -80,7 +80,7 @@ class LogitsCache:
         self._panels: dict[int, Tensor] = {}
 
     def reserve(self, panel: slice, rows_NH: Tensor) -> Tensor | None:
-        """Memory [N, v] for the panel's logits, or None if it exceeds what is left of the budget."""
+        """Return the memory [N, v] for the panel's logits, or None if it exceeds what is left of the budget."""
         shape, dtype = (rows_NH.shape[0], panel.stop - panel.start), tile_dtype(rows_NH)
         size = shape[0] * shape[1] * dtype.itemsize
         if size > self._left:
@@ -112,12 +112,12 @@ class LinearHead:
 
     @property
     def panels(self) -> list[slice]:
-        """Vocabulary panels, the outer loop."""
+        """Return vocabulary panels, the outer loop."""
         return list(_spans(self.weight_VH.shape[0], self.tiling.cols))
 
     @property
     def chunks(self) -> list[slice]:
-        """Token chunks, the inner loop."""
+        """Return token chunks, the inner loop."""
         return list(_spans(self.hidden_NH.shape[0], self.tiling.rows))
 
     def tiles(self, panel: slice, into_NV: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -29,7 +29,7 @@ class Scratch:
 
 
 def tile_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of a tile of logits: CUDA can write 16-bit products in float32, CPU cannot."""
+    """Return the dtype of a tile of logits: CUDA can write 16-bit products in float32, CPU cannot."""
     return accumulation_dtype(x.dtype) if x.is_cuda else x.dtype
 
 
@@ -69,7 +69,7 @@ def _add_in_one_call(out: Tensor, a: Tensor, b: Tensor) -> bool:
 
 
 def weight_operand(hidden_NH: Tensor) -> Tensor:
-    """Hidden states laid out as `weight_product_into` wants them."""
+    """Return the hidden states laid out as `weight_product_into` wants them."""
     return hidden_NH.t().contiguous().t() if _transposes(hidden_NH) else hidden_NH
 
 

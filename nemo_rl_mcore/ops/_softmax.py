@@ -17,7 +17,7 @@ from nemo_rl_mcore.ops._token_rows import TokenRows
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of logits, sums and results: float64 stays, everything else is computed in float32."""
+    """Return the dtype of logits, sums and results: float64 stays, everything else is computed in float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -31,7 +31,7 @@ class RowSoftmax:
 
 
 def empty_statistics(slices: int, rows_NX: Tensor, with_entropy: bool) -> Tensor:
-    """Uninitialised statistics [K, F, N] for the rows of a tensor."""
+    """Return uninitialised statistics [K, F, N] for the rows of a tensor."""
     return rows_NX.new_empty(slices, 3 if with_entropy else 2, rows_NX.shape[0], dtype=torch.float64)
 
 

@@ -38,12 +38,12 @@ def take_out(
 
 
 def _of_nothing(stats_FN: Tensor) -> Tensor:
-    """Statistics, of the same shape, of slices without a column."""
+    """Return the statistics, of the same shape, of slices without a column."""
     return merge_statistics(stats_FN.new_empty(0, *stats_FN.shape))
 
 
 def add_logits(stats_FN: Tensor, logit_NK: Tensor) -> Tensor:
-    """Statistics of a slice together with single logits beside it, each of which is a slice of one column."""
+    """Return statistics of a slice together with single logits beside it, each of which is a slice of one column."""
     slices_KFN = stats_FN.new_zeros(logit_NK.shape[1], *stats_FN.shape)
     slices_KFN[:, 0] = logit_NK.t()
     return merge_statistics(torch.cat([stats_FN.unsqueeze(0), slices_KFN]))

@@ -53,7 +53,7 @@ class TokenRows:
 
     @property
     def count(self) -> int:
-        """Number of kept rows."""
+        """Return the number of kept rows."""
         return self.total if self.kept_N is None else self.kept_N.numel()
 
     def select(self, x_T: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class TokenRows:
         return x_N.new_zeros(self.total, *x_N.shape[1:]).index_copy_(0, self.kept_N, x_N)
 
     def gather_hidden(self, hidden_LH: Tensor) -> Tensor:
-        """Kept rows of the whole sequence, fetched from every shard when the input is sequence-parallel."""
+        """Return the kept rows of the whole sequence, fetched from every shard when the input is sequence-parallel."""
         if self.group is None or not self.sequence_parallel:
             return self.select(hidden_LH)
         plan = self._exchange(hidden_LH.device)

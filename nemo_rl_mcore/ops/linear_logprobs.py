@@ -85,7 +85,7 @@ def fused_linear_logprobs(
     with_entropy: bool = False,
     options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probabilities [S, B] of the targets, or (log-probabilities, entropy), with an exact backward.
+    """Return the log-probabilities [S, B] of the targets, or (log-probabilities, entropy), with an exact backward.
 
     Results are float32 (float64 for float64 inputs). Rows where the mask is zero give exactly 0, receive no
     gradient and are never multiplied with the weight. The incoming gradients must be the same on every rank.

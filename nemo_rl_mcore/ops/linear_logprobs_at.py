@@ -94,7 +94,7 @@ def linear_logprobs_at(
     with_entropy: bool = False,
     options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
 ) -> IndexedLogprobs:
-    """Log-probabilities of K ids for each token, with an exact backward for hidden states and weight.
+    """Return the log-probabilities of K ids for each token, with an exact backward for hidden states and weight.
 
     The arguments that `fused_linear_logprobs` has too mean the same here. Results are float32 (float64 for
     float64 inputs), and exactly 0 where the mask is zero. The tail's mass is summed over the other ids, so its

@@ -46,7 +46,7 @@ class TopK:
 
     @property
     def logprobs(self) -> Tensor:
-        """[S, B, K] log-probabilities under the full vocabulary."""
+        """Return [S, B, K] log-probabilities under the full vocabulary."""
         return self.logits - self.logsumexp.unsqueeze(-1)
 
 

@@ -81,7 +81,7 @@ def sample_keys(
 
 
 def keyed_uniforms(keys_B: Tensor, position: int) -> Tensor:
-    """Uniform numbers in [0, 1), float64 [B], one for each key at this position of its sequence."""
+    """Return the uniform numbers in [0, 1), float64 [B], one for each key at this position of its sequence."""
     bits_B = _splitmix64(keys_B + _wrap(position * _GOLDEN_GAMMA))
     return _shift_right(bits_B, 11).double() * 2.0**-53
 

@@ -28,7 +28,7 @@ def vocab_parallel_logprobs(
     with_entropy: bool = False,
     vocab_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets, or (log-probabilities, entropy), in float32 (float64 for float64).
+    """Return the log-probabilities of the targets, or (log-probabilities, entropy), in float32 (float64 for float64).
 
     Each rank's logits receive the exact gradient of its own shard, so the backward needs no collective; the
     incoming gradients must be the same on every rank.

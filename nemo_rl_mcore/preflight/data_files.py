@@ -39,7 +39,7 @@ class DataPlan:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps of a pass over the rows; a step may begin in one pass and end in the next."""
+        """Return the number of steps of a pass over the rows; a step may begin in one pass and end in the next."""
         return self.rows / self.rows_per_step
 
 

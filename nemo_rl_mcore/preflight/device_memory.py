@@ -57,7 +57,7 @@ def plan_device_memory(config: RunConfig, memory: RunMemory) -> DeviceMemory:
 
 
 def _kept_during_generation(policy: PolicyConfig, memory: RunMemory) -> int:
-    """Bytes of the ranks while nothing is computed with them, so without logits."""
+    """Return the bytes of the ranks while nothing is computed with them, so without logits."""
     kept = 0
     for model in memory.models.values():
         kept += model.reference
@@ -67,7 +67,7 @@ def _kept_during_generation(policy: PolicyConfig, memory: RunMemory) -> int:
 
 
 def activation_bytes(policy: PolicyConfig, tokens: int) -> int:
-    """Bytes that a rank keeps of so many tokens of a microbatch for their backward pass, by its largest stage.
+    """Return bytes that a rank keeps of so many tokens of a microbatch for their backward pass, by its largest stage.
 
     Counted are the inputs of products, norms, attention and activation functions, with attention that keeps no scores
     (as in https://arxiv.org/abs/2205.05198, section 4, for layers of this kind). A first stage has as many microbatches
@@ -86,7 +86,7 @@ def activation_bytes(policy: PolicyConfig, tokens: int) -> int:
 
 
 def _of_layer(policy: PolicyConfig, layer: int) -> tuple[float, float]:
-    """Numbers that a layer keeps of each token on a rank, and those that it has while it is computed."""
+    """Return the numbers that a layer keeps of each token on a rank, and those that it has while it is computed."""
     pattern = policy.model.hybrid_layer_pattern
     of_gpt = ATTENTION + (MLP if layer < policy.model.dense_layers else EXPERTS)
     kinds = of_gpt if pattern is None else pattern[layer]
@@ -109,7 +109,7 @@ def _of_part(policy: PolicyConfig, kind: str) -> tuple[float, float]:
 
 
 def _inside(policy: PolicyConfig, kind: str, tensor: int, shared: int) -> float:
-    """Numbers of the part itself."""
+    """Return the numbers of the part itself."""
     model = policy.model
     if kind == ATTENTION:
         if model.multi_latent_attention:
@@ -133,14 +133,14 @@ def _of_feed_forward(policy: PolicyConfig, size: int) -> int:
 
 
 def _of_mamba(policy: PolicyConfig) -> int:
-    """Numbers of what is projected, of what is convolved, of what the scan gives, and of its norm."""
+    """Return the numbers of what is projected, of what is convolved, of what the scan gives, and of its norm."""
     model = policy.model
     keys = model.mamba_num_groups * model.mamba_state_dim
     return 5 * model.mamba_size + 4 * keys + (model.mamba_num_heads or 0)
 
 
 def _of_experts(policy: PolicyConfig) -> int:
-    """Numbers of a token's copies at its experts: what they are given, and compute."""
+    """Return the numbers of a token's copies at its experts: what they are given, and compute."""
     model = policy.model
     of_one = model.expert_input_size + (3 if model.gated else 2) * model.expert_ffn_size
     return model.moe_router_topk * of_one + (model.moe_latent_size or 0)

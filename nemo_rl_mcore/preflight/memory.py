@@ -44,7 +44,7 @@ class RunMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of one rank of every model."""
+        """Return the bytes of one rank of every model."""
         return sum(estimate.total for estimate in self.models.values())
 
 
@@ -74,12 +74,12 @@ def reference_place(config: RunConfig) -> str:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Roughly what a checkpoint takes on disk: weights, those of the reference, and the optimizer's state."""
+    """Return roughly what a checkpoint takes on disk: weights, those of the reference, and the optimizer's state."""
     return sum(_saved_bytes(plan) for plan in config.models.values() if plan.trained)
 
 
 def copied_bytes(config: RunConfig) -> int:
-    """Roughly what copies for `async_save` take of the memory of all machines, until they are written."""
+    """Return roughly what copies for `async_save` take of the memory of all machines, until they are written."""
     return sum(_saved_bytes(plan) for plan in config.models.values() if plan.saved_in_background)
 
 
@@ -107,7 +107,7 @@ def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
 
 
 def _optimizer(config: RunConfig, policy: PolicyConfig, trained: _Held) -> int:
-    """Bytes of the optimizer's state over the trained weights of a rank."""
+    """Return the bytes of the optimizer's state over the trained weights of a rank."""
     megatron, states = policy.megatron_cfg, _state_bytes(policy)
     shards, expert_shards = (1, 1)
     if megatron.optimizer.use_distributed_optimizer:
@@ -199,7 +199,7 @@ def training_tokens(policy: PolicyConfig, rows_per_sample: int) -> int:
 
 
 def _tokens(policy: PolicyConfig, rows_per_sample: int) -> tuple[int, int]:
-    """Tokens of a rank of the largest microbatch of training, and of log-probabilities."""
+    """Return the tokens of a rank of the largest microbatch of training, and of log-probabilities."""
     shared, longest = policy.megatron_cfg.context_parallel_size, policy.max_total_sequence_length
     if (budgets := policy.token_budgets) is not None:
         trained, scored = budgets.of_training(rows_per_sample), budgets.logprob
@@ -212,7 +212,7 @@ def _tokens(policy: PolicyConfig, rows_per_sample: int) -> tuple[int, int]:
 
 
 def _cached(megatron: MegatronConfig, logits: int) -> int:
-    """Bytes of the logits that a forward pass leaves to its backward pass, which the last stage begins at once.
+    """Return bytes of the logits that a forward pass leaves to its backward pass, which the last stage begins at once.
 
     In every schedule a microbatch's head goes back before that of the next one goes forward.
     """

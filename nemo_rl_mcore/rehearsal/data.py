@@ -25,7 +25,7 @@ _KEPT = (
 
 
 def is_here(source: SourceConfig) -> bool:
-    """Whether all of a source's rows lie in files or a folder of this machine."""
+    """Return whether all of a source's rows lie in files or a folder of this machine."""
     return bool(source.paths) and all(Path(path).exists() or _matches(path) for path in source.paths)
 
 

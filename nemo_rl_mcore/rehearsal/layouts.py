@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def keys(self) -> dict[str, object]:
-        """The keys of policy.megatron_cfg that make it."""
+        """Return the keys of policy.megatron_cfg that make it."""
         return {
             "tensor_model_parallel_size": self.tensor,
             "sequence_parallel": self.sequence,

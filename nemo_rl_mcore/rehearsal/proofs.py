@@ -102,7 +102,7 @@ class Twins:
 
     @property
     def _rows(self) -> BatchedDataDict:
-        """The first rows of the step."""
+        """Return the first rows of the step."""
         return self._calls[0].whole
 
     @property
@@ -111,7 +111,7 @@ class Twins:
 
     @cached_property
     def _plain(self) -> dict[str, Any]:
-        """Weights before and after the step as they were saved, and after it on one rank; digests."""
+        """Return the weights before and after the step as they were saved, and after it on one rank; digests."""
         if reason := missing_family(self.ran.config.policy.model):
             raise Refused(reason)  # weights are read by their names there
         found: dict[str, Any] = {}

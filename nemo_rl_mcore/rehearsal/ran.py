@@ -46,22 +46,22 @@ class Ran:
 
     @property
     def config(self) -> RunConfig:
-        """The recipe as it ran."""
+        """Return the recipe as it ran."""
         return loaded(self.tree)
 
     @property
     def exported(self) -> Path:
-        """The weights after the last step, as the ranks wrote them."""
+        """Return the weights after the last step, as the ranks wrote them."""
         return self.folder / "hf"
 
     @property
     def split(self) -> Path:
-        """The checkpoint after the last step, when all ranks train it by the split step."""
+        """Return the checkpoint after the last step, when all ranks train it by the split step."""
         return self.folder / "split"
 
     @property
     def killed(self) -> Path:
-        """The folder of the run as it was after the first save."""
+        """Return the folder of the run as it was after the first save."""
         return self.folder / "killed"
 
     def step(self, number: int, run: str = "run") -> Path:

@@ -34,7 +34,7 @@ class TrainCall:
 
     @property
     def whole(self) -> BatchedDataDict:
-        """All rows."""
+        """Return all rows."""
         return BatchedDataDict.from_batches(self.chunks) if len(self.chunks) > 1 else self.chunks[0]
 
     def with_noise(self) -> TrainCall | None:

@@ -235,7 +235,7 @@ def _models(config: RunConfig, layers: int, longest: int, folder: Path) -> Itera
 
 
 def teacher_folder(folder: Path) -> Path:
-    """Where the weights of a made teacher are."""
+    """Return where the weights of a made teacher are."""
     return folder / "teacher"
 
 

@@ -59,7 +59,7 @@ class Table:
 
     @property
     def failed(self) -> bool:
-        """Whether anything was found that is not as it is to be."""
+        """Return whether anything was found that is not as it is to be."""
         return any(line.verdict is Verdict.FAILED for line in self.lines)
 
     def rows(self) -> Iterator[str]:

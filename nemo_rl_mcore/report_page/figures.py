@@ -135,7 +135,7 @@ def _seconds(row: Row, key: str) -> float:
 
 
 def _over_steps(runs: Sequence[RunData], metrics: Iterable[str]) -> Figure:
-    """Metrics over the steps of all runs, so that pictures that stand beside each other have one axis."""
+    """Return the metrics over the steps of all runs, so that pictures that stand beside each other have one axis."""
     axis = {"title": {"text": "step"}, "range": [0, max(run.last_step for run in runs)]}
     return _figure(_curves(runs, metrics), xaxis=axis)
 

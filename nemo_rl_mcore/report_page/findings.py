@@ -63,7 +63,7 @@ def _of_the_end(run: RunData) -> Iterator[Finding]:
 
 
 def _ends(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
-    """Means over the first and the last steps; None with fewer than two windows of them."""
+    """Return the means over the first and the last steps; None with fewer than two windows of them."""
     values = finite_values(rows, name)
     if len(values) < 2 * WINDOW:
         return None

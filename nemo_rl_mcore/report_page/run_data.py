@@ -136,7 +136,7 @@ def told_apart(runs: Sequence[RunData]) -> list[RunData]:
 
 
 def _evaluations(folder: Path, tried: Any) -> Iterator[tuple[str, Tree]]:
-    """Results of the folder itself, and of those in it."""
+    """Yield the results of the folder itself, and of those in it."""
     for path in (folder / RESULTS_FILE, *sorted(folder.glob(f"*/{RESULTS_FILE}"), key=_by_numbers)):
         if path.is_file() and (results := tried(_results, path, default=None)) is not None:
             yield str(path.parent.relative_to(folder)), results

@@ -49,7 +49,7 @@ def summary(run: RunData) -> list[Row]:
 
 
 def _first_and_last(run: RunData, name: str) -> str:
-    """Means over the first and the last steps."""
+    """Return the means over the first and the last steps."""
     values = finite_values(run.rows, name)
     return f"{mean(values[:WINDOW]):.4g} at first, {mean(values[-WINDOW:]):.4g} at last" if values else ""
 
@@ -131,7 +131,7 @@ def _of_the_events(run: RunData) -> Iterator[Row]:
 
 
 def differences(runs: Sequence[RunData]) -> list[Row]:
-    """Keys whose values differ between the recipes of the runs, with the value of each."""
+    """Return the keys whose values differ between the recipes of the runs, with the value of each."""
     keys = [run.keys for run in runs]
     return [
         [path, *(shown_value(of_run.get(path, "")) for of_run in keys)]

@@ -187,7 +187,7 @@ def _event(line: bytes, place: str) -> Event:
 
 
 def _whole_lines(descriptor: int) -> int:
-    """Bytes of a file up to its last line end."""
+    """Return the bytes of a file up to its last line end."""
     end, block = os.fstat(descriptor).st_size, 4096
     while end:
         start = max(0, end - block)

@@ -107,7 +107,7 @@ class GenerationRequest:
         )
 
     def bound(self, place: int) -> int:
-        """Tokens of the response to a prompt at most."""
+        """Return the most tokens of the response to a prompt."""
         return bound_of(self.max_new_tokens, self.longest, len(self.prompts[place]))
 
 
@@ -171,7 +171,7 @@ class PolicyBackend(TrainStepBackend, Protocol):
         ...
 
     def logprobs(self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False) -> Tensor:
-        """fp32 [B, S] on the CPU: column i is log p of token i; column 0 and the right padding are 0.
+        """Return fp32 [B, S] on the CPU: column i is log p of token i; column 0 and the right padding are 0.
 
         trained_only: so is all that token_mask [B, S] does not mark, for which no logits are computed.
         In evaluation mode, as all reads; an open train step is left as it is.

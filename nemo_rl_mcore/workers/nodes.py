@@ -53,7 +53,7 @@ def await_nodes(wanted: int, needed: Mapping[str, float], within_s: float) -> in
 
 
 def _with_room(needed: Mapping[str, float]) -> int:
-    """Machines that are there with so much of each resource free."""
+    """Return the number of machines that are there with so much of each resource free."""
     free = available_resources_per_node()
     return sum(
         _is_there(node)

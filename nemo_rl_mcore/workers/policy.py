@@ -278,7 +278,7 @@ class Policy:
         return [identity.pid for _, identity in sorted(self._workers.identities.items())]
 
     def loading_s(self) -> float:
-        """Seconds that loading weights has taken, on the slowest rank."""
+        """Return the seconds that loading weights has taken, on the slowest rank."""
         return max(self._workers.run_all("loading_s", context=self._next_call("loading_s")))
 
     def gpus(self) -> Sequence[str]:
@@ -291,7 +291,7 @@ class Policy:
         return self._first_of_all("connect_engines", engines=engines, settings=settings)
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
+        """Return the shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
         return self._first_of_all("prepare_refit_info")
 
     def weights_digest(self, held_as: str | None = None) -> str:

@@ -100,7 +100,7 @@ class MegatronPolicyWorker:
     def get_logprobs(
         self, *, data: BatchedDataDict, micro_batch_size: int | None = None, trained_only: bool = False
     ) -> BatchedDataDict:
-        """{"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
+        """Return {"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
 
         data: input_ids [B, S], input_lengths [B]. Evaluation mode; the worker's temperature divides the logits.
         trained_only: for the tokens that token_mask [B, S] marks alone, and 0 for all others: no logits are computed
@@ -113,7 +113,7 @@ class MegatronPolicyWorker:
     def get_reference_policy_logprobs(
         self, *, data: BatchedDataDict, micro_batch_size: int | None = None, trained_only: bool = False
     ) -> BatchedDataDict:
-        """{"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the weights that the run started from."""
+        """Return {"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the weights that the run started from."""
         if not self._has_reference:
             raise RefusedError(
                 "this worker has no reference policy: it was built with init_reference_model=False",
@@ -144,7 +144,7 @@ class MegatronPolicyWorker:
         return BatchedDataDict(vars(self.backend.topk_logits(data, k, rows, trained_only=trained_only)))
 
     def get_values(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """{"values": fp32 [B, S] on the CPU} of a worker whose role is value.
+        """Return {"values": fp32 [B, S] on the CPU} of a worker whose role is value.
 
         Column i is the value of the state before token i; column 0 and right padding are 0.
         """
@@ -276,7 +276,7 @@ class MegatronPolicyWorker:
         self.train_step.abort()
 
     def updates(self) -> int:
-        """Optimizer steps, skipped ones too, since the start or the last `load_checkpoint`."""
+        """Return the number of optimizer steps, skipped ones too, since the start or the last `load_checkpoint`."""
         return self.train_step.updates
 
     def _require_trained(self, call: str) -> None:
@@ -368,7 +368,7 @@ class MegatronPolicyWorker:
         return self._sender.rendezvous
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
+        """Return the shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
         self._meet("prepare_refit_info")
         return {
             name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
@@ -410,7 +410,7 @@ class MegatronPolicyWorker:
         self._sender = None
 
     def loading_s(self) -> float:
-        """Seconds that loading weights has taken."""
+        """Return the seconds that loading weights has taken."""
         return activity.loading_s
 
     def data_parallel_rank(self) -> int:

@@ -126,12 +126,12 @@ def _keys(model: ModelConfig) -> int:
 
 
 def _convolved(model: ModelConfig) -> tuple[int, ...]:
-    """Rows of values, keys and queries."""
+    """Return the rows of values, keys and queries."""
     return model.mamba_size, _keys(model), _keys(model)
 
 
 def _projected(model: ModelConfig) -> tuple[int, ...]:
-    """Rows of the gate, of what is convolved, and of the time steps."""
+    """Return the rows of the gate, of what is convolved, and of the time steps."""
     return model.mamba_size, *_convolved(model), model.mamba_num_heads or 0
 
 

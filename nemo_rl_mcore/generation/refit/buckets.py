@@ -36,7 +36,7 @@ class Bucket:
     tensors: tuple[PackedTensor, ...]
 
     def to_message(self) -> dict[str, Any]:
-        """Plain data, which every serializer between the processes takes."""
+        """Return plain data, which every serializer between the processes takes."""
         return {"location": self.location, "tensors": [asdict(tensor) for tensor in self.tensors]}
 
     @classmethod

@@ -118,7 +118,7 @@ def _as_words(part: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _weights(seed: int, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Odd int64 [count] of the positions from `start` on: the mixing function of SplitMix64."""
+    """Return odd int64 [count] of the positions from `start` on: the mixing function of SplitMix64."""
     mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device)
     mixed = mixed * _signed(0x9E3779B97F4A7C15) + _signed(seed)
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
