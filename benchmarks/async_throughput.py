@@ -28,7 +28,7 @@ from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.config import GRPOMasterConfig, load_config
 from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
 from nemo_rl_mcore.generation.kinds import engine_kind
-from nemo_rl_mcore.launch_parts import start_model
+from nemo_rl_mcore.launch import start_model
 from nemo_rl_mcore.parts import open_parts, stop_ids_of
 from nemo_rl_mcore.rollouts.player import RolloutCollector
 from nemo_rl_mcore.rollouts.scheduler import Scheduler

@@ -132,7 +132,7 @@ def _generation(
         policy = started.enter_context(start_frozen(config, cluster))
     if isinstance(cluster, OneProcess):
         return EmbeddedGeneration(policy, stop_ids_of(config, tokenizer))
-    from nemo_rl_mcore.launch_parts import open_generation  # brings in Ray
+    from nemo_rl_mcore.launch import open_generation  # brings in Ray
 
     generation = started.enter_context(
         open_generation(
@@ -148,7 +148,7 @@ def _say(line: str) -> None:
 
 
 def _print_table(results: Mapping[str, SetResult]) -> None:
-    """Return each metric of each set, with its standard error."""
+    """Each metric of each set, with its standard error."""
     from rich.table import Table
 
     table = Table("metric", *results)

@@ -18,8 +18,7 @@ from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
-from nemo_rl_mcore.launch import algorithm_of, with_weights
-from nemo_rl_mcore.launch_parts import start_model
+from nemo_rl_mcore.launch import algorithm_of, start_model, with_weights
 from nemo_rl_mcore.observability.ending import exit_status
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.output import say_aside, write_line
@@ -140,7 +139,7 @@ class _Replay:
         )
 
     def _compared_weights(self, step: int) -> str:
-        """Say that the weights after a step are those of the log; raises RunStoppedError where they are not."""
+        """Say that the weights behind a step are those of the log; raises RunStoppedError where they are not."""
         logged = self.timeline.weights.get(step, "")
         digest = self.models["policy"].weights_digest(_held_as(self.parts.config))
         if logged and logged != digest:

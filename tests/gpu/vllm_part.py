@@ -23,7 +23,7 @@ from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.generation.kinds import engine_kind
-from nemo_rl_mcore.launch_parts import start_model
+from nemo_rl_mcore.launch import start_model
 from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.rollouts.player import Responder
 from nemo_rl_mcore.workers.cluster import RayCluster
