@@ -63,7 +63,7 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
 
 
 def _weights(config: RunConfig) -> str:
-    """Which weights are evaluated; where the recipe names none, also how to take those that its run has saved."""
+    """Return which weights are evaluated; where the recipe names none, also how to take those that its run saved."""
     given = config.policy.init_checkpoint or config.policy.model_name
     if given is not None:
         return given

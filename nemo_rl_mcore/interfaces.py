@@ -91,7 +91,7 @@ class TrainedModel(Protocol):
         ...
 
     def has_unknown_update(self) -> bool:
-        """Whether a rank has taken an optimizer step whose result was not given, as it raised, or another one did."""
+        """Return whether a rank took an optimizer step whose result was not given, since it or another one raised."""
         ...
 
     def serves(self) -> bool:

@@ -179,7 +179,7 @@ def _cores_left_to_ranks(cluster: ClusterConfig) -> Iterator[None]:
 
 
 def fewer_machines(config: RunConfig) -> Callable[[int], ClusterConfig | None]:
-    """Which machines, out of at most so many, a run goes on with when others stay gone; None where it does not."""
+    """Return what gives the machines, of at most so many, that a run goes on with when others stay gone, or None."""
 
     def fewer(nodes: int) -> ClusterConfig | None:
         smaller = shrunk(config, nodes) if config.cluster.elastic == "shrink" else None
@@ -399,7 +399,7 @@ def open_collector(
 def open_environments(
     config: RunConfig, cluster: RayCluster, environment: Environment
 ) -> Iterator[Environments]:
-    """Where the environment of the recipe answers: in actors, which end with the block, or in this process.
+    """Open what answers for the environment of the recipe: actors, which end with the block, or this process.
 
     Actors of a run that samples start at once, and nobody waits for them; those of others when they are first asked.
     """

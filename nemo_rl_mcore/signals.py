@@ -65,7 +65,7 @@ class StopSignals:
 
     @property
     def exit_status(self) -> int:
-        """What a shell reports for a program that the first signal ended: 130, 143 or 129; 0 where the time did."""
+        """Return what a shell reports for a program that the first signal ended: 130, 143, 129; 0 if time did."""
         if self.time_is_up and not self._asked:
             return 0
         return EXIT_STATUS_OF_A_SIGNAL + (self._asked[0] if self._asked else signal.SIGINT)

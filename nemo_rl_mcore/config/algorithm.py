@@ -147,7 +147,7 @@ class LoopConfig(StrictModel):
 
     @property
     def validation_answers(self) -> tuple[int, bool]:
-        """Return answers of a validation to each prompt, and whether they are the likeliest."""
+        """Return how many answers a validation has to each prompt, and whether they are the likeliest."""
         return 1, True
 
 
@@ -179,7 +179,7 @@ class RolloutConfig(LoopConfig):
 
     @property
     def validation_answers(self) -> tuple[int, bool]:
-        """Return answers of a validation to each prompt, and whether they are the likeliest."""
+        """Return how many answers a validation has to each prompt, and whether they are the likeliest."""
         return self.val_num_generations_per_prompt, self.val_greedy
 
     @property

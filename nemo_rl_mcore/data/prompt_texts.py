@@ -44,7 +44,7 @@ class PromptTexts:
         return tuple(messages)
 
     def frame(self, *, chat: bool) -> tuple[int, int]:
-        """Return the characters before and after a prompt where `shown` gives it as a text."""
+        """Return how many characters stand before and after a prompt where `shown` gives it as a text."""
         before, behind = self._around
         return before + (0 if self.system is None or chat else len(self.system) + 1), behind
 

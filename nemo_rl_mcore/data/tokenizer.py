@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
     @property
     def opening(self) -> str:
-        """What each prompt begins with that does not say it itself: text of the begin of sequence, or nothing."""
+        """Return what prompts begin with that do not say it themselves: text of the begin of sequence, or nothing."""
         ...
 
     @property

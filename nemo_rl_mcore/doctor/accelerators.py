@@ -113,7 +113,7 @@ class Accelerators:
 
 
 def supported(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Whether code for `architectures`, such as sm_90 or compute_90, runs on a GPU: binaries within a major version."""
+    """Return whether code for `architectures` (sm_90, compute_90) runs on a GPU: binaries within a major version."""
     for architecture in architectures:
         kind, _, digits = architecture.partition("_")
         number = int(digits.rstrip("af"))

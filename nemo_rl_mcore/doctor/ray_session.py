@@ -42,5 +42,5 @@ def finding(address: str, answers: Mapping[str, Answer]) -> Finding:
 
 
 def gpus_by_machine(address: str, answers: Mapping[str, Answer]) -> list[float] | None:
-    """Return the GPUs of each machine of the cluster, none where it does not answer; None without RAY_ADDRESS."""
+    """Return how many GPUs each machine of the cluster has, none where it does not answer; None without RAY_ADDRESS."""
     return [one["gpus"] for one in answers[_KEY].facts.get("machines", ())] if address else None

@@ -114,7 +114,7 @@ class MathEnvironment:
             raise ConfigError(gold_problems(wrong))
 
     def wrong_answers(self, prompts: Sequence[Prompt]) -> dict[str, str]:
-        """Why nothing can equal them, of those answers of which that is so; each is read once, in some milliseconds."""
+        """Return why nothing can equal answers, of those where nothing can; each is read once, in some milliseconds."""
         why = {answer: self._why_unequal(answer) for answer in dict.fromkeys(p.answer for p in prompts)}
         return {answer: reason for answer, reason in why.items() if reason is not None}
 

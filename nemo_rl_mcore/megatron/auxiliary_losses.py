@@ -259,7 +259,7 @@ class AuxiliaryLosses:
 
     @cached_property
     def _counts_all_ranks(self) -> bool:
-        """Whether Megatron, given a padding mask, takes the tokens of all ranks of a sequence for this rank's own.
+        """Return whether Megatron, given a padding mask, takes the tokens of all ranks of a sequence for this rank's.
 
         Some versions do: get_tokens_per_expert_and_token_count (transformer/moe/moe_utils.py) sums over the ranks in
         place, before it reads the local number.

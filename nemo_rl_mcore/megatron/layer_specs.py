@@ -47,7 +47,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def use_transformer_engine(config: MegatronConfig) -> bool:
-    """Whether the layers are Transformer Engine's: as asked for, or under `auto` where CUDA and the package exist."""
+    """Return whether the layers are Transformer Engine's: as asked for, or with `auto` where CUDA and it exist."""
     if config.transformer_impl == "auto":
         return accelerator.has_cuda() and importlib.util.find_spec("transformer_engine") is not None
     return config.transformer_impl == "transformer_engine"

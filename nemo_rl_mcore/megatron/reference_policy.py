@@ -85,7 +85,7 @@ class ReferencePolicy:
 
 
 def is_kept_on_device(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether this rank keeps its reference on its device, as policy.reference_on_device says; auto asks for room."""
+    """Return whether this rank keeps its reference on its device: policy.reference_on_device; auto asks for room."""
     if policy.reference_on_device != "auto":
         return policy.reference_on_device
     free = accelerator.free_memory_bytes()

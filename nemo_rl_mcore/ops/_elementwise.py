@@ -161,7 +161,7 @@ def _base2_factor(scale: float, dtype: torch.dtype) -> float:
 
 
 def _at_targets(logits_NV: Tensor, target_N: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Which targets lie in the slice, a safe index [N, 1] where they do not, the scaled logits there in float64."""
+    """Return which targets lie in the slice, an index [N, 1] that is safe elsewhere, their scaled logits in float64."""
     width = logits_NV.shape[1]
     held_N = (target_N >= 0) & (target_N < width)
     index_N1 = target_N.clamp(0, width - 1).unsqueeze(1)

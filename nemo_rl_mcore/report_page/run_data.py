@@ -80,7 +80,7 @@ class RunData:
 
     @property
     def written_at(self) -> datetime | None:
-        """When the last row was written."""
+        """Return when the last row was written."""
         path = self.folder / METRICS_FILE
         return datetime.fromtimestamp(path.stat().st_mtime) if path.is_file() else None
 

@@ -3,7 +3,7 @@
 Ranks are called as a whole; of an engine on several machines the first actor alone.
 
 Runs in the driver, in the thread that calls; `shutdown` may come from any other. There is no health thread: progress is
-heard while somebody waits (`gang_call.py`). Nothing here restarts: `Policy.restart` makes another gang of ranks.
+heard while somebody waits (`gang_call.py`). Nothing is restarted here: `Policy.restart` makes another gang of ranks.
 """
 
 from __future__ import annotations

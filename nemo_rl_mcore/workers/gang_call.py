@@ -246,7 +246,7 @@ class PendingCall:
         ]
 
     def _stacks(self, gone: Collection[int]) -> dict[int, str]:
-        """Where those that have not answered stand in their Python code, if they say so; those that are gone do not."""
+        """Return where those that have not answered stand in their code, if they say so; those that are gone do not."""
         answering = [
             rank
             for rank in self._waiting

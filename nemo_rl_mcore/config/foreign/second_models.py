@@ -52,7 +52,7 @@ def judged_as(path: str) -> str:
 
 
 def is_judged_alone(path: str) -> bool:
-    """Whether a key of a critic or a teacher, or a section that it stands in, has a judgement that no policy has."""
+    """Return whether a key of a critic or a teacher, or a section around it, has a judgement that no policy has."""
     name, _, key = path.partition(".")
     return any(key == known or key.startswith(f"{known}.") for known in _JUDGED.get(name, ()))
 

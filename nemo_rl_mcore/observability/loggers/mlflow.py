@@ -103,7 +103,7 @@ class MLflowLogger:
 
 
 def _bound_requests(timeout_s: float) -> None:
-    """Return two tries within the time limit, where the environment does not say otherwise; MLflow's own are hours."""
+    """Have requests tried twice within the time limit, unless the environment says otherwise; MLflow takes hours."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(max(1, int(timeout_s / 3))))
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
