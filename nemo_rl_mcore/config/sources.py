@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from io import StringIO
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -15,7 +14,7 @@ from nemo_rl_mcore.config.anchors import anchored, recipe_file
 from nemo_rl_mcore.config.base import Code, ConfigError, Problem, join_path
 from nemo_rl_mcore.config.master import kind_of
 from nemo_rl_mcore.config.schema import Kind, is_known, suggestion
-from nemo_rl_mcore.config.yaml_text import read_yaml_text, require_shallow
+from nemo_rl_mcore.config.yaml_text import read_yaml_text, require_shallow, values_of
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -52,7 +51,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Recipe:
     chain = (*chain, path)
     if path.resolve() in [ancestor.resolve() for ancestor in chain[:-1]]:
         raise _refuse(chain, "reference", "the file is its own ancestor", "remove the cycle from `defaults:`")
-    tree = OmegaConf.create(anchored(_parse(path, chain), path.parent))
+    tree = _parse(path, chain)
     merged, files, ancestors = OmegaConf.create(), (), ()
     for parent in _parents(tree.pop("defaults", None), chain):
         recipe = _read(recipe_file(path.parent, parent), chain)
@@ -70,9 +69,12 @@ _MOST_FILES = 100
 
 
 def _merged(below: DictConfig, above: DictConfig) -> DictConfig:
-    """Return both, key by key; a list takes the place of a section, and a section that of a list."""
+    """Return both, key by key; a list takes the place of a section, and a section that of a list.
+
+    What was given is not to be used any more: it is in the result.
+    """
     _make_room(below, above)
-    return cast("DictConfig", OmegaConf.merge(below, above))
+    return cast("DictConfig", OmegaConf.unsafe_merge(below, above))
 
 
 _REPLACES = "_override_"
@@ -89,9 +91,11 @@ def _make_room(below: DictConfig, above: DictConfig) -> None:
             del below[key]
 
 
-def _parse(path: Path, chain: tuple[Path, ...]) -> dict[str, object]:
+def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:
     try:
-        tree = OmegaConf.load(StringIO(read_yaml_text(path)))
+        values = values_of(read_yaml_text(path))
+        if isinstance(values, dict | None):
+            return OmegaConf.create(anchored(cast("dict[str, object]", values or {}), path.parent))
     except FileNotFoundError:
         raise _refuse(chain, "not-found", "no such file", _NO_SUCH_FILE) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -102,11 +106,7 @@ def _parse(path: Path, chain: tuple[Path, ...]) -> dict[str, object]:
         ) from error
     except ValueError as error:
         raise _refuse(chain, "wrong-kind", f"is no recipe: {error}", "name a recipe") from error
-    if not isinstance(tree, DictConfig):
-        raise _refuse(
-            chain, "wrong-kind", "holds no keys at its top level", "write a recipe: sections with keys"
-        )
-    return cast("dict[str, object]", OmegaConf.to_container(tree))
+    raise _refuse(chain, "wrong-kind", "holds no keys at its top level", "write a recipe: sections with keys")
 
 
 _NO_SUCH_FILE = (
@@ -144,10 +144,12 @@ class Origin:
 def origins(files: Iterable[Path]) -> dict[str, Origin]:
     """Return for each key which of the files sets it; of several, the strongest."""
     found: dict[str, Origin] = {}
+    parents = set[str]()
     for key, origin, is_section in _settings(files):
-        if not is_section:  # what files before say of a section that is null now
+        if key in parents and not is_section:  # what files before say of a section that is null now
             found = {other: origin for other, origin in found.items() if not other.startswith(f"{key}.")}
         found[key] = origin
+        parents.add(key.rpartition(".")[0])
     return found
 
 
@@ -170,7 +172,7 @@ def taken_back(recipe: Recipe) -> dict[str, Origin]:
 def _settings(files: Iterable[Path]) -> Iterator[tuple[str, Origin, bool]]:
     """Yield each key of each file, where it is set, and whether it is a section."""
     for place, path in enumerate(files):
-        node = yaml.SafeLoader(path.read_text(encoding="utf-8")).get_single_node()
+        node = yaml.CSafeLoader(path.read_text(encoding="utf-8")).get_single_node()
         for key, line, value in key_lines(node, ""):
             text = value.value if isinstance(value, yaml.ScalarNode) else ""
             yield key, Origin(place, f"{path}:{line}", text), isinstance(value, yaml.MappingNode)

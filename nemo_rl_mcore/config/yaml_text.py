@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import yaml
+from omegaconf._utils import get_yaml_loader  # pyright: ignore[reportPrivateUsage]
 
 from nemo_rl_mcore.strict_json import read_regular
 
@@ -28,13 +29,25 @@ def read_yaml_text(path: Path, *, follow_links: bool = True, aliases: bool = Tru
     return text
 
 
+class _Loader(yaml.CSafeLoader, get_yaml_loader()):  # pyright: ignore[reportUntypedBaseClass]
+    """Constructs what OmegaConf's loader does, over the parser in C."""
+
+
+def values_of(text: str) -> object:
+    """Return what OmegaConf reads in a YAML text, such as a number in `1e-5`, in less time.
+
+    Raises yaml.YAMLError for what is not YAML, or has a key twice.
+    """
+    return yaml.load(text, Loader=_Loader)
+
+
 def require_bounded(text: str, *, aliases: bool = True) -> None:
     """Raise ValueError for a YAML text that is larger than a recipe can be, with what its references stand for.
 
     aliases: whether references are allowed at all. Raises yaml.YAMLError for what is not YAML.
     """
     counted = _Counted()
-    for event in cast("Iterator[yaml.Event]", yaml.parse(text, Loader=yaml.SafeLoader)):  # pyright: ignore[reportUnknownMemberType]
+    for event in cast("Iterator[yaml.Event]", yaml.parse(text, Loader=yaml.CSafeLoader)):  # pyright: ignore[reportUnknownMemberType]
         if isinstance(event, yaml.AliasEvent) and not aliases:
             raise ValueError("it has references, which may stand for any number of values")
         counted.take(event)

@@ -37,6 +37,8 @@ def _matched(model: ModelConfig, pattern: str) -> list[Weight]:
 
 def pattern_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Problem]:
     """Yield patterns that match nothing, or a part only of what training holds as one."""
+    if not patterns:
+        return
     for number, pattern in enumerate(patterns):
         matched = _matched(model, pattern)
         if not matched:
