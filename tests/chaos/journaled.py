@@ -126,7 +126,8 @@ class Recipe:
             self.algorithm, ""
         )
         more = ", streamed" if self.chunk else ", dynamic sampling" if self.dynamic else ""
-        more += ", agents" if self.agents else ", saved in the background" if self.background else ""
+        more += ", agents" if self.agents else ""
+        more += ", saved in the background" if self.background else ""
         return name + ("synchronous" if self.age is None else f"K = {self.age}") + more
 
     @property

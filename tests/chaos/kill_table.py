@@ -36,7 +36,11 @@ DETECTED_S = 2.0
 LIMIT_S = 240.0
 SYNC, AGE_0, AGE_1 = Recipe(None), Recipe(0), Recipe(1)
 AGENTS = tuple(Recipe(age, agents=True, steps=9) for age in (None, 0, 1))
-BACKGROUND = (Recipe(None, background=True), Recipe(1, background=True))
+BACKGROUND = (
+    Recipe(None, background=True),
+    Recipe(1, background=True),
+    Recipe(0, agents=True, background=True, steps=9),
+)
 STREAMED, DYNAMIC = Recipe(1, chunk=2), Recipe(1, dynamic=True)
 OTHERS = tuple(Recipe(age, one, steps=9) for one in ("ppo", "dpo", "distillation") for age in (None, 1))
 JOINED_S = 60.0
