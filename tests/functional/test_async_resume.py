@@ -12,6 +12,8 @@ import pytest
 from checkpoint_tensors import tensors_in
 from grpo_run import RECIPE, Run
 
+pytestmark = pytest.mark.stage("distributed")
+
 STEPS, GROUPS, PERIOD = 8, 8, 3
 TINY = (
     *("policy.generation.colocated.enabled=false", "grpo.async_grpo.enabled=true"),

@@ -5,7 +5,7 @@ import torch
 from checkpoint_tensors import tensors_in
 from grpo_run import Run
 
-pytestmark = pytest.mark.stage("distributed")
+pytestmark = pytest.mark.stage("exhaustive")
 
 STEPS = 2
 

@@ -147,6 +147,7 @@ for command in (evaluate, export, generate):
 """
 
 
+@pytest.mark.exhaustive  # seven commands
 def test_one_rank_in_the_one_process_gives_what_one_of_a_session_gives(tmp_path):
     (tmp_path / "hiding").mkdir()
     (tmp_path / "hiding/sitecustomize.py").write_text(HIDE)

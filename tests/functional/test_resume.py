@@ -12,6 +12,8 @@ from grpo_run import Run
 
 from nemo_rl_mcore.config import load_config
 
+pytestmark = pytest.mark.stage("distributed")
+
 STEPS = 5
 OVERRIDES = (
     *(f"grpo.max_num_steps={STEPS}", "grpo.val_period=1", "grpo.max_val_samples=16"),

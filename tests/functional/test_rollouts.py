@@ -10,7 +10,7 @@ from grpo_run import Run
 
 from nemo_rl_mcore.observability import read_rollouts
 
-pytestmark = pytest.mark.stage("distributed")
+pytestmark = pytest.mark.stage("exhaustive")
 
 ONE_RANK = ("cluster.cpu_workers_per_node=1", "logger.tensorboard_enabled=false")
 

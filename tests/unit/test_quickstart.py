@@ -1,6 +1,6 @@
 """The quick start: its commands are commands, its recipes fit on their GPUs, its data can be made again.
 
-That the CPU commands work and teach something is shown by tests/learning/quickstart.py, which .ci/run calls.
+That the CPU commands work and teach something is shown by tests/learning/quickstart.py, by hand.
 """
 
 import filecmp

@@ -27,7 +27,6 @@ SHORT_DIFFS = sorted(
 )
 EXAMPLES = sorted((REPO / "examples").rglob("*.yaml"))
 LISTS = ("nightly.txt", "nightly_cpu.txt")
-SHORT_LIST = "ci_cpu.txt"
 NAME = re.compile(
     rf"(?P<algorithm>{'|'.join(RUN_CONFIGS)})-(?P<subject>[a-z0-9.-]+)-(?P<nodes>\d+)n(?P<gpus>\d+)g"
     r"-(?P<strategy>[a-z0-9]+(-[a-z0-9]+)*?)(?P<fused>-fused)?(\.v\d+)?"
@@ -63,7 +62,7 @@ def test_every_recipe_has_a_script_and_the_other_way_round():
 def test_every_script_is_in_exactly_one_nightly_list():
     entries = [entry for suite in LISTS for entry in listed(suite)]
     assert sorted(entries) == [str(path.relative_to(REPO)) for path in SCRIPTS]
-    assert {path.name for path in SUITES.glob("*.txt")} == {*LISTS, SHORT_LIST}
+    assert {path.name for path in SUITES.glob("*.txt")} == {*LISTS}
 
 
 def test_the_lists_hold_what_the_suites_promise():
@@ -77,13 +76,6 @@ def test_the_lists_hold_what_the_suites_promise():
     assert {"megatron-async-1off", "megatron-async-2off"} <= {name["strategy"] for name in copies}
     beside = {stem for stem in stems["nightly_cpu.txt"] if "-async-" in stem}
     assert {name_of(stem)["algorithm"] for stem in beside} == RUN_CONFIGS.keys() - {"sft"}
-
-
-def test_the_list_of_ci_is_a_part_of_the_nightly_one_that_ci_runs():
-    short = listed(SHORT_LIST)
-    assert {*short} < {*listed("nightly_cpu.txt")}
-    assert len({*short}) == len(short) > 0
-    assert f"run.sh {SHORT_LIST}\n" in (REPO / ".ci/run").read_text("utf-8")
 
 
 # Recipes
