@@ -33,6 +33,8 @@ from journals import Fault  # noqa: E402
 from raylets import Raylets  # noqa: E402
 
 DETECTED_S = 2.0
+BETWEEN_CALLS_S = 15.0
+"""A step's answers, and what a call takes to tell."""
 LIMIT_S = 240.0
 SYNC, AGE_0, AGE_1 = Recipe(None), Recipe(0), Recipe(1)
 AGENTS = tuple(Recipe(age, agents=True, steps=9) for age in (None, 0, 1))
@@ -196,10 +198,14 @@ def _of_chunks() -> tuple[Row, ...]:
 
 
 def _of_copies() -> Iterator[Row]:
-    """Of checkpoints that are written in the background; of each, the second one is struck at its second part."""
+    """Of checkpoints that are written in the background; of each, the second one is struck at its second part.
+
+    While agents play over engines, ranks are in no call: the next one tells.
+    """
     for recipe in BACKGROUND:
-        struck = of_rank("write", "kill", 5)
-        yield Row(f"rank killed while a copy is written, {recipe.how}", recipe, struck, redoes=True)
+        struck, within_s = of_rank("write", "kill", 5), BETWEEN_CALLS_S if recipe.agents else DETECTED_S
+        name = f"rank killed while a copy is written, {recipe.how}"
+        yield Row(name, recipe, struck, within_s=within_s, redoes=True)
         yield Row(f"driver killed, {recipe.how}", recipe, strike=driver_killed, again=True)
 
 
