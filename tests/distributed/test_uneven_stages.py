@@ -30,9 +30,9 @@ def two_steps(layers, keys, weights, shift):
     worker = tiny.worker(tiny.policy_config(model={"num_layers": LAYERS}, megatron=megatron))
     own = {name: parameter.numpy() for name, parameter in tiny.parameters(worker).items()}
     if weights is not None:
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        held = {name.split("layers.")[1].split(".")[0] for name in own if "layers." in name}
-        assert held == {str(layer) for layer in range(layers[stage])}
+        stage, parts = parallel_state.get_pipeline_model_parallel_rank(), worker.policy.parts_of_a_layer
+        held = {int(name.split("layers.")[1].split(".")[0]) for name in own if "layers." in name}
+        assert held == {*range(layers[stage] * parts)}
         _fill(worker, weights, sum(layers[:stage]) + shift)
     batch = tiny.grpo_batch()
     before = worker.get_logprobs(data=batch)["logprobs"].numpy()
@@ -49,7 +49,8 @@ def _fill(worker, weights, first):
         head, found, tail = name.partition("decoder.layers.")
         if found:
             number, rest = tail.split(".", 1)
-            name = f"{head}{found}{(int(number) + first) % LAYERS}.{rest}"
+            layer = int(number) // worker.policy.parts_of_a_layer + first
+            name = f"{head}{found}{layer % LAYERS}.{rest}"
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(weights[f"0.{name}"]))
     worker.backend.weights_replaced()
