@@ -9,6 +9,7 @@ Importing this module is cheap; `tokenizers` and `transformers` are imported whe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from inspect import signature
@@ -138,8 +139,8 @@ def load_tokenizer(
 def strip_response(ids: Sequence[int], pad_token_id: int, eos_token_id: int) -> list[int]:
     """Cut ids before the first end of sequence, then drop the padding on the right."""
     kept = list(ids)
-    if eos_token_id in kept:
-        kept = kept[: kept.index(eos_token_id)]
+    with suppress(ValueError):
+        del kept[kept.index(eos_token_id) :]
     while kept and kept[-1] == pad_token_id:
         kept.pop()
     return kept

@@ -18,7 +18,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.rollouts.transcript import TURN_OF_TOKEN, WEIGHT_VERSIONS
+from nemo_rl_mcore.rollouts.transcript import RESPONSES, TURN_OF_TOKEN, WEIGHT_VERSIONS
 
 ENDING = "ending"
 # What stands in the columns of tokens that a row did not sample.
@@ -116,6 +116,7 @@ def as_rows(batch: BatchedDataDict, cuts: Sequence[Sequence[int]]) -> BatchedDat
         bounds += [(row, start, end) for start, end in pairwise([0, *ends])]
     rows, starts, ends = torch.tensor(bounds, dtype=torch.int64).view(-1, 3).t()
     parts = batch.select_indices(rows)
+    parts.pop(RESPONSES, None)  # of the whole row
     parts[EPISODE] = batch.get(EPISODE, torch.arange(batch.size))[rows]
     parts["input_lengths"] = ends
     columns = torch.arange(parts["input_ids"].shape[1])

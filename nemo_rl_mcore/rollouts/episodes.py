@@ -114,7 +114,9 @@ class Episodes:
             row.pieces.append(Piece(ids_N, self._turn, logprobs_N, versions_N))
             row.digests += [int(given[DIGESTS][place])] if DIGESTS in given else []
             row.turns, row.finished = self._turn, bool(given["finished"][place])
-            row.messages.append(Message("assistant", self._tokenizer.decode(ids_N.tolist())))
+            text = self._tokenizer.decode(ids_N.tolist())
+            row.response = text if self._turn == 1 else None
+            row.messages.append(Message("assistant", text))
 
     def turns(self) -> list[Turn]:
         """Return what the environment is to reply to."""

@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.data import BatchedDataDict
@@ -21,7 +23,7 @@ from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.interfaces import Environments, GenerationInterface
 from nemo_rl_mcore.rollouts.episode_metrics import check_drops
 from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm, Episodes
-from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS, with_equal_columns
+from nemo_rl_mcore.rollouts.transcript import RESPONSES, WEIGHT_VERSIONS, with_equal_columns
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,12 @@ class Rollout:
     batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on sampled tokens), sample_mask [B] (0 for an
     episode that was dropped), generation_logprobs [B, S], prompt_index and sample_index [B], rewards [B], ending int64
     [B] (`data.turns.Ending`) and finished bool [B], whether it was terminated; replies, a list of what was said to each
-    answer (`data.turns.Reply.to_json`). Engines that hold a copy of the weights
-    add weight_versions int64 [B, S], of those that sampled each token, else -1; engines that say what they sampled,
-    sampled_digests int64 [B, turns]; several turns turn_of_token int64 [B, S], from 1 on, 0 where none was sampled;
-    several rewards `rewards/NAME` [B]. With episode_index int64 [B] rows of equal numbers are one episode, in the order
-    in which they were played, and what is said of an episode stands on all of them.
+    answer (`data.turns.Reply.to_json`). Engines that hold a copy of the weights add weight_versions int64 [B, S], of
+    those that sampled each token, else -1; engines that say what they sampled, sampled_digests int64 [B, turns];
+    several turns turn_of_token int64 [B, S], from 1 on, 0 where none was sampled; several rewards `rewards/NAME` [B];
+    episodes of one answer responses, texts or None where they are still to be decoded. With episode_index int64 [B]
+    rows of equal numbers are one episode, in the order in which they were played, and what is said of an episode stands
+    on all of them.
     """
 
     batch: BatchedDataDict
@@ -131,14 +134,13 @@ class Responder:
         ids_BS, sampled_BS = batch["input_ids"].numpy(), batch["token_mask"].numpy() != 0
         first_B, end_B = sampled_BS.argmax(1), sampled_BS.shape[1] - sampled_BS[:, ::-1].argmax(1)
         spans = zip(ids_BS, first_B.tolist(), end_B.tolist(), sampled_BS.sum(1).tolist(), strict=True)
-        return [
-            (self.tokenizer.decode if end - first == count else self.tokenizer.text_of)(
-                ids[first:end].tolist()
-            )
-            if count
-            else ""
-            for ids, first, end, count in spans
-        ]
+
+        def read(ids_S: NDArray[np.int64], first: int, end: int, count: int) -> str:
+            decode = self.tokenizer.decode if end - first == count else self.tokenizer.text_of
+            return decode(ids_S[first:end].tolist()) if count else ""
+
+        known: Sequence[str | None] = batch.get(RESPONSES, [None] * batch.size)
+        return [read(*span) if text is None else text for text, span in zip(known, spans, strict=True)]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt.text, prompt.literal)

@@ -55,10 +55,11 @@ def _digests_of_turns(batch: BatchedDataDict, episodes: list[range]) -> NDArray[
     turns = 1 + int(turn_T.max(initial=0))
     group_T = episode_of_row[mask_BS.nonzero()[0]] * turns + turn_T
     order = group_T.argsort(kind="stable")
-    groups, starts = np.unique(group_T[order], return_index=True)
+    group_T = group_T[order]
+    starts = np.flatnonzero(np.diff(group_T, prepend=-1))
     parts = np.split(id_T[order], starts[1:])
     found = np.zeros(len(episodes) * turns, dtype=np.int64)
-    found[groups] = [digest_of_ids(ids) for ids in parts[: len(groups)]]
+    found[group_T[starts]] = [digest_of_ids(ids) for ids in parts[: len(starts)]]
     return found.reshape(len(episodes), turns)
 
 

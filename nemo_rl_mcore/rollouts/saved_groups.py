@@ -18,6 +18,7 @@ from safetensors.torch import load, save_file  # pyright: ignore[reportUnknownVa
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RefusedError, code_of
+from nemo_rl_mcore.rollouts.transcript import RESPONSES
 from nemo_rl_mcore.strict_json import parse_json, read_regular
 from nemo_rl_mcore.training.checksums import read_sums, require_sums, sha256, write_sums
 
@@ -88,6 +89,8 @@ def _texts(position: int, batch: BatchedDataDict) -> _Group:
 
 def _entries(position: int, batch: BatchedDataDict) -> Iterator[tuple[str, list[Any] | None]]:
     for key, value in batch.items():
+        if key == RESPONSES:  # its ids tell it
+            continue
         if isinstance(value, torch.Tensor):
             yield key, None
             continue

@@ -24,7 +24,8 @@ DIGESTS = "digests"
 SAMPLED_DIGESTS = "sampled_digests"
 REWARDS_PREFIX = "rewards/"
 REPLIES = "replies"
-_RECORDED = (WEIGHT_VERSIONS, TURN_OF_TOKEN, SAMPLED_DIGESTS, REPLIES)
+RESPONSES = "responses"
+_RECORDED = (WEIGHT_VERSIONS, TURN_OF_TOKEN, SAMPLED_DIGESTS, REPLIES, RESPONSES)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Transcript:
     digests: list[int] = field(default_factory=list[int], kw_only=True)
     finished: bool = field(default=False, kw_only=True)
     """Whether the last answer ended by itself."""
+    response: str | None = field(default=None, kw_only=True)
+    """What was sampled as text, where there is one answer and whoever played it has read it."""
     reward: float = field(default=0.0, kw_only=True)
     rewards: dict[str, float] = field(default_factory=dict[str, float], kw_only=True)
     replies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], kw_only=True)
@@ -114,6 +117,8 @@ def batch_of(
         batch[WEIGHT_VERSIONS] = padded(rows, lambda piece: piece.versions_N, -1)
     if digests:
         batch[SAMPLED_DIGESTS] = each(lambda one: one.digests + [0] * (turns - len(one.digests))).long()
+    if any(episode.response is not None for episode in episodes):
+        batch[RESPONSES] = [episodes[place].response for place in places]
     for name in sorted({name for episode in episodes for name in episode.rewards}):
         batch[f"{REWARDS_PREFIX}{name}"] = each(lambda one, name=name: one.rewards.get(name, 0.0))
     if len(rows) > len(episodes):
@@ -155,8 +160,9 @@ def with_equal_columns(batches: Sequence[BatchedDataDict]) -> list[BatchedDataDi
 
 
 def _with_columns(batch: BatchedDataDict, names: Collection[str]) -> BatchedDataDict:
-    absent = {
+    absent: dict[str, Callable[[], Any]] = {
         EPISODE: lambda: torch.arange(batch.size),
+        RESPONSES: lambda: [None] * batch.size,
         WEIGHT_VERSIONS: lambda: torch.full_like(batch["input_ids"], -1),
     }
     for name in names:

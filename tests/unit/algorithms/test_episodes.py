@@ -16,8 +16,9 @@ from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.rollouts.episode_metrics import episode_metrics
+from nemo_rl_mcore.rollouts.episode_rows import as_rows
 from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm, Episodes
-from nemo_rl_mcore.rollouts.player import Rollout, RolloutCollector, _ended
+from nemo_rl_mcore.rollouts.player import Rollout, RolloutCollector, _ended, concatenate_batches
 from nemo_rl_mcore.rollouts.samples import samples_of
 from nemo_rl_mcore.rollouts.transcript import sampled_versions, trained_columns
 
@@ -205,7 +206,7 @@ def test_a_group_played_from_a_loop_is_the_same():
 
     soon = asyncio.run(again.play(PROMPTS, again.ask(PROMPTS, 2), respond))
     assert whole.keys() == soon.keys()
-    assert whole.pop("replies") == soon.pop("replies")
+    assert all(whole.pop(name) == soon.pop(name) for name in ("replies", "responses"))
     assert all(torch.equal(whole[name], soon[name]) for name in whole)
 
 
@@ -237,6 +238,31 @@ def test_texts_lengths_and_metrics_of_episodes():
     # What stands in a batch is padded to other groups, and is the same.
     joined = Rollout.concatenate([rollout.select([1]), rollout], TOKENIZER.pad_token_id)
     assert episode_metrics(joined.select(range(1, 5)).batch) == metrics
+
+
+def test_an_answer_is_decoded_once_also_beside_episodes_without_its_text():
+    class Counting:
+        """The tokenizer, which counts."""
+
+        decoded = 0
+
+        def __getattr__(self, name):
+            return getattr(TOKENIZER, name)
+
+        def decode(self, ids):
+            self.decoded += 1
+            return TOKENIZER.decode(ids)
+
+    script, texts = {(4, 0): ["56$"], (4, 1): ["9$"], (8, 0): ["0$"], (8, 1): ["1"]}, ["56", "9", "0", "1"]
+    playing = replace(collector(script, lambda _: Reply(1.0)), tokenizer=Counting())
+    rollout = playing.collect(PROMPTS, 2, step=1)
+    assert (rollout.responses, playing.tokenizer.decoded) == (texts, 4)
+    without = BatchedDataDict({name: column for name, column in rollout.batch.items() if name != "responses"})
+    joined = concatenate_batches([without, rollout.batch], TOKENIZER.pad_token_id)
+    assert playing.as_rollout([*PROMPTS, *PROMPTS], joined).responses == texts * 2
+    assert playing.tokenizer.decoded == 8
+    assert "responses" not in as_rows(rollout.batch, [[], [], [], []])
+    assert "responses" not in trained_columns(rollout.batch)
 
 
 def test_the_versions_of_sampled_tokens_stand_together():
