@@ -89,7 +89,7 @@ def _texts(position: int, batch: BatchedDataDict) -> _Group:
 
 def _entries(position: int, batch: BatchedDataDict) -> Iterator[tuple[str, list[Any] | None]]:
     for key, value in batch.items():
-        if key == RESPONSES:  # its ids tell it
+        if key == RESPONSES:  # decoded again by whoever reads the group
             continue
         if isinstance(value, torch.Tensor):
             yield key, None

@@ -52,7 +52,7 @@ class Transcript:
     finished: bool = field(default=False, kw_only=True)
     """Whether the last answer ended by itself."""
     response: str | None = field(default=None, kw_only=True)
-    """What was sampled as text, where there is one answer and whoever played it has read it."""
+    """The text of the only answer; None where there are several, or nobody has decoded it."""
     reward: float = field(default=0.0, kw_only=True)
     rewards: dict[str, float] = field(default_factory=dict[str, float], kw_only=True)
     replies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], kw_only=True)
