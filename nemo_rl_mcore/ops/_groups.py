@@ -6,6 +6,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# The names before torch 2.13, where the old ones are deprecated.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def group_size(group: ProcessGroup | None) -> int:
     """Return the number of ranks in the group; a missing group is a single rank."""
@@ -20,14 +24,14 @@ def group_rank(group: ProcessGroup | None) -> int:
 def all_gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """Stack every rank's `x` along its first dimension; the shape is the same on all ranks."""
     gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    dist.all_gather_single(gathered, x.contiguous(), group=group)  # pyright: ignore[reportUnknownMemberType]
+    _all_gather(gathered, x.contiguous(), group=group)
     return gathered
 
 
 def reduce_scatter_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum `x` over ranks and keep this rank's share of its first dimension."""
     mine = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    dist.reduce_scatter_single(mine, x.contiguous(), group=group)  # pyright: ignore[reportUnknownMemberType]
+    _reduce_scatter(mine, x.contiguous(), group=group)
     return mine
 
 

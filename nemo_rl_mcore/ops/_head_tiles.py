@@ -31,6 +31,7 @@ _MAX_CHUNK_ROWS = 4096  # a taller chunk no longer saves accumulator traffic in 
 _MAX_CPU_BYTES = 16 << 20  # on CPU a larger tile gains nothing, and costs page faults when it is mapped
 _ENTRIES_BLOCK = 1 << 18  # elements of the weight rows that are gathered at a time
 _MIN_PANEL_COLS = 256  # a narrower panel would make the matrix products inefficient
+_PANEL_STEP = 128  # of columns: GPUs multiply in blocks of this size
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,15 @@ def plan_tiling(
         return Tiling(min(chunk_size, row_count), vocab)
     budget = max(chunk_bytes // bytes_per_logit, 1)
     rows = min(row_count, _MAX_CHUNK_ROWS)
-    widest = min(vocab, max(budget // rows, _MIN_PANEL_COLS))
-    cols = -(-vocab // -(-vocab // widest))  # even panels: no narrow one at the end
-    return Tiling(min(rows, max(budget // cols, 1)), cols)
+    widest = max(budget // rows // _PANEL_STEP * _PANEL_STEP, _MIN_PANEL_COLS)
+    cols = min(vocab, _even_share(vocab, widest, _PANEL_STEP))
+    return Tiling(_even_share(row_count, min(rows, max(budget // cols, 1)), 1), cols)
+
+
+def _even_share(total: int, most: int, step: int) -> int:
+    """Return the size of pieces, none much smaller than the others: a multiple of `step`, as `most` is."""
+    count = -(-total // most)
+    return -(-total // (count * step)) * step
 
 
 def tiling_for(hidden_NH: Tensor, vocab: int, chunk_bytes: int, chunk_size: int | None) -> Tiling:

@@ -2,19 +2,18 @@
 # Triton's own types say that a constexpr argument is not a plain number, and nothing about the rest.
 """The two elementwise passes as Triton kernels: each reads its slice of the logits once.
 
-The twins in `_elementwise` read it once per operator. Both kernels compute in float32.
+The twins in `_elementwise` read it once per operator. Both kernels compute in float32; statistics leave in float64.
 
 Shapes: N token rows, V a slice of the vocabulary.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_rl_mcore.ops._softmax import RowBackward
+from nemo_rl_mcore.ops._softmax import RowBackward, empty_statistics
 
 _BLOCK = 2048  # columns that a program works on at a time
 
@@ -24,7 +23,7 @@ def _statistics_kernel(
     logits_ptr, row_stride, target_ptr, out_ptr, rows, width, scale,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: maximum, sum of e = exp(z - maximum), sum of e * (z - maximum), target's logit.
+    """One program a row: log-sum-exp, target's logit and, with the sums of e = exp(z - maximum), the entropy.
 
     Every lane keeps its own running maximum, so that nothing crosses lanes inside the loop.
     """
@@ -49,16 +48,17 @@ def _statistics_kernel(
     maximum = tl.max(lane_max, 0)
     shift = tl.where(lane_sum > 0, lane_max - maximum, 0.0)
     kept = tl.where(lane_sum > 0, tl.exp(shift), 0.0)
-    tl.store(out_ptr + row, maximum)
-    tl.store(out_ptr + rows + row, tl.sum(kept * lane_sum, 0))
+    total = tl.sum(kept * lane_sum, 0).to(tl.float64)
+    tl.store(out_ptr + row, maximum.to(tl.float64) + tl.log(total))
     target = tl.load(target_ptr + row)
     held = (target >= 0) & (target < width)
     target_logit = (
         tl.load(logits_ptr + row * row_stride + target, mask=held, other=0.0).to(tl.float32) * scale
     )
-    tl.store(out_ptr + 2 * rows + row, target_logit)
+    tl.store(out_ptr + rows + row, target_logit.to(tl.float64))
     if WITH_ENTROPY:
-        tl.store(out_ptr + 3 * rows + row, tl.sum(kept * (lane_dot + lane_sum * shift), 0))
+        dot = tl.sum(kept * (lane_dot + lane_sum * shift), 0).to(tl.float64)
+        tl.store(out_ptr + 2 * rows + row, tl.log(total) - dot / total)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _gradient_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     z = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
-    log_p = z * scale - tl.load(lse_ptr + row)
+    log_p = z * scale - tl.load(lse_ptr + row).to(tl.float32)
     grad = tl.load(grad_ptr + row)
     factor = grad
     if WITH_ENTROPY:
@@ -85,16 +85,12 @@ def _gradient_kernel(
 def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, scale: float) -> Tensor:
     """As `_elementwise.slice_statistics`, for a slice that is not empty."""
     rows, width = logits_NV.shape
-    parts = logits_NV.new_empty(4, rows, dtype=torch.float32)
+    (stats_FN,) = empty_statistics(1, logits_NV, with_entropy)
     if rows > 0:
         _statistics_kernel[(rows,)](
-            logits_NV, logits_NV.stride(0), target_N, parts, rows, width, scale, with_entropy, _block(width)
+            logits_NV, logits_NV.stride(0), target_N, stats_FN, rows, width, scale, with_entropy, _block(width)
         )  # fmt: skip
-    max_N, total_N, target_logit_N, dot_N = parts.double()
-    stats = [max_N + total_N.log(), target_logit_N]
-    if with_entropy:
-        stats.append(total_N.log() - dot_N / total_N)
-    return torch.stack(stats)
+    return stats_FN
 
 
 def logits_gradient(
@@ -103,7 +99,7 @@ def logits_gradient(
     """As `_elementwise.logits_gradient`, for a slice that is not empty."""
     count, width = logits_NV.shape
     block = _block(width)
-    lse_N, entropy_N, grad_entropy_N = rows.lse_N.float(), rows.entropy_N, rows.grad_entropy_N
+    lse_N, entropy_N, grad_entropy_N = rows.lse_N, rows.entropy_N, rows.grad_entropy_N
     _gradient_kernel[(count, triton.cdiv(width, block))](
         logits_NV, logits_NV.stride(0), out_NV, out_NV.stride(0),
         target_N, lse_N, rows.grad_logprob_N.contiguous(),

@@ -1,4 +1,4 @@
-"""The fused kernels against float64: the two Triton passes alone, the functions made of them, and what they cost.
+"""The fused kernels against float64: the two Triton passes alone, the functions made of them.
 
 On CPU the passes run in Triton's interpreter, on sizes that suit it.
 """
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from costs import measure_costs
 from report import Report
 from torch import Tensor
 
@@ -53,7 +52,7 @@ SIZES = {"cuda": Sizes(300, 64, 3000), "cpu": Sizes(24, 16, 200)}
 
 
 def run(report: Report, device: str) -> None:
-    """Every check, then the costs."""
+    """Every check, of Triton first."""
     with report.attempt("Triton", "import"):
         from nemo_rl_mcore.ops import _triton_kernels as kernels
 
@@ -62,8 +61,6 @@ def run(report: Report, device: str) -> None:
             check_functions(report, device, "Triton")
     with _passes_of(None, device):
         check_functions(report, device, "eager")
-    if device == "cuda":
-        measure_costs(report)
 
 
 # The two passes
@@ -81,6 +78,10 @@ def check_passes(report: Report, kernels: Any, device: str) -> None:
             _check_pass(report, kernels, _slice(width, spread, dtype, device), dtype, entropy, case)
     kernels._BLOCK = own_block
     report.check("Triton statistics", "no rows", 0.0, lambda: _of_no_rows(kernels, device))
+    if device == "cuda":
+        last = "the last rows of more than 2^31 logits"
+        report.check("Triton statistics", last, STATISTICS, lambda: _of_far_rows(kernels)[0])
+        report.check("Triton gradient, bfloat16", last, GRADIENT["cuda"]["bfloat16"], lambda: _of_far_rows(kernels)[1])
 
 
 def _slice(width: int, spread: float, dtype: str, device: str) -> tuple[Tensor, Tensor]:
@@ -142,6 +143,20 @@ def exact_gradient(logits: Tensor, target: Tensor, rows: RowBackward) -> Tensor:
 def _of_no_rows(kernels: Any, device: str) -> float:
     none = torch.empty(0, 5, device=device), torch.empty(0, dtype=torch.long, device=device)
     return float(kernels.slice_statistics(*none, True, 1.0).shape != (3, 0))
+
+
+def _of_far_rows(kernels: Any) -> tuple[float, float]:
+    """Rows that lie beyond the offsets of 32 bits: the differences of their statistics and of their gradient."""
+    rows, width = 15_000, 152_064
+    logits = torch.empty(rows, width, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.arange(rows, device="cuda")
+    expected = exact_statistics(logits[-6:], target[-6:])
+    found = kernels.slice_statistics(logits, target, True, SCALE)
+    backward = RowBackward(found[0], torch.linspace(-1, 2, rows, device="cuda"))
+    wanted = exact_gradient(logits[-6:], target[-6:], backward.at(slice(-6, None)))
+    statistics = _relative_to_one(found[:, -6:], expected)
+    gradient = kernels.logits_gradient(logits, target, backward, logits, SCALE)
+    return statistics, _relative_to_one(gradient[-6:], wanted)
 
 
 def _relative_to_one(found: Tensor, expected: Tensor) -> float:

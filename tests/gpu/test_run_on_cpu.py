@@ -13,7 +13,7 @@ import recipe_part
 import rehearsal_part
 import runs
 import torch
-from costs import cost_row
+from costs_part import cost_row
 from fused_linear_logprobs import Problem
 from needs import missing
 from report import Report

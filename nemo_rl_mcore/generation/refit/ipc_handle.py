@@ -68,12 +68,16 @@ class IpcHandle:
         return handle
 
     def to_message(self) -> dict[str, bytes | int | bool]:
-        """Return the fields."""
-        return asdict(self)
+        """Return the fields, for receivers that are not counted.
+
+        torch would count one for each time that a process opens and closes the buffer; its counter is unsigned, and
+        below zero it keeps the memory for ever.
+        """
+        return asdict(self) | {"ref_counter_handle": b"/uncounted"}
 
     def open(self, device: torch.device) -> torch.Tensor:
         """Return the tensor, on what this process calls the device."""
-        given = self.to_message() | {
+        given = asdict(self) | {
             "tensor_cls": torch.Tensor,
             "tensor_size": (self.tensor_size,),
             "tensor_stride": (1,),

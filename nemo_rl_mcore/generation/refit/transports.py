@@ -217,7 +217,7 @@ class CudaIpcSender:
 
     def close(self) -> None:
         """See `SendingEnd.close`; what an engine that died has opened, or no engine ever has, is freed too."""
-        # torch counts one receiver from the start, and keeps the memory until the count is 0 or less.
+        # torch counts one receiver from the start, and keeps the memory until the count is 0.
         for handle in self._own:
             handle.release(accelerator.device())
         self.slots, self._own = (), []

@@ -95,6 +95,8 @@ def test_tiles_fit_the_budget():
             assert 1 <= tiling.rows <= rows
             assert 1 <= tiling.cols <= vocab
             assert tiling.rows * tiling.cols * 6 <= max(chunk_bytes, 6 * 256)
+            # What GPUs multiply at full speed: a tile whose rows begin at 16 bytes, in blocks of 128 columns.
+            assert tiling.cols % 128 == 0 or tiling.cols == vocab
     whole = plan_tiling(100, 70_000, bytes_per_logit=6, chunk_bytes=1, chunk_size=32)
     assert (whole.rows, whole.cols) == (32, 70_000)
 

@@ -17,7 +17,7 @@ TOKENS, VOCABULARY = 16_384, 152_064
 HIDDEN = (2048, 4096, 8192)
 
 
-def measure_costs(report: Report) -> None:
+def run(report: Report, device: str) -> None:
     """Time and peak memory of forward and backward; peers come last, where breaking the device harms no one."""
     sizes = [benchmark.Problem(TOKENS, hidden, VOCABULARY, "bfloat16", "cuda") for hidden in HIDDEN]
     fused: dict[int, Mapping[str, float]] = {}
