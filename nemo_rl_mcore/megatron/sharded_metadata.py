@@ -88,7 +88,8 @@ def read_metadata(folder: Path) -> Metadata:
         declared = read_json(folder / FORMAT_FILE, follow_links=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / FORMAT_FILE} cannot be read: {error}") from error
-    if declared != _FORMAT:
+    # Megatron-Core 0.18 names a format of what is not sharded besides.
+    if not isinstance(declared, dict) or not _FORMAT.items() <= declared.items():
         raise ValueError(f"{folder / FORMAT_FILE} does not name the format {_FORMAT}")
     path = folder / METADATA_FILE
     try:

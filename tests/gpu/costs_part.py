@@ -12,14 +12,15 @@ from report import Report
 
 OWN = ("fused", "fused+main_grad", "fused, auto", "fused, full cache", benchmark.HALF_MASKED, "unfused")
 PEERS = ("liger", "cce", "trl")
-TABLE = "bf16, V 152k, 16k tokens"
-TOKENS, VOCABULARY = 16_384, 152_064
-HIDDEN = (2048, 4096, 8192)
+# Tokens, vocabulary and hidden sizes.
+SIZES = {"cuda": (16_384, 152_064, (2048, 4096, 8192)), "cpu": (256, 2048, (64,))}
 
 
 def run(report: Report, device: str) -> None:
     """Time and peak memory of forward and backward; peers come last, where breaking the device harms no one."""
-    sizes = [benchmark.Problem(TOKENS, hidden, VOCABULARY, "bfloat16", "cuda") for hidden in HIDDEN]
+    tokens, vocabulary, hidden_sizes = SIZES[device]
+    table = f"bf16, V {vocabulary}, {tokens} tokens"
+    sizes = [benchmark.Problem(tokens, hidden, vocabulary, "bfloat16", device) for hidden in hidden_sizes]
     fused: dict[int, Mapping[str, float]] = {}
     ceilings: dict[int, float] = {}
     for size in sizes:
@@ -34,7 +35,7 @@ def run(report: Report, device: str) -> None:
             cost = _cost(report, method, size)
             if cost is not None:
                 base = fused.setdefault(size.hidden, cost)
-                report.figure(TABLE, cost_row(method, size, cost, base, ceilings.get(size.hidden)))
+                report.figure(table, cost_row(method, size, cost, base, ceilings.get(size.hidden)))
 
 
 def _cost(report: Report, method: str, size: benchmark.Problem) -> Mapping[str, float] | None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from report import Report
 from torch import Tensor
@@ -53,12 +54,17 @@ SIZES = {"cuda": Sizes(300, 64, 3000), "cpu": Sizes(24, 16, 200)}
 
 def run(report: Report, device: str) -> None:
     """Every check, of Triton first."""
-    with report.attempt("Triton", "import"):
-        from nemo_rl_mcore.ops import _triton_kernels as kernels
+    if device == "cpu" and np.lib.NumpyVersion(np.__version__) >= "2.5.0":
+        report.figure(
+            "left out", {"": "Triton's passes", "why": "its interpreter reads no scalars of numpy 2.5"}
+        )
+    else:
+        with report.attempt("Triton", "import"):
+            from nemo_rl_mcore.ops import _triton_kernels as kernels
 
-        check_passes(report, kernels, device)
-        with _passes_of(kernels, device):
-            check_functions(report, device, "Triton")
+            check_passes(report, kernels, device)
+            with _passes_of(kernels, device):
+                check_functions(report, device, "Triton")
     with _passes_of(None, device):
         check_functions(report, device, "eager")
 
@@ -81,7 +87,9 @@ def check_passes(report: Report, kernels: Any, device: str) -> None:
     if device == "cuda":
         last = "the last rows of more than 2^31 logits"
         report.check("Triton statistics", last, STATISTICS, lambda: _of_far_rows(kernels)[0])
-        report.check("Triton gradient, bfloat16", last, GRADIENT["cuda"]["bfloat16"], lambda: _of_far_rows(kernels)[1])
+        report.check(
+            "Triton gradient, bfloat16", last, GRADIENT["cuda"]["bfloat16"], lambda: _of_far_rows(kernels)[1]
+        )
 
 
 def _slice(width: int, spread: float, dtype: str, device: str) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from costs_part import cost_row
 from fused_linear_logprobs import Problem
 from needs import missing
 from report import Report
-from run import DEADLINES_S
+from run import DEADLINES_S, FIRST_S
 from step_part import SETTINGS, SIZES, row
 from table import is_ok, markdown
 from trained_worker import TOLERANCES, compare
@@ -81,6 +81,7 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
             for rows in ("padded", "packed")
         }
     assert groups["step"] == {"settings agree"}
+    assert groups["costs"] == {"cost is measured"}
     assert [row[""] for row in found["step"]["figures"]] == [*SETTINGS]
     assert "the reference on the device and on the CPU" in groups["worker"]
     assert groups["refit"] == {
@@ -92,6 +93,14 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
     for name, content in found.items():
         assert f"### {name}: {content['device']}" in process.stdout
         assert all(f"| {group} | " in process.stdout for group in groups[name])
+
+
+@pytest.mark.exhaustive
+def test_the_first_run_passes_on_cpu(tmp_path):
+    process, found = run_script(tmp_path, "first")
+    assert process.returncode == 0, process.stdout + process.stderr[-5000:]
+    assert found.keys() == {*FIRST_S}
+    assert not any("skipped" in content for content in found.values())
 
 
 @pytest.mark.nightly
@@ -317,4 +326,4 @@ def test_the_page_shows_the_tolerances_and_deadlines():
     for part, deadline in DEADLINES_S.items():
         assert re.search(rf"^\| `{part}` \| .* \| {deadline} s \|$", page, re.MULTILINE)
     assert max(DEADLINES_S.values()) < 300
-    assert sum(DEADLINES_S[part] for part in ("kernels", "worker", "refit")) < 600
+    assert sum(FIRST_S.values()) <= 480

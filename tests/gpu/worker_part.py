@@ -163,10 +163,15 @@ def check_reference_places(report: Report, folder: Path, device: str) -> None:
     """The reference kept on the device and in the CPU's memory: the same bits, and how long the two exchanges take."""
     import tiny
 
+    from nemo_rl_mcore.megatron import reference_policy
+
     group, found, seconds = "the reference on the device and on the CPU", [], []
+    whole = reference_policy.PIECE_BYTES
     with report.attempt(group, "both read"):
         for on_device in (True, False):
             config = worker_config(folder, "bfloat16", device, fused=False)
+            # So small that each spare is filled many times while the other one is emptied.
+            reference_policy.PIECE_BYTES = 1 << 12
             worker = tiny.worker(config.model_copy(update={"reference_on_device": on_device}))
             worker.train(batch(device, 0, config.model.vocab_size), tiny.grpo_loss())
             before = weights(worker)
@@ -176,6 +181,7 @@ def check_reference_places(report: Report, folder: Path, device: str) -> None:
             moved = max(float((after[name] - before[name]).abs().max()) for name in before)
             report.compared(group, f"the policy's own, on_device: {on_device}", moved, EXACT)
             found.append(read)
+            reference_policy.PIECE_BYTES = whole
             seconds.append(_seconds_of_exchanges(worker.backend.chunks, on_device))
         report.compared(group, "log-probabilities", float((found[0] - found[1]).abs().max()), EXACT)
         report.figure(
@@ -200,33 +206,35 @@ def _seconds_of_exchanges(chunks: Any, on_device: bool, repeats: int = 10) -> fl
 
 def check_offload(report: Report, folder: Path, device: str) -> None:
     """Three steps with everything off the device between them are three without; what is away takes no memory."""
+    for precision in PRECISIONS:
+        _check_offload_of(report, folder, device, precision)
+
+
+def _check_offload_of(report: Report, folder: Path, device: str, precision: str) -> None:
     import tiny
 
     from nemo_rl_mcore.training.policy_backend import OnDevice
 
-    for precision in PRECISIONS:
-        group = f"{precision}: offloading between steps"
-        with report.attempt(group, "three steps"):
-            config = worker_config(folder, precision, device, fused=False)
-            found = trained(config, device, fused=False)[0]
-            gc.collect()
-            others = torch.cuda.memory_allocated()  # the libraries' own, which no model gives back
-            worker = tiny.worker(config.model_copy(update={"offload": "all"}), init_reference_model=False)
-            before, vocabulary = weights(worker), config.model.vocab_size
-            for step in range(STEPS):
-                worker.train(batch(device, step, vocabulary), tiny.grpo_loss())
-                held = {what: _allocated(worker, what) - others for what in (OnDevice.WEIGHTS, OnDevice.NOTHING)}
-                worker.get_logprobs(data=batch(device, 9, vocabulary))
-                held[OnDevice.EVERYTHING] = _allocated(worker, OnDevice.EVERYTHING) - others
-            difference = changed_otherwise(changes(before, weights(worker)), found)
-            report.compared(group, "weights", difference, REPEATED[device][precision])
-            whole = held[OnDevice.EVERYTHING]
-            if whole:  # torch counts memory on GPUs alone
-                shares = {f"{what.value} kept": kept / whole for what, kept in held.items()}
-                report.figure("share of the device memory", {"": precision, **shares})
-                report.compared(
-                    group, "memory with nothing kept, of all", held[OnDevice.NOTHING] / whole, 0.1
-                )
+    group = f"{precision}: offloading between steps"
+    with report.attempt(group, "three steps"):
+        config = worker_config(folder, precision, device, fused=False)
+        found = trained(config, device, fused=False)[0]
+        gc.collect()
+        others = torch.cuda.memory_allocated()  # the libraries' own, which no model gives back
+        worker = tiny.worker(config.model_copy(update={"offload": "all"}), init_reference_model=False)
+        before, vocabulary = weights(worker), config.model.vocab_size
+        for step in range(STEPS):
+            worker.train(batch(device, step, vocabulary), tiny.grpo_loss())
+            held = {what: _allocated(worker, what) - others for what in (OnDevice.WEIGHTS, OnDevice.NOTHING)}
+            worker.get_logprobs(data=batch(device, 9, vocabulary))
+            held[OnDevice.EVERYTHING] = _allocated(worker, OnDevice.EVERYTHING) - others
+        difference = changed_otherwise(changes(before, weights(worker)), found)
+        report.compared(group, "weights", difference, REPEATED[device][precision])
+        whole = held[OnDevice.EVERYTHING]
+        if whole:  # torch counts memory on GPUs alone
+            shares = {f"{what.value} kept": kept / whole for what, kept in held.items()}
+            report.figure("share of the device memory", {"": precision, **shares})
+            report.compared(group, "memory with nothing kept, of all", held[OnDevice.NOTHING] / whole, 0.1)
 
 
 def _allocated(worker: Any, what: Any) -> int:
