@@ -168,8 +168,8 @@ def load_policy(
         load_weights(backend.chunks, folder / REFERENCE)
         reference.keep()
     load_weights(backend.chunks, folder / WEIGHTS)
-    state = _optimizer_state(backend, config, loading=True)
-    load_optimizer_state(backend.optimizer, load_sharded(state, folder / OPTIMIZER), saved.optimizer_step)
+    state = load_sharded(_optimizer_state(backend, config, loading=True), folder / OPTIMIZER)
+    load_optimizer_state(backend.optimizer, state, saved.optimizer_step, folder / OPTIMIZER)
     backend.scheduler.num_steps = saved.schedule_samples
     backend.scheduler.step(0)  # the rates of that place in the schedule
     if generators is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -40,13 +40,30 @@ class ValueHead(torch.nn.Module):
 
 
 def give_value_head(model: LanguageModel) -> None:
-    """Add the head to a last stage, and take the output layer out of training: a critic has no use for it."""
+    """Add the head to a last stage, and take the output weight out of training: a critic has no use for it.
+
+    Stages that share their embedding as an output weight part with the last one's copy, which no pass would train or
+    gather; prediction layers use it.
+    """
+    apart = model.pre_process is not model.post_process and not model.config.mtp_num_layers
+    if model.share_embeddings_and_output_weights and apart:
+        _part_with_copy(model)
     if not model.post_process:
         return
     model.add_module(VALUE_HEAD, ValueHead(model.config))
     if not model.share_embeddings_and_output_weights:
         for parameter in model.output_layer.parameters():
             parameter.requires_grad = False
+
+
+def _part_with_copy(model: Any) -> None:
+    if model.pre_process:
+        # `finalize_model_grads` would sum its gradient with that of the copy.
+        model.share_embeddings_and_output_weights = False
+    else:
+        model.output_layer.weight = None
+        # It would look for the copy among the tensors of a checkpoint (models/common/language_module).
+        model.tie_embeddings_and_output_weights_state_dict = lambda *_: None
 
 
 def value_head_of(model: torch.nn.Module) -> ValueHead | None:

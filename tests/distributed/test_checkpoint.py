@@ -20,19 +20,24 @@ EXPERTS = {
 WARMUP = {"lr_warmup_iters": 2, "lr_decay_iters": 10, "lr_decay_style": "cosine"}
 
 
-def build(model, megatron, seed=42, **policy):
+def build(model, megatron, seed=42, role="policy", **policy):
     import tiny
 
-    return tiny.worker(tiny.policy_config(model=model, megatron=megatron, **policy), seed=seed)
+    return tiny.worker(tiny.policy_config(model=model, megatron=megatron, **policy), seed=seed, role=role)
 
 
-def steps(worker, seeds):
+def steps(worker, seeds, role="policy"):
     """Train on the batches of these seeds; what the steps reported, without times."""
     import tiny
 
+    from nemo_rl_mcore.losses import MseValueLossFn
+
+    batch, loss = tiny.grpo_batch, tiny.grpo_loss()
+    if role == "value":
+        batch, loss = tiny.returns_batch, MseValueLossFn({"cliprange": 0.2})
     reports = []
     for seed in seeds:
-        result = worker.train(tiny.shard(tiny.grpo_batch(seed=seed)), tiny.grpo_loss())
+        result = worker.train(tiny.shard(batch(seed=seed)), loss)
         assert result["update_successful"]
         reports.append(
             (result["global_loss"].tolist(), result["grad_norm"].tolist(), result["all_mb_metrics"])
@@ -252,15 +257,130 @@ def test_saving_leaves_no_trace_also_before_the_first_step(ranks, tmp_path):
     assert ranks(1).run(save_between_steps, str(tmp_path)) == [[]]
 
 
+# Buckets of gradients: between them a distributed optimizer's buffer is padded
+
+
+FOUR_LAYERS = {"num_layers": 4}
+TIED = {"tie_word_embeddings": True}
+VPP = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+BUCKETED = {
+    "one": (1, {}, {}),
+    "dp2": (2, {}, {}),
+    "tp2": (2, {}, {"tensor_model_parallel_size": 2}),
+    "tp2sp": (2, {}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    # The bias makes the weights before the embedding no multiple of what buckets are padded to.
+    "pp2-tied": (2, TIED | {"add_qkv_bias": True}, {"pipeline_model_parallel_size": 2}),
+    "vpp2-tied": (2, TIED | FOUR_LAYERS, VPP),
+    "ep2": (2, EXPERTS, {"expert_model_parallel_size": 2}),
+    "dp2-experts": (2, EXPERTS, {}),
+    "cp2": (2, {}, {"context_parallel_size": 2}),
+}
+
+
+def in_buckets(size):
+    """Without a size: Megatron's own, in which all weights are in one bucket, shared embeddings apart."""
+    overlapped = {"overlap_grad_reduce": True, "bucket_size": size}
+    return {"distributed_data_parallel_config": overlapped} if size else {}
+
+
+def kept_states(state):
+    """Weights, their main copies, moments and their steps."""
+    return {
+        name: value for name, value in state.items() if name.startswith(("param", "main", "exp_avg", "step"))
+    }
+
+
+def resume_twice(folder, model, megatron, policy, role):
+    """Resume from what was saved at once and from a copy; the states that differ after loading and two steps later."""
+    import worker_state
+
+    worker = build(model, megatron, role=role, **policy)
+    steps(worker, (1, 2), role)
+    worker.save_checkpoint(f"{folder}/at_once")
+    worker.save_checkpoint(f"{folder}/copied", wait=False)
+    saved = kept_states(worker_state.capture(worker))
+    reports = steps(worker, (3, 4), role)
+    assert worker.checkpoint_written() > 0
+    wanted, differing = kept_states(worker_state.capture(worker)), []
+    for name in ("at_once", "copied"):
+        resumed = build(model, megatron, seed=7, role=role, **policy)
+        resumed.load_checkpoint(f"{folder}/{name}")
+        differing += worker_state.differences(saved, kept_states(worker_state.capture(resumed)))
+        differing += ["reports"] * (steps(resumed, (3, 4), role) != reports)
+        differing += worker_state.differences(wanted, kept_states(worker_state.capture(resumed)))
+    return differing
+
+
+@pytest.mark.smoke("policy-bfloat16-700-dp2", "value-bfloat16-None-one")
+@pytest.mark.quick_cases(
+    "policy-bfloat16-700-dp2", "value-bfloat16-None-one", "policy-float32-None-pp2-tied", "policy-bfloat16-3000-ep2",
+    "value-bfloat16-700-vpp2-tied",
+)  # fmt: skip
+@pytest.mark.parametrize("layout", BUCKETED)
+@pytest.mark.parametrize("bucket_size", [None, 700, 3000])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("role", ["policy", "value"])
+def test_states_in_buckets_are_resumed_bit_for_bit(ranks, tmp_path, role, precision, bucket_size, layout):
+    ranks_needed, model, megatron = BUCKETED[layout]
+    megatron, policy = megatron | in_buckets(bucket_size), {"precision": precision}
+    differing = ranks(ranks_needed).run(resume_twice, str(tmp_path), model, megatron, policy, role)
+    assert differing == [[]] * ranks_needed
+
+
+def saved_by_megatron(folder, megatron):
+    """Save the optimizer's state as Megatron itself gathers it, and load it; what differs."""
+    from unittest.mock import patch
+
+    import worker_state
+
+    from nemo_rl_mcore.megatron import checkpoint
+    from nemo_rl_mcore.megatron.optimizer_state import parts_of
+    from nemo_rl_mcore.megatron.sharded_files import layout_independent
+
+    def gathered(optimizer, weights, *, loading):
+        gather = [part.sharded_param_state_fully_reshardable for part in parts_of(optimizer)]
+        return {
+            str(number): of_part(weights, loading, layout_independent())
+            for number, of_part in enumerate(gather)
+        }
+
+    worker = build({}, megatron, precision="bfloat16")
+    steps(worker, (1, 2))
+    with patch.object(checkpoint, "sharded_optimizer_state", gathered):
+        worker.save_checkpoint(folder)
+    saved = kept_states(worker_state.capture(worker))
+    worker = build({}, megatron, seed=7, precision="bfloat16")
+    worker.load_checkpoint(folder)
+    return worker_state.differences(saved, kept_states(worker_state.capture(worker)))
+
+
+def test_a_state_that_megatron_gathered_is_loaded_of_one_bucket_and_refused_of_several(ranks, tmp_path):
+    assert ranks(2).run(saved_by_megatron, str(tmp_path / "one"), {}) == [[], []]
+    with refused("optimizer-of-other-weights", str(tmp_path / "several" / "optimizer"), by=RankFailedError):
+        ranks(2).run(saved_by_megatron, str(tmp_path / "several"), in_buckets(700))
+
+
 # Another layout
 
 
-def save_and_go_on(folder, layout, changed):
+def build_changed(layout, changed, **options):
     _, model, megatron = layout
-    worker = build({**model, **changed.get("model", {})}, megatron, **changed.get("policy", {}))
-    steps(worker, (1, 2))
+    role = changed.get("role", "policy")
+    return build(
+        {**model, **changed.get("model", {})}, megatron, role=role, **options, **changed.get("policy", {})
+    )
+
+
+def save_and_go_on(folder, layout, changed):
+    import torch
+    import torch.distributed as dist
+    import worker_state
+
+    worker, role = build_changed(layout, changed), changed.get("role", "policy")
+    steps(worker, (1, 2), role)
     worker.save_checkpoint(f"{folder}/saved")
-    reports = steps(worker, (3, 4))
+    torch.save(kept_states(worker_state.capture(worker)), f"{folder}/rank_{dist.get_rank()}.pt")
+    reports = steps(worker, (3, 4), role)
     worker.save_checkpoint(f"{folder}/went on")
     return reports
 
@@ -268,16 +388,27 @@ def save_and_go_on(folder, layout, changed):
 def load_and_go_on(folder, layout, changed, same_ranks):
     import torch
 
-    _, model, megatron = layout
-    worker = build({**model, **changed.get("model", {})}, megatron, seed=7, **changed.get("policy", {}))
-    steps(worker, (6,))
+    worker, role = build_changed(layout, changed, seed=7), changed.get("role", "policy")
+    steps(worker, (6,), role)
     generator = torch.get_rng_state()
     worker.load_checkpoint(f"{folder}/saved")
     assert torch.get_rng_state().equal(generator) is not same_ranks  # random state belongs to the layout
     worker.save_checkpoint(f"{folder}/loaded")
-    reports = steps(worker, (3, 4))
+    reports = steps(worker, (3, 4), role)
     worker.save_checkpoint(f"{folder}/resumed")
     return reports
+
+
+def load_back(folder, layout, changed):
+    """The states that are others than those saved, once another layout has loaded and saved them."""
+    import torch
+    import torch.distributed as dist
+    import worker_state
+
+    worker = build_changed(layout, changed, seed=7)
+    worker.load_checkpoint(f"{folder}/loaded")
+    wanted = torch.load(f"{folder}/rank_{dist.get_rank()}.pt")
+    return worker_state.differences(wanted, kept_states(worker_state.capture(worker)))
 
 
 def compare(folder, left, right):
@@ -297,13 +428,18 @@ def distributed(on):
     return {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": on}}
 
 
-FOUR_LAYERS = {"num_layers": 4}
 DP2, TP2_SP, PP2 = LAYOUTS["dp2"], LAYOUTS["tp2-sp"], LAYOUTS["pp2"]
 UNEVEN = (2, {}, {**PP2[2], "num_layers_in_first_pipeline_stage": 1})
 ONE = (1, {}, {})
 
 
-@pytest.mark.quick_cases("dp2-tp2", "ep2-dp2")
+def bucketed(layout, size, **more):
+    ranks_needed, model, megatron = layout
+    own = in_buckets(size)["distributed_data_parallel_config"] | more
+    return ranks_needed, model, megatron | {"distributed_data_parallel_config": own}
+
+
+@pytest.mark.quick_cases("dp2-tp2", "ep2-dp2", "dp2of700-tp2sp-bf16", "1-pp2-tied-critic")
 @pytest.mark.parametrize(
     ("saved", "loaded", "changed"),
     [
@@ -320,11 +456,24 @@ ONE = (1, {}, {})
         (LAYOUTS["cp2"], DP2, {"policy": {"precision": "bfloat16"}}),
         (TP2_SP, LAYOUTS["cp2"], {}),
         (LAYOUTS["cp2"], (4, {}, {"context_parallel_size": 4}), {"model": {"tie_word_embeddings": True}}),
+        (bucketed(DP2, 700), bucketed(TP2_SP, 3000), {"policy": {"precision": "bfloat16"}}),
+        (bucketed(LAYOUTS["ep2"], 3000), bucketed(DP2, 700), {"model": EXPERTS}),
+        (bucketed(LAYOUTS["pp2-vpp2"], 700), DP2, {"model": TIED | FOUR_LAYERS, "policy": {"precision": "bfloat16"}}),
+        (DP2, bucketed(LAYOUTS["cp2"], 3000), {"role": "value", "policy": {"precision": "bfloat16"}}),
+        (ONE, bucketed(PP2, 3000, overlap_param_gather=True), {"model": TIED, "role": "value"}),
+        (
+            bucketed(DP2, 700, overlap_param_gather=True),
+            bucketed(LAYOUTS["pp2-vpp2"], 3000, overlap_param_gather=True),
+            {"model": TIED | FOUR_LAYERS, "role": "value"},
+        ),
+        (PP2, ONE, {"model": TIED, "role": "value"}),
         ((2, {}, distributed(True)), (2, {}, distributed(False)), {}),
         ((2, {}, distributed(False)), (2, {}, distributed(True)), {"policy": {"precision": "bfloat16"}}),
     ],
     ids=["1-dp2", "dp2-1-bf16", "dp2-tp2", "tp2sp-pp2-tied", "pp2-vpp2", "vpp2-dp2", "uneven-dp2-tied",
-         "tp2pp2-dp2-bf16", "ep2-dp2", "1-ep2", "cp2-dp2-bf16", "tp2sp-cp2", "cp2-cp4-tied", "sharded-plain",
+         "tp2pp2-dp2-bf16", "ep2-dp2", "1-ep2", "cp2-dp2-bf16", "tp2sp-cp2", "cp2-cp4-tied", "dp2of700-tp2sp-bf16",
+         "ep2of3000-dp2", "vpp2of700-dp2-tied-bf16", "dp2-cp2-critic-bf16", "1-pp2-tied-critic", "dp2-vpp2-tied-critic",
+         "pp2-1-tied-critic", "sharded-plain",
          "plain-sharded-bf16"],
 )  # fmt: skip
 def test_another_layout_goes_on_from_the_same_state(ranks, tmp_path, saved, loaded, changed):
@@ -333,6 +482,7 @@ def test_another_layout_goes_on_from_the_same_state(ranks, tmp_path, saved, load
     found = ranks(loaded[0]).run(load_and_go_on, str(tmp_path), loaded, changed, same_ranks)[0]
     in_bf16 = "policy" in changed
     assert ranks(1).run(compare, str(tmp_path), "saved", "loaded") == [0.0]
+    assert ranks(saved[0]).run(load_back, str(tmp_path), saved, changed) == [[]] * saved[0]
     # The activations of bf16 round differently in every layout.
     tolerance = 2e-2 if in_bf16 else 1e-5
     assert ranks(1).run(compare, str(tmp_path), "went on", "resumed")[0] <= tolerance

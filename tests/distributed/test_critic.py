@@ -10,32 +10,26 @@ LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2-overlap": {
+        "pipeline_model_parallel_size": 2,
+        "distributed_data_parallel_config": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    },
     "cp2": {"context_parallel_size": 2},
 }
 
 
-def returns_batch():
-    import tiny
-    import torch
-
-    batch = tiny.grpo_batch()
-    generator = torch.Generator().manual_seed(5)
-    batch["returns"] = torch.randn(batch["token_mask"].shape, generator=generator)
-    batch["values"] = 0.1 * torch.randn(batch["token_mask"].shape, generator=generator)
-    return batch
-
-
-def critic(megatron, weights, steps=2, **policy):
+def critic(megatron, weights, model=None, steps=2, precision="float32"):
     """Steps of the critic: metrics, values before and after, the weights at the start and which of them moved."""
     import tiny
 
     from nemo_rl_mcore.losses import MseValueLossFn
 
-    worker = tiny.worker(tiny.policy_config(megatron=megatron, **policy), role="value")
+    config = tiny.policy_config(model=model, megatron=megatron, precision=precision)
+    worker = tiny.worker(config, role="value")
     if weights is not None:
         tiny.load_full_weights(worker, weights)
     start = tiny.parameters(worker)
-    batch = returns_batch()
+    batch = tiny.returns_batch()
     before = worker.get_values(data=batch)["values"].numpy()
     results = [
         worker.train(tiny.shard(batch), MseValueLossFn({"cliprange": 0.2}))["all_mb_metrics"]
@@ -109,16 +103,21 @@ def the_split_step():
             worker.begin_train_step(MseValueLossFn({}), gbs=8, mbs=2)
             first = 0
             for rows in cuts:
-                worker.train_microbatch(returns_batch().slice(first, first + rows))
+                worker.train_microbatch(tiny.returns_batch().slice(first, first + rows))
                 first += rows
             worker.finish_train_step()
         results.append(tiny.parameters(worker))
     return tiny.largest_difference(*results)
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def tied(request):
+    return {"tie_word_embeddings": request.param}
+
+
 @pytest.fixture(scope="module")
-def single_rank(ranks):
-    return ranks(1).run(critic, {}, None)[0]
+def single_rank(ranks, tied):
+    return ranks(1).run(critic, {}, None, tied)[0]
 
 
 def test_a_value_is_of_the_state_before_its_token(ranks):
@@ -128,19 +127,20 @@ def test_a_value_is_of_the_state_before_its_token(ranks):
     assert not values[:, 0].any()
 
 
-def test_values_are_zero_at_the_start_and_only_the_output_layer_stays(single_rank):
+def test_values_are_zero_at_the_start_and_only_an_output_layer_of_its_own_stays(single_rank, tied):
     _, before, after, _, moved = single_rank
     assert not before.any()
     assert abs(after).max() > 1e-3
     still = sorted(name for name, has_moved in moved.items() if not has_moved)
-    assert [name.split("module.")[-1] for name in still] == ["output_layer.weight"]
+    own = [] if tied["tie_word_embeddings"] else ["output_layer.weight"]
+    assert [name.split("module.")[-1] for name in still] == own
 
 
-@pytest.mark.smoke("tp2-sp")
+@pytest.mark.smoke("untied-tp2-sp", "tied-pp2-overlap")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_train_the_critic_as_one_does(ranks, single_rank, layout):
+def test_two_ranks_train_the_critic_as_one_does(ranks, single_rank, tied, layout):
     results, _, after, weights, _ = single_rank
-    for own_results, _, own_after, _, _ in ranks(2).run(critic, LAYOUTS[layout], weights):
+    for own_results, _, own_after, _, _ in ranks(2).run(critic, LAYOUTS[layout], weights, tied):
         for own, reference in zip(own_results, results, strict=True):
             assert own.keys() == reference.keys()
             for name in reference:

@@ -34,10 +34,10 @@ def matrix(ranks, tmp_path_factory):
     matrix.leave()
 
 
-def outcome(matrix: Matrix, case, folder: Path):
+def outcome(matrix: Matrix, case, folder: Path, **changes):
     """Metrics of each step, and the weights of every model on every rank, of a run that goes on from `folder`."""
     name = ALGORITHMS[case["algorithm"]].shipped.algorithm
-    more = {f"{name}__max_num_epochs": STEPS}
+    more = {f"{name}__max_num_epochs": STEPS} | changes
     if case["algorithm"] in ("dpo offline", "sft"):
         more["policy__train_global_batch_size"] = BATCH
     config = matrix._load(case, folder, **more)
@@ -51,13 +51,13 @@ def case_of(algorithm, batching, layout="one"):
     return PLAIN | {"algorithm": algorithm, "batching": batching, "layout": layout, "kl": kl}
 
 
-def assert_resumes(matrix, case, folder):
-    metrics, weights = outcome(matrix, case, folder / "undisturbed")
+def assert_resumes(matrix, case, folder, **changes):
+    metrics, weights = outcome(matrix, case, folder / "undisturbed", **changes)
     assert sorted(metrics) == [*range(1, STEPS + 1)]
     (folder / "resumed").mkdir()
     for step in range(1, KEPT + 1):
         shutil.copytree(folder / "undisturbed" / f"step_{step}", folder / "resumed" / f"step_{step}")
-    resumed, of_resumed = outcome(matrix, case, folder / "resumed")
+    resumed, of_resumed = outcome(matrix, case, folder / "resumed", **changes)
     assert {step: metrics[step] for step in range(KEPT + 1, STEPS + 1)} == resumed
     for model, (of_ranks, wanted_of_ranks) in enumerate(zip(of_resumed, weights, strict=True)):
         for rank, (found, wanted) in enumerate(zip(of_ranks, wanted_of_ranks, strict=True)):
@@ -82,3 +82,9 @@ def test_a_resumed_run_is_the_undisturbed_one(matrix, tmp_path, algorithm, batch
 @pytest.mark.parametrize("batching", FACTORS["batching"])
 def test_a_resumed_run_of_given_pairs_on_two_ranks_is_the_undisturbed_one(matrix, tmp_path, batching, layout):
     assert_resumes(matrix, case_of("dpo offline", batching, layout), tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2"])
+def test_a_resumed_run_in_bf16_is_the_undisturbed_one_also_of_a_critic(matrix, tmp_path, layout):
+    case = case_of("ppo", "fixed", layout) | {"distributed optimizer": True}
+    assert_resumes(matrix, case, tmp_path, policy__precision="bfloat16")

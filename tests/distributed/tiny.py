@@ -77,6 +77,14 @@ def grpo_batch(rows: int = 8, length: int = 12, seed: int = 0) -> BatchedDataDic
     )
 
 
+def returns_batch(seed: int = 0) -> BatchedDataDict:
+    """The rows of `grpo_batch` with what a critic learns from."""
+    batch, generator = grpo_batch(seed=seed), torch.Generator().manual_seed(5 + seed)
+    batch["returns"] = torch.randn(batch["token_mask"].shape, generator=generator)
+    batch["values"] = 0.1 * torch.randn(batch["token_mask"].shape, generator=generator)
+    return batch
+
+
 def shard(batch: BatchedDataDict) -> BatchedDataDict:
     """This data-parallel rank's rows."""
     return batch.shard_by_batch_size(parallel_groups.data_parallel_size())[

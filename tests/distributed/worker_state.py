@@ -57,7 +57,8 @@ def _tensors(of: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
     for stage, chunk in enumerate(of.backend.chunks):
         for name, parameter in chunk.named_parameters():
             found[f"parameter {stage}.{name}"] = parameter
-            found[f"gradient {stage}.{name}"] = parameter.main_grad
+            if parameter.requires_grad:
+                found[f"gradient {stage}.{name}"] = parameter.main_grad
         found |= {f"buffer {stage}.{name}": buffer for name, buffer in chunk.named_buffers()}
     for number, optimizer in enumerate(inner_optimizers(of)):
         main = [parameter for group in optimizer.param_groups for parameter in group["params"]]
