@@ -40,6 +40,16 @@ def optimizer_state_is_not_saved() -> None:
     megatron_backend.checkpoint.save_policy = forgetful
 
 
+def moments_are_not_saved_after_a_resume() -> None:
+    load = megatron_backend.checkpoint.load_policy
+
+    def then_forgetful(*args: Any, **options: Any) -> Any:
+        optimizer_state_is_not_saved()
+        return load(*args, **options)
+
+    megatron_backend.checkpoint.load_policy = then_forgetful
+
+
 def _moments(optimizer: Any) -> Any:
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         for state in one.optimizer.state.values():
@@ -166,6 +176,7 @@ FAULTS = {
     for one in (
         schedule_counts_twice,
         optimizer_state_is_not_saved,
+        moments_are_not_saved_after_a_resume,
         shards_are_swapped_in_export,
         gradients_are_divided_by_the_ranks_once_more,
         gradients_are_not_summed_over_context_ranks,

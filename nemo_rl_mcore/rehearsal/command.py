@@ -200,7 +200,7 @@ def _proofs(
     if not first:
         return every
     return [
-        ("resume = continue", lambda: f"{proofs.resumes(ran, went_on)}, {twins.resumed_weights()}"),
+        ("resume = continue", lambda: f"{proofs.resumes(ran, went_on)}, {proofs.resumed_states(ran)}"),
         ("rates = schedule", lambda: proofs.learning_rates(ran, read.schedule, factor)),
         *every,
         ("engines = weights", twins.refits),

@@ -26,14 +26,33 @@ class _Readable(MegatronPolicyWorker):
         """Return copies of all weights: a policy's by their Hugging Face names, a critic's by Megatron's."""
         if self.role is Role.POLICY:
             return {name: tensor.detach().clone() for name, tensor in self.backend.full_tensors()}
+        return {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """Return copies of all weights, by Megatron's names, and of what the optimizer keeps of each."""
+        from nemo_rl_mcore.megatron.optimizer_state import states_of_weights
+
+        parameters = self._parameters()
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        kept = {
+            f"{kind} of {names[id(weight)]}": tensor
+            for weight, kinds in states_of_weights(cast("Any", self.backend).optimizer)
+            for kind, tensor in kinds.items()
+        }
+        return {name: tensor.detach().clone() for name, tensor in {**parameters, **kept}.items()}
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
         # Megatron takes seconds to import, and recipes are shrunk without it.
         from nemo_rl_mcore.megatron.model_class import language_models
         from nemo_rl_mcore.megatron.parameters import gather_parameters
 
         chunks = cast("Any", self.backend).chunks
         gather_parameters(chunks)
-        parameters = [one for model in language_models(chunks) for one in model.named_parameters()]
-        return {name: parameter.detach().clone() for name, parameter in parameters}
+        return {
+            name: parameter
+            for model in language_models(chunks)
+            for name, parameter in model.named_parameters()
+        }
 
 
 class OneRank:
@@ -44,12 +63,20 @@ class OneRank:
 
     def load(self, checkpoint: Path) -> Tensors:
         """Set weights, optimizer and schedule to those of a folder step_N, and return the weights."""
-        self._group.run_all("load_checkpoint", folder=str((checkpoint / self._name).absolute()))
+        self._load(checkpoint)
         return self.tensors()
+
+    def _load(self, checkpoint: Path) -> None:
+        self._group.run_all("load_checkpoint", folder=str((checkpoint / self._name).absolute()))
 
     def tensors(self) -> Tensors:
         """Return all weights."""
         return self._group.run_all("tensors")[0]
+
+    def states(self, checkpoint: Path) -> Tensors:
+        """Set all to a folder step_N, and return its weights and what its optimizer keeps of them."""
+        self._load(checkpoint)
+        return self._group.run_all("states")[0]
 
     def digest(self) -> str:
         """Return the digest of all weights, as a refit has it."""

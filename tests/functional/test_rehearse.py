@@ -68,6 +68,7 @@ def test_a_sound_recipe(recipe: Path, tmp_path: Path) -> None:
 LINES = {
     "schedule_counts_twice": "rates = schedule",
     "optimizer_state_is_not_saved": "resume = continue",
+    "moments_are_not_saved_after_a_resume": "resume = continue",
     "shards_are_swapped_in_export": "export = import",
     "gradients_are_divided_by_the_ranks_once_more": "layout = one rank",
     "gradients_are_not_summed_over_context_ranks": "layout = one rank",
@@ -107,7 +108,11 @@ PLANTED = [
     (APART, ("gradients_are_divided_by_the_ranks_once_more", "refits_are_stale"), "export = import"),
     (APART, ("masks_are_ignored",), "rates = schedule"),
     (CONTEXT, ("gradients_are_not_summed_over_context_ranks",), "rates = schedule"),
-    (CRITIC, ("gradients_of_values_are_divided_by_the_ranks_once_more",), "layout = one rank"),
+    (
+        CRITIC,
+        ("gradients_of_values_are_divided_by_the_ranks_once_more", "moments_are_not_saved_after_a_resume"),
+        "layout = one rank",
+    ),
     (EXPERTS, ("experts_are_in_the_wrong_order_in_export",), "layout = one rank"),
 ]
 
