@@ -45,6 +45,8 @@ def check_layers(report: Report, folder: Path, device: str, layers: str, precisi
 
     Beside padded rows packed ones are other kernels of the same layers.
     """
+    import tiny
+
     name = f"{layers}, {precision}, {'fused' if fused else 'unfused'}"
     tolerances = TOLERANCES["float32 in TF32" if (device, precision) == ("cuda", "float32") else precision]
     with report.attempt(f"{name}: as the local layers", "both train"):
@@ -52,7 +54,7 @@ def check_layers(report: Report, folder: Path, device: str, layers: str, precisi
         config = worker_config(folder, precision, device, fused, layers=layers)
         padded, worker = trained(config, device, fused)
         compare(report, f"{name}: as the local layers", padded, expected, tolerances)
-        check_checkpoint(report, name, worker, device, fused)
+        check_checkpoint(report, name, worker, device, tiny.grpo_loss(fused=fused))
         with report.attempt(f"{name}: packed rows as padded ones", "packed rows train"):
             config = worker_config(folder, precision, device, fused, layers=layers, packed=True)
             packed, _ = trained(config, device, fused)

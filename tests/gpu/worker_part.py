@@ -56,6 +56,7 @@ def run(report: Report, device: str) -> None:
             _finish(reference)
         for precision in PRECISIONS:
             check_precision(report, precision, device, folder)
+        check_critic(report, folder, device)
         check_reference_places(report, folder, device)
         check_offload(report, folder, device)
         report.doing("leaving the process group")
@@ -97,6 +98,8 @@ def be_reference(folder: Path, device: str) -> None:
 
 def check_precision(report: Report, precision: str, device: str, folder: Path) -> None:
     """Every check of a precision; what a failed run leaves out, the checks that need it tell."""
+    import tiny
+
     own: dict[bool, dict[str, Tensor]] = {}
     for fused in (False, True):
         name = f"{precision}, {'fused' if fused else 'unfused'}"
@@ -108,10 +111,24 @@ def check_precision(report: Report, precision: str, device: str, folder: Path) -
             report.compared(f"{name}: as on the CPU", "the reference policy is the start, bit for bit",
                             _reference_moved(own[fused]), EXACT)  # fmt: skip
             check_abort(report, name, worker, device, fused)
-            check_checkpoint(report, name, worker, device, fused)
+            check_checkpoint(report, name, worker, device, tiny.grpo_loss(fused=fused))
             check_split_step(report, name, own[fused], config, device, fused)
     with report.attempt(f"{precision}: fused as unfused", "both trained"):
         compare(report, f"{precision}: fused as unfused", own[True], own[False], TOLERANCES[precision])
+
+
+def check_critic(report: Report, folder: Path, device: str) -> None:
+    """A critic in bfloat16, whose head is float32, and whose gradients lie in several buckets with padding between."""
+    import tiny
+
+    from nemo_rl_mcore.losses import MseValueLossFn
+
+    buckets = {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 3000}}
+    with report.attempt("bfloat16, critic: checkpoint", "a worker trains"):
+        config = worker_config(folder, "bfloat16", device, fused=False, sharing=buckets)
+        worker, loss_fn = tiny.worker(config, role="value"), MseValueLossFn({"cliprange": 0.2})
+        worker.train(batch(device, 0, config.model.vocab_size), loss_fn)
+        check_checkpoint(report, "bfloat16, critic", worker, device, loss_fn)
 
 
 def _reference_moved(found: Mapping[str, Tensor]) -> float:
