@@ -263,6 +263,7 @@ def test_saving_leaves_no_trace_also_before_the_first_step(ranks, tmp_path):
 FOUR_LAYERS = {"num_layers": 4}
 TIED = {"tie_word_embeddings": True}
 VPP = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 BUCKETED = {
     "one": (1, {}, {}),
     "dp2": (2, {}, {}),
@@ -273,6 +274,8 @@ BUCKETED = {
     "vpp2-tied": (2, TIED | FOUR_LAYERS, VPP),
     "ep2": (2, EXPERTS, {"expert_model_parallel_size": 2}),
     "dp2-experts": (2, EXPERTS, {}),
+    "dp4-ep2": (4, EXPERTS, EP2),
+    "tp2sp-ep2": (4, EXPERTS, {"tensor_model_parallel_size": 2, "sequence_parallel": True, **EP2}),
     "cp2": (2, {}, {"context_parallel_size": 2}),
 }
 

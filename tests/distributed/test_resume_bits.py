@@ -84,6 +84,7 @@ def test_a_resumed_run_of_given_pairs_on_two_ranks_is_the_undisturbed_one(matrix
     assert_resumes(matrix, case_of("dpo offline", batching, layout), tmp_path)
 
 
+@pytest.mark.quick_cases("one")
 @pytest.mark.parametrize("layout", ["one", "dp2"])
 def test_a_resumed_run_in_bf16_is_the_undisturbed_one_also_of_a_critic(matrix, tmp_path, layout):
     case = case_of("ppo", "fixed", layout) | {"distributed optimizer": True}
