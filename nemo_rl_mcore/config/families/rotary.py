@@ -8,8 +8,9 @@ from nemo_rl_mcore.config.families.family import Family, HFConfig
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.rope_scaling import RopeScalingConfig
 
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_YARN = ("factor", "original_max_position_embeddings")
+_ORIGINAL = "original_max_position_embeddings"
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+_YARN = ("factor", _ORIGINAL)
 _KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3}
 _YARN_KEYS = {*_KEYS, "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
 _NEEDED: Mapping[str, tuple[str, ...]] = {"default": (), "llama3": _LLAMA3, "yarn": _YARN}
@@ -23,12 +24,15 @@ def rotary_of(values: HFConfig) -> dict[str, object]:
     """Return base, type and factors of the rotary positions.
 
     transformers 5 writes `rope_parameters`; where a file has `rope_scaling` too, as model cards say to add, that one
-    counts alone (`convert_rope_params_to_dict` in its modeling_rope_utils.py).
+    counts alone (`convert_rope_params_to_dict` in its modeling_rope_utils.py). The original context counts where it
+    stands beside the section, if it does (`standardize_rope_params`).
     """
     section = values.get("rope_scaling") or values.get("rope_parameters")
     given = dict(cast("HFConfig", section)) if isinstance(section, Mapping) else {}
     kind = given.get("rope_type") or given.get("type") or "default"
-    return {"rope_theta": values["rope_theta"], **given, "rope_type": kind}
+    beside = values.get(_ORIGINAL) if kind != "default" else None
+    original = {} if beside is None else {_ORIGINAL: beside}
+    return {"rope_theta": values["rope_theta"], **given, "rope_type": kind, **original}
 
 
 def rotary_fields(rotary: HFConfig) -> dict[str, object]:
@@ -86,6 +90,10 @@ def rotary_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
         if kind == "yarn" and rotary.get(key) not in allowed:
             what = f"{rotary[key]!r} of a {family.model_type} model: engines and training would read it otherwise"
             yield Problem("not-supported", f"rope_scaling.{key}", what, "known: the default")
+    whole = rotary.get("mscale_all_dim")
+    if family.latent_attention and kind == "yarn" and whole and rotary.get("mscale") is None:
+        what = f"missing with mscale_all_dim: {whole!r}, which transformers and engines read differently"
+        yield Problem("missing", "rope_scaling.mscale", what, "set both, or neither")
 
 
 def _hidden_base(values: HFConfig, rotary: HFConfig) -> Iterator[Problem]:

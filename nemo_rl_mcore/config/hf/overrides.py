@@ -24,6 +24,7 @@ def overridden(config: HFConfig, overrides: HFConfig) -> HFConfig:
     changed = {**config, **given}
     if "rope_scaling" in given:
         section = changed.pop("rope_parameters", None)
+        changed.pop("original_max_position_embeddings", None)  # of the section, though it stands beside it
         rope = dict(cast("HFConfig", section)) if isinstance(section, Mapping) else {}
         base = given.get("rope_theta") or rope.get("rope_theta") or config.get("rope_theta")
         own = cast("HFConfig", given["rope_scaling"] or {"rope_type": "default"})

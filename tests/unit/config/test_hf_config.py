@@ -116,12 +116,20 @@ def test_keys_that_are_left_out_have_transformers_values(model_type):
         ("qwen2", {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default"}}),
         ("llama", {"head_dim": None, "num_key_value_heads": None}),
         ("qwen3_moe", {"num_experts": 4, "num_local_experts": 2}),
+        ("qwen2", {"rope_scaling": YARN, "original_max_position_embeddings": 16}),
+        ("llama", {"rope_parameters": STRETCHED, "original_max_position_embeddings": 16}),
+        ("gpt_oss", {"original_max_position_embeddings": 16}),
+        ("llama", {"rope_parameters": {"rope_theta": 7.0}, "original_max_position_embeddings": 16}),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4}, "original_max_position_embeddings": 16}),
     ],
 )
 def test_a_key_that_has_two_spellings_is_read_as_transformers_reads_it(model_type, keys):
     """Its own config class, given both, says which one counts: it writes that one alone."""
     given = config_of(model_type, **{"num_key_value_heads": 4} | keys)
-    theirs = json.loads(transformers_config(**copy.deepcopy(given)).to_json_string(use_diff=False))
+    config = transformers_config(**copy.deepcopy(given))
+    config.standardize_rope_params()  # as its rotations do first
+    theirs = json.loads(config.to_json_string(use_diff=False))
+    theirs.pop("original_max_position_embeddings", None)  # the section has it now
     assert explicit_fields(model_config_from_hf(given)) == explicit_fields(model_config_from_hf(theirs))
 
 
@@ -221,6 +229,15 @@ def test_overrides_take_the_place_of_keys_of_the_file(given, overrides):
     assert model.max_position_embeddings == overrides.get("max_position_embeddings", 2048)
 
 
+def test_an_overridden_stretch_has_its_own_original_context():
+    """The key beside the section, which counts in a file, is of the section that it takes the place of."""
+    given = config_of("llama", rope_scaling=STRETCHED, original_max_position_embeddings=16)
+    for overrides, original in (({"rope_scaling": YARN}, 32768), ({"rope_theta": 2e6}, 16)):
+        scaling = model_config_from_hf(overridden(given, overrides)).rope_scaling
+        assert scaling is not None
+        assert scaling.original_max_position_embeddings == original
+
+
 @pytest.mark.parametrize(
     ("model", "family"),
     [
@@ -299,6 +316,10 @@ def test_what_no_family_has_is_named(model, reason):
         (
             config_of("deepseek_v3", rope_scaling={**YARN, "truncate": False}),
             "rope_scaling.truncate: not-supported",
+        ),
+        (
+            config_of("deepseek_v3", rope_scaling={**YARN, "mscale": None, "mscale_all_dim": 0.7}),
+            "rope_scaling.mscale: missing",
         ),
         *(
             (config_of("gpt_oss", **{key: value}), f"{key}: not-supported")
