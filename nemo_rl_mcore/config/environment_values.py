@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from nemo_rl_mcore.config.base import StrictModel, Tree, absolute_path, join_path, tuple_from_list
+from nemo_rl_mcore.config.interpolations import for_our_resolvers, register
 
 SECTION = "environment_values"
 """The key of a saved recipe that holds the digests."""
@@ -222,8 +223,9 @@ def value_now(text: str) -> str | None:
     """Return a saved text with the values that its references have now; None where one has none."""
     if "${" not in text:
         return text
+    register("oc.env", read_environment)
     try:
-        return str(OmegaConf.create({"value": text})["value"])
+        return str(OmegaConf.create({"value": for_our_resolvers(text)})["value"])
     except OmegaConfBaseException:
         return None
 

@@ -1,18 +1,53 @@
-"""How many references a value of a recipe rests on: each is followed again for each value."""
+"""References and computations in the text of a recipe's values.
+
+Resolvers of OmegaConf belong to the process, and a program may have its own under the names of ours. Ours have other
+names in OmegaConf, which a recipe's text is given before it is read.
+"""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
+
+from omegaconf import OmegaConf
 
 from nemo_rl_mcore.config.base import Problem, join_path
 
 _REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 _MOST = 200
+_OURS = "recipe."
+_NAMED = re.compile(r"(?<!\\)((?:\\\\)*\$\{\s*)(oc\.env|add|mul|div|max)(?=\s*:)")
+_RENAMED = re.compile(rf"(\$\{{\s*){re.escape(_OURS)}")
+_COMPUTED = re.compile(r"\$\{[^{}:]*\$\{[^{}]*\}[^{}:]*:")
 
 
-def long_chain(tree: Mapping[str, object]) -> Problem | None:
-    """Return what is wrong where a value rests on too many references, one after the other or together."""
+def register(name: str, resolver: Callable[..., object]) -> None:
+    """Have OmegaConf call this for `name` in what `for_our_resolvers` gives; a program may have taken it away."""
+    OmegaConf.register_new_resolver(_OURS + name, resolver, replace=True)
+
+
+def for_our_resolvers[Value](value: Value) -> Value:
+    """Return a value, or a tree of them, in which our resolvers have the names that OmegaConf knows them by."""
+    if isinstance(value, str):
+        return cast("Value", _NAMED.sub(rf"\1{_OURS}\2", value))
+    if isinstance(value, dict):
+        section = cast("dict[object, object]", value)
+        return cast("Value", {key: for_our_resolvers(one) for key, one in section.items()})
+    if isinstance(value, list):
+        return cast("Value", [for_our_resolvers(one) for one in cast("list[object]", value)])
+    return value
+
+
+def as_written(value: object) -> object:
+    """Return a text as it was before `for_our_resolvers`, and anything else unchanged."""
+    return _RENAMED.sub(r"\1", value) if isinstance(value, str) else value
+
+
+def unreadable(tree: Mapping[str, object]) -> Problem | None:
+    """Return what is wrong where a value computes the name of a resolver, or rests on too many references."""
     texts = dict(_texts(tree, ""))
+    for path, text in texts.items():
+        if _COMPUTED.search(text):
+            return Problem("reference", path, f"{text} computes the name of a resolver", "write the name")
     behind = {
         path: [_absolute(path, *found) for found in _REFERENCE.findall(text)] for path, text in texts.items()
     }

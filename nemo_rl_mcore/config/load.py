@@ -19,7 +19,7 @@ from nemo_rl_mcore.config.environment_values import (
 )
 from nemo_rl_mcore.config.foreign.recognised import recipe_of_nemo_rl
 from nemo_rl_mcore.config.hf.own_tokenizer import MODEL, TOKENIZER, inherited, other_tokenizer
-from nemo_rl_mcore.config.interpolations import long_chain
+from nemo_rl_mcore.config.interpolations import as_written, for_our_resolvers, register, unreadable
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.sources import Recipe, apply_overrides, origins, places, read_recipe
 from nemo_rl_mcore.config.validate import validate
@@ -129,12 +129,13 @@ def hidden(problem: Problem, references: References) -> Problem:
 def resolve(tree: DictConfig) -> tuple[Tree, list[Problem], dict[str, Reference]]:
     """Compute the interpolations; give the plain tree, what could not be computed, and what the environment gave."""
     for name, resolver in _RESOLVERS.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+        register(name, resolver)
     written = cast("Tree", OmegaConf.to_container(tree, resolve=False))
-    if too_long := long_chain(written):
-        raise ConfigError([too_long])
+    if problem := unreadable(written):
+        raise ConfigError([problem])
     resolving = _Resolving()
-    return resolving.section(tree, ""), resolving.problems, resolving.references
+    plain = resolving.section(OmegaConf.create(for_our_resolvers(written)), "")
+    return plain, resolving.problems, resolving.references
 
 
 _VALUES = 100_000
@@ -197,7 +198,7 @@ class _Resolving:
 
 def _raw(parent: DictConfig | ListConfig, key: str | int) -> object:
     """Return the value as it is written."""
-    return cast("dict[str | int, object]", OmegaConf.to_container(parent, resolve=False))[key]
+    return as_written(cast("dict[str | int, object]", OmegaConf.to_container(parent, resolve=False))[key])
 
 
 def _divide(dividend: Number, divisor: Number) -> Number:

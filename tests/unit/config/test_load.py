@@ -3,10 +3,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from refusals import briefs
 
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.cluster import ClusterConfig
+from nemo_rl_mcore.config.environment_values import value_now
 from nemo_rl_mcore.config.families import count_parameters
 from nemo_rl_mcore.config.families.config_json import hf_config_of
 from nemo_rl_mcore.config.hf.own_tokenizer import MODEL, TOKENIZER
@@ -102,6 +104,49 @@ def test_resolvers_compute_and_keep_integers(tmp_path, exemplar):
     assert config.max_consecutive_skips == 6
     assert (config.policy.train_global_batch_size, config.policy.train_micro_batch_size) == (256, 64)
     assert config.policy.megatron_cfg.optimizer.lr == 0.001
+
+
+@pytest.fixture
+def own_resolvers():
+    """Register a program's own resolvers under the names of ours."""
+    names = ("add", "mul", "div", "max", "oc.env")
+    for name in names:
+        OmegaConf.register_new_resolver(name, lambda *_given: "their own", replace=True)
+    yield names
+    OmegaConf.clear_resolvers()
+
+
+def test_a_program_keeps_its_own_resolvers(tmp_path, exemplar, own_resolvers, monkeypatch):
+    monkeypatch.setenv("FOLDER", "of_the_environment")
+    recipe = write(
+        tmp_path,
+        "child.yaml",
+        f"defaults: {exemplar}\n"
+        "max_consecutive_skips: '${max:3,${ add : 2,4}}'\n"
+        "grpo: {max_num_steps: '${div:${mul:2,6},3}'}\n"
+        "logger: {log_dir: '${oc.env:FOLDER}/\\${add:1,2}'}\n",
+    )
+    for _ in range(2):
+        config = load_config(recipe)
+        assert (config.max_consecutive_skips, config.loop.max_num_steps) == (6, 4)
+        assert config.logger.log_dir == "of_the_environment/${add:1,2}"
+        assert value_now("${oc.env:FOLDER}") == "of_the_environment"
+        theirs = [OmegaConf.create({"value": f"${{{name}:1,2}}"})["value"] for name in own_resolvers]
+        assert set(theirs) == {"their own"}
+        OmegaConf.clear_resolver("add")
+        OmegaConf.register_new_resolver("add", lambda *_given: "their own")
+
+
+def test_messages_have_interpolations_as_they_are_written(tmp_path, exemplar):
+    recipe = write(tmp_path, "child.yaml", f"defaults: {exemplar}\nseed: ${{div:1,0}}\n")
+    assert "${div:1,0}" in str(error_of(recipe))
+
+
+def test_a_resolver_whose_name_is_computed_is_refused(tmp_path, exemplar):
+    """What it gives could be of the environment, and is not known to be."""
+    lines = "logger: {wandb: {notes: env}, log_dir: '${oc.${logger.wandb.notes}:HOME}'}\n"
+    recipe = write(tmp_path, "child.yaml", f"defaults: {exemplar}\n{lines}")
+    assert briefs(error_of(recipe).problems) == ["logger.log_dir: reference"]
 
 
 def test_interpolations_see_overrides(tmp_path, exemplar):
