@@ -22,6 +22,7 @@ from nemo_rl_mcore.data.literal_encoder import LiteralEncoder
 from nemo_rl_mcore.data.literal_text import Spans
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.strict_json import shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -221,6 +222,8 @@ class HuggingFaceTokenizer:
     ) -> None:
         self._tokenizer = _load_pretrained(directory)
         template = template or ChatTemplate()
+        own = f"policy.tokenizer.name: {directory!r}"
+        self._template = own if template.text is None else "policy.tokenizer.chat_template"
         self._variables = template.variables
         if template.text is not None:
             self._tokenizer.chat_template = template.text
@@ -261,8 +264,6 @@ class HuggingFaceTokenizer:
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = ()
     ) -> str:
         """See `Tokenizer.render_chat`."""
-        from jinja2 import TemplateError
-
         conversation = [_as_template_sees(message) for message in messages]
         if self._tokenizer.chat_template is None:
             raise RefusedError(
@@ -276,9 +277,11 @@ class HuggingFaceTokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program, and may raise whatever Python does
+            reason = f"{type(error).__name__}: {shortened(str(error), 200)}"
             raise RefusedError(
-                f"data.apply_chat_template: the chat template refuses it: {error}", code="refused-messages"
+                f"{self._template}: the chat template refuses a conversation: {reason}",
+                code="refused-messages",
             ) from error
         assert isinstance(text, str)
         return text if text.startswith(self.opening) else self.opening + text

@@ -85,6 +85,12 @@ def test_an_answer_that_earns_nothing_is_told(recipe, capsys):
     assert "the answer as the data states it earns no more than none" in capsys.readouterr().out
 
 
+@pytest.mark.needs("math")
+def test_a_template_that_fails_is_no_crash(recipe, capsys):
+    assert full(recipe([QUESTION]), "++policy.tokenizer.chat_template='{{ 1/0 }}'") == 2
+    assert "rows.jsonl:1: policy.tokenizer.chat_template: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("env", "said"),
     [

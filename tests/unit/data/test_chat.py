@@ -171,6 +171,25 @@ def test_a_tokenizer_without_a_template_and_a_template_that_refuses_say_so(tmp_p
         strict.render_chat(messages, add_generation_prompt=True)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 1/0 }}",
+        "{% include 'x' %}",
+        "{{ messages.nothing.at_all }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_fails_is_named(tmp_path, text):
+    messages = [Message("user", "2+2?")]
+    with refused("refused-messages", tmp_path / "own"):
+        chat_tokenizer(tmp_path / "own", text).render_chat(messages, add_generation_prompt=True)
+    chat_tokenizer(tmp_path / "other", "{{ messages[0].content }}")
+    other = load_tokenizer(str(tmp_path / "other"), template=ChatTemplate(text))
+    with refused("refused-messages", "policy.tokenizer.chat_template"):
+        other.render_chat(messages, add_generation_prompt=True)
+
+
 def test_given_answers_are_conversations_where_there_is_a_context_and_plain_where_not(tokenizer):
     talk = Prompt(7, "", "five", context=TURNS, imitate_all=True)
     plain = Prompt(8, "2+2=", "4")
