@@ -1,4 +1,4 @@
-"""Fetch a model of the Hugging Face hub, and tell which files of its folder hold its weights.
+"""Fetch a model of the Hugging Face hub.
 
 `huggingface_hub` is imported only where something has to be fetched.
 """
@@ -8,57 +8,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
-from typing import cast
+from pathlib import Path
 
 from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
+from nemo_rl_mcore.data.weight_files import INDEX, ONE_FILE, read_weight_map
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.strict_json import read_json, shortened
-
-
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor, as an index names it; raises ValueError when it is no index."""
-    try:
-        content = read_json(index, finite=False)
-        found = cast("dict[str, object]", content)["weight_map"] if isinstance(content, dict) else None
-    except (OSError, ValueError) as error:
-        raise RefusedError(
-            f"{str(index)!r} is not an index of safetensors files: {error}", code="no-index"
-        ) from error
-    except KeyError:
-        found = None
-    if not isinstance(found, dict):
-        raise RefusedError(
-            f"{str(index)!r} is not an index of safetensors files: it has no weight_map", code="no-index"
-        )
-    file_of = cast("dict[str, object]", found)
-    for name, file in file_of.items():
-        if not isinstance(file, str):
-            raise RefusedError(
-                f"{str(index)!r}: weight_map.{shortened(name)} is no name of a file", code="no-index"
-            )
-    return cast("dict[str, str]", file_of)
-
-
-def weight_file(folder: Path, name: str) -> Path:
-    """Return the path of a file of weights, which need not exist; raises ValueError when it leads out of the folder.
-
-    A snapshot in the hub's cache (`snapshots/REVISION`) is made of links into `blobs` beside it; those are its own.
-    """
-    path, inside = folder / name, PurePosixPath(name)
-    home, end = folder.resolve(), path.resolve()
-    homes = [home]
-    if home.parent.name == "snapshots":
-        homes.append((home.parent.parent / "blobs").resolve())
-    if inside.is_absolute() or ".." in inside.parts or not any(end.is_relative_to(one) for one in homes):
-        raise RefusedError(
-            f"{str(path)!r} leads out of the folder, to {str(end)!r}; name the folder of the weights itself",
-            code="outside-folder",
-        )
-    if end.exists() and not end.is_file():
-        raise RefusedError(f"{str(path)!r} cannot be read: no regular file", code="not-a-regular-file")
-    return path
-
 
 _OF_TOKENIZERS = (
     "tokenizer*",
@@ -125,6 +79,6 @@ def _not_here(name: str, reason: str) -> RefusedError:
 
 def _is_complete(snapshot: Path) -> bool:
     """Return whether the snapshot holds a config and every file of the weights."""
-    index = snapshot / "model.safetensors.index.json"
-    weights = {*read_weight_map(index).values()} if index.is_file() else {"model.safetensors"}
+    index = snapshot / INDEX
+    weights = {*read_weight_map(index).values()} if index.is_file() else {ONE_FILE}
     return all((snapshot / file).is_file() for file in ("config.json", *weights))

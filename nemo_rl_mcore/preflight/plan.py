@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem
@@ -12,6 +13,8 @@ from nemo_rl_mcore.config.prev_logprobs import source_of_prev_logprobs
 from nemo_rl_mcore.config.rules import context_parallelism, packing
 from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrails
 from nemo_rl_mcore.config.run_config import RunConfig
+from nemo_rl_mcore.config.run_models import ModelPlan
+from nemo_rl_mcore.data.weight_files import require_whole_weights
 from nemo_rl_mcore.preflight.agents import agent_problems
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
 from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
@@ -213,4 +216,17 @@ def _environment_problems(config: RunConfig, of_a_run: bool) -> Iterator[Problem
     # Models that start from the same folder have the same problems with it.
     started = [plan for plan in config.models.values() if of_a_run or plan.policy is policy]
     yield from dict.fromkeys(problem for plan in started for problem in init_checkpoint_problems(plan))
+    yield from dict.fromkeys(problem for plan in started for problem in _folder_problems(plan))
     yield from warm_start_problems(config)
+
+
+def _folder_problems(plan: ModelPlan) -> Iterator[Problem]:
+    """Yield what is wrong with the files of weights in a local folder; those of the hub are fetched by the run."""
+    folder = plan.policy.model_name
+    if folder is None or not Path(folder).is_dir():
+        return
+    try:
+        require_whole_weights(Path(folder))
+    except ValueError as error:
+        key, remedy = plan.key("policy.model_name"), "name a folder that holds the weights"
+        yield Problem("not-readable", key, str(error), remedy)

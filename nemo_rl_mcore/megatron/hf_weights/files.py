@@ -14,12 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nemo_rl_mcore import activity
-from nemo_rl_mcore.data.hub import read_weight_map, weight_file
+from nemo_rl_mcore.data.weight_files import INDEX, ONE_FILE, tensor_files
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.hf_weights import mxfp4
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _READABLE = ("F64", "F32", "F16", "BF16")
 
 
@@ -34,7 +32,7 @@ class TensorFiles:
         self._folder = folder
         self._files: dict[Path, Any] = {}
         self._open = ExitStack()
-        self._file_of = self._locate()
+        self._file_of = tensor_files(folder)
         self._packed = frozenset(mxfp4.packed_names(self._file_of))
 
     @property
@@ -73,17 +71,6 @@ class TensorFiles:
         """Close them."""
         self._files.clear()
         self._open.close()
-
-    def _locate(self) -> dict[str, Path]:
-        index, file = self._folder / INDEX, self._folder / ONE_FILE
-        if index.is_file():
-            return {name: weight_file(self._folder, file) for name, file in read_weight_map(index).items()}
-        if not file.is_file():
-            raise RefusedError(
-                f"{str(self._folder)!r} holds neither {ONE_FILE} nor {INDEX}; other formats are not read",
-                code="no-weights",
-            )
-        return dict.fromkeys(self._opened(weight_file(self._folder, ONE_FILE)).keys(), file)
 
     def _slices(self, name: str) -> Any:
         path = self._file_of[name]

@@ -265,6 +265,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_told_by_the_plan(tmp_pat
     config |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "model_type": "qwen2"}
     config |= {"architectures": ["Qwen2ForCausalLM"], "vocab_size": tokenizer.vocab_size}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
+    (tmp_path / "model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     [lacking] = {"<|endoftext|>"} - {*tokenizer.special_tokens}
     own = {"train": ROWS, "reward": right, "gpus": 0, "out": tmp_path / "run"}
     of_arguments = GRPO(tmp_path / "model", **own)

@@ -730,6 +730,65 @@ def test_a_policy_is_complete_without_a_recipe(tree, tmp_path):
     assert PolicyConfig.model_validate(policy.model_dump()) == policy
 
 
+def header_of(length=None, **tensors):
+    """Return the beginning of a safetensors file; length: what it says of its own."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text
+
+
+TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+WHOLE = header_of(a=TENSOR) + b"\0" * 8
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"pytorch_model.bin": WHOLE},
+        {"model.safetensors": b""},
+        {"model.safetensors": WHOLE[:-1]},
+        {"model.safetensors": WHOLE + b"\0"},
+        {"model.safetensors": WHOLE[:20]},
+        {"model.safetensors": header_of(2**63, a=TENSOR)},
+        {"model.safetensors": b"\x09" + b"\0" * 7 + b"not JSON."},
+        {"model.safetensors": b"\x02" + b"\0" * 7 + b"[]"},
+        {"model.safetensors": header_of(a=5)},
+        {"model.safetensors": header_of(a={"data_offsets": [0, 8, 8]}) + b"\0" * 8},
+        {"model.safetensors": header_of(a={"data_offsets": [8, "0"]}) + b"\0" * 8},
+        {"model.safetensors": header_of(a={"data_offsets": [True, -8]}) + b"\0" * 8},
+        {"model.safetensors.index.json": b"{"},
+        {"model.safetensors.index.json": b'{"weight_map": {"a": "gone.safetensors"}}'},
+        {"model.safetensors.index.json": b'{"weight_map": {"b": "1.safetensors"}}', "1.safetensors": WHOLE},
+        {
+            "model.safetensors.index.json": b'{"weight_map": {"a": "1.safetensors"}}',
+            "1.safetensors": WHOLE[:-1],
+        },
+        {"model.safetensors.index.json": b'{"weight_map": {"a": "../1.safetensors"}}'},
+    ],
+)
+def test_weights_that_cannot_be_read_are_known_before_a_run(recipe, tmp_path, files):
+    folder = saved_model(tmp_path / "model", config_of("llama"))
+    config = load_config(recipe(folder))
+    (folder / "model.safetensors").write_bytes(WHOLE)
+    assert preflight(config)
+    (folder / "model.safetensors").unlink()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    with wrong_key("policy.model_name: not-readable", folder):
+        preflight(config)
+
+
+def test_check_of_weights_imports_no_framework(recipe, tmp_path):
+    path = recipe(saved_model(tmp_path / "model", config_of("llama")))
+    code = (
+        "import sys\n"
+        "from nemo_rl_mcore import cli\n"
+        f"assert cli.main(['check', '--config', {str(path)!r}]) == 2\n"
+        "assert not {'torch', 'transformers', 'safetensors', 'huggingface_hub'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_reading_a_model_imports_no_framework(tmp_path):
     folder = saved_model(tmp_path / "model", config_of("llama"))
     code = (
