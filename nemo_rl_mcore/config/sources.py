@@ -44,23 +44,24 @@ def read_recipe(path: str | Path) -> Recipe:
 
     A name that is no file is that of a recipe that comes with the package.
     """
-    return _read(recipe_file(Path(), path), ())
+    return _read(recipe_file(Path(), path), (), [])
 
 
-def _read(path: Path, chain: tuple[Path, ...]) -> Recipe:
+def _read(path: Path, chain: tuple[Path, ...], read: list[Path]) -> Recipe:
+    """Read a file; chain: those that lead to it. read: all before it, of which those named twice are read twice."""
     chain = (*chain, path)
+    read.append(path)
+    if len(read) > _MOST_FILES:
+        what = f"`defaults:` leads to more than {_MOST_FILES} files"
+        raise _refuse(chain, "too-large", what, "name fewer")
     if path.resolve() in [ancestor.resolve() for ancestor in chain[:-1]]:
         raise _refuse(chain, "reference", "the file is its own ancestor", "remove the cycle from `defaults:`")
     tree = _parse(path, chain)
     merged, files, ancestors = OmegaConf.create(), (), ()
     for parent in _parents(tree.pop("defaults", None), chain):
-        recipe = _read(recipe_file(path.parent, parent), chain)
+        recipe = _read(recipe_file(path.parent, parent), chain, read)
         merged, files = _merged(merged, recipe.tree), (*files, *recipe.files)
         ancestors = (*ancestors, *recipe.ancestors)
-        if len(files) >= _MOST_FILES:
-            raise _refuse(
-                chain, "too-large", f"`defaults:` leads to {_MOST_FILES} files and more", "name fewer"
-            )
     return Recipe(_merged(merged, tree), (*files, path), (*ancestors, len(files)))
 
 
@@ -126,7 +127,14 @@ def _parents(defaults: object, chain: tuple[Path, ...]) -> list[str]:
 
 
 def _refuse(chain: tuple[Path, ...], code: Code, what: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(code, " -> ".join(str(path) for path in chain), what, remedy)])
+    names = [str(path) for path in chain]
+    if len(names) > 2 * _SHOWN:
+        names[_SHOWN:-_SHOWN] = ["..."]
+    return ConfigError([Problem(code, " -> ".join(names), what, remedy)])
+
+
+_SHOWN = 4
+"""Files at either end of a long chain."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,29 @@ def test_a_recipe_without_end_is_refused(tmp_path, exemplar, capsys, command, te
     assert len(capsys.readouterr().err) < 2_000
 
 
+@pytest.mark.parametrize("names", ["{next}", "[{next}, {next}]"], ids=["chain", "diamonds"])
+def test_a_file_below_many_others_is_refused_before_all_are_read(tmp_path, exemplar, capsys, names):
+    for number in range(1_500):
+        parents = names.format(next=f"{number + 1}.yaml")
+        (tmp_path / f"{number}.yaml").write_text(f"defaults: {parents}\n")
+    (tmp_path / "1500.yaml").write_text(f"defaults: {exemplar}\n")
+    begin = time.process_time()
+    assert cli.main(["check", "--config", str(tmp_path / "0.yaml")]) == 2
+    assert time.process_time() - begin < 2
+    assert len(capsys.readouterr().err) < 2_000
+
+
+def test_a_recipe_of_a_hundred_files_is_read(tmp_path, exemplar):
+    for number in range(99):
+        (tmp_path / f"{number}.yaml").write_text(f"defaults: {number + 1}.yaml\n")
+    (tmp_path / "99.yaml").write_text(exemplar.read_text())
+    assert load_config(tmp_path / "0.yaml")
+    (tmp_path / "99.yaml").write_text(f"defaults: {exemplar}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "0.yaml")
+    assert [problem.code for problem in caught.value.problems] == ["too-large"]
+
+
 @pytest.mark.parametrize(
     "override",
     ["seed=1" + "0" * 5_000, "++data.x=" + "[" * 400 + "]" * 400, "++seed='${mul:[1],100000000}'"],
