@@ -27,7 +27,7 @@ from nemo_rl_mcore.observability.ending import exit_status
 from nemo_rl_mcore.output import say_aside, write_line
 from nemo_rl_mcore.parts import stop_ids_of, tokenizer_of
 from nemo_rl_mcore.rollouts.player import Responder, Rollout
-from nemo_rl_mcore.strict_json import shortened
+from nemo_rl_mcore.strict_json import quoted
 from nemo_rl_mcore.workers.policy import open_place, start_frozen
 
 _HELD_OUT_PROMPTS = 8
@@ -120,7 +120,7 @@ def rows_of(answered: Rollout) -> Iterator[dict[str, object]]:
 
 def prompts_to_answer(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> list[Prompt]:
     """Prompts that the responder will take; one that it would refuse is refused before the ranks start."""
-    given = [Prompt(0, text, "", place=f"--prompt {shortened(repr(text))}") for text in asked.texts]
+    given = [Prompt(0, text, "", place=f"--prompt {quoted(text)}") for text in asked.texts]
     if asked.file is not None:
         try:
             given += read_prompts(Path(asked.file), _input_key(config))

@@ -62,6 +62,11 @@ def shortened(text: str, limit: int = _SHOWN) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def quoted(value: object) -> str:
+    """Return what a file has, as Python writes it, cut for a message."""
+    return shortened(repr(value))
+
+
 def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):

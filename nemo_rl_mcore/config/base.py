@@ -210,6 +210,10 @@ Seconds = Annotated[Float, Field(gt=0, le=2_000_000)]
 """A deadline: about three weeks at most, since the system's clocks count milliseconds in 31 bits."""
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""Of a tensor: what indexes it has 32 bits."""
+Counted = Annotated[int, Field(ge=1, le=2_000)]
+"""Layers and experts, which are counted one by one."""
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """Fits numpy's seeds, which are 32 bits and get the pipeline stage added, and the int64 keys of sampling."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.strict_json import quoted, shortened
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
 _KINDS = (MAMBA, ATTENTION, MLP, EXPERTS)
@@ -32,7 +33,10 @@ def pattern_problems(model: _Model) -> Iterator[Problem]:
         return
     if foreign := sorted(set(pattern) - {*_KINDS}):
         yield Problem(
-            "not-supported", _PATTERN, f"{foreign} are no layers that are built", f"known: {' '.join(_KINDS)}"
+            "not-supported",
+            _PATTERN,
+            f"{quoted(foreign)} are no layers that are built",
+            f"known: {' '.join(_KINDS)}",
         )
     if len(pattern) != model.num_layers:
         yield Problem(
@@ -46,7 +50,7 @@ def pattern_problems(model: _Model) -> Iterator[Problem]:
         yield Problem(
             "contradicts",
             "num_moe_experts",
-            f"{model.num_moe_experts} contradicts {_PATTERN}: {pattern}",
+            f"{model.num_moe_experts} contradicts {_PATTERN}: {shortened(pattern)}",
             f"set it where the pattern has an {EXPERTS}, and only there",
             (_PATTERN,),
         )

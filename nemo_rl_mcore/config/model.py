@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from nemo_rl_mcore.config.base import (
+    Counted,
     IntTuple,
     NonNegativeFloat,
     PositiveFloat,
-    PositiveInt,
     Problem,
+    Size,
     StrictModel,
 )
 from nemo_rl_mcore.config.hybrid_layers import MAMBA, MLP, pattern_problems
@@ -61,19 +62,19 @@ class ModelConfig(StrictModel):
     With multi_latent_attention it is one of the DeepSeek kind.
     """
 
-    num_layers: PositiveInt
+    num_layers: Counted
     """Transformer layers; with hybrid_layer_pattern its characters, where attention and feed-forward are two layers."""
     hybrid_layer_pattern: str | None = None
     """A character a layer: M is Mamba-2, * attention, - feed-forward, E experts; null: attention and the rest."""
-    hidden_size: PositiveInt
+    hidden_size: Size
     """Width of the residual stream."""
-    num_attention_heads: PositiveInt
+    num_attention_heads: Size
     """Query heads."""
-    num_query_groups: PositiveInt | None = None
+    num_query_groups: Size | None = None
     """Key and value heads; null is one per query head."""
-    kv_channels: PositiveInt | None = None
+    kv_channels: Size | None = None
     """Size of one head; null is hidden_size / num_attention_heads."""
-    ffn_hidden_size: PositiveInt | None = None
+    ffn_hidden_size: Size | None = None
     """Width of the feed-forward layer; null is 4 * hidden_size."""
     activation_func: Literal["silu", "quick_gelu", "squared_relu"] = "silu"
     """Of feed-forward layers and experts: silu and quick_gelu have a gate (SwiGLU, gpt-oss), squared_relu has none."""
@@ -81,9 +82,9 @@ class ModelConfig(StrictModel):
     """quick_gelu: gates are clamped from above to it, and what they multiply from both sides; null clamps nothing."""
     glu_linear_offset: float = 0.0
     """quick_gelu: added to what the gates multiply."""
-    vocab_size: PositiveInt
+    vocab_size: Size
     """Rows of the embedding; at least the tokenizer's vocabulary."""
-    max_position_embeddings: PositiveInt = 2048
+    max_position_embeddings: Size = 2048
     """Longest sequence."""
     tie_word_embeddings: bool = False
     """Share the embedding with the output layer."""
@@ -105,41 +106,41 @@ class ModelConfig(StrictModel):
     """Bias on those, on the attention's output, on routers and on experts (gpt-oss)."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
     """learnable: a number of each head stands beside the scores of the keys, and takes a share of them (a sink)."""
-    sliding_window: PositiveInt | None = None
+    sliding_window: Size | None = None
     """Newest tokens that a query sees, its own among them; null is all."""
     window_attn_skip_freq: IntTuple | None = None
     """For each layer 1 if it has the window, 0 if its queries see all; null is a window in all."""
     multi_latent_attention: bool = False
     """Make keys and values, and perhaps queries, of latents that are narrower than they are (DeepSeek)."""
-    q_lora_rank: PositiveInt | None = None
+    q_lora_rank: Size | None = None
     """Width of the queries' latent; null makes queries of the hidden state."""
-    kv_lora_rank: PositiveInt = 512
+    kv_lora_rank: Size = 512
     """Width of the latent of keys and values."""
-    qk_head_dim: PositiveInt = 128
+    qk_head_dim: Size = 128
     """Size of the part of a head's query and key that has no position."""
-    qk_pos_emb_head_dim: PositiveInt = 64
+    qk_pos_emb_head_dim: Size = 64
     """Size of the part that is rotated; the keys of all heads share theirs."""
-    v_head_dim: PositiveInt = 128
+    v_head_dim: Size = 128
     """Size of a head's value."""
-    num_moe_experts: PositiveInt | None = None
+    num_moe_experts: Counted | None = None
     """Experts of every feed-forward layer; null is dense."""
     moe_layer_freq: IntTuple | None = None
     """For each layer 1 if it has experts, 0 if it is dense; null is experts in all. Dense layers come first."""
-    moe_router_topk: PositiveInt = 2
+    moe_router_topk: Size = 2
     """Experts that a token is sent to."""
-    moe_ffn_hidden_size: PositiveInt | None = None
+    moe_ffn_hidden_size: Size | None = None
     """Width of one expert; null is ffn_hidden_size."""
-    moe_latent_size: PositiveInt | None = None
+    moe_latent_size: Size | None = None
     """Width of the latent that all experts of a layer read and write; null is the hidden state itself."""
-    moe_shared_expert_intermediate_size: PositiveInt | None = None
+    moe_shared_expert_intermediate_size: Size | None = None
     """Width of the expert that sees every token; null is none."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """How the router turns its logits into scores."""
     moe_router_pre_softmax: bool = False
     """Take the softmax over all experts before the best are selected, instead of over the selected ones."""
-    moe_router_num_groups: PositiveInt | None = None
+    moe_router_num_groups: Size | None = None
     """Groups of equal size that the experts are in, some of which a token is sent to; null is one group of all."""
-    moe_router_group_topk: PositiveInt | None = None
+    moe_router_group_topk: Size | None = None
     """Groups that a token is sent to: those with the best scores, each added up over its best experts."""
     moe_router_topk_scaling_factor: PositiveFloat | None = None
     """What the shares of a token's experts are multiplied by; null is 1."""
@@ -153,15 +154,15 @@ class ModelConfig(StrictModel):
     """Balance by a bias of each expert in the selection, moved after every step; needs the sigmoid scores."""
     moe_router_bias_update_rate: NonNegativeFloat = 1e-3
     """How far a step moves the bias of an expert."""
-    mamba_num_heads: PositiveInt | None = None
+    mamba_num_heads: Size | None = None
     """Heads of a Mamba layer."""
-    mamba_head_dim: PositiveInt = 64
+    mamba_head_dim: Size = 64
     """Size of one of them."""
-    mamba_state_dim: PositiveInt = 128
+    mamba_state_dim: Size = 128
     """Size of the state of each channel of a head."""
-    mamba_num_groups: PositiveInt = 8
+    mamba_num_groups: Size = 8
     """Groups of heads that write to and read from their states alike."""
-    mtp_num_layers: PositiveInt | None = None
+    mtp_num_layers: Counted | None = None
     """Layers that are trained to predict further tokens (multi-token prediction); null is none."""
     mtp_loss_scaling_factor: NonNegativeFloat = 0.1
     """Weight of the mean loss of those layers beside the loss."""

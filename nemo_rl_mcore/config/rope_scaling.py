@@ -1,9 +1,11 @@
 """Configuration of rotary positions beyond the context that a model was trained on first."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Problem, StrictModel
+from pydantic import Field
+
+from nemo_rl_mcore.config.base import Float, NonNegativeFloat, PositiveFloat, Problem, Size, StrictModel
 
 _OF_YARN = ("beta_slow", "beta_fast", "mscale", "mscale_all_dim", "truncate")
 
@@ -13,7 +15,7 @@ class RopeScalingConfig(StrictModel):
 
     rope_type: Literal["llama3", "yarn"] = "llama3"
     """How: as Llama 3.1 and later, or by YaRN, which also makes the attention more peaked."""
-    factor: PositiveFloat
+    factor: Annotated[Float, Field(gt=0, le=1e6)]
     """Frequencies of the slowest rotations are divided by it."""
     low_freq_factor: PositiveFloat | None = None
     """llama3: rotations with at most this many turns in the original context count as slow."""
@@ -29,7 +31,7 @@ class RopeScalingConfig(StrictModel):
     """The same: how much it adds to whole queries and keys, of which mscale leaves the rotated parts out."""
     truncate: bool = True
     """yarn: round the first and the last of the channel pairs between slow and fast outwards (gpt-oss does not)."""
-    original_max_position_embeddings: PositiveInt
+    original_max_position_embeddings: Size
     """The original context: the longest sequence before the stretching."""
 
     read_unless = (

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.row import Row, SourceError, rows_of_lines
-from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
+from nemo_rl_mcore.strict_json import parse_json, quoted, read_regular, shortened
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -150,7 +150,7 @@ def _values(file: Path, key: str) -> list[object]:
         raise SourceError(
             "not-readable",
             "data_path",
-            f"{str(file)!r}: {key} is {shortened(repr(found))}, and no list",
+            f"{str(file)!r}: {key} is {quoted(found)}, and no list",
             _SAVED,
         )
     return cast("list[object]", found)
@@ -158,7 +158,7 @@ def _values(file: Path, key: str) -> list[object]:
 
 def _require_name(file: Path, name: object) -> str:
     if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-        what = f"{str(file)!r} names {shortened(repr(name))}, which is no file of its folder"
+        what = f"{str(file)!r} names {quoted(name)}, which is no file of its folder"
         raise SourceError("not-readable", "data_path", what, _SAVED)
     return name
 

@@ -6,7 +6,7 @@ from typing import cast
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
+from nemo_rl_mcore.strict_json import parse_json, quoted, read_regular
 
 _PROMPT, _MESSAGES = "prompt", "messages"
 
@@ -57,7 +57,7 @@ def _of_object(line: str, keys: list[str], place: str) -> str | tuple[Message, .
     messages = [_message(turn) for turn in turns]
     if not messages or None in messages:
         raise RefusedError(
-            f"{place}: {key} is {shortened(repr(values[key]))}, and must be text or a list of messages",
+            f"{place}: {key} is {quoted(values[key])}, and must be text or a list of messages",
             code="prompt-type",
         )
     return tuple(message for message in messages if message is not None)

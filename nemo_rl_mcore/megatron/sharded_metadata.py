@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.strict_json import read_json, read_regular, shortened
+from nemo_rl_mcore.strict_json import quoted, read_json, read_regular, shortened
 
 METADATA_FILE = ".metadata"
 FORMAT_FILE = "metadata.json"
@@ -216,7 +216,7 @@ def _check_place(index: Any, place: Any, folder: Path, sizes: dict[str, int]) ->
         type(name) is str and all(type(number) is int for number in numbers), "a place is of a wrong type"
     )
     _require(not place.transform_descriptors, f"{name} is to be transformed")
-    _require(_DATA_FILE.fullmatch(name) is not None, f"{shortened(repr(name))} is no file of this folder")
+    _require(_DATA_FILE.fullmatch(name) is not None, f"{quoted(name)} is no file of this folder")
     _require(name in sizes, f"{folder / name} does not exist")
     _require(
         place.offset >= 0 and 0 <= place.length <= sizes[name] - place.offset,

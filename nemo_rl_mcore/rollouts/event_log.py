@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from nemo_rl_mcore.errors import FolderError, RefusedError, RunStoppedError, code_of, folder_error
 from nemo_rl_mcore.own_files import next_free, open_own
 from nemo_rl_mcore.rollouts.events import Checkpointed, Event, Finished, from_line, to_line
-from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
+from nemo_rl_mcore.strict_json import parse_json, quoted, read_regular
 
 EVENTS_FILE = "groups.jsonl"
 """Of a run, in its log_dir."""
@@ -182,7 +182,7 @@ def _event(line: bytes, place: str) -> Event:
             f"{place}: it is no event: {where and f'{where}: '}{first['msg']}", code="broken-event"
         ) from error
     except ValueError as error:
-        shown = shortened(repr(line))
+        shown = quoted(line)
         raise RefusedError(f"{place}: it is no event: {error} ({shown})", code="broken-event") from error
 
 

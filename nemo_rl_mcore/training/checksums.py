@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.strict_json import read_regular, shortened
+from nemo_rl_mcore.strict_json import quoted, read_regular
 
 SUMS_FILE = "SHA256SUMS"
 
@@ -52,7 +52,7 @@ def read_sums(folder: Path) -> dict[str, str] | None:
     for line in lines[:-1]:
         match = _LINE.fullmatch(line)
         if match is None or match[2] in sums:
-            raise RefusedError(f"{path} is broken: {shortened(repr(line))}", code="broken-checksums")
+            raise RefusedError(f"{path} is broken: {quoted(line)}", code="broken-checksums")
         sums[match[2]] = match[1]
     if lines[-1]:
         raise RefusedError(f"{path} is cut short", code="broken-checksums")

@@ -1,15 +1,16 @@
 """Between the `config.json` of a Hugging Face model and `ModelConfig`; plain data, neither torch nor transformers."""
 
 from collections.abc import Iterator, Mapping
-from typing import cast
+from typing import Annotated, cast
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_rl_mcore.config.base import ConfigError, Problem, collect_problems
+from nemo_rl_mcore.config.base import ConfigError, PositiveFloat, Problem, Size, collect_problems
 from nemo_rl_mcore.config.families import FAMILIES, family_of
 from nemo_rl_mcore.config.families.family import Family, HFConfig, Refusal
 from nemo_rl_mcore.config.families.rotary import rotary_fields, rotary_keys, rotary_of, rotary_problems
 from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.strict_json import quoted
 
 _SIZES = {
     "num_layers": "num_hidden_layers",
@@ -40,6 +41,30 @@ _REFUSALS = (
     Refusal("quantization_config", (None,), "quantised weights are not supported"),
 )
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_Words = Annotated[list[str], Field(fail_fast=True)]
+_Number = Annotated[int, Field(ge=0, le=2_000)]
+
+
+class _Keys(BaseModel):
+    """Keys of config.json that are read, and are no field of ModelConfig under another name; null is left out."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    layer_types: _Words | None = None
+    layers_block_type: _Words | None = None
+    rope_theta: PositiveFloat | None = None
+    rope_scaling: dict[str, object] | None = None
+    rope_parameters: dict[str, object] | None = None
+    original_max_position_embeddings: Size | None = None
+    sliding_window: Size | None = None
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: PositiveFloat | None = None
+    first_k_dense_replace: _Number | None = None
+    moe_latent_size: Size | None = None
+    n_group: _Number | None = None
+    n_shared_experts: _Number | None = None
+    q_lora_rank: Size | None = None
+    topk_group: _Number | None = None
 
 
 def model_config_from_hf(config: HFConfig) -> ModelConfig:
@@ -52,12 +77,18 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
     if family is None:
         known = ", ".join(FAMILIES)
         raise ConfigError(
-            [Problem("not-supported", "model_type", f"{model_type!r} is not supported", f"known: {known}")]
+            [
+                Problem(
+                    "not-supported", "model_type", f"{quoted(model_type)} is not supported", f"known: {known}"
+                )
+            ]
         )
     values = {**_DEFAULTS, **family.defaults, **config}
     for alias, key in family.aliases.items():
         if values.get(alias) is not None:
             values[key] = values[alias]
+    if problems := [*_mistyped(family, values)]:
+        raise ConfigError(problems)
     values.update(family.complete(values))
     problems = [
         *_refused(family, values),
@@ -70,20 +101,30 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
     return _model_config(family, values)
 
 
+def _mistyped(family: Family, values: HFConfig) -> Iterator[Problem]:
+    """Yield keys of another type than they have, or too large to be counted by; nothing is made of the others then."""
+    keys = _SIZES | _OPTIONS | family.sizes
+    fields = {name: values[key] for name, key in keys.items() if values.get(key) is not None}
+    for model, given in ((ModelConfig, fields), (_Keys, values)):
+        try:
+            model.model_validate(given)
+        except ValidationError as error:
+            yield from _translated(error, keys)
+
+
 def _refused(family: Family, values: HFConfig) -> Iterator[Problem]:
     for refusal in (*_REFUSALS, *family.refusals):
         given = values.get(refusal.key)
         if given not in refusal.allowed:
-            yield Problem(
-                "not-supported", refusal.key, f"{given!r} of a {family.model_type} model: {refusal.reason}"
-            )
+            what = f"{quoted(given)} of a {family.model_type} model: {refusal.reason}"
+            yield Problem("not-supported", refusal.key, what)
     kinds = () if family.hybrid or family.windows else values.get("layer_types") or ()
-    foreign = sorted({str(kind) for kind in cast("list[object]", kinds)} - {"full_attention"})
+    foreign = sorted({*cast("list[str]", kinds)} - {"full_attention"})
     if foreign:
         yield Problem(
             "not-supported",
             "layer_types",
-            f"{foreign} of a {family.model_type} model: only full_attention is supported",
+            f"{quoted(foreign)} of a {family.model_type} model: only full_attention is supported",
         )
 
 
@@ -113,7 +154,9 @@ def _model_config(family: Family, values: HFConfig) -> ModelConfig:
 def _translated(error: ValidationError, keys: Mapping[str, str]) -> Iterator[Problem]:
     for details in error.errors(include_url=False):
         path = ".".join(str(part) for part in details["loc"])
-        yield Problem("not-allowed", keys.get(path, path), f"{details['input']!r}: {details['msg']}")
+        if details["type"] != "missing":  # see `_missing`
+            what = f"{quoted(details['input'])}: {details['msg']}"
+            yield Problem("not-allowed", keys.get(path, path), what)
 
 
 def hf_config_of(

@@ -1,6 +1,7 @@
 """DeepSeek V3 and R1, Moonlight: latent attention, and dense layers before those with experts and a shared one."""
 
 from collections.abc import Iterator
+from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.families.family import Family, HFConfig, Refusal
@@ -14,9 +15,8 @@ _MOST_PREDICTING = 4
 
 
 def _number(values: HFConfig, key: str) -> int:
-    """Return a number of config.json; 0 where it is none, as where it is null."""
-    value = values.get(key)
-    return value if isinstance(value, int) else 0
+    """Return a number of config.json; 0 where it is null."""
+    return cast("int", values.get(key) or 0)
 
 
 def _chooses_groups(values: HFConfig) -> bool:

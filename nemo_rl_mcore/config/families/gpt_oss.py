@@ -1,6 +1,6 @@
 """gpt-oss: windows in every other layer, sinks in all, and experts with biases and clamped gates."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
@@ -16,6 +16,7 @@ from nemo_rl_mcore.config.families.weights import (
     Slot,
 )
 from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.strict_json import quoted
 
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 _KINDS, _SIZE = "layer_types", "sliding_window"
@@ -42,13 +43,13 @@ def _complete(values: HFConfig) -> Mapping[str, object]:
 
 
 def _kinds(values: HFConfig) -> list[str]:
-    return [str(kind) for kind in cast("Sequence[object]", values.get(_KINDS) or ())]
+    return cast("list[str]", values.get(_KINDS) or [])
 
 
 def _problems(values: HFConfig) -> Iterator[Problem]:
     kinds = _kinds(values)
     if foreign := sorted({*kinds} - {_WINDOW, _FULL}):
-        what = f"{foreign} of a gpt_oss model"
+        what = f"{quoted(foreign)} of a gpt_oss model"
         yield Problem("not-supported", _KINDS, what, f"known: {_WINDOW}, {_FULL}")
     layers = values.get("num_hidden_layers")
     if isinstance(layers, int) and len(kinds) != layers:

@@ -30,6 +30,7 @@ from nemo_rl_mcore.config.families.weights import (
 )
 from nemo_rl_mcore.config.hybrid_layers import ATTENTION, EXPERTS, MAMBA, MLP
 from nemo_rl_mcore.config.model import MAMBA_NORM_EPSILON, MAMBA_TAPS, ModelConfig
+from nemo_rl_mcore.strict_json import quoted
 
 _PATTERN, _WORDS, _LAYERS = "hybrid_override_pattern", "layers_block_type", "num_hidden_layers"
 _KINDS = {
@@ -48,19 +49,20 @@ _BIAS = "a bias in the projections of Mamba layers is not supported"
 
 def _complete(values: HFConfig) -> Mapping[str, object]:
     """Return the pattern and the number of its layers, where words or characters give them."""
-    words, pattern = values.get(_WORDS) or values.get("layer_types"), values.get(_PATTERN)
-    if isinstance(words, Sequence) and not isinstance(words, str):
-        pattern = "".join(_KINDS.get(str(word), "?") for word in cast("Sequence[object]", words))
-    if not isinstance(pattern, str):
-        return {}
-    return {_PATTERN: pattern, _LAYERS: len(pattern)}
+    words, pattern = _words(values), cast("str | None", values.get(_PATTERN))
+    if words:
+        pattern = "".join(_KINDS.get(word, "?") for word in words)
+    return {} if pattern is None else {_PATTERN: pattern, _LAYERS: len(pattern)}
+
+
+def _words(values: HFConfig) -> Sequence[str]:
+    return cast("Sequence[str]", values.get(_WORDS) or values.get("layer_types") or ())
 
 
 def _problems(values: HFConfig) -> Iterator[Problem]:
-    words = values.get(_WORDS) or values.get("layer_types") or ()
-    if foreign := sorted({str(word) for word in cast("Sequence[object]", words)} - _KINDS.keys()):
+    if foreign := sorted({*_words(values)} - _KINDS.keys()):
         yield Problem(
-            "not-supported", _WORDS, f"{foreign} of a nemotron_h model", f"known: {', '.join(_KINDS)}"
+            "not-supported", _WORDS, f"{quoted(foreign)} of a nemotron_h model", f"known: {', '.join(_KINDS)}"
         )
     if EXPERTS in str(values.get(_PATTERN)):
         yield from _expert_problems(values)

@@ -7,6 +7,7 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.families.family import Family, HFConfig
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.rope_scaling import RopeScalingConfig
+from nemo_rl_mcore.strict_json import quoted
 
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
@@ -27,8 +28,7 @@ def rotary_of(values: HFConfig) -> dict[str, object]:
     counts alone (`convert_rope_params_to_dict` in its modeling_rope_utils.py). The original context counts where it
     stands beside the section, if it does (`standardize_rope_params`).
     """
-    section = values.get("rope_scaling") or values.get("rope_parameters")
-    given = dict(cast("HFConfig", section)) if isinstance(section, Mapping) else {}
+    given = dict(cast("HFConfig", values.get("rope_scaling") or values.get("rope_parameters") or {}))
     kind = given.get("rope_type") or given.get("type") or "default"
     beside = values.get(_ORIGINAL) if kind != "default" else None
     original = {} if beside is None else {_ORIGINAL: beside}
@@ -69,12 +69,14 @@ def rotary_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
         yield Problem(
             "not-supported",
             "rope_type",
-            f"{kind!r} of a {family.model_type} model is not supported",
+            f"{quoted(kind)} of a {family.model_type} model is not supported",
             f"known: {', '.join(known)}",
         )
     elif foreign := sorted(rotary.keys() - (_YARN_KEYS if kind == "yarn" else _KEYS)):
         yield Problem(
-            "not-supported", "rope_parameters", f"{foreign} of a {family.model_type} model are not supported"
+            "not-supported",
+            "rope_parameters",
+            f"{quoted(foreign)} of a {family.model_type} model are not supported",
         )
     if rotary.get("partial_rotary_factor") not in (1, None):
         yield Problem(
@@ -88,21 +90,22 @@ def rotary_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
     others = _UNLIKE_LATENTS if family.latent_attention else _OF_LATENTS
     for key, allowed in others.items():
         if kind == "yarn" and rotary.get(key) not in allowed:
-            what = f"{rotary[key]!r} of a {family.model_type} model: engines and training would read it otherwise"
+            what = f"{quoted(rotary[key])} of a {family.model_type} model: engines and training would read it otherwise"
             yield Problem("not-supported", f"rope_scaling.{key}", what, "known: the default")
     whole = rotary.get("mscale_all_dim")
     if family.latent_attention and kind == "yarn" and whole and rotary.get("mscale") is None:
-        what = f"missing with mscale_all_dim: {whole!r}, which transformers and engines read differently"
+        what = (
+            f"missing with mscale_all_dim: {quoted(whole)}, which transformers and engines read differently"
+        )
         yield Problem("missing", "rope_scaling.mscale", what, "set both, or neither")
 
 
 def _hidden_base(values: HFConfig, rotary: HFConfig) -> Iterator[Problem]:
-    other = values.get("rope_parameters")
-    base = cast("HFConfig", other).get("rope_theta") if isinstance(other, Mapping) else None
+    base = cast("HFConfig", values.get("rope_parameters") or {}).get("rope_theta")
     if base is not None and base != rotary["rope_theta"]:
         yield Problem(
             "contradicts",
             "rope_scaling.rope_theta",
-            f"{rotary['rope_theta']!r} counts, and rope_parameters.rope_theta: {base!r} does not",
+            f"{quoted(rotary['rope_theta'])} counts, and rope_parameters.rope_theta: {quoted(base)} does not",
             "write the base that is meant in both",
         )

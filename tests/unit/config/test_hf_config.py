@@ -1,7 +1,10 @@
 import copy
 import json
+import math
 import subprocess
 import sys
+import time
+from random import Random
 
 import pytest
 import yaml
@@ -396,10 +399,81 @@ def test_what_no_family_has_is_named(model, reason):
         (config_of("nemotron_h", hybrid_override_pattern=None), "hybrid_override_pattern: missing"),
         (config_of("nemotron_h", hybrid_override_pattern="MG"), "not-supported"),
         (config_of("llama", hidden_size=66), "not-divisible"),
+        (config_of("gpt_oss", layer_types=3), "layer_types: not-allowed"),
+        (config_of("nemotron_h", layers_block_type=True), "layers_block_type: not-allowed"),
+        (config_of("nemotron_h", layers_block_type=7), "layers_block_type: not-allowed"),
+        (config_of("deepseek_v3", n_group=True), "n_group: not-allowed"),
+        (config_of("qwen3_moe", norm_topk_prob="no"), "norm_topk_prob: not-allowed"),
+        *(
+            (config_of(family, num_hidden_layers=10**12), "num_hidden_layers: not-allowed")
+            for family in FAMILIES
+            if family != "nemotron_h"  # its pattern says how many
+        ),
+        (config_of("nemotron_h", hybrid_override_pattern="M" * 10**6), "num_hidden_layers: not-allowed"),
+        (config_of("llama", vocab_size=2**31), "vocab_size: not-allowed"),
+        (config_of("mixtral", num_local_experts=10**9), "num_local_experts: not-allowed"),
     ],
 )
 def test_unknown_families_and_unsupported_features_are_refused_by_name(config, message):
     assert any(message in problem for problem in refusal_of(config)), refusal_of(config)
+
+
+LONG = "x" * 10**6
+ODD = (
+    *(True, False, 0, 1, -1, 3, 10**12, 2**63, 0.5, -2.5, 1e300, math.inf, math.nan),
+    *("", "64", LONG, [], [1, None], ["x"] * 3, [LONG], [3] * 10**5, {}, {"x": LONG}, {LONG: 1}, [[[]]]),
+)
+SECTIONS = ("rope_scaling", "rope_parameters", "quantization_config", "per_layer_config")
+
+
+def odd_configs(model_type):
+    """Yield a config.json of the family with an odd value of each key, and with two of them."""
+    random = Random(model_type)
+    plain = json.loads(transformers_config(**config_of(model_type)).to_json_string(use_diff=False))
+    plain |= {"num_key_value_heads": 4, **config_of(model_type)}
+    family = FAMILIES[model_type]
+    read = {refusal.key for refusal in family.refusals} | {*family.aliases, *family.defaults, *SECTIONS}
+    keys = sorted(
+        {*plain, *read, "layer_types", "rope_theta", "original_max_position_embeddings"} - {"model_type"}
+    )
+    for key in keys:
+        yield from ({**plain, key: value} for value in ODD)
+        for _ in range(10):
+            yield {**plain, key: random.choice(ODD), random.choice(keys): random.choice(ODD)}
+    for section in ("rope_scaling", "rope_parameters"):
+        for stretch in (YARN, STRETCHED):
+            for key in (*stretch, "type", "rope_theta", "mscale", "mscale_all_dim", "truncate", "beta_fast"):
+                yield from ({**plain, section: {**stretch, key: value}} for value in ODD)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_odd_values_are_read_or_refused_in_short(model_type):
+    """Nothing else is raised, nothing is counted without end, and nothing long is quoted."""
+    accepted = 0
+    for config in odd_configs(model_type):
+        begin = time.process_time()
+        said, model = "", None
+        try:
+            model = model_config_from_hf(config)
+        except ConfigError as error:
+            said = str(error)
+        assert len(said) < 3_000, said[:3_000]
+        if model is not None:
+            accepted += 1
+            assert min(count_parameters(model), model.longest_sequence) > 0
+            written = hf_config_of(model, origin=config)
+            assert explicit_fields(model_config_from_hf(written)) == explicit_fields(model)
+        assert time.process_time() - begin < 1
+    assert accepted > 100
+
+
+def test_what_a_file_says_is_quoted_in_short():
+    for key in ("model_type", "hidden_act", "hidden_size", "rope_scaling"):
+        (problem,) = refused(config_of("llama") | {key: LONG})
+        assert len(problem.what) < 300
+    (problem,) = refused(config_of("llama", rope_scaling={"rope_type": LONG}))
+    assert len(problem.what) < 300
 
 
 def test_every_problem_is_given_at_once():
