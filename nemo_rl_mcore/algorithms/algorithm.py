@@ -48,6 +48,10 @@ class StepObserver(Protocol):
         """Take note that the checkpoint of a step is whole."""
         ...
 
+    def give_back_room(self) -> None:
+        """Free what is kept on the disk for the end of the run."""
+        ...
+
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """Take answers of the step at hand, which are written down when it is logged."""
         ...
@@ -73,6 +77,9 @@ class QuietObserver:
 
     def checkpointed(self, step: int) -> None:
         """See `StepObserver.checkpointed`."""
+
+    def give_back_room(self) -> None:
+        """See `StepObserver.give_back_room`."""
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """See `StepObserver.add_samples`."""

@@ -11,15 +11,18 @@ from typing import Any
 
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepObserver, StepOutcome
 from nemo_rl_mcore.algorithms.recovery import Recovery
-from nemo_rl_mcore.algorithms.run_checkpoints import Completed, RunCheckpoints
+from nemo_rl_mcore.algorithms.run_checkpoints import NOT_WRITTEN, Completed, RunCheckpoints
 from nemo_rl_mcore.algorithms.skip_guard import SkipGuard, TooManySkippedStepsError
 from nemo_rl_mcore.algorithms.time_limit import TimeLimit
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
+from nemo_rl_mcore.errors import RunStoppedError, code_of, run_stopped_by
 from nemo_rl_mcore.interfaces import GenerationInterface, TrainedModel
 from nemo_rl_mcore.observability import STARTUP_PREFIX
+from nemo_rl_mcore.preflight.folders import too_full
 from nemo_rl_mcore.signals import current_stop_signals, deferred_stop_signals
+
+_SECOND_SIGNAL = "a second signal came before they were saved"
 
 
 @dataclass(frozen=True)
@@ -196,19 +199,31 @@ class TrainingLoop:
 
         Returns what the attempt failed with.
         """
+        reason = run_stopped_by(stop)
+        self.checkpoints.note_failure(_first_line(reason))
+        try:
+            if not current_stop_signals().insisted:
+                return self._save_after(reason)
+        except KeyboardInterrupt:
+            self.checkpoints.note_failure(_SECOND_SIGNAL)
+            raise
+        self.checkpoints.note_failure(_SECOND_SIGNAL)
+        return None
+
+    def _save_after(self, reason: RunStoppedError | None) -> RunStoppedError | None:
+        """Do so; reason: why the run ends, and the ranks no longer serve, if they do not."""
         checkpoints = self.checkpoints
-        checkpoints.note_failure("a second signal came before they were saved")
-        if current_stop_signals().insisted:
-            return None
+        self.observer.give_back_room()  # weights come first, the page has what they leave
         if (failure := self._settle()) is not None or not checkpoints.unsaved:
             return failure
+        if code_of(reason) == NOT_WRITTEN and too_full(self.config):
+            return None
         if checkpoints.updating and not self._recovery.undone_by_abort:
             checkpoints.note_failure("the step after them had begun to change the weights")
             return None
         if checkpoints.going_back:
             checkpoints.note_failure("the ranks were being brought back to them")
             return None
-        reason = run_stopped_by(stop)  # also why the ranks no longer serve, if they do not
         with deferred_stop_signals():
             try:
                 if not self._recovery.undone():
@@ -223,7 +238,7 @@ class TrainingLoop:
                 checkpoints.save_finished(self.models)
                 checkpoints.complete(self.models, wait=True)
             except RunStoppedError as error:
-                checkpoints.note_failure(str(reason or error).partition("\n")[0])
+                checkpoints.note_failure(_first_line(reason or error))
                 return error
         return None
 
@@ -233,9 +248,13 @@ class TrainingLoop:
             try:
                 self.checkpoints.settle(self.models)
             except RunStoppedError as error:
-                self.checkpoints.note_failure(str(error).partition("\n")[0])
+                self.checkpoints.note_failure(_first_line(error))
                 return error
         return None
+
+
+def _first_line(error: RunStoppedError | None) -> str:
+    return str(error or "").partition("\n")[0]
 
 
 @contextmanager

@@ -22,10 +22,12 @@ from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, TOKENIZER_FOLDER
 from nemo_rl_mcore.signals import current_stop_signals
 from nemo_rl_mcore.training.checkpoints import Checkpoint, CheckpointStore
 
+NOT_WRITTEN = "checkpoint-not-written"
+"""The code of a checkpoint whose folder cannot be written to."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_FOLDERS = {
+    *_FULL,
     *(
-        errno.ENOSPC,
-        errno.EDQUOT,
         errno.EFBIG,
         errno.EROFS,
         errno.EACCES,
@@ -112,7 +114,7 @@ class RunCheckpoints:
 
     @property
     def unsaved(self) -> bool:
-        """Say whether there is a finished step whose save was not tried yet, and a place for it."""
+        """Say whether there is a finished step with a place, whose save was not tried, or met a full disk."""
         return self.store is not None and self._finished is not None and self._finished.step != self._tried
 
     @property
@@ -220,12 +222,12 @@ class RunCheckpoints:
             self._drop(models)
             if reason is None:
                 raise
-            self._tried = step
+            self._tried = None if reason.errno in _FULL else step
             failure = folder_error(
                 "checkpointing.checkpoint_dir", self.store.root, reason, "make room, or name another"
             )
             raise RunStoppedError(
-                f"{failure}; the checkpoint of step {step} is not there", code="checkpoint-not-written"
+                f"{failure}; this was the checkpoint of step {step}", code=NOT_WRITTEN
             ) from error
 
     def _drop(self, models: Mapping[str, TrainedModel]) -> None:

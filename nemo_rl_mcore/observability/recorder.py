@@ -117,7 +117,7 @@ class RunRecorder:
         with self._written(), self._room_given_back_on_failure():
             self._rollouts = RolloutSink(self._log_dir, self._config.rollouts, self._resumed_step, self._say)
             metrics = JsonlSink(self._log_dir, self._resumed_step)
-            self._reserve.unlink(missing_ok=True)
+            self.give_back_room()
             self._keep_room()
             if self._resumed_step is not None:
                 self._history.rows += read_history(self._log_dir)
@@ -156,7 +156,7 @@ class RunRecorder:
     def _end(self, close: Callable[[], object]) -> Iterator[OSError]:
         """Yield what fails; each part is tried."""
         for part in (
-            partial(self._reserve.unlink, missing_ok=True),
+            self.give_back_room,
             self._complete_answers,
             close,
             self._complete,
@@ -167,6 +167,11 @@ class RunRecorder:
                 part()
             except OSError as failure:
                 yield failure
+
+    def give_back_room(self) -> None:
+        """Free what is kept on the disk for the end of the run."""
+        with suppress(OSError):  # a folder that takes nothing any more is told by what is written there next
+            self._reserve.unlink(missing_ok=True)
 
     def _complete_answers(self) -> None:
         assert self._rollouts is not None
@@ -213,8 +218,7 @@ class RunRecorder:
         try:
             yield
         except BaseException:
-            with suppress(OSError):
-                self._reserve.unlink(missing_ok=True)
+            self.give_back_room()
             raise
 
     @contextmanager

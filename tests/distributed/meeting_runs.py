@@ -114,6 +114,8 @@ class Observer:
 
     def checkpointed(self, _step: int) -> None: ...
 
+    def give_back_room(self) -> None: ...
+
     def startup(self, _part: str, _told_as: str = "") -> nullcontext[dict[str, float]]:
         return nullcontext({})
 

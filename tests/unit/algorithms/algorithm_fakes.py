@@ -208,6 +208,10 @@ class Notes:
 
     def __init__(self):
         self.steps, self.phases, self.sampled, self.saved = {}, [], [], []
+        self.room_given_back = False
+
+    def give_back_room(self):
+        self.room_given_back = True
 
     @contextmanager
     def phase(self, name):

@@ -281,7 +281,26 @@ def test_a_save_that_fails_names_the_folder_and_leaves_the_checkpoints_before(tm
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
     assert list(run.notes.steps) == [1, 2, 3]
-    assert_holds(checkpoints.standing(), "step 3 are lost", goes_on(tmp_path, 2))
+    reason = f"step 3 are lost (checkpointing.checkpoint_dir: {tmp_path} "
+    assert_holds(checkpoints.standing(), reason, goes_on(tmp_path, 2))
+
+
+@pytest.mark.parametrize("period", [1, 99], ids=["due", "at the end"])
+def test_the_room_that_is_kept_for_the_page_is_given_to_the_weights(tmp_path, period):
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), period, last_step=5)
+    run = loop_run({"max_num_steps": 5}, checkpoints, events={("prepare", 4): interrupt})
+    save = run.models["value"].save_checkpoint
+
+    def full_while_room_is_kept(folder, **_keys):
+        if "step_3" in folder and not run.notes.room_given_back:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(folder)
+
+    run.models["value"].save_checkpoint = full_while_room_is_kept
+    with pytest.raises(RunStoppedError if period == 1 else KeyboardInterrupt):
+        run.go()
+    assert saved(tmp_path)[-1] == 3
+    assert checkpoints.standing() == goes_on(tmp_path, 3)
 
 
 class DiedInSave(RunStoppedError):

@@ -231,6 +231,9 @@ def test_room_is_kept_for_the_end_and_given_back(tmp_path: Path) -> None:
         recorder.log(1, {"train/reward": 0.5})
         assert (tmp_path / ".reserve").stat().st_blocks * 512 >= 1 << 19
     assert not (tmp_path / ".reserve").exists()
+    with make(tmp_path) as recorder:
+        recorder.give_back_room()
+        assert not (tmp_path / ".reserve").exists()
 
 
 def test_the_room_that_is_kept_holds_the_answers_of_a_step_its_row_and_the_page(tmp_path: Path) -> None:
