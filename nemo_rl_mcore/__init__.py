@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from nemo_rl_mcore.config.base import ConfigError
     from nemo_rl_mcore.config.load import load_config
     from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
-    from nemo_rl_mcore.errors import RunStoppedError
+    from nemo_rl_mcore.errors import ChangedRunError, RunStoppedError
     from nemo_rl_mcore.losses import (
         ClippedPGLossFn,
         DistillationLossFn,
@@ -30,6 +30,7 @@ __all__ = [
     "PPO",
     "SFT",
     "BatchedDataDict",
+    "ChangedRunError",
     "ClippedPGLossFn",
     "ConfigError",
     "DPOLossFn",
@@ -53,7 +54,7 @@ _MODULES = {
     "config.base": ("ConfigError",),
     "config.load": ("load_config",),
     "data.batched_data_dict": ("BatchedDataDict",),
-    "errors": ("RunStoppedError",),
+    "errors": ("ChangedRunError", "RunStoppedError"),
     "losses": (
         *(
             "ClippedPGLossFn",

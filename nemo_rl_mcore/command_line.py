@@ -197,7 +197,7 @@ def _add_replay(commands: Any) -> None:
         "--steps",
         type=_steps,
         metavar="A:B",
-        help="the steps after A, which is 0 or has a checkpoint, up to B; left out, all of them",
+        help="the steps after A up to B, from the last weights at or before A that are kept; left out, all steps",
     )
 
 

@@ -54,6 +54,11 @@ def hand_over(objects: Mapping[str, object]) -> None:
     _HANDED.update(objects)
 
 
+def is_library(file: str) -> bool:
+    """Say whether a file is of this package, of Python or of an installed one, and not of the user's own code."""
+    return file.startswith(_LIBRARIES)
+
+
 class custom_code:  # a context manager; contextlib's would let a StopIteration through
     """Raise CustomCodeError for what the block raises, SystemExit among it. name: the key, and what is called.
 
@@ -81,7 +86,7 @@ def _told(error: BaseException) -> str:
     if trace is None:
         return what
     frames = traceback.extract_tb(trace)
-    line = next((one for one in reversed(frames) if not one.filename.startswith(_LIBRARIES)), frames[-1])
+    line = next((one for one in reversed(frames) if not is_library(one.filename)), frames[-1])
     shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     return f"{what} ({line.filename}:{line.lineno})\n{shown}"
 
@@ -128,14 +133,14 @@ def build(
 
 def function_at(path: str, key: str) -> Callable[..., Any]:
     """Import a function; raises as `build` for one that is not there. `key` is that of the path."""
-    found = _imported(path, key)
+    found = imported(path, key)
     if not callable(found) or isinstance(found, type):
         raise RefusedError(f"{key}: {path} is no function", code="no-function")
     return found
 
 
 def _class_at(path: str, key: str) -> type:
-    found = _imported(path, key)
+    found = imported(path, key)
     if not isinstance(found, type):
         module, _, name = path.partition(":")
         raise ValueError(
@@ -148,7 +153,8 @@ def _or(need: str) -> str:
     return need.replace("|", " or ")
 
 
-def _imported(path: str, key: str) -> object:
+def imported(path: str, key: str) -> object:
+    """Return what an import path stands for; raises as `build` for what is not there. `key` is that of the path."""
     if path in _HANDED:
         return _HANDED[path]
     module_name, _, name = path.partition(":")

@@ -47,6 +47,12 @@ class CustomCodeError(RunStoppedError, ValueError):
     """Code of the user's own, named in a recipe, raised or gave what it must not; the message names its key."""
 
 
+class ChangedRunError(RunStoppedError):
+    """Checkpoints are there of a run with another recipe, code or data; keys: what has changed."""
+
+    keys: tuple[str, ...] = ()
+
+
 class FolderError(RunStoppedError):
     """A folder of the run cannot be written to; the message names its key."""
 

@@ -93,15 +93,20 @@ _NOBODY_WATCHES = Watch()
 
 
 def train(
-    config: RunConfig, *, session: RayCluster | None = None, watch: Watch = _NOBODY_WATCHES
+    config: RunConfig,
+    *,
+    session: RayCluster | None = None,
+    watch: Watch = _NOBODY_WATCHES,
+    refuse_changes: bool = False,
 ) -> Generator[Mapping[str, float]]:
     """Run the recipe, and yield the metrics of each step as it ends: the row of metrics.jsonl, `step` among them.
 
-    session: one that was started, in which the run has its ranks; left out, it starts its own.
+    session: one that was started, in which the run has its ranks; left out, it starts its own. refuse_changes: see
+    `open_checkpoints`.
     Nothing starts before the first step is asked for. Where the generator is closed before the last one, the last
     finished step is saved, as after a signal. Raises ConfigError and RunStoppedError.
     """
-    yield from _run(open_parts(config), session, watch)
+    yield from _run(open_parts(config), session, watch, refuse_changes=refuse_changes)
 
 
 def _finish(run: Iterable[object]) -> None:
@@ -110,13 +115,20 @@ def _finish(run: Iterable[object]) -> None:
 
 
 def _run(
-    parts: Parts, outer: RayCluster | None = None, watch: Watch = _NOBODY_WATCHES
+    parts: Parts,
+    outer: RayCluster | None = None,
+    watch: Watch = _NOBODY_WATCHES,
+    *,
+    refuse_changes: bool = False,
 ) -> Generator[Mapping[str, float]]:
     """Run what has its parts; outer: a session that another one has started, such as the run that waits for weights."""
     config = parts.config
     with run_folders(config):
         checkpoints = open_checkpoints(
-            config, notify=lambda line: write_line(sys.stdout, line), tokenizer=parts.tokenizer
+            config,
+            lambda line: write_line(sys.stdout, line),
+            parts.tokenizer,
+            refuse_changes=refuse_changes,
         )
         if checkpoints.nothing_left:
             finish_report(config.logger, page_of_run)

@@ -26,6 +26,7 @@ from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.interfaces import Environment
 from nemo_rl_mcore.losses import check_losses
 from nemo_rl_mcore.preflight.data_files import steps_of_epochs
+from nemo_rl_mcore.preflight.inputs import with_inputs
 from nemo_rl_mcore.preflight.tokenizer_folder import too_large
 from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm
 
@@ -64,7 +65,7 @@ def open_parts(config: RunConfig) -> Parts:
         steps = steps_of_epochs(config, len(prompts.train))
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
-    return Parts(config, tokenizer, prompts, environment, form)
+    return Parts(with_inputs(config), tokenizer, prompts, environment, form)
 
 
 def _columns(config: RunConfig) -> dict[str, tuple[str, ...]]:

@@ -13,7 +13,6 @@ from typing import Any, cast
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, QuietObserver
 from nemo_rl_mcore.algorithms.engine_comparison import bounds_of
 from nemo_rl_mcore.algorithms.rescoring import Rescoring
-from nemo_rl_mcore.algorithms.run_start import require_whole
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, code_of
@@ -21,14 +20,15 @@ from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.launch import algorithm_of, start_model, with_weights
 from nemo_rl_mcore.observability.ending import exit_status
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
-from nemo_rl_mcore.output import say_aside, write_line
+from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.rollouts.event_log import log_in, read_events
 from nemo_rl_mcore.rollouts.player import RolloutCollector
-from nemo_rl_mcore.rollouts.replayed import ReplayedSteps, require_kept, require_steps
+from nemo_rl_mcore.rollouts.replayed import ReplayedSteps, first_of_replay, require_kept, require_steps
 from nemo_rl_mcore.rollouts.start import KEPT_GROUPS, draw_of
 from nemo_rl_mcore.rollouts.timeline import Timeline
 from nemo_rl_mcore.strict_json import parse_json, read_regular
+from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.policy import Policy
 
@@ -42,6 +42,7 @@ _DECODING = 1e-4
 def run_replay(config: RunConfig, run: Path, after: int, last: int | None) -> int:
     """Train the steps after `after` up to `last` (None: all) as the log in the folder `run` says; see `exit_status`.
 
+    Where no weights of `after` are kept, the steps that lead there from earlier ones are trained and compared as well.
     Each step is told when its weights, its metrics, and its groups are those of the run, and each kept token has the
     log-probability that the weights give which it names; the first step of which that is not so ends the replay with
     status 1.
@@ -58,7 +59,15 @@ def _replay(config: RunConfig, run: Path, after: int, last: int | None) -> None:
     steps = range(after + 1, (max(timeline.chunks, default=0) if last is None else last) + 1)
     require_steps(timeline, steps, str(log_in(run)))
     require_kept(run / KEPT_GROUPS, steps, config.asynchrony_key)
-    start = _start_of(config, after)
+    starts = _starts_of(config)
+    first = first_of_replay(starts, steps, run / KEPT_GROUPS)
+    if first != steps.start:
+        write_line(
+            sys.stdout, f"no weights of step {after} are kept: trained from those of step {first - 1} on"
+        )
+        steps = range(first, steps.stop)
+        require_steps(timeline, steps, str(log_in(run)))
+    start = starts[first - 1]
     with RayCluster(config.cluster) as cluster, ExitStack() as stack:
         models = _models(config, cluster, stack, start)
         _Replay(open_parts(config), models, timeline, steps, run).train()
@@ -189,17 +198,14 @@ def _timeline(run: Path) -> Timeline:
         raise RunStoppedError(f"the log of the run cannot be read: {error}", code=code_of(error)) from error
 
 
-def _start_of(config: RunConfig, after: int) -> Path | None:
-    """Return the checkpoint to begin with; None for the start of the run."""
-    if after:
-        folder = Path(config.checkpointing.checkpoint_dir) / f"step_{after}"
-        return require_whole(str(folder), "--steps", config.checkpointing, say_aside).folder
-    if config.warm_start is not None:
-        raise RunStoppedError(
-            "--steps: the run began with warm_start; begin with one of its checkpoints, as A:",
-            code="warm-start",
-        )
-    return None
+def _starts_of(config: RunConfig) -> dict[int, Path | None]:
+    """Return the checkpoints by step; 0 stands for the weights that the run began with, unless of a warm start."""
+    starts: dict[int, Path | None] = {} if config.warm_start else {0: None}
+    section = config.checkpointing
+    if section.enabled:
+        store = CheckpointStore(Path(section.checkpoint_dir), verify_checksums=section.verify_checksums)
+        starts |= {one.step: one.folder for one in store.newest_first()}
+    return starts
 
 
 def _held_as(config: RunConfig) -> str | None:

@@ -226,9 +226,7 @@ class RunCheckpoints:
             failure = folder_error(
                 "checkpointing.checkpoint_dir", self.store.root, reason, "make room, or name another"
             )
-            raise RunStoppedError(
-                f"{failure}; this was the checkpoint of step {step}", code=NOT_WRITTEN
-            ) from error
+            raise RunStoppedError(f"{failure}; saving step {step} failed", code=NOT_WRITTEN) from error
 
     def _drop(self, models: Mapping[str, TrainedModel]) -> None:
         assert self.store is not None
@@ -256,7 +254,7 @@ class RunCheckpoints:
             why = "checkpointing.enabled is false" if self.store is None else self._failure
             parts.append(f"the weights of {steps} are lost" + (f" ({why})" if why else ""))
         if self.store is not None and saved is not None:
-            how = "" if self.resume == "auto" else " with checkpointing.resume=auto"
+            how = "" if self.resume in ("auto", "must") else " with checkpointing.resume=auto"
             parts.append(
                 f"step {saved} is saved in {self._last_folder}, and the same command{how} goes on from there"
             )

@@ -9,8 +9,14 @@ from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
 from nemo_rl_mcore.config import CheckpointingConfig, RunConfig
 from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, Tokenizer
-from nemo_rl_mcore.errors import RunStoppedError, code_of
-from nemo_rl_mcore.preflight.saved_run import cannot_resume, changes_since, read_recipe_of, recipe_text
+from nemo_rl_mcore.errors import ChangedRunError, RunStoppedError, code_of
+from nemo_rl_mcore.preflight.saved_run import (
+    bounds_of,
+    cannot_resume,
+    changes_since,
+    read_recipe_of,
+    recipe_text,
+)
 from nemo_rl_mcore.training.checkpoints import (
     INFO_FILE,
     Checkpoint,
@@ -24,10 +30,13 @@ from nemo_rl_mcore.training.checkpoints import (
 Notify = Callable[[str], None]
 
 
-def open_checkpoints(config: RunConfig, notify: Notify, tokenizer: Tokenizer | None = None) -> RunCheckpoints:
+def open_checkpoints(
+    config: RunConfig, notify: Notify, tokenizer: Tokenizer | None = None, *, refuse_changes: bool = False
+) -> RunCheckpoints:
     """Find where the run begins and prepare the folder for what it leaves; `notify` is called in whole lines.
 
-    tokenizer: what a checkpoint is to hold if the recipe names a folder or a model of the hub.
+    tokenizer: what a checkpoint is to hold if the recipe names a folder or a model of the hub. refuse_changes: raise
+    ChangedRunError where `auto` would go on under another recipe, code or data, or has nothing left to do.
     Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is missing or of another model.
     """
     section = config.checkpointing
@@ -51,7 +60,7 @@ def open_checkpoints(config: RunConfig, notify: Notify, tokenizer: Tokenizer | N
         in_background=frozenset(name for name, plan in config.models.items() if plan.saved_in_background),
     )
     if start is not None:
-        _compare(start, config, notify)
+        _compare(start, config, notify, refuse_changes=refuse_changes and section.resume == "auto")
     if checkpoints.nothing_left:
         if store.root.is_dir():
             for leftover in store.remove_unfinished():
@@ -85,7 +94,7 @@ def require_whole(folder: str, key: str, section: CheckpointingConfig, notify: N
 def _find_start(section: CheckpointingConfig, store: CheckpointStore, notify: Notify) -> Checkpoint | None:
     if section.resume == "never":
         return None
-    if section.resume != "auto":
+    if section.resume not in ("auto", "must"):
         found = require_whole(section.resume, "checkpointing.resume", section, notify)
         if not SkipGuard.accepts(found.counters):
             raise RunStoppedError(
@@ -94,6 +103,12 @@ def _find_start(section: CheckpointingConfig, store: CheckpointStore, notify: No
             )
         return found
     latest = next((one for one in store.newest_first() if SkipGuard.accepts(one.counters)), None)
+    if latest is None and section.resume == "must":
+        raise RunStoppedError(
+            f"checkpointing.resume: must, and {store.root} holds no checkpoint to go on from; set it to auto, or name "
+            "the folder of the run",
+            code="nothing-to-resume",
+        )
     if latest is not None:
         _report_without_checksums(latest, section, notify)
     return latest
@@ -104,7 +119,7 @@ def _report_without_checksums(checkpoint: Checkpoint, section: CheckpointingConf
         notify(f"{checkpoint.folder} was saved without checksums: its files are not verified")
 
 
-def _compare(start: Checkpoint, config: RunConfig, notify: Notify) -> None:
+def _compare(start: Checkpoint, config: RunConfig, notify: Notify, *, refuse_changes: bool) -> None:
     """Refuse a checkpoint of another algorithm, or whose state has no place in the models; report what has changed."""
     try:
         saved = read_recipe_of(start.folder)
@@ -112,12 +127,26 @@ def _compare(start: Checkpoint, config: RunConfig, notify: Notify) -> None:
         raise RunStoppedError(str(error), code=code_of(error)) from error
     if reason := cannot_resume(saved, config):
         raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}", code="other-run")
-    if start.step >= config.loop.max_num_steps:
+    changes = changes_since(saved, config)
+    of_the_result = [change for change in changes if change.path not in bounds_of(config)]
+    finished = start.step >= config.loop.max_num_steps
+    told = ", ".join(map(str, of_the_result if finished else changes))
+    if refuse_changes and of_the_result:
+        error = ChangedRunError(
+            f"{start.folder} was saved before these changes: {told}; to go on with them, set checkpointing.resume (the "
+            "argument resume) to must; to begin anew, set it to never, which puts aside what is there, or name another "
+            "folder (out)",
+            code="changed-run",
+        )
+        error.keys = tuple(change.path for change in of_the_result)
+        raise error
+    if finished:
         key = f"{config.algorithm}.max_num_steps"
-        notify(f"already finished after step {start.step}, saved in {start.folder} ({key})")
+        notify(
+            f"already finished after step {start.step}, saved in {start.folder} ({key})"
+            + (f", without these changes: {told}" if told else "")
+        )
         return
-    changes = [str(change) for change in changes_since(saved, config)]
     notify(
-        f"resuming after step {start.step} from {start.folder}"
-        + (f", with changes: {', '.join(changes)}" if changes else "")
+        f"resuming after step {start.step} from {start.folder}" + (f", with changes: {told}" if told else "")
     )

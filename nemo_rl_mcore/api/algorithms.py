@@ -48,6 +48,7 @@ class GRPO(Run):
         gpus: int | None = None,
         seed: int = 42,
         out: str | Path = "results/grpo",
+        resume: str | Path = "auto",
         recipe: Keys | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
@@ -58,9 +59,11 @@ class GRPO(Run):
         and returns a number for each response; several as a list or a dict; or a class with `score` or `step`.
         reward_weights: a list in the same order, or a dict by name. steps: by default, `epochs` passes over the data.
         max_length: tokens of prompt and response. max_new_tokens: tokens of a response; by default, what its prompt
-        leaves of max_length. gpus: by default, all that there are; 0 trains on the CPU. out: the folder of the run,
-        which the same call resumes. recipe, overrides: other keys of a recipe, the latter in Hydra's grammar; they
-        take precedence over arguments.
+        leaves of max_length. gpus: by default, all that there are; 0 trains on the CPU. out: the folder of the run.
+        resume: "auto" goes on from the last step that is saved there, and raises ChangedRunError if anything but steps,
+        epochs, and what is saved or logged has changed since; "must" goes on with the changes; "never" begins anew, and
+        puts aside what is there; or a folder step_N to go on from. recipe, overrides: other keys of a recipe, the
+        latter in Hydra's grammar; they take precedence over arguments.
 
         >>> rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3=", "answer": "5"}]
         >>> def right(responses, answers):
@@ -77,7 +80,7 @@ class GRPO(Run):
         draft.require_rewards(recipe, overrides)
         draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=True)
-        draft.saved_in(out)
+        draft.saved_in(out, resume)
         super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
@@ -104,6 +107,7 @@ class PPO(Run):
         gpus: int | None = None,
         seed: int = 42,
         out: str | Path = "results/ppo",
+        resume: str | Path = "auto",
         recipe: Keys | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
@@ -121,7 +125,7 @@ class PPO(Run):
         draft.require_rewards(recipe, overrides)
         draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=True)
-        draft.saved_in(out)
+        draft.saved_in(out, resume)
         super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
@@ -147,6 +151,7 @@ class Distillation(Run):
         gpus: int | None = None,
         seed: int = 42,
         out: str | Path = "results/distillation",
+        resume: str | Path = "auto",
         recipe: Keys | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
@@ -168,7 +173,7 @@ class Distillation(Run):
             draft.require_rewards(recipe, overrides)
         draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=True)
-        draft.saved_in(out)
+        draft.saved_in(out, resume)
         super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
@@ -190,6 +195,7 @@ class SFT(Run):
         gpus: int | None = None,
         seed: int = 42,
         out: str | Path = "results/sft",
+        resume: str | Path = "auto",
         recipe: Keys | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
@@ -206,7 +212,7 @@ class SFT(Run):
         draft.model(model, max_length, None)
         draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=False)
-        draft.saved_in(out)
+        draft.saved_in(out, resume)
         super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
@@ -228,6 +234,7 @@ class DPO(Run):
         gpus: int | None = None,
         seed: int = 42,
         out: str | Path = "results/dpo",
+        resume: str | Path = "auto",
         recipe: Keys | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
@@ -244,7 +251,7 @@ class DPO(Run):
         draft.model(model, max_length, None)
         draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=False)
-        draft.saved_in(out)
+        draft.saved_in(out, resume)
         super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 

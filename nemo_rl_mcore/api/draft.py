@@ -152,12 +152,13 @@ class Draft:
             self.problems.append(Problem("not-allowed", "env.reward_weights", what, remedy, where=where))
         return dict(zip(self._functions, weights, strict=False))
 
-    def saved_in(self, out: str | Path) -> None:
-        """Set the folder of the run, in which it saves its steps, so that the same call resumes it."""
+    def saved_in(self, out: str | Path, resume: str | Path) -> None:
+        """Set the folder of the run, in which it saves its steps, and whether the same call resumes it."""
         self.set("logger.log_dir", str(out), "out")
         self.set("checkpointing.enabled", True, "out")
         self.set("checkpointing.checkpoint_dir", str(Path(out) / "checkpoints"), "out")
         self.set("checkpointing.keep_top_k", 1)
+        self.set("checkpointing.resume", str(resume), "resume")
 
     def recipe(self, under: Mapping[str, object] | None) -> Recipe:
         """Return the recipe, with the keys of another tree over those of the arguments."""

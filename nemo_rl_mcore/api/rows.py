@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -34,8 +35,9 @@ class Source:
 def source_of(given: Data, file: Path, wanted: Collection[str] = ()) -> Source:
     """Return what a recipe has of a source.
 
-    Rows in memory are written to `file`. Columns are named by what the first row has; wanted: columns that reward
-    functions take, of which those that are there are kept. Raises ConfigError for no rows, and rows without a prompt.
+    Rows in memory are written to a file of this name, in a folder of their own beside it. Columns are named by what the
+    first row has; wanted: columns that reward functions take, of which those that are there are kept. Raises
+    ConfigError for no rows, and rows without a prompt.
     """
     if isinstance(given, Mapping):
         section = dict(cast("Mapping[str, object]", given))
@@ -74,18 +76,24 @@ def _first_of_file(path: Path) -> Mapping[str, object] | None:
 
 
 def _written(rows: Sequence[Mapping[str, object]], file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as written:
-        for number, row in enumerate(rows, start=1):
-            try:
-                line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                what = f"row {number} cannot be written as JSON: {error}"
-                raise ConfigError(
-                    [Problem("wrong-row", _key_of(file), what, "give text, numbers and lists")]
-                ) from error
-            written.write(f"{line}\n".encode())
-    return file.absolute()
+    """Write rows into a folder of their digest, so that those of an earlier run stay; return the file."""
+    lines: list[bytes] = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            what = f"row {number} cannot be written as JSON: {error}"
+            raise ConfigError(
+                [Problem("wrong-row", _key_of(file), what, "give text, numbers and lists")]
+            ) from error
+        lines.append(f"{line}\n".encode())
+    digest = sha256(b"".join(lines)).hexdigest()[:12]
+    place = file.absolute().with_name(digest) / file.name
+    if not place.is_file():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(place) as written:
+            written.writelines(lines)
+    return place
 
 
 def _columns(first: Mapping[str, object], wanted: Collection[str], key: str) -> Tree:

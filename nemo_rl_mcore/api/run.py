@@ -183,7 +183,7 @@ class Run:
             from nemo_rl_mcore.launch import train  # brings in torch, and Ray as it is to be
 
             self._code.require_portable()
-            steps = train(self._config)
+            steps = train(self._config, refuse_changes=True)
             for metrics in steps:
                 try:
                     yield metrics

@@ -70,7 +70,8 @@ class CheckpointingConfig(StrictModel):
     enabled: bool = False
     """Whether checkpoints are written, and runs resumed."""
     resume: str = "auto"
-    """Where a run begins: `auto` after the latest checkpoint, `never` from the start, or a folder step_N (ours)."""
+    """Where a run begins: `auto` after the latest checkpoint, or at the start without one; `must` after the latest one;
+    `never` after any; or a folder step_N (ours)."""
     checkpoint_dir: FolderName = "results/checkpoints"
     """Folder of the checkpoints, of one run; every machine must see it."""
     metric_name: str | None = None

@@ -47,6 +47,8 @@ class RunConfig(WithReferences):
     """What is recorded, and where."""
     cluster: ClusterConfig = ClusterConfig()
     """The machines."""
+    input_digests: dict[str, str] | None = None
+    """Digests of the data and of the user's code, by key; a run writes them into its saved recipe (ours)."""
 
     @property
     def loop(self) -> LoopConfig:

@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = (
     *("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name"),
     *("env.endpoint.processes", "env.endpoint.port", "env.endpoint.gym"),
     "policy.generation.journal",  # a key of earlier versions
-    SECTION,
+    *(SECTION, "input_digests"),
 )
 """What a run leaves behind, where answers are scored, and the weights that the checkpoint has replaced."""
 _ENDINGS_WITHOUT_EFFECT = ("_timeout_s", ".keep_groups", ".keep_groups_gb")
@@ -101,9 +101,15 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
     plain, digests = config.plain(), saved_digests(saved)
     before, after, shown = (dict(leaves(tree)) for tree in (saved, plain, config.model_dump(mode="json")))
 
+    inputs_before, inputs = _inputs(saved), config.input_digests or {}
+
     def changed(path: str) -> Change | None:
         was, now, of_environment = before.get(path), after.get(path), shown.get(path) != after.get(path)
-        if path in digests:
+        if path in inputs and path in inputs_before:
+            same = inputs[path] == inputs_before[path]
+            if not same and was == now:
+                return Change(path, inputs_before[path], inputs[path])
+        elif path in digests:
             same, of_environment = digests[path](value_at(plain, path)), True
         else:
             new = path not in before and now == _default_of(config, path)
@@ -111,8 +117,23 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
         return None if same else Change(path, "another value" if of_environment else was, shown.get(path))
 
     inside = tuple(f"{path}." for path in digests)
-    paths = (path for path in {**after, **before} if not _has_no_effect(path) and not path.startswith(inside))
+    paths = (
+        path
+        for path in {**after, **before, **inputs}
+        if not _has_no_effect(path) and not path.startswith(inside)
+    )
     return [change for path in paths if (change := changed(path)) is not None]
+
+
+def _inputs(saved: Tree) -> dict[str, str]:
+    """Return the digests of what a run read; of one of an earlier version, none."""
+    found = saved.get("input_digests")
+    return {str(key): str(one) for key, one in cast("Tree", found).items()} if isinstance(found, dict) else {}
+
+
+def bounds_of(config: RunConfig) -> tuple[str, ...]:
+    """Return the keys that say how long a run goes on: they change nothing of the steps that are behind it."""
+    return tuple(f"{config.algorithm}.{key}" for key in ("max_num_steps", "max_num_epochs"))
 
 
 def _default_of(config: RunConfig, path: str) -> object:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from nemo_rl_mcore.data import BatchedDataDict
@@ -131,3 +132,24 @@ def require_kept(folder: Path, steps: range, key: str) -> None:
             f"{key}.keep_groups_gb; {remedy}",
             code="groups-gone",
         )
+
+
+def first_of_replay(starts: Iterable[int], steps: range, folder: Path) -> int:
+    """Return the first step to train so as to come to these: behind the last start whose kept groups lead there.
+
+    starts: the steps whose weights are there, 0 for those that the run began with. Raises RunStoppedError without one.
+    """
+
+    def reached(start: int) -> int:
+        return next(step for step in count(start) if not (folder / f"step_{step + 1}").is_dir())
+
+    ends = {start: reached(start) for start in sorted(starts)}
+    fitting = [start for start, end in ends.items() if start < steps.start and end >= steps[-1]]
+    if not fitting:
+        there = ", ".join(f"{start}:{end}" for start, end in ends.items() if end > start) or "none"
+        raise RunStoppedError(
+            f"--steps {steps.start - 1}:{steps[-1]}: no weights of step {steps.start - 1} are kept, nor any before it "
+            f"from which {folder} leads there; what can be replayed: {there}",
+            code="no-start",
+        )
+    return fitting[-1] + 1

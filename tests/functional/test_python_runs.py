@@ -134,6 +134,45 @@ if __name__ == "__main__":
     print("steps", [int(row["step"]) for row in run.metrics()])
 """
 )
+CHANGED = (
+    COMMON
+    + """
+from nemo_rl_mcore import ChangedRunError
+
+
+def near(responses):
+    return [SCALE * len(response) for response in responses]
+
+
+def run(rows=answers, **given):
+    sampled = common | {"train": rows, "prompts_per_step": 4, "generations": 4, "max_new_tokens": 4}
+    return GRPO(None, reward=near, **sampled | given)
+
+
+def refused(**given):
+    try:
+        run(**given).train()
+    except ChangedRunError as error:
+        print("refused", sorted(error.keys))
+
+
+def steps():
+    return [int(row["step"]) for row in run().metrics()]
+
+
+if __name__ == "__main__":
+    SCALE = 1.0
+    run(steps=1).train()
+    run(steps=1).train()
+    SCALE = -1.0
+    refused(steps=1)
+    refused(steps=2, rows=answers[:9], lr=2e-3)
+    run(steps=2, resume="must").train()
+    print("steps", steps())
+    run(steps=1, resume="never", rows=answers[:9]).train()
+    print("steps", steps())
+"""
+)
 
 
 def python(folder: Path, script: str, *arguments: str) -> str:
@@ -153,6 +192,23 @@ def test_a_run_that_was_left_goes_on_with_classes_of_the_script_and_leaves_nothi
     expected = ["left [1, 2]", "527>", "True", "hf", "True", "steps [1, 2, 3, 4]"]
     assert [line for line in told if line in expected] == expected
     assert json.loads((tmp_path / "hf/config.json").read_text())["num_hidden_layers"] == 2
+
+
+@pytest.mark.exhaustive
+def test_a_changed_experiment_does_not_go_on_in_silence_and_loses_nothing_of_the_first(
+    tmp_path: Path,
+) -> None:
+    told = python(tmp_path, CHANGED).splitlines()
+    lr = "policy.megatron_cfg.optimizer.lr"
+    assert [line for line in told if line.startswith(("refused", "steps"))] == [
+        "refused ['env.rewards.near']",
+        f"refused {['data.train.data_path', 'env.rewards.near', lr]}",
+        "steps [1, 2]",
+        "steps [1]",
+    ]
+    rows = sorted(len(path.read_text().splitlines()) for path in tmp_path.glob("python/data/*/train.jsonl"))
+    assert rows == [9, 40]
+    assert (tmp_path / "python/checkpoints/aside_step_2").is_dir()
 
 
 @pytest.mark.exhaustive

@@ -75,6 +75,14 @@ def test_steps_behind_a_checkpoint_are_trained_from_it_and_older_weights_rescore
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("asked", "trained"), [("1:3", [1, 2, 3]), ("5:6", [5, 6])])
+def test_steps_without_a_checkpoint_before_them_are_trained_from_an_earlier_start(finished, asked, trained):
+    status, lines, errors = replay(finished, "--steps", asked)
+    assert status == 0, errors
+    assert [line.partition(":")[0] for line in lines] == [f"step {step}" for step in trained]
+
+
+@pytest.mark.exhaustive
 def test_episodes_of_several_turns_are_equal_and_no_environment_is_asked(tmp_path):
     recipe = RECIPE.with_name("grpo_guess_number_async_cpu.yaml")
     run = Run(tmp_path, "grpo.max_num_steps=5", "grpo.val_at_end=false", recipe=recipe)

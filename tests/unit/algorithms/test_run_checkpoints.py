@@ -12,7 +12,7 @@ from saved_steps import save
 from nemo_rl_mcore.algorithms.run_start import open_checkpoints
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import ChangedRunError, RunStoppedError
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import load_recipe_of
 
@@ -42,9 +42,9 @@ def configure(root, *overrides):
     )
 
 
-def opened(root, *overrides):
+def opened(root, *overrides, **how):
     said: list[str] = []
-    return open_checkpoints(configure(root, *overrides), said.append), said
+    return open_checkpoints(configure(root, *overrides), said.append, **how), said
 
 
 def run_to(root, *steps, overrides=(), counters=None):
@@ -284,6 +284,46 @@ def test_a_run_that_is_at_its_last_step_says_so_and_removes_only_what_is_unfinis
         f"removed: {tmp_path / 'tmp_step_8'}, which was not finished",
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_7"]
+
+
+LR = "policy.megatron_cfg.optimizer.lr"
+
+
+def test_a_finished_run_names_what_has_changed(tmp_path):
+    run_to(tmp_path, 7)
+    (told,) = opened(tmp_path, f"{LR}=0.5")[1]
+    assert_holds(told, tmp_path / "step_7", f"{LR}: 0.5 (was 0.001)")
+
+
+@pytest.mark.parametrize("last", [3, 7], ids=["unfinished", "finished"])
+@pytest.mark.parametrize("resume", ["auto", "must", "never", "{}"])
+def test_a_changed_run_goes_on_only_where_that_is_asked_for(tmp_path, last, resume):
+    """Where changes are refused, as from Python."""
+    run_to(tmp_path, last)
+    given = [f"{LR}=0.5", "seed=7", f"checkpointing.resume={resume.format(tmp_path / f'step_{last}')}"]
+    if resume == "auto":
+        with refused(
+            "changed-run", tmp_path / f"step_{last}", f"{LR}: 0.5 (was 0.001)", by=ChangedRunError
+        ) as why:
+            opened(tmp_path, *given, refuse_changes=True)
+        assert set(why.value.keys) == {LR, "seed"}
+        assert [one.name for one in tmp_path.iterdir()] == [f"step_{last}"]
+        return
+    checkpoints, _ = opened(tmp_path, *given, refuse_changes=True)
+    assert checkpoints.resumed_step == (None if resume == "never" else last)
+
+
+@pytest.mark.parametrize(
+    "bound", ["grpo.max_num_steps=9", "grpo.max_num_epochs=3", "checkpointing.save_period=2"]
+)
+def test_bounds_and_what_is_saved_may_change(tmp_path, bound):
+    run_to(tmp_path, 3)
+    assert opened(tmp_path, bound, refuse_changes=True)[0].resumed_step == 3
+
+
+def test_a_run_that_must_resume_does_not_begin_anew(tmp_path):
+    with refused("nothing-to-resume", "checkpointing.resume: ", tmp_path, by=RunStoppedError):
+        opened(tmp_path, "checkpointing.resume=must")
 
 
 def test_a_run_with_steps_left_is_not_finished(tmp_path):

@@ -68,6 +68,19 @@ def test_rows_of_memory_become_a_file_whose_columns_are_named(tmp_path):
     assert source.split_validation_size == 0
 
 
+def test_other_rows_of_memory_leave_the_file_of_the_first_as_it_is(tmp_path):
+    first, other, again = (grpo(tmp_path, train=rows).config.data.train for rows in (ROWS, ROWS[:9], ROWS))
+    assert first == again
+    assert first.name == other.name == "train"
+    rows = [Path(one.data_path).read_text().splitlines() for one in (first, other)]
+    assert [len(one) for one in rows] == [20, 9]
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "must"])
+def test_how_a_run_resumes_is_the_key_of_that_name(tmp_path, resume):
+    assert grpo(tmp_path, resume=resume).config.checkpointing.resume == resume
+
+
 def test_a_data_set_of_the_library_and_a_file_are_the_same_recipe(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
@@ -295,7 +308,7 @@ def test_an_override_is_named_where_it_takes_the_place_of_an_argument(tmp_path):
 def test_a_signal_while_the_ranks_stop_ends_the_loop_once(monkeypatch, left_by_one):
     """Where an earlier one has ended the loop, the run is closed by Python, which nobody could catch another from."""
 
-    def steps(config):
+    def steps(config, **_how):
         try:
             yield {"step": 1}
         finally:

@@ -5,7 +5,7 @@ from refusals import refused
 
 from nemo_rl_mcore.rollouts import events
 from nemo_rl_mcore.rollouts.events import Segment, Token
-from nemo_rl_mcore.rollouts.replayed import require_kept, require_steps
+from nemo_rl_mcore.rollouts.replayed import first_of_replay, require_kept, require_steps
 from nemo_rl_mcore.rollouts.timeline import Timeline
 
 
@@ -79,3 +79,25 @@ def test_steps_whose_groups_are_gone_are_refused(tmp_path, kept, gone, remedy):
     with refused("groups-gone", "--steps 0:3", gone, remedy):
         require_kept(tmp_path, range(1, 4), "grpo.async_grpo")
     require_kept(tmp_path, range(min(kept, default=1), max(kept, default=0) + 1), "grpo.async_grpo")
+
+
+@pytest.mark.parametrize(
+    ("starts", "kept", "begin"),
+    [
+        ([0, 2, 4], [3, 4, 5, 6], 2),
+        ([0, 3], [3, 4, 5, 6], 3),
+        ([0, 4], [1, 2, 3, 4, 5, 6], 0),
+        ([0, 1, 2], [3, 4, 5, 6], 2),
+    ],
+)
+def test_a_replay_begins_at_the_last_start_from_which_groups_are_kept(tmp_path, starts, kept, begin):
+    for step in kept:
+        (tmp_path / f"step_{step}").mkdir()
+    assert first_of_replay(starts, range(4, 6), tmp_path) == begin + 1
+
+
+def test_steps_that_no_kept_start_leads_to_are_refused_with_those_that_can_be_replayed(tmp_path):
+    for step in (1, 2, 4, 5, 6, 7):
+        (tmp_path / f"step_{step}").mkdir()
+    with refused("no-start", "--steps 3:5", "0:2", "6:7"):
+        first_of_replay([6, 0], range(4, 6), tmp_path)
