@@ -23,15 +23,15 @@ from nemo_rl_mcore.config.source import TEXT_FILES
 from nemo_rl_mcore.custom_code import imported, is_library
 
 _BLOCK = 1 << 20
-_BLOCKS = 512
-"""Of a larger file as many are read, spread evenly: the start of a run does not wait for a whole disk."""
+_BLOCKS = 256
+"""Of a larger file no more are read, spread evenly: the start of a run does not wait for a whole disk."""
 _DIGITS = 12
 _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 def with_inputs(config: RunConfig) -> RunConfig:
     """Return a recipe with the digests of what a run of it reads now; its code is importable."""
-    found = {key: _digest("rows", _content(paths)) for key, paths in _files_of(config).items()}
+    found = {key: _digest("content", _content(paths)) for key, paths in _files_of(config).items()}
     for key, path in config.import_paths.items():
         found[key] = _digest(
             "code", (part.encode("utf-8", "replace") for part in _code(imported(path, key), {}))
@@ -72,7 +72,7 @@ def _content(paths: Iterable[Path]) -> Iterator[bytes]:
         blocks = -(-size // _BLOCK)
         yield size.to_bytes(8)
         with path.open("rb") as file:
-            for block in (*range(0, blocks, max(1, blocks // _BLOCKS)), max(0, blocks - 1)):
+            for block in (*range(0, blocks, max(1, -(-blocks // _BLOCKS))), max(0, blocks - 1)):
                 file.seek(block * _BLOCK)
                 yield file.read(_BLOCK)
 
@@ -119,6 +119,12 @@ def _of_module(module: ModuleType) -> Iterable[object]:
     return () if is_library(file) else (Path(file).read_bytes(),)
 
 
+def _of_instance(one: object) -> Iterable[object]:
+    """Return the class of an instance, and what it holds; of one that a library has made around a function, that."""
+    held: dict[str, object] = getattr(one, "__dict__", {})
+    return (one.__class__, held) if _is_own(one.__class__) else (held.get("__wrapped__"),)
+
+
 def _members(kind: type) -> dict[str, object]:
     """Return what a class defines, without what Python notes of it, such as its line."""
     named = vars(kind).items()
@@ -145,6 +151,6 @@ _MADE_OF: dict[type, Callable[[Any], Iterable[object]]] = {
     FunctionType: lambda one: () if is_library(one.__code__.co_filename) else _of_function(one),
     ModuleType: _of_module,
     type: lambda one: (one.__qualname__, one.__bases__, _members(one)) if _is_own(one) else (),
-    object: lambda one: (one.__class__, getattr(one, "__dict__", {})) if _is_own(one.__class__) else (),
+    object: _of_instance,
 }
 """What the code of a value is made of, by the first kind that it is of."""

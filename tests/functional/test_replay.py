@@ -79,7 +79,7 @@ def test_steps_behind_a_checkpoint_are_trained_from_it_and_older_weights_rescore
 def test_steps_without_a_checkpoint_before_them_are_trained_from_an_earlier_start(finished, asked, trained):
     status, lines, errors = replay(finished, "--steps", asked)
     assert status == 0, errors
-    assert [line.partition(":")[0] for line in lines] == [f"step {step}" for step in trained]
+    assert [line.partition(":")[0] for line in lines[1:]] == [f"step {step}" for step in trained]
 
 
 @pytest.mark.exhaustive

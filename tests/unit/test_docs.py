@@ -87,6 +87,7 @@ for path in sys.argv[1:]:
 def executed(tmp_path_factory):
     """The finished process that ran every page's script, then the experiment; tracebacks show the page's lines."""
     folder = tmp_path_factory.mktemp("pages")
+    (folder / "examples").symlink_to(REPO / "examples")
     scripts = {}
     for page, line, code in blocks("python"):
         path = folder / f"{page.replace('/', '_')}.py"
@@ -105,7 +106,7 @@ def executed(tmp_path_factory):
     }
     return subprocess.run(
         [sys.executable, "-c", RUNNER, *map(str, scripts), EXPERIMENT],
-        cwd=REPO, env=os.environ | rank | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+        cwd=folder, env=os.environ | rank | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
         check=False,
     )  # fmt: skip
 
