@@ -232,8 +232,8 @@ def _ending(session: Session, reply: Reply) -> Ending:
         case SessionLimitError():
             return Ending.TURN_LIMIT
         case _:
-            last = max(session.calls, key=lambda call: call.number)
-            return Ending.TERMINATED if last.finished else Ending.ANSWER_LIMIT
+            ended = session.last is not None and session.last.finished
+            return Ending.TERMINATED if ended else Ending.ANSWER_LIMIT
 
 
 def _task(prompt: Prompt, sample: int) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def _pieces(chain: Sequence[Call], turns: Mapping[Call, int]) -> list[Piece]:
 
 def last_turn(session: Session, tokenizer: Tokenizer) -> Turn:
     """Return the conversation that ends with the session's last answer, for who scores it."""
-    calls = in_order(session.calls)
-    last = max(calls, key=lambda call: call.number)
+    calls, last = in_order(session.calls), session.last
+    assert last is not None
     [chain] = [chain for chain in chains_of(calls) if last in chain]
     messages: list[Message] = []
     for call in chain[: chain.index(last) + 1]:
@@ -87,7 +87,7 @@ def transcript_of(session: Session, reply: Reply, ending: Ending, shown: Sequenc
         [_pieces(chain, turns) for chain in chains_of(calls)]
         or [[Piece(np.array([*shown], dtype=np.int64))]],
         digests=[call.digest if len(call.answer_N) else 0 for call in calls],
-        finished=bool(calls) and calls[-1].finished,
+        finished=session.last is not None and session.last.finished,
         ending=ending,
     )
     for following in calls[1:]:

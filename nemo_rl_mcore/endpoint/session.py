@@ -125,6 +125,11 @@ class Session:
     """What the dialects remember of their calls; see `chat.History`."""
     _asked: dict[int, list[_Asked]] = field(default_factory=dict[int, list[_Asked]], init=False)
 
+    @property
+    def last(self) -> Call | None:
+        """Return the call that was answered last, whichever has the longest prompt; None before the first."""
+        return max(self.calls, key=lambda call: call.number, default=None)
+
     async def ask(
         self,
         prompt: Sequence[int],

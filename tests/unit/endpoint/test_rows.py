@@ -123,6 +123,14 @@ def test_calls_that_go_on_are_one_row_and_others_begin_one():
     assert sorted(map(len, turns)) == [1, 1, 3]
 
 
+@given(st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_a_session_has_finished_as_its_last_answer_has(seed):
+    session = asyncio.run(played(seed))
+    if session.calls:
+        assert set(batch_from(session)["finished"].tolist()) == {session.calls[-1].finished}
+
+
 def test_what_is_written_of_rows_that_alternate_is_what_each_was_told_and_has_said():
     async def play():
         session = Sessions().open(Prompt(4, "", ""), 0, LIMITS, Drawing())
