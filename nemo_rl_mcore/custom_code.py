@@ -23,6 +23,8 @@ _OURS = str(Path(__file__).parent)
 _LIBRARIES = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 
 
+RAISED = "custom-code-raised"
+"""The code of what the user's code raised, which it may not do another time; what it gave amiss has other codes."""
 _HANDED: dict[str, object] = {}
 
 
@@ -76,7 +78,7 @@ class custom_code:  # a context manager; contextlib's would let a StopIteration 
     ) -> None:
         """Raise the error in other words."""
         if isinstance(error, Exception | SystemExit) and not isinstance(error, CustomCodeError):
-            raise CustomCodeError(f"{self._name} raised {_told(error)}", code="custom-code-raised") from error
+            raise CustomCodeError(f"{self._name} raised {_told(error)}", code=RAISED) from error
 
 
 def _told(error: BaseException) -> str:

@@ -68,6 +68,33 @@ class Bad(Length):
         return super().score(prompts, responses, finished)
 
 
+class OneScore:
+    """Gives one score, however many answers there are; of a single one that is right."""
+
+    def score(self, prompts, responses, finished):
+        return [0.5]
+
+
+class OneByOne(Length):
+    """Cannot take several answers at once."""
+
+    def score(self, prompts, responses, finished):
+        [_] = responses
+        return super().score(prompts, responses, finished)
+
+
+class RaisesOnce(Length):
+    """Raises at first, as a service does that is away; gives how many answers it was shown at once."""
+
+    raised = False
+
+    def score(self, prompts, responses, finished):
+        if not self.raised:
+            self.raised = True
+            raise ConnectionError("away")
+        return [float(len(responses))] * len(responses)
+
+
 class TwoRewards:
     def step(self, message_log_batch, metadata):
         logs = len(message_log_batch)

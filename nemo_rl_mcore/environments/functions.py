@@ -8,15 +8,15 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
 from nemo_rl_mcore.custom_code import custom_code, function_at
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.environments.replies import number_of
-from nemo_rl_mcore.errors import CustomCodeError, RefusedError
+from nemo_rl_mcore.environments.replies import number_each
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.interfaces import EnvironmentReturn
 
 
@@ -69,6 +69,7 @@ class RewardFunctions:
                 "finished": [answer["finished"] for answer in last],
             },
             [known.get("columns", {}) for known in metadata],
+            [known["index"] for known in metadata],
         )
         nothing = [None] * len(last)
         return EnvironmentReturn(
@@ -91,13 +92,14 @@ class RewardFunctions:
                 "finished": [*finished],
             },
             [prompt.columns for prompt in prompts],
+            [prompt.index for prompt in prompts],
         )
         rows = zip(*rewards.values(), strict=True)
         weights = [self._weights.get(name, 1.0) for name in rewards]
         return [math.fsum(weight * value for weight, value in zip(weights, row, strict=True)) for row in rows]
 
     def _rewards(
-        self, given: dict[str, list[Any]], columns: Sequence[Mapping[str, Any]]
+        self, given: dict[str, list[Any]], columns: Sequence[Mapping[str, Any]], prompts: Sequence[int]
     ) -> dict[str, list[float]]:
         names = dict.fromkeys(name for row in columns for name in row)
         columns_given = {name: [row.get(name) for row in columns] for name in names}
@@ -105,8 +107,9 @@ class RewardFunctions:
         awaited = {name: one for name, one in found.items() if inspect.isawaitable(one)}
         if awaited:
             found |= self._wait(awaited)
-        count = len(given["responses"])
-        return {name: _numbers(self._functions[name].key, values, count) for name, values in found.items()}
+        return {
+            name: number_each(self._functions[name].key, values, prompts) for name, values in found.items()
+        }
 
     def _wait(self, awaited: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
         """Return what coroutines give, which wait side by side; in a thread, since this one may run a loop already."""
@@ -153,14 +156,3 @@ def _opened(key: str, path: str) -> _Function:
                     code="custom-arguments",
                 )
     return _Function(f"{key}: {path}", function, frozenset(takes), frozenset(needs), takes_all)
-
-
-def _numbers(key: str, given: object, count: int) -> list[float]:
-    with custom_code(key):
-        values = [*cast("Iterable[object]", given)]
-    if len(values) != count:
-        raise CustomCodeError(f"{key} gave {len(values)} rewards of {count} responses", code="reward-count")
-    try:
-        return [number_of(value) for value in values]
-    except ValueError as error:
-        raise CustomCodeError(f"{key}: {error}", code="reward-number") from error

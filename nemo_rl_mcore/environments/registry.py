@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +15,7 @@ from nemo_rl_mcore.environments.calculator import CalculatorEnvironment
 from nemo_rl_mcore.environments.functions import RewardFunctions
 from nemo_rl_mcore.environments.guess_number import GuessNumberEnvironment
 from nemo_rl_mcore.environments.mathematics import MathEnvironment
-from nemo_rl_mcore.environments.replies import read_return
+from nemo_rl_mcore.environments.replies import number_each, read_return
 from nemo_rl_mcore.errors import CustomCodeError
 from nemo_rl_mcore.interfaces import Environment, EnvironmentInterface, EnvironmentReturn, ScoresAnswers
 
@@ -87,17 +86,5 @@ class _OwnScores:
         """See `ScoresAnswers.score`; CustomCodeError when the scores are not one finite number a response."""
         name = f"{_KEY}: {self.path}"
         with custom_code(f"{name}.score"):
-            given = list(self.environment.score(prompts, responses, finished))
-        if len(given) != len(responses):
-            raise CustomCodeError(f"{name} gave {len(given)} scores of {len(responses)} responses")
-        return [_reward(score, prompt, name) for score, prompt in zip(given, prompts, strict=True)]
-
-
-def _reward(score: object, prompt: Prompt, name: str) -> float:
-    try:
-        reward = float(cast("float", score))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CustomCodeError(f"{name} scored {score!r:.80} for prompt {prompt.index}: no number") from error
-    if not math.isfinite(reward):
-        raise CustomCodeError(f"{name} scored {reward} for prompt {prompt.index}")
-    return reward
+            given = self.environment.score(prompts, responses, finished)
+        return number_each(name, given, [prompt.index for prompt in prompts])

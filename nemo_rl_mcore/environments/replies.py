@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from nemo_rl_mcore.custom_code import custom_code
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.turns import Reply, Turn
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
 from nemo_rl_mcore.interfaces import Environment, EnvironmentInterface, EnvironmentReturn, ScoresAnswers
 
 _LONGEST_ROLE = 100
@@ -150,6 +151,33 @@ def _one_each(name: str, values: Iterable[Any], turns: int) -> list[Any]:
     if len(listed) != turns:
         raise ValueError(f"{name}: {len(listed)} values for {turns} answers")
     return listed
+
+
+def number_each(name: str, given: object, prompts: Sequence[int]) -> list[float]:
+    """Return what code of the user's gave as a number for each answer; prompts: of which these are, by their index.
+
+    Raises CustomCodeError for anything else. name: of the code, for the message.
+    """
+    count = len(prompts)
+    try:
+        values = iter(cast("Iterable[object]", given))
+    except TypeError as error:
+        raise CustomCodeError(
+            f"{name} gave {given!r:.80}, which is no list of {count} numbers", code="reward-count"
+        ) from error
+    with custom_code(name):  # a generator runs on
+        listed = [*values]
+    if len(listed) != count:
+        raise CustomCodeError(
+            f"{name} gave {len(listed)} rewards of {count} responses: {listed!r:.80}", code="reward-count"
+        )
+    numbers: list[float] = []
+    for value, prompt in zip(listed, prompts, strict=True):
+        try:
+            numbers.append(number_of(value))
+        except ValueError as error:
+            raise CustomCodeError(f"{name}: prompt {prompt}: {error}", code="reward-number") from error
+    return numbers
 
 
 def number_of(value: object) -> float:

@@ -17,11 +17,11 @@ import ray
 
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
-from nemo_rl_mcore.custom_code import hand_over, handed_objects
+from nemo_rl_mcore.custom_code import RAISED, hand_over, handed_objects
 from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.environments.registry import make_environment
 from nemo_rl_mcore.environments.replies import replies_of
-from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.workers.actor import LOOK_EVERY_S, Actor, Construction, GivenUpError, actor_class, settled
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.environment import rank_environment
@@ -98,7 +98,7 @@ class EnvironmentActor(Actor):
     async def ask(self, turns: Sequence[Turn], within_s: float) -> list[Reply]:
         """Return the reply to each turn.
 
-        Raises EnvironmentFailedError, and what ends the run: a RunStoppedError that is not of the user's code.
+        Raises EnvironmentFailedError, and what ends the run: a RunStoppedError but what the user's code has raised.
         """
         late = f"no reply within {within_s:g} s (env.pool.timeout_s)"
         return await self._result(self.handle.replies.remote(turns, within_s), within_s, late)
@@ -125,7 +125,7 @@ class EnvironmentActor(Actor):
             details = "\n".join(filter(None, [failure.details(), self._stderr()]))
             return EnvironmentFailedError("its process died", self, lost=True, details=details)
         if isinstance(failure.cause, RunStoppedError):
-            if not isinstance(failure.cause, CustomCodeError):
+            if failure.cause.code != RAISED:
                 return failure.cause
             reason, _, details = str(failure.cause).partition("\n")
             return EnvironmentFailedError(reason, self, lost=False, details=details)

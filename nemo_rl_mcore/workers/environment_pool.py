@@ -17,6 +17,7 @@ from typing import Self
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.config import EnvConfig
+from nemo_rl_mcore.custom_code import RAISED
 from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError
 from nemo_rl_mcore.loop_thread import LoopThread
@@ -44,8 +45,9 @@ class EnvironmentPool:
 
     The turns of a call are split into pieces, which any actor answers; which one does, and when, changes no reply. A
     piece whose actor raises, dies or passes `env.pool.timeout_s` is tried again turn by turn, and a turn without a
-    reply after `env.pool.retries` is dropped. An actor that died or hangs is replaced. A RunStoppedError that no
-    code of the user has raised ends the run, as do actors that do not start.
+    reply after `env.pool.retries` is dropped. An actor that died or hangs is replaced. What ends the run: any other
+    RunStoppedError, what code of the user's gives amiss, code that raises at several turns and at none of them alone,
+    and actors that do not start.
 
     Any thread may ask. A context manager, whose end kills the actors. They start with `start`, or with the first turns,
     and nobody waits for them before. Raises RunStoppedError for an environment variable that is to be handed on, and is
@@ -160,7 +162,30 @@ class EnvironmentPool:
             self._report(failure, f"{answers} tried again (env.pool.retries: {retries})")
             self._counts[_RETRIED] += len(turns)
             alone = [self._reply([turn], tries + 1, failure.number) for turn in turns]
-            return [*chain.from_iterable(await asyncio.gather(*alone))]
+            replies = [*chain.from_iterable(await asyncio.gather(*alone))]
+            return replies if failure.lost else await self._together(turns, replies)
+
+    async def _together(self, turns: Sequence[Turn], alone: list[Reply]) -> list[Reply]:
+        """Return the replies to turns of which a call has raised, where no other call has any part in it.
+
+        alone: to each by itself. Those that have one are shown together again: code that takes them one by one alone
+        is wrong, and what it then says of each is not what it is meant to say.
+        """
+        kept = [turn for turn, reply in zip(turns, alone, strict=True) if reply.dropped is None]
+        failure: EnvironmentFailedError | None = None
+        for _ in range(self._limits.retries if len(kept) > 1 else 0):
+            try:
+                together = iter(await self._pieces.replies(kept, None))
+                return [next(together) if reply.dropped is None else reply for reply in alone]
+            except EnvironmentFailedError as error:
+                if error.lost:
+                    return alone
+                failure = error
+        if failure is None:
+            return alone
+        told = failure.report("", f"; {len(kept)} answers together, and none of them alone")
+        self._fail(stopped := RunStoppedError(told, code=RAISED))
+        raise stopped
 
     async def _serve(self, actor: EnvironmentActor) -> None:
         """Have an actor answer pieces, one after another, until it is lost."""

@@ -23,13 +23,11 @@ def error(kind):
     return made(*arguments)
 
 class Env:
-    def __init__(self, kind=None, scores=None):
-        self.kind, self.scores = kind, scores
+    def __init__(self, kind=None):
+        self.kind = kind
         if kind == "late":
             self.gone
     def score(self, prompts, responses, finished):
-        if self.scores is not None:
-            return self.scores
         return self.inner()
     def inner(self):
         raise error(self.kind)  # here
@@ -101,22 +99,6 @@ def test_an_environment_and_a_data_set_that_raise(module, kind, raised):
         source(kind).train_batch(2, 4)
     told = f"data.type: mine_of_test:Data: train_batch(2, 4) raised {raised} {line_of(module, '# there')}"
     assert str(caught.value).startswith(told)
-
-
-@pytest.mark.parametrize(
-    ("scores", "told"),
-    [
-        ([1.0], "gave 1 scores of 2 responses"),
-        (["one", 2.0], "scored 'one' for prompt 7: no number"),
-        ([None, 2.0], "scored None for prompt 7: no number"),
-    ],
-)
-def test_scores_that_are_none(module, scores, told):
-    with pytest.raises(CustomCodeError) as caught:
-        environment(scores=scores).score(
-            [Prompt(7, "1>", "1"), Prompt(8, "2>", "2")], ["1", "2"], [True, True]
-        )
-    assert str(caught.value) == f"env.custom.type: mine_of_test:Env {told}"
 
 
 @pytest.mark.parametrize(

@@ -66,13 +66,23 @@ def test_what_cannot_be_called_by_names_is_refused(path, code):
 
 @pytest.mark.parametrize(
     ("given", "code"),
-    [([1.0], "reward-count"), ([1.0, float("nan")], "reward-number"), ([1.0, None], "reward-number")],
+    [
+        ([0.25], "reward-count"),
+        (None, "reward-count"),
+        (0.25, "reward-count"),
+        ([1.0, float("nan")], "reward-number"),
+        ([1.0, None], "reward-number"),
+    ],
 )
 def test_what_is_no_number_an_answer_is_refused(given, code):
     with handed({"__main__:it": lambda **_: given}):
         environment = RewardFunctions({"it": "__main__:it"})
-    with refused(code, by=CustomCodeError):
+    held = (2, 8)[code == "reward-number"]  # how many answers, or the prompt of the one
+    came = str(given) if code == "reward-count" else str(given[1])
+    with refused(code, "env.rewards.it", held, came, by=CustomCodeError):
         environment.score(PROMPTS, RESPONSES, [True, True])
+    with refused(code, "env.rewards.it", held, came, by=CustomCodeError):
+        replies(environment)
 
 
 def test_what_a_function_raises_is_told_with_its_key():

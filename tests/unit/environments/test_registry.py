@@ -41,16 +41,19 @@ def test_a_class_of_ones_own_scores():
 
 
 @pytest.mark.parametrize(
-    ("scores", "message"),
+    ("scores", "code", "parts"),
     [
-        ([1.0], r"env\.custom\.type: custom_parts:BadReward gave 1 scores of 2 responses"),
-        ([1.0, float("nan")], r"custom_parts:BadReward scored nan for prompt 8"),
-        ([float("-inf"), 0.0], r"scored -inf for prompt 7"),
+        ([1.0], "reward-count", (1, 2, "[1.0]")),
+        (None, "reward-count", ("None", 2)),
+        ([1.0, float("nan")], "reward-number", (8, "nan")),
+        ([float("-inf"), 0.0], "reward-number", (7, "-inf")),
+        (["one", 0.0], "reward-number", (7, "'one'")),
+        ([None, 0.0], "reward-number", (7, "None")),
     ],
 )
-def test_scores_that_cannot_be_rewards_name_the_class(scores, message):
+def test_scores_that_cannot_be_rewards_name_the_class(scores, code, parts):
     environment = make(custom={"type": "custom_parts:BadReward", "args": {"scores": scores}})
-    with pytest.raises(ValueError, match=message):
+    with refused(code, "env.custom.type: custom_parts:BadReward", *parts, by=CustomCodeError):
         environment.score(PROMPTS, ["1", "2"], [True, True])
 
 

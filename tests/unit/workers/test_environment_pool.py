@@ -158,9 +158,8 @@ def test_without_retries_the_replies_that_there_are_are_those_of_an_undisturbed_
         ("raise", "env.custom.type: fragile_parts:Bad.score raised KeyError: 'no such row' (", 0),
         ("exit", "its process died", 3),
         ("hang", "no reply within 3 s (env.pool.timeout_s)", 3),
-        ("unfit", "fragile_parts:Bad gave 0 scores of 1 responses", 0),
     ],
-    ids=["raise", "exit", "hang", "unfit"],
+    ids=["raise", "exit", "hang"],
 )
 def test_a_bad_turn_costs_itself_alone_and_its_reason_is_told_once(cluster, how, reason, restarts, capfd):
     asked = turns(32)
@@ -182,6 +181,29 @@ def test_a_bad_turn_costs_itself_alone_and_its_reason_is_told_once(cluster, how,
     assert "(env.pool.retries: 2)" in told
     if how == "hang":
         assert "fragile_parts.py" in told, "where it stood"
+
+
+@pytest.mark.parametrize("given", [("OneScore", None), ("Bad", {"how": "unfit", "index": 5})])
+def test_what_code_gives_amiss_ends_the_run_and_no_answer_is_tried_alone(cluster, given):
+    name, args = given
+    with pool_of(cluster, f"fragile_parts:{name}", args) as pool:
+        for _ in range(2):
+            with refused("reward-count", "env.custom.type", name, 8, by=RunStoppedError):
+                pool.replies(turns(32))
+        assert pool.take_counts()["env/retried"] == 0
+
+
+def test_code_that_takes_answers_one_by_one_alone_ends_the_run(cluster):
+    with (
+        pool_of(cluster, "fragile_parts:OneByOne") as pool,
+        refused("custom-code-raised", "env.custom.type", "fragile_parts.py", by=RunStoppedError),
+    ):
+        pool.replies(turns(32))
+
+
+def test_answers_whose_call_raised_once_have_the_replies_of_a_call_with_all_of_them(cluster):
+    with pool_of(cluster, "fragile_parts:RaisesOnce") as pool:
+        assert rewards(pool.replies(turns(32))) == [8.0] * 32
 
 
 @pytest.mark.needs("math")
