@@ -68,6 +68,7 @@ from nemo_rl_mcore.workers.environment import agent_environment
 from nemo_rl_mcore.workers.environment_actor import given_variables
 from nemo_rl_mcore.workers.environment_pool import EnvironmentPool
 from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.workers.session_processes import marked_processes
 
 
 def run(config: RunConfig) -> int:
@@ -403,7 +404,10 @@ def open_collector(
         return
     variables = agent_environment(os.environ) | given_variables(config.env.pool)
     stop_ids = stop_ids_of(config, parts.tokenizer)
-    with Endpoint(config, parts.tokenizer, stop_ids, variables) as endpoint:
+    with (
+        marked_processes() as mark,
+        Endpoint(config, parts.tokenizer, stop_ids, variables | mark) as endpoint,
+    ):
         yield AgentCollector(**vars(collector), endpoint=endpoint, judges=bool(config.env.given))
 
 

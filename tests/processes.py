@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 # An allowed variable, so that Ray hands it to all its processes.
@@ -101,3 +101,21 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def left_after(seconds: float, pids: Collection[int]) -> list[int]:
+    """Those of the processes that still run then; they are killed."""
+    within(seconds, lambda: process_table().keys().isdisjoint(pids))
+    left = [pid for pid in pids if pid in process_table()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left

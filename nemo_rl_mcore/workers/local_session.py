@@ -36,7 +36,7 @@ class LocalSession:
         # For this user alone; not under TMPDIR, since the names of Unix sockets must be short.
         self._held = SessionFolder(Path(os.environ.get("RAY_TMPDIR", "/tmp")))
         self._folder = self._held.path
-        self._reaper = Reaper(self._folder)
+        self._reaper = Reaper("writers", str(self._folder))
         self._begun = False
         self._servers: RayServers | None = None
 

@@ -1,16 +1,18 @@
-"""A script beside a driver: when the driver dies, every process of its Ray session is killed.
+"""A script beside a driver: when the driver dies, every process of its Ray session, or of its agents, is killed.
 
-    python reaper.py FOLDER
+    python reaper.py writers FOLDER
+    python reaper.py family NAME=VALUE
 
-FOLDER is that of the session. Standard input is a pipe from the driver: a line says that the session has ended by
-itself, its end without a line says that the driver is dead. Only the standard library is imported: it starts at once,
-and stays small.
+FOLDER is that of the session, NAME a variable of the agents. Standard input is a pipe from the driver: a line says that
+they have ended by themselves, its end without a line says that the driver is dead. Only the standard library is
+imported: it starts at once, and stays small.
 """
 
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 _ROUNDS, _PAUSE_S = 20, 0.5
 
@@ -41,18 +43,54 @@ def _may_write(fdinfo: str) -> bool:
     return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
-def main(folder: str) -> None:
+def family(mark: str) -> list[int]:
+    """Return the other processes with NAME=VALUE in their environment, all of their sessions, and all below these.
+
+    Whoever has cleared its environment is found as long as its parent runs.
+    """
+    table = dict(_parents_and_sessions())
+    marked = {pid for pid in table if _has(pid, mark)}
+    sessions = {table[pid][1] for pid in marked}
+    found, more = set[int](), {pid for pid, (_, session) in table.items() if session in sessions}
+    while more:
+        found |= more
+        more = {pid for pid, (parent, _) in table.items() if parent in found} - found
+    return [*found - {os.getpid()}]
+
+
+def _parents_and_sessions() -> Iterator[tuple[int, tuple[int, int]]]:
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                _state, parent, _group, session, *_ = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        yield int(name), (int(parent), int(session))
+
+
+def _has(pid: int, mark: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return mark.encode() in file.read().split(b"\0")
+    except OSError:  # it is gone, or another user's
+        return False
+
+
+WHO = {"writers": writers, "family": family}
+
+
+def main(who: str, of: str) -> None:
     """Wait for the driver, then kill in rounds: what dies may have started something meanwhile."""
     if sys.stdin.buffer.readline():
         return
     for _ in range(_ROUNDS):
-        for pid in writers(folder):
+        for pid in WHO[who](of):
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
+            except (ProcessLookupError, PermissionError):
                 continue
         time.sleep(_PAUSE_S)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,11 +1,13 @@
-"""The processes of a local Ray session, known by where they write, and a reaper that outlives the driver."""
+"""The processes of a local Ray session, known by where they write, and reapers that outlive the driver."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -14,6 +16,8 @@ from nemo_rl_mcore.workers import reaper
 
 _SERVERS = ("raylet", "gcs_server")
 _DONE = b"done\n"
+_RUN = "NEMO_RL_RUN"
+"""The variable by which a run's agents, and what they have started, are found after its end."""
 
 
 def processes_of(folder: Path) -> list[tuple[str, psutil.Process]]:
@@ -63,14 +67,14 @@ class RayServers:
 
 
 class Reaper:
-    """A process that waits for the end of this one; if it ends without `dismiss`, the reaper kills the session's.
+    """A process that waits for the end of this one; if it ends without `dismiss`, the reaper kills whom it is to kill.
 
-    Ray's own processes notice a dead driver too, but some of them only after a minute.
+    who, of: see `reaper.WHO`. Ray's own processes notice a dead driver too, but some of them only after a minute.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, who: str, of: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", reaper.__file__, str(folder)],
+            [sys.executable, "-I", "-S", reaper.__file__, who, of],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -79,7 +83,7 @@ class Reaper:
         )
 
     def dismiss(self) -> None:
-        """End the session; idempotent."""
+        """End the reaper, which kills nobody; idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             try:
                 self._process.stdin.write(_DONE)
@@ -87,3 +91,14 @@ class Reaper:
             except BrokenPipeError:  # somebody killed it
                 pass
             self._process.wait()
+
+
+@contextmanager
+def marked_processes() -> Generator[dict[str, str]]:
+    """Yield a variable for the environment of processes that end, with all they start, where this one is killed."""
+    value = secrets.token_hex(16)
+    killer = Reaper("family", f"{_RUN}={value}")
+    try:
+        yield {_RUN: value}
+    finally:
+        killer.dismiss()

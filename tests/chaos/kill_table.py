@@ -30,6 +30,7 @@ from checkpoint_tensors import tensors_in  # noqa: E402
 from invariants import answers, broken, redone_steps  # noqa: E402
 from journaled import CALL_S, PATHS, JournaledRun, Recipe, a_run  # noqa: E402
 from journals import Fault  # noqa: E402
+from processes import within  # noqa: E402
 from raylets import Raylets  # noqa: E402
 
 DETECTED_S = 2.0
@@ -96,6 +97,13 @@ def of_engine(point: str, action: str, nth: int) -> tuple[Fault, ...]:
 
 def driver_killed(run: JournaledRun) -> None:
     run.wait_for_step(6)
+    run.strike("driver", run.process.pid)
+
+
+def driver_killed_beside_agents(run: JournaledRun) -> None:
+    """While some play: all that they have started ends, too."""
+    run.wait_for_step(6)
+    assert within(LIMIT_S, lambda: any("sleep" in title for title in run.watch.alive().values()))
     run.strike("driver", run.process.pid)
 
 
@@ -213,7 +221,8 @@ def _of_agents() -> Iterator[Row]:
     """Sessions are open when it strikes: a group whose engine or rank dies is played again by new agents."""
     for recipe in AGENTS:
         yield Row(f"rank killed in forward, {recipe.how}", recipe, of_rank("forward", "kill"), redoes=True)
-        yield Row(f"driver killed, {recipe.how}", recipe, strike=driver_killed, again=True)
+        struck = driver_killed_beside_agents
+        yield Row(f"driver killed, {recipe.how}", recipe, strike=struck, again=True)
         if recipe.age is not None:
             yield Row(f"engine killed decoding, {recipe.how}", recipe, of_engine("decoding", "kill", 60))
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import os
-import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import left_after, within
 from refusals import refused
 from scripted_engine import Drawing
 
@@ -77,16 +78,56 @@ def test_an_agent_is_ended_with_all_that_it_started(caplog, options, then, why):
     ended, _ = ran(CHILD.format(options=options, then=then), timeout_s=2.0 if then else 30.0)
     assert why in ended.why
     assert caplog.records == [], "asyncio has heard of the agent's end"
-    child = Path(f"/proc/{ended.said}/stat")
-    for _ in range(100):
-        try:
-            if child.read_text().split()[2] == "Z":
-                return
-        except FileNotFoundError:
-            return
-        time.sleep(0.05)
-    os.kill(int(ended.said), signal.SIGKILL)
-    pytest.fail("what the agent started lives on")
+    assert left_after(5, [int(ended.said)]) == [], "what the agent started lives on"
+
+
+DRIVER = """
+import asyncio, os, sys
+from scripted_engine import Drawing
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.endpoint.agents import Agents
+from nemo_rl_mcore.endpoint.session import Limits, Sessions
+from nemo_rl_mcore.workers.session_processes import marked_processes
+
+with marked_processes() as mark:
+    agents = Agents([sys.executable, '-ISc', sys.argv[1]], {'PATH': os.environ['PATH'], **mark}, 2, 600.0)
+    session = Sessions().open(Prompt(4, '', ''), 0, Limits(40, 4), Drawing())
+    asyncio.run(agents.run(session, 'http://127.0.0.1:1', {}))
+"""
+LEAVES_PROCESSES = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pids = [os.getpid(), subprocess.Popen(['sleep', '600'], env={}, start_new_session=True).pid]
+told, tells = os.pipe()
+if not os.fork():
+    os.setsid()
+    if daemon := os.fork():
+        os.write(tells, b'%d' % daemon)
+        os._exit(0)
+    os.closerange(0, 10)
+    time.sleep(600)
+os.wait()
+pids.append(int(os.read(told, 20)))
+with open(%r, 'w') as file:
+    file.write(' '.join(map(str, pids)) + '\\n')
+time.sleep(600)
+"""
+
+
+def test_agents_and_what_they_started_end_after_a_driver_that_was_killed(tmp_path):
+    written = tmp_path / "pids"
+    tests = Path(__file__).parents[2]
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, LEAVES_PROCESSES.replace("%r", repr(str(written)))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tests)])},
+    )
+    try:
+        assert within(60, lambda: written.exists() and written.read_text().endswith("\n"))
+    finally:
+        driver.kill()
+        driver.wait()
+    pids = [int(pid) for pid in written.read_text().split()]
+    assert left_after(10, pids) == []
 
 
 def test_an_agent_that_says_much_and_reads_nothing_is_not_held_up():

@@ -7,13 +7,16 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from fake_generation import until
 from played_endpoint import LONGEST, MODEL, played
+from processes import left_after
 from refusals import refused
 
 from nemo_rl_mcore.config.endpoint import GymConfig
@@ -173,3 +176,38 @@ def test_without_an_interpreter_the_run_says_so(tokenizer, tmp_path):
 
     with refused("no-agent"):
         asyncio.run(run())
+
+
+DRIVER = """
+import asyncio, os, sys
+from pathlib import Path
+from nemo_rl_mcore.config.endpoint import GymConfig
+from nemo_rl_mcore.endpoint import nemo_gym as room
+from nemo_rl_mcore.endpoint.options import RunSampling
+from nemo_rl_mcore.workers.session_processes import marked_processes
+
+async def serve(mark):
+    given = {'PATH': os.environ['PATH'], **mark}
+    sampling, folder = RunSampling(1.0, 1.0, None, 8), Path(sys.argv[2])
+    setup = room.GymSetup(GymConfig(python=sys.executable), {}, sampling, given, 'policy', 60.0, folder)
+    async with room.nemo_gym(setup, 'http://127.0.0.1:1') as gym:
+        print(gym.process.pid, flush=True)
+        await asyncio.sleep(600)
+
+room.PROGRAM = Path(sys.argv[1])
+with marked_processes() as mark:
+    asyncio.run(serve(mark))
+"""
+
+
+def test_servers_end_after_a_driver_that_was_killed(tmp_path):
+    command = [sys.executable, "-c", DRIVER, str(STAND_IN), str(tmp_path)]
+    paths = os.pathsep.join(sys.path)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    ) as driver:
+        server = psutil.Process(int(driver.stdout.readline()))
+        pids = [server.pid, *(child.pid for child in server.children())]
+        driver.kill()
+    assert len(pids) == 2
+    assert left_after(10, pids) == []

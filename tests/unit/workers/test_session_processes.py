@@ -65,9 +65,9 @@ def test_the_reaper_ends_a_session_whose_driver_was_killed_and_no_other(start, t
     driver = subprocess.Popen(
         [
             *(sys.executable, "-c"),
-            "import sys, time; from pathlib import Path; "
+            "import sys, time; "
             "from nemo_rl_mcore.workers.session_processes import Reaper; "
-            "reaper = Reaper(Path(sys.argv[1])); print('ready', flush=True); time.sleep(600)",
+            "reaper = Reaper('writers', sys.argv[1]); print('ready', flush=True); time.sleep(600)",
             str(folder),
         ],
         stdout=subprocess.PIPE,
@@ -85,5 +85,5 @@ def test_the_reaper_ends_a_session_whose_driver_was_killed_and_no_other(start, t
 
 def test_a_reaper_that_is_dismissed_kills_nobody(start, tmp_path: Path) -> None:
     writer = start(tmp_path / "log", "a")
-    Reaper(tmp_path).dismiss()
+    Reaper("writers", str(tmp_path)).dismiss()
     assert writer.poll() is None
