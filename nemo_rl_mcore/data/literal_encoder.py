@@ -72,11 +72,12 @@ class LiteralEncoder:
         """Return the ids of a text without any special token; goes_on: it stands after another one."""
         if self._backend is None:
             return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        if not (goes_on and self._marks_the_start):
-            return self._backend.encode(text, add_special_tokens=False).ids
-        if _ANCHOR in text:
+        anchor = _ANCHOR if goes_on and self._marks_the_start else ""
+        if anchor and anchor in text:
             raise ValueError(f"the tokenizer cannot encode {_ANCHOR!r}")
-        return self._backend.encode(_ANCHOR + text, add_special_tokens=False).ids[1:]
+        # A batch, since other threads run on while that is encoded.
+        [encoded] = self._backend.encode_batch([anchor + text], add_special_tokens=False)
+        return encoded.ids[1:] if anchor else encoded.ids
 
     @cached_property
     def _backend(self) -> Backend | None:

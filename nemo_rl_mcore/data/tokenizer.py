@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +34,8 @@ CHAR_VOCABULARY = "0123456789+=>#^$_abcdefghijklmno"
 CHAR_EOS = "$"
 CHAR_PAD = "_"
 _SHOWN = 8
+_LEFT_OUT, _RUN = " \n\0\u0301\ue000", 16
+"""Characters that some tokenizers leave out or do not know, and how many tokens a run of them is tried with."""
 type Tools = Sequence[Mapping[str, Any]]
 
 
@@ -71,6 +74,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
         """Ids of the text, without any special token added; those at `literal` are encoded as what they spell."""
+        ...
+
+    def fewest_tokens(self, characters: int) -> int:
+        """Return how many tokens a text of so many characters has at least; 0 where its length does not tell."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -181,6 +188,10 @@ class CharTokenizer:
             )
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def fewest_tokens(self, characters: int) -> int:
+        """See `Tokenizer.fewest_tokens`."""
+        return characters
+
     def decode(self, ids: Sequence[int]) -> str:
         """Exactly one character per token, see `Tokenizer.decode`."""
         return self.text_of(strip_response(ids, self.pad_token_id, self.eos_token_id))
@@ -249,6 +260,20 @@ class HuggingFaceTokenizer:
         if literal:
             return self._literal.encode(text, literal)
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def fewest_tokens(self, characters: int) -> int:
+        """See `Tokenizer.fewest_tokens`."""
+        return -(-characters // self._longest_token) if self._longest_token else 0
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        """Return the characters of the longest token; None where some texts of any length are few tokens.
+
+        Some tokenizers leave spaces out, or have one token for all that they do not know.
+        """
+        longest = max(map(len, self._tokenizer.get_vocab()))
+        runs = [character * (_RUN * longest) for character in _LEFT_OUT]
+        return longest if all(len(self.encode(run)) >= _RUN for run in runs) else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`; special tokens inside the response stay visible."""

@@ -62,7 +62,7 @@ def _refused(refusal: Refusal) -> Response:
 
 
 class _Endpoint:
-    """Serves the routes; all of it in one asyncio loop."""
+    """Serves the routes in one asyncio loop; bodies are read, and texts encoded, in threads beside it."""
 
     def __init__(self, sessions: Sessions, options: EndpointOptions) -> None:
         self._sessions, self._options = sessions, options
@@ -111,22 +111,30 @@ class _Endpoint:
         return endpoint
 
     async def _chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        session = self._session(request, body)
-        session.require_open()
-        wishes = requests.wishes_of(body, self._options)
-        chat = requests.chat_of(body)
+        body, session = await self._opened(request)
         history = History.of(session)
-        prompt = self._prompt(history, chat)
+
+        def read() -> tuple[Wishes, requests.Chat, ChatPrompt]:
+            wishes = requests.wishes_of(body, self._options)
+            chat = requests.chat_of(body, session.require_room)
+            return wishes, chat, self._prompt(history, chat, session)
+
+        wishes, chat, prompt = await asyncio.to_thread(read)
         call = await self._ask(request, session, prompt.ids, wishes, prompt.heard)
         answer = Answer(call, wishes, self._options)
         message = self._message(answer, with_tools=bool(chat.tools))
         history.keep(prompt, call, message)
         return self._delivery(session, answer, answer.of_chat(message))
 
-    def _prompt(self, history: History, chat: requests.Chat) -> ChatPrompt:
+    async def _opened(self, request: Request) -> tuple[Body, Session]:
+        body = await self._body(request)
+        session = self._session(request, body)
+        session.require_open()
+        return body, session
+
+    def _prompt(self, history: History, chat: requests.Chat, session: Session) -> ChatPrompt:
         try:
-            return history.prompt(chat, self._options.tokenizer)
+            return history.prompt(chat, self._options.tokenizer, session.require_room)
         except (ValueError, TypeError) as error:  # of a template or a tokenizer
             raise RefusedCallError(
                 f"the messages cannot be shown to the model: {error}", param="messages"
@@ -139,39 +147,49 @@ class _Endpoint:
         return message_of(said, calls_of(answer.call, functions))
 
     async def _completion(self, request: Request) -> Response:
-        body = await self._body(request)
-        session = self._session(request, body)
-        session.require_open()
-        wishes = requests.wishes_of(body, self._options)
-        call = await self._continue(request, session, requests.prompt_of(body, self._options), wishes)
-        answer = Answer(call, wishes, self._options)
+        body, session = await self._opened(request)
+
+        def read() -> tuple[Wishes, list[int], Message]:
+            wishes = requests.wishes_of(body, self._options)
+            ids = requests.prompt_of(body, self._options, session.require_room)
+            return wishes, ids, self._heard(session, ids)
+
+        wishes, ids, heard = await asyncio.to_thread(read)
+        answer = Answer(await self._ask(request, session, ids, wishes, [heard]), wishes, self._options)
         return self._delivery(session, answer, answer.of_completion())
 
     async def _generation(self, request: Request) -> Response:
-        body = await self._body(request)
-        session = self._session(request, body)
-        session.require_open()
-        wishes = requests.wishes_of(body, self._options, requests.sampling_params_of(body))
-        if wishes.stream:
-            raise RefusedCallError("stream is not supported here", param="stream")
-        call = await self._continue(request, session, requests.token_ids_of(body, self._options), wishes)
-        answer = Answer(call, wishes, self._options)
+        body, session = await self._opened(request)
+
+        def read() -> tuple[Wishes, list[int], Message]:
+            wishes = requests.wishes_of(body, self._options, requests.sampling_params_of(body))
+            if wishes.stream:
+                raise RefusedCallError("stream is not supported here", param="stream")
+            ids = requests.token_ids_of(body, self._options, session.require_room)
+            return wishes, ids, self._heard(session, ids)
+
+        wishes, ids, heard = await asyncio.to_thread(read)
+        answer = Answer(await self._ask(request, session, ids, wishes, [heard]), wishes, self._options)
         return self._delivery(session, answer, answer.of_generation())
 
-    async def _continue(self, request: Request, session: Session, ids: list[int], wishes: Wishes) -> Call:
-        """Answer ids; what is new in them is what stands after the longest prompt and answer that they begin with."""
+    def _heard(self, session: Session, ids: list[int]) -> Message:
+        """Return what is new in ids: what stands after the longest prompt and answer that they begin with."""
+        session.require_room(len(ids), "")
         known = max((len(call.ids) for call in session.calls if ids[: len(call.ids)] == call.ids), default=0)
-        heard = Message("user", self._options.tokenizer.text_of(ids[known:]))
-        return await self._ask(request, session, ids, wishes, [heard])
+        return Message("user", self._options.tokenizer.text_of(ids[known:]))
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._body(request)
         session = self._session(request, body)
-        if "messages" in body:
-            ids = self._prompt(History.of(session), requests.chat_of(body)).ids
-        else:
-            ids = requests.prompt_of(body, self._options)
-        return JsonResponse(answers.tokenized(ids, self._options))
+
+        def read() -> list[int]:
+            if "messages" not in body:
+                return requests.prompt_of(body, self._options, session.require_room)
+            return self._prompt(
+                History.of(session), requests.chat_of(body, session.require_room), session
+            ).ids
+
+        return JsonResponse(answers.tokenized(await asyncio.to_thread(read), self._options))
 
     async def _models(self, request: Request) -> Response:
         self._require_session_of_path(request)
@@ -230,7 +248,7 @@ class _Endpoint:
         if empty and not text.strip():
             return {}
         try:
-            found = parse_json(text)
+            found = await asyncio.to_thread(parse_json, text)
         except ValueError as error:
             raise RefusedCallError(f"the body is no JSON: {error}") from error
         if not isinstance(found, dict):

@@ -16,7 +16,7 @@ from nemo_rl_mcore.data.chat import ASSISTANT
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.observations import Conversation
 from nemo_rl_mcore.data.tokenizer import Tokenizer, Tools
-from nemo_rl_mcore.endpoint.session import Call, Session
+from nemo_rl_mcore.endpoint.session import Call, Room, Session
 
 _MEMORY = "chat"
 type _Said = tuple[str, str, tuple[tuple[str, str], ...]]
@@ -81,11 +81,15 @@ class History:
         """Return that of a session."""
         return session.memory.setdefault(_MEMORY, cls())
 
-    def prompt(self, chat: Chat, tokenizer: Tokenizer) -> ChatPrompt:
+    def prompt(self, chat: Chat, tokenizer: Tokenizer, room: Room) -> ChatPrompt:
         """Return what the template shows of a conversation, after the longest beginning that was sampled.
 
-        Raises ValueError for what the template or the tokenizer does not take.
+        Raises ValueError for what the template or the tokenizer does not take, and NoRoomError for a text that is too
+        long by its length alone: it is not encoded.
         """
+        fewest = tokenizer.fewest_tokens
+        # Of an answer a template may leave the thoughts out; all else it shows.
+        room(fewest(sum(len(message.content) for message in chat.messages if message.role != ASSISTANT)))
         messages, answered = [*chat.messages], dict[int, Call]()
         if chat.variables:
             tokenizer = tokenizer.with_variables(chat.variables)
@@ -100,6 +104,7 @@ class History:
                 state, _to_json(messages[place]), found and [found.call.digest, found.call.repetition]
             )
         conversation = Conversation(tokenizer, messages, chat.tools)
+        room(fewest(len(conversation.shown.text)))
         for place, call in reversed(answered.items()):
             behind = conversation.ids_behind(place, call.answer_N.tolist())
             if behind is not None:

@@ -12,6 +12,7 @@ from nemo_rl_mcore.data.messages import Message, ToolCall
 from nemo_rl_mcore.endpoint.chat import Chat, Claim
 from nemo_rl_mcore.endpoint.options import EndpointOptions, RunSampling
 from nemo_rl_mcore.endpoint.refusals import RefusedCallError
+from nemo_rl_mcore.endpoint.session import Room
 
 type Body = Mapping[str, Any]
 
@@ -98,39 +99,39 @@ def wishes_of(body: Body, options: EndpointOptions, sampling: Body | None = None
     )
 
 
-def chat_of(body: Body) -> Chat:
-    """Read the conversation of a body. Raises RefusedCallError."""
+def chat_of(body: Body, room: Room) -> Chat:
+    """Read the conversation of a body, of which each message is a token or more; raises as `prompt_of`."""
     given = _list(body, "messages")
     if not given:
         raise RefusedCallError("messages are missing", param="messages")
+    room(len(given))
     read = [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
     tools = _tools(body) if body.get("tool_choice") != "none" else ()
     messages, claims = zip(*read, strict=True)
     return Chat(messages, claims, tools, _object(body, "chat_template_kwargs") or {})
 
 
-def prompt_of(body: Body, options: EndpointOptions) -> list[int]:
-    """Return the ids of the prompt of a completion: one text, or one list of ids, also as the only one of a list."""
+def prompt_of(body: Body, options: EndpointOptions, room: Room) -> list[int]:
+    """Return the ids of the prompt of a completion: one text, or one list of ids, also as the only one of a list.
+
+    Raises RefusedCallError, and NoRoomError for what is too long by its length alone: it is not encoded.
+    """
     given = cast("object", body.get("prompt"))
     several = cast("list[object]", given) if isinstance(given, list) else []
     if len(several) == 1 and isinstance(several[0], list | str):
         [given] = several
-    return (
-        encoded(given, options) if isinstance(given, str) else _ids(cast("object", given), "prompt", options)
-    )
-
-
-def encoded(text: str, options: EndpointOptions) -> list[int]:
-    """Return the ids of a text in which special tokens are those tokens; nothing is put before it."""
+    if not isinstance(given, str):
+        return _ids(cast("object", given), "prompt", options, room)
+    room(options.tokenizer.fewest_tokens(len(given)))
     try:
-        return options.tokenizer.encode(text)
+        return options.tokenizer.encode(given)  # special tokens are those tokens; nothing is put before it
     except (ValueError, TypeError) as error:
         raise RefusedCallError(f"prompt cannot be encoded: {error}", param="prompt") from error
 
 
-def token_ids_of(body: Body, options: EndpointOptions) -> list[int]:
-    """Return the ids of the prompt of a generation."""
-    return _ids(body.get("token_ids"), "token_ids", options)
+def token_ids_of(body: Body, options: EndpointOptions, room: Room) -> list[int]:
+    """Return the ids of the prompt of a generation; raises as `prompt_of`."""
+    return _ids(body.get("token_ids"), "token_ids", options, room)
 
 
 def sampling_params_of(body: Body) -> Body:
@@ -305,10 +306,12 @@ def _tools(body: Body) -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", tools)
 
 
-def _ids(given: object, name: str, options: EndpointOptions) -> list[int]:
+def _ids(given: object, name: str, options: EndpointOptions, room: Room | None = None) -> list[int]:
     size = options.tokenizer.vocab_size
     if isinstance(given, list):
         ids = cast("list[object]", given)
+        if room is not None:
+            room(len(ids))
         if all(type(token) is int and 0 <= token < size for token in ids):
             return cast("list[int]", ids)
     raise RefusedCallError(f"{name} must be a list of token ids from 0 to {size - 1}", param=name)

@@ -26,6 +26,10 @@ type Respond = Callable[[BatchedDataDict], Awaitable[BatchedDataDict]]
 """Answers one row, see `interfaces.GenerationInterface.generate`; a task that is cancelled gives the answer up."""
 
 
+type Room = Callable[[int], None]
+"""Raises NoRoomError for so many tokens of a prompt, or more."""
+
+
 class SessionError(Exception):
     """A call is refused. code: what clients read, such as `context_length_exceeded`."""
 
@@ -149,13 +153,16 @@ class Session:
         Raises ClosedSessionError, NoRoomError, SessionLimitError, and what the engine raises.
         """
         self.require_open()
-        earlier = self._asked.setdefault(digest_of_ids(prompt), [])
+        self.require_room(len(prompt), "")
+        digest = digest_of_ids(prompt)
+        earlier = self._asked.get(digest, [])
         if earlier and (retry or not earlier[-1].delivered):
             asked = earlier[-1]
         else:
-            self._require_room(len(prompt))
+            self._require_calls()
             drawing = self._draw(prompt, _Cut(max_tokens, stop_ids), stop, len(earlier), tuple(heard))
             earlier.append(asked := _Asked(asyncio.ensure_future(drawing)))
+            self._asked[digest] = earlier
         asked.waiting += 1
         try:
             return await asyncio.shield(asked.task)
@@ -163,6 +170,8 @@ class Session:
             if asked.waiting == 1 and not asked.task.done():
                 asked.task.cancel()
                 earlier.remove(asked)  # asked again, it has the same noise
+                if not earlier:
+                    del self._asked[digest]
             raise
         finally:
             asked.waiting -= 1
@@ -186,15 +195,19 @@ class Session:
         for asked in [one for several in self._asked.values() for one in several]:
             asked.task.cancel()
 
-    def _require_room(self, length: int) -> None:
+    def require_room(self, tokens: int, more: str = " or more") -> None:
+        """Raise NoRoomError for a prompt of so many tokens, or more, that leaves no room for an answer."""
         limits = self.limits
-        if length + limits.reserved > limits.context:
+        if tokens + limits.reserved > limits.context:
             self.refused = NoRoomError(
-                f"This model's maximum context length is {limits.context} tokens. However, your prompt has {length} "
-                f"tokens, and {limits.reserved} are kept for the answer.",
+                f"This model's maximum context length is {limits.context} tokens. However, your prompt has {tokens} "
+                f"tokens{more}, and {limits.reserved} are kept for the answer.",
                 "context_length_exceeded",
             )
             raise self.refused
+
+    def _require_calls(self) -> None:
+        limits = self.limits
         if sum(len(several) for several in self._asked.values()) >= limits.calls:
             raise self._at_limit(f"a session may call the model {limits.calls} times")
         if limits.drawn is not None and sum(len(call.answer_N) for call in self.calls) >= limits.drawn:

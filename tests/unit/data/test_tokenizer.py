@@ -4,11 +4,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from chat_templates import byte_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from refusals import refused
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as Words
+from transformers import PreTrainedTokenizerFast
 
-from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, load_tokenizer, strip_response
+from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, Tokenizer, load_tokenizer, strip_response
 
 PAD, EOS = 16, 15
+
+
+@pytest.fixture(scope="session")
+def bytes_(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("bytes"))
 
 
 def test_char_tokenizer_has_32_one_character_tokens() -> None:
@@ -151,3 +162,31 @@ def test_a_hugging_face_tokenizer_is_saved_as_it_was(tmp_path: Path) -> None:
     again = load_tokenizer(str(tmp_path / "two"))
     assert again.encode("12 + 3 =") == loaded.encode("12 + 3 =")
     assert (again.vocab_size, again.pad_token_id, again.eos_token_id) == (16, 0, 1)
+
+
+def word_tokenizer(folder: Path, splits: pre_tokenizers.PreTokenizer) -> Tokenizer:
+    """Whole words, and one token for all others."""
+    known = {word: i for i, word in enumerate(["<unk>", "<end>", "the", "answer", " "])}
+    words = Words(models.WordLevel(known, unk_token="<unk>"))
+    words.pre_tokenizer = splits
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<end>").save_pretrained(
+        folder
+    )
+    return load_tokenizer(str(folder))
+
+
+@given(text=st.text(max_size=60))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_text_is_fewer_tokens_than_its_length_tells(bytes_: Tokenizer, text: str) -> None:
+    assert bytes_.fewest_tokens(len(text)) <= len(bytes_.encode(text))
+
+
+def test_what_the_length_of_a_text_tells(tmp_path: Path, bytes_: Tokenizer) -> None:
+    longest = max(len(bytes_.text_of([token])) for token in range(bytes_.vocab_size))
+    assert bytes_.fewest_tokens(3 * longest) == 3
+    assert bytes_.fewest_tokens(3 * longest + 1) == 4
+    assert load_tokenizer("char").fewest_tokens(5) == 5
+    apart = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    assert word_tokenizer(tmp_path / "letters", apart).fewest_tokens(12) == 2
+    for name, splits in (("words", pre_tokenizers.Whitespace()), ("runs", pre_tokenizers.WhitespaceSplit())):
+        assert word_tokenizer(tmp_path / name, splits).fewest_tokens(10**9) == 0

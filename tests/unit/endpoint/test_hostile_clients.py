@@ -4,6 +4,7 @@ import asyncio
 import json
 import resource
 import socket
+import threading
 from contextlib import asynccontextmanager, suppress
 
 import psutil
@@ -13,7 +14,7 @@ from played_endpoint import MODEL, FakeModel, options_for, played, read_reply, r
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.endpoint.app import make_app
 from nemo_rl_mcore.endpoint.server import HEADER_BYTES, ServerLimits, _within_descriptors, served
-from nemo_rl_mcore.endpoint.session import Limits, Sessions
+from nemo_rl_mcore.endpoint.session import Limits, NoRoomError, Sessions
 from nemo_rl_mcore.loop_thread import LoopThread
 
 USER = {"role": "user", "content": "hi"}
@@ -54,6 +55,71 @@ async def answering_others(endpoint):
     await playing
     assert times
     assert max(times) < 5
+
+
+class Watched:
+    """A tokenizer that notes what it encodes, and waits for `going_on` before it does."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.encoded, self.in_time = tokenizer, [], []
+        self.begun, self.going_on = threading.Event(), threading.Event()
+        self.going_on.set()
+
+    def encode(self, text, literal=()):
+        self.encoded.append(len(text))
+        self.begun.set()
+        self.in_time.append(self.going_on.wait(3))
+        return self.tokenizer.encode(text, literal)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+LONG = "x" * 10_000
+TOO_LONG = [
+    (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": LONG}]}),
+    (CHAT, {"messages": [{"role": "user", "content": ""}] * 40}),
+    ("/v1/completions", {"prompt": LONG}),
+    ("/v1/completions", {"prompt": [5] * 40}),
+    ("/inference/v1/generate", {"token_ids": [5] * 40, "sampling_params": {}}),
+    ("/tokenize", {"prompt": LONG}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TOO_LONG)
+def test_what_is_too_long_by_its_length_alone_is_refused_and_not_encoded(tokenizer, path, body):
+    watched = Watched(tokenizer)
+
+    async def play():
+        async with played(watched) as endpoint:
+            session = endpoint.open(context=40)
+            watched.encoded.clear()
+            return await endpoint.ask("POST", path, body, key=session.token), session.refused
+
+    reply, refused = run(play())
+    assert reply.error == (400, None, "context_length_exceeded")
+    assert isinstance(refused, NoRoomError)
+    assert max(watched.encoded, default=0) < 100
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, BODY), ("/v1/completions", {"prompt": "hi"}), ("/tokenize", {"prompt": "hi"})]
+)
+def test_others_are_answered_while_a_text_is_encoded(tokenizer, path, body):
+    watched = Watched(tokenizer)
+
+    async def play():
+        async with played(watched) as endpoint:
+            watched.going_on.clear()
+            asking = asyncio.ensure_future(endpoint.ask("POST", path, body, key=endpoint.open().token))
+            assert await asyncio.to_thread(watched.begun.wait, 10)
+            assert (await endpoint.ask("GET", "/health")).status == 200
+            watched.going_on.set()
+            return await asking
+
+    assert run(play()).status == 200
+    assert all(watched.in_time)
 
 
 def test_bodies_beyond_the_limit_are_refused_before_they_are_read(tokenizer):

@@ -52,6 +52,24 @@ def test_an_equal_prompt_is_drawn_anew_once_its_answer_was_delivered():
     assert asyncio.run(play()) == (2, True)
 
 
+def test_prompts_that_are_refused_or_given_up_are_not_remembered():
+    async def play():
+        drawing = Drawing()
+        drawing.gate.clear()
+        session = opened(drawing)
+        for length in (31, 32):
+            with pytest.raises(NoRoomError):
+                await session.ask([1] * length)
+        for prompt in ([1], [2]):
+            asking = asyncio.ensure_future(session.ask(prompt))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
+        return session._asked
+
+    assert asyncio.run(play()) == {}
+
+
 def test_equal_prompts_at_the_same_time_get_one_answer():
     async def play():
         drawing = Drawing(delay=0.01)
