@@ -8,6 +8,7 @@ SHORT = (
     "rank raising, K = 0",
     "engine killed decoding, K = 1",
     "critic's rank killed in finish, PPO, K = 1",
+    "driver killed, K = 1, agents",
 )
 
 
