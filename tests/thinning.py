@@ -10,7 +10,7 @@ import pytest
 
 Values = set[tuple[str, str]]
 
-TIERS = ("exhaustive", "nightly", "vllm", "distributed", "docs")
+TIERS = ("exhaustive", "nightly", "vllm", "distributed", "docs", "processes")
 """A test is in one of them, or in none and runs each time."""
 EACH_TIME = " and ".join(f"not {tier}" for tier in TIERS)
 """The default of pytest's option -m."""

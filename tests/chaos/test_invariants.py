@@ -5,6 +5,8 @@ import json
 import pytest
 from invariants import Expected, broken
 
+pytestmark = pytest.mark.exhaustive  # of the judge itself
+
 PROMPTS = {1: [5, 6], 2: [7, 8], 3: [5, 9]}
 SAMPLES = 2
 

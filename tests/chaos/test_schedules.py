@@ -16,6 +16,7 @@ from nemo_rl_mcore.rollouts.order import AsCompleted
 from nemo_rl_mcore.rollouts.states import LedgerError
 
 
+@pytest.mark.quick_cases("0", "1", "2", "3", "4", "5")
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_fails_each_group_is_trained_once(seed, tmp_path):
     problems, line = fake_schedule(seed, tmp_path)
@@ -98,6 +99,7 @@ def forget(trainer, save, folder, **keys):
     save(trainer, folder, **keys)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("method", "wrongly", "how"),
     [
@@ -132,6 +134,7 @@ def redo_nothing(algorithm, redo, step):
     return StepOutcome({}, [None], None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrongly", [redo_without_a_group, redo_another, redo_nothing])
 def test_a_product_that_redoes_wrongly_is_told(wrongly, tmp_path, monkeypatch):
     rightly = GRPO.redo

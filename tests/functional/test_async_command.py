@@ -13,6 +13,8 @@ from checkpoint_tensors import tensors_in
 from grpo_run import Run, compared
 from refusals import assert_holds
 
+pytestmark = pytest.mark.stage("processes")
+
 BESIDE = ("grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false")
 TIS = (
     "loss_fn.use_importance_sampling_correction=true",

@@ -21,6 +21,8 @@ from nemo_rl_mcore.signals import (
     stop_signals,
 )
 
+pytestmark = pytest.mark.stage("processes")
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 each_signal = pytest.mark.parametrize("number", STOP_SIGNALS)
 

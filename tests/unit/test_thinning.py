@@ -67,6 +67,7 @@ SELECTED = {
     "vllm": "engine",
     "distributed": "layout[a]",
     "docs": "page",
+    "processes": "",
 }
 
 

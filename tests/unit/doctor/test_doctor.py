@@ -21,6 +21,8 @@ from nemo_rl_mcore import cli
 from nemo_rl_mcore.doctor import children
 from nemo_rl_mcore.doctor.packages import COMMANDS
 
+pytestmark = pytest.mark.stage("processes")
+
 RECIPE = str(REPOSITORY / "examples/configs/grpo_copy_cpu.yaml")
 ON_VLLM = str(REPOSITORY / "examples/configs/grpo_copy_vllm_cpu.yaml")
 

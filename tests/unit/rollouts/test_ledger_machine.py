@@ -278,6 +278,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_is_found(mistake, monkeypatch):
     """By the model alone, which is no copy of what the Ledger believes of itself."""
@@ -298,6 +299,7 @@ class NewestFirst(InOrder):
         return super().taken(groups[::-1], room)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", [WaitsForNobody, NewestFirst], ids=lambda one: one.__name__)
 def test_a_mistake_in_an_order_breaks_the_bound(mistake, monkeypatch):
     monkeypatch.setattr(ledger_machine, "check", lambda ledger: None)
@@ -316,6 +318,7 @@ ADMISSION = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", ADMISSION, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_in_the_admission_breaks_a_promise(mistake, monkeypatch):
     """Groups get too old or too many, or a run gets stuck, whatever the formula is."""

@@ -21,6 +21,8 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import RankIdentity
 
+pytestmark = pytest.mark.stage("processes")
+
 DRIVER = """
 import os, sys, time
 from nemo_rl_mcore.config import ClusterConfig
@@ -240,6 +242,7 @@ def test_a_session_that_is_shared_protects_the_ranks_of_both(cluster: RayCluster
     assert ray.is_initialized()
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("cluster")
 def test_missing_gpus_name_the_keys() -> None:
     with (
@@ -266,6 +269,7 @@ def test_two_machines_need_a_cluster_that_runs() -> None:
         pass
 
 
+@pytest.mark.smoke
 def test_a_dead_address_is_found_within_seconds_and_named(without_session: pytest.MonkeyPatch) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound, so that nobody takes it, but it does not listen

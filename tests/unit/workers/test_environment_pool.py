@@ -22,6 +22,8 @@ from nemo_rl_mcore.signals import stop_signals
 from nemo_rl_mcore.workers import environment_pool
 from nemo_rl_mcore.workers.environment_pool import EnvironmentPool
 
+pytestmark = pytest.mark.stage("processes")
+
 
 def config(type="fragile_parts:Length", args=None, **pool):
     pool = {"size": 1, "retries": 2, "timeout_s": 20.0, **pool}
@@ -73,6 +75,7 @@ def check_order(pool):
     assert pool.take_counts() == {"env/dropped": 0, "env/retried": 0, "env/restarts": 0}
 
 
+@pytest.mark.smoke
 def test_replies_are_in_the_order_of_the_turns_whoever_gives_them_when(pool):
     check_order(pool)
 
@@ -125,6 +128,7 @@ def played(pool, steps, a_step=8):
     return [pool.replies(turns(a_step, step * a_step)) for step in range(steps)]
 
 
+@pytest.mark.smoke("8")
 @pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.nightly)])
 def test_actors_that_raise_die_or_hang_at_random_change_no_reply(cluster, steps):
     undisturbed = played(LocalEnvironments(make_environment(config())), steps)

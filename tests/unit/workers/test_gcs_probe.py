@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from raylets import Raylets
 
+pytestmark = pytest.mark.stage("processes")
+
 JOINS = """
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.errors import RunStoppedError

@@ -19,6 +19,8 @@ from nemo_rl_mcore.workers.failures import WorkerError
 from nemo_rl_mcore.workers.one_process import InProcessRank, OneProcess
 from nemo_rl_mcore.workers.policy import open_place
 
+pytestmark = pytest.mark.stage("processes")
+
 RECIPE = "examples/configs/grpo_copy_cpu.yaml"
 ONE_RANK = ("cluster.cpu_workers_per_node=1", "policy.megatron_cfg.tensor_model_parallel_size=1")
 

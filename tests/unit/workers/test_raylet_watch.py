@@ -12,6 +12,8 @@ import pytest
 
 from nemo_rl_mcore.workers.raylet_watch import RayletDiedError, watched_raylet
 
+pytestmark = pytest.mark.stage("processes")
+
 Start = Callable[[], subprocess.Popen[bytes]]
 DYING = """#!/bin/sh
 sleep 0.5

@@ -11,6 +11,8 @@ import pytest
 from nemo_rl_mcore.workers.local_session import LocalSession
 from nemo_rl_mcore.workers.session_folders import SessionFolder
 
+pytestmark = pytest.mark.stage("processes")
+
 WEEKS_AGO = time.time() - 30 * 24 * 3600
 HOLDS = """
 import os, sys

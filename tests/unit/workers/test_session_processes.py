@@ -11,6 +11,8 @@ import pytest
 
 from nemo_rl_mcore.workers.session_processes import Reaper, kill, processes_of, state_of
 
+pytestmark = pytest.mark.stage("processes")
+
 WRITER = "import sys, time; file = open(sys.argv[1], sys.argv[2]); print('open', flush=True); time.sleep(600)"
 
 
