@@ -14,7 +14,7 @@ from nemo_rl_mcore.config import ConfigError, RunConfig
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.load import load_with_warnings
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight import Plan, preflight
 from nemo_rl_mcore.preflight.evaluation import as_evaluated
@@ -24,6 +24,8 @@ from nemo_rl_mcore.training.checkpoints import NotACheckpointError, require_chec
 
 EXIT_CONFIG_ERROR = 2
 """Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
+EXIT_RUN_WOULD_STOP = 1
+"""Exit status of a recipe whose code does what a run stops at."""
 _OVER_WEIGHTS = ("eval", "generate", "export")
 """The commands over weights that are given; nothing is trained."""
 
@@ -158,23 +160,18 @@ def _check(config: RunConfig, plan: Plan, *, full: bool) -> int:
     from nemo_rl_mcore.console import open_console
     from nemo_rl_mcore.preflight.render import render
 
-    in_full = _in_full(config, plan) if full else []
-    if in_full is None:
-        return EXIT_CONFIG_ERROR
+    in_full = list[tuple[str, str]]()
+    if full:
+        from nemo_rl_mcore.full_check import full_check  # brings in torch and Ray
+
+        try:
+            in_full = [*full_check(config, plan)]
+        except RunStoppedError as error:
+            write_line(sys.stderr, str(error))
+            return EXIT_RUN_WOULD_STOP if isinstance(error, CustomCodeError) else EXIT_CONFIG_ERROR
     console = open_console(highlight=False)
     console.print(render(plan, in_full), soft_wrap=True)
     return 0
-
-
-def _in_full(config: RunConfig, plan: Plan) -> list[tuple[str, str]] | None:
-    """Return what opening the parts of the run tells; None, with the reason told, where they cannot be opened."""
-    from nemo_rl_mcore.full_check import full_check
-
-    try:
-        return list(full_check(config, plan))
-    except RunStoppedError as error:
-        write_line(sys.stderr, str(error))
-        return None
 
 
 def _report(options: argparse.Namespace, _: Sequence[str]) -> int:

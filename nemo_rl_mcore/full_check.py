@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from statistics import median
 
-from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.config import EnvConfig, RunConfig
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.data.answers import answer_row
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.preference import given_pair, pair_rows
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.data.turns import first_turn
+from nemo_rl_mcore.data.turns import Reply, Turn, first_turn
 from nemo_rl_mcore.environments.replies import replies_of
+from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
 from nemo_rl_mcore.parts import Parts, open_parts
 from nemo_rl_mcore.preflight import Plan
 from nemo_rl_mcore.preflight.render import Row
 from nemo_rl_mcore.strict_json import shortened
+from nemo_rl_mcore.workers.environment import only_environment, rank_environment, session_environment
+from nemo_rl_mcore.workers.environment_actor import EnvironmentProcess, given_variables
 
 _SHOWN = 400
 """Characters of a prompt that are shown."""
@@ -27,7 +34,8 @@ def full_check(config: RunConfig, plan: Plan) -> Iterator[Row]:
     """Open the parts of the run, and yield what they tell, as rows of the plan.
 
     Raises RunStoppedError for what would stop the run before its ranks start: data that cannot be fetched or read, a
-    row with too many tokens, a gold that the environment cannot read, a class of the user's own that does not import.
+    row with too many tokens, a gold that the environment cannot read, a class of the user's own that does not import;
+    CustomCodeError for a reward function, or class, that raises or gives amiss, at which a run would stop later.
     """
     parts = open_parts(config)
     trained, held_out = _rows(parts)
@@ -83,19 +91,64 @@ def _left_out(plan: Plan, source: PromptSource) -> Iterator[Row]:
 
 
 def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Row]:
-    """Return what the environment gives for the data's answer, and for none, where it scores single answers."""
-    if hasattr(parts.environment, "step"):
+    """Yield what the environment gives for the data's answer, and for none; nothing where agents give the rewards."""
+    env = parts.config.env
+    if env.endpoint is not None and not env.given:
         return
     turns = [first_turn(prompt, prompt.imitated), first_turn(prompt, "")]
-    replies = replies_of(parts.environment, turns, parts.config.env.reward_weights or {})
-    given, none = (reply.reward for reply in replies)
-    yield (
-        name,
-        f"{shortened(prompt.imitated)} earns {given:g}, an empty response {none:g}",
-    )
-    if given <= none:
+    if env.pool_size:
+        given, none = _replies_of_process(env, turns)
+    else:
+        given, none = replies_of(parts.environment, turns, env.reward_weights or {})
+    yield name, f"{shortened(prompt.imitated)} earns {_earned(given)}, an empty response {_earned(none)}"
+    if given.terminated and given.reward <= none.reward:
         yield (
             "",
             "the answer as the data states it earns no more than none: look at env (env.math.response says where a "
             "response has to state its own) and at the answer of the source",
         )
+
+
+def _earned(reply: Reply) -> str:
+    parts = ", ".join(f"{name} {value:g}" for name, value in reply.rewards.items())
+    return f"{reply.reward:g}{parts and f' ({parts})'}"
+
+
+def _replies_of_process(env: EnvConfig, turns: Sequence[Turn]) -> Sequence[Reply]:
+    """Return the replies of an environment in a process like those of a run, which sees no more than they do."""
+    variables = rank_environment(os.environ, on_cpu=not env.pool.num_gpus) | given_variables(env.pool)
+    context = get_context("spawn")
+    replies, there = context.Pipe(duplex=False)
+    process = context.Process(target=_reply, args=(there, env, turns), daemon=True)
+    with only_environment(session_environment(os.environ) | variables):
+        process.start()
+    there.close()
+    try:
+        for limit_s, key in (
+            (env.pool.start_timeout_s, "env.pool.start_timeout_s"),
+            (env.pool.timeout_s, "env.pool.timeout_s"),
+        ):
+            if not replies.poll(limit_s):
+                raise CustomCodeError(f"{key}: the environment has not replied within {limit_s:g} s")
+            if isinstance(said := replies.recv(), RunStoppedError):
+                raise said
+        return said
+    except EOFError:
+        process.join()
+        raise CustomCodeError(
+            f"the process of the environment ended with status {process.exitcode}, without a reply"
+        ) from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _reply(driver: Connection, env: EnvConfig, turns: Sequence[Turn]) -> None:
+    """Send None for a start, and the replies; or, in the place of either, what was raised. Runs there."""
+    try:
+        process = EnvironmentProcess(env, {})
+        driver.send(None)
+        replies = process.replies(turns, env.pool.timeout_s)
+        driver.send([replace(reply, metadata=None) for reply in replies])
+    except RunStoppedError as error:  # of any other one the traceback is told there, and its status here
+        driver.send(error)

@@ -106,8 +106,93 @@ def test_a_class_of_ones_own_is_imported_and_tried(recipe, capsys, env, said):
     # That a class is not there is seen without importing its module; what it does is not.
     assert cli.main(["check", "--config", config]) == (2 if "NotThere" in said else 0)
     capsys.readouterr()
-    assert full(config) == 2
+    # What cannot be built is the recipe's problem; what comes of a call is what a run would stop at.
+    assert full(config) == (2 if "NotThere" in said else 1)
     assert said in capsys.readouterr().err
+
+
+REWARDS = """
+import os
+
+def right(responses, answers):
+    return [float(one == other) for one, other in zip(responses, answers)]
+
+def wide(responses):
+    return [float(os.environ.get("CUDA_VISIBLE_DEVICES") == "" and "OWN" not in os.environ)] * len(responses)
+
+def raises(responses):
+    return [1 / 0 for _ in responses]
+
+def nan(responses):
+    return [float("nan")] * len(responses)
+
+def none(responses):
+    sorted(responses)
+
+def short(responses):
+    return [0.0]
+
+def leaves(responses):
+    os._exit(3)
+
+def hangs(responses):
+    while True:
+        pass
+"""
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    (tmp_path / "rewards_here.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def named(*names, **pool):
+        return {"rewards": {name: f"rewards_here:{name}" for name in names}, "pool": pool}
+
+    return named
+
+
+def test_each_reward_function_is_called_where_a_run_calls_it(recipe, functions, capsys, monkeypatch):
+    monkeypatch.setenv("OWN", "of the driver alone")
+    assert full(recipe([QUESTION], env=functions("right", "wide"))) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "earns 2 (right 1, wide 1), an empty response 1 (right 0, wide 1)" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "of_what"),
+    [("raises", "ZeroDivisionError"), ("nan", "nan"), ("none", "None"), ("short", "1 rewards of 2")],
+)
+def test_what_a_reward_function_does_amiss_is_a_finding(recipe, functions, capsys, name, of_what):
+    config = recipe([QUESTION], env=functions("right", name, size=0))
+    assert cli.main(["check", "--config", config]) == 0
+    assert full(config) == 1
+    err = capsys.readouterr().err
+    assert f"env.rewards.{name}: rewards_here:{name}" in err
+    assert of_what in err
+
+
+def test_the_end_of_its_process_is_a_finding(recipe, functions, capsys):
+    assert full(recipe([QUESTION], env=functions("leaves"))) == 1
+    assert "status 3" in capsys.readouterr().err
+
+
+def test_a_reward_function_that_hangs_is_a_finding(recipe, functions, capfd):
+    env = functions("hangs", timeout_s=0.5, start_timeout_s=60)
+    assert full(recipe([QUESTION], env=env)) == 1
+    err = capfd.readouterr().err
+    assert "env.pool.timeout_s" in err
+    assert "in hangs" in err  # the stack of the process
+
+
+def test_steps_of_ones_own_are_scored_too(recipe, capsys):
+    def of(name):
+        return recipe([QUESTION], env={"custom": {"type": f"custom_parts:{name}"}, "pool": {"size": 0}})
+
+    assert full(of("Steps")) == 0
+    assert "earns 18 (length 18), an empty response 0 (length 0)" in capsys.readouterr().out
+    assert full(of("RaisingSteps")) == 1
+    assert "env.custom.type: custom_parts:RaisingSteps.step" in capsys.readouterr().err
 
 
 def test_a_task_without_files_tells_of_its_first_step(capsys):
