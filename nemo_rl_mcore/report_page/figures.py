@@ -41,6 +41,8 @@ _REST = "the rest"
 _SHOWN_SHARE = 0.002
 """Of the time of all steps; a phase with less counts as the rest."""
 _DIGITS = 6
+_AROUND_ZERO = 0.1
+"""What the axis of a curve that stays 0 has to either side."""
 
 
 def curve_groups(runs: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -136,8 +138,16 @@ def _seconds(row: Row, key: str) -> float:
 
 def _over_steps(runs: Sequence[RunData], metrics: Iterable[str]) -> Figure:
     """Return the metrics over the steps of all runs, so that pictures that stand beside each other have one axis."""
-    axis = {"title": {"text": "step"}, "range": [0, max(run.last_step for run in runs)]}
-    return _figure(_curves(runs, metrics), xaxis=axis)
+    lines = _curves(runs, metrics)
+    axes: dict[str, Any] = {
+        "xaxis": {"title": {"text": "step"}, "range": [0, max(run.last_step for run in runs)]}
+    }
+    values = {value for line in lines for value in line["y"] if value is not None}
+    if len(values) == 1:  # Plotly's own range is the value and 1 to either side: a learning rate looks like 0
+        value = values.pop()
+        half = abs(value) / 2 or _AROUND_ZERO
+        axes["yaxis"] = {"range": [value - half, value + half]}
+    return _figure(lines, **axes)
 
 
 def _curves(runs: Sequence[RunData], metrics: Iterable[str]) -> list[dict[str, Any]]:

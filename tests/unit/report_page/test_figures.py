@@ -95,3 +95,14 @@ def test_metrics_without_a_panel_can_be_chosen(tmp_path):
     metrics = rows(3, **{"a/b": 1.0, "timing/train_cpu": 1.0, "timing/startup/ray": 5.0})
     others = other_metrics([run_of(tmp_path, metrics)])
     assert list(others) == ["a/b", "timing/generation", "timing/train"]
+
+
+@pytest.mark.parametrize("value", [0.001, -3.0, 1e6, 0.0])
+def test_a_constant_curve_has_an_axis_around_its_value(tmp_path, value):
+    figure = panels([run_of(tmp_path, rows(30, **{"train/lr": value, "train/loss": float}))])
+    low, high = figure["train/lr"]["layout"]["yaxis"]["range"]
+    assert low < value < high
+    assert high - low <= abs(value) or not value
+    assert (low > 0) == (value > 0)
+    assert "yaxis" not in figure["train/loss"]["layout"]
+    validated(figure["train/lr"])
