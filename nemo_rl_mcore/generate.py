@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import batched
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from nemo_rl_mcore.algorithms.run_start import require_whole
 from nemo_rl_mcore.config import RunConfig
@@ -17,7 +17,7 @@ from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.limits import Limits
-from nemo_rl_mcore.data.prompt_file import read_prompts
+from nemo_rl_mcore.data.prompt_file import prompt_of, read_prompts
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.streams import StreamSource
 from nemo_rl_mcore.data.tokenizer import Tokenizer
@@ -37,11 +37,11 @@ _HELD_OUT_PROMPTS = 8
 class Asked:
     """What the command asks for.
 
-    texts, file: the prompts; without any of them held-out ones are taken. samples: answers to each prompt.
-    output: the JSONL file to write instead of lines.
+    prompts, file: texts, or conversations as lists of messages, or lists of these; without any of them held-out ones
+    are taken. samples: answers to each prompt. output: the JSONL file to write instead of lines.
     """
 
-    texts: Sequence[str] = ()
+    prompts: Sequence[object] = ()
     file: str | None = None
     samples: int = 1
     greedy: bool = False
@@ -120,15 +120,27 @@ def rows_of(answered: Rollout) -> Iterator[dict[str, object]]:
 
 def prompts_to_answer(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> list[Prompt]:
     """Prompts that the responder will take; one that it would refuse is refused before the ranks start."""
-    given = [Prompt(0, text, "", place=f"--prompt {quoted(text)}") for text in asked.texts]
-    if asked.file is not None:
-        try:
+    try:
+        given = [prompt_of(one, f"--prompt {quoted(one)}") for one in _each(asked.prompts)]
+        if asked.file is not None:
             given += read_prompts(Path(asked.file), _input_key(config))
-        except ValueError as error:
-            raise RunStoppedError(f"--prompt-file {error}") from error
+    except ValueError as error:
+        raise RunStoppedError(
+            f"{'--prompt-file ' if asked.file else ''}{error}", code=code_of(error)
+        ) from error
     if not given:
         return _held_out(config, tokenizer)
     return [_checked(config, replace(prompt, index=index), tokenizer) for index, prompt in enumerate(given)]
+
+
+def _each(prompts: Iterable[object]) -> Iterator[object]:
+    """Yield texts and conversations, those of a list of them one by one."""
+    for given in prompts:
+        several = cast("list[object]", given) if isinstance(given, list | tuple) else []
+        if several and not isinstance(several[0], Mapping):
+            yield from several
+        else:
+            yield given
 
 
 def _input_key(config: RunConfig) -> str | None:

@@ -166,7 +166,7 @@ class Distillation(Run):
         """
         draft = _sampling("distillation", prompts_per_step, generations, lr, gpus, seed)
         if teacher is not None:
-            draft.set("teacher.model_name", str(teacher), "teacher")
+            draft.weights("teacher", teacher, "teacher")
         draft.model(model, max_length, max_new_tokens)
         draft.rewards(reward)
         if validation is not None:

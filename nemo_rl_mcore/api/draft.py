@@ -55,12 +55,21 @@ class Draft:
         """Set the model, and how long its sequences are."""
         longest = max_length or _LONGEST
         if name is not None:
-            self.set("policy.model_name", str(name), "model")
+            self.weights("policy", name, "model")
             if max_length is None:
                 longest = min(longest, _positions(str(name)))
         self.set("policy.max_total_sequence_length", longest, "max_length")
         self.set("policy.generation.max_new_tokens", max_new_tokens or longest, "max_new_tokens")
         self.set("policy.generation.fit_to_sequence", max_new_tokens is None, "max_new_tokens")
+
+    def weights(self, section: str, name: object, argument: str) -> None:
+        """Set the weights of a model, a folder or a name on the hub; ConfigError for a model in memory."""
+        path = f"{section}.model_name"
+        if not isinstance(name, str | Path):
+            what = f"a {type(name).__name__} is no folder, and no name on the hub"
+            remedy = "save the model and its tokenizer, by save_pretrained(FOLDER), and give the folder"
+            raise ConfigError([Problem("wrong-kind", path, what, remedy, where=f"argument {argument}")])
+        self.set(path, str(name), argument)
 
     def machine(self, gpus: int | None) -> None:
         """Set the ranks: one on each GPU, or one on the CPU."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from nemo_rl_mcore.config.base import ConfigError, Problem, Tree
+from nemo_rl_mcore.config.base import Code, ConfigError, Problem, Tree, join_path
 from nemo_rl_mcore.own_files import replacing
 
 PROMPT_NAMES = ("input", "prompt", "question", "problem", "query", "instruction")
@@ -39,27 +39,33 @@ def source_of(given: Data, file: Path, wanted: Collection[str] = ()) -> Source:
     first row has; wanted: columns that reward functions take, of which those that are there are kept. Raises
     ConfigError for no rows, and rows without a prompt.
     """
+    argument = file.stem
     if isinstance(given, Mapping):
         section = dict(cast("Mapping[str, object]", given))
+        if splits := [name for name, one in section.items() if hasattr(one, "column_names")]:
+            what = f"a {type(cast('object', given)).__name__} of {', '.join(splits)}, and a source is one of these"
+            raise _refused("wrong-kind", argument, "", what, f"give one: {argument}=...[{splits[0]!r}]")
         return Source(section, cast("Sequence[str]", section.get("columns", ())))
     if isinstance(given, str | Path):
         path = Path(given)
         first = _first_of_file(path)
         place = str(path.absolute()) if path.exists() else str(given)
     else:
-        rows = [*given]
+        is_frame = hasattr(given, "iterrows")  # of pandas, which yields the names of its columns
+        rows = cast("Any", given).to_dict("records") if is_frame else [*given]
         if not rows:
-            raise ConfigError([Problem("too-few-rows", _key_of(file), "no rows", "give at least one")])
+            raise _refused("too-few-rows", argument, "", "no rows", "give at least one")
         first = rows[0]
         place = str(_written(rows, file))
     section: Tree = {"data_path": place}
     if first is None:
         return Source(section)
-    return Source(section | _columns(first, wanted, _key_of(file)), [*first], _is_chat(first))
+    return Source(section | _columns(first, wanted, argument), [*first], _is_chat(first))
 
 
-def _key_of(file: Path) -> str:
-    return f"data.{file.stem}"
+def _refused(code: Code, argument: str, key: str, what: str, remedy: str) -> ConfigError:
+    path = join_path(f"data.{argument}", key)
+    return ConfigError([Problem(code, path, what, remedy, where=f"argument {argument}")])
 
 
 def _first_of_file(path: Path) -> Mapping[str, object] | None:
@@ -83,9 +89,7 @@ def _written(rows: Sequence[Mapping[str, object]], file: Path) -> Path:
             line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
             what = f"row {number} cannot be written as JSON: {error}"
-            raise ConfigError(
-                [Problem("wrong-row", _key_of(file), what, "give text, numbers and lists")]
-            ) from error
+            raise _refused("wrong-row", file.stem, "", what, "give text, numbers and lists") from error
         lines.append(f"{line}\n".encode())
     digest = sha256(b"".join(lines)).hexdigest()[:12]
     place = file.absolute().with_name(digest) / file.name
@@ -96,7 +100,7 @@ def _written(rows: Sequence[Mapping[str, object]], file: Path) -> Path:
     return place
 
 
-def _columns(first: Mapping[str, object], wanted: Collection[str], key: str) -> Tree:
+def _columns(first: Mapping[str, object], wanted: Collection[str], argument: str) -> Tree:
     """Return the keys that name the columns of a row, as far as their names are others than those of the recipe."""
     found: Tree = {}
     if kept := [name for name in wanted if name in first]:
@@ -107,11 +111,11 @@ def _columns(first: Mapping[str, object], wanted: Collection[str], key: str) -> 
     if prompt is None:
         there = ", ".join(map(repr, first)) or "none"
         what = f"no column is the prompt; it has {there}"
-        argument = key.rpartition(".")[2]
         remedy = f"call it {PROMPT_NAMES[1]}, or name it: {argument}={{'data_path': ..., 'input_key': ...}}"
-        raise ConfigError(
-            [Problem("missing", f"{key}.input_key", what, remedy, where=f"argument {argument}")]
-        )
+        if "text" in first:
+            what = f"{what}; whole texts, as of a column `text`, are not trained on"
+            remedy = f"part each into prompt and completion, or into messages; or {remedy}"
+        raise _refused("missing", argument, "input_key", what, remedy)
     answer = next((name for name in ANSWER_NAMES if name in first), None)
     return found | {"input_key": prompt, "output_key": answer}
 

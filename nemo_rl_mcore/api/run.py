@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 from nemo_rl_mcore.api.code import Code
 from nemo_rl_mcore.config.base import ConfigError, Problem
@@ -29,6 +29,8 @@ from nemo_rl_mcore.signals import stop_signals
 
 Metrics = Mapping[str, float]
 """A row of metrics.jsonl: `step`, and each metric by its name."""
+type Asking = str | Sequence[Mapping[str, object]]
+"""A prompt: a text, or a conversation as messages with `role` and `content`."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +128,22 @@ class Run:
         return self.metrics()[-1]
 
     def metrics(self) -> list[Metrics]:
-        """Return the metrics of each finished step, also of earlier calls that this run has gone on from."""
+        """Return the metrics of each step that has trained, also of earlier calls that this run has gone on from."""
+        return [row for row in self._history() if row["step"] > 0]
+
+    def validations(self) -> list[Metrics]:
+        """Return `step` and the metrics `validation/...` of each validation; that before the first step has step 0."""
+        found = [
+            {name: value for name, value in row.items() if name == "step" or name.startswith("validation/")}
+            for row in self._history()
+        ]
+        return [row for row in found if len(row) > 1]
+
+    def _history(self) -> list[dict[str, float]]:
         from nemo_rl_mcore.observability.report import read_history
         from nemo_rl_mcore.observability.sinks import METRICS_FILE
 
-        if not (self.folder / METRICS_FILE).exists():
-            return []
-        return cast("list[Metrics]", [*read_history(self.folder)])
+        return read_history(self.folder) if (self.folder / METRICS_FILE).exists() else []
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write the page of the run, `report.html` in its folder if no other file is named, and return its path."""
@@ -143,9 +154,15 @@ class Run:
         return write_page([read_run(self.folder)], Path(output) if output else self.folder / REPORT_FILE)
 
     def generate(
-        self, *prompts: str, samples: int = 1, greedy: bool = False, checkpoint: str | Path | None = None
+        self,
+        *prompts: Asking | Sequence[Asking],
+        samples: int = 1,
+        greedy: bool = False,
+        checkpoint: str | Path | None = None,
     ) -> list[dict[str, object]]:
         """Answer prompts, or held-out ones where there are none, with the weights of the newest checkpoint.
+
+        A prompt is a text or a conversation; lists of them are taken, too.
 
         Returns a dict an answer: prompt, response, tokens, finished, index, sample.
         """

@@ -125,7 +125,7 @@ class LoopConfig(StrictModel):
     val_at_end: bool = False
     """Validate after the last step."""
     max_val_samples: NonNegativeInt | None = 64
-    """Held-out prompts that a validation answers, null all; 0, of SFT and DPO alone, leaves their answers out."""
+    """Held-out prompts that a validation answers at most, null all; 0, of SFT and DPO alone, leaves answers out."""
     val_batch_size: PositiveInt = 64
     """Prompts generated at a time in a validation."""
     seed: Seed | None = None
@@ -155,7 +155,7 @@ class RolloutConfig(LoopConfig):
     """The loop of algorithms that learn from the policy's own answers."""
 
     max_val_samples: PositiveInt | None = 64
-    """Held-out prompts that a validation answers; null is all of data.validation, or of what is held out."""
+    """Held-out prompts that a validation answers at most; null is all of data.validation, or of what is held out."""
     num_prompts_per_step: PositiveInt
     """Prompts drawn per step."""
     num_generations_per_prompt: PositiveInt

@@ -1,5 +1,7 @@
 """A file of prompts to answer: a text with a prompt a line, or JSONL with a prompt or messages a line."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -31,15 +33,34 @@ def read_prompts(path: Path, input_key: str | None = None) -> list[Prompt]:
         if not line.strip():
             continue
         place = f"{path}:{number}"
-        given = _of_object(line, keys, place) if path.suffix == ".jsonl" else line.removesuffix("\r")
-        text, context = (given, ()) if isinstance(given, str) else ("", given)
-        prompts.append(Prompt(len(prompts), text, "", context=context, place=place))
+        key, given = (
+            _of_object(line, keys, place) if path.suffix == ".jsonl" else ("", line.removesuffix("\r"))
+        )
+        prompts.append(replace(prompt_of(given, place, key), index=len(prompts)))
     if not prompts:
         raise RefusedError(f"{str(path)!r} holds no prompt", code="no-prompt")
     return prompts
 
 
-def _of_object(line: str, keys: list[str], place: str) -> str | tuple[Message, ...]:
+def prompt_of(given: object, place: str, key: str = "") -> Prompt:
+    """Return a text, or a conversation as a list of messages, as a prompt; raises RefusedError for all else.
+
+    key: that it stands under, for the message.
+    """
+    if isinstance(given, str):
+        return Prompt(0, given, "", place=place)
+    turns = [*map(_message, cast("Sequence[object]", given))] if isinstance(given, list | tuple) else []
+    messages = tuple(turn for turn in turns if turn is not None)
+    if not messages or len(messages) < len(turns):
+        raise RefusedError(
+            f"{place}: {key or 'a prompt'} is {quoted(cast("object", given))}, and must be text or a list of messages",
+            code="prompt-type",
+        )
+    return Prompt(0, "", "", context=messages, place=place)
+
+
+def _of_object(line: str, keys: list[str], place: str) -> tuple[str, object]:
+    """Return the key of a prompt, and what stands under it."""
     try:
         row = parse_json(line)
     except ValueError as error:
@@ -50,17 +71,7 @@ def _of_object(line: str, keys: list[str], place: str) -> str | tuple[Message, .
         raise RefusedError(
             f"{place}: no object with one of the keys {', '.join(dict.fromkeys(keys))}", code="no-prompt-key"
         )
-    given = values[key]
-    if isinstance(given, str):
-        return given
-    turns = cast("list[object]", given if isinstance(given, list) else [])
-    messages = [_message(turn) for turn in turns]
-    if not messages or None in messages:
-        raise RefusedError(
-            f"{place}: {key} is {quoted(values[key])}, and must be text or a list of messages",
-            code="prompt-type",
-        )
-    return tuple(message for message in messages if message is not None)
+    return key, values[key]
 
 
 def _message(turn: object) -> Message | None:

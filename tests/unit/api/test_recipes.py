@@ -8,7 +8,9 @@ from inspect import signature
 from pathlib import Path
 
 import datasets
+import pandas
 import pytest
+import torch
 import yaml
 from chat_templates import APPENDING, byte_tokenizer
 
@@ -187,6 +189,58 @@ def test_rows_without_a_prompt_are_refused(tmp_path):
         grpo(tmp_path, train=[{"text": "527>"}])
     [problem] = caught.value.problems
     assert (problem.code, problem.path) == ("missing", "data.train.input_key")
+    with pytest.raises(ConfigError) as caught:
+        SFT(None, train=[{"text": "527> 527"}], gpus=0, out=tmp_path)
+    assert ("data.train.input_key", "missing") in {(one.path, one.code) for one in caught.value.problems}
+    assert "`text`" in str(caught.value)
+
+
+def test_a_data_frame_is_rows(tmp_path):
+    of_list, of_frame = (
+        grpo(tmp_path, train=train).config.data.train for train in (ROWS, pandas.DataFrame(ROWS))
+    )
+    assert of_frame == of_list
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "path"),
+    [
+        ({"train": datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))}, "wrong-kind", "data.train"),
+        (
+            {"validation": datasets.DatasetDict(test=datasets.Dataset.from_list(ROWS))},
+            "wrong-kind",
+            "data.validation",
+        ),
+        ({"model": torch.nn.Linear(1, 1)}, "wrong-kind", "policy.model_name"),
+    ],
+)
+def test_an_object_that_is_no_source_and_no_model_is_refused(tmp_path, given, code, path):
+    with pytest.raises(ConfigError) as caught:
+        GRPO(**{"model": None, "train": ROWS, "reward": right, "gpus": 0, "out": tmp_path} | given)
+    assert (path, code) in {(problem.path, problem.code) for problem in caught.value.problems}
+
+
+def test_a_validation_takes_the_rows_that_there_are(tmp_path):
+    """64 at most, unless a key says otherwise."""
+    run = grpo(tmp_path, validation=ROWS[:5])
+    assert run.plan().plan.data.held_out == 5
+    assert run.config.loop.max_val_samples == 64
+
+
+def test_metrics_have_a_row_for_each_step_that_trained_and_validations_one_for_each_of_theirs(tmp_path):
+    run = grpo(tmp_path, validation=ROWS[:5])
+    assert (run.metrics(), run.validations()) == ([], [])
+    rows = [
+        {"step": 0, "validation/accuracy": 0.25, "timing/validation": 1.0},
+        {"step": 1, "train/reward": 0.5},
+        {"step": 2, "train/reward": 0.75, "validation/accuracy": 0.5, "validation/reward": 0.5},
+    ]
+    (run.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert [row["train/reward"] for row in run.metrics()] == [0.5, 0.75]
+    assert run.validations() == [
+        {"step": 0, "validation/accuracy": 0.25},
+        {"step": 2, "validation/accuracy": 0.5, "validation/reward": 0.5},
+    ]
 
 
 def test_what_is_wrong_with_a_source_names_its_argument(tmp_path):

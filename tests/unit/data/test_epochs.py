@@ -61,13 +61,12 @@ def test_more_rows_than_there_are_is_an_error():
         source(3, 6).train_batch(1, 4)
     with refused("too-few-rows", 7, 6):
         source(20, 6).train_batch(1, 7)
-    with refused("too-few-rows", 4, 3):
-        source(20, 6).validation(4)
 
 
-def test_validation_gives_the_same_held_out_rows():
+def test_validation_gives_the_same_held_out_rows_as_many_as_there_are():
     drawn = source(20, 6)
     assert [prompt.index for prompt in drawn.validation(2)] == [20, 21]
+    assert [prompt.index for prompt in drawn.validation(4)] == [20, 21, 22]
 
 
 # Sources with weights

@@ -3,10 +3,50 @@
 import json
 
 import pytest
+from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 from refusals import refused
 
+from nemo_rl_mcore import RunStoppedError, load_config
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.prompt_file import read_prompts
+from nemo_rl_mcore.generate import Asked, prompts_to_answer
+from nemo_rl_mcore.parts import tokenizer_of
+
+USER = [{"role": "user", "content": "u"}]
+SYSTEM = [{"role": "system", "content": "s"}, *USER]
+
+
+@pytest.fixture
+def answered(tmp_path, request):
+    """The prompts of a call, of a recipe with a chat template in characters."""
+
+    def prompts(*given):
+        exemplar = request.config.rootpath / "examples/configs/grpo_copy_cpu.yaml"
+        folder = save_chat_tokenizer(tmp_path / "tokenizer")
+        named = (f"policy.tokenizer.name={folder}", f"policy.model.vocab_size={VOCABULARY}")
+        sizes = ("policy.max_total_sequence_length=100", "policy.model.max_position_embeddings=100")
+        data = ("data.dataset_name=jsonl", "++data.train.data_path=none", "data.apply_chat_template=true")
+        config = load_config(exemplar, [*named, *sizes, *data])
+        return prompts_to_answer(config, Asked(given), tokenizer_of(config.policy, config.data))
+
+    return prompts
+
+
+def test_conversations_are_prompts_one_or_many(answered):
+    def texts(*given):
+        return [(prompt.index, prompt.text) for prompt in answered(*given)]
+
+    user, system = "<turn>user\nu<end>\n<turn>assistant\n", "<turn>system\ns<end>\n"
+    assert texts(USER) == [(0, user)]
+    assert texts("u") == [(0, user)]
+    for given in ((USER, SYSTEM, "u"), ([USER, SYSTEM, "u"],), ([USER, SYSTEM], ["u"])):
+        assert texts(*given) == [(0, user), (1, f"{system}{user}"), (2, user)]
+
+
+@pytest.mark.parametrize("given", [USER[0], [{"role": "user"}], [{"content": "u"}], 5, [5]])
+def test_what_is_neither_text_nor_messages_is_refused(answered, given):
+    with refused("prompt-type", by=RunStoppedError):
+        answered(given)
 
 
 def test_a_text_has_a_prompt_a_line(tmp_path):

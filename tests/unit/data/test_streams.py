@@ -5,7 +5,7 @@ import datasets
 import pytest
 import yaml
 from library_files import write_parquet
-from refusals import refused, wrong_key
+from refusals import refused
 
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.data.sources import open_prompts
@@ -92,12 +92,11 @@ def test_validation_is_read_whole(recipe, tmp_path):
     assert [prompt.answer for prompt in source.validation(8)] == ["7"] * 8
 
 
-def test_a_validation_that_takes_more_rows_than_there_are_is_told_before_the_run(recipe, tmp_path):
+def test_a_validation_takes_no_more_rows_than_there_are(recipe, tmp_path):
     (tmp_path / "held_out.jsonl").write_text('{"input": "7>", "output": 7}\n' * 3)
     validation = {"data_path": str(tmp_path / "held_out.jsonl")}
     config = recipe(grpo={"val_at_end": True, "max_val_samples": 8}, validation=validation)
-    with wrong_key("grpo.max_val_samples: too-few-rows", 8, 3):
-        open_prompts(config, CHAR)
+    assert len(open_prompts(config, CHAR).validation(8)) == 3
 
 
 def test_generate_takes_the_held_out_prompts_that_there_are(recipe, tmp_path):
