@@ -17,7 +17,7 @@ from nemo_rl_mcore.config.environment_values import (
     read_value,
     without_values,
 )
-from nemo_rl_mcore.config.foreign.recognised import recipe_of_nemo_rl
+from nemo_rl_mcore.config.foreign.recognised import names_foreign, recipe_of_nemo_rl
 from nemo_rl_mcore.config.hf.own_tokenizer import MODEL, TOKENIZER, inherited, other_tokenizer
 from nemo_rl_mcore.config.interpolations import as_written, for_our_resolvers, register, unreadable
 from nemo_rl_mcore.config.run_config import RunConfig
@@ -88,7 +88,7 @@ class Computed:
 
 def compute(recipe: Recipe, overrides: Iterable[str]) -> Computed:
     """Apply overrides, and compute the interpolations."""
-    overridden, problems = apply_overrides(recipe.tree, overrides)
+    overridden, problems = apply_overrides(recipe.tree, overrides, names_foreign)
     tree, unresolved, references = resolve(recipe.tree)
     # A recipe drops a section of its parent by `section: null`.
     kept = {key: value for key, value in tree.items() if value is not None}

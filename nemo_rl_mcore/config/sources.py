@@ -1,6 +1,6 @@
 """Where a recipe comes from: YAML files joined by `defaults:`, then command-line overrides."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -102,9 +102,8 @@ def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise _refuse(chain, "not-readable", f"cannot be read: {error}", "name a YAML file") from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise _refuse(
-            chain, "not-readable", f"is not valid YAML: {' '.join(str(error).split())}", "correct it"
-        ) from error
+        what, remedy = _told(error, path)
+        raise _refuse(chain, "not-readable", f"is not valid YAML: {what}", remedy) from error
     except ValueError as error:
         raise _refuse(chain, "wrong-kind", f"is no recipe: {error}", "name a recipe") from error
     raise _refuse(chain, "wrong-kind", "holds no keys at its top level", "write a recipe: sections with keys")
@@ -113,6 +112,17 @@ def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:
 _NO_SUCH_FILE = (
     "check the path (a relative one starts at the file), or take one that `nemo-rl-mcore recipes` lists"
 )
+
+
+def _told(error: Exception, path: Path) -> tuple[str, str]:
+    """Return what is wrong with a text, and what to do; a tab, which cannot be seen, is called one."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if mark is not None:
+        line = path.read_text(encoding="utf-8").split("\n")[mark.line : mark.line + 1]
+        if "".join(line)[mark.column : mark.column + 1] == "\t":
+            what = f"line {mark.line + 1}, column {mark.column + 1}: a tab, and lines are indented by spaces alone"
+            return what, "put spaces in its place"
+    return " ".join(str(error).split()), "correct it"
 
 
 def _parents(defaults: object, chain: tuple[Path, ...]) -> list[str]:
@@ -210,10 +220,12 @@ def key_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, y
         yield from key_lines(value, path)
 
 
-def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[str], list[Problem]]:
+def apply_overrides(
+    tree: DictConfig, overrides: Iterable[str], is_foreign: Callable[[str], bool]
+) -> tuple[list[str], list[Problem]]:
     """Change the tree by Hydra's grammar (`a.b=c`, `+new=...`, `++any=...`, `~gone`).
 
-    Gives the paths that were named, and what is wrong with them.
+    is_foreign: of keys that are set although none of ours, for others to judge. Gives the paths that were named, and what is wrong with them.
     """
     texts = list(overrides)
     if not texts:
@@ -241,7 +253,7 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[st
             )
             continue
         paths += _paths({override.key_or_group: override.value()}, "")
-        problem = _apply(tree, override, kind)
+        problem = _apply(tree, override, lambda path: is_known(path, kind) or is_foreign(path), kind)
         if problem is not None:
             problems.append(problem)
     return paths, problems
@@ -250,7 +262,9 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[st
 COMMAND_LINE = "command line"
 
 
-def _apply(tree: DictConfig, override: "Override", kind: Kind) -> Problem | None:
+def _apply(
+    tree: DictConfig, override: "Override", may_be_set: Callable[[str], bool], kind: Kind
+) -> Problem | None:
     path = override.key_or_group
     exists = path in _keys(tree)
     if override.is_sweep_override() or override.package is not None:
@@ -268,7 +282,7 @@ def _apply(tree: DictConfig, override: "Override", kind: Kind) -> Problem | None
             "already-there", path, "is already set", f"write it without the +, {path}=...", where=COMMAND_LINE
         )
     creates = override.is_add() or override.is_force_add()
-    if not creates and not exists and not is_known(path, kind):
+    if not creates and not exists and not may_be_set(path):
         return Problem("unknown-key", path, "unknown key", suggestion(path, kind), where=COMMAND_LINE)
     try:
         OmegaConf.update(tree, path, override.value(), merge=True, force_add=True)

@@ -1,13 +1,15 @@
 """From a plain tree to a checked configuration, or to every problem it has."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl_mcore.config.base import Problem, Tree
+from nemo_rl_mcore.config.base import Problem, Tree, join_path
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.master import kind_of
 from nemo_rl_mcore.config.rules import run_problems
@@ -19,8 +21,10 @@ from nemo_rl_mcore.config.schema import (
     field_help,
     field_path,
     fields,
+    holds_names,
     nearest_path,
     placeholder,
+    section_of,
     suggestion,
 )
 
@@ -44,10 +48,11 @@ def validate(written: Tree) -> Validated:
     try:
         config = kind.model_validate(tree)
     except ValidationError as error:
-        translated = (_translate(details, tree, kind) for details in error.errors(include_url=False))
+        found = error.errors(include_url=False)
+        translated = chain.from_iterable(_translate(details, tree, kind) for details in found)
         field_problems = list(dict.fromkeys(translated))  # a union says it once for each of its branches
         # A model that could not be read is missing for that reason alone.
-        problems += [problem for problem in field_problems if not (unread and problem.path == _MODEL)]
+        problems += [problem for problem in field_problems if not (unread and _covers(_MODEL, problem.path))]
         config = _stand_in(tree, kind)
     else:
         field_problems = []
@@ -75,25 +80,31 @@ def with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
     return filled, problems
 
 
-def _translate(details: ErrorDetails, tree: Tree, kind: Kind) -> Problem:
+def _translate(details: ErrorDetails, tree: Tree, kind: Kind) -> Iterator[Problem]:
     path = ".".join(map(str, _as_written(details["loc"], tree)))
     given = _shown(details["input"])
     match details["type"]:
         case "extra_forbidden":
-            return Problem("unknown-key", path, "unknown key", suggestion(path, kind))
+            yield Problem("unknown-key", path, "unknown key", suggestion(path, kind))
         case "missing":
-            return Problem(
-                "missing",
-                path,
-                "missing",
-                f"set it: {field_help(path, kind)} ({allowed(fields(kind)[field_path(path, kind)])})",
-            )
+            yield from _missing(path, kind)
         case "value_error":
-            return Problem("not-allowed", path, str(details.get("ctx", {}).get("error", details["msg"])))
+            yield Problem("not-allowed", path, str(details.get("ctx", {}).get("error", details["msg"])))
         case _:
             field = field_at(path, kind)
             options = allowed(field) if field else details["msg"]
-            return Problem("not-allowed", path, f"{given} is not allowed", f"allowed: {options}")
+            yield Problem("not-allowed", path, f"{given} is not allowed", f"allowed: {options}")
+
+
+def _missing(path: str, kind: Kind) -> Iterator[Problem]:
+    """Yield that a mandatory key is missing and, of a section, its own mandatory keys with it."""
+    field = fields(kind)[field_path(path, kind)]
+    yield Problem("missing", path, "missing", f"set it: {field_help(path, kind)} ({allowed(field)})")
+    section = section_of(field)
+    if section is not None and not holds_names(field):
+        for name, inner in section.model_fields.items():
+            if inner.is_required():
+                yield from _missing(join_path(path, name), kind)
 
 
 def _as_written(loc: tuple[int | str, ...], tree: Tree) -> list[Key]:

@@ -25,7 +25,7 @@ def recipe_of_nemo_rl(tree: Tree, file: Path | None, overridden: Collection[str]
     keys = list(dict.fromkeys(foreign_keys(tree)))
     if not keys:
         return None
-    migrate = f"run `nemo-rl-mcore migrate {file}`, or give --migrate to check and {kind_of(tree).algorithm}"
+    migrate = f"run `nemo-rl-mcore migrate {file or 'FILE'}`, or give --migrate to check and {kind_of(tree).algorithm}"
     typed = file is None or all(key in overridden for key in keys)
     if len(keys) > _NAMED and not typed:
         named = ", ".join(keys[:_NAMED])
@@ -34,8 +34,16 @@ def recipe_of_nemo_rl(tree: Tree, file: Path | None, overridden: Collection[str]
     others = f"; so are {', '.join(keys[1:])}" if keys[1:] else ""
     what = f"is a key of NeMo RL, and none of ours{others}"
     remove = "remove them" if others else "remove it"
-    remedy = remove if typed else f"{remove} or, if the recipe is NeMo RL's, {migrate}"
+    remedy = f"{remove} or, if the recipe is NeMo RL's, {migrate}"
     return Problem("foreign-recipe", keys[0], what, remedy, tuple(keys))
+
+
+def names_foreign(path: str) -> bool:
+    """Return whether the path of an override leads to a key of NeMo RL that no recipe here has."""
+    section: object = True
+    for key in reversed(path.split(".")):
+        section = {key: section}
+    return any(True for _ in foreign_keys(cast("Tree", section)))
 
 
 def foreign_keys(section: Tree, prefix: str = "") -> Iterator[str]:

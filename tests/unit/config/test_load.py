@@ -29,6 +29,20 @@ def error_of(path: Path, *overrides: str) -> ConfigError:
     return caught.value
 
 
+@pytest.mark.parametrize(
+    ("text", "line"), [("policy:\n\tseed: 1\n", 2), ("policy:\n  a: 1\n \tb: 1\n", 3), ("seed: 1\n\t\n", 2)]
+)
+def test_a_tab_is_called_one(tmp_path, text, line):
+    (tmp_path / "tab.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "tab.yaml")
+    [problem] = caught.value.problems
+    assert problem.code == "not-readable"
+    assert f"line {line}," in problem.what
+    assert "a tab" in problem.what
+    assert "\\t" not in problem.what
+
+
 def test_the_exemplar_is_the_measured_run(load):
     config = load()
     assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (16, 16)

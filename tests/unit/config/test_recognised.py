@@ -79,13 +79,15 @@ def test_a_few_of_their_keys_in_a_recipe_of_ours_are_named_with_their_line(exemp
     ("override", "path"),
     [
         ("+policy.draft.enabled=true", "policy.draft.enabled"),
+        ("policy.dtensor_cfg.enabled=true", "policy.dtensor_cfg.enabled"),
         ("+async_rl={a: 1, b: 2, c: 3, d: 4}", "async_rl.a"),
     ],
 )
 def test_those_on_the_command_line_are_removed_there(exemplar, override, path):
     problem = problem_of(exemplar, override)
     assert (problem.path, problem.where) == (path, "command line")
-    assert "migrate" not in problem.remedy
+    assert problem.code == "foreign-recipe"
+    assert "nemo-rl-mcore migrate" in problem.remedy
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@ import copy
 import pytest
 from refusals import briefs
 
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.config.schema import field_at, placeholder
 from nemo_rl_mcore.config.validate import validate
 
 
@@ -71,6 +73,31 @@ def test_missing_fields_say_what_they_are(tree):
     problems = texts(tree)
     assert "policy.model.num_layers: missing" in problems
     assert any(text.startswith("grpo: missing") for text in problems)
+
+
+def test_a_missing_section_comes_with_its_own_mandatory_keys(tree):
+    del tree["policy"]["megatron_cfg"], tree["policy"]["generation"], tree["grpo"]
+    kept = {"log_dir": tree["logger"]["log_dir"]}
+    problems = {text.removesuffix(": missing") for text in texts({**tree, "logger": kept})}
+    assert {
+        "policy.megatron_cfg.optimizer",
+        "policy.megatron_cfg.optimizer.lr",
+        "policy.generation.max_new_tokens",
+        "grpo.num_prompts_per_step",
+    } < problems
+
+
+@pytest.mark.parametrize("algorithm", [*RUN_CONFIGS])
+def test_a_new_recipe_is_told_all_that_it_lacks_at_once(algorithm):
+    """What is then set to the simplest value may be refused for that value, and for nothing that is missing."""
+    tree = {algorithm: {}}
+    for problem in validate(tree).problems:
+        assert problem.code == "missing"
+        section, *_, key = tree, *problem.path.split(".")
+        for name in problem.path.split(".")[:-1]:
+            section = section.setdefault(name, {})
+        section.setdefault(key, placeholder(field_at(problem.path, RUN_CONFIGS[algorithm])))
+    assert [one.path for one in validate(tree).problems if one.what == "missing"] == []
 
 
 def test_field_and_cross_field_problems_come_together(tree):
