@@ -15,7 +15,7 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.load import load_with_warnings
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
-from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.output import command, write_line
 from nemo_rl_mcore.preflight import Plan, preflight
 from nemo_rl_mcore.preflight.evaluation import as_evaluated
 from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
@@ -51,7 +51,7 @@ def run_command(arguments: Sequence[str] | None) -> int:
         case "check" if options.resolved:
             return _resolved(config, options, overrides)
         case "check":
-            return _check(config, plan, full=options.full)
+            return _check(config, plan, options, overrides)
         case "eval":
             return _eval(config)
         case "generate":
@@ -156,12 +156,12 @@ def _resolved(config: RunConfig, options: argparse.Namespace, overrides: Sequenc
     return 0
 
 
-def _check(config: RunConfig, plan: Plan, *, full: bool) -> int:
+def _check(config: RunConfig, plan: Plan, options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from nemo_rl_mcore.console import open_console
     from nemo_rl_mcore.preflight.render import render
 
     in_full = list[tuple[str, str]]()
-    if full:
+    if options.full:
         from nemo_rl_mcore.full_check import full_check  # brings in torch and Ray
 
         try:
@@ -171,6 +171,11 @@ def _check(config: RunConfig, plan: Plan, *, full: bool) -> int:
             return EXIT_RUN_WOULD_STOP if isinstance(error, CustomCodeError) else EXIT_CONFIG_ERROR
     console = open_console(highlight=False)
     console.print(render(plan, in_full), soft_wrap=True)
+    migrated = ["--migrate"] * options.migrate
+    run = command(config.algorithm, *migrated, "--config", options.config, *overrides)
+    rehearse = command("rehearse", options.config, *overrides)
+    first = "" if config.cluster.on_cpu else f"`{rehearse}`, some minutes on CPUs; then, where the GPUs are, "
+    write_line(sys.stdout, f"next: {first}`{run}`")
     return 0
 
 

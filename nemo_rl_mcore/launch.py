@@ -82,6 +82,9 @@ def run(config: RunConfig) -> int:
 class Watch:
     """Sees the parts of a run as they start; this one leaves them as they are."""
 
+    summary = True
+    """Whether the run ends with the tables of its metrics."""
+
     def model(self, name: str, model: Policy) -> Policy:
         """Return the model that the algorithm is given in place of a model of the run."""
         return model
@@ -158,6 +161,7 @@ def _run_from(
             rewards_teach=policy_gradient(config) is not None,
         ),
         write_page=page_of_run,
+        summary=watch.summary,
     )
     with ExitStack() as session:
         session.enter_context(_cores_left_to_ranks(config.cluster))

@@ -6,6 +6,7 @@ What a run leaves behind does not depend on it.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import unicodedata
 from contextlib import suppress
@@ -29,6 +30,11 @@ def visible(text: str) -> str:
         else character
         for character in text
     )
+
+
+def command(*words: str) -> str:
+    """Return a call of `nemo-rl-mcore` as a shell takes it."""
+    return visible(shlex.join(("nemo-rl-mcore", *words)))
 
 
 class BestEffortStream:

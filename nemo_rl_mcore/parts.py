@@ -11,6 +11,7 @@ from nemo_rl_mcore.config.data import DataConfig, RowKind
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetch_tokenizer, fetched_folder
+from nemo_rl_mcore.data.limits import Limits
 from nemo_rl_mcore.data.observations import make_observer, require_append_only
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import (
@@ -25,7 +26,7 @@ from nemo_rl_mcore.environments.functions import RewardFunctions, require_column
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.interfaces import Environment
 from nemo_rl_mcore.losses import check_losses
-from nemo_rl_mcore.preflight.data_files import steps_of_epochs
+from nemo_rl_mcore.preflight.data_files import DataPlan, steps_of_epochs
 from nemo_rl_mcore.preflight.inputs import with_inputs
 from nemo_rl_mcore.preflight.tokenizer_folder import too_large
 from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm
@@ -135,6 +136,16 @@ def open_tokenizer(policy: PolicyConfig, data: DataConfig | None = None) -> Toke
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
     return tokenizer
+
+
+def first_prompt(config: RunConfig, data: DataPlan | None, tokenizer: Tokenizer) -> str | None:
+    """Return the first prompt of the rows as the model is shown it; RunStoppedError for one that does not fit."""
+    sampled = config.row_kind is RowKind.PROMPTS
+    try:
+        shown = Limits(config, tokenizer).fitting(data.first if data else (), sampled=sampled)
+        return next((prompt.text for prompt in shown), None)
+    except ValueError as error:
+        raise RunStoppedError(str(error), code=code_of(error)) from error
 
 
 def _require_room(policy: PolicyConfig, tokenizer: Tokenizer) -> None:

@@ -26,18 +26,25 @@ from nemo_rl_mcore.preflight.plan import Plan, preflight
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, recipe_text
 from nemo_rl_mcore.preflight.tokenizer_folder import has_tokenizer
 from nemo_rl_mcore.signals import stop_signals
+from nemo_rl_mcore.strict_json import shortened
 
 Metrics = Mapping[str, float]
 """A row of metrics.jsonl: `step`, and each metric by its name."""
+_SHOWN = 400
+"""Characters of a prompt that a plan shows."""
 type Asking = str | Sequence[Mapping[str, object]]
 """A prompt: a text, or a conversation as messages with `role` and `content`."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run is going to do, as `nemo-rl-mcore check` prints it."""
+    """What a run is going to do, as `nemo-rl-mcore check` prints it.
+
+    first_prompt: as the model sees it, where the tokenizer is a folder on this machine.
+    """
 
     plan: Plan
+    first_prompt: str | None = None
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
@@ -47,8 +54,9 @@ class RunPlan:
     def __repr__(self) -> str:
         from nemo_rl_mcore.preflight.render import render
 
-        text = StringIO()
-        open_console(text, highlight=False).print(render(self.plan), soft_wrap=True)
+        text, shown = StringIO(), self.first_prompt
+        in_full = [] if shown is None else [("first prompt", shortened(shown, _SHOWN))]
+        open_console(text, highlight=False).print(render(self.plan, in_full), soft_wrap=True)
         return text.getvalue()
 
 
@@ -105,11 +113,12 @@ class Run:
         """
         with handed(self._code.objects), self._told():
             plan = self._preflight()
-            if has_tokenizer(self._config.policy.tokenizer.name):
-                from nemo_rl_mcore.parts import open_tokenizer  # brings in torch, by way of transformers
+            if not has_tokenizer(self._config.policy.tokenizer.name):
+                return RunPlan(plan)
+            from nemo_rl_mcore.parts import first_prompt, open_tokenizer  # torch, by way of transformers
 
-                open_tokenizer(self._config.policy, self._config.data)
-        return RunPlan(plan)
+            tokenizer = open_tokenizer(self._config.policy, self._config.data)
+            return RunPlan(plan, first_prompt(self._config, plan.data, tokenizer))
 
     def _preflight(self) -> Plan:
         return preflight(self._config, elsewhere=False, of_a_run=True, starts=True, warnings=self._warnings)

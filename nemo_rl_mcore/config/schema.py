@@ -188,7 +188,7 @@ def placeholder(field: FieldInfo) -> object:
 
 
 def field_help(path: str, kind: Kind = GRPOMasterConfig) -> str:
-    """Return the description of a field, as one sentence without its full stop; an ellipsis at its end stays."""
+    """Return the beginning of a field's description without its full stop; an ellipsis at its end stays."""
     field = field_at(path, kind)
-    description = (field.description if field else None) or ""
+    description = " ".join(((field.description if field else None) or "").partition("\n\n")[0].split())
     return description if description.endswith("...") else description.removesuffix(".")

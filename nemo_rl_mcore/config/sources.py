@@ -225,7 +225,8 @@ def apply_overrides(
 ) -> tuple[list[str], list[Problem]]:
     """Change the tree by Hydra's grammar (`a.b=c`, `+new=...`, `++any=...`, `~gone`).
 
-    is_foreign: of keys that are set although none of ours, for others to judge. Gives the paths that were named, and what is wrong with them.
+    is_foreign: of keys that are set although none of ours, for others to judge.
+    Gives the paths that were named, and what is wrong with them.
     """
     texts = list(overrides)
     if not texts:

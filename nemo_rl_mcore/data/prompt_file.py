@@ -53,7 +53,7 @@ def prompt_of(given: object, place: str, key: str = "") -> Prompt:
     messages = tuple(turn for turn in turns if turn is not None)
     if not messages or len(messages) < len(turns):
         raise RefusedError(
-            f"{place}: {key or 'a prompt'} is {quoted(cast("object", given))}, and must be text or a list of messages",
+            f"{place}: {key or 'a prompt'} is {quoted(cast('object', given))}, and must be text or a list of messages",
             code="prompt-type",
         )
     return Prompt(0, "", "", context=messages, place=place)

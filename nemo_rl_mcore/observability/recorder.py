@@ -75,6 +75,7 @@ class RunRecorder:
     To each step it adds `timing/<phase>`, `timing/total` (wall seconds since the step before) and, when the
     step has `train/total_num_tokens`, `performance/tokens_per_sec`. With `run.resumed_step` it goes on with the metrics
     of an earlier run in the same folder, up to that step. write_page: makes a page of the folder, at the end.
+    summary: whether the end prints the tables of the metrics.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class RunRecorder:
         console: Console | None = None,
         run: RunFacts | None = None,
         write_page: Callable[[Path], object] | None = None,
+        summary: bool = True,
     ) -> None:
         run = run or RunFacts()
         self._config = config
@@ -95,7 +97,7 @@ class RunRecorder:
         self._console.file = cast(TextIO, BestEffortStream(self._console.file))
         self._history = HistorySink()
         self._resumed_step, self._rewards_teach = run.resumed_step, run.rewards_teach
-        self._write_page = write_page
+        self._write_page, self._summary = write_page, summary
         self._progress = ProgressDisplay(
             total_steps, title=title, console=self._console, steps_before=run.resumed_step or 0
         )
@@ -191,12 +193,8 @@ class RunRecorder:
             self._write_page(self._log_dir)
 
     def _report(self) -> None:
-        print_report(
-            self._log_dir,
-            self._history.rows,
-            list(self._shown),
-            console=self._console,
-        )
+        if self._summary:
+            print_report(self._log_dir, self._history.rows, list(self._shown), console=self._console)
         for place in self._loggers.places:
             self._say(place)
 

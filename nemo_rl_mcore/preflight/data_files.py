@@ -28,7 +28,7 @@ FIRST_ROWS = 2
 class DataPlan:
     """How long the files of a data set last; rows that are dropped for their length are still counted.
 
-    first: of the rows to train on, those that `check` shows.
+    first: of the rows to train on, those that `check` shows. equal_pairs: pairs of two equal answers.
     """
 
     rows: int
@@ -36,6 +36,7 @@ class DataPlan:
     rows_per_step: int
     steps: int
     first: tuple[Example, ...] = ()
+    equal_pairs: tuple[Example, ...] = ()
 
     @property
     def steps_per_epoch(self) -> float:
@@ -61,7 +62,20 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
     per_step, rows = config.prompts_per_step, len(examples.train)
     steps = steps_of_epochs(config, rows)
     first = tuple(examples.train[:FIRST_ROWS])
-    return DataPlan(rows, len(examples.held_out), per_step, steps, first), problems
+    pairs = [*examples.train, *examples.held_out] if config.row_kind is RowKind.PAIRS else []
+    equal = tuple(pair for pair in pairs if pair.rejected == (pair.solution or pair.answer))
+    return DataPlan(rows, len(examples.held_out), per_step, steps, first, equal), problems
+
+
+def data_warnings(plan: DataPlan | None) -> Iterator[Problem]:
+    """Yield pairs that teach nothing."""
+    if plan is None or not plan.equal_pairs:
+        return
+    what = (
+        f"{len(plan.equal_pairs)} of {plan.rows + plan.held_out} pairs have two equal answers, which teach nothing; "
+        f"the first is {plan.equal_pairs[0].place}"
+    )
+    yield Problem("no-signal", "data.train", what, "leave them out")
 
 
 def fetched(config: RunConfig) -> list[str]:
@@ -132,6 +146,25 @@ def _scored(config: RunConfig, examples: Examples) -> list[Example]:
     """Return the rows whose prompts the policy answers."""
     train = examples.train if config.row_kind is RowKind.PROMPTS else []
     return train + (examples.held_out[: config.loop.max_val_samples] if config.loop.validates else [])
+
+
+def chat_template_told(config: RunConfig) -> str | None:
+    """Say whether prompts are shown in the chat template; None where agents, or a task of ours, decide that."""
+    if not config.data.from_files or config.env.endpoint is not None:
+        return None
+    tokenizer = config.policy.tokenizer
+    folder = local_folder(tokenizer.name) if tokenizer.name != "char" else None
+    whose = "policy.tokenizer.chat_template" if tokenizer.chat_template is not None else tokenizer.name
+    if config.data.apply_chat_template:
+        return f"applied, that of {whose}"
+    if tokenizer.chat_template is not None or (folder is not None and has_template(folder)):
+        return f"not applied, though {whose} has one: data.apply_chat_template: true applies it"
+    there = (
+        "the tokenizer has none"
+        if folder is not None or tokenizer.name == "char"
+        else "prompts are plain text"
+    )
+    return f"not applied, {there}"
 
 
 def template_problems(config: RunConfig) -> Iterator[Problem]:

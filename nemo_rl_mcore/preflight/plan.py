@@ -17,7 +17,7 @@ from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.data.weight_files import require_whole_weights
 from nemo_rl_mcore.preflight.agents import agent_problems
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
-from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
+from nemo_rl_mcore.preflight.data_files import DataPlan, data_warnings, examine_data, fetched
 from nemo_rl_mcore.preflight.device_memory import DeviceMemory, plan_device_memory
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
 from nemo_rl_mcore.preflight.folders import checkpoints_on_disk, folder_problems
@@ -154,7 +154,7 @@ def preflight(
         log_dir=config.logger.log_dir,
         checkpoints=checkpoints_on_disk(config),
         missing=(*missing, *(of_layers if elsewhere else ())),
-        warnings=(*warnings, *(() if elsewhere else of_layers)),
+        warnings=(*warnings, *data_warnings(data), *(() if elsewhere else of_layers)),
         fetched=tuple(fetched(config)) if of_a_run else (),
     )
 

@@ -16,7 +16,7 @@ from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.examples import Example
 from nemo_rl_mcore.data.prompt_texts import read_texts
 from nemo_rl_mcore.output import visible
-from nemo_rl_mcore.preflight.data_files import FIRST_ROWS
+from nemo_rl_mcore.preflight.data_files import FIRST_ROWS, chat_template_told
 from nemo_rl_mcore.strict_json import shortened
 
 _SHOWN_TEXT = 100
@@ -40,6 +40,8 @@ def _lines(config: RunConfig, rows: Sequence[Example]) -> Iterator[tuple[str, st
     yield from _data(config)
     for number, example in enumerate(rows or _first_of_task(config), start=1):
         yield f"row {number}", _row(example)
+    if (told := chat_template_told(config)) is not None:
+        yield "chat template", told
     if config.learns_from_samples or config.loop.validates:
         yield from _environments(config)
     if isinstance(config.loop, DPOLossConfig):

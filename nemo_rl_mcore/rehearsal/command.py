@@ -19,7 +19,7 @@ from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.observability.ending import EXIT_FAILED, exit_status
-from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.output import command, write_line
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import ONE_RANK
 from nemo_rl_mcore.rehearsal import proofs
@@ -52,12 +52,13 @@ _NOT_VLLM = "not supported with vLLM; the rehearsal samples with the embedded en
 class Rehearsed:
     """A recipe to rehearse.
 
-    schedule: its learning rates, in NeMo RL's own keys for a recipe of NeMo RL.
+    schedule: its learning rates, in NeMo RL's own keys for a recipe of NeMo RL. theirs: whether it is one.
     open: keys that have no counterpart. of_vllm: settings of vLLM alone that are not supported.
     """
 
     config: RunConfig
     schedule: Schedule
+    theirs: bool = False
     open: tuple[str, ...] = ()
     of_vllm: tuple[Shrink, ...] = ()
 
@@ -85,6 +86,9 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
         table.write(Path(json_file))
     if status == 0 and not table.failed:
         shutil.rmtree(folder, ignore_errors=True)
+        calls = ("migrate",) if read.theirs else (read.config.algorithm, "--config")
+        where = "" if read.theirs or read.config.cluster.on_cpu else ", on the machines of the run"
+        write_line(sys.stdout, f"next: `{command(*calls, recipe, *overrides)}`{where}")
         return 0
     write_line(sys.stdout, f"the files of the rehearsal are in {folder}")
     return status or EXIT_FAILED
@@ -104,7 +108,7 @@ def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
         raise ConfigError(migrated.problems)
     left_out = tuple(str(note) for note in migrated.draft.notes if note.kind in (Kind.REFUSED, Kind.OPEN))
     theirs = Schedule.of_nemo_rl(migrated.read.tree, rollout_steps(migrated.config))
-    return Rehearsed(migrated.config, theirs or _schedule(migrated.config), left_out, of_vllm)
+    return Rehearsed(migrated.config, theirs or _schedule(migrated.config), True, left_out, of_vllm)
 
 
 def _migrated(recipe: str, overrides: Sequence[str]) -> tuple[Migrated, tuple[Shrink, ...]]:

@@ -30,6 +30,12 @@ def require_movement(before: Tensors, after: Tensors, tolerance: float) -> None:
         raise Refused(f"the step moved no weight by more than {moved:.1e}, which is too little to compare")
 
 
+def require_several_ranks(ranks: int) -> None:
+    """Refuse to compare the one rank of a recipe with itself."""
+    if ranks == 1:
+        raise Refused("the recipe has one rank")
+
+
 def require_comparable_balance(config: RunConfig) -> None:
     """Raise Refused for a model whose loss depends on which rows share a microbatch."""
     model = config.policy.model

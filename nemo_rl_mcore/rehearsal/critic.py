@@ -7,6 +7,7 @@ from nemo_rl_mcore.rehearsal.compared import (
     require_comparable_balance,
     require_movement,
     require_same_results,
+    require_several_ranks,
     within,
 )
 from nemo_rl_mcore.rehearsal.one_rank import one_rank
@@ -18,6 +19,7 @@ def critic_on_one_rank(ran: Ran) -> str:
 
     Raises Refused where that cannot be compared, and Found where something differs.
     """
+    require_several_ranks(ran.layout.ranks)
     require_comparable_balance(ran.config)
     plan = ran.on_one_rank().models["value"]
     with one_rank(plan.policy, role=plan.role) as one:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any, cast
 
 from nemo_rl_mcore.launch import Watch
+from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.workers.policy import Policy
 
 
 class Killer(Watch):
     """Kills the last rank of the policy by SIGKILL, once, in the first step that it trains; all ranks are local."""
+
+    summary = False
 
     def model(self, name: str, model: Policy) -> Policy:
         """Return the policy with its last rank about to die; any other model as it is."""
@@ -37,4 +41,5 @@ class _Doomed:
     def _kill(self) -> None:
         if not self._killed:
             self._killed = True
+            write_line(sys.stdout, "the rehearsal now kills a rank by itself, which is to be replaced:")
             os.kill(self._policy.processes[-1], signal.SIGKILL)

@@ -25,6 +25,7 @@ from nemo_rl_mcore.rehearsal.compared import (
     require_equal,
     require_movement,
     require_same_results,
+    require_several_ranks,
     within,
 )
 from nemo_rl_mcore.rehearsal.one_rank import difference, one_rank
@@ -152,6 +153,7 @@ class Twins:
 
     def layout(self) -> str:
         """Compare the step of all ranks with that of one."""
+        require_several_ranks(self.ran.layout.ranks)
         require_comparable_balance(self.ran.config)
         self._require_movement(tolerances.REORDERED)
         require_same_results(self._calls, self._plain["results"])
@@ -161,6 +163,8 @@ class Twins:
         """Compare the split step with `train`, on one rank and on all."""
         self._require_movement(tolerances.REORDERED)
         alone = within(self._plain["train"], self._plain["split"], tolerances.REORDERED)
+        if self.ran.layout.ranks == 1:
+            return alone
         on_all = difference(self._plain["saved 2"], self._plain["split on all"])
         if on_all > tolerances.REORDERED:
             ranks = self.ran.layout.ranks

@@ -58,6 +58,8 @@ class TrainCall:
 class Recorder(Watch):
     """Keeps what policy and critic were trained on since it was last asked, and can reach policy and engine."""
 
+    summary = False
+
     def __init__(self) -> None:
         self.policy: Policy | None = None
         self._engine: GenerationInterface | None = None

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import resource
 import shlex
 import subprocess
@@ -24,6 +25,28 @@ def test_check_prints_the_plan(capsys):
     captured = capsys.readouterr()
     assert "16 prompts x 16 answers = 256" in captured.out
     assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "commands"),
+    [
+        (EXEMPLAR, (), [f"nemo-rl-mcore grpo --config {EXEMPLAR}"]),
+        (DPO, ("dpo.max_num_steps=7",), [f"nemo-rl-mcore dpo --config {DPO} dpo.max_num_steps=7"]),
+        (
+            "quickstart/grpo_7B_8gpu.yaml",
+            ("logger.log_dir=a b",),
+            [
+                "nemo-rl-mcore rehearse quickstart/grpo_7B_8gpu.yaml 'logger.log_dir=a b'",
+                "nemo-rl-mcore grpo --config quickstart/grpo_7B_8gpu.yaml 'logger.log_dir=a b'",
+            ],
+        ),
+    ],
+)
+def test_check_ends_with_the_command_that_comes_next(capsys, config, overrides, commands):
+    assert cli.main(["check", "--config", config, *overrides]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("next: ")
+    assert re.findall(r"`([^`]+)`", last) == commands
 
 
 def test_overrides_on_both_sides_of_the_config_apply(capsys):

@@ -12,7 +12,7 @@ from nemo_rl_mcore.config.migration.migrate import Migrated, leave_open, load_mi
 from nemo_rl_mcore.config.migration.text_files import copy_text_files
 from nemo_rl_mcore.config.migration.writer import recipe_text
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.output import command, write_line
 
 EXIT_OPEN = 2
 """Exit status where the recipe is written and does not say all that theirs said."""
@@ -88,4 +88,4 @@ def report(migrated: Migrated, target: Path | None = None) -> Iterator[str]:
             yield from (f"  {note}" for note in notes if target or kind not in _IN_SHORT)
     yield f"left out at values that change nothing here: {len(draft.dropped)}"
     if target:
-        yield f"next: nemo-rl-mcore check --config {target}"
+        yield f"next: `{command('check', '--config', str(target))}`"

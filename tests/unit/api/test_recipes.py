@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from chat_templates import APPENDING, byte_tokenizer
+from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 
 from nemo_rl_mcore import (
     DPO,
@@ -310,6 +311,16 @@ def test_a_recipe_of_the_package_opens_by_its_name():
     run = load_recipe("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
     assert run.config == load_config("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
     assert "samples" in repr(run.plan())
+
+
+def test_the_plan_shows_the_first_prompt_as_the_model_sees_it(tmp_path):
+    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer")
+    model = {**MODEL["model"], "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+    policy = {"model": model, "tokenizer": {"name": tokenizer}}
+    for chat, shown in ((True, "<turn>user\n000><end>\n<turn>assistant\n"), (False, "000>")):
+        recipe = {"policy": policy, "data": {"apply_chat_template": chat}}
+        assert grpo(tmp_path, recipe=recipe, max_length=64).plan().first_prompt == shown
+    assert grpo(tmp_path).plan().first_prompt is None  # of characters: it is the row
 
 
 def test_gpus_that_are_not_there_are_told_by_the_plan(tmp_path, monkeypatch):

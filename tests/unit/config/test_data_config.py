@@ -132,6 +132,31 @@ def test_too_few_held_out_rows(plan, tmp_path):
     assert problem.startswith("sft.val_batches: too-few-rows")
 
 
+@pytest.mark.parametrize(
+    ("template", "data", "said"),
+    [
+        (True, {"apply_chat_template": True}, "applied"),
+        (True, {}, "not applied, though"),
+        (False, {}, "not applied, the tokenizer has none"),
+    ],
+)
+def test_whether_prompts_are_shown_in_the_chat_template_is_told(plan, tmp_path, template, data, said):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text('{"chat_template": "x"}' if template else "{}")
+    policy = {"tokenizer": {"name": str(tmp_path / "tokenizer")}}
+    subject = dict(plan(rows(100), data=data, policy=policy).subject)
+    assert subject["chat template"].startswith(said)
+
+
+def test_pairs_of_equal_answers_are_counted(plan):
+    pairs = [{"prompt": f"{n}>", "chosen": "1", "rejected": "12"[n % 4 > 0]} for n in range(40)]
+    policy = {"train_global_batch_size": 4, "train_micro_batch_size": 1}
+    made = plan(pairs, grpo=None, loss_fn=None, dpo={"max_num_steps": 3}, policy=policy)
+    [warning] = [one for one in made.warnings if one.path == "data.train"]
+    assert warning.code == "no-signal"
+    assert warning.what.startswith("10 of 40 ")
+
+
 def test_bad_lines_and_missing_files_are_problems_of_the_recipe(plan, tmp_path):
     (problem,) = problems(plan, [{"input": "1>"}])
     assert problem.startswith("data.train.data_path: wrong-row")

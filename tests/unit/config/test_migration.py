@@ -115,7 +115,7 @@ def test_the_report_has_a_group_for_each_fate(tmp_path, capsys):
         "  data.apply_chat_template: true; NeMo RL applies the chat template",
         f"  policy.generation.fit_to_sequence: {FITS}",
         f"{Kind.WARNED.value}: 5",
-        f"next: nemo-rl-mcore check --config {ours}",
+        f"next: `nemo-rl-mcore check --config {ours}`",
     ):
         assert line in lines
     assert not any(Kind.REFUSED.value in line for line in lines)

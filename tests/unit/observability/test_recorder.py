@@ -35,6 +35,15 @@ def on_a_full_disk(folder: Path) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
+def test_a_run_that_others_tell_of_ends_without_a_summary(tmp_path):
+    stream = io.StringIO()
+    config, console = LoggerConfig(log_dir=str(tmp_path)), Console(file=stream)
+    with RunRecorder(config, 1, console=console, summary=False) as recorder:
+        recorder.log(1, {"train/reward": 0.5})
+    assert "train/reward" not in stream.getvalue()
+    assert (tmp_path / "metrics.jsonl").is_file()
+
+
 def test_a_step_gets_its_times_and_its_token_rate(tmp_path: Path) -> None:
     with make(tmp_path) as recorder:
         for step in (1, 2):

@@ -3,11 +3,36 @@
 from pathlib import Path
 
 import pytest
+import torch
 from rehearsals import with_layout
 
+from nemo_rl_mcore.rehearsal.compared import Refused
+from nemo_rl_mcore.rehearsal.critic import critic_on_one_rank
 from nemo_rl_mcore.rehearsal.layouts import Layout, layouts_of
+from nemo_rl_mcore.rehearsal.proofs import Twins
+from nemo_rl_mcore.rehearsal.ran import Ran
 
 SHARED = ("tensor", "pipeline", "context", "expert")
+
+
+def test_a_run_on_one_rank_is_not_compared_with_itself(tmp_path: Path) -> None:
+    ran = Ran({}, Layout(), tmp_path)
+    for proof in (Twins(ran).layout, lambda: critic_on_one_rank(ran)):
+        with pytest.raises(Refused):
+            proof()
+
+
+def test_the_split_step_on_one_rank_is_that_rank_s_alone(tmp_path: Path) -> None:
+    twins = Twins(Ran({}, Layout(), tmp_path))
+    trained = {"weight": torch.ones(2)}
+    of_one_rank = {
+        "saved 1": {"weight": torch.zeros(2)},
+        "saved 2": trained,
+        "train": trained,
+        "split": trained,
+    }
+    twins.__dict__["_plain"] = of_one_rank  # what is computed once
+    assert twins.split()
 
 
 @pytest.mark.parametrize(
