@@ -35,7 +35,7 @@ class AnswerConfig(StrictModel):
     regex: Annotated[str, AfterValidator(_pattern)] | None = None
     """A regular expression of Python with one group: the answer is what the group holds in its last match (ours)."""
     boxed: bool = False
-    r"""The answer is what the last \boxed{...} holds, as in MATH (ours)."""
+    r"""The answer is what the last \boxed{...}, \fbox{...} or \framebox{...} holds, as in MATH (ours)."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield a section that says no way to find the answer, or several."""
@@ -72,12 +72,12 @@ class AnswerConfig(StrictModel):
         return f"has no match of {self.regex!r} with an answer in it"
 
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox(?:\s*\[[^\[\]]*\]){0,2})\s*")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what the last \boxed{...}, \fbox{...} or \boxed 5 (one token) holds; None where it is not closed."""
+    r"""Return what the last \boxed{...}, \fbox, \framebox or \boxed 5 holds; None where it is not closed."""
     last = _last(_BOX, text)
     if last is None:
         return None
@@ -102,9 +102,7 @@ _ANSWER_IS = re.compile(r"answer(?:\s+is|\s*:)+", re.IGNORECASE)
 
 
 def stated_answer(response: str) -> str:
-    """Return where a response most likely states its answer: a box, after ####, after "answer is", or all of it."""
-    if (boxed := last_boxed(response)) is not None:
-        return boxed
+    """Return where a response without a box most likely states its answer: after ####, "answer is", or all of it."""
     if (marked := _behind(response, "####")) is not None:
         return marked
     last = _last(_ANSWER_IS, response)

@@ -21,8 +21,8 @@ from nemo_rl_mcore.preflight.answer_kinds import (
     bare,
     gold_answer,
     gold_problems,
-    has_unit,
     is_plain_number,
+    ungrouped,
     wrong_answer,
 )
 
@@ -53,14 +53,15 @@ class _Answer:
 
 
 _NOTHING = _Answer(None, [])
+_BOXED = AnswerConfig(boxed=True)
 
 
 @dataclass(frozen=True)
 class MathEnvironment:
     """Score = whether the final answer of the response equals the one that the data's answer states.
 
-    Words are compared by their letters, all else as expressions. Without `response` math-verify looks for the
-    expression in the whole response, where one in a box counts before any other.
+    Words are compared by their letters, all else as expressions. Without `response` the answer is what the last box
+    holds; where there is no box, math-verify looks for the expression in the whole response.
     timeout_s: seconds to read an expression, and to compare two, after which the response is wrong. It is kept by a
     signal, so that scores are computed in the main thread. unparsable: what becomes of answers of the data that nothing
     can equal; unless they are refused, each response to one scores 0.
@@ -135,21 +136,17 @@ class MathEnvironment:
         gold, why = self._gold(given)
         if why is not None or gold.words is not None:
             return why
-        again = self._said(f"\\boxed{{{bare(text)}}}") if self.response is None else self._read(text)
-        if self._equal(_Answer(None, gold.expressions), again):
+        if self._equal(_Answer(None, gold.expressions), self._read(text)):
             return None
         return f"does not equal itself, as math-verify compares it in {self.timeout_s} s"
 
     def _said(self, response: str) -> _Answer:
         """Return the answer that a response gives."""
-        if self.response is not None:
-            text = self.response.extract(response)
+        where = self.response or (_BOXED if last_boxed(response) is not None else None)
+        if where is not None:
+            text = where.extract(response)
             return _NOTHING if text is None else self._read(text)
-        boxed = last_boxed(response)
-        if boxed is not None and has_unit(boxed):
-            return self._read(boxed)  # of which math-verify would make a product
-        words = as_words(stated_answer(response))
-        return _Answer(words, self._parse(response), alone=boxed is not None)
+        return _Answer(as_words(stated_answer(response)), self._parse(ungrouped(response)), alone=False)
 
     def _read(self, text: str) -> _Answer:
         """Return the answer that a text is."""

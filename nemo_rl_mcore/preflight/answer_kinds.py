@@ -10,9 +10,18 @@ from nemo_rl_mcore.config.base import Problem
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 
 
+_SEPARATOR = r"(?:\\[,;: ]|~|\{,\}|,\\!)"
+_GROUPED = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
+
+
+def ungrouped(text: str) -> str:
+    r"""Return a text with numbers such as 1\,234 in one piece, of which math-verify would make a sum."""
+    return _GROUPED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+
+
 def bare(answer: str) -> str:
-    """Return an answer without what only sets it off: dollar signs around it, stars, a full stop."""
-    text = answer.strip(" \t\n*")
+    """Return an answer without what only sets it off: dollar signs around it, stars, a full stop, gaps in numbers."""
+    text = ungrouped(answer).strip(" \t\n*")
     text = text[:-1] if text.endswith(".") else text
     text = text.strip(" \t\n*")
     inner = text[1:-1]
@@ -45,22 +54,12 @@ _PLAIN_NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,10})?")
 
 def as_quantity(answer: str) -> str | None:
     """Return the number of an answer such as 72 clips, 50%, 1,234 or 1.5e3, as digits, with a % where it has one."""
-    match = _quantity(answer)
+    match = _QUANTITY.fullmatch(bare(_TEXT.sub(r"\1", bare(answer))))
     if match is None:
         return None
     sign = "-" if match["sign"] in ("-", "\u2212") else ""
     number = Decimal(match["digits"].replace(",", "") + (match["power"] or ""))
     return f"{sign}{number:f}{'%' if match['percent'] else ''}"
-
-
-def has_unit(answer: str) -> bool:
-    """Return whether an answer is a number with a unit, a percent sign or a power of ten after it."""
-    match = _quantity(answer)
-    return match is not None and any(match[part] for part in ("unit", "percent", "power"))
-
-
-def _quantity(answer: str) -> re.Match[str] | None:
-    return _QUANTITY.fullmatch(bare(_TEXT.sub(r"\1", bare(answer))))
 
 
 _OPERATORS = re.compile(r"[=+^_\\<>{}]")

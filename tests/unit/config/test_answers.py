@@ -3,7 +3,7 @@ from refusals import refusals_of
 
 from nemo_rl_mcore.config import EnvConfig, checked
 from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
-from nemo_rl_mcore.preflight.answer_kinds import as_quantity, as_words, gold_answer, has_unit, why_unreadable
+from nemo_rl_mcore.preflight.answer_kinds import as_quantity, as_words, gold_answer, why_unreadable
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all she sold <<48+24=72>>72 clips.\n#### 72"
 
@@ -36,6 +36,8 @@ def test_where_an_answer_stands(how, text, answer):
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed {5}", "5"),
         (r"$\fbox{5}$", "5"),
+        (r"\framebox{5}", "5"),
+        (r"\framebox [2cm] [l] {5}", "5"),
         (r"$\boxed 5$.", "5"),
         (r"\boxed{1 + \boxed{2}}", "2"),
         (r"\boxed{4} and \boxed{5", None),
@@ -54,7 +56,6 @@ def test_a_long_unclosed_text_is_read_in_one_pass():
 @pytest.mark.parametrize(
     ("response", "stated"),
     [
-        (r"The answer is A, that is \boxed{B}", "B"),
         ("The answer is A\n#### B\n", "B"),
         ("Is the answer: A?\nThe answer is: B", "B"),
         ("yes", "yes"),
@@ -119,37 +120,36 @@ def test_words(answer, words):
 
 
 @pytest.mark.parametrize(
-    ("answer", "number", "unit"),
+    ("answer", "number"),
     [
-        ("72", "72", False),
-        ("72.", "72", False),
-        ("-1,234.50", "-1234.50", False),
-        ("\u22127", "-7", False),
-        ("$72$", "72", False),
-        (r"\$18", "18", False),
-        ("-$5", "-5", False),
-        (".5", "0.5", False),
-        ("72 clips", "72", True),
-        (r"72 \text{ square feet}", "72", True),
-        ("50%", "50%", True),
-        (r"12.5\%", "12.5%", True),
-        ("50 percent", "50%", True),
-        ("1.5e3", "1500", True),
-        ("1e-05", "0.00001", True),
-        ("7 million", None, False),
-        ("3 Dozens", None, False),
-        ("2 ab", None, False),
-        ("2 sin x", None, False),
-        ("5 feet 3 inches", None, False),
-        ("about 72", None, False),
-        ("12,34", None, False),
-        ("1/2", None, False),
-        ("1e9999", None, False),
+        ("72", "72"),
+        ("72.", "72"),
+        ("-1,234.50", "-1234.50"),
+        ("\u22127", "-7"),
+        ("$72$", "72"),
+        (r"\$18", "18"),
+        ("-$5", "-5"),
+        (".5", "0.5"),
+        ("72 clips", "72"),
+        (r"72 \text{ square feet}", "72"),
+        ("50%", "50%"),
+        (r"12.5\%", "12.5%"),
+        ("50 percent", "50%"),
+        ("1.5e3", "1500"),
+        ("1e-05", "0.00001"),
+        ("7 million", None),
+        ("3 Dozens", None),
+        ("2 ab", None),
+        ("2 sin x", None),
+        ("5 feet 3 inches", None),
+        ("about 72", None),
+        ("12,34", None),
+        ("1/2", None),
+        ("1e9999", None),
     ],
 )
-def test_quantities(answer, number, unit):
+def test_quantities(answer, number):
     assert as_quantity(answer) == number
-    assert has_unit(answer) is unit
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ def score(answer, response, /, **section):
         ("1,000", "1000", 1),
         ("42", "", 0),
         ("42", "no number", 0),
-        ("{1, 2}", r"\boxed{1} and \boxed{2}", 1),
     ],
 )
 def test_expressions_are_compared_by_value(answer, response, wanted):
@@ -79,6 +78,38 @@ def test_published_solutions_hold_their_answer_in_a_box():
 )
 def test_where_a_response_must_state_its_answer(response, section, wanted):
     assert score(SOLUTION, response, gold=MARKER, response=section) == wanted
+
+
+BOXES = [
+    ("42", r"\fbox{42}", 1),
+    ("42", r"\framebox{42}", 1),
+    ("42", r"\framebox[3cm][c]{$42$}", 1),
+    ("42", r"\boxed {42}", 1),
+    ("42", r"\boxed{42.}", 1),
+    ("42", r"\boxed{7} then \boxed{42}", 1),
+    ("7", r"\boxed{7} then \boxed{42}", 0),
+    ("2", r"$\boxed{1}$ and $\boxed{2}$", 1),
+    ("{1, 2}", r"$\boxed{1}$ and $\boxed{2}$", 0),
+    ("{1, 2}", r"\boxed{1, 2}", 1),
+    ("1234", r"\boxed{1\,234}", 1),
+    ("235", r"\boxed{1\,234}", 0),
+    (r"1\,234", r"\boxed{1234}", 1),
+    ("1,234,567", r"\boxed{1\,234\;567}", 1),
+    ("1234.5", r"\boxed{1~234.5 \text{ cm}}", 1),
+    ("1234", r"\boxed{1{,}234 \text{ clips}}", 1),
+    ("1234", r"\boxed{1,\!234}", 1),
+    ("42", r"The answer is 42: \boxed{}", 0),
+]
+
+
+@pytest.mark.parametrize(("answer", "response", "wanted"), BOXES)
+def test_a_box_is_read_alike_with_and_without_a_setting(answer, response, wanted):
+    assert score(answer, response) == score(answer, response, response={"boxed": True}) == wanted
+
+
+@pytest.mark.parametrize("response", [r"so $1\,234$", "The answer is $1\\,234$.", r"#### 1\,234"])
+def test_groups_of_digits_are_one_number_outside_of_boxes(response):
+    assert [score("1234", response), score("235", response)] == [1, 0]
 
 
 # Each answer in the four ways that responses state theirs: in a box, said, behind a marker, as a formula.
