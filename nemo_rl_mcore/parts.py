@@ -8,6 +8,7 @@ from nemo_rl_mcore.algorithms.custom_estimator import check_estimator
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.data import DataConfig, RowKind
+from nemo_rl_mcore.config.hf.ends import end_ids
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetch_tokenizer, fetched_folder
@@ -131,7 +132,13 @@ def open_tokenizer(policy: PolicyConfig, data: DataConfig | None = None) -> Toke
         template = replace(template, add_bos=data.add_bos, answers=answers)
     parses = data is not None and data.parses_content
     try:
-        tokenizer = load_tokenizer(given.name, parse_content=parses, template=template)
+        tokenizer = load_tokenizer(
+            given.name,
+            parse_content=parses,
+            template=template,
+            ends=end_ids(policy.model_name, given.name),
+            stops=policy.generation.stop_token_ids or (),
+        )
         _require_room(policy, tokenizer)
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
@@ -162,5 +169,5 @@ _NAMED = 3
 
 
 def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the token ids that end a response."""
-    return tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ())
+    """Return the token ids that end a response: those of the files, then those of the recipe."""
+    return tuple(dict.fromkeys((*tokenizer.ends, *(config.policy.generation.stop_token_ids or ()))))

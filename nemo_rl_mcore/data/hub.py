@@ -21,6 +21,7 @@ _OF_TOKENIZERS = (
     "vocab*",
     "merges.txt",
     "added_tokens.json",
+    "generation_config.json",
 )
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 # Copies of the weights in other formats.

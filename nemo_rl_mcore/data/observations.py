@@ -5,7 +5,7 @@ Sampled ids are never encoded again: the chat template is asked what it writes a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise, takewhile
@@ -156,10 +156,11 @@ class Conversation:
         """
         if answered.text.endswith(end := end_of_answers(self.tokenizer)):
             return end
-        token = self.tokenizer.text_of([self.tokenizer.eos_token_id])
-        start = answered.text.rfind(token, behind)
-        said = any(first <= start < last for first, last in answered.literal)
-        return None if start < 0 or said else answered.text[start:]
+        tokens = map(self.tokenizer.text_of, ([end] for end in self.tokenizer.ends))
+        starts = (answered.text.rfind(token, behind) for token in tokens if token)
+        spelt = [range(*span) for span in answered.literal]
+        found = [start for start in starts if start >= 0 and not any(start in span for span in spelt)]
+        return answered.text[min(found) :] if found else None
 
 
 def require_append_only(tokenizer: Tokenizer, name: str) -> None:
@@ -235,11 +236,11 @@ def _thought(message: Message) -> str:
 def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendered, end: str) -> list[int]:
     """Return the ids of what stands after an answer, from the end of its turn on, as far as it was not sampled."""
     whole = tokenizer.encode(behind.text, behind.literal)
-    if not end and [*answer_ids[-1:]] == whole[:1] == [tokenizer.eos_token_id]:
+    if not end and [*answer_ids[-1:]] == whole[:1] and whole[0] in tokenizer.ends:
         return whole[1:]  # the template ends a turn only once another one follows
     # A token that joins the end of the turn to what follows is of neither.
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(tokenizer.encode(end), whole, strict=False))
-    return whole[_sampled(answer_ids, [token for token, _ in equal], tokenizer.eos_token_id) :]
+    return whole[_sampled(answer_ids, [token for token, _ in equal], tokenizer.ends) :]
 
 
 def _knows(tokenizer: Tokenizer, role: str) -> bool:
@@ -251,10 +252,10 @@ def _knows(tokenizer: Tokenizer, role: str) -> bool:
     return _CONTENT in shown.text
 
 
-def _sampled(answer_ids: Sequence[int], end: Sequence[int], eos_token_id: int) -> int:
-    """Return how many of the ids that end a turn the answer has sampled itself."""
-    if answer_ids and answer_ids[-1] == eos_token_id and eos_token_id in end:
-        return end.index(eos_token_id) + 1
+def _sampled(answer_ids: Sequence[int], end: Sequence[int], ends: Collection[int]) -> int:
+    """Return how many of the ids that end a turn the answer has sampled itself. ends: see `Tokenizer.ends`."""
+    if answer_ids and answer_ids[-1] in ends and answer_ids[-1] in end:
+        return end.index(answer_ids[-1]) + 1
     longest = min(len(answer_ids), len(end))
     counts = (count for count in range(longest, 0, -1) if [*answer_ids[-count:]] == [*end[:count]])
     return next(counts, 0)

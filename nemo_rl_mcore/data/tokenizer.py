@@ -8,16 +8,17 @@ Importing this module is cheap; `tokenizers` and `transformers` are imported whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import json
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nemo_rl_mcore.config.hf.ends import EOS, GENERATION
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.data.literal_encoder import LiteralEncoder
 from nemo_rl_mcore.data.literal_text import Spans
@@ -54,7 +55,12 @@ class Tokenizer(Protocol):
 
     @property
     def eos_token_id(self) -> int:
-        """Return the id that ends a response."""
+        """Return the id that ends a response, as the tokenizer's own files say."""
+        ...
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return the ids that end a response and are no part of its text; the tokenizer's own is the first."""
         ...
 
     @property
@@ -81,7 +87,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids before the first end of sequence, without the padding on the right.
+        """Return the text of the ids before the first of the `ends`, without the padding on the right.
 
         A pad token that the model sampled inside its answer is not padding: it stays visible.
         """
@@ -107,7 +113,10 @@ class Tokenizer(Protocol):
         ...
 
     def save_as_hugging_face(self, folder: Path) -> None:
-        """Write the files that transformers and vLLM load as this tokenizer."""
+        """Write the files that transformers and vLLM load as this tokenizer.
+
+        Ends besides its own stand in a generation_config.json, where models have them, too.
+        """
         ...
 
 
@@ -133,22 +142,26 @@ class ChatTemplate:
 
 
 def load_tokenizer(
-    name: str, *, parse_content: bool = False, template: ChatTemplate | None = None
+    name: str,
+    *,
+    parse_content: bool = False,
+    template: ChatTemplate | None = None,
+    ends: Sequence[int] = (),
+    stops: Sequence[int] = (),
 ) -> Tokenizer:
     """Load the tokenizer that `policy.tokenizer.name` asks for: `char`, or a local Hugging Face directory.
 
-    parse_content: special tokens that rows and environments spell are those tokens.
+    parse_content: special tokens that rows and environments spell are those tokens. ends: of the model, see
+    `Tokenizer.ends`. stops: further ids that end a response; the text of those that are not special belongs to it.
     """
     if name == CHAR_TOKENIZER_NAME:
-        return CharTokenizer()
-    return HuggingFaceTokenizer(name, parse_content=parse_content, template=template)
+        return CharTokenizer(ends)
+    return HuggingFaceTokenizer(name, parse_content=parse_content, template=template, ends=ends, stops=stops)
 
 
-def strip_response(ids: Sequence[int], pad_token_id: int, eos_token_id: int) -> list[int]:
-    """Cut ids before the first end of sequence, then drop the padding on the right."""
-    kept = list(ids)
-    with suppress(ValueError):
-        del kept[kept.index(eos_token_id) :]
+def strip_response(ids: Sequence[int], pad_token_id: int, ends: Collection[int]) -> list[int]:
+    """Cut ids before the first end, then drop the padding on the right."""
+    kept = [*takewhile(lambda token: token not in ends, ids)]
     while kept and kept[-1] == pad_token_id:
         kept.pop()
     return kept
@@ -164,7 +177,7 @@ class CharTokenizer:
     opening = ""
     answers = GivenAnswers()
 
-    def __init__(self) -> None:
+    def __init__(self, ends: Sequence[int] = ()) -> None:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
         vocabulary = {character: index for index, character in enumerate(CHAR_VOCABULARY)}
@@ -176,6 +189,7 @@ class CharTokenizer:
         self.vocab_size = len(CHAR_VOCABULARY)
         self.pad_token_id = vocabulary[CHAR_PAD]
         self.eos_token_id = vocabulary[CHAR_EOS]
+        self.ends = tuple(dict.fromkeys((self.eos_token_id, *ends)))
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
         """Return one id per character; ValueError names the characters that are not in the vocabulary."""
@@ -194,7 +208,7 @@ class CharTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Exactly one character per token, see `Tokenizer.decode`."""
-        return self.text_of(strip_response(ids, self.pad_token_id, self.eos_token_id))
+        return self.text_of(strip_response(ids, self.pad_token_id, self.ends))
 
     def text_of(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.text_of`."""
@@ -223,13 +237,20 @@ class CharTokenizer:
             clean_up_tokenization_spaces=False,
         )
         saved.save_pretrained(folder)
+        _save_ends(self.ends, folder)
 
 
 class HuggingFaceTokenizer:
     """A tokenizer directory as `save_pretrained` writes it; never fetched, and its code never executed."""
 
     def __init__(
-        self, directory: str, *, parse_content: bool = False, template: ChatTemplate | None = None
+        self,
+        directory: str,
+        *,
+        parse_content: bool = False,
+        template: ChatTemplate | None = None,
+        ends: Sequence[int] = (),
+        stops: Sequence[int] = (),
     ) -> None:
         self._tokenizer = _load_pretrained(directory)
         template = template or ChatTemplate()
@@ -253,6 +274,9 @@ class HuggingFaceTokenizer:
         pad_token_id = self._tokenizer.pad_token_id
         self.vocab_size = len(self._tokenizer)
         self.eos_token_id = eos_token_id
+        added = self._tokenizer.added_tokens_decoder
+        special = [stop for stop in stops if stop in added and added[stop].special]
+        self.ends = tuple(dict.fromkeys((eos_token_id, *ends, *special)))
         self.pad_token_id = pad_token_id if isinstance(pad_token_id, int) else eos_token_id
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
@@ -277,7 +301,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`; special tokens inside the response stay visible."""
-        return self.text_of(strip_response(ids, self.pad_token_id, self.eos_token_id))
+        return self.text_of(strip_response(ids, self.pad_token_id, self.ends))
 
     def text_of(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.text_of`."""
@@ -326,6 +350,12 @@ class HuggingFaceTokenizer:
     def save_as_hugging_face(self, folder: Path) -> None:
         """See `Tokenizer.save_as_hugging_face`."""
         self._tokenizer.save_pretrained(folder)
+        _save_ends(self.ends, folder)
+
+
+def _save_ends(ends: Sequence[int], folder: Path) -> None:
+    if len(ends) > 1:
+        (folder / GENERATION).write_text(json.dumps({EOS: ends}, indent=2) + "\n", encoding="utf-8")
 
 
 def _as_template_sees(message: Message) -> dict[str, Any]:

@@ -142,6 +142,15 @@ def test_a_written_folder_has_the_tokenizer(ranks, saved, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "exported")("527>").input_ids == [5, 2, 7, 12]
 
 
+def test_a_written_folder_ends_answers_where_training_did(ranks, saved, tmp_path):
+    start = shutil.copytree(saved("llama")[0], tmp_path / "start")
+    hf_models.set_in_config(start, eos_token_id=15)
+    (start / "generation_config.json").write_text('{"eos_token_id": 3, "temperature": 0.6}')
+    ranks(1).run(cases.saved_again, start, {}, tmp_path / "exported", 10**9)
+    written = json.loads((tmp_path / "exported/generation_config.json").read_text())
+    assert written == {"eos_token_id": [15, 3], "temperature": 0.6}
+
+
 def test_a_folder_that_exists_is_not_written(ranks, saved, tmp_path):
     with pytest.raises(RankFailedError, match="exists already"):
         ranks(1).run(cases.saved_again, saved("llama")[0], {}, tmp_path, 10**9)

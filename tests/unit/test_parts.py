@@ -11,7 +11,7 @@ from refusals import brief, refused
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.parts import open_parts, tokenizer_of
+from nemo_rl_mcore.parts import open_parts, stop_ids_of, tokenizer_of
 
 EXEMPLAR = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
 
@@ -102,3 +102,22 @@ def test_tokens_that_the_model_lacks_are_named(tmp_path, of_weights):
     told = "policy.tokenizer.name: contradicts (model_name)"
     assert brief(problem) == (told if of_weights else "policy.model.vocab_size: too-small (name)")
     assert repr(tokenizer.text_of([tokenizer.vocab_size - 1])) in str(caught.value)
+
+
+def test_answers_end_as_the_files_of_the_model_say(tmp_path):
+    folder = tmp_path / "model"
+    own = byte_tokenizer(folder, APPENDING, marks=("<|endoftext|>", "<|eot|>"))
+    eos, other, named = (own.encode(text)[0] for text in ("<|im_end|>", "<|endoftext|>", "<|eot|>"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, other]}))
+    config = load_config(
+        EXEMPLAR,
+        [
+            f"policy.tokenizer.name={folder}",
+            f"policy.model.vocab_size={own.vocab_size}",
+            f"policy.generation.stop_token_ids=[{named}, 7]",
+        ],
+    )
+    tokenizer = tokenizer_of(config.policy)
+    assert stop_ids_of(config, tokenizer) == (eos, other, named, 7)
+    for end in (eos, other, named):
+        assert tokenizer.decode([*tokenizer.encode("42"), end]) == "42"

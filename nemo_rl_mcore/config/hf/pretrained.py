@@ -1,6 +1,7 @@
 """What `policy.model_name` settles: the architecture, and the tokenizer where none is named."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import cast
 
 from pydantic import ValidationError
@@ -100,16 +101,20 @@ def read_hf_config(name: str) -> HFConfig | None:
         if name in KNOWN_MODELS:  # a cache may hold other files of the model
             return KNOWN_MODELS[name]
         raise ConfigError([_problem("not-readable", f"the folder {str(folder)!r} holds no config.json")])
+    return read_object(path, MODEL_NAME)
+
+
+def read_object(path: Path, key: str) -> HFConfig:
+    """Return the object that a JSON file of transformers holds; raises ConfigError with a problem of the key."""
     try:
         config = read_json(path, finite=False)  # transformers writes Infinity
     except OSError as error:
-        raise ConfigError(
-            [_problem("not-readable", f"{str(path)!r} cannot be read: {error.strerror}")]
-        ) from error
+        what = f"{str(path)!r} cannot be read: {error.strerror}"
+        raise ConfigError([Problem("not-readable", key, what)]) from error
     except ValueError as error:
-        raise ConfigError([_problem("not-readable", f"{str(path)!r} is not JSON: {error}")]) from error
+        raise ConfigError([Problem("not-readable", key, f"{str(path)!r} is not JSON: {error}")]) from error
     if not isinstance(config, dict):
-        raise ConfigError([_problem("not-readable", f"{str(path)!r} does not hold an object")])
+        raise ConfigError([Problem("not-readable", key, f"{str(path)!r} does not hold an object")])
     return cast("HFConfig", config)
 
 

@@ -19,8 +19,9 @@ from nemo_rl_mcore.config import ModelConfig, PolicyConfig
 from nemo_rl_mcore.config.families import all_weights, family_of
 from nemo_rl_mcore.config.families.config_json import hf_config_of
 from nemo_rl_mcore.config.families.weights import Weight
+from nemo_rl_mcore.config.hf.ends import EOS, GENERATION, end_ids
 from nemo_rl_mcore.config.hf.hub import local_folder
-from nemo_rl_mcore.config.hf.pretrained import read_hf_config
+from nemo_rl_mcore.config.hf.pretrained import read_hf_config, read_object
 from nemo_rl_mcore.data.tokenizer import ChatTemplate, load_tokenizer
 from nemo_rl_mcore.megatron.hf_weights.files import ShardWriter
 from nemo_rl_mcore.megatron.hf_weights.packing import whole
@@ -29,7 +30,6 @@ from nemo_rl_mcore.megatron.model import DTYPES
 from nemo_rl_mcore.megatron.parameters import gather_parameters
 
 SHARD_BYTES = 5 * 10**9
-_GENERATION = "generation_config.json"
 
 
 def full_tensors(
@@ -100,8 +100,14 @@ def _make_room(folder: Path, partial: Path) -> None:
 
 
 def _write_surroundings(policy: PolicyConfig, folder: Path, origin: str | None) -> None:
-    """config.json, the tokenizer and, where the weights came with one, generation_config.json."""
-    tokenizer = load_tokenizer(policy.tokenizer.name, template=ChatTemplate(policy.tokenizer.chat_template))
+    """config.json and the tokenizer; generation_config.json where the weights had one, or answers have several ends."""
+    name = policy.tokenizer.name
+    tokenizer = load_tokenizer(
+        name,
+        template=ChatTemplate(policy.tokenizer.chat_template),
+        ends=end_ids(origin, name),
+        stops=policy.generation.stop_token_ids or (),
+    )
     tokenizer.save_as_hugging_face(folder)
     origin_config = read_hf_config(origin) if origin else None
     config = hf_config_of(policy.model, dtype=policy.precision, origin=origin_config)
@@ -110,8 +116,10 @@ def _write_surroundings(policy: PolicyConfig, folder: Path, origin: str | None) 
             config[key] = token
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     source = local_folder(origin) if origin else None
-    if source is not None and (source / _GENERATION).is_file():
-        shutil.copy(source / _GENERATION, folder / _GENERATION)
+    if source is not None and (source / GENERATION).is_file():
+        ends = tokenizer.ends if len(tokenizer.ends) > 1 else tokenizer.eos_token_id
+        given = {**read_object(source / GENERATION, "policy.model_name"), EOS: ends}
+        (folder / GENERATION).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
 
 
 def _bytes_of(policy: PolicyConfig) -> dict[str, int]:

@@ -13,6 +13,7 @@ from refusals import brief, briefs, wrong_key
 from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig, load_config
 from nemo_rl_mcore.config.families import FAMILIES, count_parameters, family_of
 from nemo_rl_mcore.config.families.config_json import hf_config_of, model_config_from_hf
+from nemo_rl_mcore.config.hf.ends import end_ids
 from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
 from nemo_rl_mcore.config.hf.known_models import KNOWN_MODELS
 from nemo_rl_mcore.config.hf.overrides import overridden
@@ -872,3 +873,28 @@ def test_reading_a_model_imports_no_framework(tmp_path):
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules), 'heavy import'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        (None, {}, ()),
+        (None, {"eos_token_id": 5}, (5,)),
+        ({"eos_token_id": [1, 3]}, {"eos_token_id": 5}, (1, 3, 5)),
+        ({"eos_token_id": 1}, {"eos_token_id": [5, 1]}, (1, 5)),
+        ({"eos_token_id": None, "temperature": 0.6}, {"eos_token_id": None}, ()),
+    ],
+)
+def test_every_end_that_a_models_files_name_is_one(tmp_path, generation, config, ends):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert end_ids(str(tmp_path), "char") == end_ids(None, str(tmp_path)) == ends
+    assert end_ids("no/folder", "char") == ()
+
+
+@pytest.mark.parametrize("content", [[], *({"eos_token_id": end} for end in ("2", [-1], [True], {}))])
+def test_ends_that_are_no_ids_are_refused(tmp_path, content):
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    with wrong_key("policy.model_name: not-readable", tmp_path):
+        end_ids(str(tmp_path), "char")

@@ -9,7 +9,7 @@ from refusals import refused
 
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.observations import make_observer, require_append_only
-from nemo_rl_mcore.data.tokenizer import CharTokenizer
+from nemo_rl_mcore.data.tokenizer import CharTokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +128,15 @@ def test_a_forgetful_template_writes_what_it_would_forget_only_behind_the_answer
     """It is not among the probes, and still no sampled id changes."""
     _, text = observed(chat_tokenizer(tmp_path, FORGETFUL), content="4")
     assert text == "\n<turn>user\n4<end>\n<turn>assistant\n"
+
+
+def test_an_answer_may_end_with_any_of_several_ends(tmp_path):
+    """The template's end of turn is none of the tokenizer's own, as in base models that learn conversations."""
+    folder = tmp_path / "base"
+    byte_tokenizer(folder, APPENDING.replace("<|im_end|>", "<|eot|>"), marks=("<|eot|>",))
+    own = load_tokenizer(str(folder))
+    [turn_end] = own.encode("<|eot|>")
+    tokenizer = load_tokenizer(str(folder), ends=[turn_end])
+    rest = "\n<|im_start|>user\n42 é 東<|eot|>\n<|im_start|>assistant\n"
+    assert observed(tokenizer, answer=[7, turn_end])[1] == rest
+    assert observed(tokenizer, answer=[7, own.eos_token_id])[1] == f"<|eot|>{rest}"

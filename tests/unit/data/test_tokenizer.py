@@ -12,6 +12,7 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Words
 from transformers import PreTrainedTokenizerFast
 
+from nemo_rl_mcore.config.hf.ends import end_ids
 from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, Tokenizer, load_tokenizer, strip_response
 
 PAD, EOS = 16, 15
@@ -47,7 +48,29 @@ def test_a_sampled_pad_inside_the_answer_keeps_its_position() -> None:
 
 
 def test_pad_and_end_may_be_the_same_id() -> None:
-    assert strip_response([1, 2, 0, 0, 0], pad_token_id=0, eos_token_id=0) == [1, 2]
+    assert strip_response([1, 2, 0, 0, 0], pad_token_id=0, ends=[0]) == [1, 2]
+
+
+@pytest.mark.parametrize("end", [1, 2, 3])
+def test_what_follows_any_end_of_a_response_is_cut_off_with_it(tmp_path: Path, end: int) -> None:
+    """The tokenizer's own, the model's, and those of the recipe that are special; a stop that is text stays."""
+    save_hugging_face_tokenizer(tmp_path, pad_token="<pad>", eos_token="<eos>")
+    plain = load_tokenizer(str(tmp_path))
+    tokenizer = load_tokenizer(str(tmp_path), ends=[1, 3], stops=[2, 5])
+    assert (plain.ends, tokenizer.ends) == ((1,), (1, 3, 2))
+    said = tokenizer.encode("56")
+    assert tokenizer.decode([*said, end, *said]) == "56"
+    assert tokenizer.decode([*said, 5, 0]) == "562"
+    assert load_tokenizer("char", ends=[30]).decode([5, 30, 7, EOS]) == "5"
+
+
+@pytest.mark.parametrize(("ends", "written"), [([], None), ([1], None), ([4], [1, 4])])
+def test_further_ends_are_saved_with_the_tokenizer(tmp_path: Path, ends: list[int], written: object) -> None:
+    save_hugging_face_tokenizer(tmp_path / "one", pad_token="<pad>", eos_token="<eos>")
+    load_tokenizer(str(tmp_path / "one"), ends=ends).save_as_hugging_face(tmp_path / "two")
+    path = tmp_path / "two/generation_config.json"
+    assert (json.loads(path.read_text())["eos_token_id"] if path.exists() else None) == written
+    assert list(end_ids(None, str(tmp_path / "two"))) == (written or [])
 
 
 @pytest.mark.parametrize("text", ["5 2", "5A", "52$", "5_2", "é"])
