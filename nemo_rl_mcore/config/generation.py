@@ -43,7 +43,7 @@ class GenerationConfig(StrictModel):
     top_k: PositiveInt | None = None
     """Sample from this many most probable tokens; null keeps all."""
     stop_token_ids: IntTuple | None = None
-    """Token ids that end a response besides the tokenizer's end-of-sequence."""
+    """Token ids that end a response besides those that the files of the tokenizer and of the model name."""
     stop_strings: StrTuple | None = None
     """Texts that end a response and belong to it."""
     vllm_cfg: VllmConfig = VllmConfig()

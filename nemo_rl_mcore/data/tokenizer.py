@@ -18,7 +18,7 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_rl_mcore.config.hf.ends import EOS, GENERATION
+from nemo_rl_mcore.config.hf.ends import CHAR_EOS, CHAR_TOKENIZER_NAME, CHAR_VOCABULARY, EOS, GENERATION
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.data.literal_encoder import LiteralEncoder
 from nemo_rl_mcore.data.literal_text import Spans
@@ -29,10 +29,6 @@ from nemo_rl_mcore.strict_json import shortened
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHAR_TOKENIZER_NAME = "char"
-# The position of a character is its id. Letters carry no meaning: they are what a fresh model babbles.
-CHAR_VOCABULARY = "0123456789+=>#^$_abcdefghijklmno"
-CHAR_EOS = "$"
 CHAR_PAD = "_"
 _SHOWN = 8
 _LEFT_OUT, _RUN = " \n\0\u0301\ue000", 16

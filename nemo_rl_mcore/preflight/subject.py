@@ -17,6 +17,7 @@ from nemo_rl_mcore.data.examples import Example
 from nemo_rl_mcore.data.prompt_texts import read_texts
 from nemo_rl_mcore.output import visible
 from nemo_rl_mcore.preflight.data_files import FIRST_ROWS, chat_template_told
+from nemo_rl_mcore.preflight.tokenizer_folder import ends_of
 from nemo_rl_mcore.strict_json import shortened
 
 _SHOWN_TEXT = 100
@@ -37,6 +38,8 @@ def _lines(config: RunConfig, rows: Sequence[Example]) -> Iterator[tuple[str, st
         first = config.warm_start if name == "policy" else plan.warm_start
         yield name, _model(plan.policy) + (f", trained by {first} first" if first else "")
     yield "tokenizer", config.policy.tokenizer.name
+    if ends := ends_of(config.policy):
+        yield "answers end with", ", ".join(f"{text!r} ({token})" for token, text in ends.items())
     yield from _data(config)
     for number, example in enumerate(rows or _first_of_task(config), start=1):
         yield f"row {number}", _row(example)

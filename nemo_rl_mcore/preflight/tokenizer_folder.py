@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from nemo_rl_mcore.config.base import Problem, Tree
+from nemo_rl_mcore.config.hf.ends import CHAR_EOS, CHAR_TOKENIZER_NAME, CHAR_VOCABULARY, end_ids
 from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.strict_json import read_json, read_regular
 
 if TYPE_CHECKING:
@@ -42,14 +45,88 @@ def has_tokenizer(name: str) -> bool:
 def special_tokens_of(name: str) -> list[str]:
     """Return the special tokens that the JSON of a tokenizer names; the libraries know those of other formats."""
     folder = local_folder(name)
-    path = None if name == "char" or folder is None else folder / "tokenizer.json"
-    if path is None or not path.exists():
-        return []
-    try:
-        added = _tokenizer(path).get_added_tokens_decoder()
-    except (OSError, ValueError):
-        return []  # it is a problem, see `tokenizer_problems`, or fetched later
+    tokenizer = None if name == "char" or folder is None else _read(folder / "tokenizer.json", _tokenizer, [])
+    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
     return [token.content for token in added.values() if token.special]
+
+
+def ends_of(policy: PolicyConfig) -> dict[int, str]:
+    """Return the ids that end answers, with their texts, as far as files that are here tell.
+
+    The tokenizer's own is the first; then come those of the model's files, and those of the recipe.
+    """
+    name = policy.tokenizer.name
+    more = (*end_ids(policy.model_name, name), *(policy.generation.stop_token_ids or ()))
+    if name == CHAR_TOKENIZER_NAME:
+        texts = dict(enumerate(CHAR_VOCABULARY))
+        return {token: texts.get(token, "") for token in (CHAR_VOCABULARY.index(CHAR_EOS), *more)}
+    folder = local_folder(name)
+    tokenizer = None if folder is None else _read(folder / "tokenizer.json", _tokenizer, [])
+    if folder is None or tokenizer is None:
+        return dict.fromkeys(more, "")
+    own = _text_of((_read(folder / "tokenizer_config.json", _settings, []) or {}).get("eos_token"))
+    first = None if own is None else tokenizer.token_to_id(own)
+    ids = more if first is None else (first, *more)
+    return {token: tokenizer.id_to_token(token) or "" for token in ids}
+
+
+def turn_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield a chat template that writes none of the ends behind an answer: a model that has learnt it runs on."""
+    ends = [text for text in ends_of(config.policy).values() if text]
+    template = (
+        _template_of(config.policy) if config.data.apply_chat_template and not config.data.add_eos else None
+    )
+    behind = _behind_answer(template, config.policy, ends) if template and ends else ""
+    if behind.strip() and not any(end in behind for end in ends):
+        yield Problem(
+            "contradicts",
+            "data.apply_chat_template",
+            f"the chat template writes {behind!r:.80} behind an answer, which holds none of the ends of an answer "
+            f"({', '.join(map(repr, ends))}), so that answers in its form run on to their length limit",
+            "name the id of its end of turn in policy.generation.stop_token_ids, or in eos_token_id of the model's "
+            "generation_config.json",
+            ("policy.generation.stop_token_ids",),
+        )
+
+
+def _template_of(policy: PolicyConfig) -> str | None:
+    """Return the text of the chat template, as far as files that are here tell."""
+    if policy.tokenizer.chat_template is not None:
+        return policy.tokenizer.chat_template
+    folder = local_folder(policy.tokenizer.name)
+    if folder is None:
+        return None
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    given = (_read(folder / "tokenizer_config.json", _settings, []) or {}).get("chat_template")
+    return given if isinstance(given, str) else None
+
+
+def _behind_answer(template: str, policy: PolicyConfig, ends: Sequence[str]) -> str:
+    """Return what a template writes behind an answer; nothing where it needs what only transformers gives it."""
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    answer = "ANSWER"
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    variables = {"bos_token": "", "eos_token": ends[0]} | dict(policy.tokenizer.chat_template_kwargs or {})
+    try:
+        shown = environment.from_string(template).render(messages=messages, **variables)
+    except (
+        TemplateError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ):
+        return ""
+    return shown.rpartition(answer)[2]
 
 
 def _folder_problems(folder: Path, policy: PolicyConfig) -> Iterator[Problem]:
@@ -121,15 +198,23 @@ def _named_in(settings: Tree) -> list[str]:
     for many in (settings.get(key) for key in _MANY):
         listed = [*cast("Tree", many).values()] if isinstance(many, dict) else many
         named += cast("list[object]", listed) if isinstance(listed, list) else []
-    texts = [cast("Tree", one).get("content") if isinstance(one, dict) else one for one in named]
-    return [*dict.fromkeys(text for text in texts if isinstance(text, str))]
+    return [*dict.fromkeys(text for text in map(_text_of, named) if text is not None)]
+
+
+def _text_of(token: object) -> str | None:
+    text = cast("Tree", token).get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _tokenizer(path: Path) -> Tokenizer:
     """Read tokenizer.json as the run does; raises OSError, and ValueError with the place."""
+    return _parsed(read_regular(path))
+
+
+@lru_cache(maxsize=1)
+def _parsed(content: bytes) -> Tokenizer:
     from tokenizers import Tokenizer  # for folders only: it takes 15 ms, and imports no framework
 
-    content = read_regular(path)
     try:
         return Tokenizer.from_buffer(content)
     except BaseException as error:

@@ -8,6 +8,10 @@ from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.config.hf.pretrained import read_object
 from nemo_rl_mcore.strict_json import quoted
 
+CHAR_TOKENIZER_NAME = "char"
+# The position of a character is its id. Letters carry no meaning: they are what a fresh model babbles.
+CHAR_VOCABULARY = "0123456789+=>#^$_abcdefghijklmno"
+CHAR_EOS = "$"
 GENERATION = "generation_config.json"
 EOS = "eos_token_id"
 
@@ -20,7 +24,7 @@ def end_ids(model_name: str | None, tokenizer: str) -> tuple[int, ...]:
     """
     found: list[int] = []
     for key, name in (("policy.model_name", model_name), ("policy.tokenizer.name", tokenizer)):
-        folder = None if name in (None, "char") else local_folder(name)
+        folder = None if name in (None, CHAR_TOKENIZER_NAME) else local_folder(name)
         for file in () if folder is None else (folder / GENERATION, folder / "config.json"):
             found += _ids_of(file, key) if file.is_file() else []
     return tuple(dict.fromkeys(found))

@@ -2,13 +2,19 @@ import json
 from pathlib import Path
 
 import pytest
+from chat_tokenizer import TEMPLATE, VOCABULARY, save_chat_tokenizer
 from refusals import briefs, wrong_key
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import AutoTokenizer
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.preflight import preflight
-from nemo_rl_mcore.preflight.tokenizer_folder import special_tokens_of, tokenizer_problems
+from nemo_rl_mcore.preflight.tokenizer_folder import (
+    ends_of,
+    special_tokens_of,
+    tokenizer_problems,
+    turn_problems,
+)
 
 EXEMPLAR = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
 WORDS = {"a": 0, "b": 1, "ab": 2}
@@ -141,3 +147,48 @@ def test_the_preflight_compares_with_the_model_of_the_recipe(load, tmp_path):
     with wrong_key("policy.model.vocab_size: too-small (name)", 32, 33):
         preflight(load(f"policy.tokenizer.name={tmp_path}"))
     assert preflight(load(f"policy.tokenizer.name={tmp_path}", "policy.model.vocab_size=33"))
+
+
+def with_chat(folder, template, *overrides):
+    """A recipe whose tokenizer shows conversations; <pad>, <end> and <turn> are its first ids."""
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"input": "2+2?", "output": "4"}\n' * 64)
+    return load_config(
+        EXEMPLAR,
+        [
+            f"policy.tokenizer.name={save_chat_tokenizer(folder / 'tokenizer', template)}",
+            f"policy.model.vocab_size={VOCABULARY}",
+            "policy.model.max_position_embeddings=128",
+            "policy.max_total_sequence_length=128",
+            f"data={{dataset_name: jsonl, apply_chat_template: true, train: {{data_path: {rows}}}}}",
+            *("grpo.val_period=0", "grpo.val_at_end=false"),
+            *overrides,
+        ],
+    )
+
+
+def test_the_ends_of_answers_are_told_with_their_texts(tmp_path):
+    assert ends_of(load_config(EXEMPLAR).policy) == {15: "$"}
+    config = with_chat(tmp_path, TEMPLATE, "policy.generation.stop_token_ids=[2, 3]")
+    (tmp_path / "tokenizer/generation_config.json").write_text('{"eos_token_id": [1, 0]}')
+    assert ends_of(config.policy) == {1: "<end>", 0: "<pad>", 2: "<turn>", 3: " "}
+    subject = dict(preflight(config).subject)
+    assert subject["answers end with"] == "'<end>' (1), '<pad>' (0), '<turn>' (2), ' ' (3)"
+
+
+@pytest.mark.parametrize(
+    ("end", "overrides", "warns"),
+    [
+        ("<end>", [], False),
+        ("<turn>", [], True),
+        ("<turn>", ["policy.generation.stop_token_ids=[2]"], False),
+        ("<turn>", ["data.apply_chat_template=false"], False),
+        ("no token", [], True),
+        ("\n", [], False),
+        ("{{ strftime_now('%d') }}", [], False),
+    ],
+)
+def test_a_template_whose_turns_end_with_none_of_the_ends_is_told(tmp_path, end, overrides, warns):
+    config = with_chat(tmp_path, TEMPLATE.replace("<end>", end), *overrides)
+    told = ["data.apply_chat_template: contradicts (stop_token_ids)"] if warns else []
+    assert briefs(turn_problems(config)) == briefs(preflight(config).warnings) == told
