@@ -74,7 +74,8 @@ def _weights(config: RunConfig) -> str:
 
 def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[str, list[Prompt]]]:
     try:
-        environment = make_environment(config.env)
+        # The share of correct answers needs a score of each.
+        environment = make_environment(config.env.model_copy(update={"unscored": "refuse"}))
         if not hasattr(environment, "score"):
             raise ValueError(
                 "env: eval asks for one answer to each prompt, and this environment takes part in episodes of several; "

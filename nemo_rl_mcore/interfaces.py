@@ -216,19 +216,23 @@ class RolloutEngines(GenerationInterface, Protocol):
         ...
 
 
+type Rewards = Tensor | Sequence[float | None]
+
+
 class EnvironmentReturn(NamedTuple):
     """What an environment says to B answers, after NeMo RL's tuple of this name.
 
     observations: a message each, with `role` and `content`; not read where the episode ends. metadata: given back with
     the next answer. next_stop_strings: end the next answer besides those of the recipe. rewards: fp [B] of these
-    answers, or several such by name; an episode's is their sum. terminateds: bool [B], the episode is over. answers:
+    answers, or several such by name; an episode's is their sum. None among them ends the episode, which is then not
+    scored, where the recipe has `env.unscored: drop`. terminateds: bool [B], the episode is over. answers:
     what was read of the texts.
     """
 
     observations: Sequence[Mapping[str, str] | None]
     metadata: Sequence[Any]
     next_stop_strings: Sequence[Sequence[str] | None]
-    rewards: Tensor | Mapping[str, Tensor]
+    rewards: Rewards | Mapping[str, Rewards]
     terminateds: Tensor
     answers: Sequence[str | None] | None = None
 
@@ -253,8 +257,11 @@ class ScoresAnswers(Protocol):
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
-    ) -> Sequence[float]:
-        """Return one reward a response; `finished` says that it ended by itself, not at the length limit."""
+    ) -> Sequence[float | None]:
+        """Return one reward a response; `finished` says that it ended by itself, not at the length limit.
+
+        None is of an answer that is not scored, where the recipe has `env.unscored: drop`.
+        """
         ...
 
 

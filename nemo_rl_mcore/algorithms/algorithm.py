@@ -19,7 +19,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.interfaces import PolicyInterface
 from nemo_rl_mcore.observability import Sample
-from nemo_rl_mcore.rollouts.episode_rows import dropped_rows, first_rows
+from nemo_rl_mcore.rollouts.episode_rows import first_rows, uncounted_rows
 from nemo_rl_mcore.rollouts.player import Rollout, RolloutCollector
 from nemo_rl_mcore.rollouts.samples import samples_of
 from nemo_rl_mcore.rollouts.steps import StepGroups, StepSource
@@ -179,7 +179,8 @@ class Algorithm[Config: RunConfig](ABC):
         """Answer the held-out prompts: mean reward and share of full marks; the engine then sleeps.
 
         The likeliest ones, unless the recipe says otherwise; of several to a prompt also pass_k.
-        Where the prompts have several sources, the same of each of them besides. Dropped episodes do not count.
+        Where the prompts have several sources, the same of each of them besides.
+        Episodes that are dropped or not scored do not count.
         """
         loop = self.config.loop
         answers, greedy = loop.validation_answers
@@ -196,7 +197,7 @@ class Algorithm[Config: RunConfig](ABC):
             first = first_rows(rollout.batch)
             samples += of_rows
             judged += [of_rows[row] for row in first]
-            kept += map(bool, ~dropped_rows(rollout.batch)[first])
+            kept += map(bool, ~uncounted_rows(rollout.batch)[first])
         self.collector.generation.offload()
         self.observer.add_samples(samples)  # of a validation that is whole
         by_source: dict[str, list[float]] = {"validation": []}

@@ -23,7 +23,7 @@ from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.preference import PreferenceSource
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses import DPOLossFn
-from nemo_rl_mcore.rollouts.episode_rows import dropped_rows
+from nemo_rl_mcore.rollouts.episode_rows import uncounted_rows
 from nemo_rl_mcore.rollouts.player import Rollout
 from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.rollouts.steps import StepGroups
@@ -123,7 +123,7 @@ def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict,
     """Return a pair of each prompt's best and worst answer, and the share of the pairs whose rewards differ.
 
     A pair of equal rewards has no preference: its sample_mask is 0. The rollout's mask is then 1 on the answers
-    that are in a pair which counts. An answer that was dropped is neither best nor worst.
+    that are in a pair which counts. An answer that was dropped or not scored is neither best nor worst.
     Raises ValueError for answers of several rows.
     """
     if EPISODE in rollout.batch:
@@ -131,10 +131,10 @@ def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict,
             f"{EPISODE}: a pair compares rows, and the episodes of this rollout may have several",
             code="rows-per-episode",
         )
-    dropped_PA = dropped_rows(rollout.batch).view(-1, answers)
+    uncounted_PA = uncounted_rows(rollout.batch).view(-1, answers)
     rewards_PA = rollout.batch["rewards"].view(-1, answers)
-    best_P, chosen_P = rewards_PA.masked_fill(dropped_PA, -torch.inf).max(1)
-    worst_P, rejected_P = rewards_PA.masked_fill(dropped_PA, torch.inf).min(1)
+    best_P, chosen_P = rewards_PA.masked_fill(uncounted_PA, -torch.inf).max(1)
+    worst_P, rejected_P = rewards_PA.masked_fill(uncounted_PA, torch.inf).min(1)
     first_row_P = torch.arange(len(rewards_PA)) * answers
     rows_P2 = torch.stack([first_row_P + chosen_P, first_row_P + rejected_P], dim=1)
     batch = rollout.batch.select_indices(rows_P2.flatten())

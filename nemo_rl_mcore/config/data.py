@@ -326,6 +326,9 @@ class EnvConfig(StrictModel):
     """A class of one's own (ours)."""
     reward_weights: dict[str, Float] | None = None
     """Factors of the rewards of env.rewards or env.custom by their name; 1 for each that is not named (ours)."""
+    unscored: Literal["refuse", "drop"] = "refuse"
+    """What becomes of an answer whose reward, or a part of it by name, is None (ours): refuse ends the run; drop leaves
+    it out of baselines, deviations, the loss and validations, and counts it in `episodes/unscored_rate`."""
     max_observation_chars: PositiveInt = 100_000
     """Characters of an observation that the model is shown, from its beginning on (ours); each that is cut counts in
     `episodes/observations_cut`, and the record of the answer says by how much."""

@@ -48,6 +48,7 @@ class Reply:
     the episode is over; else the model answers once more, after the observation. stop_strings: end that answer besides
     those of the recipe. metadata: given back with the next answer. answer: what was read of the text, if anything.
     dropped: why there is no reply, although it was asked for as often as allowed; nothing else of it counts then.
+    unscored: the reward was None, with which the episode ends; it has no part in what is learnt.
     cut: characters of the observation that were left out, as it was longer than `env.max_observation_chars`.
     """
 
@@ -59,6 +60,7 @@ class Reply:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     answer: str | None = None
     dropped: str | None = None
+    unscored: bool = False
     cut: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -69,6 +71,7 @@ class Reply:
             "rewards": dict(self.rewards),
             "answer": self.answer,
             "dropped": self.dropped,
+            "unscored": self.unscored,
             "cut": self.cut,
         }
         said = {name: value for name, value in given.items() if value}
@@ -76,7 +79,7 @@ class Reply:
 
 
 class Ending(IntEnum):
-    """How an episode ended; all but the first are truncations."""
+    """How an episode ended; all but the first are truncations, and the last two count in no mean and no group."""
 
     TERMINATED = 0
     """The environment said so, and the last answer ended by itself."""
@@ -88,3 +91,5 @@ class Ending(IntEnum):
     """The observation and one more answer would not have fitted into a sequence."""
     DROPPED = 4
     """The environment did not reply: nothing is known of it, and nothing is learnt from it."""
+    UNSCORED = 5
+    """The environment gave no reward, and the recipe bears that: nothing is learnt from it either."""

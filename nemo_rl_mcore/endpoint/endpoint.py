@@ -226,6 +226,8 @@ class Endpoint:
 def _ending(session: Session, reply: Reply) -> Ending:
     if reply.dropped is not None:
         return Ending.DROPPED
+    if reply.unscored:
+        return Ending.UNSCORED
     match session.refused:
         case NoRoomError():
             return Ending.NO_ROOM

@@ -47,9 +47,12 @@ class RewardFunctions:
     Raises RefusedError, naming the key, for a path without a function and one whose parameters have no names.
     """
 
-    def __init__(self, paths: Mapping[str, str], weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, paths: Mapping[str, str], weights: Mapping[str, float] | None = None, *, unscored: bool = False
+    ) -> None:
+        """unscored: whether a reward may be None; an answer of which one is has no reward at all."""
         self._functions = {name: _opened(f"env.rewards.{name}", path) for name, path in paths.items()}
-        self._weights = weights or {}
+        self._weights, self._unscored = weights or {}, unscored
 
     @property
     def columns(self) -> dict[str, frozenset[str]]:
@@ -76,13 +79,13 @@ class RewardFunctions:
             observations=nothing,
             metadata=nothing,
             next_stop_strings=nothing,
-            rewards={name: torch.tensor(values, dtype=torch.float64) for name, values in rewards.items()},
+            rewards=rewards,
             terminateds=torch.ones(len(last), dtype=torch.bool),
         )
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
-    ) -> list[float]:
+    ) -> list[float | None]:
         """See `ScoresAnswers.score`; raises as `step`."""
         rewards = self._rewards(
             {
@@ -96,11 +99,16 @@ class RewardFunctions:
         )
         rows = zip(*rewards.values(), strict=True)
         weights = [self._weights.get(name, 1.0) for name in rewards]
-        return [math.fsum(weight * value for weight, value in zip(weights, row, strict=True)) for row in rows]
+        return [
+            None
+            if None in row
+            else math.fsum(weight * value for weight, value in zip(weights, row, strict=True))
+            for row in rows
+        ]
 
     def _rewards(
         self, given: dict[str, list[Any]], columns: Sequence[Mapping[str, Any]], prompts: Sequence[int]
-    ) -> dict[str, list[float]]:
+    ) -> dict[str, list[float | None]]:
         names = dict.fromkeys(name for row in columns for name in row)
         columns_given = {name: [row.get(name) for row in columns] for name in names}
         found = {name: function(columns_given | given) for name, function in self._functions.items()}
@@ -108,7 +116,8 @@ class RewardFunctions:
         if awaited:
             found |= self._wait(awaited)
         return {
-            name: number_each(self._functions[name].key, values, prompts) for name, values in found.items()
+            name: number_each(self._functions[name].key, values, prompts, unscored=self._unscored)
+            for name, values in found.items()
         }
 
     def _wait(self, awaited: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from nemo_rl_mcore.environments.calculator import CalculatorEnvironment
 from nemo_rl_mcore.environments.functions import RewardFunctions
 from nemo_rl_mcore.environments.guess_number import GuessNumberEnvironment
 from nemo_rl_mcore.environments.mathematics import MathEnvironment
-from nemo_rl_mcore.environments.replies import number_each, read_return
+from nemo_rl_mcore.environments.replies import number_each, number_of, read_return
 from nemo_rl_mcore.errors import CustomCodeError
 from nemo_rl_mcore.interfaces import Environment, EnvironmentInterface, EnvironmentReturn, ScoresAnswers
 
@@ -27,6 +27,7 @@ def make_environment(config: EnvConfig) -> Environment:
 
     A class of the user's own that has both methods takes part in episodes by its `step`.
     """
+    unscored = config.unscored == "drop"
     if config.guess_number is not None:
         return GuessNumberEnvironment()
     if config.calculator is not None:
@@ -34,12 +35,12 @@ def make_environment(config: EnvConfig) -> Environment:
     if config.math is not None:
         return math_environment(config.math)
     if config.rewards is not None:
-        return RewardFunctions(config.rewards, config.reward_weights)
+        return RewardFunctions(config.rewards, config.reward_weights, unscored=unscored)
     if (own := config.custom) is not None:
         environment = build(own.type, _KEY, own.args, needs=("score|step",))
         if hasattr(environment, "step"):
-            return _OwnSteps(cast("EnvironmentInterface", environment), own.type)
-        return _OwnScores(cast("ScoresAnswers", environment), own.type)
+            return _OwnSteps(cast("EnvironmentInterface", environment), own.type, unscored)
+        return _OwnScores(cast("ScoresAnswers", environment), own.type, unscored)
     return ArithmeticEnvironment()
 
 
@@ -54,6 +55,7 @@ class _OwnSteps:
 
     environment: EnvironmentInterface
     path: str
+    unscored: bool
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
@@ -63,7 +65,9 @@ class _OwnSteps:
         with custom_code(name):
             returned = self.environment.step(message_log_batch, metadata)
         try:
-            read_return(returned, len(message_log_batch), {})
+            replies = read_return(returned, len(message_log_batch), {})
+            if not self.unscored and any(reply.unscored for reply in replies):
+                number_of(None)  # which raises
         except Exception as error:
             raise CustomCodeError(
                 f"{name} gave what is no EnvironmentReturn of {len(message_log_batch)} replies: "
@@ -79,12 +83,13 @@ class _OwnScores:
 
     environment: ScoresAnswers
     path: str
+    unscored: bool
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
-    ) -> list[float]:
+    ) -> list[float | None]:
         """See `ScoresAnswers.score`; CustomCodeError when the scores are not one finite number a response."""
         name = f"{_KEY}: {self.path}"
         with custom_code(f"{name}.score"):
             given = self.environment.score(prompts, responses, finished)
-        return number_each(name, given, [prompt.index for prompt in prompts])
+        return number_each(name, given, [prompt.index for prompt in prompts], unscored=self.unscored)

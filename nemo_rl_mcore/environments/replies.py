@@ -71,7 +71,8 @@ def replies_of(
         [turn.answer for turn in turns],
         [turn.finished for turn in turns],
     )
-    return [Reply(number_of(score)) for score in _one_each("score", scores, len(turns))]
+    given = [number_or_none(score) for score in _one_each("score", scores, len(turns))]
+    return [Reply(0.0, unscored=True) if score is None else Reply(score) for score in given]
 
 
 def _cut(reply: Reply, max_chars: int | None) -> Reply:
@@ -102,7 +103,7 @@ def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, f
     """Return the replies that a return holds; raises as `replies_of`."""
     given = returned.rewards if isinstance(returned.rewards, Mapping) else {_ONE: returned.rewards}
     rewards = {
-        name: [*map(number_of, _one_each(f"rewards {name}".strip(), values, turns))]
+        name: [*map(number_or_none, _one_each(f"rewards {name}".strip(), values, turns))]
         for name, values in given.items()
     }
     _require_names(rewards)
@@ -114,10 +115,13 @@ def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, f
     answers = [None] * turns if returned.answers is None else _one_each("answers", returned.answers, turns)
     replies: list[Reply] = []
     for place in range(turns):
-        parts = {name: values[place] for name, values in rewards.items()}
+        parts = {name: value for name, values in rewards.items() if (value := values[place]) is not None}
+        if unscored := len(parts) < len(rewards):
+            parts.clear()
         replies.append(
             Reply(
                 reward=math.fsum(weights.get(name, 1.0) * value for name, value in parts.items()),
+                unscored=unscored,
                 terminated=bool(terminateds[place]),
                 observation=_observation(observations[place]),
                 metadata=metadata[place],
@@ -153,10 +157,10 @@ def _one_each(name: str, values: Iterable[Any], turns: int) -> list[Any]:
     return listed
 
 
-def number_each(name: str, given: object, prompts: Sequence[int]) -> list[float]:
+def number_each(name: str, given: object, prompts: Sequence[int], *, unscored: bool) -> list[float | None]:
     """Return what code of the user's gave as a number for each answer; prompts: of which these are, by their index.
 
-    Raises CustomCodeError for anything else. name: of the code, for the message.
+    unscored: whether None may be one. Raises CustomCodeError for anything else. name: of the code, for the message.
     """
     count = len(prompts)
     try:
@@ -171,13 +175,19 @@ def number_each(name: str, given: object, prompts: Sequence[int]) -> list[float]
         raise CustomCodeError(
             f"{name} gave {len(listed)} rewards of {count} responses: {listed!r:.80}", code="reward-count"
         )
-    numbers: list[float] = []
+    numbers: list[float | None] = []
+    read = number_or_none if unscored else number_of
     for value, prompt in zip(listed, prompts, strict=True):
         try:
-            numbers.append(number_of(value))
+            numbers.append(read(value))
         except ValueError as error:
             raise CustomCodeError(f"{name}: prompt {prompt}: {error}", code="reward-number") from error
     return numbers
+
+
+def number_or_none(value: object) -> float | None:
+    """Return a reward as a finite float, or None for an answer that is not scored; raises as `number_of`."""
+    return None if value is None else number_of(value)
 
 
 def number_of(value: object) -> float:
@@ -185,7 +195,8 @@ def number_of(value: object) -> float:
     try:
         number = float(cast("float", value))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"a reward of {value!r:.80} is no number") from error
+        hint = "; env.unscored: drop leaves such answers out of training" if value is None else ""
+        raise ValueError(f"a reward of {value!r:.80} is no number{hint}") from error
     if not math.isfinite(number):
         raise ValueError(f"a reward of {number} is not finite")
     return number

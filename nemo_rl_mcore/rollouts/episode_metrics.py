@@ -19,10 +19,13 @@ from nemo_rl_mcore.rollouts.transcript import REPLIES, REWARDS_PREFIX, TURN_OF_T
 def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
     """Return turns and how episodes ended, where there may be several turns; the means of rewards that have names.
 
-    Dropped episodes count in how they ended alone, and one of several rows counts once.
+    Episodes that are dropped or not scored count in how they ended alone, and one of several rows counts once. The
+    share of those not scored is there where there are any.
     """
-    episodes = EpisodeRows.of(batch)
-    metrics = _ending_rates(batch) if TURN_OF_TOKEN in batch else {}
+    episodes, rates = EpisodeRows.of(batch), _ending_rates(batch)
+    metrics = (
+        rates if TURN_OF_TOKEN in batch else {_UNSCORED: rates[_UNSCORED]} if rates.get(_UNSCORED) else {}
+    )
     if not len(episodes.first):
         return metrics
     metrics |= {
@@ -52,7 +55,12 @@ def _replies(batch: BatchedDataDict) -> list[list[dict[str, Any]]]:
     return [batch[REPLIES][row] for row in first_rows(batch)] if REPLIES in batch else []
 
 
+_UNSCORED = "episodes/unscored_rate"
+
+
 def _ending_rates(batch: BatchedDataDict) -> dict[str, float]:
+    if ENDING not in batch:
+        return {}
     endings = batch[ENDING][first_rows(batch)]
     return {
         f"episodes/{ending.name.lower()}_rate": float((endings == ending).float().mean()) for ending in Ending

@@ -30,14 +30,19 @@ def dropped_rows(batch: BatchedDataDict) -> Tensor:
     return batch[ENDING] == Ending.DROPPED if ENDING in batch else torch.zeros(batch.size, dtype=torch.bool)
 
 
+def uncounted_rows(batch: BatchedDataDict) -> Tensor:
+    """Return bool [B]: the rows of episodes that are dropped or not scored; none without `ending`."""
+    return batch[ENDING] >= Ending.DROPPED if ENDING in batch else torch.zeros(batch.size, dtype=torch.bool)
+
+
 def first_rows(batch: BatchedDataDict) -> list[int]:
-    """Return the first row of each episode, dropped ones too."""
+    """Return the first row of each episode, those that do not count too."""
     return [rows.start for rows in batch.samples()]
 
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """Says where in a batch of B `rows` the episodes stand that count: all but the dropped ones.
+    """Says where in a batch of B `rows` the episodes stand that count: all but those dropped or not scored.
 
     first: int64 [E], the first row of each. at: int64 [3, N], for each of their N rows the row, the episode's number
     and the row's place in it.
@@ -49,12 +54,12 @@ class EpisodeRows:
 
     @classmethod
     def of(cls, batch: BatchedDataDict) -> Self:
-        """Read `episode_index` and `ending` [B]; without them each row is an episode, and none is dropped.
+        """Read `episode_index` and `ending` [B]; without them each row is an episode, and all count.
 
         Raises ValueError for rows of an episode that stand apart.
         """
         first = torch.tensor(first_rows(batch), dtype=torch.int64)
-        counted = ~dropped_rows(batch)[first]
+        counted = ~uncounted_rows(batch)[first]
         of_row = torch.zeros(batch.size, dtype=torch.int64).index_fill(0, first, 1).cumsum(0) - 1
         row = counted[of_row].nonzero().squeeze(1)
         episode = of_row[row]
@@ -73,7 +78,7 @@ class EpisodeRows:
         return joined.flatten(1)
 
     def parted(self, values_ES: Tensor) -> Tensor:
-        """Return [B, S], what `joined` has put together; 0 on the rows of dropped episodes."""
+        """Return [B, S], what `joined` has put together; 0 on the rows of episodes that do not count."""
         row, number, place = self.at
         parts = values_ES.reshape(len(self.first), self._most_rows, values_ES.shape[1] // self._most_rows)
         parted = values_ES.new_zeros(self.rows, parts.shape[2])
@@ -85,7 +90,7 @@ class EpisodeRows:
         return self.joined(values_B.unsqueeze(1)).sum(1)
 
     def on_rows(self, values_E: Tensor) -> Tensor:
-        """Return [B], the value of its episode on each row; 0 where that was dropped."""
+        """Return [B], the value of its episode on each row; 0 where that does not count."""
         row, number, _place = self.at
         values_B = values_E.new_zeros(self.rows)
         values_B[row] = values_E[number]

@@ -136,6 +136,8 @@ class Episodes:
     def _ending(self, row: _Episode, reply: Reply) -> Ending | None:
         if reply.dropped is not None:
             return Ending.DROPPED
+        if reply.unscored:
+            return Ending.UNSCORED
         if not row.finished:
             return Ending.ANSWER_LIMIT
         if reply.terminated:

@@ -109,7 +109,7 @@ def _said(batch: BatchedDataDict, row: int, tokenizer: Tokenizer) -> Iterator[Sa
             yield Said(role=role, content=content)
         reply = replies[turn - 1]
         said = Said(role="assistant", content=tokenizer.decode(ids_S[turn_S == turn].tolist()))
-        if "dropped" not in reply:
+        if not reply.keys() & {"dropped", "unscored"}:
             said["reward"] = reply["reward"]
         yield said
 

@@ -97,18 +97,18 @@ def batch_of(
 
     turn_of_token = padded(rows, lambda piece: piece.turn, 0)
     ending = each(lambda episode: int(episode.ending or Ending.TERMINATED))
-    dropped = ending == Ending.DROPPED
+    uncounted = ending >= Ending.DROPPED
     batch = BatchedDataDict(
         input_ids=padded(rows, lambda piece: piece.ids_N, pad_token_id),
         input_lengths=torch.tensor([_length(row) for row in rows]),
         token_mask=(turn_of_token > 0).float(),
-        sample_mask=(~dropped).float(),
+        sample_mask=(~uncounted).float(),
         generation_logprobs=padded(rows, lambda piece: piece.logprobs_N, 0.0),
         finished=each(lambda episode: episode.finished) & (ending == Ending.TERMINATED),
         prompt_index=each(lambda episode: episode.prompt_index),
         sample_index=each(lambda episode: episode.sample),
         ending=ending,
-        rewards=each(lambda episode: episode.reward).masked_fill(dropped, 0.0),
+        rewards=each(lambda episode: episode.reward).masked_fill(uncounted, 0.0),
         replies=[episodes[place].replies for place in places],
     )
     if turns > 1:

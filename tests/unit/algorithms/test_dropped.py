@@ -5,6 +5,11 @@ import torch
 from algorithm_fakes import TOKENIZER
 from refusals import refused
 
+from nemo_rl_mcore.algorithms.advantages import GRPOAdvantageEstimator, ReinforcePlusPlusAdvantageEstimator
+from nemo_rl_mcore.algorithms.dpo import best_against_worst
+from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics
+from nemo_rl_mcore.config import ClippedPGLossConfig, load_config
+from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.turns import Ending, Reply
@@ -13,6 +18,7 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.rollouts.episode_metrics import check_drops, episode_metrics
 from nemo_rl_mcore.rollouts.episode_rows import dropped_rows
 from nemo_rl_mcore.rollouts.player import RolloutCollector, concatenate_batches
+from nemo_rl_mcore.rollouts.rewards import has_signal
 
 
 def batch_of(*dropped, **columns):
@@ -83,3 +89,54 @@ def test_the_collector_stops_the_run_above_the_rate(greedy):
     assert bears.collect(prompts, 2, step=1, greedy=greedy).batch["sample_mask"].tolist() == [1, 1, 0, 0]
     with refused("too-many-dropped", "step 1: ", "2 of 4", "it hung (7", by=RunStoppedError):
         RolloutCollector(Answers(), TOKENIZER, 4, DropsOdd(None)).collect(prompts, 2, step=1, greedy=greedy)
+
+
+class Gives:
+    """Scores the answers to a prompt in turn."""
+
+    def __init__(self, *scores):
+        self.scores = scores
+
+    def score(self, prompts, responses, finished):
+        return [self.scores[place % len(self.scores)] for place, _ in enumerate(prompts)]
+
+
+def scored(*scores):
+    """A rollout of two prompts whose answers have these rewards."""
+    collector = RolloutCollector(Answers(), TOKENIZER, 4, LocalEnvironments(Gives(*scores)))
+    return collector.collect([Prompt(0, "0>", "0"), Prompt(1, "1>", "1")], len(scores), step=1)
+
+
+@pytest.mark.parametrize("loo", [True, False])
+@pytest.mark.parametrize("estimator", [GRPOAdvantageEstimator, ReinforcePlusPlusAdvantageEstimator])
+def test_an_answer_that_is_not_scored_is_nothing_to_the_others(estimator, loo):
+    config = AdvantageEstimatorConfig(use_leave_one_out_baseline=loo)
+    found = []
+    for scores in ((1.0, None, 0.0, 0.5), (1.0, 0.0, 0.5)):
+        rollout = scored(*scores)
+        estimator(config, ClippedPGLossConfig()).add_to(rollout.batch)
+        found.append((rollout.batch["advantages"][: len(scores), 0].tolist(), rollout_metrics(rollout)))
+    (with_none, metrics), (without, others) = found
+    assert with_none == [without[0], 0.0, *without[1:]]
+    rollout = scored(1.0, None, 0.0, 0.5)
+    assert rollout.batch["sample_mask"].tolist() == [1, 0, 1, 1] * 2
+    assert dropped_rows(rollout.batch).any().item() is False
+    assert metrics.pop("episodes/unscored_rate") == 0.25
+    assert {**metrics, "train/total_num_tokens": 0} == {**others, "train/total_num_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("scores", "signal"),
+    [((1.0, None), False), ((None, None), False), ((None, 0.0, 1.0), True), ((None, 1.0, 1.0), False)],
+)
+def test_a_group_with_fewer_than_two_scores_teaches_nothing(scores, signal):
+    rollout = scored(*scores)
+    section = load_config("examples/configs/grpo_copy_cpu.yaml").grpo
+    assert has_signal(section, rollout.batch.slice(0, len(scores))) is signal
+    GRPOAdvantageEstimator(AdvantageEstimatorConfig(), ClippedPGLossConfig()).add_to(rollout.batch)
+    assert bool(rollout.batch["advantages"].any()) is signal
+    _, differing = best_against_worst(rollout, len(scores))
+    assert differing == float(signal)
+    assert rollout_metrics(rollout)["episodes/unscored_rate"] == pytest.approx(
+        scores.count(None) / len(scores)
+    )

@@ -100,3 +100,14 @@ def test_a_column_that_is_not_kept_is_refused():
     require_columns(functions, {"data.train": ("target", "other")})
     with refused("unknown-column"):
         require_columns(functions, {"data.train": ("target",), "data.validation": ()})
+
+
+def test_an_answer_with_a_reward_of_none_is_not_scored_where_the_recipe_says_so():
+    functions = {"__main__:some": lambda **_: [1.0, None], "__main__:all": lambda **_: [0.5, 0.5]}
+    with handed(functions):
+        section = {"rewards": {path[9:]: path for path in functions}, "unscored": "drop"}
+        environment = make_environment(EnvConfig.model_validate(section))
+    assert environment.score(PROMPTS, RESPONSES, [True, True]) == [1.5, None]
+    scored, unscored = replies(environment)
+    assert (scored.reward, scored.rewards, scored.unscored) == (1.5, {"some": 1.0, "all": 0.5}, False)
+    assert (unscored.reward, unscored.rewards, unscored.unscored) == (0.0, {}, True)

@@ -57,6 +57,19 @@ def test_scores_that_cannot_be_rewards_name_the_class(scores, code, parts):
         environment.score(PROMPTS, ["1", "2"], [True, True])
 
 
+@pytest.mark.parametrize("kept", [[True, False], [False, False]])
+def test_scores_of_none_are_not_scored_where_the_recipe_says_so(kept):
+    scores = [1.0 if one else None for one in kept]
+    own = {"type": "custom_parts:BadReward", "args": {"scores": scores}}
+    environment = make(custom=own, unscored="drop")
+    assert environment.score(PROMPTS, ["1", "2"], [True, True]) == scores
+    found = LocalEnvironments(environment).replies([first_turn(prompt, "1") for prompt in PROMPTS])
+    assert [reply.unscored for reply in found] == [not one for one in kept]
+    own["args"] = {"scores": [float("nan"), None]}
+    with refused("reward-number", 7, by=CustomCodeError):
+        make(custom=own, unscored="drop").score(PROMPTS, ["1", "2"], [True, True])
+
+
 LOGS = [[{"role": "user", "content": "1>"}, {"role": "assistant", "content": "22", "finished": True}]]
 
 
@@ -82,6 +95,16 @@ def test_a_return_that_cannot_be_read_names_class_and_method(returned, message):
     where = "env.custom.type: custom_parts:Steps.step "
     with refused("environment-return", where, 1, *message, by=CustomCodeError):
         environment.step(LOGS, [None])
+
+
+def test_a_step_whose_reward_is_none_is_not_scored_where_the_recipe_says_so():
+    returned = EnvironmentReturn([None], [None], [None], {"length": [None]}, [True])
+    own = {"type": "custom_parts:Steps", "args": {"returned": returned}}
+    with refused("environment-return", "None", by=CustomCodeError):
+        make(custom=own).step(LOGS, [None])
+    environment = make(custom=own, unscored="drop")
+    [reply] = LocalEnvironments(environment).replies([first_turn(PROMPTS[0], "1")])
+    assert (reply.unscored, reply.reward, reply.rewards) == (True, 0.0, {})
 
 
 def test_what_a_step_raises_names_class_and_method():
