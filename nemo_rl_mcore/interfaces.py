@@ -33,7 +33,7 @@ class TrainedModel(Protocol):
         """Take optimizer steps over the batch; the keys are those of `MegatronPolicyWorker.finish_train_step`.
 
         gbs, mbs: rows of an optimizer step and of a microbatch, whole samples of the loss; None is the config's, which
-        counts samples.
+        counts samples. Under `eval_mode` nothing is updated, and all rows are one batch, whatever gbs.
         """
         ...
 

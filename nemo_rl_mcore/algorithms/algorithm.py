@@ -8,16 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from nemo_rl_mcore import activity
-from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics
+from nemo_rl_mcore.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
 from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.config.offline import GivenRowsConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.interfaces import PolicyInterface
+from nemo_rl_mcore.losses import LossFunction
 from nemo_rl_mcore.observability import Sample
 from nemo_rl_mcore.rollouts.episode_rows import first_rows, uncounted_rows
 from nemo_rl_mcore.rollouts.player import Rollout, RolloutCollector
@@ -213,6 +215,30 @@ class Algorithm[Config: RunConfig](ABC):
             for metric, value in _means(some).items()
         }
         return means | (_pass_k([one.reward for one in judged], kept, answers) if answers > 1 else {})
+
+    def evaluate(
+        self,
+        loop: GivenRowsConfig,
+        loss_fn: LossFunction,
+        rows: Callable[[Sequence[Prompt]], BatchedDataDict],
+    ) -> dict[str, float]:
+        """Measure the loss of held-out samples as if they were one batch, whatever the batches that they are taken in.
+
+        rows: makes those that the loss reads of the prompts of a batch.
+        """
+        policy = self.config.policy
+        held_out = self.prompts.validation(self.config.val_loss_samples)
+        size, per_pass = (
+            loop.val_global_batch_size or policy.train_global_batch_size,
+            loop.val_micro_batch_size,
+        )
+        mbs = per_pass and per_pass * loss_fn.rows_per_sample
+        results: list[dict[str, Any]] = []
+        for first in range(0, len(held_out), size):
+            with activity.at(f"the loss of row {first} of {len(held_out)} of a validation", timed=False):
+                batch = rows(held_out[first : first + size])
+                results.append(self.policy.train(batch, loss_fn, eval_mode=True, mbs=mbs))
+        return train_metrics(join_results(results), "validation")
 
 
 def _pass_k(rewards: Sequence[float], kept: Sequence[bool], answers: int) -> dict[str, float]:

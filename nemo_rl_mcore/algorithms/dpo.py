@@ -6,10 +6,9 @@ its worst. P pairs are 2 P rows: chosen, rejected, chosen, ...
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from nemo_rl_mcore.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.config import DPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
+from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.preference import PreferenceSource
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses import DPOLossFn
@@ -55,7 +55,7 @@ class DPO(Algorithm[DPOMasterConfig]):
         require_sampled_ids(batch)
         begin_update()
         with self.training(step, rollout) as metrics:
-            result = self._train(batch)
+            result = self.policy.train(trained_columns(batch), self._loss_fn)
         metrics |= paired
         if groups is not None:
             metrics |= groups.finish()
@@ -67,22 +67,26 @@ class DPO(Algorithm[DPOMasterConfig]):
     def validate(self, step: int) -> dict[str, float]:
         """Return the loss of held-out pairs, where pairs are given, and how good the policy's answers are."""
         judged = super().validate(step)
-        if self.pairs is None or self._reference is None:
+        pairs, reference = self.pairs, self._reference
+        if pairs is None or reference is None:
             return judged
-        size = self.config.policy.train_global_batch_size
-        batch = self.pairs.validation(self.config.dpo.val_batches * size)
-        _add_reference(batch, self._reference.of_validation(batch))
-        held_out = train_metrics(self._train(batch, eval_mode=True), "validation")
+
+        def compared(prompts: Sequence[Prompt]) -> BatchedDataDict:
+            batch = pairs.rows(prompts)
+            _add_reference(batch, reference.of_validation(batch))
+            return trained_columns(batch)
+
+        held_out = self.evaluate(self.config.dpo, self._loss_fn, compared)
         return (
             judged
             | {"validation/loss": held_out["validation/loss"]}
             | preference_metrics(held_out, "validation")
         )
 
-    def _train(self, batch: BatchedDataDict, *, eval_mode: bool = False) -> Mapping[str, Any]:
+    @property
+    def _loss_fn(self) -> DPOLossFn:
         fused = self.config.policy.megatron_cfg.use_fused_linear_logprobs
-        loss = DPOLossFn(self.config.dpo.loss, fused)
-        return self.policy.train(trained_columns(batch), loss, eval_mode=eval_mode)
+        return DPOLossFn(self.config.dpo.loss, fused)
 
     @cached_property
     def _reference(self) -> ReferenceBlocks | None:

@@ -41,14 +41,16 @@ class ReferenceBlocks:
     count: int
     longest: int
     _kept: dict[int, Block] = field(default_factory=dict[int, Block], init=False, repr=False)
-    _held_out: torch.Tensor | None = field(default=None, init=False, repr=False)
+    _held_out: dict[tuple[int, ...], torch.Tensor] = field(
+        default_factory=dict[tuple[int, ...], torch.Tensor], init=False, repr=False
+    )
 
     def of_step(self, step: int, batch: BatchedDataDict) -> torch.Tensor:
         """Return [B, S], of the pairs that a step takes: those of `batch`."""
         first = self.pairs.first_steps(step, self.count)
         if first is None:
             return self.ask(batch)
-        of_pair = [block if block <= self._kept_steps(self.count) else step for block in first]
+        of_pair = [block if block <= self._kept_steps() else step for block in first]
         blocks = {number: self._block(number, step, batch) for number in sorted({*of_pair})}
         indices: list[int] = batch["prompt_index"].tolist()
         found = torch.zeros(batch["input_ids"].shape)
@@ -58,23 +60,24 @@ class ReferenceBlocks:
         return found
 
     def of_validation(self, batch: BatchedDataDict) -> torch.Tensor:
-        """Return [B, S], of the held-out pairs, which are the same at every validation."""
-        if self._held_out is not None:
-            return self._held_out
+        """Return [B, S], of a batch of held-out pairs, which are the same ones at every validation."""
+        pairs = tuple[int, ...](batch["prompt_index"].tolist())
+        if pairs in self._held_out:
+            return self._held_out[pairs]
         found = self.ask(batch)
-        if self._kept_steps(batch.size // _PAIR):
-            self._held_out = found
+        if sum(kept.nbytes for kept in (*self._held_out.values(), found)) <= KEPT_BYTES:
+            self._held_out[pairs] = found
         return found
 
-    def _kept_steps(self, pairs: int) -> int:
-        """Return how many blocks of so many pairs are kept at most."""
-        return KEPT_BYTES // (pairs * _PAIR * self.longest * torch.float32.itemsize)
+    def _kept_steps(self) -> int:
+        """Return how many blocks are kept at most."""
+        return KEPT_BYTES // (self.count * _PAIR * self.longest * torch.float32.itemsize)
 
     def _block(self, number: int, step: int, batch: BatchedDataDict) -> Block:
         if number in self._kept:
             return self._kept[number]
         block = _by_pair(batch, self.ask(batch)) if number == step else self._asked_anew(number)
-        if number <= self._kept_steps(self.count):
+        if number <= self._kept_steps():
             self._kept[number] = block
         return block
 

@@ -29,11 +29,10 @@ class SFT(Algorithm[SFTMasterConfig]):
     def validate(self, step: int) -> dict[str, float]:
         """Measure how good the policy's answers to held-out prompts are, and the loss of their given ones."""
         judged = super().validate(step)
-        size = self.config.policy.train_global_batch_size
-        held_out = self.prompts.validation(self.config.sft.val_batches * size)
-        batch = given_answers(held_out, self.collector.tokenizer)
-        result = self.policy.train(batch, self._loss_fn, eval_mode=True)
-        return {"validation/loss": train_metrics(result, "validation")["validation/loss"], **judged}
+        found = self.evaluate(
+            self.config.sft, self._loss_fn, lambda prompts: given_answers(prompts, self.collector.tokenizer)
+        )
+        return {"validation/loss": found["validation/loss"], **judged}
 
     @cached_property
     def _loss_fn(self) -> LossFunction:

@@ -110,11 +110,6 @@ class SFTMasterConfig(RunConfig):
         return False
 
     @property
-    def val_batches(self) -> int:
-        """Return those of the loop."""
-        return self.sft.val_batches
-
-    @property
     def row_kind(self) -> RowKind:
         """Return the kind of rows whose answers are imitated."""
         return RowKind.ANSWERS
@@ -137,11 +132,6 @@ class DPOMasterConfig(RunConfig):
     def generations_per_prompt(self) -> int:
         """Online a pair is picked from a group."""
         return self.dpo.num_generations_per_prompt or 0 if self.dpo.online else 0
-
-    @property
-    def val_batches(self) -> int:
-        """Return those of the loop, where the pairs are given."""
-        return 0 if self.dpo.online else self.dpo.val_batches
 
     @property
     def rows_per_sample(self) -> int:

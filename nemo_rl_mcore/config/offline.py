@@ -1,6 +1,7 @@
 """Configurations of the loops that learn from given answers: SFT and DPO."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from nemo_rl_mcore.config.algorithm import AsyncSection, LoopConfig
 from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
@@ -8,18 +9,24 @@ from nemo_rl_mcore.config.base import PositiveInt, Problem
 from nemo_rl_mcore.config.loss import DPOLossConfig
 
 
-class SFTConfig(LoopConfig):
+class GivenRowsConfig(LoopConfig):
+    """The loop of algorithms that learn from given rows, of which a sample is one, or a pair."""
+
+    val_batches: Literal[-1] | PositiveInt = 1
+    """Batches of held-out samples of which a validation takes the loss, at most as many as there are; -1 is all."""
+    val_global_batch_size: PositiveInt | None = None
+    """Samples of such a batch, the last of which may have fewer; null is policy.train_global_batch_size."""
+    val_micro_batch_size: PositiveInt | None = None
+    """Samples per forward pass of one rank there; null is policy.train_micro_batch_size."""
+
+
+class SFTConfig(GivenRowsConfig):
     """Supervised fine-tuning: a step is policy.train_global_batch_size answers of the data set."""
 
-    val_batches: PositiveInt = 1
-    """Batches of held-out answers of which a validation takes the loss."""
 
-
-class DPOConfig(LoopConfig, DPOLossConfig):
+class DPOConfig(GivenRowsConfig, DPOLossConfig):
     """Direct preference optimization: a step is policy.train_global_batch_size pairs. The loss has its keys here."""
 
-    val_batches: PositiveInt = 1
-    """Batches of held-out pairs of which a validation takes the loss; offline only."""
     online: bool = False
     """Make the pairs: the best against the worst of several answers of the policy; false takes the data set's."""
     num_generations_per_prompt: PositiveInt | None = None

@@ -14,6 +14,7 @@ from nemo_rl_mcore.config.environment_values import WithReferences
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.config.loss import CustomLossConfig
+from nemo_rl_mcore.config.offline import GivenRowsConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defaults
@@ -107,9 +108,19 @@ class RunConfig(WithReferences):
         return environment in ("arithmetic", "math", "rewards") and not self.data.has_turns
 
     @property
-    def val_batches(self) -> int:
-        """Return the number of batches of given rows of which a validation takes the loss."""
-        return 0
+    def given_rows(self) -> GivenRowsConfig | None:
+        """Return the loop where the data set gives the answers."""
+        return self.loop if isinstance(self.loop, GivenRowsConfig) and not self.learns_from_samples else None
+
+    @property
+    def val_loss_samples(self) -> int | None:
+        """Return the most held-out samples of which a validation takes the loss; None is all that there are."""
+        if (loop := self.given_rows) is None:
+            return 0
+        if loop.val_batches == -1:
+            return None
+        samples = loop.val_batches * (loop.val_global_batch_size or self.policy.train_global_batch_size)
+        return min(samples, self.data.validation_prompts) if self.data.embedded else samples
 
     @property
     def max_prompt_length(self) -> int:

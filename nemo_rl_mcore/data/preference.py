@@ -52,7 +52,7 @@ class PreferenceSource(ABC):
     """Where the pairs of a DPO run come from: one of each prompt, in 2 rows, chosen then rejected."""
 
     def __init__(self, prompts: PromptSource, tokenizer: Tokenizer) -> None:
-        self._prompts = prompts
+        self.prompts = prompts
         self._tokenizer = tokenizer
 
     @abstractmethod
@@ -61,17 +61,14 @@ class PreferenceSource(ABC):
 
     def train_batch(self, step: int, pairs: int) -> BatchedDataDict:
         """Draw different pairs; the same (seed, step) gives the same ones."""
-        return self._rows(self._prompts.train_batch(step, pairs))
-
-    def validation(self, pairs: int) -> BatchedDataDict:
-        """Give held-out pairs, the same ones at every call."""
-        return self._rows(self._prompts.validation(pairs))
+        return self.rows(self.prompts.train_batch(step, pairs))
 
     def first_steps(self, step: int, pairs: int) -> Sequence[int] | None:
         """Return the first step of each pair of a step, see `PromptSource.first_steps`."""
-        return self._prompts.first_steps(step, pairs)
+        return self.prompts.first_steps(step, pairs)
 
-    def _rows(self, prompts: Sequence[Prompt]) -> BatchedDataDict:
+    def rows(self, prompts: Sequence[Prompt]) -> BatchedDataDict:
+        """Return the pairs of prompts, see `preference_rows`."""
         return preference_rows([self.pair(prompt) for prompt in prompts], self._tokenizer)
 
 

@@ -56,22 +56,19 @@ def count_problems(config: RunConfig, train: Rows, held_out: Rows) -> Iterator[P
 
 
 def held_out_problems(config: RunConfig, held_out: Rows) -> Iterator[Problem]:
-    """Yield validations without a row to answer, and those of a loss that take more rows than there are."""
+    """Yield validations without a row."""
     if not config.loop.validates:
         return
-    batch, batches = config.policy.train_global_batch_size, config.val_batches
-    product = f" ({batches} times policy.train_global_batch_size)"
     asked = config.loop.max_val_samples
     needed = (
-        ("max_val_samples", 1 if asked is None else min(asked, 1), "", ""),
-        ("val_batches", batches * batch, product, "lower one of the two, "),
+        ("max_val_samples", 1 if asked is None else min(asked, 1)),
+        ("val_batches", 0 if config.given_rows is None else 1),
     )
-    for key, rows, of, lower in needed:
+    for key, rows in needed:
         if rows > len(held_out):
             yield Problem(
                 "too-few-rows",
                 f"{config.algorithm}.{key}",
-                f"a validation takes {'one row or more' if key == 'max_val_samples' else f'{rows} rows{of}'}, and "
-                f"{len(held_out)} are held out",
-                f"{lower}give data.validation or a larger data.train.split_validation_size, or turn validation off",
+                f"a validation takes one row or more, and {len(held_out)} are held out",
+                "give data.validation or a larger data.train.split_validation_size, or turn validation off",
             )

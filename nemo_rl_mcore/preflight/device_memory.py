@@ -43,7 +43,7 @@ class DeviceMemory:
 def plan_device_memory(config: RunConfig, memory: RunMemory) -> DeviceMemory:
     """Estimate it from the estimates of the models."""
     trained = [plan for plan in config.models.values() if plan.trained]
-    tokens = training_tokens(config.policy, config.rows_per_sample)
+    tokens = training_tokens(config)
     activations = max(activation_bytes(plan.policy, tokens) for plan in trained)
     turns = config.policy.generation.takes_turns and not config.cluster.on_cpu
     return DeviceMemory(

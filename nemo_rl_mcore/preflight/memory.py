@@ -102,7 +102,7 @@ def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
         gradients=trained.trained * (_FP32 if in_fp32 else 2) if plan.trained else 0,
         optimizer=_optimizer(config, policy, trained) if plan.trained else 0,
         reference=weights if plan.reference and may_be_on_device(config) else 0,
-        logits=_logits(plan, config.rows_per_sample) if plan.role is Role.POLICY else 0,
+        logits=_logits(config, plan) if plan.role is Role.POLICY else 0,
     )
 
 
@@ -180,10 +180,10 @@ def _count_on_rank(slot: Slot, policy: PolicyConfig) -> int:
     return count if slot.layout.dimension is None else -(-count // megatron.tensor_model_parallel_size)
 
 
-def _logits(plan: ModelPlan, rows_per_sample: int) -> int:
+def _logits(config: RunConfig, plan: ModelPlan) -> int:
     policy, megatron = plan.policy, plan.policy.megatron_cfg
     vocab = -(-policy.model.vocab_size // megatron.tensor_model_parallel_size)
-    trained, scored = _tokens(policy, rows_per_sample)
+    trained, scored = _tokens(config, policy)
     full = max(trained, scored) * vocab * _FP32
     if not megatron.use_fused_linear_logprobs:
         return full * _CHUNK_COPIES
@@ -193,21 +193,20 @@ def _logits(plan: ModelPlan, rows_per_sample: int) -> int:
     return min(chunk, full) * _CHUNK_COPIES + cached
 
 
-def training_tokens(policy: PolicyConfig, rows_per_sample: int) -> int:
+def training_tokens(config: RunConfig) -> int:
     """Return the tokens of a rank of the largest microbatch of training."""
-    return _tokens(policy, rows_per_sample)[0]
+    return _tokens(config, config.policy)[0]
 
 
-def _tokens(policy: PolicyConfig, rows_per_sample: int) -> tuple[int, int]:
-    """Return the tokens of a rank of the largest microbatch of training, and of log-probabilities."""
+def _tokens(config: RunConfig, policy: PolicyConfig) -> tuple[int, int]:
+    """Return the tokens of a rank of the largest microbatch of training, and of the largest without gradients."""
     shared, longest = policy.megatron_cfg.context_parallel_size, policy.max_total_sequence_length
     if (budgets := policy.token_budgets) is not None:
-        trained, scored = budgets.of_training(rows_per_sample), budgets.logprob
+        trained, scored = budgets.of_training(config.rows_per_sample), budgets.logprob
     else:
-        trained, scored = (
-            policy.train_micro_batch_size * rows_per_sample * longest,
-            policy.logprob_batch_size * longest,
-        )
+        validated = (config.given_rows and config.given_rows.val_micro_batch_size) or 0
+        trained = policy.train_micro_batch_size * config.rows_per_sample * longest
+        scored = max(policy.logprob_batch_size, validated * config.rows_per_sample) * longest
     return -(-trained // shared), -(-scored // shared)
 
 

@@ -11,6 +11,7 @@ from typing import cast
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path
 from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.offline import GivenRowsConfig
 from nemo_rl_mcore.config.rules.kernels import OF_ENGINE
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.shipped import SHIPPED
@@ -212,10 +213,15 @@ def _loop(config: RunConfig) -> Tree:
     keys: Tree = {"max_num_steps": STEPS, "val_period": STEPS if loop.validates else 0}
     keys |= {"val_at_start": False, "val_at_end": False, "val_batch_size": min(4, loop.val_batch_size)}
     keys["max_val_samples"] = 4 if loop.max_val_samples is None else min(4, loop.max_val_samples)
-    for key, most in (("val_batches", 1), ("val_num_generations_per_prompt", 2), ("max_rollout_turns", 3)):
-        if (given := getattr(loop, key, None)) is not None:
-            keys[key] = min(most, given)
-    for key, most in (("ppo_epochs", 2), ("critic_warmup_steps", 0), ("topk_logits_k", 8)):
+    if isinstance(loop, GivenRowsConfig):
+        keys |= {"val_batches": 1, "val_global_batch_size": 4, "val_micro_batch_size": 2}
+    for key, most in (
+        ("val_num_generations_per_prompt", 2),
+        ("max_rollout_turns", 3),
+        ("ppo_epochs", 2),
+        ("critic_warmup_steps", 0),
+        ("topk_logits_k", 8),
+    ):
         if (given := getattr(loop, key, None)) is not None:
             keys[key] = min(most, given)
     return {f"{name}.{key}": value for key, value in keys.items()} | {"warm_start": None, "eval": None}

@@ -175,8 +175,9 @@ class Policy:
         """See `interfaces.TrainedModel.train`; the totals are equal on every rank."""
         self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
         sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
-        sizes.of_shard(self._shards)
-        split = [self._split(step, loss_fn) for step in sizes.steps(data)]
+        if not eval_mode:
+            sizes.of_shard(self._shards)
+        split = [self._split(step, loss_fn) for step in ([data] if eval_mode else sizes.steps(data))]
         shards = [BatchedDataDict.from_batches(steps) for steps in zip(*split, strict=True)]
         answers = self._run(
             "train",

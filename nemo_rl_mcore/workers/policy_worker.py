@@ -211,19 +211,20 @@ class MegatronPolicyWorker:
         """Take one optimizer step for each `gbs` rows of all data-parallel ranks together: begin, one chunk, finish.
 
         gbs, mbs: rows, of whole samples of the loss; None is the config's, whose samples the loss makes rows of.
-        Returns what `finish_train_step` returns, with one entry a step in each list. Under `eval_mode` nothing is
-        updated. Raises ValueError when the rows are no multiple of the step's.
+        Returns what `finish_train_step` returns, with one entry a step in each list. Raises ValueError when the rows
+        are no multiple of the step's.
+        Under `eval_mode` nothing is updated, and the rows of all ranks, whole samples of any number, are one batch.
         """
         self._require_trained("train")
         with self.backend.called_together("train"):
             self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
             sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
-            batches = sizes.steps(data, self.backend.data_parallel_size())
+            steps = [] if eval_mode else sizes.steps(data, self.backend.data_parallel_size())
             self._keep_on_device(OnDevice.WEIGHTS if eval_mode else OnDevice.EVERYTHING)
         if eval_mode:
-            return as_result([evaluate(self.backend, batch, loss_fn, sizes.mbs) for batch in batches])
+            return as_result([evaluate(self.backend, data, loss_fn, sizes.mbs)])
         results: list[StepResult] = []
-        for batch in batches:
+        for batch in steps:
             opens_a_step = self.train_step.phase is Phase.IDLE
             try:
                 results.append(self.train_step.whole(batch, loss_fn, gbs=sizes.gbs, mbs=sizes.mbs))

@@ -1,5 +1,7 @@
 """One real rank: log-probabilities, the split step, abort, the reference policy, skipped steps."""
 
+from itertools import accumulate
+
 import pytest
 from tolerances import LOGPROBS, REORDERED
 
@@ -243,6 +245,39 @@ def test_eval_mode_reports_the_metrics_of_training_and_changes_nothing(ranks):
     assert unchanged
     for name in trained:
         assert evaluated[name] == pytest.approx(trained[name]), name
+
+
+def evaluated_in_parts(loss, parts):
+    """The metrics of 14 rows, of which so many are evaluated at a time."""
+    import tiny
+
+    from nemo_rl_mcore.algorithms.step_metrics import join_results, train_metrics
+    from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
+    from nemo_rl_mcore.megatron import parallel_groups
+
+    worker = tiny.worker(tiny.policy_config())
+    batch = tiny.grpo_batch(rows=14)
+    loss_fn = {"nll": NLLLossFn(), "dpo": DPOLossFn({"sft_loss_weight": 0.1})}[loss]
+    batch["sample_mask"] = (
+        batch["sample_mask"].roll(-2 * (loss == "dpo")).reshape(7, 2).amin(1).repeat_interleave(2)
+    )
+    ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()
+    results = []
+    for first, rows in zip(accumulate([0, *parts]), parts, strict=False):
+        part = batch.slice(first, first + rows).split(ranks, loss_fn.rows_per_sample)[rank]
+        results.append(worker.train(part, loss_fn, eval_mode=True, mbs=2))
+    metrics = train_metrics(join_results(results), "validation")
+    return {name: value for name, value in metrics.items() if name.startswith("validation/")}
+
+
+@pytest.mark.parametrize("loss", ["nll", "dpo"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_rows_evaluated_in_parts_have_the_metrics_of_one_batch(ranks, number, loss):
+    whole = ranks(number).run(evaluated_in_parts, loss, [14])
+    assert whole[0]["validation/loss"] > 0
+    for parts in ([8, 6], [2] * 7, [6, 6, 2]):
+        for of_rank in ranks(number).run(evaluated_in_parts, loss, parts):
+            assert of_rank == pytest.approx(whole[0], rel=1e-5)
 
 
 def microbatch_sizes():

@@ -17,7 +17,6 @@ _STEPS_END_IT = (
 )
 _NO_GYM = "set it to null, or remove it; rewards of env.rewards may count what NeMo Gym flags there"
 _NO_WATCH = "remove it; policy.generation has the deadlines and restarts of engines"
-_SAME_BATCHES = "a validation takes batches of policy.train_global_batch_size, cut as those of training are"
 _ONE_LOADER = AnyUnless("data.use_multiple_dataloader")
 _NO_KL = AnyUnless("loss_fn.reference_policy_kl_penalty")
 
@@ -78,13 +77,6 @@ _LOOPS: dict[str, Judgement] = {
         f"{name}.{key}": judgement
         for name in ("grpo", "ppo", "distillation")
         for key, judgement in _OF_ROLLOUTS.items()
-    },
-    **{
-        f"{name}.val_{size}_batch_size": told(
-            None, SameAs(f"policy.train_{size}_batch_size"), cost=_SAME_BATCHES
-        )
-        for name in ("sft", "dpo")
-        for size in ("global", "micro")
     },
     "sft.only_unmask_final": refused(
         False, remedy="set it to false; every answer of a conversation is imitated"

@@ -27,10 +27,12 @@ _OF_LOOPS: Mapping[str, Mapping[str, object]] = {
     "dpo": {
         **{"max_num_steps": 150, "max_num_epochs": 1},
         **{"val_period": 25, "val_at_start": True, "val_batches": 8},
+        **{"val_global_batch_size": 8, "val_micro_batch_size": 1},
     },
     "sft": {
         **{"max_num_steps": 60, "max_num_epochs": 1},
         **{"val_period": 10, "val_at_start": True, "val_batches": 8},
+        **{"val_global_batch_size": 32, "val_micro_batch_size": 1},
     },
     "distillation": {
         **{"num_prompts_per_step": 128, "num_generations_per_prompt": 1, "topk_logits_k": 64},

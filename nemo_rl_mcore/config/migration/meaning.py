@@ -13,7 +13,7 @@ _NEW = "policy.generation.max_new_tokens"
 _PROMPT = "data.max_input_seq_length"
 _FIT = "policy.generation.fit_to_sequence"
 _SAMPLED_IN_VALIDATION = 256
-_ALL_BATCHES = 8
+_ALL_BATCHES = -1
 _TASKS = get_args(DataConfig.model_fields["dataset_name"].annotation)
 """Of this package, which no recipe of NeMo RL names."""
 _SAMPLING = ("grpo", "ppo", "distillation")
@@ -292,11 +292,11 @@ def rank_checkpoints(draft: Draft) -> None:
 
 
 def count_validation_batches(draft: Draft) -> None:
-    """-1 takes every held-out row in NeMo RL."""
+    """Write the one number that is all held-out rows here; in NeMo RL each below 1 is."""
     path = f"{draft.algorithm}.val_batches"
     batches = draft.number(path)
-    if batches is not None and batches < 1:
-        draft.change(path, _ALL_BATCHES, "a validation takes a number of batches")
+    if batches is not None and batches < 1 and batches != _ALL_BATCHES:
+        draft.change(path, _ALL_BATCHES, "all held-out rows")
 
 
 def distill(draft: Draft) -> None:

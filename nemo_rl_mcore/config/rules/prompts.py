@@ -36,8 +36,8 @@ def _drawn_prompts(config: RunConfig) -> Iterator[Problem]:
 
 
 def _given_rows(config: RunConfig) -> Iterator[Problem]:
-    """Yield batches of an embedded task's rows that are larger than the task, where a step takes one such batch."""
-    data, batch, held_out = config.data, config.policy.train_global_batch_size, config.val_batches
+    """Yield a batch of an embedded task's rows that is larger than the task, where a step takes one such batch."""
+    data, batch = config.data, config.policy.train_global_batch_size
     if not data.embedded or isinstance(config.loop, RolloutConfig):
         return
     if batch > data.train_prompts:
@@ -49,30 +49,22 @@ def _given_rows(config: RunConfig) -> Iterator[Problem]:
             "lower it, or raise data.num_digits",
             ("data.dataset_name", "data.num_digits"),
         )
-    if config.loop.validates and held_out * batch > data.validation_prompts:
-        yield Problem(
-            "too-large",
-            f"{config.algorithm}.val_batches",
-            f"{held_out} times policy.train_global_batch_size: {batch} is above the "
-            f"{data.validation_prompts} held-out prompts of data.num_digits: {data.num_digits}",
-            "lower one of the two, or raise data.num_digits",
-            ("data.dataset_name", "data.num_digits", "policy.train_global_batch_size"),
-        )
 
 
 def _held_out_prompts(config: RunConfig) -> Iterator[Problem]:
     name, loop, data = config.algorithm, config.loop, config.data
     if not loop.validates:
         return
+    for key, given, count in (
+        ("max_val_samples", "null", loop.max_val_samples),
+        ("val_batches", "-1", config.val_loss_samples),
+    ):
+        if count is None and data.dataset_name != "files":
+            what = f"{given} takes all rows held out, which data.dataset_name: {data.dataset_name} has not counted"
+            yield Problem("incompatible", f"{name}.{key}", what, "give a number", ("data.dataset_name",))
     if loop.max_val_samples is None:
-        if data.dataset_name != "files":
-            what = (
-                f"null takes all rows held out, which data.dataset_name: {data.dataset_name} has not counted"
-            )
-            yield Problem(
-                "incompatible", f"{name}.max_val_samples", what, "give a number", ("data.dataset_name",)
-            )
-    elif data.embedded and loop.max_val_samples > data.validation_prompts:
+        return
+    if data.embedded and loop.max_val_samples > data.validation_prompts:
         yield Problem(
             "too-large",
             f"{name}.max_val_samples",

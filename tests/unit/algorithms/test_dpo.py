@@ -71,10 +71,12 @@ def test_the_loss_is_that_of_the_recipe(fused):
 
 
 def test_a_validation_offline_takes_the_loss_of_held_out_pairs_too():
-    policy, notes, pairs = run(val_period=2, val_batches=2)
-    assert policy.calls[-5:] == ["update_weights", "validate", "offload", "reference", "evaluate"]
-    (call,) = policy.evaluated
-    assert torch.equal(call.data["input_ids"], pairs.validation(8)["input_ids"])
+    policy, notes, pairs = run(val_period=2, val_batches=2, val_global_batch_size=3, val_micro_batch_size=2)
+    assert policy.calls[-6:] == ["validate", "offload", *["reference", "evaluate"] * 2]
+    call = policy.evaluated[0]
+    asked = [call.data["input_ids"] for call in policy.evaluated]
+    assert torch.equal(torch.cat(asked), pairs.rows(pairs.prompts.validation(6))["input_ids"])
+    assert {call.mbs for call in policy.evaluated} == {4}, "two pairs"
     first = int(call.data["token_mask"][0].argmax())
     assert call.data["reference_policy_logprobs"][0, first - 1] == first, "rolled as in training"
     found = notes.steps[2]

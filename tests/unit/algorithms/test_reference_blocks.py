@@ -90,11 +90,14 @@ def test_of_a_source_without_passes_each_step_asks_for_its_own_batch():
     assert [count for _, count in run(pairs).values()] == [COUNT] * STEPS
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_a_validation_is_asked_for_once_if_there_is_room(monkeypatch, room):
-    monkeypatch.setattr(reference_blocks, "KEPT_BYTES", BLOCK_BYTES - (not room))
-    asked, batch = Asked(), given_pairs().train_batch(1, COUNT)
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_each_batch_of_a_validation_is_asked_for_once_while_there_is_room(monkeypatch, room):
+    batches = [given_pairs().train_batch(step, COUNT) for step in (1, 2)]
+    sizes = [batch["input_ids"].numel() * torch.float32.itemsize for batch in batches]
+    monkeypatch.setattr(reference_blocks, "KEPT_BYTES", sum(sizes[:room]))
+    asked = Asked()
     blocks = ReferenceBlocks(given_pairs(), asked, COUNT, LONGEST)
-    first, second = blocks.of_validation(batch), blocks.of_validation(batch)
-    assert torch.equal(first, second)
-    assert len(asked.batches) == (1 if room else 2)
+    first, second = ([blocks.of_validation(batch) for batch in batches] for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], first[1])
+    assert len(asked.batches) == 4 - room

@@ -5,6 +5,8 @@ import torch
 from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
 
 from nemo_rl_mcore.algorithms.sft import SFT
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.losses import NLLLossFn
 
 
@@ -50,7 +52,7 @@ def test_the_loss_is_the_likelihood_of_the_recipe(fused):
 
 
 def test_a_validation_takes_the_loss_of_held_out_answers_and_asks_for_answers():
-    policy, notes, prompts = run(val_period=2, val_batches=2, val_batch_size=3)
+    policy, notes, prompts = run(val_period=2, val_batches=1, val_global_batch_size=8, val_batch_size=3)
     assert policy.calls[-5:] == ["update_weights", "validate", "validate", "offload", "evaluate"]
     (call,) = policy.evaluated
     held_out = prompts.validation(8)
@@ -64,3 +66,28 @@ def test_a_validation_takes_the_loss_of_held_out_answers_and_asks_for_answers():
     assert {"validation/accuracy", "validation/reward"} <= found.keys()
     assert not any(name.startswith("validation") for name in notes.steps[1])
     assert len(policy.trained) == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        ({"val_batches": -1, "val_global_batch_size": 4}, [4, 4, 2]),
+        ({"val_batches": -1, "val_global_batch_size": 64}, [10]),
+        ({"val_batches": -1}, [4, 4, 2]),
+        ({"val_batches": 2, "val_global_batch_size": 3}, [3, 3]),
+        ({"val_batches": 5, "val_global_batch_size": 3}, [3, 3, 3, 1]),
+    ],
+)
+def test_a_validation_takes_the_held_out_rows_in_batches_of_its_own(sizes, rows):
+    policy, notes = FakePolicy(), Notes()
+    loop = {"val_at_end": True, "max_val_samples": 0, "val_micro_batch_size": 2} | sizes
+    data = {"dataset_name": "files", "train": {"data_path": "rows.jsonl"}}
+    config = recipe("sft", sft=loop, data=data)
+    given = [Prompt(index, f"{index}>", "12") for index in range(30)]
+    prompts = EpochSource(given[:20], given[20:], seed=0, per_step=4)
+    train(SFT(config, policy, collector(config, policy), prompts, notes))
+    assert [call.data.size for call in policy.evaluated] == rows
+    taken = [index for call in policy.evaluated for index in call.data["prompt_index"].tolist()]
+    assert taken == [*range(20, 20 + sum(rows))]
+    assert {call.mbs for call in policy.evaluated} == {2}
+    assert notes.steps[2]["validation/loss"] == 0.75

@@ -127,8 +127,15 @@ def test_too_few_held_out_rows(plan, tmp_path):
         grpo = {"val_at_end": True, "max_val_samples": most}
         (problem,) = problems(plan, rows(100), grpo=grpo, data=whole)
         assert problem.startswith("grpo.max_val_samples: too-few-rows")
-    sft = {"max_num_steps": 5, "val_at_end": True, "max_val_samples": 2, "val_batches": 1}
-    (problem,) = problems(plan, rows(400), grpo=None, loss_fn=None, sft=sft)
+
+
+@pytest.mark.parametrize("val_batches", [1, 9, -1])
+def test_the_loss_of_a_validation_takes_as_many_held_out_rows_as_there_are(plan, tmp_path, val_batches):
+    loop = {"max_num_steps": 5, "val_at_end": True, "max_val_samples": 0, "val_batches": val_batches}
+    for sft in (loop, loop | {"val_global_batch_size": 64}):
+        plan(rows(400), grpo=None, loss_fn=None, sft=sft)
+    whole = {"train": {"data_path": str(tmp_path / "rows.jsonl"), "split_validation_size": 0}}
+    (problem,) = problems(plan, rows(400), grpo=None, loss_fn=None, sft=loop, data=whole)
     assert problem.startswith("sft.val_batches: too-few-rows")
 
 

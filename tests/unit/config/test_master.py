@@ -199,8 +199,8 @@ def test_the_teacher_has_its_own_weights_and_maybe_architecture():
         ),
         (
             "dpo",
-            ["dpo.online=false", "~dpo.num_generations_per_prompt", "+dpo.val_batches=15"],
-            "dpo.val_batches: too-large (dataset_name)",
+            ["dpo.online=false", "~dpo.num_generations_per_prompt", "+dpo.val_batches=-1"],
+            "dpo.val_batches: incompatible (dataset_name)",
         ),
         (
             "dpo",
@@ -214,8 +214,8 @@ def test_the_teacher_has_its_own_weights_and_maybe_architecture():
         ),
         (
             "sft",
-            ["sft.val_batches=15"],
-            "sft.val_batches: too-large (dataset_name)",
+            ["sft.val_batches=-1"],
+            "sft.val_batches: incompatible (dataset_name)",
         ),
         ("sft", ["+sft.num_prompts_per_step=3"], "sft.num_prompts_per_step: unknown-key"),
         (
@@ -262,20 +262,25 @@ def test_microbatches_of_policy_and_critic_need_not_divide_a_step():
     assert preflight(config).batch.microbatches_per_optimizer_step == 2  # 64 samples of a rank: 48 and 16
 
 
-def test_a_validation_may_take_every_held_out_prompt():
-    sizes = [
-        "policy.train_global_batch_size=90",
-        "policy.train_micro_batch_size=45",
-        "data.num_digits=3",
-        "sft.max_val_samples=90",
-    ]
-    config = load_config(EXEMPLAR_OF["sft"], [*sizes, "sft.val_batches=1"])
+@pytest.mark.parametrize(
+    ("keys", "samples"),
+    [
+        ([], 40),
+        (["+sft.val_global_batch_size=7"], 7),
+        (["+sft.val_global_batch_size=7", "sft.val_batches=3"], 21),
+        (["sft.val_batches=3"], 90),
+        (["sft.val_batches=-1", "sft.val_period=0", "sft.val_at_end=false"], None),
+    ],
+)
+def test_a_validation_takes_the_loss_of_its_batches_or_of_all_there_are(keys, samples):
+    sizes = ["policy.train_global_batch_size=40", "data.num_digits=3", "sft.max_val_samples=90"]
+    config = load_config(EXEMPLAR_OF["sft"], [*sizes, *keys])
     assert config.data.validation_prompts == 90
+    assert config.val_loss_samples == samples
 
 
-def test_the_pool_is_not_judged_where_no_held_out_pairs_are_taken():
-    load_config(EXEMPLAR_OF["dpo"], ["+dpo.val_batches=15"])  # online
-    load_config(EXEMPLAR_OF["sft"], ["sft.val_batches=15", "sft.val_period=0", "sft.val_at_end=false"])
+def test_no_held_out_pairs_are_taken_where_the_policy_makes_them():
+    assert load_config(EXEMPLAR_OF["dpo"], ["+dpo.val_batches=-1"]).val_loss_samples == 0  # online
 
 
 # --- recipes that are run first -----------------------------------------------------------------------------

@@ -252,6 +252,27 @@ def test_a_validation_of_given_answers_asks_for_none(migrated, base):
     assert config.loop.validates
 
 
+@pytest.mark.parametrize(
+    ("loop", "changes", "samples", "per_pass"),
+    [
+        ("sft", "", 8 * 32, 1),
+        ("sft", "sft: {val_batches: 4, val_global_batch_size: 128, val_micro_batch_size: 2}", 4 * 128, 2),
+        ("dpo", "dpo: {val_batches: -1, val_global_batch_size: 16}", None, 1),
+        ("dpo", "dpo: {val_batches: 0}", None, 1),
+        ("dpo", "", 8 * 8, 1),
+    ],
+)
+def test_a_validation_takes_the_loss_of_the_rows_that_it_takes_there(
+    migrated, loop, changes, samples, per_pass
+):
+    result = migrated(changes, f"{loop}-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs")
+    assert result.config is not None
+    assert result.config.val_loss_samples == samples
+    assert result.config.given_rows.val_micro_batch_size == per_pass
+    lost = (Kind.REFUSED, Kind.OPEN, Kind.WARNED)
+    assert not any(note.kind in lost for note in result.draft.notes if note.path.startswith(f"{loop}.val_"))
+
+
 SFT, DPO = (f"{name}-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs" for name in ("sft", "dpo"))
 
 

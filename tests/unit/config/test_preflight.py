@@ -226,6 +226,19 @@ def test_memory_follows_the_recipe(load, overrides, field, expected):
     assert getattr(estimate_memory(load(*overrides)).models["policy"], field) == expected
 
 
+@pytest.mark.parametrize(("algorithm", "rows"), [("sft", 1), ("dpo", 2)])
+def test_memory_has_room_for_the_loss_of_a_validation(algorithm, rows):
+    def logits(*overrides):
+        recipe = f"examples/configs/quickstart/{algorithm}_cpu.yaml"
+        given = [*overrides, UNFUSED.replace("policy", "++policy", 1)]
+        return estimate_memory(load_config(recipe, given)).models["policy"].logits
+
+    assert logits(f"+{algorithm}.val_micro_batch_size=1") == logits()
+    assert logits(f"+{algorithm}.val_micro_batch_size=512", "policy.train_micro_batch_size=1") == logits(
+        f"policy.logprob_batch_size={512 * rows}"
+    )
+
+
 KL = "loss_fn.reference_policy_kl_penalty=0.1"
 GPUS = "cluster.gpus_per_node=2"
 VLLM = "policy.generation.backend=vllm"

@@ -117,6 +117,17 @@ def test_training_sends_whole_pairs_step_by_step_and_sizes_in_rows(overrides):
 
 
 @pytest.mark.parametrize("overrides", [(), BUDGET], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("rows", [2, 10])
+def test_an_evaluation_takes_any_number_of_whole_pairs(overrides, rows):
+    policy, ranks = policy_over([0, 1], *overrides)
+    policy.train(numbered(rows), DPOLossFn({}), eval_mode=True, mbs=2)
+    shards = rows_of(ranks.calls[0])
+    assert sorted(row for shard in shards for row in shard) == [*range(rows)]
+    assert all(len(shard) % 2 == 0 for shard in shards)
+    assert policy.updates == 0
+
+
+@pytest.mark.parametrize("overrides", [(), BUDGET], ids=["fixed", "dynamic"])
 def test_training_sends_as_many_whole_episodes_a_step_to_each_shard(overrides):
     policy, ranks = policy_over([0, 1], *overrides)
     batch = numbered(12, [9, 4, 8, 5, 9, 3, 7, 6, 2, 2, 3, 3])
