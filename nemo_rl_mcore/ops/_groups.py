@@ -1,14 +1,15 @@
 """Process groups as the kernels use them; a missing group is a single rank, without torch.distributed."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# The names before torch 2.13, where the old ones are deprecated.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Both had other names before torch 2.13.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
 
 
 def group_size(group: ProcessGroup | None) -> int:
