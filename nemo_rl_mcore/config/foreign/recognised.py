@@ -25,8 +25,9 @@ def recipe_of_nemo_rl(tree: Tree, file: Path | None, overridden: Collection[str]
     keys = list(dict.fromkeys(foreign_keys(tree)))
     if not keys:
         return None
-    migrate = f"run `nemo-rl-mcore migrate {file or 'FILE'}`, or give --migrate to check and {kind_of(tree).algorithm}"
     typed = file is None or all(key in overridden for key in keys)
+    named = "FILE" if typed else file
+    migrate = f"run `nemo-rl-mcore migrate {named}`, or give --migrate to check and {kind_of(tree).algorithm}"
     if len(keys) > _NAMED and not typed:
         named = ", ".join(keys[:_NAMED])
         what = f"is a recipe of NeMo RL: {len(keys)} of its keys are not ours ({named}, ...)"
