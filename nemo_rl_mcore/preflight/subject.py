@@ -47,6 +47,13 @@ def _lines(config: RunConfig, rows: Sequence[Example]) -> Iterator[tuple[str, st
         yield "chat template", told
     if config.learns_from_samples or config.loop.validates:
         yield from _environments(config)
+    yield from _losses(config)
+    for name, plan in config.models.items():
+        if plan.trained:
+            yield from _optimizer(plan.policy, "" if name == "policy" else f" of the {name}")
+
+
+def _losses(config: RunConfig) -> Iterator[tuple[str, str]]:
     if isinstance(config.loop, DPOLossConfig):
         yield "loss", _keys(config.loop, only=DPOLossConfig)
     for path, loss in config.losses.items():
@@ -54,9 +61,6 @@ def _lines(config: RunConfig, rows: Sequence[Example]) -> Iterator[tuple[str, st
     estimator = getattr(config.loop, "adv_estimator", None)
     if isinstance(estimator, StrictModel) and config.learns_from_samples:
         yield "advantage", _keys(estimator, "name")
-    for name, plan in config.models.items():
-        if plan.trained:
-            yield from _optimizer(plan.policy, "" if name == "policy" else f" of the {name}")
 
 
 def _model(policy: PolicyConfig) -> str:
