@@ -133,6 +133,7 @@ def _run(
             lambda line: write_line(sys.stdout, line),
             parts.tokenizer,
             refuse_changes=refuse_changes,
+            ended_by=parts.ended_by,
         )
         if checkpoints.nothing_left:
             finish_report(config.logger, page_of_run)

@@ -27,7 +27,7 @@ from nemo_rl_mcore.environments.functions import RewardFunctions, require_column
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.interfaces import Environment
 from nemo_rl_mcore.losses import check_losses
-from nemo_rl_mcore.preflight.data_files import DataPlan, steps_of_epochs
+from nemo_rl_mcore.preflight.data_files import DataPlan, last_step
 from nemo_rl_mcore.preflight.inputs import with_inputs
 from nemo_rl_mcore.preflight.tokenizer_folder import too_large
 from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm
@@ -37,6 +37,7 @@ from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm
 class Parts:
     """What a run needs beside its ranks; it is all there before they start. `config` ends when the data set does.
 
+    ended_by: the paths of the keys that say so.
     name: of a run for whose weights another one waits, such as warm_start.
     """
 
@@ -44,6 +45,7 @@ class Parts:
     tokenizer: Tokenizer
     prompts: PromptSource
     environment: Environment
+    ended_by: tuple[str, ...]
     form: EpisodeForm = ONE_ANSWER
     name: str = ""
 
@@ -63,11 +65,12 @@ def open_parts(config: RunConfig) -> Parts:
         require_golds_run_first(config)
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
+    ended_by: tuple[str, ...] = (f"{config.algorithm}.max_num_steps",)
     if isinstance(prompts, EpochSource):
-        steps = steps_of_epochs(config, len(prompts.train))
+        steps, ended_by = last_step(config, len(prompts.train))
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
-    return Parts(with_inputs(config), tokenizer, prompts, environment, form)
+    return Parts(with_inputs(config), tokenizer, prompts, environment, ended_by, form)
 
 
 def _columns(config: RunConfig) -> dict[str, tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
@@ -11,6 +11,7 @@ from nemo_rl_mcore.config import CheckpointingConfig, RunConfig
 from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, Tokenizer
 from nemo_rl_mcore.errors import ChangedRunError, RunStoppedError, code_of
 from nemo_rl_mcore.preflight.saved_run import (
+    Change,
     bounds_of,
     cannot_resume,
     changes_since,
@@ -31,12 +32,18 @@ Notify = Callable[[str], None]
 
 
 def open_checkpoints(
-    config: RunConfig, notify: Notify, tokenizer: Tokenizer | None = None, *, refuse_changes: bool = False
+    config: RunConfig,
+    notify: Notify,
+    tokenizer: Tokenizer | None = None,
+    *,
+    refuse_changes: bool = False,
+    ended_by: Sequence[str] = (),
 ) -> RunCheckpoints:
     """Find where the run begins and prepare the folder for what it leaves; `notify` is called in whole lines.
 
     tokenizer: what a checkpoint is to hold if the recipe names a folder or a model of the hub. refuse_changes: raise
-    ChangedRunError where `auto` would go on under another recipe, code or data, or has nothing left to do.
+    ChangedRunError where `auto` would go on under another recipe, code or data, or has nothing left to do. ended_by:
+    the paths of the keys that say which step is the last one.
     Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is missing or of another model.
     """
     section = config.checkpointing
@@ -60,7 +67,8 @@ def open_checkpoints(
         in_background=frozenset(name for name, plan in config.models.items() if plan.saved_in_background),
     )
     if start is not None:
-        _compare(start, config, notify, refuse_changes=refuse_changes and section.resume == "auto")
+        changes = _changes(start, config, refuse_changes=refuse_changes and section.resume == "auto")
+        notify(_standing(start, config, changes, ended_by))
     if checkpoints.nothing_left:
         if store.root.is_dir():
             for leftover in store.remove_unfinished():
@@ -119,8 +127,8 @@ def _report_without_checksums(checkpoint: Checkpoint, section: CheckpointingConf
         notify(f"{checkpoint.folder} was saved without checksums: its files are not verified")
 
 
-def _compare(start: Checkpoint, config: RunConfig, notify: Notify, *, refuse_changes: bool) -> None:
-    """Refuse a checkpoint of another algorithm, or whose state has no place in the models; report what has changed."""
+def _changes(start: Checkpoint, config: RunConfig, *, refuse_changes: bool) -> list[Change]:
+    """Return what has changed; refuse a checkpoint of another algorithm, or whose state has no place in the models."""
     try:
         saved = read_recipe_of(start.folder)
     except ValueError as error:
@@ -128,10 +136,9 @@ def _compare(start: Checkpoint, config: RunConfig, notify: Notify, *, refuse_cha
     if reason := cannot_resume(saved, config):
         raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}", code="other-run")
     changes = changes_since(saved, config)
-    of_the_result = [change for change in changes if change.path not in bounds_of(config)]
-    finished = start.step >= config.loop.max_num_steps
-    told = ", ".join(map(str, of_the_result if finished else changes))
+    of_the_result = _of_the_result(changes, config)
     if refuse_changes and of_the_result:
+        told = ", ".join(map(str, of_the_result))
         error = ChangedRunError(
             f"{start.folder} was saved before these changes: {told}; to go on with them, set checkpointing.resume (the "
             "argument resume) to must; to begin anew, set it to never, which puts aside what is there, or name another "
@@ -140,13 +147,22 @@ def _compare(start: Checkpoint, config: RunConfig, notify: Notify, *, refuse_cha
         )
         error.keys = tuple(change.path for change in of_the_result)
         raise error
-    if finished:
-        key = f"{config.algorithm}.max_num_steps"
-        notify(
-            f"already finished after step {start.step}, saved in {start.folder} ({key})"
-            + (f", without these changes: {told}" if told else "")
-        )
-        return
-    notify(
-        f"resuming after step {start.step} from {start.folder}" + (f", with changes: {told}" if told else "")
-    )
+    return changes
+
+
+def _of_the_result(changes: Sequence[Change], config: RunConfig) -> list[Change]:
+    return [change for change in changes if change.path not in bounds_of(config)]
+
+
+def _standing(
+    start: Checkpoint, config: RunConfig, changes: Sequence[Change], ended_by: Sequence[str]
+) -> str:
+    """Say where the run begins, or that nothing is left of it, and why."""
+    if start.step < config.loop.max_num_steps:
+        told, how = changes, "with changes"
+        line = f"resuming after step {start.step} from {start.folder}"
+    else:
+        told, how = _of_the_result(changes, config), "without these changes"
+        keys = " and ".join(ended_by or (f"{config.algorithm}.max_num_steps",))
+        line = f"already finished after step {start.step}, saved in {start.folder} ({keys})"
+    return line + (f", {how}: {', '.join(map(str, told))}" if told else "")

@@ -60,7 +60,7 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
         problems += gym_row_problems(config, examples)
         problems += run_token_problems(config, examples, special_tokens_of(config.policy.tokenizer.name))
     per_step, rows = config.prompts_per_step, len(examples.train)
-    steps = steps_of_epochs(config, rows)
+    steps, _ = last_step(config, rows)
     first = tuple(examples.train[:FIRST_ROWS])
     pairs = [*examples.train, *examples.held_out] if config.row_kind is RowKind.PAIRS else []
     equal = tuple(pair for pair in pairs if pair.rejected == (pair.solution or pair.answer))
@@ -103,12 +103,17 @@ def _problems_of_what_is_here(config: RunConfig) -> list[Problem]:
     return problems
 
 
-def steps_of_epochs(config: RunConfig, rows: int) -> int:
-    """Return the steps until max_num_steps or max_num_epochs ends the run; what fills no step is left over."""
-    loop = config.loop
-    if loop.max_num_epochs is None:
-        return loop.max_num_steps
-    return min(loop.max_num_steps, loop.max_num_epochs * rows // config.prompts_per_step)
+def last_step(config: RunConfig, rows: int) -> tuple[int, tuple[str, ...]]:
+    """Return the step after which max_num_steps or max_num_epochs ends the run, and the paths of those that do.
+
+    Rows of the last pass that fill no step are left over.
+    """
+    loop, name = config.loop, config.algorithm
+    bounds = {f"{name}.max_num_steps": loop.max_num_steps}
+    if loop.max_num_epochs is not None:
+        bounds[f"{name}.max_num_epochs"] = loop.max_num_epochs * rows // config.prompts_per_step
+    last = min(bounds.values())
+    return last, tuple(path for path, bound in bounds.items() if bound == last)
 
 
 def scored_examples(config: RunConfig) -> list[Example]:

@@ -104,6 +104,34 @@ def test_a_run_that_is_finished_starts_no_ranks_and_reports_nothing(finished, ca
     assert capsys.readouterr() == (told, "")
 
 
+@pytest.mark.parametrize(
+    ("max_num_steps", "bounds"),
+    [
+        (9, {"grpo.max_num_epochs"}),
+        (2, {"grpo.max_num_steps"}),
+        (3, {"grpo.max_num_steps", "grpo.max_num_epochs"}),
+    ],
+)
+def test_a_run_that_is_finished_names_what_ended_it(monkeypatch, tmp_path, capsys, max_num_steps, bounds):
+    monkeypatch.delattr(launch, "RayCluster")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(f'{{"input": "{number}>", "output": "{number}"}}\n' for number in range(100, 148))
+    )
+    source = f"{{data_path: {rows}, split_validation_size: 0}}"
+    sections = [f"logger.log_dir={tmp_path}/log", f"checkpointing.checkpoint_dir={tmp_path}/saved"]
+    data = ["~data.num_digits", "data.dataset_name=files", f"+data.train={source}"]
+    loop = [f"grpo.max_num_steps={max_num_steps}", "grpo.num_prompts_per_step=16", "grpo.val_period=0"]
+    switches = ["checkpointing.enabled=true", "grpo.val_at_end=false"]
+    config = load_config(RECIPE, [*sections, *data, *loop, *switches])
+    last = min(max_num_steps, 3)
+    save(open_checkpoints(config, print), last, {}, {}, {})
+    assert launch.run(config) == 0
+    told = capsys.readouterr().out
+    assert f"step_{last} " in told
+    assert {key for key in ("grpo.max_num_epochs", "grpo.max_num_steps") if key in told} == bounds
+
+
 def test_a_run_that_was_killed_behind_its_last_checkpoint_is_brought_to_its_end(finished, capsys):
     log, saved = Path(finished.logger.log_dir), Path(finished.checkpointing.checkpoint_dir)
     (saved / "tmp_deleted_step_1").mkdir()
