@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 _SHOWN = 60
+_AROUND = 20
 
 
 def read_json(path: Path, *, finite: bool = True, follow_links: bool = True) -> object:
@@ -33,6 +35,24 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> object:
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+_MAY_BE_TORN = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""The escape of half a surrogate pair, or of a whole one, and what half of one is encoded as."""
+
+
+def may_be_torn(text: bytes) -> bool:
+    """Return whether a value of this JSON may hold what `torn_text` looks for."""
+    return _MAY_BE_TORN.search(text) is not None
+
+
+def torn_text(value: object) -> str:
+    """Return what stands around half a surrogate pair, which no encoding takes, in a value; empty where none is."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return quoted(error.object[max(0, error.start - _AROUND) : error.end + _AROUND])
+    return ""
 
 
 def read_regular(path: Path, *, follow_links: bool = True) -> bytes:

@@ -8,7 +8,7 @@ from typing import cast
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.strict_json import parse_json, quoted, read_regular
+from nemo_rl_mcore.strict_json import parse_json, quoted, read_regular, torn_text
 
 _PROMPT, _MESSAGES = "prompt", "messages"
 
@@ -65,6 +65,10 @@ def _of_object(line: str, keys: list[str], place: str) -> tuple[str, object]:
         row = parse_json(line)
     except ValueError as error:
         raise RefusedError(f"{place}: not JSON: {error}", code="no-json") from error
+    if torn := torn_text(row):
+        raise RefusedError(
+            f"{place}: half a surrogate pair, which is no character, in {torn}", code="no-text"
+        )
     values = cast("dict[str, object]", row) if isinstance(row, dict) else {}
     key = next((key for key in keys if key in values), None)
     if key is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from nemo_rl_mcore.config.base import Code, Problem
-from nemo_rl_mcore.strict_json import parse_json
+from nemo_rl_mcore.strict_json import may_be_torn, parse_json, torn_text
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,15 @@ def rows_of_lines(path: str, lines: Iterable[bytes]) -> Iterator[Row]:
             continue
         place = f"{path}:{number}"
         try:
-            yield row_of(place, parse_json(line))
+            yield row_of(place, parse_json(line), torn=may_be_torn(line))
         except ValueError as error:
             yield Row(place, {}, f"not JSON: {error}")
 
 
-def row_of(place: str, value: object) -> Row:
-    """Return a value that was read from JSON as a row."""
+def row_of(place: str, value: object, *, torn: bool) -> Row:
+    """Return a value that was read from JSON as a row; torn: its text may be none that a tokenizer takes."""
+    if torn and (text := torn_text(value)):
+        return Row(place, {}, f"half a surrogate pair, which is no character, in {text}")
     if isinstance(value, dict):
         return Row(place, cast("dict[str, object]", value))
     return Row(place, {}, f"not an object but {type(value).__name__}")

@@ -12,7 +12,7 @@ from nemo_rl_mcore.config.hf.hub import is_hub_id
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.library_rows import LIBRARY_FORMATS, ranges_of, read_data_set, read_library_file
 from nemo_rl_mcore.data.row import Row, SourceError, row_of, rows_of_lines
-from nemo_rl_mcore.strict_json import parse_json, read_regular
+from nemo_rl_mcore.strict_json import may_be_torn, parse_json, read_regular
 
 _OWN_FORMATS = (".json", ".jsonl")
 
@@ -96,5 +96,6 @@ def _elements(path: str, content: bytes) -> Iterator[Row]:
         raise SourceError(
             "not-readable", "data_path", f"{path!r} is not JSON: {error}", "correct it"
         ) from error
+    torn = may_be_torn(content)
     for number, value in enumerate(values, start=1):
-        yield row_of(f"{path}, row {number}", value)
+        yield row_of(f"{path}, row {number}", value, torn=torn)

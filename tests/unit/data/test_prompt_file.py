@@ -77,6 +77,7 @@ def test_jsonl_has_a_prompt_or_messages(tmp_path):
     [
         ("{", "no-json", ""),
         ("[]", "no-prompt-key", "prompt, messages"),
+        ('{"prompt": "a \\ud800"}', "no-text", ""),
         ('{"input": "x"}', "no-prompt-key", "prompt, messages"),
         ('{"prompt": 3}', "prompt-type", "prompt"),
         ('{"messages": []}', "prompt-type", "messages"),

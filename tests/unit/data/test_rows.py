@@ -228,3 +228,22 @@ except SourceError as error:
     assert run.stdout.startswith("data_path: ")
     assert "huge.jsonl" in run.stdout
     assert "streaming" in run.stdout
+
+
+@pytest.mark.parametrize(
+    "torn", [b'"\\ud83d"', b'"a \\uDC00"', b'"\xed\xa0\x80"', b'[{"role": "user", "content": "\\ud800"}]']
+)
+@pytest.mark.parametrize("name", ["torn.jsonl", "torn.json"])
+def test_text_that_no_encoding_takes_names_its_row(folder, name, torn):
+    whole = json.dumps(
+        {"input": "\U0001f600 \\ud800", "output": "1"}
+    ).encode()  # a whole pair, and a backslash
+    lines = [whole, b'{"input": "x", "output": "2", "note": ' + torn + b"}", whole]
+    is_list = name.endswith(".json")
+    (folder / name).write_bytes(b"[" + b",".join(lines) + b"]" if is_list else b"\n".join(lines))
+    source = SourceConfig.model_validate({"data_path": name, "split_validation_size": 0})
+    examples, problems = read_examples({"data.train": source}, {}, RowKind.PROMPTS, chat=False)
+    assert len(examples.train) == 2
+    (problem,) = problems
+    assert (problem.code, problem.path) == ("wrong-row", "data.train.data_path")
+    assert_holds(problem.what, f"{name}, row 2" if is_list else f"{name}:2")
