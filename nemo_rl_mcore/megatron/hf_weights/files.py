@@ -47,6 +47,10 @@ class TensorFiles:
             return mxfp4.shape_of(self._slices(mxfp4.parts_of(name)[0]).get_shape())
         return tuple(self._slices(name).get_shape())
 
+    def path_of(self, name: str) -> Path:
+        """Return the file that holds the tensor."""
+        return self._file_of[mxfp4.parts_of(name)[0] if name in self._packed else name]
+
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """Return a part of a tensor; the rest is not read, but for other rows and columns of experts in MXFP4."""
         if name in self._packed:

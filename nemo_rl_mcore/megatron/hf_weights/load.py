@@ -18,6 +18,7 @@ from nemo_rl_mcore.config.families import all_weights, family_of, missing_family
 from nemo_rl_mcore.config.families.weights import Weight
 from nemo_rl_mcore.config.hf.pretrained import differences, pretrained_model
 from nemo_rl_mcore.data.hub import fetched_folder
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.hf_weights.files import TensorFiles
 from nemo_rl_mcore.megatron.hf_weights.packing import pack
 from nemo_rl_mcore.megatron.hf_weights.placement import Place, local_parameters, this_place
@@ -48,8 +49,24 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
         for weight, parameter in local_parameters(chunks, model, place):
             activity.advance(f"loading {', '.join(weight.names)}")
             fill(parameter, _read(files, weight, place, model))
+            # A sum takes one pass where the weights are, and no memory; NaN and infinities are left of it.
+            if not torch.isfinite(parameter.sum()):
+                _require_finite(files, weight)
             if weight.slot is outside_of_layers(model).embedding and model.tie_word_embeddings:
                 _check_tied_output(files, place, model, parameter)
+
+
+def _require_finite(files: TensorFiles, weight: Weight) -> None:
+    """Name the tensor of a weight that holds what is no number; finite ones may have a sum that is too large."""
+    for name in weight.names:
+        values = files.read(name, (slice(None),) * len(files.shape(name)))
+        wrong = values[~torch.isfinite(values)]
+        if len(wrong):
+            raise RefusedError(
+                f"{str(files.path_of(name))!r}: {name} holds {float(wrong[0])}; {len(wrong)} of its "
+                f"{values.numel()} weights are not finite; fetch or export the model again",
+                code="not-finite-weights",
+            )
 
 
 def _check_architecture(policy: PolicyConfig, folder: Path) -> None:
