@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from nemo_rl_mcore.preflight.answer_kinds import (
     ungrouped,
     wrong_answer,
 )
+from nemo_rl_mcore.strict_json import shortened
 
 type Unparsable = Literal["refuse", "drop", "zero"]
 
@@ -180,4 +182,18 @@ def _library() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:
             f"env.math: needs the Python package math_verify ({error}); install the extra math, or set env.math: null",
             code="missing-package",
         ) from error
+    logging.getLogger("math_verify.parser").addFilter(_SHORT)  # which it has once, however often it is added
     return parse, verify, [LatexExtractionConfig()]
+
+
+class _Short(logging.Filter):
+    """Cuts a message, which quotes the whole answer that took too long to read."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return True: each record is logged."""
+        record.msg, record.args = shortened(record.getMessage(), _LOGGED), ()
+        return True
+
+
+_LOGGED = 500
+_SHORT = _Short()

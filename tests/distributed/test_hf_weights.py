@@ -254,7 +254,11 @@ def spoil_expert(tensors):
     [
         ("llama", spoil_up_proj, r"changed/model.safetensors.*: model.layers.1.mlp.up_proj.weight .*nan"),
         ("llama-tied", spoil_embedding, r"changed/model.safetensors.*: model.embed_tokens.weight .*inf"),
-        ("qwen3-moe", spoil_expert, r"changed/model.safetensors.*: model.layers.1.mlp.experts.3.down_proj.weight"),
+        (
+            "qwen3-moe",
+            spoil_expert,
+            r"changed/model.safetensors.*: model.layers.1.mlp.experts.3.down_proj.weight",
+        ),
         ("llama", remove_two, r"2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight"),
         ("llama", add_one, r"1 unexpected: model.layers.0.self_attn.q_proj.bias"),
         ("llama", add_prediction_layer_behind, r"1 unexpected: model.layers.4.eh_proj.weight"),

@@ -196,3 +196,10 @@ def test_an_answer_that_comes_later_stops_the_run_by_name():
 def test_numbers_that_are_taken_on_trust_equal_themselves(text):
     assert is_plain_number(text)
     assert score(text, rf"\boxed{{{text}}}") == 1
+
+
+def test_an_answer_that_takes_too_long_is_quoted_in_short(caplog):
+    assert score("1", rf"\boxed{{{'1+' * 20_000}1}}", timeout_s=1) == 0
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("math_verify")]
+    assert any(text.startswith("Timeout") for text in told)
+    assert max(map(len, told)) <= 500
