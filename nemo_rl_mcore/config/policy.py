@@ -99,7 +99,7 @@ class TokenizerConfig(StrictModel):
     chat_template: str | None = None
     """Jinja text of a chat template in place of the tokenizer's own, see data.apply_chat_template; null keeps that."""
     chat_template_kwargs: Arguments | None = None
-    """Variables of the chat template, such as enable_thinking."""
+    """Variables of the chat template, such as enable_thinking; `check` tells those that it does not read."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield a template of a tokenizer that shows no conversations."""

@@ -108,6 +108,11 @@ class RunConfig(WithReferences):
         return environment in ("arithmetic", "math", "rewards") and not self.data.has_turns
 
     @property
+    def shows_chats(self) -> bool:
+        """Return whether the chat template shows anything: rows, or what agents say."""
+        return self.data.apply_chat_template or self.env.endpoint is not None
+
+    @property
     def given_rows(self) -> GivenRowsConfig | None:
         """Return the loop where the data set gives the answers."""
         return self.loop if isinstance(self.loop, GivenRowsConfig) and not self.learns_from_samples else None

@@ -31,6 +31,7 @@ from nemo_rl_mcore.preflight.packages import (
 )
 from nemo_rl_mcore.preflight.saved_run import init_checkpoint_problems
 from nemo_rl_mcore.preflight.subject import subject_of
+from nemo_rl_mcore.preflight.template_variables import unread_variables
 from nemo_rl_mcore.preflight.tokenizer_folder import tokenizer_problems, turn_problems
 from nemo_rl_mcore.preflight.wandb_key import wandb_key_problems
 from nemo_rl_mcore.preflight.warm_start import warm_start_problems
@@ -154,7 +155,13 @@ def preflight(
         log_dir=config.logger.log_dir,
         checkpoints=checkpoints_on_disk(config),
         missing=(*missing, *(of_layers if elsewhere else ())),
-        warnings=(*warnings, *data_warnings(data), *turn_problems(config), *(() if elsewhere else of_layers)),
+        warnings=(
+            *warnings,
+            *data_warnings(data),
+            *unread_variables(config),
+            *turn_problems(config),
+            *(() if elsewhere else of_layers),
+        ),
         fetched=tuple(fetched(config)) if of_a_run else (),
     )
 

@@ -9,6 +9,7 @@ from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.rules.feature import Rules
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import each
+from nemo_rl_mcore.strict_json import shortened
 
 
 def _drawn_prompts(config: RunConfig) -> Iterator[Problem]:
@@ -135,6 +136,18 @@ def _given_turns(config: RunConfig) -> Iterator[Problem]:
             yield has_no_effect(f"data.{key}", value, "where no answers are given")
 
 
+def _idle_template(config: RunConfig) -> Iterator[Problem]:
+    """Yield what is said of a chat template where none is applied."""
+    tokenizer = config.policy.tokenizer
+    for key, given in (
+        ("chat_template", tokenizer.chat_template and shortened(tokenizer.chat_template)),
+        ("chat_template_kwargs", tokenizer.chat_template_kwargs),
+    ):
+        if given and not config.shows_chats:
+            path = f"policy.tokenizer.{key}"
+            yield has_no_effect(path, given, "where no chat template is applied", "data.apply_chat_template")
+
+
 def _repeated(config: RunConfig) -> Iterator[Problem]:
     """Yield held-out rows that are taken again, and answered again alike."""
     loop = config.loop
@@ -199,6 +212,7 @@ RULES = Rules(
         _named_sets,
         _gold_answers,
         _given_turns,
+        _idle_template,
         _repeated,
         _streams,
     )

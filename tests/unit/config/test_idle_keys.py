@@ -140,3 +140,17 @@ def test_all_keys_of_experts_have_no_effect_in_a_dense_model():
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32}
     dense = ModelConfig(**sizes, moe_router_bias_update_rate=0.1)
     assert briefs(collect_problems(dense)) == ["moe_router_bias_update_rate: has-no-effect (num_moe_experts)"]
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_without_a_chat_template_nothing_reads_its_variables(warnings, applied):
+    data = f"++data={{dataset_name: files, train: {{data_path: a}}, apply_chat_template: {str(applied).lower()}}}"
+    template = (
+        "++policy.tokenizer.chat_template=x",
+        "++policy.tokenizer.chat_template_kwargs={enable_thinking: false}",
+    )
+    found = [
+        f"policy.tokenizer.{key}: has-no-effect (apply_chat_template)"
+        for key in ("chat_template", "chat_template_kwargs")
+    ]
+    assert warnings(data, "++policy.tokenizer.name=a", *template) == ([] if applied else found)

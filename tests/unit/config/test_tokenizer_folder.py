@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from chat_templates import byte_tokenizer
 from chat_tokenizer import TEMPLATE, VOCABULARY, save_chat_tokenizer
 from refusals import briefs, wrong_key
 from tokenizers import AddedToken, Tokenizer, models
@@ -192,3 +193,42 @@ def test_a_template_whose_turns_end_with_none_of_the_ends_is_told(tmp_path, end,
     config = with_chat(tmp_path, TEMPLATE.replace("<end>", end), *overrides)
     told = ["data.apply_chat_template: contradicts (stop_token_ids)"] if warns else []
     assert briefs(turn_problems(config)) == briefs(preflight(config).warnings) == told
+
+
+READS = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% if m.stop %}{% break %}{% endif %}"
+READS += (
+    "{% endfor %}{% set deep = deep if deep is defined else 1 %}{{ '<think>' if enable_thinking and deep }}"
+)
+
+
+@pytest.mark.parametrize("place", ["recipe", "file", "settings", "named", "nowhere"])
+def test_variables_that_the_chat_template_does_not_read_are_told(tmp_path, place):
+    settings = {"settings": READS, "named": [{"name": "default", "template": READS}]}
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer", None)
+    folder = tmp_path / "tokenizer"
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if place == "file":
+        write(folder, READS, "chat_template.jinja")
+    own = json.loads((folder / "tokenizer_config.json").read_text())
+    write(folder, own | {"chat_template": settings.get(place, "{{ messages")}, "tokenizer_config.json")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input": "1", "output": "1"}\n' * 64)
+    source = f"{{data_path: {rows}, split_validation_size: 0}}"
+    given = [
+        f"policy.tokenizer.name={folder}",
+        f"policy.model.vocab_size={tokenizer.vocab_size}",
+        "+policy.tokenizer.chat_template_kwargs={enable_thinkng: false, enable_thinking: false, deep: 2, x: 1}",
+        f"data={{dataset_name: files, apply_chat_template: true, train: {source}, special_tokens_in_content: text}}",
+        "grpo.num_prompts_per_step=16",
+        "grpo.val_period=0",
+        "grpo.val_at_end=false",
+    ]
+    if place == "recipe":
+        given.append(f"+policy.tokenizer.chat_template={json.dumps(READS)}")
+    found = preflight(load_config(EXEMPLAR, given)).warnings
+    told = {problem.path.rpartition(".")[2]: problem.remedy for problem in found}
+    if place == "nowhere":
+        assert told == {}, "a template that is no Jinja is told by what shows a row"
+    else:
+        assert told.keys() == {"enable_thinkng", "x"}
+        assert "enable_thinking" in told["enable_thinkng"]
