@@ -76,6 +76,11 @@ def device_uuid(of: torch.device | None = None) -> str:
     return f"GPU-{torch.cuda.get_device_properties(of).uuid}" if of.type == "cuda" else ""
 
 
+def gpu_name() -> str:
+    """Return what this GPU is sold as; empty on CPU."""
+    return torch.cuda.get_device_name() if has_cuda() else ""
+
+
 def peak_memory_bytes() -> int:
     """Return the most that this process has held so far: of GPU memory, allocated by torch; on CPU of the machine's."""
     if has_cuda():

@@ -23,8 +23,7 @@ from nemo_rl_mcore.megatron.fusions import Kernels, fused_settings, recomputed_s
 from nemo_rl_mcore.megatron.latent_attention import share_rotations
 from nemo_rl_mcore.megatron.model_class import LanguageModel, biased_routers, language_model
 from nemo_rl_mcore.megatron.value_head import value_head_of
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from nemo_rl_mcore.training.policy_backend import DTYPES
 
 
 def padded_vocab_size(policy: PolicyConfig) -> int:

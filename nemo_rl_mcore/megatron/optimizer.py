@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.megatron.model import DTYPES
+from nemo_rl_mcore.training.policy_backend import DTYPES
 
 
 def build_optimizer(policy: PolicyConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:

@@ -23,6 +23,9 @@ from nemo_rl_mcore.training.background_write import BackgroundWrite
 from nemo_rl_mcore.training.sums import StepTotals
 from nemo_rl_mcore.training.train_step import TrainStepBackend
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The number format of weights and activations, by `policy.precision`."""
+
 
 @dataclass(frozen=True)
 class BackendOptions:

@@ -8,11 +8,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
-from nemo_rl_mcore.training.policy_backend import PolicyBackend
+from nemo_rl_mcore.training.policy_backend import DTYPES, PolicyBackend
 from nemo_rl_mcore.training.sums import neutral_value
 from nemo_rl_mcore.training.train_step import OptimizerOutcome, StepResult
 
@@ -29,7 +31,7 @@ def evaluate(backend: PolicyBackend, data: BatchedDataDict, loss_fn: LossFunctio
 _GIB = 1 << 30
 
 
-def as_result(steps: Sequence[StepResult]) -> dict[str, Any]:
+def as_result(steps: Sequence[StepResult], policy: PolicyConfig) -> dict[str, Any]:
     """Return one entry a step in each list; the keys are those of `MegatronPolicyWorker.finish_train_step`."""
     kinds = {name: kind for step in steps for name, kind in step.totals.kinds.items()}
     metrics: dict[str, list[float]] = {
@@ -43,17 +45,26 @@ def as_result(steps: Sequence[StepResult]) -> dict[str, Any]:
         "global_valid_toks": [step.totals.valid_toks for step in steps],
     }
     row_tables = [step.totals.row_table for step in steps if step.totals.row_table is not None]
+    gpu_name, loss = accelerator.gpu_name(), torch.tensor([step.totals.metrics["loss"] for step in steps])
+    elapsed = sum(step.elapsed for step in steps)
+    of_experts = _means([step.totals.moe_metrics for step in steps])
+    of_prediction_layers = _means([step.totals.mtp_metrics for step in steps])
     return {
         **({"row_table": torch.cat(row_tables)} if row_tables else {}),
-        "global_loss": torch.tensor([step.totals.metrics["loss"] for step in steps]),
+        **({"moe_metrics": of_experts} if policy.model.num_moe_experts else {}),
+        **({"mtp_metrics": of_prediction_layers} if policy.model.mtp_num_layers else {}),
+        **({"gpu_name": gpu_name} if gpu_name else {}),
+        "rank": dist.get_rank() if dist.is_initialized() else 0,
+        "model_dtype": DTYPES[policy.precision],
+        "loss": loss,
+        "global_loss": loss,
         "grad_norm": torch.tensor([step.outcome.grad_norm for step in steps]),
         "all_mb_metrics": metrics,
         "metric_kinds": kinds,
-        "moe_metrics": _means([step.totals.moe_metrics for step in steps]),
-        "mtp_metrics": _means([step.totals.mtp_metrics for step in steps]),
         "update_successful": all(step.outcome.update_successful for step in steps),
         "skip_reasons": [step.outcome.skip_reason for step in steps],
-        "elapsed": sum(step.elapsed for step in steps),
+        "elapsed": elapsed,
+        "train_elapsed_seconds": elapsed,
         "peak_memory_gib": accelerator.peak_memory_bytes() / _GIB,
     }
 

@@ -44,6 +44,16 @@ class Phase(Enum):
     FAILED = "failed"
 
 
+def out_of_order(call: str, phase: Phase) -> TrainStepError:
+    """Return the error of a call that this phase does not allow, in words that callers of NeMo RL look for."""
+    said = {
+        Phase.IDLE: "no train step open; call begin_train_step first",
+        Phase.OPEN: "a train step is already open; call finish_train_step or abort_train_step first",
+        Phase.FAILED: "the step failed; call abort_train_step first",
+    }
+    return TrainStepError(f"{call}: {said[phase]}", code=f"step-is-{phase.value}")
+
+
 @dataclass(frozen=True)
 class OptimizerOutcome:
     """What an optimizer step did. lr and wd are those it used, before the scheduler advanced."""
@@ -339,14 +349,7 @@ class TrainStep:
 
     def _require(self, phase: Phase, call: str) -> _OpenStep:
         if self._phase is not phase:
-            remedy = {
-                Phase.IDLE: "call begin_train_step first",
-                Phase.OPEN: "call finish_train_step or abort_train_step first",
-                Phase.FAILED: "the step failed; call abort_train_step first",
-            }[self._phase]
-            raise TrainStepError(
-                f"{call} while the step is {self._phase.value}: {remedy}", code=f"step-is-{self._phase.value}"
-            )
+            raise out_of_order(call, self._phase)
         return self._step  # type: ignore[return-value]  # begin's caller ignores it
 
 

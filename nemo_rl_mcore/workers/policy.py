@@ -21,7 +21,7 @@ from nemo_rl_mcore.generation.refit.sender import BroadcastRendezvous, Engines, 
 from nemo_rl_mcore.generation.refit.verification import Digests
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
-from nemo_rl_mcore.training.train_step import TrainStepError
+from nemo_rl_mcore.training.train_step import Phase, out_of_order
 from nemo_rl_mcore.workers.environment import hub_token
 from nemo_rl_mcore.workers.failures import WorkerError
 from nemo_rl_mcore.workers.one_process import InProcessRank, OneProcess
@@ -167,7 +167,6 @@ class Policy:
         self,
         data: BatchedDataDict,
         loss_fn: LossFunction,
-        *,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
@@ -195,7 +194,6 @@ class Policy:
     def begin_train_step(
         self,
         loss_fn: LossFunction,
-        *,
         gbs: int | None = None,
         mbs: int | None = None,
         step_id: str | None = None,
@@ -208,9 +206,7 @@ class Policy:
     def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
         """See `interfaces.PolicyInterface.train_microbatch`."""
         if self._open_loss is None:
-            raise TrainStepError(
-                "train_microbatch without begin_train_step: call begin_train_step first", code="step-is-idle"
-            )
+            raise out_of_order("train_microbatch", Phase.IDLE)
         loss_fn = self._open_loss
         self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample)
         self._run("train_microbatch", self._split(data, loss_fn), _NOBODY, chunk_id=chunk_id)
@@ -299,9 +295,16 @@ class Policy:
         """Of all weights as a refit sends them; see `refit.verification.of_all`."""
         return self._first_of_all("weights_digest", held_as=held_as)
 
-    def prepare_for_lp_inference(self) -> None:
-        """Take from the device what policy.offload names beside the weights."""
-        self._run_all("prepare_for_lp_inference")
+    def prepare_for_training(self) -> None:
+        """See `MegatronPolicyWorker.prepare_for_training`."""
+        self._run_all("prepare_for_training")
+
+    def finish_training(self) -> None:
+        """Do nothing, as in NeMo RL: by policy.offload the next call takes what it does not need from the device."""
+
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        """See `MegatronPolicyWorker.prepare_for_lp_inference`."""
+        self._run_all("prepare_for_lp_inference", keep_train_buffers=keep_train_buffers)
 
     def send_weights(self) -> Digests:
         """Stream all weights to the engines; returns the tensors by name, with digests where they are verified."""

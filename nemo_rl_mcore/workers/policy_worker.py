@@ -40,7 +40,13 @@ from nemo_rl_mcore.training.policy_backend import (
     OnDevice,
 )
 from nemo_rl_mcore.training.results import as_result, evaluate
-from nemo_rl_mcore.training.train_step import Phase, StepResult, TrainStep, TrainStepError
+from nemo_rl_mcore.training.train_step import (
+    Phase,
+    StepResult,
+    TrainStep,
+    TrainStepError,
+    out_of_order,
+)
 
 
 class MegatronPolicyWorker:
@@ -98,15 +104,31 @@ class MegatronPolicyWorker:
     # Reads and generation
 
     def get_logprobs(
-        self, *, data: BatchedDataDict, micro_batch_size: int | None = None, trained_only: bool = False
+        self,
+        *,
+        data: BatchedDataDict,
+        micro_batch_size: int | None = None,
+        require_router_replay: bool = False,
+        trained_only: bool = False,
     ) -> BatchedDataDict:
         """Return {"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
 
         data: input_ids [B, S], input_lengths [B]. Evaluation mode; the worker's temperature divides the logits.
         trained_only: for the tokens that token_mask [B, S] marks alone, and 0 for all others: no logits are computed
         for prompts and observations, which no loss reads.
+        require_router_replay: True is refused, since experts are chosen anew in every pass.
         """
-        self._meet("get_logprobs", partial(self._check.reading, data, trained_only=trained_only))
+
+        def check() -> None:
+            if require_router_replay:
+                raise RefusedError(
+                    "get_logprobs(require_router_replay=True): experts are chosen anew in every pass, and cannot be "
+                    "those that an engine chose; allowed: False",
+                    code="no-router-replay",
+                )
+            self._check.reading(data, trained_only=trained_only)
+
+        self._meet("get_logprobs", check)
         logprobs = self.backend.logprobs(data, self._rows(micro_batch_size), trained_only=trained_only)
         return BatchedDataDict(logprobs=logprobs)
 
@@ -222,7 +244,7 @@ class MegatronPolicyWorker:
             steps = [] if eval_mode else sizes.steps(data, self.backend.data_parallel_size())
             self._keep_on_device(OnDevice.WEIGHTS if eval_mode else OnDevice.EVERYTHING)
         if eval_mode:
-            return as_result([evaluate(self.backend, data, loss_fn, sizes.mbs)])
+            return as_result([evaluate(self.backend, data, loss_fn, sizes.mbs)], self.policy)
         results: list[StepResult] = []
         for batch in steps:
             opens_a_step = self.train_step.phase is Phase.IDLE
@@ -232,7 +254,7 @@ class MegatronPolicyWorker:
                 if opens_a_step:  # else the step is the caller's, and begin refused
                     self._abort_after(error)
                 raise
-        return as_result(results)
+        return as_result(results, self.policy)
 
     def begin_train_step(
         self,
@@ -263,14 +285,15 @@ class MegatronPolicyWorker:
     def finish_train_step(self) -> dict[str, Any]:
         """Divide, reduce and step.
 
-        Returns global_loss and grad_norm (fp32 [steps]), all_mb_metrics (a list per metric, with lr, wd,
-        global_valid_seqs and global_valid_toks), metric_kinds (how each combines over steps), moe_metrics, mtp_metrics,
-        update_successful, skip_reasons (None for a step that was applied), elapsed, peak_memory_gib (of this rank).
-        moe_metrics and mtp_metrics are means over the steps: the load-balancing loss before its coefficient, and the
-        cross-entropy of each prediction layer.
+        Returns loss, which is global_loss, and grad_norm (fp32 [steps]), all_mb_metrics (a list per metric, with lr,
+        wd, global_valid_seqs and global_valid_toks), metric_kinds (how each combines over steps), update_successful,
+        skip_reasons (None for a step that was applied), elapsed, which is train_elapsed_seconds, and of this rank
+        rank, model_dtype, peak_memory_gib and, on a GPU, gpu_name.
+        moe_metrics of a model with experts and mtp_metrics of one with prediction layers are means over the steps: the
+        load-balancing loss before its coefficient, and the cross-entropy of each prediction layer.
         """
         self._require_trained("finish_train_step")
-        return as_result([self.train_step.finish()])
+        return as_result([self.train_step.finish()], self.policy)
 
     def abort_train_step(self) -> None:
         """Drop the open step and restore what it changed; nothing to do when idle."""
@@ -306,10 +329,7 @@ class MegatronPolicyWorker:
         with self.backend.called_together("save_checkpoint"):
             self._require_trained("save_checkpoint")
             if self.train_step.phase is not Phase.IDLE:
-                raise TrainStepError(
-                    "save_checkpoint while a train step is open: call finish_train_step or abort_train_step first",
-                    code="step-is-open",
-                )
+                raise out_of_order("save_checkpoint", self.train_step.phase)
             self._keep_on_device(OnDevice.EVERYTHING)
         self._end_writing()
         if wait:
@@ -423,19 +443,18 @@ class MegatronPolicyWorker:
         with self.backend.called_together("prepare_for_training"):
             self._keep_on_device(OnDevice.EVERYTHING)
 
-    def prepare_for_lp_inference(self) -> None:
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Hold the weights on the device and, unless policy.offload is none, nothing else; also after reading calls.
 
-        Raises TrainStepError while a step is open, whose gradients must stay.
+        keep_train_buffers: gradients and optimizer state are held, too. While a step is open they must be, so that it
+        is a TrainStepError to ask for the memory of them.
         """
         with self.backend.called_together("prepare_for_lp_inference"):
-            if self.policy.offload != "none" and self.train_step.phase is not Phase.IDLE:
-                raise TrainStepError(
-                    "prepare_for_lp_inference while a train step is open: call finish_train_step or abort_train_step "
-                    "first",
-                    code="step-is-open",
-                )
-            self._keep_on_device(OnDevice.WEIGHTS)
+            takes_buffers = self.policy.offload != "none" and not keep_train_buffers
+            if takes_buffers and self.train_step.phase is not Phase.IDLE:
+                call = "prepare_for_lp_inference without keep_train_buffers=True"
+                raise out_of_order(call, self.train_step.phase)
+            self._keep_on_device(OnDevice.EVERYTHING if keep_train_buffers else OnDevice.WEIGHTS)
 
     def shutdown(self) -> None:
         """Leave the process groups, when what is being written is written."""

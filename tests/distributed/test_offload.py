@@ -48,6 +48,7 @@ def run_of(offload, folder, policy):
     read()
     worker.begin_train_step(loss_fn)
     worker.train_microbatch(rows(2))
+    worker.prepare_for_lp_inference(keep_train_buffers=True)
     worker.get_logprobs(data=batch)  # in an open step, whose gradients stay
     worker.finish_train_step()
     read()
@@ -129,8 +130,12 @@ def memory_of(offload, megatron, precision):
     worker.begin_train_step(tiny.grpo_loss())
     found.append(bytes_held())
     if offload != "none":
-        with refused("step-is-open", by=TrainStepError):
+        with refused("step-is-open", "keep_train_buffers=True", by=TrainStepError):
             worker.prepare_for_lp_inference()
+    worker.prepare_for_lp_inference(keep_train_buffers=True)
+    assert bytes_held() == found[-1]
+    worker.abort_train_step()
+    worker.prepare_for_lp_inference(keep_train_buffers=True)
     assert bytes_held() == found[-1]
     weights = sum(weight.nbytes for weight in worker.backend.chunks[0].parameters())
     return found, weights

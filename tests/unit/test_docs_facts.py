@@ -1,6 +1,8 @@
 """What pages say of the code in numbers and quotations is what the code has."""
 
 import ast
+import inspect
+import json
 import re
 import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
@@ -11,7 +13,14 @@ import yaml
 from doc_pages import PAGES, REPO
 
 import nemo_rl_mcore
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.base import Code
+from nemo_rl_mcore.training.results import as_result
+from nemo_rl_mcore.training.sums import StepTotals
+from nemo_rl_mcore.training.train_step import OptimizerOutcome, StepResult
+from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 
 pytestmark = pytest.mark.stage("docs")
 
@@ -133,3 +142,66 @@ def test_the_codes_of_problems_are_those_of_the_package():
     rows = table("docs/configuration.md", "code | the value")
     told = [code for row in rows for code in re.findall(r"`([a-z-]+)`", row[0])]
     assert sorted(told) == sorted(get_args(Code.__value__))
+
+
+# Callers written for NeMo RL
+
+THEIRS = json.loads((REPO / "tests/fixtures/nemo_rl_worker.json").read_text("utf-8"))
+OURS = {"worker": MegatronPolicyWorker, "Policy": Policy}
+
+
+def told_of_nemo_rl(pattern):
+    """What the first cells of the table name in backticks."""
+    cells = [row[0] for row in table("docs/worker.md", "NeMo RL's")]
+    return [found for cell in cells for found in re.findall(f"`{pattern}`", cell)]
+
+
+def arguments(kind, name):
+    written = inspect.signature(eval(f"lambda {THEIRS[kind][name]}: None"))
+    return [
+        one for one in written.parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+
+
+def differences(kind):
+    """Their calls that ours has not or that ours takes other arguments for, and arguments that it does not take."""
+    for name in THEIRS[kind]:
+        ours = getattr(OURS[kind], name, None)
+        taken = inspect.signature(ours).parameters if ours else {}
+        left_out = [one for one in arguments(kind, name) if one.name not in taken]
+        kept = [one for one in arguments(kind, name) if one.name in taken]
+        if ours and all(one.default is None for one in left_out) and takes(ours, kept):
+            yield from (f"{name}({one.name}=)" for one in left_out)
+        else:
+            yield f"{name}()"
+
+
+def takes(ours, given):
+    """Whether ours takes these arguments as they are meant, by place where theirs does."""
+    places = [one.name for one in given if one.kind is not one.KEYWORD_ONLY]
+    names = {one.name: one.name for one in given if one.kind is one.KEYWORD_ONLY}
+    try:
+        bound = inspect.signature(ours).bind("self", *places, **names)
+    except TypeError:
+        return False
+    return all(value == name for name, value in bound.arguments.items() if name != "self")
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_the_calls_that_differ_from_nemo_rls_are_those_of_the_table(kind):
+    told = set()
+    for of, name, argument in told_of_nemo_rl(r"(?:(worker|Policy)\.)?(\w+)\((?:(\w+)=)?\)"):
+        if of in ("", kind) and name in THEIRS[kind]:
+            names = [one.name for one in arguments(kind, name)]
+            told |= {f"{name}({argument}=)"} if argument in names else set() if argument else {f"{name}()"}
+    assert told == set(differences(kind))
+
+
+def test_the_results_that_are_not_there_are_those_of_the_table(monkeypatch):
+    monkeypatch.setattr(accelerator, "gpu_name", lambda: "H100")
+    policy = load_config(REPO / "examples/configs" / "grpo_copy_cpu.yaml").policy
+    model = policy.model.model_copy(update={"num_moe_experts": 2, "mtp_num_layers": 1})
+    step = StepResult(StepTotals(1, 1, {"loss": 0.0}, {}), OptimizerOutcome(True, 1, 1, 0), 1)
+    found = as_result([step], policy.model_copy(update={"model": model}))
+    assert found["gpu_name"] == "H100"
+    assert sorted(told_of_nemo_rl(r"result\[\"(\w+)\"\]")) == sorted(set(THEIRS["result"]) - found.keys())

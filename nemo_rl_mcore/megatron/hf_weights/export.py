@@ -26,8 +26,8 @@ from nemo_rl_mcore.data.tokenizer import ChatTemplate, load_tokenizer
 from nemo_rl_mcore.megatron.hf_weights.files import ShardWriter
 from nemo_rl_mcore.megatron.hf_weights.packing import whole
 from nemo_rl_mcore.megatron.hf_weights.placement import Place, local_parameters, this_place
-from nemo_rl_mcore.megatron.model import DTYPES
 from nemo_rl_mcore.megatron.parameters import gather_parameters
+from nemo_rl_mcore.training.policy_backend import DTYPES
 
 SHARD_BYTES = 5 * 10**9
 

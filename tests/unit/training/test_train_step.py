@@ -85,6 +85,15 @@ def test_calls_out_of_order_say_what_to_call(calls, phase, remedy):
         actions[calls[-1]]()
 
 
+def test_calls_out_of_order_are_told_in_the_words_that_callers_of_nemo_rl_look_for():
+    step, _ = begun()
+    with pytest.raises(RuntimeError, match="already open"):
+        step.begin(SumOfRewards(), gbs=4, mbs=2)
+    step.abort()
+    with pytest.raises(RuntimeError, match="no train step open"):
+        step.finish()
+
+
 @pytest.mark.parametrize("fail_at", ["forward_backward", "reduce", "lr", "scale", "finalize", "norm"])
 def test_a_failure_leaves_failed_whose_only_exit_is_abort(fail_at):
     step, backend = begun()

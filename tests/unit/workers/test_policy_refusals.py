@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from fake_backend import FakeBackend
 from refusals import refused
 
 from nemo_rl_mcore.config import ClippedPGLossConfig, ConfigError, PolicyConfig, load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn
-from nemo_rl_mcore.training.train_step import TrainStepError
+from nemo_rl_mcore.training.train_step import TrainStep, TrainStepError
 from nemo_rl_mcore.workers.policy import Policy
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 
@@ -55,8 +56,11 @@ def train_microbatch(policy, data):
 
 
 def test_a_chunk_without_an_open_step_is_refused_before_it_is_sent(policy):
-    with refused("step-is-idle", "begin_train_step", by=TrainStepError):
+    with refused("step-is-idle", "begin_train_step", by=TrainStepError) as of_policy:
         policy.train_microbatch(batch())
+    with refused("step-is-idle", by=TrainStepError) as of_rank:
+        TrainStep(FakeBackend()).microbatch(batch())
+    assert str(of_policy.value) == str(of_rank.value)
 
 
 LONG = {"input_lengths": torch.tensor([6, 6, 6, 7])}
