@@ -161,7 +161,7 @@ def differences(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {
         "moved": tiny.largest_difference(start, end),
         "updated": all(result["update_successful"] for result in results),
-        "balance": [result["moe_metrics"] for result in results],
+        "balance": [result.get("moe_metrics") for result in results],
     }
     for rows in SPLITS:
         _, streamed_end, steps = _three_steps(case, rows)

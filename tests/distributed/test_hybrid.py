@@ -91,7 +91,7 @@ def train(worker, seed):
 
     fused = worker.policy.megatron_cfg.use_fused_linear_logprobs
     result = worker.train(tiny.shard(tiny.grpo_batch(seed=seed)), tiny.grpo_loss(fused=fused))
-    return result["all_mb_metrics"] | result["moe_metrics"] | {"norm": float(result["grad_norm"])}
+    return result["all_mb_metrics"] | result.get("moe_metrics", {}) | {"norm": float(result["grad_norm"])}
 
 
 def three_steps(model_class, model, megatron, policy):
