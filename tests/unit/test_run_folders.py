@@ -125,11 +125,11 @@ def test_a_folder_that_has_gone_wrong_since_is_found_before_the_ranks(tmp_path, 
 
 LARGE = (
     *(
-        "policy.model.num_layers=4000",
-        "policy.model.hidden_size=65536",
-        "policy.model.num_attention_heads=512",
+        "policy.model.num_layers=2000",
+        "policy.model.hidden_size=131072",
+        "policy.model.num_attention_heads=1024",
     ),
-    "policy.model.ffn_hidden_size=262144",
+    "policy.model.ffn_hidden_size=524288",
 )
 
 
