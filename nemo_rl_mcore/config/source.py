@@ -83,6 +83,8 @@ class SourceConfig(SourceDefaults):
     """What of the answer is scored against (ours); null takes all of it. What is imitated stays whole."""
     chat_key: str = "messages"
     """Key of a whole conversation, which takes the place of prompt and answer where answers are imitated."""
+    tool_key: str | None = "tools"
+    """Key of the tools that answers in a conversation may call, which the chat template is given; null reads none."""
     prompt_key: str = "prompt"
     """Of pairs (offline DPO): key of the prompt."""
     chosen_key: str = "chosen"

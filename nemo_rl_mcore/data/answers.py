@@ -22,4 +22,10 @@ def answer_row(prompt: Prompt, tokenizer: Tokenizer) -> TokenRow:
     """Return a prompt with its answer, by the chat template where the prompt is a conversation."""
     if not prompt.context:
         return plain_row(Rendered(prompt.text, prompt.literal), prompt.imitated, tokenizer)
-    return conversation_row(prompt.context, prompt.imitated, tokenizer, imitate_all=prompt.imitate_all)
+    return conversation_row(
+        prompt.context,
+        prompt.extras.answer or prompt.imitated,
+        tokenizer,
+        imitate_all=prompt.imitate_all,
+        extras=prompt.extras,
+    )

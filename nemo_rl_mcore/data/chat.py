@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import batched
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.literal_text import Rendered, Seal, contents, pattern_of
-from nemo_rl_mcore.data.messages import Message, with_strings
+from nemo_rl_mcore.data.messages import NO_EXTRAS, Extras, Message, Tools, with_strings
 from nemo_rl_mcore.data.token_rows import TokenRow
-from nemo_rl_mcore.data.tokenizer import Tokenizer, Tools
+from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RefusedError
 
 USER, ASSISTANT = "user", "assistant"
@@ -22,58 +24,196 @@ def with_template(prompt: Prompt, tokenizer: Tokenizer, frame: tuple[int, int] =
     frame: of a plain text, see `Message.frame`.
     """
     context = prompt.context or (Message(USER, prompt.text, frame),)
-    shown = rendered(context, tokenizer, add_generation_prompt=True)
+    shown = asked(context, tokenizer, prompt.extras)
     return replace(prompt, context=context, text=shown.text, literal=shown.literal)
 
 
+def asked(context: Sequence[Message], tokenizer: Tokenizer, extras: Extras = NO_EXTRAS) -> Rendered:
+    """Return what is shown before an answer, up to its beginning; one that the context ends with goes on there."""
+    if not is_begun(context, extras):
+        return rendered(context, tokenizer, add_generation_prompt=True, tools=extras.tools)
+    *before, begun = context
+    if begun.tool_calls or (begun.reasoning and not begun.content.strip()):
+        raise RefusedError(
+            "a prompt ends with an assistant's message that has tool_calls, or reasoning_content alone, and an answer "
+            "can go on with content; end the prompt with what answers it, or with content",
+            code="begun-answer",
+        )
+    if begun.content.strip():
+        return rendered(context, tokenizer, add_generation_prompt=False, tools=extras.tools, goes_on=True)
+    shown = rendered(before, tokenizer, add_generation_prompt=True, tools=extras.tools)
+    return Rendered(shown.text + begun.content, shown.literal)
+
+
+def is_begun(context: Sequence[Message], extras: Extras) -> bool:
+    """Return whether a prompt ends with the beginning of its answer."""
+    return bool(context) and context[-1].role == ASSISTANT and not extras.own_turn
+
+
+def joined(messages: Sequence[Message], prompt: Prompt) -> Sequence[Message]:
+    """Return the messages of an episode with an answer that its prompt begins, and what was sampled of it, as one."""
+    start = len(prompt.context)
+    if not is_begun(prompt.context, prompt.extras):
+        return messages
+    first = replace(messages[start], content=messages[start - 1].content + messages[start].content)
+    return [*messages[: start - 1], first, *messages[start + 1 :]]
+
+
 def rendered(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools = ()
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    add_generation_prompt: bool,
+    tools: Tools = (),
+    goes_on: bool = False,
 ) -> Rendered:
-    """Return a conversation's text by the chat template; special tokens that messages and tools spell stay text."""
+    """Return a conversation's text by the chat template; special tokens that messages and tools spell stay text.
+
+    goes_on: the last message is not ended. A content that is null is shown as null, which some templates tell from an
+    empty one, unless they write the word None for it, or fail.
+    """
     tokens, texts = tuple(tokenizer.special_tokens), [*contents(messages)]
     with_strings([*tools], lambda text: texts.append(text) or text)
+    seal = None
     if tokens and any(map(pattern_of(tokens).search, texts)):
         seal = Seal(tokens, [message.content for message in messages] + texts)
         messages = [message.with_texts(seal.close) for message in messages]
         tools = with_strings([*tools], seal.close)
-    else:
-        seal = None
-    text = tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    def shown(said: Sequence[Message]) -> str:
+        return tokenizer.render_chat(
+            said, add_generation_prompt=add_generation_prompt, tools=tools, goes_on=goes_on
+        )
+
+    text = None
+    if any(message.null for message in messages):
+        with suppress(ValueError):
+            text = shown(messages)
+        messages = [replace(message, null=False) for message in messages]
+    if text is None or "None" in text:
+        empty = shown(messages)
+        text = empty if text is None or empty.count("None") < text.count("None") else text
     return seal.open(text) if seal else Rendered(text)
 
 
-def _ids(messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool) -> list[int]:
-    shown = rendered(messages, tokenizer, add_generation_prompt=add_generation_prompt)
-    return tokenizer.encode(shown.text, shown.literal)
-
-
 def conversation_row(
-    context: Sequence[Message], answer: str, tokenizer: Tokenizer, *, imitate_all: bool
+    context: Sequence[Message],
+    answer: str | Message,
+    tokenizer: Tokenizer,
+    *,
+    imitate_all: bool,
+    extras: Extras = NO_EXTRAS,
 ) -> TokenRow:
     """Tokens of a conversation that ends with the answer; trained on are the assistant's, the answer's alone or all.
 
     A turn is trained on from after the generation prompt to its end of sequence, or to its end where the template
     writes none; `GivenAnswers.imitated` may take in what the template writes around that, and `add_eos` an end of
-    sequence at the end of the row. Raises ValueError when the template shows a turn in another way once others follow
-    it: its tokens are then not those that the model answers with.
+    sequence at the end of the row. Where a turn begins and ends is found in the text: a template that shows a turn in
+    another way once others follow it, so that its tokens are not those that the model answers with, is refused by a
+    ValueError.
     """
-    messages = [*context, Message(ASSISTANT, answer)]
-    shown = rendered(messages, tokenizer, add_generation_prompt=False)
-    ids, imitated = tokenizer.encode(shown.text, shown.literal), tokenizer.answers.imitated
+    turn = Message(ASSISTANT, answer) if isinstance(answer, str) else answer
+    messages = [*context, turn]
+    if is_begun(context, extras):
+        messages = [*context[:-1], replace(turn, content=context[-1].content + turn.content, null=False)]
+    shown = rendered(messages, tokenizer, add_generation_prompt=False, tools=extras.tools)
+    own_turn, borders = replace(extras, own_turn=True), list[int]()
+    for place, message in enumerate(messages):
+        last = place == len(messages) - 1
+        if message.role == ASSISTANT and message.trained and (imitate_all or last):
+            prompt = (
+                asked(context, tokenizer, extras) if last else asked(messages[:place], tokenizer, own_turn)
+            )
+            borders += _borders(shown, messages, place, prompt, tokenizer, extras.tools)
+    ids, places = _parted(shown, borders, tokenizer)
     trained = [False] * len(ids)
-    for turn, message in enumerate(messages):
-        if message.role != ASSISTANT or not (imitate_all or turn == len(messages) - 1):
-            continue
-        asked = imitated != "turn"
-        start = _length_of_beginning(ids, messages[:turn], tokenizer, add_generation_prompt=asked)
-        end = _length_of_beginning(ids, messages[: turn + 1], tokenizer, add_generation_prompt=False)
-        if imitated == "answer":
+    for start, end in batched(places, 2):
+        if tokenizer.answers.imitated == "answer":
             end = _behind_last(ids, tokenizer.eos_token_id, start, end)
         trained[start:end] = [True] * (end - start)
     ended = shown.text.rstrip("\n").endswith(tokenizer.text_of([tokenizer.eos_token_id]))
     if tokenizer.answers.add_eos and not ended:
-        ids, trained = [*ids, tokenizer.eos_token_id], [*trained, True]
+        ids, trained = [*ids, tokenizer.eos_token_id], [*trained, turn.trained]
     return TokenRow(ids, trained)
+
+
+def _borders(
+    shown: Rendered,
+    messages: Sequence[Message],
+    place: int,
+    prompt: Rendered,
+    tokenizer: Tokenizer,
+    tools: Tools,
+) -> tuple[int, int]:
+    """Return where in the text a turn begins and ends; prompt: what is shown before it is answered."""
+    before = rendered(messages[:place], tokenizer, add_generation_prompt=False, tools=tools)
+    opening = prompt.text.removeprefix(before.text)
+    if tokenizer.answers.imitated == "turn":
+        start = _turns(shown, messages[:place], tokenizer, tools, opening)
+    elif shown.begins_with(prompt):
+        start = prompt
+    else:
+        raise _rewrites(prompt, shown, place)
+    end = _turns(shown, messages[: place + 1], tokenizer, tools, opening)
+    return len(start.text), len(end.text)
+
+
+def _turns(
+    shown: Rendered, messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools, opening: str
+) -> Rendered:
+    """Return the beginning of a conversation that is these messages.
+
+    opening: the generation prompt. Some templates end the last turn of all in another way than those before it; how a
+    turn ends that others follow is then seen from what stands before the next generation prompt.
+    """
+    alone = rendered(messages, tokenizer, add_generation_prompt=False, tools=tools)
+    if shown.begins_with(alone):
+        return alone
+    followed = rendered(messages, tokenizer, add_generation_prompt=True, tools=tools)
+    if opening and followed.text.endswith(opening):
+        followed = followed.part(0, len(followed.text) - len(opening))
+        if shown.begins_with(followed):
+            return followed
+    raise _rewrites(alone, shown, len(messages))
+
+
+def _rewrites(before: Rendered, shown: Rendered, count: int) -> RefusedError:
+    difference = rewritten(before.text, shown.text) or "the special tokens that messages spell are others"
+    return RefusedError(
+        f"data.apply_chat_template: the chat template does not show the first {count} messages of a conversation as it "
+        f"shows them alone, so that the assistant's tokens cannot be told: {difference}; use a template that keeps "
+        "earlier turns as they were",
+        code="rewritten-turns",
+    )
+
+
+def _parted(shown: Rendered, borders: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids of a text, and how many stand before each border of it, which are in order.
+
+    The text is encoded as one, but for a border that a token would join: what stands before it is encoded as a prompt
+    is, and what stands behind it as an answer.
+    """
+
+    def encoded(start: int, end: int | None = None) -> list[int]:
+        part = shown.part(start, end)
+        return tokenizer.encode(part.text, part.literal)
+
+    ids, places, start, rest = list[int](), list[int](), 0, encoded(0)
+    for border in borders:
+        before = encoded(start, border)
+        if rest[: len(before)] != before:
+            behind = encoded(border)
+            if tokenizer.text_of([*before, *behind]) not in (shown.text[start:], tokenizer.text_of(rest)):
+                raise RefusedError(
+                    f"data.apply_chat_template: the tokenizer joins what the chat template writes, "
+                    f"{shown.text[:border][-_SHOWN_TEXT:]!r}, to what the assistant says, "
+                    f"{shown.text[border:][:_SHOWN_TEXT]!r}, and gives other text for the two apart; use a template "
+                    "that ends with no blank before an answer",
+                    code="joined-tokens",
+                )
+            ids, start, rest, before = [*ids, *before], border, behind, []
+        places.append(len(ids) + len(before))
+    return [*ids, *rest], places
 
 
 def rewritten(before: str, after: str) -> str | None:
@@ -85,20 +225,6 @@ def rewritten(before: str, after: str) -> str | None:
     )
     was, is_now = (text[place : place + _SHOWN_TEXT] for text in (before, after))
     return f"after {before[:place][-_SHOWN_TEXT:]!r} stood {was!r} and then stands {is_now!r}"
-
-
-def _length_of_beginning(
-    ids: Sequence[int], messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool
-) -> int:
-    beginning = _ids(messages, tokenizer, add_generation_prompt=add_generation_prompt)
-    if list(ids[: len(beginning)]) != beginning:
-        raise RefusedError(
-            f"data.apply_chat_template: the chat template does not show the first {len(messages)} messages of a "
-            "conversation as it shows them alone, so that the assistant's tokens cannot be told; use a template "
-            "that keeps earlier turns as they were",
-            code="rewritten-turns",
-        )
-    return len(beginning)
 
 
 def _behind_last(ids: Sequence[int], wanted: int, start: int, end: int) -> int:

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Protocol
 
 from nemo_rl_mcore.config.data import TURN_TASKS
-from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.messages import NO_EXTRAS, Extras, Message
 from nemo_rl_mcore.errors import RefusedError
 
 PROMPT_END = ">"
@@ -43,6 +43,8 @@ class Prompt:
     """Further columns of its row, which reward functions read."""
     literal: tuple[tuple[int, int], ...] = ()
     """Special tokens of the text that the data spells: they are encoded as text, see `data.literal_text`."""
+    extras: Extras = NO_EXTRAS
+    """What its row has besides texts, where it is a conversation."""
 
     @property
     def imitated(self) -> str:

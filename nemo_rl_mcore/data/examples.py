@@ -12,7 +12,7 @@ from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceConfig, names_of
 from nemo_rl_mcore.data.datasets import shuffled
-from nemo_rl_mcore.data.messages import Context
+from nemo_rl_mcore.data.messages import NO_EXTRAS, Context, Extras
 from nemo_rl_mcore.data.prompt_texts import PromptTexts, read_texts
 from nemo_rl_mcore.data.row import Row, SourceError
 from nemo_rl_mcore.data.row_readers import ColumnError, Read, RowError, RowReader
@@ -42,6 +42,7 @@ class Example:
     source: str = ""
     frame: tuple[int, int] = (0, 0)
     columns: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
+    extras: Extras = NO_EXTRAS
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def example_of(read: Read, texts: PromptTexts, place: str, index: int, name: str
     """Return what was read of a row as an example, with its texts."""
     shown, frame = texts.shown(read.context, chat=chat), texts.frame(chat=chat)
     plain = Example(place, index, shown, read.answer, read.rejected, read.imitate_all, None, name, frame)
-    return replace(plain, solution=read.solution, columns=read.columns)
+    return replace(plain, solution=read.solution, columns=read.columns, extras=read.extras)
 
 
 def _first(key: str, wrong: Sequence[str], remedy: str = "") -> Iterator[Problem]:

@@ -61,6 +61,7 @@ class Limits:
             example.source,
             example.place,
             example.columns,
+            extras=example.extras,
         )
         return self.rendered(prompt, example.frame)
 

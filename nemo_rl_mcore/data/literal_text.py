@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 
 from nemo_rl_mcore.data.messages import Message
 
@@ -21,6 +22,17 @@ class Rendered:
 
     text: str
     literal: tuple[tuple[int, int], ...] = ()
+
+    def begins_with(self, beginning: Rendered) -> bool:
+        """Return whether it begins with another text, the special tokens that content spells in both alike."""
+        within = takewhile(lambda span: span[1] <= len(beginning.text), self.literal)
+        return self.text.startswith(beginning.text) and tuple(within) == beginning.literal
+
+    def part(self, start: int, end: int | None = None) -> Rendered:
+        """Return what stands between two places of it."""
+        end = len(self.text) if end is None else end
+        inside = ((first - start, last - start) for first, last in self.literal if start <= first < end)
+        return Rendered(self.text[start:end], tuple(inside))
 
 
 def framed_content(text: str, frame: tuple[int, int]) -> tuple[str, str, str]:

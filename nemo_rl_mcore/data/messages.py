@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+
+from nemo_rl_mcore.errors import RefusedError
+
+type Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,11 @@ class ToolCall:
             return self.arguments
         return cast("dict[str, Any]", found) if isinstance(found, dict) else self.arguments
 
+    def fields(self, *, parsed: bool) -> dict[str, Any]:
+        """See `Message.fields`."""
+        function = {"name": self.name, "arguments": self.parsed if parsed else self.arguments}
+        return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
+
 
 @dataclass(frozen=True)
 class Message:
@@ -42,6 +51,12 @@ class Message:
     """Who speaks, such as the tool that answers."""
     reasoning: str = ""
     """Thoughts of an assistant, where they are apart from its content."""
+    more: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False, repr=False)
+    """Further fields, which the chat template gets as they are."""
+    null: bool = field(default=False, compare=False, repr=False)
+    """The content is null, which some templates tell from an empty one."""
+    trained: bool = field(default=True, compare=False, repr=False)
+    """False of an assistant's message that is shown, and not imitated."""
 
     def with_texts(self, change: Callable[[str], str]) -> Message:
         """Change every text but that of the frame, the strings in arguments of calls among them."""
@@ -54,7 +69,35 @@ class Message:
             tool_call_id=change(self.tool_call_id),
             name=change(self.name),
             reasoning=change(self.reasoning),
+            more=with_strings({**self.more}, change),
         )
+
+    def fields(self, *, parsed: bool) -> dict[str, Any]:
+        """Return its fields as OpenAI names them; what it has not is not there.
+
+        parsed: arguments of calls are objects, as chat templates are written for, not text.
+        """
+        shown: dict[str, Any] = {"role": self.role, "content": None if self.null else self.content}
+        if self.tool_calls:
+            shown["tool_calls"] = [call.fields(parsed=parsed) for call in self.tool_calls]
+        more = {"tool_call_id": self.tool_call_id, "name": self.name, "reasoning_content": self.reasoning}
+        return {**self.more, **shown, **{key: value for key, value in more.items() if value}}
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a row has besides texts: the tools that answers may call, and its answers as messages with more than text.
+
+    own_turn: an answer is a turn of its own; else it goes on with an assistant's message that the context ends with.
+    """
+
+    tools: Tools = field(default=(), hash=False)
+    answer: Message | None = None
+    rejected: Message | None = None
+    own_turn: bool = False
+
+
+NO_EXTRAS = Extras()
 
 
 def _call_with_texts(call: ToolCall, change: Callable[[str], str]) -> ToolCall:
@@ -80,3 +123,93 @@ def with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 Context = str | tuple[Message, ...]
 """What the model is shown before it answers: a text, or a conversation."""
+
+
+class MessageError(RefusedError):
+    """A field that is none of a message's: its path, and what is wrong with it."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(f"{path} {what}", code="message-field")
+        self.path = path
+
+
+_READ = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "weight")
+
+
+def read_message(given: object, path: str) -> Message:
+    """Read a message as OpenAI writes it; fields that are null are not there. Raises MessageError."""
+    if not isinstance(given, Mapping):
+        raise MessageError(path, "must be an object")
+    said = cast("Mapping[str, Any]", given)
+    role = said.get("role")
+    if not isinstance(role, str):
+        raise MessageError(f"{path}.role", f"must be text, got {role!r:.100}")
+    calls = cast("list[object]", _of_type(said, "tool_calls", list, path) or [])
+    if role != "assistant" and calls:
+        raise MessageError(f"{path}.tool_calls", "is of another role, and an assistant alone calls tools")
+    return Message(
+        role,
+        _text(said.get("content"), f"{path}.content"),
+        tool_calls=tuple(_tool_call(call, f"{path}.tool_calls[{place}]") for place, call in enumerate(calls)),
+        tool_call_id=_of_type(said, "tool_call_id", str, path) or "",
+        name=_of_type(said, "name", str, path) or "",
+        reasoning=_of_type(said, "reasoning_content", str, path) or "",
+        more={key: value for key, value in said.items() if key not in _READ and value is not None},
+        null=said.get("content") is None,
+        trained=_is_trained(said.get("weight"), role, f"{path}.weight"),
+    )
+
+
+def read_row_message(given: object, path: str) -> Message:
+    """Read a message of data, in which a content may be null of an assistant that says something else."""
+    message = read_message(given, path)
+    if message.null and message == Message(message.role, ""):
+        raise MessageError(f"{path}.content", "is null or missing, and the message says nothing else")
+    if message.null and message.role != "assistant":
+        raise MessageError(f"{path}.content", "is null or missing, which it may be of an assistant alone")
+    return message
+
+
+def _text(content: object, path: str) -> str:
+    """Join the parts of a content."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise MessageError(path, "must be a text, or a list of parts")
+    texts = [_as_object(part).get("text") for part in cast("list[object]", content)]
+    if not all(isinstance(text, str) for text in texts):
+        raise MessageError(path, "may have parts of text alone")
+    return "".join(map(str, texts))
+
+
+def _tool_call(given: object, path: str) -> ToolCall:
+    call = _as_object(given)
+    function = _as_object(call.get("function", call))
+    name, arguments = function.get("name"), function.get("arguments", "{}")
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        raise MessageError(path, "needs a function with a name, and arguments as a text or an object")
+    return ToolCall(_of_type(call, "id", str, path) or "", name, arguments)
+
+
+def _is_trained(weight: object, role: str, path: str) -> bool:
+    if weight is not None and weight not in (0, 1):
+        raise MessageError(path, f"is {weight!r:.100}, and may be 0 or 1")
+    if weight and role != "assistant":
+        raise MessageError(
+            path, f"is {weight!r:.100} of role {role!r:.100}, and an assistant's alone are trained on"
+        )
+    return weight != 0
+
+
+def _of_type[T](values: Mapping[str, Any], name: str, kind: type[T], path: str) -> T | None:
+    given: object = values.get(name)
+    if given is None or isinstance(given, kind):
+        return given
+    raise MessageError(f"{path}.{name}", f"must be of type {kind.__name__}, got {given!r:.100}")
+
+
+def _as_object(value: object) -> Mapping[str, Any]:
+    """Return a mapping as it is; nothing else holds keys here."""
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}

@@ -11,11 +11,12 @@ from functools import cached_property, lru_cache
 from itertools import pairwise, takewhile
 from typing import Protocol
 
-from nemo_rl_mcore.data.chat import ASSISTANT, USER, rendered, rewritten
+from nemo_rl_mcore.data.chat import ASSISTANT, USER, asked, joined, rendered, rewritten
+from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.literal_text import Rendered
-from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.messages import Extras, Message, Tools
 from nemo_rl_mcore.data.token_rows import content_ids
-from nemo_rl_mcore.data.tokenizer import Tokenizer, Tools
+from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RefusedError
 
 _ENVIRONMENT = "environment"
@@ -38,8 +39,12 @@ class Observer(Protocol):
         """
         ...
 
-    def whole_prompt(self, messages: Sequence[Message], observation: Sequence[Message]) -> list[int] | None:
+    def whole_prompt(
+        self, prompt: Prompt, messages: Sequence[Message], observation: Sequence[Message]
+    ) -> list[int] | None:
         """Return the ids of all messages, of which the last is an answer, and the observation; None for those at hand.
+
+        messages: what a prompt shows, and what was said since, the first answer as it was sampled.
 
         They are others where a template shows earlier turns in another way once more follows, as one does that drops
         earlier thoughts. Raises ValueError as `ids_of`.
@@ -62,7 +67,9 @@ class _PlainText:
         """See `Observer.ids_of`."""
         return [token for message in observation for token in content_ids(message.content, self.tokenizer)]
 
-    def whole_prompt(self, messages: Sequence[Message], observation: Sequence[Message]) -> None:
+    def whole_prompt(
+        self, prompt: Prompt, messages: Sequence[Message], observation: Sequence[Message]
+    ) -> None:
         """See `Observer.whole_prompt`: nothing is rewritten."""
 
 
@@ -83,15 +90,21 @@ class _Chat:
         behind = _behind_answer(self.tokenizer, known, add_generation_prompt=True)
         return _ids_behind(self.tokenizer, answer_ids, behind, end_of_answers(self.tokenizer))
 
-    def whole_prompt(self, messages: Sequence[Message], observation: Sequence[Message]) -> list[int] | None:
+    def whole_prompt(
+        self, prompt: Prompt, messages: Sequence[Message], observation: Sequence[Message]
+    ) -> list[int] | None:
         """See `Observer.whole_prompt`."""
-        if not self.rewrites:
+        tools = prompt.extras.tools
+        if not (self.rewrites or tools):
             return None
         *before, answer = messages
-        shown = rendered(before, self.tokenizer, add_generation_prompt=True).text + answer.content
-        known = [self._in_known_role(message) for message in observation]
-        whole = rendered([*messages, *known], self.tokenizer, add_generation_prompt=True)
-        if whole.text.startswith(shown):
+        if len(before) == len(prompt.context):
+            shown = asked(before, self.tokenizer, prompt.extras)
+        else:
+            shown = rendered(joined(before, prompt), self.tokenizer, add_generation_prompt=True, tools=tools)
+        said = [*joined(messages, prompt), *map(self._in_known_role, observation)]
+        whole = rendered(said, self.tokenizer, add_generation_prompt=True, tools=tools)
+        if whole.text.startswith(shown.text + answer.content):
             return None
         return self.tokenizer.encode(whole.text, whole.literal)
 
@@ -111,17 +124,19 @@ class _Chat:
 class Conversation:
     """A conversation to be answered, in which some of the answers were sampled.
 
-    tools: functions that answers may call, see `Tokenizer.render_chat`.
+    tools: functions that answers may call, see `Tokenizer.render_chat`. goes_on: the last message is the beginning of
+    the answer; else one that is an assistant's is followed by another one.
     """
 
     tokenizer: Tokenizer
     messages: Sequence[Message]
     tools: Tools = ()
+    goes_on: bool = False
 
     @cached_property
     def shown(self) -> Rendered:
         """Return all of it, up to the beginning of the next answer, as the template shows it."""
-        return self._beginning(len(self.messages), add_generation_prompt=True)
+        return asked(self.messages, self.tokenizer, Extras(self.tools, own_turn=not self.goes_on))
 
     def ids_behind(self, place: int, answer_ids: Sequence[int]) -> list[int] | None:
         """Return the ids between the answer `messages[place]`, whose ids were sampled, and the next answer.
@@ -129,16 +144,16 @@ class Conversation:
         None where what was shown up to that answer, its thoughts included, is not shown so any more; then the
         conversation has to be encoded again.
         """
-        asked = self._beginning(place, add_generation_prompt=True)
+        before = self._beginning(place, add_generation_prompt=True)
         answered = self._beginning(place + 1, add_generation_prompt=False)
-        if not (_begins_with(self.shown, asked) and _begins_with(self.shown, answered)):
+        if not (self.shown.begins_with(before) and self.shown.begins_with(answered)):
             return None
-        if _thought(self.messages[place]) not in answered.text[len(asked.text) :]:
+        if _thought(self.messages[place]) not in answered.text[len(before.text) :]:
             return None
-        end = self._end_of(answered, behind=len(asked.text))
+        end = self._end_of(answered, behind=len(before.text))
         if end is None:
             return None
-        behind = _behind(self.shown, len(answered.text) - len(end))
+        behind = self.shown.part(len(answered.text) - len(end))
         return _ids_behind(self.tokenizer, answer_ids, behind, end)
 
     def _beginning(self, count: int, *, add_generation_prompt: bool) -> Rendered:
@@ -213,18 +228,7 @@ def _behind_answer(
     messages = [_ASKED, Message(ASSISTANT, _ANSWER), *observation]
     shown = rendered(messages, tokenizer, add_generation_prompt=add_generation_prompt)
     before, answer, _ = shown.text.partition(_ANSWER)
-    return _behind(shown, len(before) + len(answer))
-
-
-def _behind(shown: Rendered, start: int) -> Rendered:
-    literal = ((first - start, end - start) for first, end in shown.literal if first >= start)
-    return Rendered(shown.text[start:], tuple(literal))
-
-
-def _begins_with(shown: Rendered, beginning: Rendered) -> bool:
-    """Return whether a text begins with another one, the special tokens that content spells in both alike."""
-    within = takewhile(lambda span: span[1] <= len(beginning.text), shown.literal)
-    return shown.text.startswith(beginning.text) and tuple(within) == beginning.literal
+    return shown.part(len(before) + len(answer))
 
 
 def _thought(message: Message) -> str:

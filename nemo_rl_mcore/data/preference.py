@@ -10,7 +10,7 @@ from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.chat import conversation_row
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.data.literal_text import Rendered
-from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.messages import NO_EXTRAS, Extras, Message
 from nemo_rl_mcore.data.token_rows import TokenRow, plain_row, rows_as_batch
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RefusedError
@@ -28,6 +28,8 @@ class Preference:
     """The conversation after the prompt; empty where it is plain text."""
     literal: tuple[tuple[int, int], ...] = ()
     """See `Prompt.literal`."""
+    extras: Extras = NO_EXTRAS
+    """See `Prompt.extras`."""
 
 
 def preference_rows(preferences: Sequence[Preference], tokenizer: Tokenizer) -> BatchedDataDict:
@@ -40,12 +42,13 @@ def preference_rows(preferences: Sequence[Preference], tokenizer: Tokenizer) -> 
 def pair_rows(pair: Preference, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRow]:
     """Return the chosen and the rejected row of a pair, in each of which the answer is to be trained on."""
 
-    def row(answer: str) -> TokenRow:
+    def row(answer: str, message: Message | None) -> TokenRow:
         if not pair.context:
             return plain_row(Rendered(pair.prompt, pair.literal), answer, tokenizer)
-        return conversation_row(pair.context, answer, tokenizer, imitate_all=False)
+        said = message or answer
+        return conversation_row(pair.context, said, tokenizer, imitate_all=False, extras=pair.extras)
 
-    return row(pair.chosen), row(pair.rejected)
+    return row(pair.chosen, pair.extras.answer), row(pair.rejected, pair.extras.rejected)
 
 
 class PreferenceSource(ABC):
@@ -103,5 +106,11 @@ def given_pair(prompt: Prompt) -> Preference:
             code="no-rejected-answer",
         )
     return Preference(
-        prompt.index, prompt.text, prompt.imitated, prompt.rejected, prompt.context, prompt.literal
+        prompt.index,
+        prompt.text,
+        prompt.imitated,
+        prompt.rejected,
+        prompt.context,
+        prompt.literal,
+        prompt.extras,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.messages import read_row_message
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.strict_json import parse_json, quoted, read_regular, torn_text
 
@@ -49,9 +49,14 @@ def prompt_of(given: object, place: str, key: str = "") -> Prompt:
     """
     if isinstance(given, str):
         return Prompt(0, given, "", place=place)
-    turns = [*map(_message, cast("Sequence[object]", given))] if isinstance(given, list | tuple) else []
-    messages = tuple(turn for turn in turns if turn is not None)
-    if not messages or len(messages) < len(turns):
+    turns = cast("Sequence[object]", given if isinstance(given, list | tuple) else [])
+    try:
+        messages = tuple(
+            read_row_message(turn, f"{key or 'messages'}[{number}]") for number, turn in enumerate(turns)
+        )
+    except ValueError as error:
+        raise RefusedError(f"{place}: {error}", code="prompt-type") from error
+    if not messages:
         raise RefusedError(
             f"{place}: {key or 'a prompt'} is {quoted(cast('object', given))}, and must be text or a list of messages",
             code="prompt-type",
@@ -76,9 +81,3 @@ def _of_object(line: str, keys: list[str], place: str) -> tuple[str, object]:
             f"{place}: no object with one of the keys {', '.join(dict.fromkeys(keys))}", code="no-prompt-key"
         )
     return key, values[key]
-
-
-def _message(turn: object) -> Message | None:
-    values = cast("dict[str, object]", turn) if isinstance(turn, dict) else {}
-    role, content = values.get("role"), values.get("content")
-    return Message(role, content) if isinstance(role, str) and isinstance(content, str) else None

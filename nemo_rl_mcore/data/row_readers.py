@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.messages import Context, Message
+from nemo_rl_mcore.data.messages import (
+    NO_EXTRAS,
+    Context,
+    Extras,
+    Message,
+    MessageError,
+    Tools,
+    read_row_message,
+)
 from nemo_rl_mcore.data.row import Row
 from nemo_rl_mcore.errors import RefusedError, code_of
-from nemo_rl_mcore.strict_json import shortened
+from nemo_rl_mcore.strict_json import parse_json, shortened
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,7 @@ class Read:
     solution: str | None = None
     unscored: str = ""
     columns: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
+    extras: Extras = NO_EXTRAS
 
 
 class RowReader:
@@ -103,21 +113,49 @@ class RowReader:
         """Return a row's prompt and answers; None for a pair without a better answer. Raises RowError."""
         if row.wrong:
             raise RowError(row.wrong)
+        values = row.values if row.of_lines else self._as_written(row.values)
         try:
-            ranked = ranked_answers(row.values)
+            ranked = ranked_answers(values)
         except ValueError as error:
             raise RowError(str(error), code=code_of(error)) from error
-        if ranked is not None and self._source.prompt_key not in row.values:
-            return self._ranked(ranked)
-        if GYM_COLUMN in row.values and self._source.input_key not in row.values:
-            return self._of_gym(row.values)
-        if self._kind is RowKind.PAIRS:
-            return self._pair(row.values)
-        read = self._answered(row.values)
-        read = read if self._source.answer is None else self._with_answer(read, row.values)
-        return replace(
-            read, columns={name: _value(row.values, "columns", name) for name in self._source.columns}
-        )
+        if GYM_COLUMN in values and self._source.input_key not in values and ranked is None:
+            return self._of_gym(values)
+        if ranked is not None and self._source.prompt_key not in values:
+            read = self._ranked(ranked)
+        elif self._kind is RowKind.PAIRS:
+            read = self._pair(values)
+        else:
+            read = self._answered(values)
+            read = read if self._source.answer is None else self._with_answer(read, values)
+            columns = {name: _value(row.values, "columns", name) for name in self._source.columns}
+            read = replace(read, columns=columns)
+        tools = self._tools(values)
+        return replace(read, extras=replace(read.extras, tools=tools)) if read and tools else read
+
+    def _as_written(self, values: Mapping[str, object]) -> dict[str, object]:
+        """Return a row without the nulls that a library fills in for fields that a message or tool has not."""
+        source = self._source
+        keys = {source.chat_key, source.input_key, source.prompt_key, source.chosen_key, source.rejected_key}
+        keys |= {"context", "completions", "response1", "response2", source.tool_key or ""}
+        return {key: _filled(value) if key in keys else value for key, value in values.items()}
+
+    def _tools(self, values: Mapping[str, object]) -> Tools:
+        """Return the functions that answers of a row may call: a list, or its JSON as text."""
+        key = self._source.tool_key
+        given = None if key is None or not self._chat else values.get(key)
+        if isinstance(given, str) and given:
+            with suppress(ValueError):
+                given = parse_json(given)
+        if not given:
+            return ()
+        if not isinstance(given, list) or not all(
+            isinstance(one, dict) for one in cast("list[object]", given)
+        ):
+            raise RowError(
+                f"{key} is {_shown(values[str(key)])}, and must be a list of functions; "
+                "set tool_key to another column, or to null"
+            )
+        return cast("Tools", given)
 
     def _answered(self, values: Mapping[str, object]) -> Read:
         source = self._source
@@ -129,27 +167,28 @@ class RowReader:
             turns = self._messages(values[source.chat_key], source.chat_key)
             if len(turns) < 2 or turns[-1].role != _ASSISTANT:
                 raise RowError(f"{source.chat_key} does not end with an assistant's answer to a message")
-            return Read(turns[:-1], turns[-1].content, imitate_all=True)
+            extras = Extras(answer=_beyond_text(turns[-1]), own_turn=True)
+            return Read(turns[:-1], turns[-1].content, imitate_all=True, extras=extras)
         context = self._context(_value(values, "input_key", source.input_key), source.input_key)
         if source.output_key is None:
             return Read(context, "")
-        return Read(context, _answer(_value(values, "output_key", source.output_key), source.output_key))
+        answer = self._answer(_value(values, "output_key", source.output_key), source.output_key)
+        return Read(context, answer.content, extras=Extras(answer=_beyond_text(answer)))
 
     def _with_answer(self, read: Read, values: Mapping[str, object]) -> Read:
         """Return the row with what is scored against beside what is imitated."""
         how = self._source.answer
         assert how is not None
-        text = read.answer if how.key is None else _answer(_value(values, "answer.key", how.key), how.key)
+        text = read.answer
+        if how.key is not None:
+            text = self._answer(_value(values, "answer.key", how.key), how.key).content
         found = how.extract(text) if how.in_text else text.strip() or None
         if found is None:
             shown = " ".join(text.split())
             shown = shown if len(shown) <= 60 else f"...{shown[-57:]}"
             lacking = how.lacking if how.in_text else "is empty"
-            return Read(
-                read.context, read.answer, None, read.imitate_all, unscored=f"the answer {shown!r} {lacking}"
-            )
-        solution = read.answer if self._kind is RowKind.ANSWERS else None
-        return Read(read.context, found, None, read.imitate_all, solution)
+            return replace(read, unscored=f"the answer {shown!r} {lacking}")
+        return replace(read, answer=found, solution=read.answer if self._kind is RowKind.ANSWERS else None)
 
     def _of_gym(self, values: Mapping[str, object]) -> Read:
         """Return what an agent of NeMo Gym's begins with, as far as the row has it, and all columns for the agent."""
@@ -167,7 +206,8 @@ class RowReader:
         if len(_as_list(chosen)) > 1 and _as_list(rejected):
             return self._two_conversations(chosen, rejected)
         context = self._context(_value(values, "prompt_key", source.prompt_key), source.prompt_key)
-        return Read(context, _answer(chosen, source.chosen_key), _answer(rejected, source.rejected_key))
+        better, worse = self._answer(chosen, source.chosen_key), self._answer(rejected, source.rejected_key)
+        return _pair_of(context, better, worse, own_turn=False)
 
     def _two_conversations(self, chosen: object, rejected: object) -> Read:
         better = self._messages(chosen, self._source.chosen_key)
@@ -176,18 +216,16 @@ class RowReader:
             raise RowError("the two conversations differ before their last message")
         if {better[-1].role, worse[-1].role} != {_ASSISTANT}:
             raise RowError("a conversation does not end with an assistant's answer")
-        return Read(better[:-1], better[-1].content, worse[-1].content)
+        return _pair_of(better[:-1], better[-1], worse[-1], own_turn=True)
 
     def _ranked(self, ranked: RankedAnswers) -> Read | None:
         if ranked.tied and self._kind is RowKind.PAIRS and self._source.ties == "drop":
             return None
-        context, chosen = (
-            self._context(ranked.context, "context"),
-            _answer(ranked.chosen, "the better answer"),
-        )
+        context = self._context(ranked.context, "context")
+        chosen = self._answer(ranked.chosen, "the better answer")
         if self._kind is not RowKind.PAIRS:
-            return Read(context, chosen)
-        return Read(context, chosen, _answer(ranked.rejected, "the worse answer"))
+            return Read(context, chosen.content, extras=Extras(answer=_beyond_text(chosen)))
+        return _pair_of(context, chosen, self._answer(ranked.rejected, "the worse answer"), own_turn=False)
 
     def _context(self, given: object, key: str) -> Context:
         if _as_list(given) or given == []:
@@ -202,19 +240,43 @@ class RowReader:
         messages = _as_list(given)
         if not messages:
             raise RowError(f"{key} is {_shown(given)}, and must be a list of messages")
-        turns = tuple(_message(message, key) for message in messages)
+        turns = tuple(_message(message, key, place) for place, message in enumerate(messages))
         if turns[0].role == _ASSISTANT:
             raise RowError(f"{key} begins with an assistant's message, which answers nothing")
         return turns
 
+    def _answer(self, given: object, key: str) -> Message:
+        """Return an answer: text, a number, or a message of the assistant alone."""
+        if len(messages := _as_list(given)) == 1:
+            message = _message(messages[0], key, 0)
+            if message.role == _ASSISTANT:
+                if not self._chat and _beyond_text(message):
+                    raise RowError(f"{key} is {_shown(given)}, which needs data.apply_chat_template: true")
+                return message
+        if isinstance(given, bool) or not isinstance(given, str | int | float):
+            raise RowError(f"{key} is {_shown(given)}, and must be text or a number")
+        return Message(_ASSISTANT, str(given))
 
-def _answer(given: object, key: str) -> str:
-    """Return the text of an answer; a message of the assistant alone is its text."""
-    if len(messages := _as_list(given)) == 1 and (message := _message(messages[0], key)).role == _ASSISTANT:
-        return message.content
-    if isinstance(given, bool) or not isinstance(given, str | int | float):
-        raise RowError(f"{key} is {_shown(given)}, and must be text or a number")
-    return str(given)
+
+def _pair_of(context: Context, better: Message, worse: Message, *, own_turn: bool) -> Read:
+    if not (better.trained and worse.trained):
+        raise RowError("an answer of the pair has weight 0, and there is nothing else to train on")
+    extras = Extras((), _beyond_text(better), _beyond_text(worse), own_turn)
+    return Read(context, better.content, worse.content, extras=extras)
+
+
+def _beyond_text(message: Message) -> Message | None:
+    """Return an answer that is more than its text."""
+    plain = message == Message(message.role, message.content) and message.trained
+    return None if plain else message
+
+
+def _filled(value: object) -> object:
+    """Return a JSON value without the keys of objects that are null."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, object]", value).items()
+        return {key: _filled(held) for key, held in items if held is not None}
+    return [_filled(held) for held in cast("list[object]", value)] if isinstance(value, list) else value
 
 
 def _value(values: Mapping[str, object], setting: str, key: str) -> object:
@@ -241,12 +303,12 @@ def _as_section(value: object) -> Mapping[str, object]:
     return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
 
 
-def _message(given: object, key: str) -> Message:
-    values = _as_section(given)
-    role, content = values.get("role"), values.get("content")
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise RowError(f"{key} holds {_shown(given)}, which is no message with a role and a content of text")
-    return Message(role, content)
+def _message(given: object, key: str, place: int) -> Message:
+    try:
+        return read_row_message(given, f"{key}[{place}]")
+    except MessageError as error:
+        what = f"{key} holds {_shown(given)}, which is no message: {error}"
+        raise RowError(what, code=code_of(error)) from error
 
 
 def _of_response(given: object) -> Message | None:

@@ -10,6 +10,7 @@ from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.examples import Example, Examples
 from nemo_rl_mcore.data.literal_text import contents, framed_content, pattern_of
+from nemo_rl_mcore.data.messages import with_strings
 
 KEY = "data.special_tokens_in_content"
 REMEDY = "set {} to text, its characters, or to parse, the control token, as NeMo RL reads it"
@@ -47,7 +48,11 @@ def first_token(
 def _texts(row: Example | Prompt, frame: tuple[int, int], kind: RowKind) -> Iterator[str]:
     context = row.context or (row.text if isinstance(row, Prompt) else "")
     yield from [framed_content(context, frame)[1]] if isinstance(context, str) else contents(context)
+    said, extras = list[str](), row.extras
+    with_strings([*extras.tools], lambda text: said.append(text) or text)
+    yield from said
     if kind is not RowKind.PROMPTS:
         yield row.answer if row.solution is None else row.solution
+        yield from contents(filter(None, (extras.answer, extras.rejected)))
     if kind is RowKind.PAIRS and row.rejected is not None:
         yield row.rejected

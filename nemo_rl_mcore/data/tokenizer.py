@@ -22,7 +22,7 @@ from nemo_rl_mcore.config.hf.ends import CHAR_EOS, CHAR_TOKENIZER_NAME, CHAR_VOC
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.data.literal_encoder import LiteralEncoder
 from nemo_rl_mcore.data.literal_text import Spans
-from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.messages import Message, Tools
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.strict_json import shortened
 
@@ -33,7 +33,6 @@ CHAR_PAD = "_"
 _SHOWN = 8
 _LEFT_OUT, _RUN = " \n\0\u0301\ue000", 16
 """Characters that some tokenizers leave out or do not know, and how many tokens a run of them is tried with."""
-type Tools = Sequence[Mapping[str, Any]]
 
 
 class Tokenizer(Protocol):
@@ -94,11 +93,17 @@ class Tokenizer(Protocol):
         ...
 
     def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Tools = (),
+        goes_on: bool = False,
     ) -> str:
         """Return the text of a conversation by the chat template, special tokens spelt out.
 
-        tools: functions that answers may call, each as clients of OpenAI describe it.
+        tools: functions that answers may call, each as clients of OpenAI describe it. goes_on: the last message is not
+        ended, so that an answer goes on with it.
 
         Raises ValueError when there is no template, or when it refuses the messages.
         """
@@ -211,7 +216,12 @@ class CharTokenizer:
         return self._tokenizer.decode(ids)
 
     def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Tools = (),
+        goes_on: bool = False,
     ) -> str:
         """See `Tokenizer.render_chat`; there is no template."""
         raise RefusedError(
@@ -306,10 +316,15 @@ class HuggingFaceTokenizer:
         return text
 
     def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Tools = (),
+        goes_on: bool = False,
     ) -> str:
         """See `Tokenizer.render_chat`."""
-        conversation = [_as_template_sees(message) for message in messages]
+        conversation = [message.fields(parsed=True) for message in messages]
         if self._tokenizer.chat_template is None:
             raise RefusedError(
                 "data.apply_chat_template: the tokenizer has no chat template", code="no-chat-template"
@@ -320,6 +335,7 @@ class HuggingFaceTokenizer:
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=goes_on,
                 **self._variables,
             )
         except Exception as error:  # a template is a program, and may raise whatever Python does
@@ -352,22 +368,6 @@ class HuggingFaceTokenizer:
 def _save_ends(ends: Sequence[int], folder: Path) -> None:
     if len(ends) > 1:
         (folder / GENERATION).write_text(json.dumps({EOS: ends}, indent=2) + "\n", encoding="utf-8")
-
-
-def _as_template_sees(message: Message) -> dict[str, Any]:
-    """Return a message in the form that chat templates are written for; what it has not is not there."""
-    shown: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        shown["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.parsed}}
-            for call in message.tool_calls
-        ]
-    more = {
-        "tool_call_id": message.tool_call_id,
-        "name": message.name,
-        "reasoning_content": message.reasoning,
-    }
-    return shown | {key: value for key, value in more.items() if value}
 
 
 def _load_pretrained(directory: str) -> PreTrainedTokenizerBase:

@@ -208,7 +208,8 @@ class _Endpoint:
             "index": prompt.index,
             "text": prompt.text,
             "answer": prompt.answer,
-            "messages": [{"role": one.role, "content": one.content} for one in prompt.context],
+            "messages": [one.fields(parsed=False) for one in prompt.context],
+            "tools": [*prompt.extras.tools],
             "columns": answers.plain({**prompt.columns}),
         }
         state = "closed" if session.closed.is_set() else "open"

@@ -43,22 +43,29 @@ class Claim:
 class Chat:
     """A conversation as a client sends it. claims: one for each message, None where it brings no ids.
 
-    variables: of the chat template, besides those of the run.
+    variables: of the chat template, besides those of the run. goes_on: the client says that the answer goes on with
+    the last message.
     """
 
     messages: tuple[Message, ...]
     claims: tuple[Claim | None, ...]
     tools: Tools = ()
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """The prompt that a conversation is. state: stands for all of it; heard: what is said after the last answer."""
+    """The prompt that a conversation is. state: stands for all of it; heard: what is said after the last answer.
+
+    begun: what it ends with of the answer; before: stands for all before that.
+    """
 
     ids: list[int]
     state: bytes
     heard: tuple[Message, ...]
+    begun: str = ""
+    before: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -93,31 +100,43 @@ class History:
         messages, answered = [*chat.messages], dict[int, Call]()
         if chat.variables:
             tokenizer = tokenizer.with_variables(chat.variables)
-        state = _digest(b"", [*chat.tools], {**chat.variables})
+        before = state = _digest(b"", [*chat.tools], {**chat.variables})
         for place, (message, claim) in enumerate(zip(chat.messages, chat.claims, strict=True)):
             found = self._find(state, message, claim) if message.role == ASSISTANT else None
             if found is not None:
                 messages[place], answered[place] = found.message, found.call
             elif message.role == ASSISTANT and (content := self._contents.get(_said(message))) is not None:
                 messages[place] = replace(message, content=content, reasoning="")
+            before = state
             state = _digest(
                 state, _to_json(messages[place]), found and [found.call.digest, found.call.repetition]
             )
-        conversation = Conversation(tokenizer, messages, chat.tools)
+        last, own = messages[-1], answered.get(len(messages) - 1)
+        begun = last.role == ASSISTANT and not last.tool_calls
+        begun = begun and (chat.goes_on or own is None or not own.finished)
+        conversation = Conversation(tokenizer, messages, chat.tools, begun)
         room(fewest(len(conversation.shown.text)))
+        ids, heard = None, ()
+        if begun and own is not None and not own.finished:
+            ids = own.ids
         for place, call in reversed(answered.items()):
-            behind = conversation.ids_behind(place, call.answer_N.tolist())
-            if behind is not None:
-                return ChatPrompt([*call.ids, *behind], state, tuple(messages[place + 1 :]))
-        shown = conversation.shown
-        return ChatPrompt(tokenizer.encode(shown.text, shown.literal), state, tuple(messages))
+            if ids is None and (behind := conversation.ids_behind(place, call.answer_N.tolist())) is not None:
+                ids, heard = [*call.ids, *behind], tuple(messages[place + 1 :])
+        if ids is None:
+            shown = conversation.shown
+            ids, heard = tokenizer.encode(shown.text, shown.literal), tuple(messages)
+        return ChatPrompt(ids, state, heard, *((last.content, before) if begun else ("", None)))
 
     def keep(self, prompt: ChatPrompt, call: Call, message: Message) -> None:
-        """Take note of how an answer is returned; once for each call."""
-        known = self._calls.setdefault(prompt.state, [])
-        if not any(answered.call is call for answered in known):
-            known.append(_Answered(call, message))
-            self._contents[_said(message)] = message.content
+        """Take note of how an answer is returned, and of a whole one that began in its prompt; once for each call."""
+        kept = [(prompt.state, message)]
+        if prompt.before is not None:
+            kept.append((prompt.before, replace(message, content=prompt.begun + message.content)))
+        for state, said in kept:
+            known = self._calls.setdefault(state, [])
+            if not any(answered.call is call for answered in known):
+                known.append(_Answered(call, said))
+                self._contents[_said(said)] = said.content
 
     def _find(self, state: bytes, message: Message, claim: Claim | None) -> _Answered | None:
         """Return the answer to a conversation that a message is; of equal ones that to the last repetition."""
@@ -139,7 +158,7 @@ def _said(message: Message) -> _Said:
 
 
 def _to_json(message: Message) -> dict[str, Any]:
-    return asdict(replace(message, frame=(0, 0)))
+    return asdict(replace(message, frame=(0, 0), null=False))
 
 
 def _digest(*parts: Any) -> bytes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from nemo_rl_mcore.data.messages import Message, ToolCall
+from nemo_rl_mcore.data.chat import ASSISTANT
+from nemo_rl_mcore.data.messages import Message, MessageError, read_message
 from nemo_rl_mcore.endpoint.chat import Chat, Claim
 from nemo_rl_mcore.endpoint.options import EndpointOptions, RunSampling
 from nemo_rl_mcore.endpoint.refusals import RefusedCallError
@@ -54,6 +55,8 @@ _NEUTRAL: dict[str, Sequence[object]] = {
     "truncate_prompt_tokens": (),
 }
 """What may be said of a field that would change how answers are drawn, besides null; nothing else is known to do so."""
+_OF_BEGUN = {"continue_final_message": (True,), "add_generation_prompt": (False,)}
+"""The same, of a conversation that ends with the beginning of its answer."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _ALL = -1
 """The value of top_k that keeps all tokens, as 0 does."""
@@ -108,7 +111,13 @@ def chat_of(body: Body, room: Room) -> Chat:
     read = [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
     tools = _tools(body) if body.get("tool_choice") != "none" else ()
     messages, claims = zip(*read, strict=True)
-    return Chat(messages, claims, tools, _object(body, "chat_template_kwargs") or {})
+    return Chat(
+        messages,
+        claims,
+        tools,
+        _object(body, "chat_template_kwargs") or {},
+        _flag(body, "continue_final_message"),
+    )
 
 
 def prompt_of(body: Body, options: EndpointOptions, room: Room) -> list[int]:
@@ -161,7 +170,10 @@ def _require_model(body: Body, model: str) -> None:
 
 
 def _require_neutral(values: Body) -> None:
-    for name, allowed in _NEUTRAL.items():
+    ends = values.get("messages")
+    last: object = cast("list[object]", ends)[-1] if isinstance(ends, list) and ends else None
+    begun = isinstance(last, dict) and cast("Body", last).get("role") == ASSISTANT
+    for name, allowed in (_NEUTRAL | _OF_BEGUN if begun else _NEUTRAL).items():
         given = values.get(name)
         if given is None or any(given == value and _alike(given, value) for value in allowed):
             continue
@@ -234,58 +246,20 @@ def _wants_logprobs(values: Body) -> bool:
 
 
 def _message(given: object, path: str) -> tuple[Message, Claim | None]:
-    if not isinstance(given, dict):
-        raise RefusedCallError(f"{path} must be an object", param=path)
+    """Read a message, of which the template gets the fields that OpenAI knows alone."""
+    try:
+        message = read_message(given, path)
+    except MessageError as error:
+        raise RefusedCallError(str(error), param=error.path) from error
     said = cast("dict[str, Any]", given)
-    role = said.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
+    if message.role not in _ROLES:
         raise RefusedCallError(
-            f"{path}.role is {role!r:.100}; known roles are {', '.join(_ROLES)}", param=f"{path}.role"
+            f"{path}.role is {message.role!r:.100}; known roles are {', '.join(_ROLES)}", param=f"{path}.role"
         )
-    calls = _list(said, "tool_calls", path) or []
-    if role != "assistant" and calls:
-        raise RefusedCallError(
-            f"{path}.tool_calls: an assistant alone calls tools", param=f"{path}.tool_calls"
-        )
-    message = Message(
-        _ROLES[role],
-        _text(said.get("content"), f"{path}.content"),
-        tool_calls=tuple(_tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)),
-        tool_call_id=_of_type(said, "tool_call_id", str, path) or "",
-        name=_of_type(said, "name", str, path) or "",
-        reasoning=_reasoning(said, path) if role == "assistant" else "",
-    )
-    return message, _claim(said) if role == "assistant" else None
-
-
-def _reasoning(said: Body, path: str) -> str:
-    return _of_type(said, "reasoning_content", str, path) or _of_type(said, "reasoning", str, path) or ""
-
-
-def _text(content: object, path: str) -> str:
-    """Join the parts of a content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise RefusedCallError(f"{path} must be a text, or a list of parts", param=path)
-    texts = list[str]()
-    for part in cast("list[object]", content):
-        text = cast("dict[str, object]", part).get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            raise RefusedCallError(f"{path} may have parts of text alone", param=path)
-        texts.append(text)
-    return "".join(texts)
-
-
-def _tool_call(given: object, path: str) -> ToolCall:
-    call = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-    function = _object(call, "function", path) or {}
-    name, arguments = function.get("name"), function.get("arguments", "{}")
-    if isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    if not isinstance(name, str) or not isinstance(arguments, str):
-        raise RefusedCallError(f"{path}.function needs a name, and arguments as a text", param=path)
-    return ToolCall(_of_type(call, "id", str, path) or "", name, arguments)
+    if message.role != ASSISTANT:
+        return replace(message, role=_ROLES[message.role], reasoning="", more={}), None
+    reasoning = message.reasoning or _of_type(said, "reasoning", str, path) or ""
+    return replace(message, reasoning=reasoning, more={}), _claim(said)
 
 
 def _claim(said: Body) -> Claim | None:

@@ -85,7 +85,7 @@ def _cut(reply: Reply, max_chars: int | None) -> Reply:
 
 def _log(turn: Turn) -> list[dict[str, Any]]:
     log: list[dict[str, Any]] = [
-        {"role": message.role, "content": message.content} for message in turn.messages
+        {**message.fields(parsed=False), "content": message.content} for message in turn.messages
     ]
     log[-1]["finished"] = turn.finished
     return log

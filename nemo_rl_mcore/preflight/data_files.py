@@ -16,6 +16,7 @@ from nemo_rl_mcore.data.row_readers import GYM_COLUMN
 from nemo_rl_mcore.data.rows import is_fetched
 from nemo_rl_mcore.data.special_tokens import run_token_problems
 from nemo_rl_mcore.preflight.answer_kinds import gold_answer, gold_problems, wrong_answer
+from nemo_rl_mcore.preflight.template_fields import unshown_problems
 from nemo_rl_mcore.preflight.tokenizer_folder import special_tokens_of
 from nemo_rl_mcore.strict_json import read_json
 
@@ -45,7 +46,10 @@ class DataPlan:
 
 
 def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
-    """Read the data set's files; None where its rows cannot be counted: they have no end, or are fetched later."""
+    """Read the data set's files; None where its rows cannot be counted: they have no end, or are fetched later.
+
+    Among the problems are warnings.
+    """
     problems = [*template_problems(config)]
     if not config.data.from_files:
         texts = config.data.default
@@ -59,6 +63,7 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
         problems += answer_problems(config, _scored(config, examples))
         problems += gym_row_problems(config, examples)
         problems += run_token_problems(config, examples, special_tokens_of(config.policy.tokenizer.name))
+        problems += unshown_problems(config, examples)
     per_step, rows = config.prompts_per_step, len(examples.train)
     steps, _ = last_step(config, rows)
     first = tuple(examples.train[:FIRST_ROWS])

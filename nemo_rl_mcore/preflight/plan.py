@@ -131,7 +131,7 @@ def preflight(
     of_layers = tuple(layer_warnings(config))
     problems = (
         *_environment_problems(config, of_a_run),
-        *of_data,
+        *(problem for problem in of_data if not problem.warns),
         *of_classes,
         *(() if elsewhere else missing),
         *(gpu_problems(config) if starts else ()),
@@ -157,6 +157,7 @@ def preflight(
         missing=(*missing, *(of_layers if elsewhere else ())),
         warnings=(
             *warnings,
+            *(problem for problem in of_data if problem.warns),
             *data_warnings(data),
             *unread_variables(config),
             *turn_problems(config),

@@ -18,7 +18,16 @@ LONGEST = 24
 """Characters of a made prompt at most."""
 _KEPT = (
     *("prompt_file", "system_prompt_file", "processor", "input_key", "output_key", "columns", "answer"),
-    *("chat_key", "prompt_key", "chosen_key", "rejected_key", "ties", "split_validation_size", "weight"),
+    *(
+        "chat_key",
+        "tool_key",
+        "prompt_key",
+        "chosen_key",
+        "rejected_key",
+        "ties",
+        "split_validation_size",
+        "weight",
+    ),
     "streaming",
 )
 """Keys of a source that say how a row is read, and not where it lies."""

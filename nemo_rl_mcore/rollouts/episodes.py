@@ -147,7 +147,7 @@ class Episodes:
     def _observe(self, row: _Episode, observation: tuple[Message, ...]) -> None:
         assert self._form.observer is not None  # an episode of one answer has ended
         try:
-            whole = self._form.observer.whole_prompt(row.messages, observation)
+            whole = self._form.observer.whole_prompt(row.prompt, row.messages, observation)
             ids = whole or self._form.observer.ids_of(row.pieces[-1].ids_N.tolist(), observation)
         except ValueError as error:
             row.ending = Ending.DROPPED

@@ -9,6 +9,7 @@ from chat_templates import APPENDING, REWRITING, byte_tokenizer
 from refusals import brief, refused
 
 from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.parts import open_parts, stop_ids_of, tokenizer_of
@@ -53,7 +54,7 @@ def test_a_template_that_rewrites_earlier_turns_makes_rows_fork(opened):
     assert opened(REWRITING, turns=1).form.turns == 1
     observer = opened(REWRITING, turns=2).form.observer
     said = [Message("user", "2+2?"), Message("assistant", "<think>\nhm\n</think>\n\n5")]
-    assert observer.whole_prompt(said, [Message("user", "no")]) is not None
+    assert observer.whole_prompt(Prompt(0, "2+2?", ""), said, [Message("user", "no")]) is not None
 
 
 def test_a_critic_refuses_a_template_that_rewrites_earlier_turns(tmp_path):

@@ -116,7 +116,19 @@ _DATA: dict[str, Judgement] = {
     **{
         f"data.{source}.{key}": UNREAD  # a hash of the prompt says which rows are held out; a run has one environment
         for source in ("default", "train", "validation")
-        for key in ("seed", "env_name")
+        for key in (
+            "seed",
+            "env_name",
+            "use_preserving_dataset",
+        )  # rows of JSONL keep the fields that they have
+    },
+    **{
+        f"data.{source}.{key}": refused(None, remedy=remedy)
+        for source in ("train", "validation")
+        for key, remedy in (
+            ("system_key", "remove it, and write a system's message into the rows"),
+            ("system_prompt", "remove it, and set system_prompt_file"),
+        )
     },
     "data.num_prompts_per_dataloader": refused(_ONE_LOADER, remedy="remove it, and give the sources weights"),
     "data.custom_dataloader": refused(_ONE_LOADER, remedy="remove it, and give the sources weights"),

@@ -365,7 +365,7 @@ def test_observations_are_encoded_once_and_not_in_the_thread_of_the_loop():
             self.threads.append(threading.get_ident())
             return make_observer(TOKENIZER, chat=False).ids_of(answer_ids, observation)
 
-        def whole_prompt(self, messages, observation):
+        def whole_prompt(self, prompt, messages, observation):
             return None
 
     played, watching = collector(SCRIPT, until("9")), Watching()

@@ -17,8 +17,9 @@ from message_forms import gym, parts, sdk
 from played_endpoint import TOOL, calling
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.chat import rendered
+from nemo_rl_mcore.data.chat import asked, rendered
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.messages import Extras
 from nemo_rl_mcore.endpoint.chat import History, message_of
 from nemo_rl_mcore.endpoint.requests import chat_of
 from nemo_rl_mcore.endpoint.session import Limits, Sessions
@@ -81,8 +82,8 @@ class Harness:
             )
             ids += self.tokenizer.encode(piece)
             rest = rest[len(piece) :]
-        ended = self.random.random() < 0.8
-        ids += [self.tokenizer.eos_token_id] if ended or not ids else []
+        ended = self.random.random() < 0.8 or not ids
+        ids += [self.tokenizer.eos_token_id] if ended else []
         return BatchedDataDict(
             tokens=torch.tensor([ids]),
             logprobs=-torch.rand(1, len(ids)),
@@ -102,8 +103,10 @@ class Harness:
         chat = chat_of({"messages": out, "tools": self.tools}, any_room)
         history = History.of(self.session)
         prompt = history.prompt(chat, self.tokenizer, any_room)
-        self.check(prompt.ids)
-        self.next = self.draw(ANSWERS) if answer is None else answer
+        self.check(prompt.ids, prompt.before is not None)
+        # What a template writes between words and a call is not sampled where an answer goes on with words.
+        answers = [one for one in ANSWERS if prompt.before is None or "<tool_call>" not in one]
+        self.next = self.draw(answers) if answer is None else answer
         call = await self.session.ask(prompt.ids, retry=self.draw([False, False, True]), heard=prompt.heard)
         self.session.delivered(call)
         text = self.tokenizer.text_of(
@@ -112,6 +115,9 @@ class Harness:
         said, functions = hermes(text, [])
         message = message_of(said, calls_of(call, functions))
         history.keep(prompt, call, message)
+        if prompt.before is not None:  # the answer goes on with the last message
+            self.messages.pop(), self.sent.pop()
+            said = prompt.begun + said
         answer = {"role": "assistant", "content": said or None}
         if message.tool_calls:
             answer["tool_calls"] = [
@@ -128,8 +134,20 @@ class Harness:
         for one in message.tool_calls:
             self.add({"role": "tool", "tool_call_id": one.id, "content": self.draw(HEARD)})
 
-    def check(self, ids):
+    def may_begin(self):
+        """Whether the last message may be the beginning of an answer: one that the session has not ended itself."""
+        *before, last = self.messages
+        if last["role"] != "assistant" or last.get("tool_calls"):
+            return {False}
+        own = [call for *said, answer, call in self.given if (*said, answer) == (before, self.tools, last)]
+        return {not call.finished for call in own} or {True}
+
+    def check(self, ids, begun):
         shown = self.shown(self.messages)
+        assert begun in self.may_begin()
+        if begun:
+            chat = chat_of({"messages": self.messages, "tools": self.tools})
+            shown = asked(chat.messages, self.tokenizer, Extras(chat.tools))
         assert self.tokenizer.text_of(ids) == shown.text
         for mark in (EOS, START):  # what content spells is text
             [token] = self.tokenizer.encode(mark)
@@ -139,9 +157,9 @@ class Harness:
         assert not sampled or any(ids[: len(call.ids)] == call.ids for call in sampled)
         forms = [sent for sent in self.sent if sent and "prompt_token_ids" in sent]
         if sampled and forms and len(forms) == sum(sent is not None for sent in self.sent):
-            asked, drawn = forms[-1]["prompt_token_ids"], forms[-1]["generation_token_ids"]
-            if any(call.ids == [*asked, *drawn] for call in sampled):
-                assert ids[: len(asked) + len(drawn)] == [*asked, *drawn]
+            claimed = [*forms[-1]["prompt_token_ids"], *forms[-1]["generation_token_ids"]]
+            if any(call.ids == claimed for call in sampled):
+                assert ids[: len(claimed)] == claimed
 
     def shown(self, messages, *, add_generation_prompt=True):
         chat = chat_of({"messages": messages, "tools": self.tools}, any_room)
