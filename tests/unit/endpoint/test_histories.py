@@ -146,7 +146,7 @@ class Harness:
         shown = self.shown(self.messages)
         assert begun in self.may_begin()
         if begun:
-            chat = chat_of({"messages": self.messages, "tools": self.tools})
+            chat = chat_of({"messages": self.messages, "tools": self.tools}, any_room)
             shown = asked(chat.messages, self.tokenizer, Extras(chat.tools))
         assert self.tokenizer.text_of(ids) == shown.text
         for mark in (EOS, START):  # what content spells is text

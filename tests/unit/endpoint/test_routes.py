@@ -106,7 +106,14 @@ def test_a_session_tells_its_row_and_takes_a_reward_once(tokenizer):
         "state": "open",
         "calls": 1,
         "sample": 3,
-        "prompt": {"index": 7, "text": "add 1 and 2", "answer": "3", "messages": [], "columns": {"level": 2}},
+        "prompt": {
+            "index": 7,
+            "text": "add 1 and 2",
+            "answer": "3",
+            "messages": [],
+            "tools": [],
+            "columns": {"level": 2},
+        },
     }
     assert closed == {"state": "closed", "calls": 1}
     assert after["state"] == "closed"
