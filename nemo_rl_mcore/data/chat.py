@@ -16,6 +16,8 @@ from nemo_rl_mcore.errors import RefusedError
 
 USER, ASSISTANT = "user", "assistant"
 _SHOWN_TEXT = 40
+_OTHERS = ("0", "1")
+"""Contents, one of which begins in another way than any content."""
 
 
 def with_template(prompt: Prompt, tokenizer: Tokenizer, frame: tuple[int, int] = (0, 0)) -> Prompt:
@@ -147,21 +149,26 @@ def _borders(
 ) -> tuple[int, int]:
     """Return where in the text a turn begins and ends; prompt: what is shown before it is answered."""
     before = rendered(messages[:place], tokenizer, add_generation_prompt=False, tools=tools)
-    opening = prompt.text.removeprefix(before.text)
+    opening, start = prompt.text.removeprefix(before.text), prompt
     if tokenizer.answers.imitated == "turn":
-        start = _turns(shown, messages[:place], tokenizer, tools, opening)
-    elif shown.begins_with(prompt):
-        start = prompt
-    else:
-        raise _rewrites(prompt, shown, place)
-    end = _turns(shown, messages[: place + 1], tokenizer, tools, opening)
-    return len(start.text), len(end.text)
+        start = _turns(shown, messages[:place], tokenizer, tools, opening) or before
+    if not shown.begins_with(start):
+        raise _rewrites(start, shown, place)
+    if (ended := _turns(shown, messages[: place + 1], tokenizer, tools, opening)) is not None:
+        return len(start.text), len(ended.text)
+    if tokenizer.answers.imitated == "answer":
+        end, turn = _end_before_next(shown, messages, place, tokenizer, tools), messages[place]
+        said = shown.text[len(start.text) : end]
+        if said and all(text.strip() in said for text in (turn.content, turn.reasoning)):
+            return len(start.text), end
+    alone = rendered(messages[: place + 1], tokenizer, add_generation_prompt=False, tools=tools)
+    raise _rewrites(alone, shown, place + 1)
 
 
 def _turns(
     shown: Rendered, messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools, opening: str
-) -> Rendered:
-    """Return the beginning of a conversation that is these messages.
+) -> Rendered | None:
+    """Return the beginning of a conversation that is these messages; None where they are shown in another way alone.
 
     opening: the generation prompt. Some templates end the last turn of all in another way than those before it; how a
     turn ends that others follow is then seen from what stands before the next generation prompt.
@@ -170,11 +177,26 @@ def _turns(
     if shown.begins_with(alone):
         return alone
     followed = rendered(messages, tokenizer, add_generation_prompt=True, tools=tools)
-    if opening and followed.text.endswith(opening):
-        followed = followed.part(0, len(followed.text) - len(opening))
-        if shown.begins_with(followed):
-            return followed
-    raise _rewrites(alone, shown, len(messages))
+    followed = followed.part(0, len(followed.text.removesuffix(opening)))
+    return followed if opening and shown.begins_with(followed) else None
+
+
+def _end_before_next(
+    shown: Rendered, messages: Sequence[Message], place: int, tokenizer: Tokenizer, tools: Tools
+) -> int:
+    """Return where the last end of sequence before the content of the next message ends; 0 where there is none.
+
+    Templates that write a thought of no words into the last turn of all show no other turn alone as they show it here.
+    """
+    said = messages[place + 1].content
+    other = replace(messages[place + 1], content=_OTHERS[said.strip()[:1] == _OTHERS[0]], frame=(0, 0))
+    changed = [*messages[: place + 1], other, *messages[place + 2 :]]
+    others = rendered(changed, tokenizer, add_generation_prompt=False, tools=tools)
+    token = tokenizer.text_of([tokenizer.eos_token_id])
+    start = shown.text.rfind(token, 0, _first_difference(shown.text, others.text))
+    return (
+        0 if start < 0 or any(first <= start < last for first, last in shown.literal) else start + len(token)
+    )
 
 
 def _rewrites(before: Rendered, shown: Rendered, count: int) -> RefusedError:
@@ -220,11 +242,14 @@ def rewritten(before: str, after: str) -> str | None:
     """Return where a rendering differs from that of fewer messages, and both texts there; None if it begins with it."""
     if after.startswith(before):
         return None
-    place = next(
-        (i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(after)
-    )
+    place = _first_difference(before, after)
     was, is_now = (text[place : place + _SHOWN_TEXT] for text in (before, after))
     return f"after {before[:place][-_SHOWN_TEXT:]!r} stood {was!r} and then stands {is_now!r}"
+
+
+def _first_difference(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _behind_last(ids: Sequence[int], wanted: int, start: int, end: int) -> int:

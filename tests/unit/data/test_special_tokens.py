@@ -107,3 +107,37 @@ def test_a_prompt_of_other_origin_is_refused_alone(recipe):
     limits = Limits(config, tokenizer_of(config))
     with pytest.raises(ValueError, match="special_tokens_in_content"):
         limits.rendered(Prompt(0, f"1{EOS}", ""))
+
+
+def of_tools(role="assistant", **more):
+    return [{"role": "user", "content": "2+2?"}, {"role": role, "content": "4", **more}]
+
+
+@pytest.mark.parametrize(
+    ("row", "left_out"),
+    [
+        ({"messages": of_tools()}, []),
+        ({"messages": of_tools(weight=0)}, []),
+        ({"messages": of_tools(name="bob", reasoning_content="hm")}, ["name", "reasoning_content"]),
+        ({"messages": of_tools(thinking="hm")}, ["thinking"]),
+        ({"messages": [*of_tools("developer"), *of_tools()[1:]]}, ["content"]),
+        ({"messages": of_tools(), "tools": [{"type": "function", "function": {"name": "f"}}]}, ["tools"]),
+        ({"messages": of_tools(tool_calls=[{"function": {"name": "f"}}], content=None)}, ["tool_calls"]),
+    ],
+)
+def test_check_names_what_the_template_leaves_out(recipe, row, left_out):
+    template = (
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{% generation %}<turn>{{ m.content }}"
+        "{% endgeneration %}{% endif %}{% if loop.last %}{% break %}{% endif %}{% endfor %}{{ eos_token }}"
+    )
+    config = recipe([row] * 3, algorithm="sft", apply_chat_template=True)
+    tokenizer = config.policy.tokenizer.model_copy(update={"chat_template": template})
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"tokenizer": tokenizer})})
+    warned = [one for one in examine_data(config)[1] if one.warns]
+    assert [one.path for one in warned] == ["data.train"] * len(left_out)
+    assert all("rows.jsonl:1: " in one.what for one in warned)
+    assert [name for name, one in zip(left_out, warned, strict=True) if f" {name}" not in one.what] == []
+
+
+def test_check_tells_nothing_of_a_template_that_shows_all(recipe):
+    assert [one for one in examine_data(recipe(rows("1"), apply_chat_template=True))[1] if one.warns] == []
