@@ -7,10 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# Both had other names before torch 2.13.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
-
 
 def group_size(group: ProcessGroup | None) -> int:
     """Return the number of ranks in the group; a missing group is a single rank."""
@@ -25,14 +21,14 @@ def group_rank(group: ProcessGroup | None) -> int:
 def all_gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """Stack every rank's `x` along its first dimension; the shape is the same on all ranks."""
     gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    _all_gather(gathered, x.contiguous(), group=group)
+    _collective("all_gather_single", "all_gather_into_tensor")(gathered, x.contiguous(), group=group)
     return gathered
 
 
 def reduce_scatter_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum `x` over ranks and keep this rank's share of its first dimension."""
     mine = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    _reduce_scatter(mine, x.contiguous(), group=group)
+    _collective("reduce_scatter_single", "reduce_scatter_tensor")(mine, x.contiguous(), group=group)
     return mine
 
 
@@ -41,6 +37,11 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     x = x.contiguous()
     dist.all_reduce(x, group=group)  # pyright: ignore[reportUnknownMemberType]
     return x
+
+
+def _collective(name: str, before: str) -> Any:
+    """Return a collective by its name, or by that which it had before torch 2.13."""
+    return getattr(dist, name, None) or getattr(dist, before)
 
 
 @dataclass(frozen=True)
