@@ -22,6 +22,10 @@ from nemo_rl_mcore.endpoint.requests import chat_of
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
+def any_room(tokens):
+    """A context that is never too short."""
+
+
 def call(arguments):
     return {"type": "function", "id": "call12345", "function": {"name": "add", "arguments": arguments}}
 
@@ -134,7 +138,10 @@ def test_a_prompt_of_grpo_and_one_of_an_agent_have_the_ids_of_transformers(load,
     wanted = by_transformers(tokenizer, messages, add_generation_prompt=True, return_dict=False)
     prompt = read({"input": messages, "output": "42", "tools": TOOLS}, RowKind.PROMPTS, tokenizer)
     assert tokenizer.encode(prompt.text, prompt.literal) == wanted
-    assert History().prompt(chat_of({"messages": messages, "tools": TOOLS}), tokenizer).ids == wanted
+    assert (
+        History().prompt(chat_of({"messages": messages, "tools": TOOLS}, any_room), tokenizer, any_room).ids
+        == wanted
+    )
 
 
 @pytest.mark.parametrize(("family", "name"), SHOWN)
@@ -196,7 +203,7 @@ def test_a_prompt_that_begins_its_answer_goes_on_there(load, family, begun):
     assert tokenizer.encode(prompt.text, prompt.literal) == wanted
     chat = {"messages": messages, "tools": TOOLS}
     for more in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
-        assert History().prompt(chat_of(chat | more), tokenizer).ids == wanted
+        assert History().prompt(chat_of(chat | more, any_room), tokenizer, any_room).ids == wanted
     whole = [ASKED, said("assistant", begun + "42")]
     answered = answer_row(read(row, RowKind.ANSWERS, tokenizer), tokenizer)
     chosen, _ = pair_rows(given_pair(read(row, RowKind.PAIRS, tokenizer)), tokenizer)
