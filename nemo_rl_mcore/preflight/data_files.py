@@ -16,7 +16,7 @@ from nemo_rl_mcore.data.row_readers import GYM_COLUMN
 from nemo_rl_mcore.data.rows import is_fetched
 from nemo_rl_mcore.data.special_tokens import run_token_problems
 from nemo_rl_mcore.preflight.answer_kinds import gold_answer, gold_problems, wrong_answer
-from nemo_rl_mcore.preflight.template_fields import unshown_problems
+from nemo_rl_mcore.preflight.chat_template import unshown_problems
 from nemo_rl_mcore.preflight.tokenizer_folder import special_tokens_of
 from nemo_rl_mcore.strict_json import read_json
 

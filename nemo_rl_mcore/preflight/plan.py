@@ -17,6 +17,7 @@ from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.data.weight_files import require_whole_weights
 from nemo_rl_mcore.preflight.agents import agent_problems
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
+from nemo_rl_mcore.preflight.chat_template import turn_problems, unread_variables
 from nemo_rl_mcore.preflight.data_files import DataPlan, data_warnings, examine_data, fetched
 from nemo_rl_mcore.preflight.device_memory import DeviceMemory, plan_device_memory
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
@@ -31,8 +32,7 @@ from nemo_rl_mcore.preflight.packages import (
 )
 from nemo_rl_mcore.preflight.saved_run import init_checkpoint_problems
 from nemo_rl_mcore.preflight.subject import subject_of
-from nemo_rl_mcore.preflight.template_variables import unread_variables
-from nemo_rl_mcore.preflight.tokenizer_folder import tokenizer_problems, turn_problems
+from nemo_rl_mcore.preflight.tokenizer_folder import tokenizer_problems
 from nemo_rl_mcore.preflight.wandb_key import wandb_key_problems
 from nemo_rl_mcore.preflight.warm_start import warm_start_problems
 
@@ -121,7 +121,6 @@ def preflight(
     Without `of_a_run`, which is for a checkpoint, the data set and the classes of the user's own are not looked for.
     """
     data, of_data = examine_data(config) if of_a_run else (None, [])
-    of_classes = import_problems(config.import_paths) if of_a_run else ()
     missing = (
         *(folder_problems(config) if of_a_run else ()),
         *missing_packages(config),
@@ -132,7 +131,7 @@ def preflight(
     problems = (
         *_environment_problems(config, of_a_run),
         *(problem for problem in of_data if not problem.warns),
-        *of_classes,
+        *(import_problems(config.import_paths) if of_a_run else ()),
         *(() if elsewhere else missing),
         *(gpu_problems(config) if starts else ()),
     )

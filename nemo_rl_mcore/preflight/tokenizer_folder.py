@@ -11,7 +11,6 @@ from nemo_rl_mcore.config.base import Problem, Tree
 from nemo_rl_mcore.config.hf.ends import CHAR_EOS, CHAR_TOKENIZER_NAME, CHAR_VOCABULARY, end_ids
 from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
 from nemo_rl_mcore.config.policy import PolicyConfig
-from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.strict_json import read_json, read_regular
 
 if TYPE_CHECKING:
@@ -68,65 +67,6 @@ def ends_of(policy: PolicyConfig) -> dict[int, str]:
     first = None if own is None else tokenizer.token_to_id(own)
     ids = more if first is None else (first, *more)
     return {token: tokenizer.id_to_token(token) or "" for token in ids}
-
-
-def turn_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a chat template that writes none of the ends behind an answer: a model that has learnt it runs on."""
-    ends = [text for text in ends_of(config.policy).values() if text]
-    template = (
-        _template_of(config.policy) if config.data.apply_chat_template and not config.data.add_eos else None
-    )
-    behind = _behind_answer(template, config.policy, ends) if template and ends else ""
-    if behind.strip() and not any(end in behind for end in ends):
-        yield Problem(
-            "contradicts",
-            "data.apply_chat_template",
-            f"the chat template writes {behind!r:.80} behind an answer, which holds none of the ends of an answer "
-            f"({', '.join(map(repr, ends))}), so that answers in its form run on to their length limit",
-            "name the id of its end of turn in policy.generation.stop_token_ids, or in eos_token_id of the model's "
-            "generation_config.json",
-            ("policy.generation.stop_token_ids",),
-        )
-
-
-def _template_of(policy: PolicyConfig) -> str | None:
-    """Return the text of the chat template, as far as files that are here tell."""
-    if policy.tokenizer.chat_template is not None:
-        return policy.tokenizer.chat_template
-    folder = local_folder(policy.tokenizer.name)
-    if folder is None:
-        return None
-    if (path := folder / "chat_template.jinja").is_file():
-        return path.read_text(encoding="utf-8", errors="replace")
-    given = (_read(folder / "tokenizer_config.json", _settings, []) or {}).get("chat_template")
-    return given if isinstance(given, str) else None
-
-
-def _behind_answer(template: str, policy: PolicyConfig, ends: Sequence[str]) -> str:
-    """Return what a template writes behind an answer; nothing where it needs what only transformers gives it."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    answer = "ANSWER"
-    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    variables = {"bos_token": "", "eos_token": ends[0]} | dict(policy.tokenizer.chat_template_kwargs or {})
-    try:
-        shown = environment.from_string(template).render(messages=messages, **variables)
-    except (
-        TemplateError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ):
-        return ""
-    return shown.rpartition(answer)[2]
 
 
 def _folder_problems(folder: Path, policy: PolicyConfig) -> Iterator[Problem]:

@@ -10,11 +10,11 @@ from transformers import AutoTokenizer
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.preflight.chat_template import turn_problems
 from nemo_rl_mcore.preflight.tokenizer_folder import (
     ends_of,
     special_tokens_of,
     tokenizer_problems,
-    turn_problems,
 )
 
 EXEMPLAR = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
@@ -186,7 +186,7 @@ def test_the_ends_of_answers_are_told_with_their_texts(tmp_path):
         ("<turn>", ["data.apply_chat_template=false"], False),
         ("no token", [], True),
         ("\n", [], False),
-        ("{{ strftime_now('%d') }}", [], False),
+        ("{{ no_function_of_transformers() }}", [], False),
     ],
 )
 def test_a_template_whose_turns_end_with_none_of_the_ends_is_told(tmp_path, end, overrides, warns):
