@@ -108,7 +108,7 @@ def conversation_row(
 ) -> TokenRow:
     """Tokens of a conversation that ends with the answer; trained on are the assistant's, the answer's alone or all.
 
-    A turn is trained on from after the generation prompt to its end of sequence, or to its end where the template
+    A turn is trained on from after the generation prompt to the last end of an answer, or to its end where the template
     writes none; `GivenAnswers.imitated` may take in what the template writes around that, and `add_eos` an end of
     sequence at the end of the row. Where a turn begins and ends is found in the text: a template that shows a turn in
     another way once others follow it, so that its tokens are not those that the model answers with, is refused by a
@@ -131,7 +131,7 @@ def conversation_row(
     trained = [False] * len(ids)
     for start, end in batched(places, 2):
         if tokenizer.answers.imitated == "answer":
-            end = _behind_last(ids, tokenizer.eos_token_id, start, end)
+            end = _behind_last(ids, tokenizer.ends, start, end)
         trained[start:end] = [True] * (end - start)
     ended = shown.text.rstrip("\n").endswith(tokenizer.text_of([tokenizer.eos_token_id]))
     if tokenizer.answers.add_eos and not ended:
@@ -252,6 +252,6 @@ def _first_difference(one: str, other: str) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _behind_last(ids: Sequence[int], wanted: int, start: int, end: int) -> int:
-    places = [place for place in range(start, end) if ids[place] == wanted]
+def _behind_last(ids: Sequence[int], wanted: Sequence[int], start: int, end: int) -> int:
+    places = [place for place in range(start, end) if ids[place] in wanted]
     return places[-1] + 1 if places else end

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_tokenizer import FORGETFUL, VOCABULARY, chat_tokenizer, save_chat_tokenizer
+from chat_tokenizer import FORGETFUL, TEMPLATE, VOCABULARY, chat_tokenizer, save_chat_tokenizer
 from refusals import refused
 
 from nemo_rl_mcore.config import load_config
@@ -92,6 +92,13 @@ def test_a_turn_is_trained_on_to_its_end_where_the_template_writes_no_end_of_seq
     tokenizer = chat_tokenizer(tmp_path, template)
     row = conversation_row(TURNS, "five", tokenizer, imitate_all=True)
     assert shown(tokenizer, row.ids, row.trained) == "4. ... five."
+
+
+def test_a_turn_is_trained_on_to_any_end_of_an_answer_that_the_template_writes(tmp_path):
+    folder = save_chat_tokenizer(tmp_path, TEMPLATE.replace("<end>", "<pad>"))
+    tokenizer = load_tokenizer(folder, ends=[0])
+    row = conversation_row(TURNS, "five", tokenizer, imitate_all=True)
+    assert shown(tokenizer, row.ids, row.trained) == "4<pad> ... five<pad>"
 
 
 @pytest.mark.parametrize(
