@@ -16,9 +16,9 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from nemo_rl_mcore.rollouts.events import Segment, Token
-from nemo_rl_mcore.rollouts.ledger import Ledger
-from nemo_rl_mcore.rollouts.states import Limits, StepState
+from nemo_rl_mcore.driver.rollouts.events import Segment, Token
+from nemo_rl_mcore.driver.rollouts.ledger import Ledger
+from nemo_rl_mcore.driver.rollouts.states import Limits, StepState
 
 LONGEST = 30
 """The longest rollout, in shortest ones: where a run cuts its responses."""

@@ -23,18 +23,19 @@ from dataclasses import dataclass, replace
 
 from measuring import ROOT, load
 
-from nemo_rl_mcore.algorithms.algorithm import QuietObserver
-from nemo_rl_mcore.algorithms.grpo import GRPO
-from nemo_rl_mcore.config import GRPOMasterConfig, load_config
-from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
-from nemo_rl_mcore.generation.kinds import engine_kind
-from nemo_rl_mcore.launch import start_model
-from nemo_rl_mcore.parts import open_parts, stop_ids_of
-from nemo_rl_mcore.rollouts.player import RolloutCollector
-from nemo_rl_mcore.rollouts.scheduler import Scheduler
-from nemo_rl_mcore.rollouts.start import open_rollouts
-from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.engine_generation import EngineGeneration
+from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
+from nemo_rl_mcore.driver.algorithms.algorithm import QuietObserver
+from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.parts import open_parts, stop_ids_of
+from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
+from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
+from nemo_rl_mcore.driver.rollouts.start import open_rollouts
+from nemo_rl_mcore.driver.run import start_model
+from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine, EmbeddedSettings
+from nemo_rl_mcore.engine.kinds import engine_kind
+from nemo_rl_mcore.recipe.load import load_config
 
 RECIPE = ROOT / "examples/configs/grpo_copy_async_cpu.yaml"
 TAIL, LONGEST = 1.5, 30

@@ -50,9 +50,9 @@ def rank_of(rank: int, port: str, request: dict[str, Any], found: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
 
-    from nemo_rl_mcore.config import load_config
     from nemo_rl_mcore.losses import ClippedPGLossFn
-    from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+    from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
+    from nemo_rl_mcore.recipe.load import load_config
 
     config = load_config(ROOT / "examples/configs/grpo_copy_cpu.yaml", request["overrides"])
     worker = MegatronPolicyWorker(config.policy, init_reference_model=False)

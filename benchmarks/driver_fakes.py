@@ -13,17 +13,17 @@ from typing import Any
 import ray
 import torch
 
-from nemo_rl_mcore.algorithms.algorithm import QuietObserver
 from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.token_digests import digests_of_rows
 from nemo_rl_mcore.data.tokenizer import CHAR_EOS, CHAR_VOCABULARY
-from nemo_rl_mcore.generation.engine import Request, Response
-from nemo_rl_mcore.observability import Sample
-from nemo_rl_mcore.observability.rollouts import RolloutSink
-from nemo_rl_mcore.workers.gang import RayWorkerGroup
-from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
+from nemo_rl_mcore.driver.algorithms.algorithm import QuietObserver
+from nemo_rl_mcore.driver.observability import Sample
+from nemo_rl_mcore.driver.observability.rollouts import RolloutSink
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.engine.engine import Request, Response
 
 EOS = CHAR_VOCABULARY.index(CHAR_EOS)
 

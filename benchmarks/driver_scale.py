@@ -33,7 +33,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self, cast
 
-import nemo_rl_mcore.workers  # noqa: F401 - before ray, which then stays on this machine
+import nemo_rl_mcore.driver.actors  # noqa: F401 - before ray, which then stays on this machine
 
 # isort: split
 import ray
@@ -52,19 +52,20 @@ from driver_fakes import (
 )
 from measuring import ROOT, Clock, in_subprocess, load
 
-from nemo_rl_mcore.algorithms.grpo import GRPO
-from nemo_rl_mcore.config import GRPOMasterConfig, load_config
+from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.environments.replies import LocalEnvironments
-from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
-from nemo_rl_mcore.generation.engine import as_batch, as_requests
-from nemo_rl_mcore.rollouts.player import RolloutCollector
-from nemo_rl_mcore.rollouts.scheduler import Scheduler
-from nemo_rl_mcore.rollouts.start import open_rollouts
-from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.environment import only_environment, session_environment
-from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.environment import only_environment, session_environment
+from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.embedded_generation import EmbeddedGeneration
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
+from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
+from nemo_rl_mcore.driver.rollouts.start import open_rollouts
+from nemo_rl_mcore.engine.engine import as_batch, as_requests
+from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.recipe.load import load_config
 
 RECIPE = ROOT / "examples/configs/grpo_copy_cpu.yaml"
 PER_UPDATE = 512

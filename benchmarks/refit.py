@@ -20,19 +20,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import nemo_rl_mcore.workers  # noqa: F401 - before ray, which then stays on this machine
+import nemo_rl_mcore.driver.actors  # noqa: F401 - before ray, which then stays on this machine
 
 # isort: split
 import ray
 from measuring import Clock, Figures, header, table
 
 from nemo_rl_mcore.config import ClusterConfig, PolicyConfig
-from nemo_rl_mcore.config.engine_sizes import refit_bucket_bytes
-from nemo_rl_mcore.config.families import count_parameters
-from nemo_rl_mcore.generation.vllm.kind import vllm_kind
-from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.engine_generation import EngineGeneration
-from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.engine.vllm.kind import vllm_kind
+from nemo_rl_mcore.models import count_parameters
+from nemo_rl_mcore.models.engine_sizes import refit_bucket_bytes
 
 MIB = 1 << 20
 UNVERIFIED = "refit, unverified"
@@ -71,7 +71,7 @@ def verify(worker: Any, verified: bool) -> None:
 
 
 def save(worker: Any, folder: str) -> None:
-    from nemo_rl_mcore.megatron.hf_weights.export import save_pretrained
+    from nemo_rl_mcore.rank.megatron.hf_weights.export import save_pretrained
 
     save_pretrained(worker.backend.chunks, worker.policy, Path(folder))
 

@@ -42,7 +42,7 @@ def megatron_loop(worker: Any, data: Any, loss_fn: Any, mbs: int) -> Callable[[]
 
     from nemo_rl_mcore.data.microbatch import FixedRows
     from nemo_rl_mcore.losses.base import TokenOutputs
-    from nemo_rl_mcore.megatron.output_processor import TokenSelection
+    from nemo_rl_mcore.rank.megatron.output_processor import TokenSelection
 
     backend = worker.backend
     cut = FixedRows(mbs)
@@ -154,9 +154,9 @@ def rank_of_two(rank: int, sizes: dict[str, int]) -> None:
 
 def subject(sizes: dict[str, int], *overrides: str) -> tuple[Any, Any, Any]:
     """A worker, its rows and their loss."""
-    from nemo_rl_mcore.config import load_config
     from nemo_rl_mcore.losses import ClippedPGLossFn
-    from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+    from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
+    from nemo_rl_mcore.recipe.load import load_config
 
     config = load_config(
         ROOT / "examples/configs/grpo_copy_cpu.yaml",

@@ -12,10 +12,10 @@ from measuring import ROOT
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.tokenizer import HuggingFaceTokenizer
-from nemo_rl_mcore.environments.arithmetic import character_score
+from nemo_rl_mcore.environment.arithmetic import character_score
+from nemo_rl_mcore.recipe.load import load_config
 
 if TYPE_CHECKING:
     from grpo_step import Size

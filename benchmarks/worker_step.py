@@ -54,9 +54,9 @@ def overrides(args: argparse.Namespace, fused: bool, more: list[str]) -> list[st
 def child(request: str) -> None:
     import torch
 
-    from nemo_rl_mcore.config import load_config
     from nemo_rl_mcore.losses import ClippedPGLossFn
-    from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+    from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
+    from nemo_rl_mcore.recipe.load import load_config
 
     rows, tokens, prompt, shortest, changes = json.loads(request)
     torch.set_num_threads(1)

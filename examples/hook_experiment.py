@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
 STEPS, ROWS, LENGTH, VOCABULARY = 6, 4, 8, 64
 TokenLosses = Callable[[MegatronPolicyWorker, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -51,7 +51,7 @@ def labels_path(worker: MegatronPolicyWorker, ids: torch.Tensor, labels: torch.T
 def hook_path(worker: MegatronPolicyWorker, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """[B, S] losses from the log-probabilities of the labels, selected inside the output processor."""
     # Imported after the worker has prepared the device, as everything that imports Megatron.
-    from nemo_rl_mcore.megatron.output_processor import TokenSelection
+    from nemo_rl_mcore.rank.megatron.output_processor import TokenSelection
 
     selection = TokenSelection(
         targets_SB=labels.t().contiguous(), mask_SB=torch.ones_like(labels.t(), dtype=torch.bool)

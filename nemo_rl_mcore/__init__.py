@@ -3,14 +3,15 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.version import __version__ as __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.api.algorithms import DPO, GRPO, PPO, SFT, Distillation, load_recipe
     from nemo_rl_mcore.api.run import Run
     from nemo_rl_mcore.config.base import ConfigError
-    from nemo_rl_mcore.config.load import load_config
     from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+    from nemo_rl_mcore.driver.actors.cluster import RayCluster
+    from nemo_rl_mcore.driver.policy import Policy
     from nemo_rl_mcore.errors import ChangedRunError, RunStoppedError
     from nemo_rl_mcore.losses import (
         ClippedPGLossFn,
@@ -20,9 +21,8 @@ if TYPE_CHECKING:
         MseValueLossFn,
         NLLLossFn,
     )
-    from nemo_rl_mcore.workers.cluster import RayCluster
-    from nemo_rl_mcore.workers.policy import Policy
-    from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+    from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
+    from nemo_rl_mcore.recipe.load import load_config
 
 __all__ = [
     "DPO",
@@ -52,7 +52,7 @@ _MODULES = {
     "api.algorithms": ("DPO", "GRPO", "PPO", "SFT", "Distillation", "load_recipe"),
     "api.run": ("Run",),
     "config.base": ("ConfigError",),
-    "config.load": ("load_config",),
+    "recipe.load": ("load_config",),
     "data.batched_data_dict": ("BatchedDataDict",),
     "errors": ("ChangedRunError", "RunStoppedError"),
     "losses": (
@@ -65,9 +65,9 @@ _MODULES = {
             "NLLLossFn",
         ),
     ),
-    "workers.cluster": ("RayCluster",),
-    "workers.policy": ("Policy",),
-    "workers.policy_worker": ("MegatronPolicyWorker",),
+    "driver.actors.cluster": ("RayCluster",),
+    "driver.policy": ("Policy",),
+    "rank.worker": ("MegatronPolicyWorker",),
 }
 
 

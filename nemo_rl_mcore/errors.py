@@ -92,3 +92,13 @@ def _size(number: float) -> str:
             break
         number /= 1024
     return f"{number:.4g} {unit}"
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """Return the text, cut for a message."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def quoted(value: object) -> str:
+    """Return what a file has, as Python writes it, cut for a message."""
+    return shortened(repr(value))

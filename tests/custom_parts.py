@@ -3,7 +3,7 @@
 import torch
 
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.interfaces import EnvironmentReturn
+from nemo_rl_mcore.environment.interface import EnvironmentReturn
 from nemo_rl_mcore.losses import (
     ClippedPGLossFn,
     LossFunction,

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from nemo_rl_mcore.data.token_digests import digest_of_ids
-from nemo_rl_mcore.generation.engine import GenerationCancelledError, Sampling, WrongWeightsError
-from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
-from nemo_rl_mcore.generation.refit.digests import digests
-from nemo_rl_mcore.generation.refit.transports import MessageSender, SharedMemorySender
-from nemo_rl_mcore.generation.refit.verification import IncompleteRefitError
+from nemo_rl_mcore.engine.engine import GenerationCancelledError, Sampling, WrongWeightsError
+from nemo_rl_mcore.rank.refit.buckets import Bucket, Packer
+from nemo_rl_mcore.rank.refit.digests import digests
+from nemo_rl_mcore.rank.refit.transports import MessageSender, SharedMemorySender
+from nemo_rl_mcore.rank.refit.verification import IncompleteRefitError
 
 TOKENS = 8
 

@@ -7,7 +7,7 @@ import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossSums, LossType, MetricKind, MetricSum
-from nemo_rl_mcore.training.sums import LocalSums
+from nemo_rl_mcore.rank.sums import LocalSums
 
 
 class InjectedError(RuntimeError):

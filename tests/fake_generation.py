@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-import nemo_rl_mcore.workers  # noqa: F401 - before ray, which then stays on this machine
+import nemo_rl_mcore.driver.actors  # noqa: F401 - before ray, which then stays on this machine
 
 # isort: split
 import fake_engine
@@ -15,10 +15,10 @@ from fake_engine import FakeEngine
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.generation.engine import EngineKind
-from nemo_rl_mcore.generation.refit.sender import open_sender
-from nemo_rl_mcore.workers.engine_generation import EngineGeneration
-from nemo_rl_mcore.workers.placement import Placement
+from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
+from nemo_rl_mcore.driver.actors.placement import Placement
+from nemo_rl_mcore.engine.engine import EngineKind
+from nemo_rl_mcore.rank.refit.sender import open_sender
 
 # pytest's module names mean nothing to a worker.
 for module in (fake_engine, sys.modules[__name__]):

@@ -6,7 +6,7 @@ import time
 
 import ray
 
-from nemo_rl_mcore.interfaces import EnvironmentReturn
+from nemo_rl_mcore.environment.interface import EnvironmentReturn
 
 
 class Length:

@@ -25,4 +25,4 @@ for part in kernels worker refit step te context; do
   bash tests/gpu/run.sh "$part" --device cpu > "$folder/table" 2> "$folder/log" || { cat "$folder/table" "$folder/log"; exit 1; }
   echo "$part: ok"
 done
-"$PYTHON" -m pytest -n 2 -q tests/unit/ops tests/unit/losses tests/unit/megatron tests/distributed/test_output_processor.py
+"$PYTHON" -m pytest -n 2 -q tests/unit/ops tests/unit/losses tests/unit/rank/megatron tests/distributed/test_output_processor.py

@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from nemo_rl_mcore.cli import main
-from nemo_rl_mcore.config.foreign.known_keys import listed_keys
-from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.driver.output import write_line
+from nemo_rl_mcore.recipe.foreign.known_keys import listed_keys
 
 FOLDER = Path(__file__).parent / "fixtures/nemo_rl"
 LEFT_OUT = object()

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from nemo_rl_mcore.config.migration.draft import Kind
-from nemo_rl_mcore.config.migration.migrate import Migrated, migrate
+from nemo_rl_mcore.tools.migrate.draft import Kind
+from nemo_rl_mcore.tools.migrate.migrate import Migrated, migrate
 
 FOLDER = Path(__file__).parent / "fixtures/nemo_rl"
 

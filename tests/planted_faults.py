@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from nemo_rl_mcore.algorithms.recovery import Recovery
-from nemo_rl_mcore.generation.refit.sender import WeightSender
+from nemo_rl_mcore.driver.algorithms.recovery import Recovery
 from nemo_rl_mcore.losses.base import Masks
-from nemo_rl_mcore.megatron import attention, parallel_groups
-from nemo_rl_mcore.megatron import backend as megatron_backend
-from nemo_rl_mcore.megatron.hf_weights import export
-from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
-from nemo_rl_mcore.training.train_step import TrainStep
+from nemo_rl_mcore.rank.megatron import attention, parallel_groups
+from nemo_rl_mcore.rank.megatron import backend as megatron_backend
+from nemo_rl_mcore.rank.megatron.hf_weights import export
+from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
+from nemo_rl_mcore.rank.refit.sender import WeightSender
+from nemo_rl_mcore.rank.train_step import TrainStep
 
 
 def schedule_counts_twice() -> None:

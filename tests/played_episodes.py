@@ -10,9 +10,9 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.observations import make_observer
 from nemo_rl_mcore.data.turns import Reply
+from nemo_rl_mcore.driver.rollouts.episodes import EpisodeForm
+from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
 from nemo_rl_mcore.ops.sampling import sample_keys
-from nemo_rl_mcore.rollouts.episodes import EpisodeForm
-from nemo_rl_mcore.rollouts.player import RolloutCollector
 
 SEED, STEP, TURNS, NEW_TOKENS = 7, 4, 4, 6
 TEMPERATURE = 0.7

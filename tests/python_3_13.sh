@@ -13,5 +13,5 @@ uv run python -c 'import sys; print(sys.version); sys.exit(sys.version_info[:2] 
 uv run nemo-rl-mcore grpo --config examples/configs/grpo_copy_cpu.yaml grpo.max_num_steps=3 \
   grpo.val_period=0 "logger.log_dir=$folder/run" "checkpointing.checkpoint_dir=$folder/checkpoints"
 uv run pytest tests/unit/config/test_{load,master,preflight,validate}.py tests/unit/test_cli_check.py \
-  tests/unit/losses/test_clipped_pg.py tests/unit/ops/test_linear_logprobs.py tests/unit/training \
-  tests/unit/workers/test_lean_imports.py tests/distributed/test_output_processor.py
+  tests/unit/losses/test_clipped_pg.py tests/unit/ops/test_linear_logprobs.py tests/unit/rank \
+  tests/unit/driver/actors/test_lean_imports.py tests/distributed/test_output_processor.py

@@ -1,6 +1,6 @@
 """What a test says of a refusal: its code, and the keys, paths and numbers in its message, not the words.
 
-The words are in tests/unit/config/messages.yaml.
+The words are in tests/unit/recipe/messages.yaml.
 """
 
 import re

@@ -3,7 +3,8 @@
 from functools import cache
 from pathlib import Path
 
-from nemo_rl_mcore.config import RunConfig, load_config
+from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.recipe.load import load_config
 
 REPO = Path(__file__).parents[1]
 THEIRS = REPO / "tests/fixtures/nemo_rl"

@@ -5,10 +5,10 @@ import json
 from written_samples import sample
 
 from nemo_rl_mcore.config.logger import RolloutsConfig
-from nemo_rl_mcore.observability import RolloutSink
-from nemo_rl_mcore.observability.sinks import JsonlSink
-from nemo_rl_mcore.rollouts import events
-from nemo_rl_mcore.rollouts.event_log import EVENTS_FILE, EventLog
+from nemo_rl_mcore.driver.observability import RolloutSink
+from nemo_rl_mcore.driver.observability.sinks import JsonlSink
+from nemo_rl_mcore.driver.rollouts import events
+from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE, EventLog
 
 HOSTILE = '</script><img src=x onerror="throw 1">{{script}}\u2028<b>bold</b>'
 

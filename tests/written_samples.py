@@ -1,6 +1,6 @@
 """A sample as a run writes it down."""
 
-from nemo_rl_mcore.observability import Sample
+from nemo_rl_mcore.driver.observability import Sample
 
 
 def sample(step=1, sample_index=0, *, prompt="1>", response="1", of_validation=False, **changes):

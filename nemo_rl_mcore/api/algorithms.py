@@ -10,7 +10,7 @@ from nemo_rl_mcore.api.draft import Draft, Rewards, Weights
 from nemo_rl_mcore.api.known_arguments import reports_unknown
 from nemo_rl_mcore.api.rows import Data
 from nemo_rl_mcore.api.run import Run
-from nemo_rl_mcore.config.sources import read_recipe
+from nemo_rl_mcore.recipe.sources import read_recipe
 
 type Keys = Mapping[str, Any]
 """Sections and keys of a recipe, as nested dicts; a function or class may stand in place of its import path."""

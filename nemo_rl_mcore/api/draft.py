@@ -16,9 +16,9 @@ from nemo_rl_mcore.api.rows import Data, source_of
 from nemo_rl_mcore.config.base import Code as ProblemCode
 from nemo_rl_mcore.config.base import ConfigError, Problem, Tree
 from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
-from nemo_rl_mcore.config.hf.pretrained import read_hf_config
-from nemo_rl_mcore.config.sources import Recipe
-from nemo_rl_mcore.preflight.gpus import visible_gpus
+from nemo_rl_mcore.models.pretrained import read_hf_config
+from nemo_rl_mcore.recipe.sources import Recipe
+from nemo_rl_mcore.tools.check.gpus import visible_gpus
 
 type Reward = Callable[..., object] | str
 """A function or what else can be called, its import path, or a class with `score` or `step`."""

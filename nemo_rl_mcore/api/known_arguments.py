@@ -9,7 +9,7 @@ from inspect import signature
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.config.schema import fields
+from nemo_rl_mcore.recipe.schema import fields
 
 SAME_IN_TRL = {
     "eval_dataset": "validation",

@@ -14,19 +14,18 @@ from typing import Any
 
 from nemo_rl_mcore.api.code import Code
 from nemo_rl_mcore.config.base import ConfigError, Problem
-from nemo_rl_mcore.config.load import Computed, check_computed, compute
+from nemo_rl_mcore.config.custom_code import handed
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.config.sources import COMMAND_LINE, Recipe, places
-from nemo_rl_mcore.console import open_console
-from nemo_rl_mcore.custom_code import handed
-from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.preflight.evaluation import as_evaluated
-from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
-from nemo_rl_mcore.preflight.plan import Plan, preflight
-from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, recipe_text
-from nemo_rl_mcore.preflight.tokenizer_folder import has_tokenizer
-from nemo_rl_mcore.signals import stop_signals
-from nemo_rl_mcore.strict_json import shortened
+from nemo_rl_mcore.data.tokenizer_folder import has_tokenizer
+from nemo_rl_mcore.driver.console import open_console
+from nemo_rl_mcore.driver.saved_run import RECIPE_FILE, recipe_text
+from nemo_rl_mcore.driver.signals import stop_signals
+from nemo_rl_mcore.errors import RunStoppedError, shortened
+from nemo_rl_mcore.recipe.load import Computed, check_computed, compute
+from nemo_rl_mcore.recipe.sources import COMMAND_LINE, Recipe, places
+from nemo_rl_mcore.tools.check.evaluation import as_evaluated
+from nemo_rl_mcore.tools.check.given_weights import load_over_given_weights
+from nemo_rl_mcore.tools.check.plan import Plan, preflight
 
 Metrics = Mapping[str, float]
 """A row of metrics.jsonl: `step`, and each metric by its name."""
@@ -52,7 +51,7 @@ class RunPlan:
         return tuple(self.plan.warnings)
 
     def __repr__(self) -> str:
-        from nemo_rl_mcore.preflight.render import render
+        from nemo_rl_mcore.tools.check.render import render
 
         text, shown = StringIO(), self.first_prompt
         in_full = [] if shown is None else [("first prompt", shortened(shown, _SHOWN))]
@@ -115,7 +114,10 @@ class Run:
             plan = self._preflight()
             if not has_tokenizer(self._config.policy.tokenizer.name):
                 return RunPlan(plan)
-            from nemo_rl_mcore.parts import first_prompt, open_tokenizer  # torch, by way of transformers
+            from nemo_rl_mcore.driver.parts import (  # torch, by way of transformers
+                first_prompt,
+                open_tokenizer,
+            )
 
             tokenizer = open_tokenizer(self._config.policy, self._config.data)
             return RunPlan(plan, first_prompt(self._config, plan.data, tokenizer))
@@ -149,16 +151,16 @@ class Run:
         return [row for row in found if len(row) > 1]
 
     def _history(self) -> list[dict[str, float]]:
-        from nemo_rl_mcore.observability.report import read_history
-        from nemo_rl_mcore.observability.sinks import METRICS_FILE
+        from nemo_rl_mcore.driver.observability.report import read_history
+        from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE
 
         return read_history(self.folder) if (self.folder / METRICS_FILE).exists() else []
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write the page of the run, `report.html` in its folder if no other file is named, and return its path."""
-        from nemo_rl_mcore.observability.report import REPORT_FILE
-        from nemo_rl_mcore.report_page.page import write_page
-        from nemo_rl_mcore.report_page.run_data import read_run
+        from nemo_rl_mcore.driver.observability.report import REPORT_FILE
+        from nemo_rl_mcore.tools.report.page import write_page
+        from nemo_rl_mcore.tools.report.run_data import read_run
 
         return write_page([read_run(self.folder)], Path(output) if output else self.folder / REPORT_FILE)
 
@@ -175,7 +177,7 @@ class Run:
 
         Returns a dict an answer: prompt, response, tokens, finished, index, sample.
         """
-        from nemo_rl_mcore.generate import Asked, answers, rows_of
+        from nemo_rl_mcore.tools.evaluate.generate import Asked, answers, rows_of
 
         with self._over_weights(checkpoint, few_ranks=True) as config:
             asked = Asked(prompts, samples=samples, greedy=greedy)
@@ -183,7 +185,7 @@ class Run:
 
     def eval(self, *, checkpoint: str | Path | None = None) -> dict[str, dict[str, float]]:
         """Score the newest checkpoint on the sets of the recipe's section `eval`: the mean of each metric by set."""
-        from nemo_rl_mcore.evaluate import evaluate
+        from nemo_rl_mcore.tools.evaluate.evaluate import evaluate
 
         with self._over_weights(checkpoint) as config:
             found = evaluate(as_evaluated(config))
@@ -194,7 +196,7 @@ class Run:
 
     def export(self, output: str | Path, *, checkpoint: str | Path | None = None) -> Path:
         """Write the newest checkpoint as a Hugging Face folder, which must not exist, and return its path."""
-        from nemo_rl_mcore.export import export
+        from nemo_rl_mcore.tools.evaluate.export import export
 
         with self._over_weights(checkpoint) as config:
             if config.policy.init_checkpoint is None:
@@ -206,10 +208,11 @@ class Run:
     def _steps(self) -> Generator[Metrics]:
         with handed(self._code.objects), stop_signals() as signals, self._told():
             self._preflight()
-            from nemo_rl_mcore.launch import train  # brings in torch, and Ray as it is to be
+            from nemo_rl_mcore.driver.run import Watch, train  # brings in torch, and Ray as it is to be
+            from nemo_rl_mcore.tools.report.command import page_of_run
 
             self._code.require_portable()
-            steps = train(self._config, refuse_changes=True)
+            steps = train(self._config, watch=Watch(page_of_run), refuse_changes=True)
             for metrics in steps:
                 try:
                     yield metrics
@@ -222,7 +225,7 @@ class Run:
         self, checkpoint: str | Path | None, *, few_ranks: bool = False
     ) -> Generator[RunConfig]:
         """Return the configuration of a command that trains nothing, over the weights of the newest checkpoint."""
-        from nemo_rl_mcore.training.checkpoints import CheckpointStore
+        from nemo_rl_mcore.rank.checkpoints import CheckpointStore
 
         _end_open_run()
         saved = CheckpointStore(Path(self._config.checkpointing.checkpoint_dir)).latest()

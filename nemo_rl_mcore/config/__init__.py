@@ -1,4 +1,4 @@
-"""Strict configuration: every class is importable without torch, and refuses what it does not know."""
+"""The sections of a recipe: passive, without I/O, and importable by every process; they refuse unknown keys."""
 
 from nemo_rl_mcore.config.algorithm import (
     AdvantageEstimatorConfig,
@@ -11,12 +11,11 @@ from nemo_rl_mcore.config.algorithm import (
     RolloutConfig,
 )
 from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
-from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.base import ConfigError, Problem, checked
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
 from nemo_rl_mcore.config.engines import EmbeddedConfig, EngineConfig
 from nemo_rl_mcore.config.generation import GenerationConfig
-from nemo_rl_mcore.config.load import load_config
 from nemo_rl_mcore.config.logger import (
     LoggerConfig,
     MLflowConfig,
@@ -52,7 +51,6 @@ from nemo_rl_mcore.config.policy import (
     SequencePackingConfig,
     TokenizerConfig,
 )
-from nemo_rl_mcore.config.rules import checked
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.run_models import ModelPlan, Role, TeacherConfig, ValueConfig
 
@@ -108,5 +106,4 @@ __all__ = [
     "ValueConfig",
     "WandbConfig",
     "checked",
-    "load_config",
 ]

@@ -113,8 +113,8 @@ class ConfigError(ValueError):
 class StrictModel(BaseModel):
     """A frozen section: unknown keys are errors, and nothing is coerced from one type into another.
 
-    Construction checks each field alone. The rules between its own fields are `problems`; those between sections are
-    in config/rules. `validate` reports all of them for a recipe, and `config.checked` raises them for one section.
+    Construction checks each field alone. The rules between its own fields are `problems`, which `checked` raises;
+    those between sections are in recipe/rules. `recipe.validate` reports all of them for a recipe.
     """
 
     model_config = ConfigDict(
@@ -144,6 +144,17 @@ def collect_problems(section: StrictModel, prefix: str = "") -> Iterator[Problem
         yield problem.below(prefix)
     for name in type(section).model_fields:
         yield from _problems_inside(getattr(section, name), join_path(prefix, name))
+
+
+def checked[Section: StrictModel](kind: type[Section], given: Section | Mapping[str, object]) -> Section:
+    """Return a section, or the equal mapping, that meets its own rules; raises ConfigError with every one it breaks.
+
+    Rules between sections are those of a recipe, see `recipe.rules`.
+    """
+    section = given if isinstance(given, kind) else kind.model_validate(given)
+    if found := tuple(problem for problem in collect_problems(section) if not problem.warns):
+        raise ConfigError(found)
+    return section
 
 
 def _problems_inside(value: object, path: str) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.strict_json import quoted, shortened
+from nemo_rl_mcore.errors import quoted, shortened
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
 _KINDS = (MAMBA, ATTENTION, MLP, EXPERTS)

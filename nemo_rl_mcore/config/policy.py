@@ -1,13 +1,12 @@
 """Configuration of the policy: model, tokenizer, batch sizes, microbatches sized by tokens, Megatron, generation."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
 
 from nemo_rl_mcore.config.base import (
-    ConfigError,
     FolderOrName,
     FolderPath,
     NonNegativeFloat,
@@ -19,11 +18,7 @@ from nemo_rl_mcore.config.base import (
     value_at,
     with_other_spellings,
 )
-from nemo_rl_mcore.config.families.frozen import frozen_weights
-from nemo_rl_mcore.config.families.weights import Weight
 from nemo_rl_mcore.config.generation import GenerationConfig
-from nemo_rl_mcore.config.hf.overrides import override_problems
-from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.imports import Arguments
 from nemo_rl_mcore.config.megatron import MegatronConfig
 from nemo_rl_mcore.config.model import ModelConfig
@@ -197,30 +192,10 @@ class PolicyConfig(StrictModel):
         return 2 if self.model_class == "hybrid" and self.model.hybrid_layer_pattern is None else 1
 
     @property
-    def frozen_weights(self) -> frozenset[Weight]:
-        """Return the weights that training leaves as they are."""
-        megatron = self.megatron_cfg
-        return frozen_weights(self.model, megatron.freeze, routers=megatron.freeze_moe_router)
-
-    @property
     def weights(self) -> str | None:
         """Return the key that names the weights to start from, if there is one: the model's sizes are theirs."""
         given = (key for key in ("model_name", "init_checkpoint") if getattr(self, key) is not None)
         return next(given, None)
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield keys of config.json that cannot be written over."""
-        yield from override_problems(self.hf_config_overrides, named=self.model_name is not None)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_model(cls, given: object) -> object:
-        if not isinstance(given, Mapping):
-            return given
-        section, problems = fill_from_model_name(cast("Mapping[str, object]", given))
-        if problems:
-            raise ConfigError(problems)
-        return section
 
     @model_validator(mode="before")
     @classmethod

@@ -10,12 +10,12 @@ from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
 from nemo_rl_mcore.config.base import PositiveInt, Seed, join_path, with_other_spellings
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
-from nemo_rl_mcore.config.environment_values import WithReferences
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.config.loss import CustomLossConfig
 from nemo_rl_mcore.config.offline import GivenRowsConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.references import WithReferences
 from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defaults
 

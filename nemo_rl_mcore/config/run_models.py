@@ -20,7 +20,6 @@ from nemo_rl_mcore.config.base import (
     StrictModel,
     with_other_spellings,
 )
-from nemo_rl_mcore.config.hf.overrides import override_problems
 from nemo_rl_mcore.config.imports import Arguments
 from nemo_rl_mcore.config.megatron import OptimizerConfig, SchedulerConfig, fill_weight_decay
 from nemo_rl_mcore.config.model import ModelConfig
@@ -148,7 +147,6 @@ class TeacherConfig(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         """Yield a teacher that knows nothing, or has several sources of weights."""
-        yield from override_problems(self.hf_config_overrides, named=self.model_name is not None)
         sources = [key for key in ("model_name", "init_checkpoint", "warm_start") if getattr(self, key)]
         if len(sources) != 1:
             yield Problem(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
+from nemo_rl_mcore.data.hub_cache import is_hub_id, local_folder
 from nemo_rl_mcore.data.weight_files import INDEX, ONE_FILE, read_weight_map
 from nemo_rl_mcore.errors import RefusedError
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.row import Row, SourceError, rows_of_lines
-from nemo_rl_mcore.strict_json import parse_json, quoted, read_regular, shortened
+from nemo_rl_mcore.data.strict_json import parse_json, read_regular
+from nemo_rl_mcore.errors import quoted, shortened
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -7,8 +7,8 @@ from typing import cast
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import read_row_message
-from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.strict_json import parse_json, quoted, read_regular, torn_text
+from nemo_rl_mcore.data.strict_json import parse_json, read_regular, torn_text
+from nemo_rl_mcore.errors import RefusedError, quoted
 
 _PROMPT, _MESSAGES = "prompt", "messages"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from nemo_rl_mcore.config.base import Code, Problem
-from nemo_rl_mcore.strict_json import may_be_torn, parse_json, torn_text
+from nemo_rl_mcore.data.strict_json import may_be_torn, parse_json, torn_text
 
 
 @dataclass(frozen=True)

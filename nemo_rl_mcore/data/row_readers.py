@@ -23,8 +23,8 @@ from nemo_rl_mcore.data.messages import (
     read_row_message,
 )
 from nemo_rl_mcore.data.row import Row
-from nemo_rl_mcore.errors import RefusedError, code_of
-from nemo_rl_mcore.strict_json import parse_json, shortened
+from nemo_rl_mcore.data.strict_json import parse_json
+from nemo_rl_mcore.errors import RefusedError, code_of, shortened
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from glob import glob
 from pathlib import Path
 from typing import cast
 
-from nemo_rl_mcore.config.hf.hub import is_hub_id
 from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.data.hub_cache import is_hub_id
 from nemo_rl_mcore.data.library_rows import LIBRARY_FORMATS, ranges_of, read_data_set, read_library_file
 from nemo_rl_mcore.data.row import Row, SourceError, row_of, rows_of_lines
-from nemo_rl_mcore.strict_json import may_be_torn, parse_json, read_regular
+from nemo_rl_mcore.data.strict_json import may_be_torn, parse_json, read_regular
 
 _OWN_FORMATS = (".json", ".jsonl")
 

@@ -9,10 +9,10 @@ from typing import cast
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError
+from nemo_rl_mcore.config.custom_code import build, custom_code
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceDefaults
-from nemo_rl_mcore.custom_code import build, custom_code
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt, PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.examples import read_run_examples, read_set

@@ -18,13 +18,12 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_rl_mcore.config.hf.ends import CHAR_EOS, CHAR_TOKENIZER_NAME, CHAR_VOCABULARY, EOS, GENERATION
-from nemo_rl_mcore.config.hf.hub import local_folder
+from nemo_rl_mcore.data.ends import CHAR_EOS, CHAR_TOKENIZER_NAME, CHAR_VOCABULARY, EOS, GENERATION
+from nemo_rl_mcore.data.hub_cache import local_folder
 from nemo_rl_mcore.data.literal_encoder import LiteralEncoder
 from nemo_rl_mcore.data.literal_text import Spans
 from nemo_rl_mcore.data.messages import Message, Tools
-from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.strict_json import shortened
+from nemo_rl_mcore.errors import RefusedError, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,8 +6,8 @@ import os
 from pathlib import Path, PurePosixPath
 from typing import cast
 
-from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.strict_json import open_regular, parse_json, read_json, shortened
+from nemo_rl_mcore.data.strict_json import open_regular, parse_json, read_json
+from nemo_rl_mcore.errors import RefusedError, shortened
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from nemo_rl_mcore.config.custom_code import build
 from nemo_rl_mcore.config.loss import (
     ClippedPGLossConfig,
     CustomLossConfig,
@@ -11,7 +12,6 @@ from nemo_rl_mcore.config.loss import (
     NLLLossConfig,
 )
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.custom_code import build
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import LossFunction, LossInputType
 from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn

@@ -54,7 +54,7 @@ def _prepare() -> None:
     import torch
     import torch.distributed as dist
 
-    from nemo_rl_mcore import accelerator
+    from nemo_rl_mcore.rank import accelerator
 
     torch.set_num_threads(1)
     accelerator.install(0)
@@ -96,9 +96,9 @@ def table(title: str, findings: list[Finding]) -> str:
 def _saved(worker: Any, root: Path) -> Path:
     from chat_tokenizer import save_chat_tokenizer
 
-    from nemo_rl_mcore.config import load_config
-    from nemo_rl_mcore.preflight.saved_run import recipe_text
-    from nemo_rl_mcore.training.checkpoints import CheckpointStore
+    from nemo_rl_mcore.driver.saved_run import recipe_text
+    from nemo_rl_mcore.rank.checkpoints import CheckpointStore
+    from nemo_rl_mcore.recipe.load import load_config
 
     recipe = TESTS.parent / "examples" / "configs" / "grpo_copy_cpu.yaml"
     store = CheckpointStore(root / "checkpoints")
@@ -173,8 +173,8 @@ class _Harness:
         from nemo_rl_mcore.config.base import ConfigError
         from nemo_rl_mcore.data.messages import Message
         from nemo_rl_mcore.data.tokenizer import load_tokenizer
-        from nemo_rl_mcore.preflight.given_weights import load_recipe_of
-        from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER, read_checkpoint
+        from nemo_rl_mcore.rank.checkpoints import POLICY_FOLDER, read_checkpoint
+        from nemo_rl_mcore.tools.check.given_weights import load_recipe_of
 
         checkpoint = read_checkpoint(step)
         try:
@@ -234,7 +234,7 @@ def _judged(message: str, files: Sequence[Path]) -> tuple[str, str]:
 
 def _sum_up(step: Path) -> None:
     """Write sizes and checksums of what is there now."""
-    from nemo_rl_mcore.training.checksums import SUMS_FILE, sha256, write_sums
+    from nemo_rl_mcore.rank.checksums import SUMS_FILE, sha256, write_sums
 
     policy = step / "policy"
     files = [path for path in policy.rglob("*") if path.is_file() and path.name != SUMS_FILE]

@@ -15,25 +15,25 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "unit" / "algorithms")]
+sys.path[:0] = [str(Path(__file__).parents[1] / "unit" / "driver" / "algorithms")]
 
 from algorithm_fakes import Notes, train_result  # noqa: E402
 from journals import Journal, answered_rows, digest, rows_of  # noqa: E402
 
-from nemo_rl_mcore.algorithms.distillation import Distillation  # noqa: E402
-from nemo_rl_mcore.algorithms.dpo import DPO  # noqa: E402
-from nemo_rl_mcore.algorithms.grpo import GRPO  # noqa: E402
-from nemo_rl_mcore.algorithms.loop import TrainingLoop  # noqa: E402
-from nemo_rl_mcore.algorithms.ppo import PPO  # noqa: E402
-from nemo_rl_mcore.algorithms.run_start import open_checkpoints  # noqa: E402
-from nemo_rl_mcore.config import load_config  # noqa: E402
 from nemo_rl_mcore.data import BatchedDataDict  # noqa: E402
-from nemo_rl_mcore.environments.replies import LocalEnvironments  # noqa: E402
+from nemo_rl_mcore.driver.algorithms.distillation import Distillation  # noqa: E402
+from nemo_rl_mcore.driver.algorithms.dpo import DPO  # noqa: E402
+from nemo_rl_mcore.driver.algorithms.grpo import GRPO  # noqa: E402
+from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop  # noqa: E402
+from nemo_rl_mcore.driver.algorithms.ppo import PPO  # noqa: E402
+from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints  # noqa: E402
+from nemo_rl_mcore.driver.parts import open_parts  # noqa: E402
+from nemo_rl_mcore.driver.rollouts.player import RolloutCollector  # noqa: E402
+from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved  # noqa: E402
+from nemo_rl_mcore.engine.engine import EngineFailedError  # noqa: E402
+from nemo_rl_mcore.environment.replies import LocalEnvironments  # noqa: E402
 from nemo_rl_mcore.errors import RanksFailedError  # noqa: E402
-from nemo_rl_mcore.generation.engine import EngineFailedError  # noqa: E402
-from nemo_rl_mcore.parts import open_parts  # noqa: E402
-from nemo_rl_mcore.rollouts.player import RolloutCollector  # noqa: E402
-from nemo_rl_mcore.rollouts.start import open_rollouts, read_saved  # noqa: E402
+from nemo_rl_mcore.recipe.load import load_config  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples/configs"
 GROUPS, SAMPLES, STEPS, PERIOD, TOKENS = 3, 2, 8, 3, 3

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from journals import JournaledEngine, JournaledMegatronPolicyWorker
 
-from nemo_rl_mcore import cli, launch
-from nemo_rl_mcore.workers import policy
+from nemo_rl_mcore import cli
+from nemo_rl_mcore.driver import policy
+from nemo_rl_mcore.driver import run as launch
 
 
 def journaled_kind(config):

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_mcore.config import Role
-from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine
-from nemo_rl_mcore.generation.refit.verification import of_all
-from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine
+from nemo_rl_mcore.rank.refit.verification import of_all
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
 FOLDER = "MEGATRON_TEST_JOURNALS"  # a variable that the product hands to ranks and engines
 
@@ -159,7 +159,7 @@ class JournaledMegatronPolicyWorker(MegatronPolicyWorker):
             ("save", "save", True),
         ):
             setattr(self.backend, method, self._passing(getattr(self.backend, method), point, before))
-        from nemo_rl_mcore.megatron.sharded_files import (
+        from nemo_rl_mcore.rank.megatron.sharded_files import (
             PreparedState,  # with Megatron, which only ranks import
         )
 

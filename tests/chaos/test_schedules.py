@@ -8,12 +8,12 @@ from fake_trainer import FakeTrainer, OneDeath
 from random_schedules import fake_run, fake_schedule, real_schedule
 from refusals import refused
 
-from nemo_rl_mcore.algorithms.algorithm import StepOutcome
-from nemo_rl_mcore.algorithms.grpo import GRPO
-from nemo_rl_mcore.rollouts import ledger
-from nemo_rl_mcore.rollouts.event_log import read_events
-from nemo_rl_mcore.rollouts.order import AsCompleted
-from nemo_rl_mcore.rollouts.states import LedgerError
+from nemo_rl_mcore.driver.algorithms.algorithm import StepOutcome
+from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.rollouts import ledger
+from nemo_rl_mcore.driver.rollouts.event_log import read_events
+from nemo_rl_mcore.driver.rollouts.order import AsCompleted
+from nemo_rl_mcore.driver.rollouts.states import LedgerError
 
 
 @pytest.mark.quick_cases("0", "1", "2", "3", "4", "5")

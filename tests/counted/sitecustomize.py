@@ -6,7 +6,7 @@ from pathlib import Path
 _FILE = Path(__file__).with_name("counts")
 _IMPORTS = {
     "megatron.core": "Megatron imports",
-    "nemo_rl_mcore.megatron.parallel_groups": "rank processes",
+    "nemo_rl_mcore.rank.megatron.parallel_groups": "rank processes",
 }
 
 

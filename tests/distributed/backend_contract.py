@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 
 from nemo_rl_mcore.data.token_digests import digests_of_rows
 from nemo_rl_mcore.losses import ClippedPGLossFn
-from nemo_rl_mcore.training.policy_backend import OnDevice
-from nemo_rl_mcore.training.train_step import TrainStepError
+from nemo_rl_mcore.rank.policy_backend import OnDevice
+from nemo_rl_mcore.rank.train_step import TrainStepError
 
 TEMPERATURE = 0.7  # of tiny's generation
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}

@@ -34,7 +34,7 @@ def loaded_logprobs(folder, megatron, ids, lengths, **policy):
 
 
 def full_tensors_of(worker):
-    from nemo_rl_mcore.megatron.hf_weights.export import full_tensors
+    from nemo_rl_mcore.rank.megatron.hf_weights.export import full_tensors
 
     return full_tensors(worker.backend.chunks, worker.policy)
 
@@ -47,7 +47,7 @@ def as_bits(tensor):
 def saved_again(folder, megatron, output, shard_bytes, **policy):
     import tiny
 
-    from nemo_rl_mcore.megatron.hf_weights.export import save_pretrained
+    from nemo_rl_mcore.rank.megatron.hf_weights.export import save_pretrained
 
     worker = tiny.worker(policy_of(folder, megatron, **policy))
     save_pretrained(worker.backend.chunks, worker.policy, Path(output), shard_bytes=shard_bytes)
@@ -82,7 +82,7 @@ def parts_read(folder, megatron):
     """How many bytes of each tensor this rank reads, and the bytes of its parameters."""
     import tiny
 
-    from nemo_rl_mcore.megatron.hf_weights.files import TensorFiles
+    from nemo_rl_mcore.rank.megatron.hf_weights.files import TensorFiles
 
     read, plain = {}, TensorFiles.read
 

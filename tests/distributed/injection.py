@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
 
 class InjectedError(RuntimeError):
@@ -118,7 +118,7 @@ def _fails_on_leaving(original: Callable[..., Any], point: Point) -> Iterator[No
 @contextmanager
 def _no_end_of_finalize(point: Point) -> Iterator[None]:
     """Raise where Megatron's own finalising begins: an overlapped reduction is in flight by then."""
-    from nemo_rl_mcore.megatron import grad_sync
+    from nemo_rl_mcore.rank.megatron import grad_sync
 
     def raises(*_args: Any, **_options: Any) -> None:
         raise InjectedError(str(point))
@@ -135,7 +135,7 @@ def _second_microbatch(worker: MegatronPolicyWorker, point: Point) -> Iterator[N
     so that neither waits for the other.
     """
     # Imported by the ranks only: the process of pytest has no Megatron.
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     ahead = 0 if parallel_groups.is_last_stage() else 1
     passes = 0

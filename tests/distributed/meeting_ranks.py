@@ -16,17 +16,17 @@ from unittest.mock import patch
 
 import torch
 
-from nemo_rl_mcore.algorithms import grpo
 from nemo_rl_mcore.config import GRPOMasterConfig, MegatronConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.driver.algorithms import grpo
+from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
+from nemo_rl_mcore.driver.rollouts.ledger import Ledger
+from nemo_rl_mcore.driver.rollouts.order import InOrder, Room
+from nemo_rl_mcore.driver.rollouts.states import Group, GroupState
+from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS
 from nemo_rl_mcore.losses import LossFunction
-from nemo_rl_mcore.rollouts.asynchronous import AsynchronousScheduler
-from nemo_rl_mcore.rollouts.ledger import Ledger
-from nemo_rl_mcore.rollouts.order import InOrder, Room
-from nemo_rl_mcore.rollouts.states import Group, GroupState
-from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS
-from nemo_rl_mcore.training.train_step import _OpenStep
-from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+from nemo_rl_mcore.rank.train_step import _OpenStep
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
 _workers: dict[str, MegatronPolicyWorker] = {}
 _mistakes = ExitStack()
@@ -56,7 +56,7 @@ def build(name: str, arguments: bytes) -> None:
     import tiny
     from megatron.core import parallel_state
 
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     config, options = pickle.loads(arguments)
     sizes = _layout(config.megatron_cfg)
@@ -79,7 +79,7 @@ def _layout(config: MegatronConfig) -> tuple[int | None, ...]:
 
 
 def _seed_again(config: MegatronConfig, seed: int) -> None:
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     parallel_groups._seed_everything(seed, spread_experts=config.expert_model_parallel_size > 1)
 

@@ -12,10 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore.config import RunConfig, load_config
+from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check import preflight
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 MEGATRON = "policy.megatron_cfg"

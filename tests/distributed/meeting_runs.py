@@ -20,21 +20,21 @@ import meeting_ranks
 import torch
 from rank_pool import RankPool
 
-from nemo_rl_mcore import launch
-from nemo_rl_mcore.algorithms.run_start import open_checkpoints
+from nemo_rl_mcore.agents import endpoint
+from nemo_rl_mcore.agents.agents import Ended
+from nemo_rl_mcore.agents.session import NoRoomError, Session
 from nemo_rl_mcore.config import ClusterConfig, RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.endpoint import endpoint
-from nemo_rl_mcore.endpoint.agents import Ended
-from nemo_rl_mcore.endpoint.session import NoRoomError, Session
-from nemo_rl_mcore.observability import Sample
-from nemo_rl_mcore.rollouts import start
-from nemo_rl_mcore.rollouts.draw import DrawnGroup, GroupDraw
-from nemo_rl_mcore.rollouts.event_log import EVENTS_FILE, read_events
-from nemo_rl_mcore.rollouts.timeline import Timeline
-from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.driver import run as launch
+from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
+from nemo_rl_mcore.driver.observability import Sample
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.driver.rollouts import start
+from nemo_rl_mcore.driver.rollouts.draw import DrawnGroup, GroupDraw
+from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE, read_events
+from nemo_rl_mcore.driver.rollouts.timeline import Timeline
 
 TOKENIZER = load_tokenizer("char")
 REWARDS = (0.1, 1.0, 0.3, 0.7)

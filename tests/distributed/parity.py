@@ -112,7 +112,7 @@ def _batch(seed: int) -> Any:
     """Eight rows for this rank."""
     import tiny
 
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     rows = 8 * parallel_groups.data_parallel_size()
     batch = tiny.shard(tiny.grpo_batch(rows=rows, seed=seed))
@@ -141,7 +141,7 @@ def _three_steps(case: Case, rows: tuple[int, ...] | None) -> tuple[Any, Any, li
     """
     import tiny
 
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     worker, loss_fn = tiny.worker(_config(case)), _loss(case["loss"])
     gbs = 8 * parallel_groups.data_parallel_size()

@@ -145,7 +145,7 @@ def prepare_training(rank: int) -> None:
     """Get torch ready for Megatron."""
     import torch
 
-    from nemo_rl_mcore import accelerator
+    from nemo_rl_mcore.rank import accelerator
 
     torch.set_num_threads(1)
     accelerator.install(rank)
@@ -171,7 +171,7 @@ def _enter(world_size: int, port: int) -> None:
     world = {"WORLD_SIZE": str(world_size), "MASTER_PORT": str(port)}
     if world.items() <= os.environ.items():
         return
-    if "WORLD_SIZE" in os.environ and (rendezvous := sys.modules.get("nemo_rl_mcore.rendezvous")):
+    if "WORLD_SIZE" in os.environ and (rendezvous := sys.modules.get("nemo_rl_mcore.rank.rendezvous")):
         if (tiny := sys.modules.get("tiny")) is not None:
             tiny.leave()
         rendezvous.leave()

@@ -105,8 +105,8 @@ def written_during_a_step(folder, model, megatron, policy, copied=True):
     from threading import Event
     from unittest.mock import patch
 
-    from nemo_rl_mcore.megatron.sharded_files import PreparedState
-    from nemo_rl_mcore.training.checksums import read_sums
+    from nemo_rl_mcore.rank.checksums import read_sums
+    from nemo_rl_mcore.rank.megatron.sharded_files import PreparedState
 
     worker, trained = build(model, megatron, **policy), Event()
     steps(worker, (1, 2))
@@ -160,7 +160,7 @@ def fail_to_write_a_copy(folder):
 
     import torch.distributed as dist
 
-    from nemo_rl_mcore.megatron import random_files
+    from nemo_rl_mcore.rank.megatron import random_files
 
     def nowhere(_folder):
         return Path(folder, "missing", "rank.pt")
@@ -197,7 +197,7 @@ def fail_to_copy(folder, part):
     import torch.distributed as dist
     import worker_state
 
-    from nemo_rl_mcore.megatron import sharded_files
+    from nemo_rl_mcore.rank.megatron import sharded_files
 
     worker, raised = build({}, {}), None
     steps(worker, (1,))  # the policy is no more its reference
@@ -336,9 +336,9 @@ def saved_by_megatron(folder, megatron):
 
     import worker_state
 
-    from nemo_rl_mcore.megatron import checkpoint
-    from nemo_rl_mcore.megatron.optimizer_state import parts_of
-    from nemo_rl_mcore.megatron.sharded_files import layout_independent
+    from nemo_rl_mcore.rank.megatron import checkpoint
+    from nemo_rl_mcore.rank.megatron.optimizer_state import parts_of
+    from nemo_rl_mcore.rank.megatron.sharded_files import layout_independent
 
     def gathered(optimizer, weights, *, loading):
         gather = [part.sharded_param_state_fully_reshardable for part in parts_of(optimizer)]
@@ -716,7 +716,7 @@ def test_a_first_rank_that_cannot_write_leaves_no_other_waiting(ranks, tmp_path)
 def commit_and_reload(folder):
     import tiny
 
-    from nemo_rl_mcore.training.train_step import COMMITTED_IDS_KEPT, TrainStepError
+    from nemo_rl_mcore.rank.train_step import COMMITTED_IDS_KEPT, TrainStepError
 
     def commit(worker, name):
         worker.begin_train_step(tiny.grpo_loss(), step_id=name)

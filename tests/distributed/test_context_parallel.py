@@ -84,7 +84,7 @@ def against_data_parallel(way, experts, block=512):
     import tiny
     from test_microbatching import losses, uneven_batch
 
-    from nemo_rl_mcore.megatron import attention
+    from nemo_rl_mcore.rank.megatron import attention
 
     model = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.5} if experts else {}
     sections = REFERENCE if way == "rows-2" else WAYS[way]
@@ -116,8 +116,8 @@ def refused_on_gpus():
     import tiny
     from refusals import refused
 
-    from nemo_rl_mcore import accelerator
-    from nemo_rl_mcore.megatron.layer_specs import decoder_spec
+    from nemo_rl_mcore.rank import accelerator
+    from nemo_rl_mcore.rank.megatron.layer_specs import decoder_spec
 
     alone = tiny.worker(tiny.policy_config())
     transformer, shared = alone.backend.config, tiny.policy_config(megatron=CP2).megatron_cfg

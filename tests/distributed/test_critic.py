@@ -47,7 +47,7 @@ def values_by_hand():
     import tiny
     import torch
 
-    from nemo_rl_mcore.megatron.value_head import value_head_of
+    from nemo_rl_mcore.rank.megatron.value_head import value_head_of
 
     worker = tiny.worker(tiny.policy_config(), role="value")
     head = value_head_of(worker.backend.chunks[0])

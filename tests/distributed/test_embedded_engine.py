@@ -8,8 +8,8 @@ import pytest
 def open_engine(**generation):
     import tiny
 
-    from nemo_rl_mcore import rendezvous
-    from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.rank import rendezvous
 
     tiny.leave()
     rendezvous.leave()
@@ -25,7 +25,7 @@ def weights_of(engine, factor):
 def the_contract():
     from engine_contract import keeps_to_the_contract
 
-    from nemo_rl_mcore.generation.engine import Request
+    from nemo_rl_mcore.engine.engine import Request
 
     engine = open_engine(max_new_tokens=200)
     requests = [Request([5, 6, 7], 11), Request([8, 2, 4], 12), Request([5, 6, 9], 13)]
@@ -44,7 +44,7 @@ def answers_of_both():
     from engine_contract import load
 
     from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.generation.engine import Sampling, as_batch, as_requests
+    from nemo_rl_mcore.engine.engine import Sampling, as_batch, as_requests
     from nemo_rl_mcore.ops.sampling import sample_keys
 
     data = BatchedDataDict(
@@ -137,7 +137,7 @@ def a_refit_with_a_fault(fault, transport, verify):
     """What the second refit of an engine says, and the version that it then holds."""
     from engine_contract import load
 
-    from nemo_rl_mcore.generation.refit.transports import MessageSender, SharedMemorySender
+    from nemo_rl_mcore.rank.refit.transports import MessageSender, SharedMemorySender
 
     engine = open_engine()
     sender = {"ray": MessageSender, "shared_memory": SharedMemorySender}[transport]
@@ -188,8 +188,8 @@ def test_without_the_comparison_only_names_and_shapes_are_told(ranks):
 def layers_held(stages):
     import tiny
 
-    from nemo_rl_mcore import rendezvous
-    from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.rank import rendezvous
 
     tiny.leave()
     rendezvous.leave()

@@ -60,7 +60,7 @@ def alter_a_layer(engine):
 
 
 def engine_answers(engine):
-    from nemo_rl_mcore.generation.engine import Request, Sampling
+    from nemo_rl_mcore.engine.engine import Request, Sampling
 
     requests = [Request(prompt, row) for row, prompt in enumerate(PROMPTS)]
     return asyncio.run(engine.generate(requests, Sampling(3), 0))
@@ -85,9 +85,9 @@ def _compared(
     import torch
     from engine_contract import load
 
-    from nemo_rl_mcore import rendezvous
-    from nemo_rl_mcore.algorithms.engine_comparison import compare
-    from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.driver.algorithms.engine_comparison import compare
+    from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.rank import rendezvous
 
     tensors, told = trained(tiny.policy_config(precision=precision, model=common), trained_at)
     tiny.leave()
@@ -108,7 +108,7 @@ def _compared(
 
 def found_in_float32(keys):
     """What a comparison finds, and the complaint it would end a run with."""
-    from nemo_rl_mcore.algorithms.engine_comparison import BOUNDS, EnginesDifferError
+    from nemo_rl_mcore.driver.algorithms.engine_comparison import BOUNDS, EnginesDifferError
 
     found = compared(keys)
     try:

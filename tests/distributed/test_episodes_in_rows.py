@@ -41,7 +41,7 @@ def episodes(seed, in_rows):
     import tiny
     import torch
 
-    from nemo_rl_mcore.rollouts.episode_rows import as_rows
+    from nemo_rl_mcore.driver.rollouts.episode_rows import as_rows
 
     batch = tiny.grpo_batch(seed=seed)
     lengths = torch.tensor(LENGTHS)
@@ -80,7 +80,7 @@ def losses():
 def dealt(policy, batch):
     """This rank's episodes, as the driver deals them."""
     from nemo_rl_mcore.data.token_budget import split_balanced
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()
     return (batch.split(ranks) if policy.token_budgets is None else split_balanced(batch, ranks))[rank]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from meeting_runs import NoCluster, _Groups, run
 
-from nemo_rl_mcore import evaluate, export
-from nemo_rl_mcore.config import load_config
-from nemo_rl_mcore.preflight.evaluation import as_evaluated
-from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
-from nemo_rl_mcore.workers import policy
-from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.driver import policy
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check.evaluation import as_evaluated
+from nemo_rl_mcore.tools.check.given_weights import load_over_given_weights
+from nemo_rl_mcore.tools.evaluate import evaluate, export
 
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
 ONE_RANK = "cluster: {cpu_workers_per_node: 1}\n"

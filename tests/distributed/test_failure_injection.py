@@ -164,7 +164,7 @@ def traces_of_skipped_steps(sections):
 
 @pytest.mark.parametrize("layout", ["one-experts-bias", "dp2-overlap", "pp2"])
 def test_a_skipped_step_leaves_no_trace(ranks, layout):
-    from nemo_rl_mcore.training.train_step import EMPTY_STEP
+    from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
     world_size, sections = LAYOUTS[layout]
     for found in ranks(world_size).run(traces_of_skipped_steps, sections):
@@ -178,7 +178,7 @@ def failure_in_the_optimizer(sections, point_of_rank):
     import worker_state
     from injection import InjectedError, failing
 
-    from nemo_rl_mcore.training.train_step import TrainStepError
+    from nemo_rl_mcore.rank.train_step import TrainStepError
 
     worker = prepared_worker(sections)
     point = point_of_rank[dist.get_rank()]
@@ -223,7 +223,7 @@ def outcome_on_each_rank(point_of_rank):
     import torch.distributed as dist
     from injection import InjectedError, failing
 
-    from nemo_rl_mcore.training.train_step import TrainStepError
+    from nemo_rl_mcore.rank.train_step import TrainStepError
 
     worker = prepared_worker({})
     with suppress(InjectedError), failing(worker, point_of_rank[dist.get_rank()]):

@@ -38,7 +38,7 @@ def said_by(worker):
     import tiny
     import torch
 
-    from nemo_rl_mcore.config.families import missing_family
+    from nemo_rl_mcore.models import missing_family
 
     batch = tiny.grpo_batch()
     if worker.role.value == "value":

@@ -179,7 +179,7 @@ def recomputed_and_cached():
     import tiny
     import torch
 
-    from nemo_rl_mcore.megatron.next_logits import RecomputedLogits, next_logits
+    from nemo_rl_mcore.rank.megatron.next_logits import RecomputedLogits, next_logits
 
     model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
     ids = torch.randint(0, 32, (3, 5))
@@ -238,7 +238,7 @@ def test_noise_follows_the_sample_not_its_place(ranks):
 def shards_of_a_batch():
     import tiny
 
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     worker = tiny.worker(tiny.policy_config(generation=generation_config()))
     mine = requests([4] * 8).shard_by_batch_size(parallel_groups.data_parallel_size())[
@@ -374,8 +374,8 @@ def a_session_of_two_requests():
     import torch
 
     from nemo_rl_mcore.data.stop_conditions import StopConditions
-    from nemo_rl_mcore.megatron.generation import DecodingSession, GenerationRequest, generate
     from nemo_rl_mcore.ops.sampling import SamplingParams
+    from nemo_rl_mcore.rank.megatron.generation import DecodingSession, GenerationRequest, generate
 
     model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
     stops = StopConditions(frozenset({1, 7, 11}))
@@ -441,8 +441,8 @@ def logprobs_across_new_weights(reread):
 
     from nemo_rl_mcore.data import BatchedDataDict
     from nemo_rl_mcore.data.stop_conditions import StopConditions
-    from nemo_rl_mcore.megatron.generation import DecodingSession, GenerationRequest
     from nemo_rl_mcore.ops.sampling import SamplingParams
+    from nemo_rl_mcore.rank.megatron.generation import DecodingSession, GenerationRequest
 
     model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
     session, params = DecodingSession(model, tiny.VOCABULARY), SamplingParams(model.passes.temperature)
@@ -476,8 +476,8 @@ def logprobs_after_a_head_of_zeros():
     import torch
 
     from nemo_rl_mcore.data.stop_conditions import StopConditions
-    from nemo_rl_mcore.megatron.generation import DecodingSession, GenerationRequest
     from nemo_rl_mcore.ops.sampling import SamplingParams
+    from nemo_rl_mcore.rank.megatron.generation import DecodingSession, GenerationRequest
 
     model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
     session = DecodingSession(model, tiny.VOCABULARY)

@@ -69,7 +69,7 @@ def build(model_class, model, megatron, policy, **options):
 
 def own_weights(worker, read):
     """What is read of each parameter of this rank, by the names that Hugging Face has for it."""
-    from nemo_rl_mcore.megatron.hf_weights.placement import local_parameters, this_place
+    from nemo_rl_mcore.rank.megatron.hf_weights.placement import local_parameters, this_place
 
     own = local_parameters(worker.backend.chunks, worker.policy.model, this_place())
     return {weight.names: read(parameter).detach().float().numpy().copy() for weight, parameter in own}
@@ -264,7 +264,7 @@ def a_pass_whose_output_layer_hears_nothing():
 
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from nemo_rl_mcore.megatron import hybrid_model
+    from nemo_rl_mcore.rank.megatron import hybrid_model
 
     worker = build("hybrid", {}, {}, {})
     with patch.object(hybrid_model._OutputLayer, "forward", ColumnParallelLinear.forward):

@@ -20,8 +20,8 @@ from meeting_recipes import (
     plain_sibling,
 )
 
-from nemo_rl_mcore.algorithms import run_start
 from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.driver.algorithms import run_start
 
 PLAIN = {name: values[0] for name, values in FACTORS.items()}
 

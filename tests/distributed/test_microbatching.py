@@ -202,7 +202,7 @@ def tables(way, megatron):
     """The comparison with the engine, by a pass before training and by the training pass."""
     import tiny
 
-    from nemo_rl_mcore.algorithms.mismatch import table_of_batch, table_of_training, with_row_numbers
+    from nemo_rl_mcore.driver.algorithms.mismatch import table_of_batch, table_of_training, with_row_numbers
     from nemo_rl_mcore.losses import ClippedPGLossFn
 
     worker = tiny.worker(config(way, megatron))
@@ -262,7 +262,7 @@ def step_with_all_rows_on_one_rank(way, megatron, model, weights):
     """A split step of two chunks: the first data-parallel rank has every row, then one row, and the others none."""
     import tiny
 
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     policy = config(way, megatron, model)
     worker = tiny.worker(policy)

@@ -389,7 +389,7 @@ def generated_and_confirmed(lengths_of_rank, stop_ids):
     import tiny
     import torch
 
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     worker = tiny.worker(tiny.policy_config(model=EXPERTS, megatron={"expert_model_parallel_size": 2}))
     rank = parallel_groups.data_parallel_rank()

@@ -256,7 +256,7 @@ def test_only_training_runs_the_prediction_layers(ranks):
 def refused_where_they_cannot_be_built():
     import tiny
 
-    from nemo_rl_mcore.megatron.layer_specs import builds_prediction_layers
+    from nemo_rl_mcore.rank.megatron.layer_specs import builds_prediction_layers
 
     if not builds_prediction_layers():
         with refused("missing-package", "policy.model.mtp_num_layers: 2"):

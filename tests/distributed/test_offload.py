@@ -18,7 +18,7 @@ def run_of(offload, folder, policy):
     import tiny
     import worker_state
 
-    from nemo_rl_mcore.training.policy_backend import OnDevice
+    from nemo_rl_mcore.rank.policy_backend import OnDevice
 
     worker = tiny.worker(tiny.policy_config(offload=offload, **policy))
     loss_fn = tiny.grpo_loss(fused=worker.policy.megatron_cfg.use_fused_linear_logprobs)
@@ -105,8 +105,8 @@ def memory_of(offload, megatron, precision):
     """Bytes of what a worker holds: after a step, ready to read, with nothing on the device, ready to train."""
     import tiny
 
-    from nemo_rl_mcore.training.policy_backend import OnDevice
-    from nemo_rl_mcore.training.train_step import TrainStepError
+    from nemo_rl_mcore.rank.policy_backend import OnDevice
+    from nemo_rl_mcore.rank.train_step import TrainStepError
 
     worker = tiny.worker(tiny.policy_config(offload=offload, precision=precision, megatron=megatron))
     worker.train(tiny.grpo_batch(), tiny.grpo_loss())

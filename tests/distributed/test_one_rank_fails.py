@@ -195,7 +195,7 @@ def traces_of_unequal_chunks(sections):
     import tiny
     import worker_state
 
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     worker = prepared_worker(sections)
     batch = tiny.shard(tiny.grpo_batch(rows=16, seed=7))

@@ -15,7 +15,7 @@ def default_loss_against_hook(fused, tied):
             generation={"max_new_tokens": 4, "temperature": 1.0},
         )
     )
-    from nemo_rl_mcore.megatron.output_processor import TokenSelection
+    from nemo_rl_mcore.rank.megatron.output_processor import TokenSelection
 
     model, batch = worker.backend.chunks[0], tiny.grpo_batch()
     ids, length = batch["input_ids"], batch["input_ids"].shape[1]
@@ -117,7 +117,7 @@ def complaints_about_the_hook():
     """What the first passes say, of models that call the processor, ignore it, do not know it, or are no last stage."""
     import torch
 
-    from nemo_rl_mcore.megatron.hook_check import require_hook
+    from nemo_rl_mcore.rank.megatron.hook_check import require_hook
 
     class Calls(torch.nn.Module):
         post_process = True

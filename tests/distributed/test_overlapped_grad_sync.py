@@ -71,7 +71,7 @@ def rows_of_rank(seed):
     """Eight rows; on the last of several ranks no one of them has a token to train on in every other step."""
     import tiny
 
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     size = parallel_groups.data_parallel_size()
     batch = tiny.shard(tiny.grpo_batch(rows=8 * size, seed=seed))
@@ -97,7 +97,7 @@ def counted_reductions(worker, found):
 
 
 def groups_of_first_chunk(worker):
-    from nemo_rl_mcore.megatron.grad_sync import bucket_groups
+    from nemo_rl_mcore.rank.megatron.grad_sync import bucket_groups
 
     return bucket_groups(worker.backend.chunks[:1])
 

@@ -13,8 +13,8 @@ def threads_of_ten_workers(model, megatron):
     import tiny
     import torch.distributed as dist
 
-    from nemo_rl_mcore.megatron import parallel_groups
-    from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+    from nemo_rl_mcore.rank.megatron import parallel_groups
+    from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
     def threads(at_most):
         deadline = time.monotonic() + 10  # one that has ended may be listed for a moment
@@ -66,7 +66,7 @@ def listening_of_a_working_rank():
     import torch.distributed as dist
     from listening import listening_addresses
 
-    from nemo_rl_mcore.agreement import agreed_on_first
+    from nemo_rl_mcore.rank.agreement import agreed_on_first
 
     worker = tiny.worker(tiny.policy_config(megatron={"pipeline_model_parallel_size": 2}))
     worker.get_logprobs(data=tiny.grpo_batch())

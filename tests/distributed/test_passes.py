@@ -13,9 +13,9 @@ def asked_of_the_model():
     from nemo_rl_mcore.data import BatchedDataDict
     from nemo_rl_mcore.data.microbatch import Microbatch
     from nemo_rl_mcore.losses import DistillationLossFn, NLLLossFn
-    from nemo_rl_mcore.megatron.output_processor import unfused_processor
-    from nemo_rl_mcore.megatron.passes import Passes
     from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
+    from nemo_rl_mcore.rank.megatron.output_processor import unfused_processor
+    from nemo_rl_mcore.rank.megatron.passes import Passes
 
     @dataclass(frozen=True)
     class Spread(Microbatch):

@@ -127,7 +127,7 @@ def loops_of_nemo_rl(offload, precision):
     """A step of its synchronous loop and one of its single controller, which asks for log-probs between chunks."""
     import tiny
 
-    from nemo_rl_mcore.workers.policy import Policy
+    from nemo_rl_mcore.driver.policy import Policy
 
     config = tiny.policy_config(offload=offload, precision=precision)
     batch, loss_fn = tiny.grpo_batch(), tiny.grpo_loss()
@@ -275,7 +275,7 @@ def steps_that_must_not_update():
 
 @pytest.mark.smoke
 def test_a_step_that_is_not_finite_or_empty_is_skipped_and_reported(ranks):
-    from nemo_rl_mcore.training.train_step import EMPTY_STEP
+    from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
     outcomes, unchanged, recovered, samples = run(ranks, steps_that_must_not_update)
     assert outcomes[0] == (False, ["the loss is nan"])
@@ -326,9 +326,9 @@ def evaluated_in_parts(loss, parts):
     """The metrics of 14 rows, of which so many are evaluated at a time."""
     import tiny
 
-    from nemo_rl_mcore.algorithms.step_metrics import join_results, train_metrics
+    from nemo_rl_mcore.driver.algorithms.step_metrics import join_results, train_metrics
     from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     worker = tiny.worker(tiny.policy_config())
     batch = tiny.grpo_batch(rows=14)
@@ -431,7 +431,7 @@ def steps_of_which_one_is_empty(order):
 
 @pytest.mark.parametrize("order", [("full", "empty"), ("empty", "full")], ids=str)
 def test_an_empty_step_among_others_is_reported_and_costs_nothing(ranks, order):
-    from nemo_rl_mcore.training.train_step import EMPTY_STEP
+    from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
     together, alone = run(ranks, steps_of_which_one_is_empty, order)
     full, empty = order.index("full"), order.index("empty")
@@ -446,7 +446,7 @@ def test_an_empty_step_among_others_is_reported_and_costs_nothing(ranks, order):
 def chunk_without_rows():
     import tiny
 
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     worker = tiny.worker(tiny.policy_config())
     worker.begin_train_step(tiny.grpo_loss())

@@ -20,7 +20,7 @@ def timeouts_of_the_layout(model, megatron):
     import torch
     from megatron.core import parallel_state
 
-    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     tiny.worker(tiny.policy_config(model=model, megatron=megatron | {"process_group_timeout_s": 2.5}))
     groups = [group for group in parallel_state._global_process_group_list if group is not None]
@@ -124,9 +124,9 @@ def patient_case(case, megatron, folder):
     import torch.distributed as dist
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-    from nemo_rl_mcore.generation.refit.sender import RefitSettings
-    from nemo_rl_mcore.megatron import train_backend
-    from nemo_rl_mcore.megatron.hf_weights import export, files
+    from nemo_rl_mcore.rank.megatron import train_backend
+    from nemo_rl_mcore.rank.megatron.hf_weights import export, files
+    from nemo_rl_mcore.rank.refit.sender import RefitSettings
 
     folder = Path(folder)
     config = tiny.policy_config(megatron=megatron | {"process_group_timeout_s": LIMIT_S})

@@ -9,7 +9,7 @@ def exchange_of_odd_weights(on_device):
     """Weights longer than a piece, of several types and without numbers, in a model that nothing wraps."""
     import torch
 
-    from nemo_rl_mcore.megatron.reference_policy import PIECE_BYTES, ReferencePolicy
+    from nemo_rl_mcore.rank.megatron.reference_policy import PIECE_BYTES, ReferencePolicy
 
     model = torch.nn.Linear(3000, 1500)
     assert model.weight.nbytes > PIECE_BYTES

@@ -46,7 +46,7 @@ def refusals_in_an_open_step(megatron):
     import tiny
     import worker_state
 
-    from nemo_rl_mcore.training.train_step import Phase
+    from nemo_rl_mcore.rank.train_step import Phase
 
     def step(worker, broken):
         unsaid = []

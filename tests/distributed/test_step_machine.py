@@ -56,7 +56,7 @@ class WorkerMachine(RuleBasedStateMachine):
         import tiny
         import worker_state
 
-        from nemo_rl_mcore.training.train_step import Phase, TrainStep
+        from nemo_rl_mcore.rank.train_step import Phase, TrainStep
 
         super().__init__()
         self.tiny, self.states, self.Phase, self.TrainStep = tiny, worker_state, Phase, TrainStep
@@ -241,7 +241,7 @@ class WorkerMachine(RuleBasedStateMachine):
         WorkerMachine.refusals += self.phase is self.Phase.OPEN
 
     def _refused(self, call, kind=None, message=""):
-        from nemo_rl_mcore.training.train_step import TrainStepError
+        from nemo_rl_mcore.rank.train_step import TrainStepError
 
         before = self._state()
         with pytest.raises(kind or TrainStepError, match=message):

@@ -48,11 +48,11 @@ def of_engine(policy, stop_ids, drawn):
     from engine_contract import load
     from played_episodes import NEW_TOKENS, SEED, TEMPERATURE
 
-    from nemo_rl_mcore import rendezvous
     from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
-    from nemo_rl_mcore.generation.engine import Sampling, as_batch, as_requests
+    from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.engine.engine import Sampling, as_batch, as_requests
     from nemo_rl_mcore.ops.sampling import sample_keys
+    from nemo_rl_mcore.rank import rendezvous
 
     worker = tiny.worker(policy, seed=SEED)
     tensors = [(name, tensor.clone()) for name, tensor in worker.backend.full_tensors()]
@@ -86,7 +86,7 @@ def played(kind, who, folder, samples):
 
     import played_episodes as episodes
 
-    from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
+    from nemo_rl_mcore.driver.rollouts.sampled_ids import require_sampled_ids
 
     name, chat = tokenizer_of(kind, Path(folder) / "tokenizer")
     tokenizer, policy = config_of(name, 128)
@@ -143,7 +143,7 @@ def gradients_of_observations(fused):
     import tiny
     import torch
 
-    from nemo_rl_mcore.megatron import passes
+    from nemo_rl_mcore.rank.megatron import passes
 
     tokenizer, policy = config_of("char", 96)
     megatron = policy.megatron_cfg.model_copy(update={"use_fused_linear_logprobs": fused})

@@ -10,12 +10,12 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_rl_mcore.config import ClippedPGLossConfig, ModelConfig, PolicyConfig
-from nemo_rl_mcore.config.families import layer_slots
-from nemo_rl_mcore.config.families.weights import REPLICATED, Packing
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn
-from nemo_rl_mcore.megatron import parallel_groups
-from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+from nemo_rl_mcore.models import layer_slots
+from nemo_rl_mcore.models.weights import REPLICATED, Packing
+from nemo_rl_mcore.rank.megatron import parallel_groups
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
 VOCABULARY = 32
 

@@ -8,7 +8,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
 State = dict[str, Any]
 

@@ -18,7 +18,7 @@ import pytest
 from doc_pages import BLOCK, PAGES, REPO
 from processes import ProcessWatch
 
-from nemo_rl_mcore.observability import read_rollouts
+from nemo_rl_mcore.driver.observability import read_rollouts
 
 pytestmark = pytest.mark.nightly
 

@@ -6,8 +6,8 @@ import pytest
 from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 from grpo_run import Run
 
-from nemo_rl_mcore.config import load_config
-from nemo_rl_mcore.observability import read_rollouts
+from nemo_rl_mcore.driver.observability import read_rollouts
+from nemo_rl_mcore.recipe.load import load_config
 
 RECIPES = Path(__file__).parents[2] / "examples/configs/recipes/llm"
 CPU = Path(__file__).parents[2] / "examples/configs"

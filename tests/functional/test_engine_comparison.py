@@ -15,7 +15,7 @@ import sys
 import pytest
 from dataclasses import replace
 
-from nemo_rl_mcore import launch
+from nemo_rl_mcore.driver import run as launch
 from nemo_rl_mcore.cli import main
 
 engine_kind = launch.engine_kind

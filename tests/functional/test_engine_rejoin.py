@@ -8,11 +8,11 @@ from fake_generation import engine_of, kill, until
 
 from nemo_rl_mcore.config import ClippedPGLossConfig, ClusterConfig, PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.generation.embedded.kind import embedded_kind
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.engine.embedded.kind import embedded_kind
 from nemo_rl_mcore.losses import ClippedPGLossFn
-from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.engine_generation import EngineGeneration
-from nemo_rl_mcore.workers.policy import Policy
 
 LOSS = ClippedPGLossFn(
     ClippedPGLossConfig.model_validate({"reference_policy_kl_penalty": 0.0, "force_on_policy_ratio": True})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_mcore.observability import read_rollouts
+from nemo_rl_mcore.driver.observability import read_rollouts
 
 REPOSITORY = Path(__file__).parents[2]
 ASYNCHRONOUS = (

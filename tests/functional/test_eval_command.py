@@ -140,8 +140,8 @@ def test_generate_answers_a_file_by_a_folder_without_a_recipe(tmp_path):
 
 
 _IN_A_SESSION = """
-from nemo_rl_mcore import evaluate, export, generate
-from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.tools.evaluate import evaluate, export, generate
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
 for command in (evaluate, export, generate):
     command.open_place = lambda config, **_: RayCluster(config.cluster)
 """

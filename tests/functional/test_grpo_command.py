@@ -10,8 +10,8 @@ import pytest
 from grpo_run import Run
 from refusals import assert_holds
 
-from nemo_rl_mcore.observability import read_rollouts
-from nemo_rl_mcore.report_page import read_run
+from nemo_rl_mcore.driver.observability import read_rollouts
+from nemo_rl_mcore.tools.report import read_run
 
 
 @pytest.fixture

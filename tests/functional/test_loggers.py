@@ -10,7 +10,7 @@ from grpo_run import Run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_file import config_of, exit_code_of, rows_of, run_of
 
-from nemo_rl_mcore.observability.loggers.mlflow import RUN_ID_FILE
+from nemo_rl_mcore.driver.observability.loggers.mlflow import RUN_ID_FILE
 
 pytestmark = [pytest.mark.nightly, pytest.mark.needs("wandb", "mlflow")]
 STEPS = 4

@@ -27,8 +27,8 @@ from nemo_rl_formulas import (
 )
 
 from nemo_rl_mcore.cli import main
-from nemo_rl_mcore.config.migration.migrate import migrate
-from nemo_rl_mcore.observability import read_rollouts
+from nemo_rl_mcore.driver.observability import read_rollouts
+from nemo_rl_mcore.tools.migrate.migrate import migrate
 
 pytestmark = pytest.mark.exhaustive
 

@@ -98,9 +98,9 @@ def of_process():
 
     assert not psutil.Process().children(recursive=True)
     assert not ray.is_initialized()
-    import nemo_rl_mcore.custom_code
+    import nemo_rl_mcore.config.custom_code
 
-    assert not nemo_rl_mcore.custom_code.handed_objects()
+    assert not nemo_rl_mcore.config.custom_code.handed_objects()
     own_path = [place for place in sys.path if "site-packages" not in place]
     stops = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     threads = sorted(thread.name for thread in threading.enumerate())

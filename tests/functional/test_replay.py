@@ -8,8 +8,8 @@ import sys
 import pytest
 from grpo_run import RECIPE, Run
 
-from nemo_rl_mcore.rollouts.group_store import digest_of_group, versions_of
-from nemo_rl_mcore.rollouts.saved_groups import load_groups, save_groups
+from nemo_rl_mcore.driver.rollouts.group_store import digest_of_group, versions_of
+from nemo_rl_mcore.driver.rollouts.saved_groups import load_groups, save_groups
 
 STEPS = 8
 RECIPE_ASYNC = RECIPE.with_name("grpo_copy_async_cpu.yaml")

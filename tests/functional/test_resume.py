@@ -10,7 +10,7 @@ import torch
 from checkpoint_tensors import tensors_in
 from grpo_run import Run
 
-from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.recipe.load import load_config
 
 pytestmark = pytest.mark.stage("distributed")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from grpo_run import Run
 
-from nemo_rl_mcore.observability import read_rollouts
+from nemo_rl_mcore.driver.observability import read_rollouts
 
 pytestmark = pytest.mark.stage("exhaustive")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from report import Report
 
-from nemo_rl_mcore.observability import read_history
+from nemo_rl_mcore.driver.observability import read_history
 
 Steps = Sequence[Mapping[str, float]]
 

@@ -18,8 +18,8 @@ from report import Report
 from torch import Tensor
 from trained_worker import leave, prepare
 
-from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.config.families import count_parameters
+from nemo_rl_mcore.models import count_parameters
+from nemo_rl_mcore.rank import accelerator
 
 TABLE = "a step by phase"
 FUSED = {"bias_activation_fusion": True, "apply_rope_fusion": True}

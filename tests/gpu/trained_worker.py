@@ -19,7 +19,7 @@ from report import Report
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.rank import accelerator
 
 PRECISIONS = ("float32", "bfloat16")
 STEPS = 3
@@ -125,7 +125,7 @@ def batch(device: str, seed: int, vocabulary: int) -> Any:
 
 def weights(of: Any) -> dict[str, Tensor]:
     """Copies on the CPU of all weights by their Hugging Face names, whatever the layers are made of."""
-    from nemo_rl_mcore.megatron.hf_weights.export import full_tensors
+    from nemo_rl_mcore.rank.megatron.hf_weights.export import full_tensors
 
     return {
         name: tensor.detach().to("cpu", copy=True).contiguous()
@@ -159,7 +159,7 @@ def write_start(folder: Path, precision: str, device: str) -> None:
     """Draw weights, and write them as a Hugging Face folder."""
     from tiny import policy_config, worker
 
-    from nemo_rl_mcore.config.families.config_json import hf_config_of
+    from nemo_rl_mcore.models.config_json import hf_config_of
 
     sizes = SIZES[device]
     config = policy_config(

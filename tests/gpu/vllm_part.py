@@ -17,18 +17,18 @@ import torch
 from report import Report
 from runs import CONFIGS, ONE_RANK, check_mismatch, check_rewards, grpo
 
-from nemo_rl_mcore.algorithms.engine_comparison import bounds_of, compare, rows_to_compare
-from nemo_rl_mcore.algorithms.logprobs import model_inputs, policy_loss
-from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.generation.kinds import engine_kind
-from nemo_rl_mcore.launch import start_model
-from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
-from nemo_rl_mcore.rollouts.player import Responder
-from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.engine_generation import EngineGeneration
-from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
+from nemo_rl_mcore.driver.algorithms.engine_comparison import bounds_of, compare, rows_to_compare
+from nemo_rl_mcore.driver.algorithms.logprobs import model_inputs, policy_loss
+from nemo_rl_mcore.driver.parts import Parts, open_parts, stop_ids_of
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.driver.rollouts.player import Responder
+from nemo_rl_mcore.driver.run import start_model
+from nemo_rl_mcore.engine.kinds import engine_kind
+from nemo_rl_mcore.recipe.load import load_config
 
 RECIPE = "grpo_copy_vllm_cpu.yaml"
 PRECISION = {"cuda": "bfloat16", "cpu": "float32"}

@@ -41,7 +41,7 @@ from trained_worker import (
     write_start,
 )
 
-from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.rank import accelerator
 
 
 def run(report: Report, device: str) -> None:
@@ -180,7 +180,7 @@ def check_reference_places(report: Report, folder: Path, device: str) -> None:
     """The reference kept on the device and in the CPU's memory: the same bits, and how long the two exchanges take."""
     import tiny
 
-    from nemo_rl_mcore.megatron import reference_policy
+    from nemo_rl_mcore.rank.megatron import reference_policy
 
     group, found, seconds = "the reference on the device and on the CPU", [], []
     whole = reference_policy.PIECE_BYTES
@@ -208,7 +208,7 @@ def check_reference_places(report: Report, folder: Path, device: str) -> None:
 
 def _seconds_of_exchanges(chunks: Any, on_device: bool, repeats: int = 10) -> float:
     """Seconds of a reference pass in which nothing is computed."""
-    from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
+    from nemo_rl_mcore.rank.megatron.reference_policy import ReferencePolicy
 
     reference = ReferencePolicy(chunks, on_device=on_device)
     for repeat in range(repeats + 1):
@@ -230,7 +230,7 @@ def check_offload(report: Report, folder: Path, device: str) -> None:
 def _check_offload_of(report: Report, folder: Path, device: str, precision: str) -> None:
     import tiny
 
-    from nemo_rl_mcore.training.policy_backend import OnDevice
+    from nemo_rl_mcore.rank.policy_backend import OnDevice
 
     group = f"{precision}: offloading between steps"
     with report.attempt(group, "three steps"):

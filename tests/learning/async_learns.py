@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl_mcore.config import load_config
-from nemo_rl_mcore.observability import read_history
+from nemo_rl_mcore.driver.observability import read_history
+from nemo_rl_mcore.recipe.load import load_config
 
 CONFIGS = Path(__file__).parents[2] / "examples/configs"
 BELOW = 0.05

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from nemo_rl_mcore.observability import read_history
+from nemo_rl_mcore.driver.observability import read_history
 
 FIRST_BELOW, LAST_ABOVE = 0.10, 0.95
 

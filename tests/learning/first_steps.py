@@ -15,7 +15,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.recipe.load import load_config
 
 CONFIGS = Path(__file__).parents[2] / "examples/configs"
 TIMES = ("timing/", "performance/", "memory/")

@@ -27,7 +27,7 @@ ROWS, PACKED, EXPERTS = (
 
 
 def gradients_of_keys_and_values_twice() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron import attention, context_parallel
+    from nemo_rl_mcore.rank.megatron import attention, context_parallel
 
     def twice(*args: Any, **kwargs: Any) -> Any:
         gathered = context_parallel.gather_in_order(*args, **kwargs)
@@ -39,7 +39,7 @@ def gradients_of_keys_and_values_twice() -> AbstractContextManager[Any]:
 
 
 def gradients_of_whole_losses_summed() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron import context_parallel
+    from nemo_rl_mcore.rank.megatron import context_parallel
 
     plain = context_parallel.gather_in_order
     return patch.object(
@@ -50,8 +50,8 @@ def gradients_of_whole_losses_summed() -> AbstractContextManager[Any]:
 
 
 def context_ranks_counted_as_data_parallel() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron import parallel_groups
     from nemo_rl_mcore.ops._groups import all_gather_rows
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
     return patch.object(
         parallel_groups,
@@ -63,7 +63,7 @@ def context_ranks_counted_as_data_parallel() -> AbstractContextManager[Any]:
 def contiguous_slices() -> AbstractContextManager[Any]:
     import torch
 
-    from nemo_rl_mcore.megatron import attention, context_parallel
+    from nemo_rl_mcore.rank.megatron import attention, context_parallel
 
     def contiguous(borders: tuple[int, ...], ranks: int) -> torch.Tensor:
         return torch.arange(borders[-1]).view(ranks, -1)
@@ -74,13 +74,13 @@ def contiguous_slices() -> AbstractContextManager[Any]:
 
 
 def borders_of_packed_samples_forgotten() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron import attention
+    from nemo_rl_mcore.rank.megatron import attention
 
     return patch.object(attention, "_first_of_sample", lambda _position, _borders: 0)
 
 
 def balance_counted_for_each_context_rank() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron import auxiliary_losses, parallel_groups
+    from nemo_rl_mcore.rank.megatron import auxiliary_losses, parallel_groups
 
     return patch.object(auxiliary_losses, "_sequence_ranks", parallel_groups.tensor_parallel_group)
 
@@ -88,7 +88,7 @@ def balance_counted_for_each_context_rank() -> AbstractContextManager[Any]:
 def rotary_positions_of_the_other_rank() -> AbstractContextManager[Any]:
     from megatron.core.models.common.embeddings import rotary_pos_embedding
 
-    from nemo_rl_mcore.megatron import context_parallel
+    from nemo_rl_mcore.rank.megatron import context_parallel
 
     def of_the_other(positions: Any, _dimension: int, _group: Any) -> Any:
         ranks = context_parallel.context_parallel_size()

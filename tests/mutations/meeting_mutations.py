@@ -58,8 +58,8 @@ def advantage_of_the_only_winner() -> float:
     """One answer of eight earns 1, the others 0.1 each."""
     import torch
 
-    from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
     from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
+    from nemo_rl_mcore.driver.algorithms.advantages import make_advantage_estimator
 
     rewards = torch.tensor([0.1] * 7 + [1.0])
     estimator = make_advantage_estimator(AdvantageEstimatorConfig(), ClippedPGLossConfig())
@@ -83,8 +83,8 @@ def schedule_counts_rows() -> AbstractContextManager[Any]:
 
 def deviation_by_cancelling_sums() -> AbstractContextManager[Any]:
     """The mean of squares less the square of the mean, with the row taken out of the sums of its group."""
-    from nemo_rl_mcore.algorithms import advantages
-    from nemo_rl_mcore.rollouts.rewards import GroupStatistics
+    from nemo_rl_mcore.driver.algorithms import advantages
+    from nemo_rl_mcore.driver.rollouts.rewards import GroupStatistics
 
     def statistics(_prompt_ids: Any, rewards: Any, *, leave_one_out: bool) -> GroupStatistics:
         rewards = rewards.double()
@@ -98,7 +98,7 @@ def deviation_by_cancelling_sums() -> AbstractContextManager[Any]:
 
 
 def _scaled_terms(**factors: float) -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron.auxiliary_losses import AuxiliaryLosses
+    from nemo_rl_mcore.rank.megatron.auxiliary_losses import AuxiliaryLosses
 
     terms = AuxiliaryLosses.terms
 
@@ -119,7 +119,7 @@ def prediction_layers_scaled_twice() -> AbstractContextManager[Any]:
 
 def reference_read_at_another_temperature() -> AbstractContextManager[Any]:
     """The reference's log-probabilities at the sampling temperature, whatever the worker was told."""
-    from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+    from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
     read = MegatronPolicyWorker.get_reference_policy_logprobs
 

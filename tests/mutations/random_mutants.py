@@ -26,17 +26,18 @@ from cosmic_ray.plugins import get_operator, operator_names
 from coverage.numbits import numbits_to_nums
 
 REPOSITORY = Path(__file__).parents[2]
-ROOMS = ("config", "preflight", "data", "algorithms")
+ROOMS = ("config", "recipe", "models", "tools/check", "data", "driver/algorithms")
 TESTS = (
     "config",
+    "recipe",
+    "models",
     "data",
-    "algorithms",
+    "driver/algorithms",
     "losses",
-    "environments",
-    "evaluation",
-    "doctor",
+    "environment",
+    "tools",
     "suites",
-    "training",
+    "rank",
 )
 MOST_TESTS = 400
 DEADLINE = 180

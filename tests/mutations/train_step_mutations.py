@@ -59,7 +59,7 @@ OVERLAP_FAILURE = Check(
 
 
 def finalize_per_chunk() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.training.train_step import TrainStep
+    from nemo_rl_mcore.rank.train_step import TrainStep
 
     once = TrainStep.microbatch
 
@@ -77,7 +77,7 @@ def missing_division() -> AbstractContextManager[Any]:
 @contextmanager
 def mean_of_chunk_means() -> Iterator[None]:
     from nemo_rl_mcore.losses.base import valid_counts
-    from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
+    from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
 
     added, scaled, chunks = MegatronTrainBackend.forward_backward, MegatronTrainBackend.scale_gradients, 0
 
@@ -109,7 +109,7 @@ def forgotten_finalize() -> AbstractContextManager[Any]:
 
 
 def hooks_never_restored() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron import train_backend
+    from nemo_rl_mcore.rank.megatron import train_backend
 
     @contextmanager
     def hold_back(config: Any, chunks: list[Any]) -> Iterator[None]:
@@ -123,7 +123,7 @@ def hooks_never_restored() -> AbstractContextManager[Any]:
 
 
 def scheduler_advances_on_a_skipped_step() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.training.train_step import TrainStep
+    from nemo_rl_mcore.rank.train_step import TrainStep
 
     update = TrainStep._update
 
@@ -143,7 +143,7 @@ def finalize_without_reduction() -> AbstractContextManager[Any]:
 
 
 def counts_of_one_rank() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.training.sums import LocalSums
+    from nemo_rl_mcore.rank.sums import LocalSums
 
     reduce = LocalSums.reduce
     return patch.object(
@@ -164,7 +164,7 @@ def abort_without_rng_restore() -> AbstractContextManager[Any]:
 
 
 def repeated_chunk_is_added() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.training.train_step import TrainStep
+    from nemo_rl_mcore.rank.train_step import TrainStep
 
     microbatch = TrainStep.microbatch
     return patch.object(
@@ -175,21 +175,21 @@ def repeated_chunk_is_added() -> AbstractContextManager[Any]:
 
 
 def empty_step_is_stepped() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.training.sums import StepTotals
+    from nemo_rl_mcore.rank.sums import StepTotals
 
     count = StepTotals.denominator
     return patch.object(StepTotals, "denominator", lambda self, loss_type: max(count(self, loss_type), 1.0))
 
 
 def hooks_act_in_every_microbatch() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron import overlapped_grad_sync
+    from nemo_rl_mcore.rank.megatron import overlapped_grad_sync
 
     held_back = overlapped_grad_sync._HeldBack
     return patch.object(held_back, "__enter__", held_back.__exit__)
 
 
 def reductions_started_twice() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron import overlapped_grad_sync
+    from nemo_rl_mcore.rank.megatron import overlapped_grad_sync
 
     def start(groups: list[Any]) -> None:
         for group in groups:
@@ -199,13 +199,13 @@ def reductions_started_twice() -> AbstractContextManager[Any]:
 
 
 def reduced_before_the_division() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron import overlapped_grad_sync
+    from nemo_rl_mcore.rank.megatron import overlapped_grad_sync
 
     return patch.object(overlapped_grad_sync, "_multiplied_by", lambda *_args: nullcontext())
 
 
 def reductions_in_flight_are_forgotten() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron import train_backend
+    from nemo_rl_mcore.rank.megatron import train_backend
 
     return patch.object(train_backend, "drop_reductions", _nothing)
 
@@ -214,14 +214,14 @@ def _nothing(*_args: Any, **_options: Any) -> None: ...
 
 
 def _backend_without(call: str) -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
+    from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
 
     return patch.object(MegatronTrainBackend, call, _nothing)
 
 
 def _step_without(step_call: str, backend_call: str) -> AbstractContextManager[Any]:
     """The step's call as it is, but for a call of the backend that it leaves out."""
-    from nemo_rl_mcore.training.train_step import TrainStep
+    from nemo_rl_mcore.rank.train_step import TrainStep
 
     whole = getattr(TrainStep, step_call)
 

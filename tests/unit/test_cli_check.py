@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_mcore import cli, command_line
-from nemo_rl_mcore.config import load_config
-from nemo_rl_mcore.config.shipped import shipped_recipe
+from nemo_rl_mcore import cli
+from nemo_rl_mcore.cli import arguments as command_line
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.recipe.shipped import shipped_recipe
 
 REPOSITORY = Path(__file__).parents[2]
 EXEMPLAR = str(REPOSITORY / "examples/configs/grpo_copy_cpu.yaml")
@@ -85,7 +86,7 @@ def test_every_problem_goes_to_stderr_with_status_2(capsys):
 
 def test_a_package_that_a_recipe_needs_here_is_a_problem(capsys, monkeypatch):
     """It runs on this machine's CPUs; a recipe for GPUs is checked for another one."""
-    monkeypatch.setattr("nemo_rl_mcore.preflight.packages.installed", lambda package: False)
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: False)
     here = [
         "check",
         "--config",
@@ -139,9 +140,9 @@ def test_wrong_command_lines(capsys, arguments, message):
 def launched(monkeypatch):
     """Stand in for the launcher; gives the configs it was handed."""
     configs = []
-    launch = types.ModuleType("nemo_rl_mcore.launch")
-    launch.run = lambda config: configs.append(config) or 7
-    monkeypatch.setitem(sys.modules, "nemo_rl_mcore.launch", launch)
+    launch = types.ModuleType("nemo_rl_mcore.driver.run")
+    launch.run = lambda config, write_page: configs.append(config) or 7
+    monkeypatch.setitem(sys.modules, "nemo_rl_mcore.driver.run", launch)
     return configs
 
 
@@ -209,9 +210,8 @@ def test_a_large_tokenizer_file_costs_check_its_library_and_imports_no_framework
     assert with_file - plain < 4 * by_the_library
 
 
-@pytest.mark.parametrize("module", ["nemo_rl_mcore", "nemo_rl_mcore.cli"])
-def test_the_package_runs_as_a_module(module):
-    command = [sys.executable, "-m", module, "check", "--config", EXEMPLAR]
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "nemo_rl_mcore", "check", "--config", EXEMPLAR]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "16 prompts x 16 answers = 256" in done.stdout
     assert "overlap_param_gather: false\n" in done.stdout

@@ -13,18 +13,18 @@ import pytest
 from doc_pages import BLOCK, PAGES, REPO, blocks, in_backticks, prose
 
 from nemo_rl_mcore import cli
-from nemo_rl_mcore.config import load_config
-from nemo_rl_mcore.config.foreign.recognised import is_foreign
+from nemo_rl_mcore.agents.nemo_gym import SESSIONS_FILE
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.config.reference import reference_pages
-from nemo_rl_mcore.config.schema import is_known
-from nemo_rl_mcore.endpoint.nemo_gym import SESSIONS_FILE
-from nemo_rl_mcore.evaluation.folder import IDENTITY_FILE, RESULTS_FILE
-from nemo_rl_mcore.observability.report import REPORT_FILE
-from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER
-from nemo_rl_mcore.observability.sinks import METRICS_FILE
-from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE
-from nemo_rl_mcore.rollouts.event_log import EVENTS_FILE
+from nemo_rl_mcore.driver.observability.report import REPORT_FILE
+from nemo_rl_mcore.driver.observability.rollouts import ROLLOUTS_FOLDER
+from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE
+from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE
+from nemo_rl_mcore.driver.saved_run import RECIPE_FILE
+from nemo_rl_mcore.recipe.foreign.recognised import is_foreign
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.recipe.schema import is_known
+from nemo_rl_mcore.tools.evaluate.folder import IDENTITY_FILE, RESULTS_FILE
+from nemo_rl_mcore.tools.reference import reference_pages
 
 pytestmark = pytest.mark.stage("docs")
 
@@ -165,7 +165,7 @@ def test_console_blocks_show_the_real_output(monkeypatch, capsys, page, line, te
 
 def test_the_reference_is_generated_from_the_models():
     pages = {Path(page).name: text for page, text in PAGES.items() if page.startswith("docs/reference/")}
-    assert pages == reference_pages(), "run: python -m nemo_rl_mcore.config.reference docs/reference"
+    assert pages == reference_pages(), "run: python -m nemo_rl_mcore.tools.reference docs/reference"
 
 
 # Names: links, paths, keys

@@ -17,9 +17,9 @@ import yaml
 from doc_pages import PAGES, REPO, blocks, in_backticks
 from ray.scripts.scripts import cli as ray_cli
 
-from nemo_rl_mcore.command_line import parse
-from nemo_rl_mcore.config import load_config
-from nemo_rl_mcore.config.migration.migrate import load_migrated
+from nemo_rl_mcore.cli.arguments import parse
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.migrate.migrate import load_migrated
 
 pytestmark = pytest.mark.stage("docs")
 

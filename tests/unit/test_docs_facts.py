@@ -13,14 +13,14 @@ import yaml
 from doc_pages import PAGES, REPO
 
 import nemo_rl_mcore
-from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.base import Code
-from nemo_rl_mcore.training.results import as_result
-from nemo_rl_mcore.training.sums import StepTotals
-from nemo_rl_mcore.training.train_step import OptimizerOutcome, StepResult
-from nemo_rl_mcore.workers.policy import Policy
-from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank.results import as_result
+from nemo_rl_mcore.rank.sums import StepTotals
+from nemo_rl_mcore.rank.train_step import OptimizerOutcome, StepResult
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
+from nemo_rl_mcore.recipe.load import load_config
 
 pytestmark = pytest.mark.stage("docs")
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_mcore import cli
-from nemo_rl_mcore.command_line import parse
-from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.cli.arguments import parse
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.preflight.device_memory import activation_bytes, plan_device_memory
-from nemo_rl_mcore.preflight.memory import estimate_memory
+from nemo_rl_mcore.models.memory import estimate_memory
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check.device_memory import activation_bytes, plan_device_memory
 
 pytestmark = pytest.mark.stage("docs")
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from nemo_rl_mcore.generation.engine import Request, Response
-    from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine, VllmEngine
-    from nemo_rl_mcore.generation.vllm.settings import EngineSettings
+    from nemo_rl_mcore.engine.engine import Request, Response
+    from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine, VllmEngine
+    from nemo_rl_mcore.engine.vllm.settings import EngineSettings
 
 VOCABULARY = 32
 FAMILIES = {
@@ -31,8 +31,8 @@ PROMPT_LENGTHS = (3, 40, LONGER_THAN_A_BLOCK)
 
 def prepare_engine(_rank: int) -> None:
     """Get the environment ready that the workers give an engine."""
-    from nemo_rl_mcore.generation.vllm.kind import vllm_environment
-    from nemo_rl_mcore.workers.environment import rank_environment
+    from nemo_rl_mcore.driver.actors.environment import rank_environment
+    from nemo_rl_mcore.engine.vllm.kind import vllm_environment
 
     os.environ.update(rank_environment(os.environ, on_cpu=True) | vllm_environment(os.environ, on_cpu=True))
 
@@ -40,7 +40,7 @@ def prepare_engine(_rank: int) -> None:
 def hf_config(family: str, *, tied: bool) -> dict[str, object]:
     """config.json of a tiny model, as a run writes it."""
     from nemo_rl_mcore.config import ModelConfig
-    from nemo_rl_mcore.config.families.config_json import hf_config_of
+    from nemo_rl_mcore.models.config_json import hf_config_of
 
     sizes: dict[str, Any] = {
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1, "kv_channels": 32,
@@ -79,7 +79,7 @@ def weights(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def settings(folder: Path, **changes: Any) -> EngineSettings:
-    from nemo_rl_mcore.generation.vllm.settings import EngineSettings
+    from nemo_rl_mcore.engine.vllm.settings import EngineSettings
 
     return EngineSettings(
         **{
@@ -93,8 +93,8 @@ def messages(
     tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = 40_000
 ) -> Iterable[dict[str, Any]]:
     """The tensors in buckets of shared memory that take turns; a bucket is valid until the next but one."""
-    from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
-    from nemo_rl_mcore.generation.refit.transports import SharedMemorySender
+    from nemo_rl_mcore.rank.refit.buckets import Bucket, Packer
+    from nemo_rl_mcore.rank.refit.transports import SharedMemorySender
 
     sender = SharedMemorySender(bucket_bytes)
     packers = [Packer(slot) for slot in sender.slots]
@@ -111,7 +111,7 @@ def messages(
 
 
 def refit(engine: VllmEngine, model: Any, version: int, bucket_bytes: int = 40_000) -> None:
-    from nemo_rl_mcore.generation.refit.digests import digests
+    from nemo_rl_mcore.rank.refit.digests import digests
 
     engine.begin_refit(version)
     for message in messages(weights(model), bucket_bytes):
@@ -121,7 +121,7 @@ def refit(engine: VllmEngine, model: Any, version: int, bucket_bytes: int = 40_0
 
 async def refit_soon(engine: AsyncVllmEngine, model: Any, version: int) -> None:
     """Do what `refit` does, for an engine that goes on answering."""
-    from nemo_rl_mcore.generation.refit.digests import digests
+    from nemo_rl_mcore.rank.refit.digests import digests
 
     await engine.begin_refit(version)
     for message in messages(weights(model)):
@@ -132,7 +132,7 @@ async def refit_soon(engine: AsyncVllmEngine, model: Any, version: int) -> None:
 def requests(lengths: Iterable[int] = PROMPT_LENGTHS) -> list[Request]:
     import torch
 
-    from nemo_rl_mcore.generation.engine import Request
+    from nemo_rl_mcore.engine.engine import Request
 
     generator = torch.Generator().manual_seed(5)
     return [

@@ -12,7 +12,7 @@ def keeps(folder, asynchronous):
     import engine_process as tiny
     from engine_contract import keeps_to_the_contract
 
-    from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine, VllmEngine
+    from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine, VllmEngine
 
     tiny.model_folder(folder)
     old, new = (tiny.weights(tiny.transformers_model(folder, seed)) for seed in (0, 1))

@@ -12,8 +12,8 @@ def errors_after_refits(folder, family, tied):
     """For each refit: the distance of the log-probabilities from its weights, and from the other refit's."""
     import engine_process as tiny
 
-    from nemo_rl_mcore.generation.engine import Sampling
-    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
+    from nemo_rl_mcore.engine.engine import Sampling
+    from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
     tiny.model_folder(folder, family, tied=tied)
     engine = VllmEngine(tiny.settings(folder))
@@ -40,9 +40,9 @@ def test_after_a_refit_the_logprobs_are_those_of_the_new_weights(engine_process,
 def refused_versions(folder):
     import engine_process as tiny
 
-    from nemo_rl_mcore.generation.engine import Sampling, WrongWeightsError
-    from nemo_rl_mcore.generation.refit.digests import digests
-    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
+    from nemo_rl_mcore.engine.engine import Sampling, WrongWeightsError
+    from nemo_rl_mcore.engine.vllm.engine import VllmEngine
+    from nemo_rl_mcore.rank.refit.digests import digests
 
     tiny.model_folder(folder)
     engine = VllmEngine(tiny.settings(folder))
@@ -110,8 +110,8 @@ def sampled(folder):
     """Answers to the same requests: twice, in another order, one by one, with other seeds."""
     import engine_process as tiny
 
-    from nemo_rl_mcore.generation.engine import Request, Sampling
-    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
+    from nemo_rl_mcore.engine.engine import Request, Sampling
+    from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
     tiny.model_folder(folder)
     engine = VllmEngine(tiny.settings(folder))
@@ -142,8 +142,8 @@ def endings(folder, stop_ids, stop_strings, of_requests=False):
     import engine_process as tiny
 
     from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, load_tokenizer
-    from nemo_rl_mcore.generation.engine import Request, Sampling
-    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
+    from nemo_rl_mcore.engine.engine import Request, Sampling
+    from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
     tiny.model_folder(folder)
     tokenizer = load_tokenizer("char")
@@ -191,8 +191,8 @@ def endings_of_bytes(folder):
     from chat_templates import byte_tokenizer
 
     from nemo_rl_mcore.data.stop_conditions import StopConditions
-    from nemo_rl_mcore.generation.engine import Request, Sampling
-    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
+    from nemo_rl_mcore.engine.engine import Request, Sampling
+    from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
     tiny.model_folder(folder)
     tokenizer = byte_tokenizer(folder)
@@ -231,8 +231,8 @@ def greedy_answers(folder):
     import engine_process as tiny
     import torch
 
-    from nemo_rl_mcore.generation.engine import Sampling
-    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
+    from nemo_rl_mcore.engine.engine import Sampling
+    from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
     tiny.model_folder(folder, "qwen3")
     engine = VllmEngine(tiny.settings(folder))
@@ -263,8 +263,8 @@ def in_flight(folder):
 
     import engine_process as tiny
 
-    from nemo_rl_mcore.generation.engine import Sampling
-    from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine
+    from nemo_rl_mcore.engine.engine import Sampling
+    from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine
 
     tiny.model_folder(folder)
     models = [tiny.transformers_model(folder, seed) for seed in (0, 1)]
@@ -302,7 +302,7 @@ def in_flight(folder):
 def tail_error(model, asked, answered, tokens=20):
     import engine_process as tiny
 
-    from nemo_rl_mcore.generation.engine import Request, Response
+    from nemo_rl_mcore.engine.engine import Request, Response
 
     tails = [
         (
@@ -331,8 +331,8 @@ def overtaken_by_equal_weights(folder):
 
     import engine_process as tiny
 
-    from nemo_rl_mcore.generation.engine import Sampling
-    from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine
+    from nemo_rl_mcore.engine.engine import Sampling
+    from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine
 
     tiny.model_folder(folder)
     model, asked, sampling = tiny.transformers_model(folder, 0), tiny.requests([5, 9, 2, 7]), Sampling(200)

@@ -10,16 +10,16 @@ import pytest
 import torch
 from processes import ProcessWatch
 
-from nemo_rl_mcore.algorithms.engine_comparison import BOUNDS, EnginesDifferError, compare
-from nemo_rl_mcore.algorithms.logprobs import model_inputs
 from nemo_rl_mcore.config import ClippedPGLossConfig, ClusterConfig, PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.failures import WorkerError
+from nemo_rl_mcore.driver.algorithms.engine_comparison import BOUNDS, EnginesDifferError, compare
+from nemo_rl_mcore.driver.algorithms.logprobs import model_inputs
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.driver.rollouts.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.losses import ClippedPGLossFn
-from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
-from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.failures import WorkerError
-from nemo_rl_mcore.workers.policy import Policy
 
 LOGPROBS = 1e-4
 STOP = 7
@@ -57,8 +57,8 @@ class Run:
 
         reads_texts: their requests have stop strings of their own.
         """
-        from nemo_rl_mcore.generation.vllm.kind import vllm_kind
-        from nemo_rl_mcore.workers.engine_generation import EngineGeneration
+        from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
+        from nemo_rl_mcore.engine.vllm.kind import vllm_kind
 
         config = policy_config(**generation)
         other = config.model_copy(update={"model": config.model.model_copy(update=model or {})})

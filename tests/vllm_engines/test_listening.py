@@ -14,7 +14,7 @@ def listening_of_an_engine(folder, ranks, asynchronous):
     import engine_process as tiny
     from listening import listening_addresses
 
-    from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine, VllmEngine
+    from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine, VllmEngine
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as `RayCluster.local_network` has it
     settings = tiny.settings(tiny.model_folder(folder), tensor_parallel_size=ranks)

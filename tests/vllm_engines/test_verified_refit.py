@@ -28,7 +28,7 @@ def plant(worker, fault, names, old):
     """Change what this process's model holds: the values of its blocks of these tensors; old: of all, before."""
     import torch
 
-    from nemo_rl_mcore.generation.vllm.held_weights import blocks
+    from nemo_rl_mcore.engine.vllm.held_weights import blocks
 
     model = worker.model_runner.get_model()
     held = {block.name: block.values for block in blocks(model)}
@@ -51,7 +51,7 @@ def plant(worker, fault, names, old):
 
 
 def what_is_held(worker):
-    from nemo_rl_mcore.generation.vllm.held_weights import blocks
+    from nemo_rl_mcore.engine.vllm.held_weights import blocks
 
     return {block.name: block.values.clone() for block in blocks(worker.model_runner.get_model())}
 
@@ -76,10 +76,10 @@ def complaints(folder):
     import engine_process as tiny
     from engine_contract import messages
 
-    from nemo_rl_mcore.generation.refit import transports
-    from nemo_rl_mcore.generation.refit.digests import Digester
-    from nemo_rl_mcore.generation.refit.verification import IncompleteRefitError
-    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
+    from nemo_rl_mcore.engine.vllm.engine import VllmEngine
+    from nemo_rl_mcore.rank.refit import transports
+    from nemo_rl_mcore.rank.refit.digests import Digester
+    from nemo_rl_mcore.rank.refit.verification import IncompleteRefitError
 
     tiny.model_folder(folder, "qwen3")
     # The engine casts what it is sent.
@@ -142,7 +142,7 @@ LAST_EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 def tensors_of(model, seed):
     import torch
 
-    from nemo_rl_mcore.config.families import all_weights
+    from nemo_rl_mcore.models import all_weights
 
     noise = torch.Generator().manual_seed(seed)
     for weight in all_weights(model):
@@ -165,11 +165,11 @@ def experts_refitted(folder, kernel):
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     from nemo_rl_mcore.config import ModelConfig
-    from nemo_rl_mcore.config.families.config_json import hf_config_of
-    from nemo_rl_mcore.generation.refit.digests import digests
-    from nemo_rl_mcore.generation.refit.verification import IncompleteRefitError
-    from nemo_rl_mcore.generation.vllm import held_weights
-    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
+    from nemo_rl_mcore.engine.vllm import held_weights
+    from nemo_rl_mcore.engine.vllm.engine import VllmEngine
+    from nemo_rl_mcore.models.config_json import hf_config_of
+    from nemo_rl_mcore.rank.refit.digests import digests
+    from nemo_rl_mcore.rank.refit.verification import IncompleteRefitError
 
     model = ModelConfig.model_validate(EXPERTS)
     folder.mkdir()

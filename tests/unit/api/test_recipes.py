@@ -27,13 +27,13 @@ from nemo_rl_mcore import (
     load_recipe,
 )
 from nemo_rl_mcore.api.known_arguments import OTHERS, SAME_IN_TRL
+from nemo_rl_mcore.config.custom_code import function_at, handed
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.config.schema import fields
-from nemo_rl_mcore.custom_code import function_at, handed
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.environments import make_environment
+from nemo_rl_mcore.driver.signals import deferred_stop_signals
+from nemo_rl_mcore.environment.registry import make_environment
 from nemo_rl_mcore.errors import code_of
-from nemo_rl_mcore.signals import deferred_stop_signals
+from nemo_rl_mcore.recipe.schema import fields
 
 MODEL = {
     "model": {
@@ -380,7 +380,7 @@ def test_a_signal_while_the_ranks_stop_ends_the_loop_once(monkeypatch, left_by_o
             with deferred_stop_signals(hold=True):
                 signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("nemo_rl_mcore.launch.train", steps)
+    monkeypatch.setattr("nemo_rl_mcore.driver.run.train", steps)
     loop = iter(load_recipe("grpo_copy_cpu.yaml"))
     next(loop)
     raised = []

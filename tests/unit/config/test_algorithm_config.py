@@ -7,8 +7,8 @@ from nemo_rl_mcore.config import (
     RewardScalingConfig,
     RewardShapingConfig,
     checked,
-    load_config,
 )
+from nemo_rl_mcore.recipe.load import load_config
 
 SIZES = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": 3}
 

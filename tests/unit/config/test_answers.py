@@ -3,7 +3,7 @@ from refusals import refusals_of
 
 from nemo_rl_mcore.config import EnvConfig, checked
 from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
-from nemo_rl_mcore.preflight.answer_kinds import as_quantity, as_words, gold_answer, why_unreadable
+from nemo_rl_mcore.environment.answer_kinds import as_quantity, as_words, gold_answer, why_unreadable
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all she sold <<48+24=72>>72 clips.\n#### 72"
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_mcore.config import EnvConfig, load_config
-from nemo_rl_mcore.custom_code import build
+from nemo_rl_mcore.config import EnvConfig
+from nemo_rl_mcore.config.custom_code import build
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.environments import make_environment
+from nemo_rl_mcore.environment.registry import make_environment
 from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
+from nemo_rl_mcore.recipe.load import load_config
 
 MODULE = """
 from nemo_rl_mcore.data.datasets import Prompt

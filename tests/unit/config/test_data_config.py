@@ -5,9 +5,10 @@ import yaml
 from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 from refusals import briefs, refusals_of
 
-from nemo_rl_mcore.config import ConfigError, DataConfig, EnvConfig, checked, load_config
+from nemo_rl_mcore.config import ConfigError, DataConfig, EnvConfig, checked
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check import preflight
 
 
 @pytest.mark.parametrize(

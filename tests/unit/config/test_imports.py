@@ -4,9 +4,9 @@ import sys
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from nemo_rl_mcore.config.custom_code import build
 from nemo_rl_mcore.config.imports import ImportPath
-from nemo_rl_mcore.custom_code import build
-from nemo_rl_mcore.preflight.packages import import_problems
+from nemo_rl_mcore.tools.check.packages import import_problems
 
 KEY = "env.custom.type"
 
@@ -74,7 +74,7 @@ def test_the_working_directory_is_searched_after_what_is_installed(tmp_path):
     (tmp_path / "mine.py").write_text("class Mine: pass")
     code = (
         "import sys; sys.path = [entry for entry in sys.path if entry]\n"
-        "from nemo_rl_mcore.custom_code import build\n"
+        "from nemo_rl_mcore.config.custom_code import build\n"
         "assert type(build('mine:Mine', 'key.type', None, needs=())).__name__ == 'Mine'\n"
         "build('sched:scheduler', 'key.type', None, needs=())\n"
     )

@@ -11,7 +11,8 @@ from nemo_rl_mcore.config import (
     SchedulerConfig,
     checked,
 )
-from nemo_rl_mcore.config.families import count_parameters
+from nemo_rl_mcore.models import count_parameters
+from nemo_rl_mcore.recipe.rules.policies import checked_policy
 
 
 @pytest.fixture
@@ -224,7 +225,7 @@ def test_fused_guardrails_name_both_keys(refusals, key, value):
 
 def test_fused_guardrails_hold_without_the_loader(policy):
     with wrong_key("megatron_cfg.use_fused_linear_logprobs: incompatible (top_k)"):
-        checked(PolicyConfig, with_values(policy, generation__top_k=5))
+        checked_policy(with_values(policy, generation__top_k=5))
 
 
 def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
@@ -307,7 +308,7 @@ def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
     ],
 )
 def test_policy_refusals(policy, values, message):
-    assert message in refusals_of(lambda: checked(PolicyConfig, with_values(policy, **values)))
+    assert message in refusals_of(lambda: checked_policy(with_values(policy, **values)))
 
 
 def test_stop_tokens_may_be_any_id_of_the_model(policy):
@@ -403,13 +404,13 @@ def test_experts_are_whole_on_their_rank_but_the_shared_expert_is_split(policy):
     assert PolicyConfig.model_validate(with_values(policy, **layout, **experts))
     odd = {"model__moe_shared_expert_intermediate_size": 5}
     with wrong_key("model.moe_shared_expert_intermediate_size: not-divisible (tensor_model_parallel_size)"):
-        checked(PolicyConfig, with_values(policy, **layout, **experts, **odd))
+        checked_policy(with_values(policy, **layout, **experts, **odd))
 
 
 def test_the_sizes_of_a_checkpoint_are_those_of_its_weights(policy):
     values = {"megatron_cfg__tensor_model_parallel_size": 3, "init_checkpoint": "runs/step_4"}
     with wrong_key("megatron_cfg.tensor_model_parallel_size: not-divisible (init_checkpoint)"):
-        checked(PolicyConfig, with_values(policy, **values))
+        checked_policy(with_values(policy, **values))
 
 
 def test_tensor_parallel_layouts_that_fit(policy):

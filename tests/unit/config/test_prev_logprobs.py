@@ -5,10 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs, source_of_prev_logprobs
-from nemo_rl_mcore.preflight import preflight
-from nemo_rl_mcore.preflight.render import render
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check import preflight
+from nemo_rl_mcore.tools.check.render import render
 
 EXAMPLES = "examples/configs"
 GRPO, PPO = f"{EXAMPLES}/grpo_copy_cpu.yaml", f"{EXAMPLES}/ppo_cpu.yaml"

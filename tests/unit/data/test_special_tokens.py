@@ -7,14 +7,14 @@ import yaml
 from chat_tokenizer import EOS, START, VOCABULARY, save_chat_tokenizer
 from refusals import wrong_key
 
-from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.limits import Limits
 from nemo_rl_mcore.data.sources import open_prompts, open_set
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.preflight.data_files import examine_data
+from nemo_rl_mcore.driver.data_files import examine_data
+from nemo_rl_mcore.recipe.load import load_config
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
 KEY = "data.special_tokens_in_content"

@@ -7,11 +7,12 @@ import yaml
 from library_files import write_parquet
 from refusals import refused
 
-from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.streams import StreamSource
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.generate import Asked, prompts_to_answer
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.evaluate.generate import Asked, prompts_to_answer
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
 CHAR = load_tokenizer("char")

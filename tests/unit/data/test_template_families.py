@@ -7,6 +7,8 @@ import pytest
 from chat_templates import FAMILIES
 from refusals import refused
 
+from nemo_rl_mcore.agents.chat import History
+from nemo_rl_mcore.agents.requests import chat_of
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.answers import answer_row
@@ -16,8 +18,6 @@ from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.preference import given_pair, pair_rows
 from nemo_rl_mcore.data.row import Row
 from nemo_rl_mcore.data.row_readers import RowError, RowReader
-from nemo_rl_mcore.endpoint.chat import History
-from nemo_rl_mcore.endpoint.requests import chat_of
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 

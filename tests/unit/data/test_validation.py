@@ -269,7 +269,7 @@ def test_more_choices_than_the_vocabulary_has_are_refused(k):
 
 
 def test_the_check_of_a_policy_knows_what_reads_the_lengths():
-    from nemo_rl_mcore.config import load_config
+    from nemo_rl_mcore.recipe.load import load_config
 
     recipe = "examples/configs/grpo_copy_cpu.yaml"
     plain = BatchCheck.of(load_config(recipe).policy)

@@ -9,7 +9,6 @@ from nemo_rl_mcore.config import (
     MseValueLossConfig,
     NLLLossConfig,
     checked,
-    load_config,
 )
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import (
@@ -20,6 +19,7 @@ from nemo_rl_mcore.losses import (
     check_losses,
     make_loss,
 )
+from nemo_rl_mcore.recipe.load import load_config
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nemo_rl_mcore.config import DistillationLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.driver.rollouts.episode_rows import as_rows
 from nemo_rl_mcore.losses import (
     ClippedPGLossFn,
     DistillationLossFn,
@@ -30,7 +31,6 @@ from nemo_rl_mcore.losses import (
     ValueOutputs,
 )
 from nemo_rl_mcore.losses.base import valid_counts
-from nemo_rl_mcore.rollouts.episode_rows import as_rows
 
 BatchMaker = Callable[..., tuple[Tensor, BatchedDataDict]]
 ROWS, VOCABULARY, K = 8, 9, 4

@@ -4,7 +4,7 @@ import pytest
 from test_suites.check_metrics import parse_check, read_metrics
 from test_suites.dump_metrics import METRICS_FILE, main
 
-from nemo_rl_mcore.observability import sinks
+from nemo_rl_mcore.driver.observability import sinks
 
 pytestmark = pytest.mark.stage("docs")
 

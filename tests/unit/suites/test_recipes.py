@@ -8,11 +8,12 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_rl_mcore.config import RunConfig, load_config
-from nemo_rl_mcore.config.hf.pretrained import pretrained_model
+from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.master import RUN_CONFIGS, DistillationMasterConfig
-from nemo_rl_mcore.config.sources import read_recipe
-from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.models.pretrained import pretrained_model
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.recipe.sources import read_recipe
+from nemo_rl_mcore.tools.check import preflight
 
 pytestmark = pytest.mark.stage("docs")
 

@@ -1,0 +1,171 @@
+"""From messages to the ids of a prompt, in which the answers that the session has sampled stand as they were sampled.
+
+An assistant's message that comes back is recognized by what the conversation was before it, and by its ids or by what
+it says; neither ids nor texts that come back are trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from nemo_rl_mcore.agents.session import Call, Room, Session
+from nemo_rl_mcore.data.chat import ASSISTANT
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.observations import Conversation
+from nemo_rl_mcore.data.tokenizer import Tokenizer, Tools
+
+_MEMORY = "chat"
+type _Said = tuple[str, str, tuple[tuple[str, str], ...]]
+_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The ids that an assistant's message brings along; they are compared with those of the session's calls."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+    def is_of(self, call: Call) -> bool:
+        """Return whether they are those of a call."""
+        return (
+            len(self.prompt_ids) == len(call.prompt_P)
+            and self.answer_ids == tuple(call.answer_N.tolist())
+            and self.prompt_ids == tuple(call.prompt_P.tolist())
+        )
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as a client sends it. claims: one for each message, None where it brings no ids.
+
+    variables: of the chat template, besides those of the run. goes_on: the client says that the answer goes on with
+    the last message.
+    """
+
+    messages: tuple[Message, ...]
+    claims: tuple[Claim | None, ...]
+    tools: Tools = ()
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    goes_on: bool = False
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The prompt that a conversation is. state: stands for all of it; heard: what is said after the last answer.
+
+    begun: what it ends with of the answer; before: stands for all before that.
+    """
+
+    ids: list[int]
+    state: bytes
+    heard: tuple[Message, ...]
+    begun: str = ""
+    before: bytes | None = None
+
+
+@dataclass(frozen=True)
+class _Answered:
+    call: Call
+    message: Message
+    """As it was returned."""
+
+
+@dataclass
+class History:
+    """The chat calls of a session, by the conversation that each has answered."""
+
+    _calls: dict[bytes, list[_Answered]] = field(default_factory=dict[bytes, list[_Answered]])
+    _contents: dict[_Said, str] = field(default_factory=dict[_Said, str])
+    """Of all answers: clients take thoughts apart from what is said, where a template may show them together."""
+
+    @classmethod
+    def of(cls, session: Session) -> History:
+        """Return that of a session."""
+        return session.memory.setdefault(_MEMORY, cls())
+
+    def prompt(self, chat: Chat, tokenizer: Tokenizer, room: Room) -> ChatPrompt:
+        """Return what the template shows of a conversation, after the longest beginning that was sampled.
+
+        Raises ValueError for what the template or the tokenizer does not take, and NoRoomError for a text that is too
+        long by its length alone: it is not encoded.
+        """
+        fewest = tokenizer.fewest_tokens
+        # Of an answer a template may leave the thoughts out; all else it shows.
+        room(fewest(sum(len(message.content) for message in chat.messages if message.role != ASSISTANT)))
+        messages, answered = [*chat.messages], dict[int, Call]()
+        if chat.variables:
+            tokenizer = tokenizer.with_variables(chat.variables)
+        before = state = _digest(b"", [*chat.tools], {**chat.variables})
+        for place, (message, claim) in enumerate(zip(chat.messages, chat.claims, strict=True)):
+            found = self._find(state, message, claim) if message.role == ASSISTANT else None
+            if found is not None:
+                messages[place], answered[place] = found.message, found.call
+            elif message.role == ASSISTANT and (content := self._contents.get(_said(message))) is not None:
+                messages[place] = replace(message, content=content, reasoning="")
+            before = state
+            state = _digest(
+                state, _to_json(messages[place]), found and [found.call.digest, found.call.repetition]
+            )
+        last, own = messages[-1], answered.get(len(messages) - 1)
+        begun = last.role == ASSISTANT and not last.tool_calls
+        begun = begun and (chat.goes_on or own is None or not own.finished)
+        conversation = Conversation(tokenizer, messages, chat.tools, begun)
+        room(fewest(len(conversation.shown.text)))
+        ids, heard = None, ()
+        if begun and own is not None and not own.finished:
+            ids = own.ids
+        for place, call in reversed(answered.items()):
+            if ids is None and (behind := conversation.ids_behind(place, call.answer_N.tolist())) is not None:
+                ids, heard = [*call.ids, *behind], tuple(messages[place + 1 :])
+        if ids is None:
+            shown = conversation.shown
+            ids, heard = tokenizer.encode(shown.text, shown.literal), tuple(messages)
+        return ChatPrompt(ids, state, heard, *((last.content, before) if begun else ("", None)))
+
+    def keep(self, prompt: ChatPrompt, call: Call, message: Message) -> None:
+        """Take note of how an answer is returned, and of a whole one that began in its prompt; once for each call."""
+        kept = [(prompt.state, message)]
+        if prompt.before is not None:
+            kept.append((prompt.before, replace(message, content=prompt.begun + message.content)))
+        for state, said in kept:
+            known = self._calls.setdefault(state, [])
+            if not any(answered.call is call for answered in known):
+                known.append(_Answered(call, said))
+                self._contents[_said(said)] = said.content
+
+    def _find(self, state: bytes, message: Message, claim: Claim | None) -> _Answered | None:
+        """Return the answer to a conversation that a message is; of equal ones that to the last repetition."""
+        known = sorted(self._calls.get(state, ()), key=lambda answered: -answered.call.repetition)
+        by_ids = (answered for answered in known if claim is not None and claim.is_of(answered.call))
+        said = _said(message)
+        by_words = (answered for answered in known if _said(answered.message) == said)
+        return next(by_ids, None) or next(by_words, None)
+
+
+def _said(message: Message) -> _Said:
+    """Return thought, words and calls, however a client has arranged them, but for the ids that it calls them by."""
+    thought, end, words = message.content.partition(_THOUGHT_ENDS)
+    if message.reasoning or not end:
+        thought, words = message.reasoning, message.content
+    thought = thought.strip().removeprefix(_THOUGHT_BEGINS).strip()
+    calls = tuple((call.name, json.dumps(call.parsed, sort_keys=True)) for call in message.tool_calls)
+    return thought, words.strip(), calls
+
+
+def _to_json(message: Message) -> dict[str, Any]:
+    return asdict(replace(message, frame=(0, 0), null=False))
+
+
+def _digest(*parts: Any) -> bytes:
+    text = json.dumps([part.hex() if isinstance(part, bytes) else part for part in parts])
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def message_of(text: str, calls: Sequence[Any]) -> Message:
+    """Return an answer as it is returned."""
+    return Message(ASSISTANT, text, tool_calls=tuple(calls))

@@ -1,0 +1,252 @@
+"""The endpoint of a run: a server on the loopback interface, its sessions, and the agents that play them.
+
+All of it is in one thread, with an asyncio loop. The threads that train or ask engines begin episodes there, see
+`player.AgentCollector`; answers come from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from nemo_rl_mcore.agents.agents import Agents, Ended
+from nemo_rl_mcore.agents.app import make_app
+from nemo_rl_mcore.agents.nemo_gym import GymSetup, NemoGym, nemo_gym
+from nemo_rl_mcore.agents.options import EndpointOptions, RunSampling
+from nemo_rl_mcore.agents.rows import last_turn, transcript_of
+from nemo_rl_mcore.agents.server import served
+from nemo_rl_mcore.agents.session import Limits, NoRoomError, Respond, Session, SessionLimitError, Sessions
+from nemo_rl_mcore.agents.tools import tool_parser
+from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
+from nemo_rl_mcore.driver.loop_thread import LoopThread
+from nemo_rl_mcore.driver.output import write_line
+from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS, Transcript
+from nemo_rl_mcore.errors import RunStoppedError
+
+MODEL = "policy"
+"""What clients call the model; another name is refused, as what is said to a judge is not to be trained on."""
+_START_WITHIN_S, _END_WITHIN_S = 30.0, 60.0
+
+type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]
+"""See `interfaces.Environments.replies_soon`."""
+
+
+class Endpoint:
+    """A context manager: the server listens inside the block, and all agents have ended after it.
+
+    stop_ids: end an answer. variables: what agents see of the environment. Raises RunStoppedError for a port that is
+    taken.
+    """
+
+    def __init__(
+        self, config: RunConfig, tokenizer: Tokenizer, stop_ids: Sequence[int], variables: Mapping[str, str]
+    ) -> None:
+        section = config.env.endpoint
+        assert section is not None
+        policy = config.policy
+        self._section, self._retries = section, config.env.pool.retries
+        self._limits = Limits(
+            policy.max_total_sequence_length,
+            config.max_rollout_turns,
+            policy.reserved_tokens,
+            section.max_session_tokens,
+        )
+        self._sessions = Sessions()
+        self._tokenizer, self._newest = tokenizer, 0
+        self._options = self._options_of(config, stop_ids)
+        self._app = make_app(self._sessions, self._options)
+        self._variables, self._gym = variables, config.env.nemo_gym
+        self._log_dir = Path(config.logger.log_dir)
+        self._agents: Agents | NemoGym = Agents(
+            section.command, variables, section.processes, section.timeout_s
+        )
+        self._thread = LoopThread("endpoint", self._tell_error)
+        self._server = AsyncExitStack()
+        self._opening: asyncio.Task[Any] | None = None
+        self._reported = set[str]()
+        self._playing = set[asyncio.Task[Transcript]]()
+        self.url = ""
+        """Of the server, without a path."""
+
+    def _options_of(self, config: RunConfig, stop_ids: Sequence[int]) -> EndpointOptions:
+        generation, context = config.policy.generation, self._limits.context
+        sampling = RunSampling(
+            generation.temperature,
+            generation.top_p,
+            generation.top_k,
+            context if generation.fit_to_sequence else generation.max_new_tokens,
+            generation.stop_strings or (),
+            frozenset(stop_ids),
+        )
+        return EndpointOptions(
+            model=MODEL,
+            context=context,
+            tokenizer=self._tokenizer,
+            sampling=sampling,
+            tool_parser=tool_parser(self._section.tool_parser, self._tokenizer),
+            version=lambda: self._newest,
+            failed=self._tell_error,
+        )
+
+    def __enter__(self) -> Self:
+        """Start to listen, and NeMo Gym where its agents play."""
+        of_gym = 0.0 if self._gym is None else self._section.gym.start_timeout_s
+        starting = self._thread.call(self._open())
+        try:
+            starting.result(_START_WITHIN_S + of_gym)
+        except BaseException:
+            starting.cancel()
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the agents, then the server."""
+        self._thread.call(self._end()).result(_END_WITHIN_S)
+        self._thread.close()
+
+    def begin[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Have the endpoint's loop run a coroutine; a future that is cancelled ends it."""
+        return self._thread.call(coroutine)
+
+    # The thread of the endpoint
+
+    async def _open(self) -> None:
+        self._opening = asyncio.current_task()
+        port = self._section.port
+        try:
+            address = await self._server.enter_async_context(served(self._app, port=port))
+        except OSError as error:
+            raise RunStoppedError(
+                f"env.endpoint.port: cannot listen on {port}: {error.strerror or error}", code="port-taken"
+            ) from error
+        self.url = address.url
+        if self._gym is not None:
+            setup = GymSetup(
+                self._section.gym,
+                self._gym,
+                self._options.sampling,
+                self._variables,
+                MODEL,
+                self._section.timeout_s,
+                self._log_dir,
+            )
+            self._agents = await self._server.enter_async_context(nemo_gym(setup, self.url))
+
+    async def _end(self) -> None:
+        playing = [*self._playing]
+        for episode in playing:
+            episode.cancel()
+        opening = (
+            () if self._opening is None else (self._opening,)
+        )  # one that was given up ends what it began
+        await asyncio.gather(*playing, *opening, return_exceptions=True)
+        await self._server.aclose()
+
+    async def play(self, episodes: Sequence[Coroutine[Any, Any, Transcript]]) -> list[Transcript]:
+        """Play episodes at the same time; one that fails ends the others, and its error is raised."""
+        playing = [asyncio.ensure_future(episode) for episode in episodes]
+        self._playing.update(playing)
+        try:
+            return await asyncio.gather(*playing)
+        finally:
+            for one in playing:
+                one.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+            self._playing.difference_update(playing)
+
+    async def episode(
+        self, prompt: Prompt, sample: int, respond: Respond, judge: Judge | None, shown: Sequence[int]
+    ) -> Transcript:
+        """Have agents play a sample, one after the other until one has done its task, or as often as allowed.
+
+        judge: scores the last answer where the agent gives no reward; None drops the episode then. shown: ids of the
+        prompt. Raises what the engine has raised.
+        """
+        for last in (*[False] * self._retries, True):
+            session = self._sessions.open(prompt, sample, self._limits, self._noting(respond))
+            try:
+                ended = await self._agents.run(session, self.url, _task(prompt, sample))
+            finally:
+                self._sessions.end(session)
+            if session.error is not None:
+                raise session.error
+            reply = await self._reply(session, ended, judge)
+            if reply.dropped is not None:
+                self._report(reply.dropped, ended)
+            if reply.dropped is None or last or ended.for_good:
+                return transcript_of(session, reply, _ending(session, reply), shown)
+        raise AssertionError("the last try returns")
+
+    def _noting(self, respond: Respond) -> Respond:
+        async def noted(asked: BatchedDataDict) -> BatchedDataDict:
+            answered = await respond(asked)
+            if WEIGHT_VERSIONS in answered:
+                self._newest = max(self._newest, int(answered[WEIGHT_VERSIONS].max()))
+            return answered
+
+        return noted
+
+    async def _reply(self, session: Session, ended: Ended, judge: Judge | None) -> Reply:
+        if session.reward is not None and session.calls:
+            return Reply(session.reward, rewards=session.rewards)
+        if ended.why and session.refused is None:
+            return Reply(0.0, dropped=f"the agent {ended.why}")
+        if not session.calls:
+            return Reply(0.0, dropped="the agent called no model")
+        if judge is not None:
+            [reply] = await judge([last_turn(session, self._tokenizer)])
+            return reply
+        if session.refused is not None:
+            return Reply(0.0)
+        return Reply(0.0, dropped="the agent ended without a reward, and the recipe has no environment")
+
+    def _report(self, why: str, ended: Ended) -> None:
+        """Tell each reason once, with what the agent said last."""
+        if why not in self._reported:
+            self._reported.add(why)
+            write_line(sys.stderr, "\n".join(filter(None, [f"env.endpoint: {why}", ended.said])))
+
+    def _tell_error(self, error: BaseException) -> None:
+        write_line(sys.stderr, f"endpoint: {type(error).__name__}: {error}")
+
+
+def _ending(session: Session, reply: Reply) -> Ending:
+    if reply.dropped is not None:
+        return Ending.DROPPED
+    if reply.unscored:
+        return Ending.UNSCORED
+    match session.refused:
+        case NoRoomError():
+            return Ending.NO_ROOM
+        case SessionLimitError():
+            return Ending.TURN_LIMIT
+        case _:
+            ended = session.last is not None and session.last.finished
+            return Ending.TERMINATED if ended else Ending.ANSWER_LIMIT
+
+
+def _task(prompt: Prompt, sample: int) -> dict[str, Any]:
+    """Return what an agent is told: the row of the data set."""
+    messages = [{"role": message.role, "content": message.content} for message in conversation(prompt)]
+    return {
+        "messages": messages,
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "index": prompt.index,
+        "sample": sample,
+        "source": prompt.source,
+        "columns": dict(prompt.columns),
+    }

@@ -1,0 +1,97 @@
+"""Episodes that agents play: a session and a process for each sample, in place of turns with an environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from nemo_rl_mcore.agents.endpoint import Endpoint
+from nemo_rl_mcore.agents.pump import Pump
+from nemo_rl_mcore.agents.session import Respond
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.turns import Reply, Turn
+from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
+from nemo_rl_mcore.driver.rollouts.transcript import batch_of
+from nemo_rl_mcore.rank import activity
+
+# Python hears of signals between two waits.
+_WAKE_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class AgentCollector(RolloutCollector):
+    """Has agents play each sample of a prompt; see `endpoint.Endpoint`."""
+
+    endpoint: Endpoint = field(kw_only=True)
+    judges: bool = field(kw_only=True)
+    """Whether the environment scores the last answer where an agent gives no reward."""
+
+    def play_now(
+        self, prompts: Sequence[Prompt], asked: BatchedDataDict, *, step: int, greedy: bool = False
+    ) -> BatchedDataDict:
+        """See `RolloutCollector.play_now`; calls that wait at the same time are answered in one batch."""
+        pump = Pump()
+        playing = self.endpoint.begin(self._episodes(prompts, asked, pump.respond))
+        playing.add_done_callback(lambda _: pump.wake())
+        generate = partial(self.generation.generate, step=step, greedy=greedy)
+        try:
+            with activity.at(f"waiting for the agents of {asked.size} sessions", timed=False):
+                while not playing.done():
+                    pump.turn(generate, _WAKE_EVERY_S)
+            return playing.result()
+        finally:
+            playing.cancel()
+
+    def is_answer_to(self, asked: BatchedDataDict, batch: BatchedDataDict) -> bool:
+        """See `RolloutCollector.is_answer_to`: an agent shows the prompt to the model in its own way."""
+        first = [rows.start for rows in batch.samples()]
+        return torch.equal(batch["prompt_index"][first], asked["prompt_index"])
+
+    async def play(
+        self,
+        prompts: Sequence[Prompt],
+        asked: BatchedDataDict,
+        respond: Callable[[BatchedDataDict], Awaitable[BatchedDataDict]],
+        replies: Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]] | None = None,
+        *,
+        apart: Callable[..., Awaitable[object]] = asyncio.to_thread,
+    ) -> BatchedDataDict:
+        """See `RolloutCollector.play`; `respond` is called in the loop of the caller."""
+        loop = asyncio.get_running_loop()
+
+        async def crossing(row: BatchedDataDict) -> BatchedDataDict:
+            async def call() -> BatchedDataDict:
+                return await respond(row)
+
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
+
+        playing: Future[BatchedDataDict] = self.endpoint.begin(self._episodes(prompts, asked, crossing))
+        return await asyncio.wrap_future(playing)
+
+    async def _episodes(
+        self, prompts: Sequence[Prompt], asked: BatchedDataDict, respond: Respond
+    ) -> BatchedDataDict:
+        """Play all samples at once; where an engine fails, the other samples are given up."""
+        samples = asked.size // len(prompts)
+        of_rows = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+        shown = zip(asked["input_ids"].tolist(), asked["input_lengths"].tolist(), strict=True)
+        judge = self.environments.replies_soon if self.judges else None
+        episodes = await self.endpoint.play(
+            [
+                self.endpoint.episode(prompt, sample, respond, judge, ids[:length])
+                for (prompt, sample), (ids, length) in zip(of_rows, shown, strict=True)
+            ]
+        )
+        return batch_of(
+            episodes,
+            pad_token_id=self.tokenizer.pad_token_id,
+            turns=self.form.turns,
+            versions=any(one.has_versions for one in episodes),
+            digests=True,
+        )

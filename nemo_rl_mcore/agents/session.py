@@ -1,0 +1,335 @@
+"""A session: the calls that one agent makes for one sample of a prompt, and the tokens that each of them sampled.
+
+All of it runs in the endpoint's asyncio loop; what answers may live in another thread, see `Respond`.
+Shapes: P tokens of a prompt, N of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.token_digests import digest_of_ids
+from nemo_rl_mcore.driver.rollouts.transcript import DIGESTS, WEIGHT_VERSIONS
+
+type Respond = Callable[[BatchedDataDict], Awaitable[BatchedDataDict]]
+"""Answers one row, see `interfaces.GenerationInterface.generate`; a task that is cancelled gives the answer up."""
+
+
+type Room = Callable[[int], None]
+"""Raises NoRoomError for so many tokens of a prompt, or more."""
+
+
+class SessionError(Exception):
+    """A call is refused. code: what clients read, such as `context_length_exceeded`."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class UnknownSessionError(SessionError):
+    """No session has this token."""
+
+
+class ClosedSessionError(SessionError):
+    """The session has ended."""
+
+
+class NoRoomError(SessionError):
+    """The prompt leaves no room for an answer."""
+
+
+class SessionLimitError(SessionError):
+    """The session has made as many calls, or drawn as many tokens, as it may."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a session may do.
+
+    context: tokens of prompt and answer. calls: of the model. reserved: tokens for an answer. drawn: tokens of all
+    answers, after which no further call is taken; None for no such bound.
+    """
+
+    context: int
+    calls: int
+    reserved: int = 1
+    drawn: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An answer of the model, as it was drawn.
+
+    number: from 1 on, in the order in which calls were answered. prompt_P, answer_N: int64 ids; logprobs_N: fp32, at
+    the temperature of the run; versions_N: int64, of the weights that sampled a token, None where the engine does not
+    say. digest: of the answer, see `data.token_digests`. finished: it ended by itself, not at its length limit.
+    repetition: how many equal prompts the session had sent before. heard: the messages of the prompt that are new,
+    after the answer that it goes on from, or all of them.
+    """
+
+    number: int
+    prompt_P: NDArray[np.int64]
+    answer_N: NDArray[np.int64]
+    logprobs_N: NDArray[np.float32]
+    versions_N: NDArray[np.int64] | None
+    digest: int
+    finished: bool
+    repetition: int
+    heard: tuple[Message, ...] = ()
+
+    @property
+    def ids(self) -> list[int]:
+        """Return the ids of prompt and answer."""
+        return [*self.prompt_P.tolist(), *self.answer_N.tolist()]
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A prompt that was sent, until its answer is delivered, and after that for retries."""
+
+    task: asyncio.Task[Call]
+    waiting: int = 0
+    delivered: bool = False
+
+
+@dataclass(eq=False)
+class Session:
+    """The calls of one sample; made by `Sessions.open`.
+
+    prompt, sample: what is played. respond: answers a prompt. token: opaque, and the only authorization.
+    """
+
+    token: str
+    prompt: Prompt
+    sample: int
+    limits: Limits
+    respond: Respond
+    calls: list[Call] = field(default_factory=list[Call], init=False)
+    reward: float | None = field(default=None, init=False)
+    rewards: dict[str, float] = field(default_factory=dict[str, float], init=False)
+    """By name, where the reward has parts."""
+    error: BaseException | None = field(default=None, init=False)
+    """What the engine raised: the session cannot go on, and its group is answered again."""
+    refused: SessionError | None = field(default=None, init=False)
+    """The last limit that a call met."""
+    closed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    memory: dict[str, Any] = field(default_factory=dict[str, Any], init=False)
+    """What the dialects remember of their calls; see `chat.History`."""
+    _asked: dict[int, list[_Asked]] = field(default_factory=dict[int, list[_Asked]], init=False)
+
+    @property
+    def last(self) -> Call | None:
+        """Return the call that was answered last, whichever has the longest prompt; None before the first."""
+        return max(self.calls, key=lambda call: call.number, default=None)
+
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        stop_ids: Collection[int] = (),
+        retry: bool = False,
+        heard: Sequence[Message] = (),
+    ) -> Call:
+        """Answer a prompt of P ids, once for each time that it is asked.
+
+        An equal prompt whose answer was not delivered yet (`delivered`), or that is a `retry`, gets the answer of
+        before. max_tokens: of this answer, where that is less than the run's. stop, stop_ids: texts and tokens that end
+        it besides those of the run. A task that is cancelled gives the answer up, unless another one waits for it.
+
+        Raises ClosedSessionError, NoRoomError, SessionLimitError, and what the engine raises.
+        """
+        self.require_open()
+        self.require_room(len(prompt), "")
+        digest = digest_of_ids(prompt)
+        earlier = self._asked.get(digest, [])
+        if earlier and (retry or not earlier[-1].delivered):
+            asked = earlier[-1]
+        else:
+            self._require_calls()
+            drawing = self._draw(prompt, _Cut(max_tokens, stop_ids), stop, len(earlier), tuple(heard))
+            earlier.append(asked := _Asked(asyncio.ensure_future(drawing)))
+            self._asked[digest] = earlier
+        asked.waiting += 1
+        try:
+            return await asyncio.shield(asked.task)
+        except asyncio.CancelledError:
+            if asked.waiting == 1 and not asked.task.done():
+                asked.task.cancel()
+                earlier.remove(asked)  # asked again, it has the same noise
+                if not earlier:
+                    del self._asked[digest]
+            raise
+        finally:
+            asked.waiting -= 1
+
+    def delivered(self, call: Call) -> None:
+        """Take note that an answer was written to the socket: an equal prompt is a new one from here on."""
+        for asked in self._asked.get(digest_of_ids(call.prompt_P), ()):
+            if asked.task.done() and not asked.task.cancelled() and asked.task.result() is call:
+                asked.delivered = True
+
+    def require_open(self) -> None:
+        """Raise ClosedSessionError after its end."""
+        if self.closed.is_set():
+            raise ClosedSessionError("the session is closed", "session_closed")
+
+    def close(self, reward: float | None = None, rewards: dict[str, float] | None = None) -> None:
+        """End the session, with its reward where the agent gives one; what is being answered is given up."""
+        self.require_open()
+        self.reward, self.rewards = reward, rewards or {}
+        self.closed.set()
+        for asked in [one for several in self._asked.values() for one in several]:
+            asked.task.cancel()
+
+    def require_room(self, tokens: int, more: str = " or more") -> None:
+        """Raise NoRoomError for a prompt of so many tokens, or more, that leaves no room for an answer."""
+        limits = self.limits
+        if tokens + limits.reserved > limits.context:
+            self.refused = NoRoomError(
+                f"This model's maximum context length is {limits.context} tokens. However, your prompt has {tokens} "
+                f"tokens{more}, and {limits.reserved} are kept for the answer.",
+                "context_length_exceeded",
+            )
+            raise self.refused
+
+    def _require_calls(self) -> None:
+        limits = self.limits
+        if sum(len(several) for several in self._asked.values()) >= limits.calls:
+            raise self._at_limit(f"a session may call the model {limits.calls} times")
+        if limits.drawn is not None and sum(len(call.answer_N) for call in self.calls) >= limits.drawn:
+            raise self._at_limit(f"the answers to a session may have {limits.drawn} tokens together")
+
+    def _at_limit(self, message: str) -> SessionLimitError:
+        # Clients end an episode where a refusal speaks of max_tokens, and fail at any other one.
+        message = f"{message}: max_tokens of a further answer is 0"
+        self.refused = refused = SessionLimitError(message, "session_limit_exceeded")
+        return refused
+
+    async def _draw(
+        self,
+        prompt: Sequence[int],
+        cut: _Cut,
+        stop: Sequence[str],
+        repetition: int,
+        heard: tuple[Message, ...],
+    ) -> Call:
+        asked = BatchedDataDict(
+            input_ids=torch.tensor([[*prompt]]),
+            input_lengths=torch.tensor([len(prompt)]),
+            prompt_index=torch.tensor([self.prompt.index]),
+            sample_index=torch.tensor([self.sample]),
+            turn_index=torch.tensor([noise_of(prompt, repetition)]),
+        )
+        if stop:
+            asked["stop_strings"] = [tuple(stop)]
+        try:
+            answered = await self.respond(asked)
+        except Exception as error:
+            self.error = self.error or error
+            self.closed.set()
+            raise
+        call = _call_of(answered, len(self.calls) + 1, prompt, cut, repetition, heard)
+        self.calls.append(call)
+        return call
+
+
+def noise_of(prompt: Sequence[int], repetition: int) -> int:
+    """Return what keys the noise of an answer in place of its turn, int64, never 0.
+
+    It depends on the prompt's ids and on how many equal ones came before, not on the order of arrival; with the seed,
+    the step, the prompt and the sample it is the whole key, see `ops.sampling.sample_keys`.
+    """
+    return digest_of_ids([repetition, *prompt]) or 1
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where an answer ends before its own end: its beginning is what would have been drawn."""
+
+    max_tokens: int | None
+    stop_ids: Collection[int]
+
+    def length(self, answer_N: NDArray[np.int64]) -> tuple[int, bool]:
+        """Return how many tokens are kept, and whether the last one is why."""
+        length = len(answer_N) if self.max_tokens is None else min(len(answer_N), self.max_tokens)
+        stops = np.isin(answer_N[:length], [*self.stop_ids])
+        return (int(stops.argmax()) + 1, True) if stops.any() else (length, False)
+
+
+def _call_of(
+    answered: BatchedDataDict,
+    number: int,
+    prompt: Sequence[int],
+    cut: _Cut,
+    repetition: int,
+    heard: tuple[Message, ...],
+) -> Call:
+    drawn = int(answered["lengths"][0])
+    answer_N = answered["tokens"][0, :drawn].numpy().astype(np.int64)
+    whole = digest_of_ids(answer_N)
+    assert DIGESTS not in answered or whole == int(answered[DIGESTS][0]), "ids changed on the way"
+    length, stopped = cut.length(answer_N)
+    return Call(
+        number,
+        np.array([*prompt], dtype=np.int64),
+        answer_N[:length],
+        answered["logprobs"][0, :length].numpy().astype(np.float32),
+        answered[WEIGHT_VERSIONS][0, :length].numpy() if WEIGHT_VERSIONS in answered else None,
+        whole if length == drawn else digest_of_ids(answer_N[:length]),
+        stopped or (bool(answered["finished"][0]) and length == drawn),
+        repetition,
+        heard,
+    )
+
+
+_REMEMBERED = 10_000
+"""Tokens of ended sessions: who still holds one is told that it is closed."""
+
+
+class Sessions:
+    """The sessions of a run by their tokens."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Session] = {}
+        self._ended: dict[str, None] = {}
+
+    def __len__(self) -> int:
+        """Return how many sessions are known."""
+        return len(self._open)
+
+    def open(self, prompt: Prompt, sample: int, limits: Limits, respond: Respond) -> Session:
+        """Open a session with a new token."""
+        session = Session(f"sk-{secrets.token_urlsafe(24)}", prompt, sample, limits, respond)
+        self._open[session.token] = session
+        return session
+
+    def get(self, token: str | None) -> Session:
+        """Return a session; raises UnknownSessionError, and ClosedSessionError for one that was ended."""
+        if token is not None and (session := self._open.get(token)) is not None:
+            return session
+        if token in self._ended:
+            raise ClosedSessionError("the session is closed", "session_closed")
+        raise UnknownSessionError("no session has this token", "invalid_session")
+
+    def end(self, session: Session) -> None:
+        """Close a session, unless its agent has, and forget what it holds; idempotent."""
+        if not session.closed.is_set():
+            session.close()
+        if self._open.pop(session.token, None) is not None:
+            self._ended[session.token] = None
+        while len(self._ended) > _REMEMBERED:
+            del self._ended[next(iter(self._ended))]

@@ -1,0 +1,265 @@
+"""One supervised Ray actor: its start, its health, the wait for its answers, its end, and why it died.
+
+Ranks, engines and environments are all such actors. `gang.py` says what becomes of several that are called, and end, as
+a whole (ranks, and an engine alone); `pool.py` replaces one by one those that are lost (engines, environments).
+
+`actor_class`, `Construction`, `Health` and `identity_of_this_process` are at home in the actor's process: its methods
+run in one thread, `_health` in another. All else is the driver's: `HealthWatch` belongs to the thread that waits, and
+any thread may call `Actor.end`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from nemo_rl_mcore.driver.actors.failures import RankFailure, RankIdentity, identity_in
+from nemo_rl_mcore.driver.actors.tensor_transport import use_arrays_for_tensors
+from nemo_rl_mcore.rank import activity
+from nemo_rl_mcore.rank.activity import Progress, stack_of
+from nemo_rl_mcore.rank.rendezvous import LISTENING_SOCKET, listen_at
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.driver.actors.cluster import RayCluster
+    from nemo_rl_mcore.driver.actors.placement import RankSlot
+
+LOOK_EVERY_S = 1.0
+"""Between two looks at whether a wait goes on."""
+_HEALTH = "health"
+_RAY_FOLDER = str(Path(ray.__file__).parent)
+
+
+class GivenUpError(Exception):
+    """Nobody waits for an actor's answer any more; the message says why."""
+
+
+@dataclass(eq=False)
+class Actor:
+    """One actor, as the driver supervises it.
+
+    number, noun: what messages call it. handle: Ray's. lost: says what has ended without which it cannot be reached,
+    None while nothing has. identity: of its process, once that has said so.
+    """
+
+    number: int
+    noun: str
+    handle: Any
+    cluster: RayCluster
+    lost: Callable[[], str | None]
+    identity: RankIdentity | None = None
+    _ended: bool = field(default=False, init=False)
+
+    @classmethod
+    def begin(
+        cls, remote_class: Any, slot: RankSlot, noun: str, cluster: RayCluster, lost: Callable[[], str | None]
+    ) -> Self:
+        """Have Ray start an actor of a class from `actor_class`, and wait for nothing; no one but us restarts it."""
+        options = remote_class.options(
+            **slot.options,
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env={"env_vars": dict(slot.environment)},
+        )
+        return cls(slot.rank, noun, options.remote(), cluster, lost)
+
+    def __str__(self) -> str:
+        """Return noun, number and process."""
+        return f"{self.noun} {self.number} ({self.identity or 'starting'})"
+
+    def end(self) -> None:
+        """End the process at once, also one that is stopped, which does not hear Ray; idempotent."""
+        if not self._ended:  # its pid may be another's later
+            self._ended = True
+            self.cluster.kill(self.handle, self.identity)
+
+    def failure(self, error: BaseException) -> RankFailure:
+        """Return what Ray reports of a call."""
+        return failure_of(self.number, self.identity or identity_in(str(error)), error)
+
+
+async def settled(answer: Any, over: Callable[[], str | None], every_s: float = LOOK_EVERY_S) -> Future[Any]:
+    """Wait in an asyncio loop for what a call gives or raises; raises GivenUpError with what `over` says.
+
+    answer: Ray's reference. over: asked every so many seconds; says why the wait ends, None while it goes on.
+    """
+    loop, there = asyncio.get_running_loop(), asyncio.Event()
+
+    def notify(_: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(there.set)
+
+    future: Future[Any] = answer.future()
+    # Not awaited itself: asyncio refuses some exceptions that an actor may raise, and reports unread ones.
+    future.add_done_callback(notify)
+    while not future.done():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(every_s):
+                await there.wait()
+        if not future.done() and (why := over()) is not None:
+            raise GivenUpError(why)
+    return future
+
+
+def failure_of(number: int, identity: RankIdentity, error: BaseException) -> RankFailure:
+    """Return what Ray reports of an actor."""
+    raised = isinstance(error, RayTaskError)
+    return RankFailure(number, identity, str(error), error.cause if raised else None, died=not raised)
+
+
+class HealthWatch:
+    """Asks actors how far they are, without ever waiting for the answer.
+
+    Its clock goes while it is watched, by `tick` after `tick`: a caller who did something else for a while has not
+    heard what the ranks said meanwhile, and their deadlines do not pass.
+    """
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self.progress: dict[int, Progress] = {}
+        """What each rank said last."""
+        self._actors = actors
+        self._asked: dict[int, Any] = {}
+        self._answered_at: dict[int, float] = {}
+        self._clock_s = self._moved_at = self._looked_at = 0.0
+        self._ticked_at = time.monotonic()
+
+    def tick(self) -> None:
+        """Let the time since the last tick pass, as far as it is no more than the time from one look to the next."""
+        now = time.monotonic()
+        self._clock_s += min(now - self._ticked_at, LOOK_EVERY_S)
+        self._ticked_at = now
+
+    def due(self, every_s: float) -> bool:
+        """Say whether the last look is so long ago."""
+        return self._clock_s - self._looked_at >= every_s
+
+    def moved(self) -> None:
+        """Count what just happened as progress."""
+        self._moved_at = self._clock_s
+
+    def look(self, ranks: Collection[int]) -> None:
+        """Take the answers that have come, and ask the ranks again."""
+        self._looked_at = self._clock_s
+        for rank in ranks:
+            asked = self._asked.get(rank)
+            if asked is None:
+                self._asked[rank] = self._actors[rank]._health.remote(False)
+            elif ray.wait([asked], timeout=0)[0]:
+                with suppress(RayError):  # a rank that died says so by its call
+                    self._take(rank, ray.get(asked))
+                self._asked[rank] = self._actors[rank]._health.remote(False)
+
+    def _take(self, rank: int, health: Health) -> None:
+        self._answered_at[rank] = self._clock_s
+        if self.progress.get(rank) != health.progress:
+            self.progress[rank] = health.progress
+            self.moved()
+
+    def stalled(self, ranks: Collection[int], timeout_s: float) -> bool:
+        """Say whether none of the ranks has moved for so long, or one of them has not even answered."""
+        return self._clock_s - self._moved_at >= timeout_s or self.silent(ranks, timeout_s)
+
+    def silent(self, ranks: Collection[int], seconds: float) -> bool:
+        """Say whether one of the ranks has not answered for so long."""
+        return any(self._clock_s - self._answered_at.get(rank, 0.0) >= seconds for rank in ranks)
+
+    def doing(self, rank: int) -> str:
+        """Return what a rank began last, as far as is known."""
+        return self.progress[rank].doing if rank in self.progress else ""
+
+
+@dataclass(frozen=True)
+class Health:
+    """Says how far an actor is. stack: Python's, of the thread that works; empty if unasked."""
+
+    progress: activity.Progress
+    stack: str = ""
+
+
+@dataclass(frozen=True)
+class Construction:
+    """Holds what an actor needs to run its worker's constructor.
+
+    environment: added to that of the process. secrets: variables that it has while the constructor runs. They travel as
+    an argument: what stands in Ray's `runtime_env` is written into Ray's logs.
+    """
+
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    environment: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+
+
+def identity_of_this_process() -> RankIdentity:
+    """Say which process of Ray's this one is."""
+    context = ray.get_runtime_context()
+    host = ray.util.get_node_ip_address()
+    return RankIdentity(host, os.getpid(), context.get_worker_id(), context.get_node_id())
+
+
+def actor_class(worker_class: type, *, with_health: bool = True) -> Any:
+    """Make an actor of `worker_class`, with further methods for its supervisor.
+
+    with_health: whether it has `_health`; without, its methods run in the main thread of the process, as code needs
+    that handles signals.
+
+    _identify: which process it is. _listen: take a port where the ranks are to meet. _build: run the worker's
+    constructor, which the actor's own cannot do, because no actor answers before that is over. _only_run: a method
+    whose answer nobody wants, and which is no coroutine. _health: answered by a second thread, whatever the worker
+    does.
+    """
+
+    class Supervised(worker_class):
+        def __init__(self) -> None:
+            pass
+
+        def _identify(self) -> RankIdentity:
+            use_arrays_for_tensors()
+            return identity_of_this_process()
+
+        def _listen(self, address: str) -> int:
+            # The port is free because this process, which is to listen there, has it already.
+            listener = listen_at(address)
+            port: int = listener.getsockname()[1]
+            os.environ[LISTENING_SOCKET] = str(listener.detach())
+            return port
+
+        def _build(self, construction: Construction) -> None:
+            self._worker_thread = threading.get_ident()
+            os.environ.update(construction.environment)
+            os.environ.update(construction.secrets)
+            try:
+                super().__init__(*construction.args, **construction.kwargs)
+            finally:
+                for name in construction.secrets:
+                    os.environ.pop(name, None)
+
+        def _only_run(self, method: str, *args: Any, **kwargs: Any) -> None:
+            getattr(self, method)(*args, **kwargs)
+
+    if not with_health:
+        return ray.remote(_named(Supervised, worker_class))
+
+    class Watched(Supervised):
+        @ray.method(concurrency_group=_HEALTH)
+        def _health(self, with_stack: bool) -> Health:
+            thread = vars(self).get("_worker_thread")
+            return Health(activity.current(), stack_of(thread, _RAY_FOLDER) if with_stack and thread else "")
+
+    as_actor: Any = ray.remote(concurrency_groups={_HEALTH: 1})  # type: ignore[reportCallIssue]
+    return as_actor(_named(Watched, worker_class))
+
+
+def _named(actor: type, worker_class: type) -> type:
+    actor.__name__ = actor.__qualname__ = worker_class.__name__
+    return actor

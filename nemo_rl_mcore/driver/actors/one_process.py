@@ -1,0 +1,219 @@
+"""One rank in this very process, without Ray: for commands that train nothing and start nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from nemo_rl_mcore.config import ClusterConfig
+from nemo_rl_mcore.driver.actors.environment import only_environment, rank_environment
+from nemo_rl_mcore.driver.actors.failures import (
+    Call,
+    RankFailure,
+    RankIdentity,
+    Stall,
+    WorkerError,
+    describe,
+    describe_stall,
+)
+from nemo_rl_mcore.driver.actors.placement import Placement
+from nemo_rl_mcore.driver.signals import FailedFromOutsideError, current_stop_signals
+from nemo_rl_mcore.rank import accelerator, activity
+from nemo_rl_mcore.rank.rendezvous import LISTENING_SOCKET, listen_at
+
+_LOOPBACK = "127.0.0.1"
+_LOOK_EVERY_S = 1.0
+
+
+class OneProcess:
+    """The one process as the place of the only rank, where `RayCluster` would start a session; a context manager.
+
+    Inside it the process has the environment and the threads of a rank, so that results are those of one. Afterwards it
+    has its own again, its random generators as they were, and the hook that shows its errors.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        self._as_before = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Become a rank."""
+        inherited = rank_environment(os.environ, on_cpu=self.config.on_cpu)
+        rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        place = {"MASTER_ADDR": _LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
+        self._as_before.enter_context(only_environment({**os.environ, **place, **inherited, **rank}))
+        if self.config.on_cpu:
+            self._as_before.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+        self._as_before.callback(setattr, sys, "excepthook", sys.excepthook)
+        self._as_before.callback(random.setstate, random.getstate())
+        self._as_before.callback(np.random.set_state, np.random.get_state())
+        self._as_before.enter_context(accelerator.kept_generators())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Be what it was."""
+        self._as_before.close()
+
+    def lost_nodes(self, ids: Collection[str]) -> dict[str, str]:
+        """Return none: this machine is there."""
+        return {}
+
+    def await_machines(self) -> None:
+        """Return at once: this machine is there."""
+
+    def place_colocated(self, ranks: Placement, gpus: Sequence[str]) -> Placement:
+        """Return the same place."""
+        return ranks
+
+
+class InProcessRank:
+    """A `WorkerGroup` of one rank, which is an object of this process; see `RayWorkerGroup` for what it raises.
+
+    A first Ctrl-C or SIGTERM ends a call at once. A thread watches for progress, by the same deadlines; it cannot end
+    a call that hangs outside of Python. secrets: those are in the environment of this process.
+    """
+
+    def __init__(
+        self,
+        worker_class: type,
+        cluster: OneProcess,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        start_timeout_s: float = 300,
+        call_timeout_s: float = 600,
+        deadline_keys: str = "",
+        placement: Placement | None = None,
+        name: str = "",
+        secrets: Mapping[str, str] | None = None,
+    ) -> None:
+        self._name, self._call_timeout_s, self._deadline_keys = name, call_timeout_s, deadline_keys
+        self._worker: Any = None
+        self._ended: WorkerError | None = None
+        self.placement = placement or Placement()
+        self.identities = {0: RankIdentity(socket.gethostname(), os.getpid(), "")}
+        listener = listen_at(_LOOPBACK)
+        os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
+        os.environ[LISTENING_SOCKET] = str(listener.detach())
+        call = self._call(
+            f"{worker_class.__name__}()", "start of the workers", start_timeout_s, "start_timeout_s"
+        )
+        self._worker = self._answer(call, worker_class, *args, **kwargs or {})
+
+    def share(self, value: Any) -> Any:
+        """Return the value, which is here."""
+        return value
+
+    def run_all(
+        self,
+        method: str,
+        *args: Any,
+        per_rank_kwargs: Sequence[Mapping[str, Any]] = (),
+        answering: Collection[int] | None = None,
+        timeout_s: float | None = None,
+        key: str = "call_timeout_s",
+        context: str = "",
+        **kwargs: Any,
+    ) -> list[Any]:
+        """See `RayWorkerGroup.call`."""
+        call = self._call(method, context, timeout_s or self._call_timeout_s, key)
+        if self._worker is None:
+            raise WorkerError(
+                f"{call} was not started: the worker group is shut down", call, code="shut-down"
+            )
+        if self._ended is not None:
+            headline = str(self._ended).partition("\n")[0]
+            raise WorkerError(
+                f"{call} was not started: the worker group ended with an earlier failure: {headline}",
+                call,
+                code="ended-before",
+            )
+        own = per_rank_kwargs[0] if per_rank_kwargs else {}
+        answer = self._answer(call, getattr(self._worker, method), *args, **kwargs, **own)
+        return [answer if answering is None or 0 in answering else None]
+
+    def shutdown(self, *, keep_places: bool = False) -> None:
+        """Leave the process groups; idempotent."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown()
+
+    @property
+    def _noun(self) -> str:
+        return f"{self._name} rank".strip()
+
+    def _call(self, method: str, context: str, timeout_s: float, key: str) -> Call:
+        named = f"{self._deadline_keys}.{key}" if self._deadline_keys and key else ""
+        return Call(method, context, timeout_s, named, self._name)
+
+    def _answer(self, call: Call, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what it gives; raises WorkerError, with the traceback, for what it raises."""
+        try:
+            with activity.at(str(call)), _quiet(), self._watched(call):
+                return run(*args, **kwargs)
+        except WorkerError:
+            raise
+        except Exception as error:
+            report = "".join(traceback.format_exception(error))
+            failure = RankFailure(0, self.identities[0], report, error, died=False)
+            message = describe([failure], [], str(call), None, self._noun)
+            raise WorkerError(message, call, failure, usable=self._worker is not None) from error
+
+    @contextmanager
+    def _watched(self, call: Call) -> Generator[None]:
+        """Raise WorkerError in the block when it makes no progress for as long as the call may take."""
+        found: list[WorkerError] = []
+        over, thread = threading.Event(), threading.get_ident()
+
+        def watch() -> None:
+            seen, idle_s, every_s = activity.current(), 0.0, min(_LOOK_EVERY_S, call.timeout_s / 4)
+            while idle_s < call.timeout_s:
+                if over.wait(every_s):
+                    return
+                idle_s = idle_s + every_s if activity.current() == seen else 0.0
+                seen = activity.current()
+            stall = Stall(0, self.identities[0], seen.doing, activity.stack_of(thread))
+            message = describe_stall([stall], 1, call, self._noun)
+            found.append(WorkerError(message, call, code="no-progress"))
+            current_stop_signals().fail(found[0])
+
+        watcher = threading.Thread(target=watch, name=f"watch of {call}", daemon=True)
+        watcher.start()
+        try:
+            yield
+        except FailedFromOutsideError:
+            if not found:
+                raise
+            self._ended = found[0]
+            raise self._ended from None
+        finally:
+            over.set()
+            watcher.join()
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Keep what libraries warn of from the terminal, as what a rank of Ray's writes: errors alone are seen."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(disabled)

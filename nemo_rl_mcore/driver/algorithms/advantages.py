@@ -1,0 +1,322 @@
+"""Advantage estimators: [B] rewards in, [B,S] advantages out.
+
+GRPO https://arxiv.org/abs/2402.03300, leave-one-out 2402.14740, REINFORCE++ 2501.03262, GAE 1506.02438,
+a lambda per length (VAPO) 2504.05118. KL type, clamps and coefficient are those of the loss.
+A step in which the advantage of one answer is far from what rewards and whitening give says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
+from nemo_rl_mcore.config.loss import ClippedPGLossConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.driver.output import write_line
+from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows
+from nemo_rl_mcore.driver.rollouts.player import Rollout
+from nemo_rl_mcore.driver.rollouts.rewards import group_statistics
+from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.losses.base import require
+from nemo_rl_mcore.losses.kl import kl_estimate
+
+VARIANCE_FLOOR = 1e-8
+STD_EPSILON = 1e-6
+
+
+class AdvantageEstimator(Protocol):
+    """Judges the tokens of a rollout; `compute_advantage` of each class does, on tensors, what `add_to` does."""
+
+    def add_to(self, batch: BatchedDataDict) -> None:
+        """Add advantages [B,S], and returns [B,S] where a critic learns them, by what the batch has.
+
+        Read are prompt_index [B], rewards [B], the masks, prev_logprobs and reference_policy_logprobs, values [B,S].
+        An episode is judged as one row, its rows one after the other; one that was dropped has advantages of 0, and
+        is nothing to the others. Raises ValueError for what is needed and not there.
+        """
+        ...
+
+
+def clip_advantages(batch: BatchedDataDict, low: float | None, high: float | None) -> None:
+    """Hold the advantages [B,S] of a batch between two bounds, null for none."""
+    if low is not None or high is not None:
+        batch["advantages"] = batch["advantages"].clamp(low, high)
+
+
+class WithoutCritic(ABC):
+    """An estimator that compares the answers to a prompt."""
+
+    @abstractmethod
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor,
+        rewards: Tensor,
+        mask: Tensor,
+        *,
+        logprobs_policy: Tensor | None = None,
+        logprobs_reference: Tensor | None = None,
+    ) -> Tensor:
+        """Return [B,S] advantages; prompt_ids ([B] or [B,P]) group rows, mask [B,S] marks responses."""
+
+    def add_to(self, batch: BatchedDataDict) -> None:
+        """See `AdvantageEstimator.add_to`."""
+        episodes = EpisodeRows.of(batch)
+        advantages = self.compute_advantage(
+            episodes.one_each(batch["prompt_index"]),
+            episodes.one_each(batch["rewards"]),
+            episodes.joined(_valid_tokens(batch)),
+            logprobs_policy=_joined(episodes, batch, "prev_logprobs"),
+            logprobs_reference=_joined(episodes, batch, "reference_policy_logprobs"),
+        )
+        batch["advantages"] = episodes.parted(advantages)
+
+
+class GRPOAdvantageEstimator(WithoutCritic):
+    """The reward of a row against those of the other answers to its prompt, the same on every column."""
+
+    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
+        self.cfg = cfg
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor,
+        rewards: Tensor,
+        mask: Tensor,
+        *,
+        logprobs_policy: Tensor | None = None,
+        logprobs_reference: Tensor | None = None,
+    ) -> Tensor:
+        """Return [B,S] advantages; every column is filled, masked ones too."""
+        group = group_statistics(prompt_ids, rewards, leave_one_out=self.cfg.use_leave_one_out_baseline)
+        advantages = rewards - group.baseline
+        if self.cfg.normalize_rewards:
+            scaled = advantages / (group.std + STD_EPSILON)
+            advantages = torch.where(group.std > 0, scaled, advantages)
+        return _to_columns(advantages.to(rewards.dtype), mask)
+
+
+class ReinforcePlusPlusAdvantageEstimator(WithoutCritic):
+    """The reward less the group's mean and the KL penalty, whitened over the tokens of the batch."""
+
+    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
+        self.cfg = cfg
+        self.loss_cfg = loss_cfg
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor,
+        rewards: Tensor,
+        mask: Tensor,
+        *,
+        logprobs_policy: Tensor | None = None,
+        logprobs_reference: Tensor | None = None,
+    ) -> Tensor:
+        """Return [B,S] advantages; every column is filled, masked ones too.
+
+        Raises ValueError when use_kl_in_reward needs log-probabilities ([B,S]) that are not given.
+        """
+        advantages = rewards
+        if self.cfg.minus_baseline:
+            group = group_statistics(prompt_ids, rewards, leave_one_out=False)
+            advantages = (rewards - group.baseline).to(rewards.dtype)
+        advantages = _to_columns(advantages, mask)
+        penalty = kl_penalty(
+            self.loss_cfg, ("logprobs_policy", logprobs_policy), ("logprobs_reference", logprobs_reference)
+        )
+        if penalty is not None:
+            advantages = advantages - penalty
+        return whiten(advantages, mask, unbiased=False)
+
+
+class GeneralizedAdvantageEstimator:
+    """GAE over the tokens of each row, with separate lambdas for the policy and for the critic's targets."""
+
+    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
+        self.cfg = cfg
+        self.loss_cfg = loss_cfg
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor | None,
+        rewards: Tensor,
+        mask: Tensor,
+        *,
+        values: Tensor,
+        logprobs: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (advantages, returns), both [B,S]; prompt_ids is not read.
+
+        values, logprobs and reference_logprobs are [B,S]. Advantages are 0 on masked columns.
+        Raises ValueError when use_kl_in_reward needs log-probabilities that are not given.
+        """
+        penalty = kl_penalty(
+            self.loss_cfg, ("logprobs", logprobs), ("reference_logprobs", reference_logprobs)
+        )
+        dtype = values.dtype
+        # The sum of errors telescopes: in fp32, returns that do not vary would vary by its rounding.
+        values = values.to(torch.float64)
+        token_rewards = _token_rewards(rewards.to(torch.float64), mask, penalty)
+        value_lambda = self.cfg.gae_lambda if self.cfg.gae_lambda_value is None else self.cfg.gae_lambda_value
+        gamma = self.cfg.gae_gamma
+        returns = values + discounted_errors(token_rewards, values, mask, gamma=gamma, lam=value_lambda)
+        policy_lambda = self._policy_lambda(mask.sum(dim=1).to(torch.float64))
+        advantages = discounted_errors(token_rewards, values, mask, gamma=gamma, lam=policy_lambda)
+        if self.cfg.normalize_advantages:
+            advantages = whiten(advantages, mask, unbiased=True)
+        return torch.where(mask != 0, advantages, 0.0).to(dtype), returns.to(dtype)
+
+    def add_to(self, batch: BatchedDataDict) -> None:
+        """See `AdvantageEstimator.add_to`."""
+        episodes = EpisodeRows.of(batch)
+        advantages, returns = self.compute_advantage(
+            None,
+            episodes.one_each(batch["rewards"]),
+            episodes.joined(_valid_tokens(batch)),
+            values=episodes.joined(require(batch, "values", "adv_estimator.name: gae")),
+            logprobs=_joined(episodes, batch, "prev_logprobs"),
+            reference_logprobs=_joined(episodes, batch, "reference_policy_logprobs"),
+        )
+        batch["advantages"], batch["returns"] = episodes.parted(advantages), episodes.parted(returns)
+
+    def _policy_lambda(self, lengths: Tensor) -> float | Tensor:
+        alpha = self.cfg.length_adaptive_alpha
+        if alpha > 0:
+            return (1 - 1 / (alpha * lengths).clamp(min=1)).clamp(0, 1)
+        return self.cfg.gae_lambda if self.cfg.gae_lambda_policy is None else self.cfg.gae_lambda_policy
+
+
+def discounted_errors(
+    token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor
+) -> Tensor:
+    """Return [B,S]: at each token the (gamma * lambda)-discounted sum of its and the later TD errors.
+
+    Masked columns are stepped over: they repeat the result of the next token that counts. `lam` is one number
+    or one per row.
+    """
+    next_value = values.new_zeros(values.shape[0])
+    error_sum = values.new_zeros(values.shape[0])
+    columns: list[Tensor] = []
+    for t in reversed(range(values.shape[1])):
+        counts = mask[:, t] != 0
+        td_error = token_rewards[:, t] + gamma * next_value - values[:, t]
+        error_sum = torch.where(counts, td_error + gamma * lam * error_sum, error_sum)
+        next_value = torch.where(counts, values[:, t], next_value)
+        columns.append(error_sum)
+    return torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(values)
+
+
+def whiten(values: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
+    """Return (values - mean) / std on every column; the statistics are those of the mask tokens.
+
+    In fp64: the floor of the variance multiplies an error of the mean by 10,000.
+    """
+    wide, counted = values.to(torch.float64), mask != 0
+    total = counted.sum()
+    mean = torch.where(counted, wide, 0.0).sum() / total.clamp(min=1)
+    squares = torch.where(counted, (wide - mean).square(), 0.0).sum()
+    variance = squares / (total - 1 if unbiased else total).clamp(min=1)
+    return ((wide - mean) * variance.clamp(min=VARIANCE_FLOOR).rsqrt()).to(values.dtype)
+
+
+def kl_penalty(
+    loss_cfg: ClippedPGLossConfig, policy: tuple[str, Tensor | None], reference: tuple[str, Tensor | None]
+) -> Tensor | None:
+    """Return what the KL takes off each token's reward, or None when the loss takes care of the KL.
+
+    policy, reference: the caller's name for the log-probabilities, and these.
+    Raises ValueError naming the missing ones.
+    """
+    if not loss_cfg.use_kl_in_reward or loss_cfg.reference_policy_kl_penalty == 0:
+        return None
+    of_policy, of_reference = policy[1], reference[1]
+    if of_policy is None or of_reference is None:
+        missing = sorted(name for name, given in (policy, reference) if given is None)
+        raise RefusedError(
+            f"compute_advantage needs {', '.join(missing)} with use_kl_in_reward: true",
+            code="missing-logprobs",
+        )
+    estimate = kl_estimate(
+        of_policy,
+        of_reference,
+        loss_cfg.reference_policy_kl_type,
+        input_clamp=loss_cfg.kl_input_clamp_value,
+        output_clamp=loss_cfg.kl_output_clamp_value,
+    )
+    return loss_cfg.reference_policy_kl_penalty * estimate
+
+
+_ESTIMATORS: Mapping[str, Callable[[AdvantageEstimatorConfig, ClippedPGLossConfig], AdvantageEstimator]] = {
+    "grpo": GRPOAdvantageEstimator,
+    "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
+    "gae": GeneralizedAdvantageEstimator,
+}
+
+
+def make_advantage_estimator(
+    cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig
+) -> AdvantageEstimator:
+    """Return the estimator that `cfg.name` names."""
+    return _ESTIMATORS[cfg.name](cfg, loss_cfg)
+
+
+def _valid_tokens(batch: BatchedDataDict) -> Tensor:
+    return batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+
+
+def _joined(episodes: EpisodeRows, batch: BatchedDataDict, key: str) -> Tensor | None:
+    return episodes.joined(batch[key]) if key in batch else None
+
+
+def _to_columns(per_row: Tensor, mask: Tensor) -> Tensor:
+    return per_row[:, None].expand(mask.shape).clone()
+
+
+def _token_rewards(rewards: Tensor, mask: Tensor, penalty: Tensor | None) -> Tensor:
+    """Return [B,S]: minus the penalty on each mask token, plus the row's reward on the last of them."""
+    counts = mask != 0
+    later = counts.flip(1).cumsum(1).flip(1)  # mask tokens from here to the end of the row
+    token_rewards = torch.where(counts & (later == 1), rewards[:, None], 0.0)
+    return token_rewards if penalty is None else token_rewards - torch.where(counts, penalty, 0.0)
+
+
+USUAL_LIMIT = 100.0
+_NAMED_SAMPLES = 4
+_SHOWN_CHARACTERS = 80
+
+
+def warn_of_large_advantages(step: int, rollout: Rollout) -> None:
+    """Write one line to standard error if a trained token has an advantage above 100 in absolute value."""
+    batch = rollout.batch
+    trained = batch["token_mask"] * batch["sample_mask"].unsqueeze(1) > 0
+    episodes = EpisodeRows.of(batch)
+    largest_E = episodes.joined(batch["advantages"].abs().masked_fill(~trained, 0.0)).amax(1)
+    if (largest_E > USUAL_LIMIT).any():
+        write_line(sys.stderr, _describe(step, rollout, episodes.first, largest_E))
+
+
+def _describe(step: int, rollout: Rollout, first_E: Tensor, largest_E: Tensor) -> str:
+    order = largest_E.argsort(descending=True, stable=True)
+    above = [int(number) for number in order if largest_E[number] > USUAL_LIMIT]
+    named = [
+        _describe_row(rollout, int(first_E[number]), float(largest_E[number]))
+        for number in above[:_NAMED_SAMPLES]
+    ]
+    more = ", ..." if len(above) > _NAMED_SAMPLES else ""
+    return (
+        f"step {step}: {len(above)} of {len(largest_E)} responses have advantages above {USUAL_LIMIT:g} in absolute "
+        f"value and outweigh the others: {', '.join(named)}{more}"
+    )
+
+
+def _describe_row(rollout: Rollout, row: int, size: float) -> str:
+    prompt, sample = rollout.prompts[row], int(rollout.batch["sample_index"][row])
+    text = f"{prompt.text[:_SHOWN_CHARACTERS]}{'...' if len(prompt.text) > _SHOWN_CHARACTERS else ''}"
+    reward = float(rollout.batch["rewards"][row])
+    return f"prompt {prompt.index} {text!r} sample {sample}: {size:.4g} (reward {reward:.4g})"

@@ -1,0 +1,212 @@
+"""Check whether engines compute the function that training does: log-probabilities of the next token, over all tokens.
+
+A refit proves that an engine holds the weights of training. What it makes of them (rotary embedding, norms, heads,
+temperature, number format) is compared here, after a few prompts.
+
+Shapes: N prompts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nemo_rl_mcore.config import PolicyConfig, RunConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.driver.interfaces import PolicyInterface
+from nemo_rl_mcore.errors import RunStoppedError
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds that number formats explain: a difference of a log-probability, and a divergence after a prompt, nats."""
+
+    difference: float
+    kl: float
+
+
+# Measured on CPU with random weights, engines against ranks. In float32 a difference is up to 2e-6 embedded, 9e-6 with
+# vLLM (2e-4 where the logits are large), and an epsilon of 1e-6 in place of 1e-5 makes 1e-3. In bfloat16 vLLM rounds
+# its logits: unlikely tokens differ by up to 0.16, but the divergence stays below 1e-3; another temperature makes 0.05.
+BOUNDS: Mapping[str, Bounds] = {"float32": Bounds(1e-3, 1e-4), "bfloat16": Bounds(1.0, 0.02)}
+"""By the coarser number format of the two sides."""
+
+_WHERE_TO_LOOK = (
+    "Unless policy.generation.verify_refit is false the engine holds the weights of training: look at what it makes of "
+    "them, rotary base and scaling, epsilon of the norms, sizes of the heads (policy.model), the temperature, and the "
+    "number format (policy.generation.vllm_cfg.precision). policy.generation.compare_at_start: false leaves this out"
+)
+_PROMPTS = 4
+_LOGITS = 1 << 25
+"""Of a prompt, over its tokens and the vocabulary: training computes them all, 12 bytes each."""
+
+
+class EnginesDifferError(RunStoppedError):
+    """An engine computes other log-probabilities than training, by more than the number format explains."""
+
+
+class ComparedEngines(Protocol):
+    """Answers what `compare` asks of engines."""
+
+    def next_logprobs(
+        self, prompts: Sequence[Sequence[int]], temperature: float
+    ) -> Sequence[Sequence[NDArray[np.float32]]]:
+        """Return of each engine, after each prompt, the log-probabilities [V] of all tokens at the temperature."""
+        ...
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The engine that differs most from training, and where.
+
+    largest: difference of a log-probability, infinite where one is not a number; row, token: after which prompt and of
+    which token. kl: the largest divergence of training from an engine, nats. length: tokens of that prompt.
+    """
+
+    rows: int
+    vocabulary: int
+    largest: float
+    kl: float
+    engine: int
+    row: int
+    length: int
+    token: int
+    by_engine: float
+    by_training: float
+
+    @property
+    def agreement(self) -> str:
+        """Return what is said of a comparison that `require` let pass."""
+        return (
+            f"engine and training agree on {self.rows} rows x {self.vocabulary} tokens: largest difference of "
+            f"log-probability {self.largest:.3g}, KL {self.kl:.3g}"
+        )
+
+    def require(self, allowed: Bounds) -> None:
+        """Raise EnginesDifferError for more than is allowed."""
+        if self.largest <= allowed.difference and self.kl <= allowed.kl:
+            return
+        raise EnginesDifferError(
+            f"engine {self.engine} and training disagree about what follows row {self.row} ({self.length} tokens): "
+            f"token {self.token} has the log-probability {self.by_engine:.6g} by the engine and "
+            f"{self.by_training:.6g} by training; this difference of {self.largest:.3g} is the largest "
+            f"({allowed.difference:.3g} is allowed), KL is {self.kl:.3g} ({allowed.kl:.3g}). {_WHERE_TO_LOOK}",
+            code="logprobs-differ",
+        )
+
+
+def compare(
+    policy: PolicyInterface,
+    engines: ComparedEngines,
+    prompts: Sequence[Sequence[int]],
+    *,
+    vocabulary: int,
+    temperature: float,
+) -> Comparison:
+    """Compare engines that hold the policy's weights with it after each prompt, over the whole vocabulary.
+
+    temperature: that of the policy's log-probabilities, `RunConfig.logprob_temperature`; both sides divide by it.
+    Neither side is changed, and no noise is drawn. Raises EnginesDifferError for an engine with another vocabulary.
+    """
+    trained_NV = torch.stack([_training_logprobs(policy, prompt, vocabulary) for prompt in prompts])
+    found = [
+        _compared(engine, prompts, _as_rows(engine, answered, vocabulary), trained_NV)
+        for engine, answered in enumerate(engines.next_logprobs(prompts, temperature))
+    ]
+    worst = max(found, key=lambda comparison: comparison.largest)
+    return replace(worst, kl=max(comparison.kl for comparison in found))
+
+
+def compare_at_start(
+    config: RunConfig,
+    policy: PolicyInterface,
+    engines: ComparedEngines,
+    prompts: Sequence[Sequence[int]],
+) -> Comparison:
+    """Do `compare` as a run does; raises EnginesDifferError for more than its number formats allow."""
+    found = compare(
+        policy,
+        engines,
+        prompts,
+        vocabulary=config.policy.model.vocab_size,
+        temperature=config.logprob_temperature,
+    )
+    found.require(bounds_of(config.policy))
+    return found
+
+
+def bounds_of(policy: PolicyConfig) -> Bounds:
+    """Return the bounds of the coarser number format, of training or of its engines."""
+    own = policy.generation.engine.number_format(policy.precision)
+    both = BOUNDS[policy.precision], BOUNDS[own or policy.precision]
+    return max(both, key=lambda bounds: bounds.difference)
+
+
+def prompts_to_compare(
+    config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer, step: int
+) -> list[list[int]]:
+    """Return the first few prompts of a step; see `rows_to_compare`."""
+    return rows_to_compare(config, prompts.train_batch(step, config.prompts_per_step), tokenizer)
+
+
+def rows_to_compare(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the first few prompts, each with as many of its tokens as both sides take."""
+    longest = min(
+        config.policy.max_total_sequence_length - 1, max(1, _LOGITS // config.policy.model.vocab_size)
+    )
+    encoded = (tokenizer.encode(prompt.text, prompt.literal) for prompt in prompts[:_PROMPTS])
+    return [ids[:longest] or [tokenizer.eos_token_id] for ids in encoded]
+
+
+def _training_logprobs(policy: PolicyInterface, prompt: Sequence[int], vocabulary: int) -> Tensor:
+    """Float64 [V]. Training has logits only where a real token follows: here any does, for none sees the next."""
+    ids = torch.tensor([[*prompt, prompt[-1]]])
+    batch = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([ids.shape[1]]))
+    given = policy.get_topk_logits(batch, vocabulary)
+    last = len(prompt) - 1
+    logprobs_V = torch.full((vocabulary,), torch.nan, dtype=torch.float64)
+    logprobs_V[given["topk_indices"][0, last]] = (
+        given["topk_logits"][0, last].double() - given["logsumexp"][0, last].double()
+    )
+    return logprobs_V
+
+
+def _as_rows(engine: int, answered: Sequence[NDArray[np.float32]], vocabulary: int) -> Tensor:
+    for row in answered:
+        if len(row) != vocabulary:
+            raise EnginesDifferError(
+                f"engine {engine} has a vocabulary of {len(row)} tokens, and policy.model.vocab_size is {vocabulary}",
+                code="vocabularies-differ",
+            )
+    return torch.tensor(np.stack(answered), dtype=torch.float64)
+
+
+def _compared(
+    engine: int, prompts: Sequence[Sequence[int]], answered_NV: Tensor, trained_NV: Tensor
+) -> Comparison:
+    rows, vocabulary = trained_NV.shape
+    difference_NV = (answered_NV - trained_NV).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    row, token = divmod(int(difference_NV.argmax()), vocabulary)
+    # In fp32 the probabilities of a large vocabulary do not add up to one, and a divergence so small is lost in that.
+    p_NV, q_NV = trained_NV.log_softmax(-1), answered_NV.log_softmax(-1)
+    divergence_N = (p_NV.exp() * (p_NV - q_NV)).sum(-1)
+    return Comparison(
+        rows=rows,
+        vocabulary=vocabulary,
+        largest=float(difference_NV[row, token]),
+        kl=float(divergence_N.max()),
+        engine=engine,
+        row=row,
+        length=len(prompts[row]),
+        token=token,
+        by_engine=float(answered_NV[row, token]),
+        by_training=float(trained_NV[row, token]),
+    )

@@ -1,0 +1,189 @@
+"""Measure how far the engine's log-probabilities are from those that training computes, and what follows from it.
+
+Every step is checked: so is the first one of a run, and the first one after a resume, when weights that reached the
+engine wrong would show. What `mask` and `stop` act on is computed before the step trains; else the training pass may be
+what gives the log-probabilities, see `config.prev_logprobs`. Either way it is one table, see `losses.sampler_table`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from nemo_rl_mcore.config.loss import KLType
+from nemo_rl_mcore.config.vllm import MismatchConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.driver.output import write_line
+from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows
+from nemo_rl_mcore.driver.rollouts.metrics import correction_metrics
+from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.losses.sampler_table import COLUMNS, ROW_NUMBER, sampler_table
+
+_NAMED_SAMPLES = 4
+_ROWS_AT_A_TIME = 64
+"""Double precision of a whole batch would be several times the batch."""
+_COMPARED = ("token_mask", "sample_mask", "generation_logprobs", "prev_logprobs")
+
+
+class MismatchError(RunStoppedError):
+    """The engine and training disagree by more than policy.generation.mismatch allows."""
+
+
+def table_of_batch(batch: BatchedDataDict, kl_type: KLType = "k3") -> Tensor:
+    """Return the `sampler_table` of prev_logprobs, where token_mask and sample_mask are set."""
+    compared = BatchedDataDict({name: batch[name] for name in _COMPARED})
+    parts = [
+        _table_of_rows(compared.slice(start, min(start + _ROWS_AT_A_TIME, batch.size)), kl_type)
+        for start in range(0, batch.size, _ROWS_AT_A_TIME)
+    ]
+    return torch.cat(parts) if parts else _empty_table(0)
+
+
+def _table_of_rows(batch: BatchedDataDict, kl_type: KLType) -> Tensor:
+    trained = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1))[:, 1:] > 0
+    return sampler_table(batch["generation_logprobs"][:, 1:], batch["prev_logprobs"][:, 1:], trained, kl_type)
+
+
+def table_of_training(result: Mapping[str, Any], rows: int) -> Tensor:
+    """Return the same of a step's training pass, for a batch of `rows` that went out with their `row_number`."""
+    table = _empty_table(rows)
+    found = result.get("row_table")
+    if found is not None:
+        # What fills up a microbatch has no token, and the number of a row that it is not.
+        numbers, found = found[:, 0].long(), found[:, 1:]
+        counts = found[:, 0] > 0
+        table[numbers[counts]] = found[counts]
+    return table
+
+
+def _empty_table(rows: int) -> Tensor:
+    return torch.zeros(rows, len(COLUMNS), dtype=torch.float64)
+
+
+def with_row_numbers(columns: BatchedDataDict, first: int = 0) -> BatchedDataDict:
+    """Return the columns, and the number of each row in the table of the step; `first` is that of the first."""
+    return BatchedDataDict(columns | {ROW_NUMBER: torch.arange(first, first + columns.size)})
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The disagreement about the responses of a batch that are compared.
+
+    table: of the batch's rows B. rows: bool [B], those that are compared, all rows of a response or none. episodes:
+    the responses E that were not dropped. per_sequence: [E], the mean of exp|generation - training| over the tokens of
+    each; 1 without trained tokens, which is agreement.
+    """
+
+    table: Tensor
+    rows: Tensor
+    episodes: EpisodeRows
+    per_sequence: Tensor
+
+    @classmethod
+    def of(cls, batch: BatchedDataDict, table: Tensor, rows: Tensor | None = None) -> Self:
+        """Read the table of a batch; rows: None for all."""
+        if rows is None:
+            rows = torch.ones(batch.size, dtype=torch.bool)
+        episodes = EpisodeRows.of(batch)
+        tokens_E, error_E = episodes.total(table[:, 0]), episodes.total(table[:, 1])
+        per_sequence = torch.where(tokens_E > 0, error_E / tokens_E.clamp(min=1), 1.0)
+        return cls(table, rows, episodes, per_sequence)
+
+    @property
+    def compared(self) -> Tensor:
+        """Return bool [E], the responses that are compared."""
+        return self.episodes.one_each(self.rows)
+
+    def metrics(self, threshold: float | None) -> dict[str, float]:
+        """Return what a step reports: means over tokens, and the largest value, 1 where nothing is trained on."""
+        tokens, error, divergence = (self.table[self.rows, column].sum() for column in range(3))
+        responses = self.per_sequence[self.compared]
+        metrics = {
+            "mismatch/token_mult_prob_error": float(error) / int(tokens) if tokens else 1.0,
+            "mismatch/gen_kl_error": float(divergence) / max(int(tokens), 1),
+            "mismatch/max_seq_mult_prob_error": float(responses.max()) if len(responses) else 1.0,
+        }
+        if threshold is not None:
+            above = self.above(threshold)[self.compared]
+            metrics["mismatch/seqs_above_threshold"] = float(above.double().mean()) if len(above) else 0.0
+        return metrics
+
+    def above(self, threshold: float) -> Tensor:
+        """Return bool [E], which of the compared responses disagree by more; one that is not a number does."""
+        return ~(self.per_sequence <= threshold) & self.compared
+
+
+def drawn_by(version: int, batch: BatchedDataDict) -> Tensor:
+    """Return bool [B]: no token of the response, in none of its rows, was drawn by weights of another version.
+
+    Without weight_versions the ranks that train have drawn all.
+    """
+    if WEIGHT_VERSIONS not in batch:
+        return torch.ones(batch.size, dtype=torch.bool)
+    versions_BS = batch[WEIGHT_VERSIONS]
+    drawn_B = ~((versions_BS >= 0) & (versions_BS != version)).any(1)
+    for rows in batch.samples():
+        drawn_B[rows.start : rows.stop] = drawn_B[rows.start : rows.stop].all()
+    return drawn_B
+
+
+def compare_with_engine(step: int, batch: BatchedDataDict, table: Tensor, config: MismatchConfig) -> Mismatch:
+    """Compare the responses of a step that its own weights sampled, and do what `action` says; see `act_on_mismatch`.
+
+    What older weights sampled differs by its age.
+    """
+    found = Mismatch.of(batch, table, drawn_by(step - 1, batch))
+    act_on_mismatch(step, batch, found, config)
+    return found
+
+
+def comparison_metrics(
+    found: Mismatch, batch: BatchedDataDict, threshold: float | None, *, asynchronous: bool
+) -> dict[str, float]:
+    """Return what a step reports of the engine's log-probabilities and, in asynchronous runs, of older weights'."""
+    if not asynchronous:
+        return found.metrics(threshold)
+    of_engine = found.metrics(threshold) if found.rows.any() else {}
+    return of_engine | correction_metrics(found.table[batch["sample_mask"] > 0])
+
+
+def act_on_mismatch(step: int, batch: BatchedDataDict, found: Mismatch, config: MismatchConfig) -> None:
+    """Do what `action` says about responses above the threshold.
+
+    `warn` writes a line to standard error; `mask` sets their sample_mask to 0, so that they are not trained on.
+    Raises MismatchError for `stop`.
+    """
+    if config.threshold is None:
+        return
+    above = found.above(config.threshold)
+    if not above.any():
+        return
+    text = _describe(step, batch, found, above, config.threshold)
+    match config.action:
+        case "stop":
+            raise MismatchError(f"{text}; are the engine's weights those of training, and its precision?")
+        case "mask":
+            batch["sample_mask"] = batch["sample_mask"] * ~found.episodes.on_rows(above)
+        case "warn":
+            write_line(sys.stderr, text)
+
+
+def _describe(step: int, batch: BatchedDataDict, found: Mismatch, above: Tensor, threshold: float) -> str:
+    numbers = [number for number, differs in enumerate(above) if differs]
+    prompts = found.episodes.one_each(batch["prompt_index"])
+    samples = found.episodes.one_each(batch["sample_index"])
+    named = [
+        f"prompt {int(prompts[number])} sample {int(samples[number])}: {float(found.per_sequence[number]):.4g}"
+        for number in numbers[:_NAMED_SAMPLES]
+    ]
+    more = ", ..." if len(numbers) > _NAMED_SAMPLES else ""
+    return (
+        f"step {step}: training and generation disagree about {len(numbers)} of {int(found.compared.sum())} responses "
+        f"by more than policy.generation.mismatch.threshold: {threshold} ({', '.join(named)}{more})"
+    )

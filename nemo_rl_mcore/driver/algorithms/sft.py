@@ -1,0 +1,39 @@
+"""Supervised fine-tuning: imitate the given answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+from nemo_rl_mcore.config import SFTMasterConfig
+from nemo_rl_mcore.data.answers import given_answers
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepOutcome
+from nemo_rl_mcore.driver.algorithms.step_metrics import train_metrics
+from nemo_rl_mcore.driver.rollouts.steps import StepGroups
+from nemo_rl_mcore.losses import LossFunction, make_loss
+
+
+class SFT(Algorithm[SFTMasterConfig]):
+    """The likelihood of given answers."""
+
+    def train(self, step: int, groups: StepGroups | None, begin_update: Callable[[], None]) -> StepOutcome:
+        """Train on the step's answers."""
+        prompts = self.prompts.train_batch(step, self.config.policy.train_global_batch_size)
+        batch = given_answers(prompts, self.collector.tokenizer)
+        begin_update()
+        with self.observer.phase("train"):
+            result = self.policy.train(batch, self._loss_fn)
+        tokens = {"train/total_num_tokens": float(batch["input_lengths"].sum())}
+        return StepOutcome(train_metrics(result) | tokens, result["skip_reasons"], batch)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Measure how good the policy's answers to held-out prompts are, and the loss of their given ones."""
+        judged = super().validate(step)
+        found = self.evaluate(
+            self.config.sft, self._loss_fn, lambda prompts: given_answers(prompts, self.collector.tokenizer)
+        )
+        return {"validation/loss": found["validation/loss"], **judged}
+
+    @cached_property
+    def _loss_fn(self) -> LossFunction:
+        return make_loss(self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs)

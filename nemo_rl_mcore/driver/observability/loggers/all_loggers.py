@@ -1,0 +1,140 @@
+"""All loggers of a run, none of which can end or hold up the run."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self
+
+from nemo_rl_mcore.config import LoggerConfig
+from nemo_rl_mcore.driver.observability.ending import exit_status_of
+from nemo_rl_mcore.driver.observability.loggers.logger import Logger, RunFacts, SampleTable, tables_of
+from nemo_rl_mcore.driver.observability.loggers.mlflow import MLflowLogger
+from nemo_rl_mcore.driver.observability.loggers.tensorboard import TensorBoardLogger
+from nemo_rl_mcore.driver.observability.loggers.wandb import WandbLogger
+from nemo_rl_mcore.driver.observability.rollouts import Sample
+
+
+class Loggers:
+    """A metric sink: the loggers that the config asks for, open inside its block.
+
+    Each has a thread, and `logger.timeout_s` for each call. One that fails or takes longer is told of once, by name,
+    and the run goes on without it; `metrics.jsonl` and `rollouts/` hold the same. Leaving the block tells each how the
+    run has ended.
+    """
+
+    def __init__(self, config: LoggerConfig, run: RunFacts, say: Callable[[str], None]) -> None:
+        self._config = config
+        self.startup_s: dict[str, float] = {}
+        self._guarded = [
+            _Guarded(name, logger, config.timeout_s, say) for name, logger in _asked_for(config, run)
+        ]
+        self._added: list[Sample] = []
+
+    def __enter__(self) -> Self:
+        """Open them."""
+        began = time.perf_counter()
+        for guarded in self._guarded:
+            guarded.open()
+        if self._guarded:
+            self.startup_s["loggers"] = time.perf_counter() - began
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish them, by how the block has ended."""
+        status = exit_status_of(error)
+        for guarded in self._guarded:
+            guarded.finish(status)
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Keep answers until the step is logged."""
+        if self._guarded:
+            self._added += samples
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Give them the metrics of a step and what is shown of its answers."""
+        period = self._config.sample_table_period
+        of_training = period > 0 and step % period == 0
+        tables = list(tables_of(self._added, self._config.sample_table_rows, of_training=of_training))
+        self._added = []
+        for guarded in self._guarded:
+            guarded.log(step, metrics, tables)
+
+    def close(self) -> None:
+        """Forget the answers of a step that was not finished."""
+        self._added = []
+
+    @property
+    def places(self) -> list[str]:
+        """Return where a person finds the run, of each that still takes it."""
+        return [guarded.logger.where for guarded in self._guarded if not guarded.failed]
+
+
+class _Guarded:
+    """A logger in a thread of its own, which does one call after the other; after one that failed it does none."""
+
+    def __init__(self, name: str, logger: Logger, timeout_s: float, say: Callable[[str], None]) -> None:
+        self.logger, self.failed = logger, False
+        self._name, self._timeout_s, self._say = name, timeout_s, say
+        self._calls = queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]()
+
+    def open(self) -> None:
+        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        self._call(self.logger.open)
+        if not self.failed:
+            self._say(f"{self._name}: {self.logger.where}")
+
+    def log(self, step: int, metrics: Mapping[str, float], tables: Sequence[SampleTable]) -> None:
+        self._call(lambda: self.logger.log(step, metrics, tables))
+
+    def finish(self, exit_status: int) -> None:
+        self._call(lambda: self.logger.finish(exit_status))
+        self._calls.put(None)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        if self.failed:
+            return
+        done = Future[None]()
+        self._calls.put((call, done))
+        try:
+            done.result(self._timeout_s)
+        except Exception as error:  # noqa: BLE001  # whatever a service raises, or its client
+            self._give_up(_first_line(error) if done.done() else f"no answer within {self._timeout_s:g} s")
+
+    def _give_up(self, why: str) -> None:
+        self.failed = True
+        self._calls.put(None)
+        self._say(f"{self._name} fails: {why}; the run goes on without it, and metrics.jsonl has every step")
+        self.logger.abandon()
+
+    def _serve(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, done = asked
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001  # raised by whoever waits for it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+
+def _asked_for(config: LoggerConfig, run: RunFacts) -> Iterator[tuple[str, Logger]]:
+    if config.tensorboard_enabled:
+        yield "TensorBoard", TensorBoardLogger(config, run)
+    if config.wandb_enabled:
+        yield "Weights & Biases", WandbLogger(config, run)
+    if config.mlflow_enabled:
+        yield "MLflow", MLflowLogger(config, run)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what it says, without a password that stood in an address."""
+    lines = str(error).strip().splitlines()
+    return re.sub(r"//[^/\s@]+@", "//***@", lines[0] if lines else type(error).__name__)

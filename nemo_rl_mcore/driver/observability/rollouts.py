@@ -1,0 +1,226 @@
+"""Every answer of a run, in its folder: `rollouts/step_N.jsonl.gz`, and `rollouts/validation/step_N.jsonl.gz`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+from nemo_rl_mcore.config.logger import RolloutsConfig
+from nemo_rl_mcore.data.strict_json import open_regular
+from nemo_rl_mcore.driver.own_files import TEMPORARY, next_free, replacing
+
+ROLLOUTS_FOLDER = "rollouts"
+VALIDATION_FOLDER = "validation"
+
+_NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
+_KEPT_ONE_IN = 10
+_GIB = 1 << 30
+# Higher levels take several times as long, for files that are hardly smaller.
+_COMPRESSION = 1
+
+
+class Said(TypedDict):
+    """An answer or an observation, by its role; reward: of an answer that was replied to."""
+
+    role: str
+    content: str
+    reward: NotRequired[float]
+
+
+class TokenTable(TypedDict):
+    """What is known of each of N tokens, from the first sampled one on to the end of the row.
+
+    text: joined, that of the answer. turn: from 1 on, 0 for one that was not sampled. mask: 1 for one that is trained
+    on; None in a validation. The others have 4 decimals, None where no token was sampled or the number is not finite,
+    and are None as a whole where the algorithm has none, or only the ranks have seen them.
+    """
+
+    text: list[str]
+    turn: list[int]
+    mask: list[int] | None
+    generation_logprobs: list[float | None] | None
+    prev_logprobs: list[float | None] | None
+    advantages: list[float | None] | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response, and what became of it.
+
+    source: the name of the prompt's source, where there are several. reward: of the environment. shaped_reward: what
+    the advantages are made of. rewards: the parts of the reward that have names, before their weights; None where none
+    has. advantage: the mean over the response's tokens, and advantage_first that of its first
+    one; None where the algorithm has none. sample_mask: 0 for a response that taught nothing, None for one of a
+    validation. Weight versions: the steps after which the weights were that sampled the oldest and the newest token.
+    turns: where there may be several, all that was said after the prompt. tokens: of the first answers of a step.
+    """
+
+    step: int
+    prompt_index: int
+    sample_index: int
+    prompt: str
+    answer: str
+    response: str
+    source: str
+    reward: float
+    shaped_reward: float
+    prompt_tokens: int
+    response_tokens: int
+    truncated: bool
+    weight_version_min: int
+    weight_version_max: int
+    sample_mask: float | None = None
+    advantage: float | None = None
+    advantage_first: float | None = None
+    rewards: dict[str, float | None] | None = None
+    turns: list[Said] | None = None
+    tokens: TokenTable | None = None
+
+    @property
+    def of_validation(self) -> bool:
+        """Return whether nothing is trained on it."""
+        return self.sample_mask is None
+
+
+class RolloutSink:
+    """A metric sink: `add` gives it the answers of the step at hand, `log` writes them, in whole files.
+
+    Files that an earlier run left are put aside in a folder `rollouts.1`, or the next free number; a resumed run goes
+    on with them, and it is those of the steps after `resumed_step` that are put aside. Above `max_gib` the oldest
+    steps are removed, but for every tenth and for validations, which stay; `say` is told so once.
+    largest_step: the bytes that the answers of a step took at most so far.
+    """
+
+    def __init__(
+        self, log_dir: Path, config: RolloutsConfig, resumed_step: int | None, say: Callable[[str], None]
+    ) -> None:
+        self._folder = log_dir / ROLLOUTS_FOLDER
+        self._config, self._say = config, say
+        self._added: list[Sample] = []
+        self._unwritten: list[tuple[Path, list[Sample]]] = []
+        self._told = False
+        self.largest_step = 0
+        _put_aside(self._folder, resumed_step)
+        self._sizes = {path: path.stat().st_size for path in _files(self._folder)}
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Keep answers until the step is logged."""
+        if self._config.enabled:
+            self._added += samples
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write what was added; raises OSError, and then leaves nothing of the file, whose answers `complete` takes."""
+        del metrics
+        added, self._added = self._added, []
+        for folder, of_validation in ((self._folder, False), (self._folder / VALIDATION_FOLDER, True)):
+            samples = [sample for sample in added if sample.of_validation is of_validation]
+            if samples:
+                self._unwritten.append((folder / f"step_{step}.jsonl.gz", samples))
+        self.complete()
+        self._keep_to_the_bound(step)
+
+    def complete(self) -> None:
+        """Write the answers of finished steps that are not on disk yet; raises OSError, and keeps what is left."""
+        written = 0
+        while self._unwritten:
+            path, samples = self._unwritten[0]
+            self._sizes[path] = _write(path, samples)
+            written += self._sizes[path]
+            del self._unwritten[0]
+        self.largest_step = max(self.largest_step, written)
+
+    @property
+    def unwritten(self) -> list[Path]:
+        """Return the files whose answers are in memory alone."""
+        return [path for path, _ in self._unwritten]
+
+    def close(self) -> None:
+        """Forget the answers of a step that was not finished."""
+        self._added = []
+
+    def _keep_to_the_bound(self, newest: int) -> None:
+        if self._config.max_gib is None:
+            return
+        total, bound = sum(self._sizes.values()), self._config.max_gib * _GIB
+        if total <= bound:
+            return
+        removable = [path for path in self._sizes if path.parent == self._folder]
+        for path in sorted(removable, key=_step_of):
+            if total <= bound:
+                break
+            if _step_of(path) % _KEPT_ONE_IN and _step_of(path) != newest:
+                path.unlink(missing_ok=True)
+                total -= self._sizes.pop(path)
+        if not self._told:
+            self._told = True
+            self._say(
+                f"{self._folder} has reached {self._config.max_gib:g} GiB (logger.rollouts.max_gib): from now on the "
+                f"oldest steps are removed, but for every {_KEPT_ONE_IN}th"
+            )
+
+
+def read_rollouts(path: Path, most_bytes: int | None = None) -> Iterator[dict[str, object]]:
+    """Yield the answers in one of the files, in the order of the batch.
+
+    Raises ValueError where they take more than `most_bytes`, which are not read; OSError for what is no regular file.
+    """
+    left = most_bytes
+    with open_regular(path) as packed, gzip.GzipFile(fileobj=packed) as file:
+        while line := file.readline(-1 if left is None else left + 1):
+            if left is not None and (left := left - len(line)) < 0:
+                raise ValueError(f"its answers take more than {most_bytes} bytes")
+            yield json.loads(line)
+
+
+def _write(path: Path, samples: Sequence[Sample]) -> int:
+    """Write a file under another name first; returns its bytes."""
+    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+    lines = "".join(f"{_encoded(sample, encode)}\n" for sample in samples)
+    # A lone surrogate, which no encoding takes, becomes the escape that JSON has for it.
+    packed = gzip.compress(lines.encode(errors="backslashreplace"), _COMPRESSION, mtime=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(packed)
+    return len(packed)
+
+
+def _encoded(sample: Sample, encode: Callable[[object], str]) -> str:
+    """As JSON, which has no numbers that are not finite: None stands for them."""
+    try:
+        return encode(vars(sample))
+    except ValueError:
+        return encode(
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in vars(sample).items()
+            }
+        )
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("step_*") if _NAME.fullmatch(path.name)]
+
+
+def _step_of(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1])
+
+
+def _put_aside(folder: Path, resumed_step: int | None) -> None:
+    for cut_off in folder.rglob(f"*{TEMPORARY}"):
+        cut_off.unlink()
+    later = [path for path in _files(folder) if resumed_step is None or _step_of(path) > resumed_step]
+    if not later:
+        return
+    aside = next_free(folder)
+    for path in later:
+        moved = aside / path.relative_to(folder)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(moved)

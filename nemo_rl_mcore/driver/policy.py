@@ -1,0 +1,394 @@
+"""The driver's handle of a policy: whole batches go in, each rank gets its shard, whole batches come back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from nemo_rl_mcore.config import PolicyConfig, Role, RunConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import EPISODE
+from nemo_rl_mcore.data.lengths import check_lengths
+from nemo_rl_mcore.data.token_budget import split_balanced
+from nemo_rl_mcore.data.validation import BatchCheck
+from nemo_rl_mcore.driver.actors.environment import hub_token
+from nemo_rl_mcore.driver.actors.failures import WorkerError
+from nemo_rl_mcore.driver.actors.one_process import InProcessRank, OneProcess
+from nemo_rl_mcore.driver.actors.placement import Placement
+from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.rank.batch_sizes import BatchSizes
+from nemo_rl_mcore.rank.refit.sender import BroadcastRendezvous, Engines, RefitSettings
+from nemo_rl_mcore.rank.refit.verification import Digests
+from nemo_rl_mcore.rank.train_step import Phase, out_of_order
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
+from nemo_rl_mcore.recipe.rules.policies import checked_policy
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.driver.actors.cluster import RayCluster
+    from nemo_rl_mcore.driver.actors.gang import WorkerGroup
+
+_ANSWERS_S = 10.0
+_NOBODY: Collection[int] = ()
+_FIRST: Collection[int] = (0,)
+
+
+class Policy:
+    """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
+
+    trained, temperature, verify_checksums: see `MegatronPolicyWorker`.
+    name: what errors call it, such as "teacher".
+    colocated_with: another one, whose machines and GPUs this one shares.
+    group: what makes the ranks, from the arguments of `RayWorkerGroup`, which is the default for a session.
+
+    Raises WorkerError, naming the rank, when a rank fails or dies. A batch that the model or the loss cannot take is a
+    ValueError by key and row, and nothing of it is sent.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        cluster: RayCluster | OneProcess,
+        *,
+        seed: int,
+        init_reference_model: bool = False,
+        role: Role = Role.POLICY,
+        trained: bool = True,
+        colocated_with: Policy | None = None,
+        temperature: float | None = None,
+        verify_checksums: bool = True,
+        name: str = "policy",
+        group: Callable[..., WorkerGroup] | None = None,
+    ) -> None:
+        self._config = checked_policy(config, only_read=not trained)
+        self._cluster, self._colocated_with = cluster, colocated_with
+        self._check = BatchCheck.of(config)
+        self._start_workers = partial(
+            group or _group_at(cluster),
+            MegatronPolicyWorker,
+            cluster,
+            (config,),
+            {
+                "seed": seed,
+                "init_reference_model": init_reference_model,
+                "role": role,
+                "trained": trained,
+                "temperature": temperature,
+                "verify_checksums": verify_checksums,
+            },
+            start_timeout_s=config.start_timeout_s,
+            call_timeout_s=config.call_timeout_s,
+            deadline_keys="policy",
+            name=name,
+            secrets=hub_token(os.environ) if config.model_name is not None else {},
+        )
+        self.incarnation = 0
+        """How often its ranks were restarted."""
+        self._start(self._placed_beside())
+
+    def _placed_beside(self) -> Placement | None:
+        beside = self._colocated_with
+        return beside and self._cluster.place_colocated(beside.placement, beside.gpus())
+
+    def _start(self, placement: Placement | None) -> None:
+        self._workers = self._start_workers(placement=placement)
+        # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
+        self._shard_of_rank: list[int] = self._workers.run_all(
+            "data_parallel_rank", context="start of the workers"
+        )
+        self._shards = max(self._shard_of_rank) + 1
+        self._first_of_shard = [self._shard_of_rank.index(shard) for shard in range(self._shards)]
+        self.updates = 0
+        """See `interfaces.TrainedModel.updates`."""
+        self._calls: dict[str, int] = {}
+        self._open_loss: LossFunction | None = None  # of the step that was begun last
+
+    def restart(self) -> None:
+        """See `interfaces.TrainedModel.restart`; engines are to be connected again.
+
+        Where their machines are all there they keep their places, and with them engines that share these. Else it waits
+        for machines, see `RayCluster.await_machines`; one beside another model goes where that is.
+        """
+        nodes = {identity.node_id for identity in self._workers.identities.values()}
+        kept = self._workers.placement if not self._cluster.lost_nodes(nodes) else None
+        self._workers.shutdown(keep_places=kept is not None)
+        if kept is None and self._colocated_with is None:
+            self._cluster.await_machines()
+        self.incarnation += 1
+        self._start(kept or self._placed_beside())
+
+    def serves(self) -> bool:
+        """See `interfaces.TrainedModel.serves`; one that hangs for some seconds does not."""
+        try:
+            self._workers.run_all(
+                "data_parallel_rank", context="after a failure", timeout_s=_ANSWERS_S, key=""
+            )
+        except WorkerError as error:
+            return error.usable
+        return True
+
+    def get_logprobs(self, data: BatchedDataDict, *, trained_only: bool = False) -> BatchedDataDict:
+        """See `interfaces.PolicyInterface.get_logprobs`."""
+        self._check.reading(data, trained_only=trained_only)
+        return self._map("get_logprobs", data, trained_only=trained_only)
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, *, trained_only: bool = False
+    ) -> BatchedDataDict:
+        """See `interfaces.PolicyInterface.get_reference_policy_logprobs`."""
+        self._check.reading(data, trained_only=trained_only)
+        return self._map("get_reference_policy_logprobs", data, trained_only=trained_only)
+
+    def get_topk_logits(
+        self, data: BatchedDataDict, k: int, *, trained_only: bool = False
+    ) -> BatchedDataDict:
+        """See `interfaces.PolicyInterface.get_topk_logits`."""
+        self._check.reading(data, k=k, trained_only=trained_only)
+        return self._map("get_topk_logits", data, k=k, trained_only=trained_only)
+
+    def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
+        """See `interfaces.ValueInterface.get_values`; for the role value."""
+        self._check.reading(data)
+        return self._map("get_values", data)
+
+    def generate(
+        self, data: BatchedDataDict, *, step: int, stop_ids: Sequence[int], greedy: bool
+    ) -> BatchedDataDict:
+        """See `interfaces.GenerationInterface.generate`."""
+        self._check.prompts(data)
+        check_lengths(data["input_lengths"], self._config)
+        return self._map("generate", data, step=step, stop_ids=list(stop_ids), greedy=greedy)
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """See `interfaces.TrainedModel.train`; the totals are equal on every rank."""
+        self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
+        sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
+        if not eval_mode:
+            sizes.of_shard(self._shards)
+        split = [self._split(step, loss_fn) for step in ([data] if eval_mode else sizes.steps(data))]
+        shards = [BatchedDataDict.from_batches(steps) for steps in zip(*split, strict=True)]
+        answers = self._run(
+            "train",
+            shards,
+            self._answering(loss_fn),
+            loss_fn=loss_fn,
+            eval_mode=eval_mode,
+            gbs=sizes.gbs,
+            mbs=sizes.mbs,
+        )
+        result = self._joined(answers, loss_fn)
+        self.updates += 0 if eval_mode else len(result["skip_reasons"])
+        return result
+
+    def begin_train_step(
+        self,
+        loss_fn: LossFunction,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        step_id: str | None = None,
+    ) -> None:
+        """See `interfaces.PolicyInterface.begin_train_step`."""
+        sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
+        self._run_all("begin_train_step", loss_fn=loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id)
+        self._open_loss = loss_fn
+
+    def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
+        """See `interfaces.PolicyInterface.train_microbatch`."""
+        if self._open_loss is None:
+            raise out_of_order("train_microbatch", Phase.IDLE)
+        loss_fn = self._open_loss
+        self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample)
+        self._run("train_microbatch", self._split(data, loss_fn), _NOBODY, chunk_id=chunk_id)
+
+    def _split(self, data: BatchedDataDict, loss_fn: LossFunction) -> list[BatchedDataDict]:
+        """Return the whole samples of a step or of a chunk for each shard."""
+        if self._config.token_budgets is None:
+            return data.split(self._shards, loss_fn.rows_per_sample)
+        # Sums do not depend on who adds what, and ranks with equally many tokens wait less for each other.
+        return split_balanced(data, self._shards, loss_fn.rows_per_sample)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """See `interfaces.PolicyInterface.finish_train_step`; the totals are equal on every rank."""
+        answers = self._workers.run_all(
+            "finish_train_step",
+            answering=self._answering(self._open_loss),
+            context=self._next_call("finish_train_step"),
+        )
+        self.updates += 1
+        return self._joined(answers, self._open_loss)
+
+    def _answering(self, loss_fn: LossFunction | None) -> Collection[int]:
+        """Return the ranks whose results are read: totals are equal on all of them, a table is of a shard's rows."""
+        return self._first_of_shard if loss_fn is not None and loss_fn.gives_row_table else _FIRST
+
+    def _joined(self, answers: Sequence[Any], loss_fn: LossFunction | None) -> dict[str, Any]:
+        """Return the first rank's result, with the rows of all shards."""
+        results = [answers[rank] for rank in self._answering(loss_fn)]
+        tables = [result["row_table"] for result in results if "row_table" in result]
+        return results[0] | {"row_table": torch.cat(tables)} if len(tables) > 1 else results[0]
+
+    def abort_train_step(self) -> None:
+        """See `interfaces.PolicyInterface.abort_train_step`."""
+        self._run_all("abort_train_step")
+
+    def save_checkpoint(self, folder: str, *, wait: bool = True) -> None:
+        """See `interfaces.PolicyInterface.save_checkpoint`."""
+        self._run_all("save_checkpoint", folder=str(Path(folder).absolute()), wait=wait)
+
+    def checkpoint_written(self, *, wait: bool = True) -> float | None:
+        """See `interfaces.PolicyInterface.checkpoint_written`."""
+        of_ranks: Sequence[float | None] = self._workers.run_all(
+            "checkpoint_written", wait=wait, context=self._next_call("checkpoint_written")
+        )
+        taken = [seconds for seconds in of_ranks if seconds is not None]
+        return max(taken) if len(taken) == len(of_ranks) else None
+
+    def load_checkpoint(self, folder: str, *, weights_only: bool = False) -> None:
+        """See `interfaces.PolicyInterface.load_checkpoint`."""
+        self._run_all("load_checkpoint", folder=str(Path(folder).absolute()), weights_only=weights_only)
+        self.updates = 0
+
+    def has_unknown_update(self) -> bool:
+        """See `interfaces.TrainedModel.has_unknown_update`."""
+        taken = self._workers.run_all("updates", context=self._next_call("updates"))
+        return any(count != self.updates for count in taken)
+
+    @property
+    def placement(self) -> Placement:
+        """Return where the ranks run."""
+        return self._workers.placement
+
+    @property
+    def processes(self) -> Sequence[int]:
+        """Return the process id of each rank, on its own machine."""
+        return [identity.pid for _, identity in sorted(self._workers.identities.items())]
+
+    def loading_s(self) -> float:
+        """Return the seconds that loading weights has taken, on the slowest rank."""
+        return max(self._workers.run_all("loading_s", context=self._next_call("loading_s")))
+
+    def gpus(self) -> Sequence[str]:
+        """Return the GPU of each rank; empty on CPU."""
+        found: list[str] = self._workers.run_all("gpu", context=self._next_call("gpu"))
+        return [gpu for gpu in found if gpu]
+
+    def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
+        """Get ready to send weights to these engines; says where to meet for a broadcast."""
+        return self._first_of_all("connect_engines", engines=engines, settings=settings)
+
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
+        return self._first_of_all("prepare_refit_info")
+
+    def weights_digest(self, held_as: str | None = None) -> str:
+        """Of all weights as a refit sends them; see `refit.verification.of_all`."""
+        return self._first_of_all("weights_digest", held_as=held_as)
+
+    def prepare_for_training(self) -> None:
+        """See `MegatronPolicyWorker.prepare_for_training`."""
+        self._run_all("prepare_for_training")
+
+    def finish_training(self) -> None:
+        """Do nothing, as in NeMo RL: by policy.offload the next call takes what it does not need from the device."""
+
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        """See `MegatronPolicyWorker.prepare_for_lp_inference`."""
+        self._run_all("prepare_for_lp_inference", keep_train_buffers=keep_train_buffers)
+
+    def send_weights(self) -> Digests:
+        """Stream all weights to the engines; returns the tensors by name, with digests where they are verified."""
+        return self._first_of_all("send_weights")
+
+    def export_hf(self, folder: str, *, origin: str | None = None) -> None:
+        """Write the weights as a Hugging Face folder, which the first rank's machine must see."""
+        self._run_all("export_hf", folder=folder, origin=origin)
+
+    def shutdown(self) -> None:
+        """End every rank; idempotent."""
+        self._workers.shutdown()
+
+    def __enter__(self) -> Self:
+        """Return the policy."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Shut down."""
+        self.shutdown()
+
+    def _map(self, method: str, data: BatchedDataDict, **kwargs: Any) -> BatchedDataDict:
+        """Call a method that answers row by row. Rows that do not divide are made up with repeats of the last."""
+        data = data.without(EPISODE)  # such an answer is of a row, whatever episode that is of
+        missing = -data.size % self._shards
+        whole = data.select_indices([*range(data.size), *[data.size - 1] * missing]) if missing else data
+        answers = self._run(method, whole.shard_by_batch_size(self._shards), self._first_of_shard, **kwargs)
+        return BatchedDataDict.from_batches([answers[rank] for rank in self._first_of_shard]).slice(
+            0, data.size
+        )
+
+    def _run(
+        self, method: str, shards: Sequence[BatchedDataDict], answering: Collection[int], **kwargs: Any
+    ) -> list[Any]:
+        # One object for all the ranks of a shard; for one rank alone it travels with the call.
+        alone = len(self._shard_of_rank) == len(shards)
+        given = shards if alone else [self._workers.share(shard) for shard in shards]
+        per_rank: list[Mapping[str, Any]] = [{"data": given[shard]} for shard in self._shard_of_rank]
+        return self._workers.run_all(
+            method, per_rank_kwargs=per_rank, answering=answering, context=self._next_call(method), **kwargs
+        )
+
+    def _run_all(self, method: str, **kwargs: Any) -> None:
+        self._workers.run_all(method, answering=_NOBODY, context=self._next_call(method), **kwargs)
+
+    def _first_of_all(self, method: str, **kwargs: Any) -> Any:
+        """Return what the first rank says, where all would say the same or only it has something to say."""
+        return self._workers.run_all(method, answering=_FIRST, context=self._next_call(method), **kwargs)[0]
+
+    def _next_call(self, method: str) -> str:
+        self._calls[method] = self._calls.get(method, 0) + 1
+        return f"call {self._calls[method]}"
+
+
+def _group_at(cluster: RayCluster | OneProcess) -> Callable[..., WorkerGroup]:
+    if isinstance(cluster, OneProcess):
+        return InProcessRank
+    from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup  # brings in Ray
+
+    return RayWorkerGroup
+
+
+def open_place(config: RunConfig, *, engines: bool = False) -> OneProcess | RayCluster:
+    """Return where the ranks of a command that trains nothing run: here, if one rank is all there is.
+
+    engines: whether it starts engines apart from the ranks. A cluster at RAY_ADDRESS is used where there is one.
+    """
+    if config.cluster.world_size == 1 and not engines and not os.environ.get("RAY_ADDRESS"):
+        return OneProcess(config.cluster)
+    from nemo_rl_mcore.driver.actors.cluster import RayCluster  # brings in Ray
+
+    return RayCluster(config.cluster, more_cpus=config.env.pool_cpus)
+
+
+def start_frozen(config: RunConfig, cluster: OneProcess | RayCluster) -> Policy:
+    """Return the policy with the weights that it starts from, which nothing will train."""
+    return Policy(
+        config.policy,
+        cluster,
+        seed=config.seed,
+        temperature=config.logprob_temperature,
+        trained=False,
+        verify_checksums=config.checkpointing.verify_checksums,
+    )

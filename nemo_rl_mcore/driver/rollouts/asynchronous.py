@@ -1,0 +1,258 @@
+"""Groups answered ahead of training, one by one, while earlier steps train: asynchronous rollouts.
+
+There are two threads. The one that trains calls the public methods; groups are asked for in a second one, with an
+asyncio loop (the methods under "The thread that asks"). The ledger belongs to both, and is read and changed
+under one condition, on which the trainer waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+
+from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.driver.interfaces import RolloutEngines
+from nemo_rl_mcore.driver.loop_thread import LoopThread
+from nemo_rl_mcore.driver.rollouts.draw import DrawnGroup
+from nemo_rl_mcore.driver.rollouts.events import Token
+from nemo_rl_mcore.driver.rollouts.metrics import Pace, age_metrics, pace_metrics
+from nemo_rl_mcore.driver.rollouts.player import Rollout
+from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
+from nemo_rl_mcore.driver.rollouts.stall_watch import StallWatch
+from nemo_rl_mcore.driver.rollouts.states import GroupState, StepState
+from nemo_rl_mcore.engine.engine import EngineDiedError, EngineFailedError
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.rank import activity
+
+
+@dataclass(eq=False)
+class AsynchronousScheduler(Scheduler[RolloutEngines]):
+    """Asks engines apart from the ranks for groups as soon as the ledger admits them; see `Scheduler`.
+
+    Args:
+        section: the keys of asynchronous rollouts.
+        key: the path of the section in a recipe, for messages.
+
+    """
+
+    section: AsyncRolloutsConfig = field(kw_only=True)
+    key: str = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        section, limits = self.section, self.ledger.limits
+        self._limit = section.max_inflight_prompts or limits.groups_per_step * (limits.max_age + 1)
+        self._error: BaseException | None = None
+        self._failures = 0  # in a row
+        self._refitting, self._halts = False, 0
+        self._idle_since: float | None = None
+        self._watch = StallWatch(
+            section.stall_timeout_s,
+            f"{self.key}.stall_timeout_s",
+            self.engine.whereabouts,
+            self._stop_trainer,
+        )
+        self._paused = self._ended = False
+        self._thread = LoopThread("rollouts", self._stop_trainer)
+        self.engine.listen(self._engines_changed)
+
+    def update_weights(self, version: int) -> None:
+        """Give the engines the policy's weights; groups in flight go on with them, unless they are to end before.
+
+        The first call begins to answer groups. One with weights that the engines hold waits for nothing.
+        """
+        if self.ledger.step is StepState.COMMITTED and not self.section.in_flight_weight_updates:
+            self._drain()
+        self._refit(version)
+        with self._changed:
+            self._paused = False
+            self._publish(version, self.engine.weights_digest)
+            self._draw_ahead()
+            self._watch.start()  # engines may have had to start
+        self._dispatch()
+
+    def offload(self) -> None:
+        """Do nothing: the engines have separate memory."""
+
+    def _filled(self) -> None:
+        """Do nothing: the engines go on answering."""
+
+    def finish(self) -> Pace:
+        """See `Scheduler.finish`."""
+        with self._changed:
+            self._count_idle()
+            pace = super().finish()
+            self._watch.moved()
+            pace.engine_restarts = self.engine.restarts
+            pace.ready = self.ledger.count(GroupState.READY)
+            pace.in_flight = self.ledger.count(GroupState.INFLIGHT)
+            return pace
+
+    def report(self, pace: Pace, trained: Sequence[Rollout]) -> dict[str, float]:
+        """See `Scheduler.report`; how old the tokens are, and which side waited for the other."""
+        batches = [rollout.batch for rollout in trained]
+        ages = age_metrics(batches, self.ledger.version - 1, self.ledger.limits.max_age)
+        return super().report(pace, trained) | ages | pace_metrics(pace, time.monotonic())
+
+    def _refit(self, version: int) -> None:
+        """Give the engines the weights; one that breaks off leaves them waiting for the next, maybe of new ranks."""
+        broke_off, self._refitting = self._refitting, True
+        self.engine.update_weights(version)
+        self._halts += broke_off
+        self._refitting = False
+
+    def _wait_for_ready(self, groups: int) -> None:
+        """Wait for groups; engines that restarted meanwhile are given the weights."""
+        while True:
+            with self._changed:
+                self._wait(lambda: self._are_ready(groups) or self.engine.joining, "groups to train on")
+                if self._are_ready(groups):
+                    return
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        """Have engines that restarted answer; the open step has not changed the published weights yet."""
+        self.engine.rejoin()
+        with self._changed:
+            self._watch.moved()
+        self._dispatch()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give up what is in flight, end the threads, and put away a step whose weights no engine was given any more.
+
+        Raises the RunStoppedError of a stall by which the block has ended.
+        """
+        self._watch.close()
+        with self._changed:
+            self._ended = True
+        self._thread.close()
+        super().__exit__(kind, error, trace)
+        self._watch.raise_in_place_of(error)
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait, with the condition, until something is so, and count the time; a signal is heard meanwhile.
+
+        Raises what ended the thread that asks. A wait that does not end is a stall, which the watch reports.
+        """
+        began_at, answered = time.monotonic(), 0
+        with activity.at(lambda: f"waiting for {what}, {answered} ready"):
+            while not ready():
+                if self._error is not None:
+                    raise self._error
+                if self._draw_ahead():  # a group was dropped, and the next one takes its place
+                    self._dispatch()
+                answered = self.ledger.count(GroupState.READY)
+                self._changed.wait()
+        self._pace.trainer_idle_s += time.monotonic() - began_at
+
+    def _drain(self) -> None:
+        """Wait until no group is in flight; the next ones are asked for with the new weights."""
+        with self._changed:
+            self._paused = True
+            self._wait(lambda: not self.ledger.count(GroupState.INFLIGHT), "groups in flight to end")
+
+    def _dispatch(self) -> None:
+        """Ask for all groups that the ledger admits; called by whichever thread has made room."""
+        with self._changed:
+            while self._may_dispatch():
+                token = self.ledger.dispatch()
+                self._thread.begin(self._answer(token, self._drawn[token.position]))
+            self._count_idle()
+
+    def _may_dispatch(self) -> bool:
+        ledger = self.ledger
+        return (
+            not (self._paused or self._ended)
+            and self._error is None
+            and self.engine.answering
+            and ledger.may_dispatch()
+            and ledger.count(GroupState.INFLIGHT) < self._limit
+            and ledger.next_position in self._drawn
+        )
+
+    # The thread that asks
+
+    async def _answer(self, token: Token, group: DrawnGroup) -> None:
+        ticket = f"group {token.position}, attempt {token.incarnation}.{token.attempt}"
+        halts = self._halts
+        try:
+            with self._watch.asking(ticket):
+                batch = await self.draw.play(group, partial(self._respond, group.step, ticket))
+        except TimeoutError:
+            if self._refitting or halts != self._halts:  # its engine could not answer
+                self._cancel(token, "timeout")
+                return
+            limit = f"{self.section.rollout_timeout_s:g} s ({self.key}.rollout_timeout_s)"
+            self._fail(
+                token,
+                "timeout",
+                RunStoppedError(f"{ticket}: not answered within {limit}", code="rollout-timeout"),
+            )
+        except EngineDiedError as error:
+            self._cancel(token, type(error).__name__)
+        except Exception as error:  # noqa: BLE001  # raised by the thread that trains, once it is one too many
+            if isinstance(error, RunStoppedError) and not isinstance(error, EngineFailedError):
+                self._stop_trainer(error)  # before the group may be asked again
+                self._cancel(token, type(error).__name__)
+            else:
+                self._fail(token, type(error).__name__, error)
+        else:
+            self._take(token, batch)
+        finally:
+            self._dispatch()
+
+    async def _respond(self, step: int, ticket: str, asked: BatchedDataDict) -> BatchedDataDict:
+        """Return the answers of a turn, in time; environments have their deadline."""
+        async with asyncio.timeout(self.section.rollout_timeout_s):
+            return await self.engine.respond(asked, step=step, ticket=ticket)
+
+    def _engines_changed(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _stop_trainer(self, error: BaseException) -> None:
+        """Have the thread that trains raise this when it next waits."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _take(self, token: Token, batch: BatchedDataDict) -> None:
+        with self._changed:
+            self._commit(token, batch)
+            self._failures = 0
+            self._watch.moved()
+            self._changed.notify_all()
+
+    def _cancel(self, token: Token, reason: str) -> None:
+        """Have the group answered again, which does not count against it: its engine is gone, or waits for weights."""
+        with self._changed:
+            self.ledger.requeue(token, reason)
+            self._pace.requeued[reason] += 1
+            self._changed.notify_all()
+
+    def _fail(self, token: Token, reason: str, error: Exception) -> None:
+        """Have the group answered again, or end the run when that has been tried too often in a row."""
+        with self._changed:
+            self._failures += 1
+            before = self.ledger.count(GroupState.DROPPED)
+            self.ledger.fail(token, reason)
+            dropped = self.ledger.count(GroupState.DROPPED) > before
+            (self._pace.dropped if dropped else self._pace.requeued)[reason] += 1
+            if self._failures > (allowed := self.section.max_generation_failures):
+                error.add_note(f"{self.key}.max_generation_failures: {allowed} in a row are tried again")
+                self._error = self._error or error
+            self._changed.notify_all()
+
+    def _count_idle(self) -> None:
+        """Add the time in which nothing was in flight."""
+        now = time.monotonic()
+        if self._idle_since is not None:
+            self._pace.engine_idle_s += now - self._idle_since
+        self._idle_since = None if self.ledger.count(GroupState.INFLIGHT) else now

@@ -1,0 +1,393 @@
+"""Keep the state of every prompt group of a run: pure bookkeeping, without a lock: callers hold the scheduler's.
+
+Groups are trained in the order in which their prompts were drawn, or in another of `order`, n a step, and are
+dispatched while
+
+    live + trained < (max_age + published + 1) * n.
+
+So a group that is trained at version `rank // n` was dispatched when at least version `rank // n - max_age` was
+published: none is ever too old to be trained, and nothing is discarded for its age. `published`, not `version`: between
+a step's end and its publication engines still answer with the weights before. A group's rank is its place among those
+that have not been dropped, so a drop lowers the ranks, and with them the ages, of all later groups. In other orders
+it makes a safe choice possible: the groups of a version and those before need no more steps than are left to them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+from nemo_rl_mcore.driver.rollouts import events
+from nemo_rl_mcore.driver.rollouts.events import Event, Segment, Token
+from nemo_rl_mcore.driver.rollouts.order import ORDERS, Room
+from nemo_rl_mcore.driver.rollouts.saved_ledger import SavedGroup, SavedLedger
+from nemo_rl_mcore.driver.rollouts.states import Group, GroupState, LedgerError, Limits, StepState
+from nemo_rl_mcore.errors import RefusedError
+
+Chunks = tuple[tuple[int, ...], ...]
+
+
+class Ledger:
+    """Keeps the state of every group and of the train step.
+
+    Each event is given to `log`, in order, before anything here changes: when `log` raises, it has not happened. Calls
+    that the state does not allow raise LedgerError and change nothing. Only groups that still matter are kept, so that
+    a call costs the same at any step of a long run.
+
+    version: that of the weights at the start; the groups of all steps up to it are trained. With groups dropped before
+    that is for `from_json` to know.
+    incarnation: how often the driver has been resumed; attempts of an earlier one are void.
+    """
+
+    def __init__(
+        self, limits: Limits, log: Callable[[Event], None], *, version: int = 0, incarnation: int = 0
+    ) -> None:
+        self.limits = limits
+        self.incarnation = incarnation
+        self.version = version
+        """Steps finished."""
+        self.step = StepState.IDLE
+        self.cursor = version * limits.groups_per_step
+        """The next position that has never been dispatched."""
+        self.dropped = Counter[str]()
+        """Groups that have been dropped or left out, by the reason."""
+        self._order = ORDERS[limits.order]
+        self._log = log
+        self._groups: dict[int, Group] = {}  # by position, upwards
+        self._pending: list[int] = []  # a heap
+        self._chunks: list[tuple[int, ...]] = []
+        self._steps: dict[int, Chunks] = {}  # of the steps that may have to be redone
+        self._forgotten = version
+        log(events.Started(incarnation=incarnation, version=version))
+
+    @property
+    def published(self) -> int:
+        """Return the version that engines hold: `version`, or one less while the step is COMMITTED."""
+        return self.version - (self.step is StepState.COMMITTED)
+
+    @property
+    def live(self) -> int:
+        """Count the groups that are INFLIGHT, READY or LEASED."""
+        return len(self._groups) - len(self._pending)
+
+    @property
+    def trained(self) -> int:
+        """Count the groups trained since the first start."""
+        return self.version * self.limits.groups_per_step
+
+    def count(self, state: GroupState) -> int:
+        """Count the groups in a state, since the first start."""
+        if state is GroupState.TRAINED:
+            return self.trained
+        if state is GroupState.DROPPED:
+            return self.dropped.total()
+        return sum(group.state is state for group in self._groups.values())
+
+    def min_version(self, position: int) -> int:
+        """Return the oldest version among a READY or LEASED group's tokens; raises LedgerError for any other group."""
+        group = self._groups.get(position)
+        if group is None or group.state not in (GroupState.READY, GroupState.LEASED):
+            raise LedgerError(f"group {position} is neither ready nor leased", code="group-state")
+        return group.min_version
+
+    # Rollouts
+
+    def may_dispatch(self) -> bool:
+        """Say whether another group may be generated now."""
+        return self.live + self.trained < self._admitted
+
+    @property
+    def reach(self) -> range:
+        """Return the positions from the first that is not done to the last that may be dispatched within a step."""
+        more = max(0, self._admitted - self.trained - len(self._groups))
+        return range(next(iter(self._groups), self.cursor), self.cursor + more)
+
+    @property
+    def next_position(self) -> int:
+        """Return the group that the next attempt is of: the first one that has none under way and is not done."""
+        return self._pending[0] if self._pending else self.cursor
+
+    def dispatch(self) -> Token:
+        """Begin an attempt at the first group that has none; raises LedgerError unless `may_dispatch`."""
+        if not self.may_dispatch():
+            raise LedgerError(f"no group may be dispatched: {self._summary()}", code="not-admitted")
+        position = self.next_position
+        group = self._groups.get(position) or Group(position)
+        token = Token(self.incarnation, position, group.attempt + 1)
+        self._log(events.Dispatched(token=token, version=self.published))
+        if self._pending:
+            heapq.heappop(self._pending)
+        else:
+            self._groups[position] = group
+            self.cursor += 1
+        group.attempt, group.min_version, group.state = token.attempt, self.published, GroupState.INFLIGHT
+        return token
+
+    def commit(self, token: Token, segments: Sequence[Segment], digest: str = "") -> bool:
+        """Take a generated group as READY; False, and nothing changes, for an attempt that is not under way any more.
+
+        Raises LedgerError for tokens older than the version published at the dispatch or newer than the trainer's, and
+        for segments that do not begin at 0 and go upwards: the engine is broken.
+        """
+        group = self._under_way(token)
+        if group is None:
+            return False
+        firsts, versions = [one.first for one in segments], [one.version for one in segments]
+        if not firsts or firsts[0] != 0 or sorted(set(firsts)) != firsts:
+            raise LedgerError(f"{token}: segments begin at {firsts}; they must begin at 0 and go upwards")
+        if min(versions) < group.min_version or max(versions) > self.version:
+            raise LedgerError(
+                f"{token}: an engine answered with versions {versions}; the group was dispatched at version "
+                f"{group.min_version}, and the newest is {self.version}",
+                code="token-versions",
+            )
+        self._log(events.Committed(token=token, segments=tuple(segments), digest=digest))
+        group.state, group.min_version = GroupState.READY, min(versions)
+        return True
+
+    def fail(self, token: Token, reason: str) -> bool:
+        """Count a failed attempt: the group is to be generated again, or is DROPPED when `max_attempts` have failed.
+
+        False, and nothing changes, for an attempt that is not under way any more.
+        """
+        group = self._under_way(token)
+        if group is None:
+            return False
+        dropped = group.failures + 1 >= self.limits.max_attempts
+        self._log(events.Failed(token=token, reason=reason, dropped=dropped))
+        group.failures += 1
+        if dropped:
+            del self._groups[group.position]
+            self.dropped[reason] += 1
+        else:
+            self._return_to_pending(group)
+        return True
+
+    def requeue(self, token: Token, reason: str) -> bool:
+        """Have the group played again, from its first turn; the attempt does not count as a failure of the group.
+
+        As when an engine dies. Return False where the attempt is no longer the group's.
+        """
+        group = self._under_way(token)
+        if group is None:
+            return False
+        self._log(events.Cancelled(token=token, reason=reason))
+        self._return_to_pending(group)
+        return True
+
+    def unused(self, position: int, reason: str) -> None:
+        """Leave an answered group out for good; raises LedgerError unless it is READY."""
+        group = self._groups.get(position)
+        if group is None or group.state is not GroupState.READY:
+            raise LedgerError(f"group {position} is not ready", code="group-state")
+        self._log(events.Unused(position=position, reason=reason))
+        del self._groups[position]
+        self.dropped[reason] += 1
+
+    # The train step
+
+    def begin(self) -> int:
+        """Open the next step and give its number; raises LedgerError unless IDLE, or after the last step."""
+        self._require(StepState.IDLE)
+        if self.version >= self.limits.last_step:
+            raise LedgerError(f"step {self.version} was the last one")
+        self._log(events.Begun(step=self.version + 1))
+        self.step = StepState.OPEN
+        return self.version + 1
+
+    def room(self) -> int:
+        """Count the groups that the open step still takes; 0 when none is open."""
+        if self.step is not StepState.OPEN:
+            return 0
+        return self.limits.groups_per_step - sum(len(chunk) for chunk in self._chunks)
+
+    def leasable(self) -> list[int]:
+        """Return the READY groups that the open step may take now, see `order`."""
+        others = [group for group in self._groups.values() if group.state is not GroupState.LEASED]
+        room = Room(self.room(), self.limits.groups_per_step, self.version, self.limits.max_age)
+        return [group.position for group in self._order.taken(others, room)]
+
+    def lease(self, positions: Sequence[int]) -> None:
+        """Give these groups to the open step as its next chunk; raises LedgerError for any that is not leasable."""
+        self._require(StepState.OPEN)
+        if not positions or len({*positions}) < len(positions) or not {*positions} <= {*self.leasable()}:
+            raise LedgerError(
+                f"groups {[*positions]} are no chunk; leasable are {self.leasable()}", code="not-leasable"
+            )
+        self._log(events.Leased(step=self.version + 1, positions=tuple(positions)))
+        for position in positions:
+            self._groups[position].state = GroupState.LEASED
+        self._chunks.append(tuple(positions))
+
+    def finishing(self) -> None:
+        """Say that the optimizer is about to step; raises LedgerError unless the step is full."""
+        self._require(StepState.OPEN)
+        if self.room():
+            raise LedgerError(f"step {self.version + 1} still takes {self.room()} groups")
+        if old := self._too_old_at(self.version, GroupState.LEASED):
+            raise LedgerError(f"groups {old} are more than {self.limits.max_age} versions old")
+        if late := self._too_old_at(self.version + 1, GroupState.INFLIGHT, GroupState.READY):
+            raise LedgerError(f"groups {late} would be too old for the next step", code="left-behind")
+        self._log(events.Finishing(step=self.version + 1))
+        self.step = StepState.FINISHING
+
+    def finish(self) -> None:
+        """Say that the optimizer has stepped: the groups of the step are TRAINED, the version is one higher."""
+        self._require(StepState.FINISHING)
+        chunks = tuple(self._chunks)
+        self._log(events.Finished(step=self.version + 1, chunks=chunks))
+        for position in self._leased():
+            del self._groups[position]
+        self.version += 1
+        self._steps[self.version] = chunks
+        self._chunks = []
+        self.step = StepState.COMMITTED
+
+    def lost(self, reason: str) -> None:
+        """Say that nobody knows whether the optimizer has stepped: the step is as one that was aborted."""
+        self._require(StepState.FINISHING)
+        self._log(events.Lost(step=self.version + 1, reason=reason))
+        self._return_leases()
+
+    def abort(self, reason: str) -> None:
+        """Give the open step up; its groups are READY again."""
+        self._require(StepState.OPEN)
+        self._log(events.Aborted(step=self.version + 1, reason=reason))
+        self._return_leases()
+
+    def publish(self, digest: str = "") -> None:
+        """Say that the engines hold `version`."""
+        self._require(StepState.COMMITTED)
+        self._log(events.Published(version=self.version, digest=digest))
+        self.step = StepState.IDLE
+
+    # What a redo and a resume need
+
+    def chunks_of(self, step: int) -> list[list[int]]:
+        """Return the positions of each chunk of a finished step, to train again; LedgerError once forgotten."""
+        if step not in self._steps:
+            raise LedgerError(
+                f"the chunks of step {step} are not known; known are {[*self._steps]}", code="unknown-step"
+            )
+        return [[*chunk] for chunk in self._steps[step]]
+
+    def retained(self, checkpoint_step: int) -> set[int]:
+        """Return the groups whose data a redo of the steps after this one needs: theirs, READY and LEASED ones.
+
+        Raises LedgerError when a step after it is forgotten.
+        """
+        if checkpoint_step < self._forgotten:
+            raise LedgerError(
+                f"steps up to {self._forgotten} are forgotten; step {checkpoint_step} is asked for",
+                code="forgotten-step",
+            )
+        kept = (GroupState.READY, GroupState.LEASED)
+        waiting = {group.position for group in self._groups.values() if group.state in kept}
+        redone = (chunks for step, chunks in self._steps.items() if step > checkpoint_step)
+        return waiting.union(*(chunk for chunks in redone for chunk in chunks))
+
+    def checkpointed(self, step: int) -> None:
+        """Say that the checkpoint of a step is whole, and forget the steps up to it."""
+        self._require_finished(step)
+        self._log(events.Checkpointed(step=step))
+        self.forget(step)
+
+    def forget(self, step: int) -> None:
+        """Forget the groups of the steps up to this one, which are never redone; in a run without checkpoints all."""
+        self._require_finished(step)
+        self._forgotten = max(step, self._forgotten)
+        self._steps = {one: chunks for one, chunks in self._steps.items() if one > step}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a resume from a checkpoint of `version` needs; raises LedgerError while a step is open.
+
+        Attempts under way are not in it: they end with the process. Engines of a resumed run begin with `version`.
+        """
+        if self.step not in (StepState.IDLE, StepState.COMMITTED):
+            raise LedgerError(f"a step is {self.step.value}")
+        return SavedLedger(
+            groups_per_step=self.limits.groups_per_step,
+            incarnation=self.incarnation,
+            version=self.version,
+            cursor=self.cursor,
+            dropped=dict(self.dropped),
+            groups=[SavedGroup.of(group) for group in self._groups.values()],
+        ).model_dump()
+
+    @classmethod
+    def from_json(
+        cls, saved: object, limits: Limits, log: Callable[[Event], None], *, incarnation: int | None = None
+    ) -> Self:
+        """Return the ledger of a resumed run; READY groups are READY, attempts that were under way are not.
+
+        incarnation: that of no earlier start; None, where none has come after the save: the next one. Raises ValueError
+        for what `to_json` has not given, and for limits and an incarnation that it cannot go on with.
+        """
+        was = SavedLedger.parse(saved, limits)
+        incarnation = was.incarnation + 1 if incarnation is None else incarnation
+        if incarnation <= was.incarnation:
+            raise RefusedError(
+                f"incarnation {incarnation} is not after that of the saved ledger, {was.incarnation}",
+                code="incarnation",
+            )
+        ledger = cls(limits, log, version=was.version, incarnation=incarnation)
+        ledger.cursor = was.cursor
+        ledger.dropped = Counter(was.dropped)
+        for one in was.groups:
+            ledger._groups[one.position] = one.as_group()
+            if one.min_version is None:
+                heapq.heappush(ledger._pending, one.position)
+        return ledger
+
+    @property
+    def _admitted(self) -> int:
+        """Groups that may be live or trained now; spare ones only while the next optimizer step is still to come."""
+        limits = self.limits
+        steps = min(limits.max_age + self.published + 1, limits.last_step)
+        early = self.step in (StepState.IDLE, StepState.OPEN) and self.version < limits.last_step
+        spare = limits.spare if early else 0
+        return steps * limits.groups_per_step + spare
+
+    def _too_old_at(self, version: int, *states: GroupState) -> list[int]:
+        """Return the groups in these states that this version may not be given any more."""
+        oldest = version - self.limits.max_age
+        return [g.position for g in self._groups.values() if g.state in states and g.min_version < oldest]
+
+    def _under_way(self, token: Token) -> Group | None:
+        group = self._groups.get(token.position)
+        if group is None or group.state is not GroupState.INFLIGHT:
+            return None
+        return group if (self.incarnation, group.attempt) == (token.incarnation, token.attempt) else None
+
+    def _return_to_pending(self, group: Group) -> None:
+        group.state = GroupState.PENDING
+        heapq.heappush(self._pending, group.position)
+
+    def _leased(self) -> Iterator[int]:
+        return (position for chunk in self._chunks for position in chunk)
+
+    def _return_leases(self) -> None:
+        for position in self._leased():
+            self._groups[position].state = GroupState.READY
+        self._chunks = []
+        self.step = StepState.IDLE
+
+    def _require(self, state: StepState) -> None:
+        if self.step is not state:
+            raise LedgerError(f"the step is {self.step.value}, not {state.value}")
+
+    def _require_finished(self, step: int) -> None:
+        if step > self.version:
+            raise LedgerError(
+                f"step {step} is not finished; step {self.version} is the last one that is",
+                code="unfinished-step",
+            )
+
+    def _summary(self) -> str:
+        states = ", ".join(f"{self.count(state)} {state.value}" for state in GroupState if self.count(state))
+        return (
+            f"version {self.version}, published {self.published}, step {self.step.value}, cursor {self.cursor}, "
+            f"{self.dropped.total()} dropped, groups: {states or 'none'}"
+        )

@@ -1,0 +1,438 @@
+"""The composition root: from a checked recipe to a run with its ranks, its data and its observers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_mcore.agents.endpoint import Endpoint
+from nemo_rl_mcore.agents.player import AgentCollector
+from nemo_rl_mcore.config import (
+    ClusterConfig,
+    DistillationMasterConfig,
+    DPOMasterConfig,
+    GRPOMasterConfig,
+    ModelPlan,
+    PolicyConfig,
+    PPOMasterConfig,
+    RunConfig,
+    SFTMasterConfig,
+)
+from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.data.hub import fetched_folder
+from nemo_rl_mcore.data.sources import open_pairs
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
+from nemo_rl_mcore.driver.actors.environment import agent_environment
+from nemo_rl_mcore.driver.actors.environment_actor import given_variables
+from nemo_rl_mcore.driver.actors.environment_pool import EnvironmentPool
+from nemo_rl_mcore.driver.actors.session_processes import marked_processes
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepObserver
+from nemo_rl_mcore.driver.algorithms.distillation import Distillation
+from nemo_rl_mcore.driver.algorithms.dpo import DPO
+from nemo_rl_mcore.driver.algorithms.engine_comparison import compare_at_start, prompts_to_compare
+from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop
+from nemo_rl_mcore.driver.algorithms.ppo import PPO
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
+from nemo_rl_mcore.driver.algorithms.sft import SFT
+from nemo_rl_mcore.driver.embedded_generation import EmbeddedGeneration
+from nemo_rl_mcore.driver.interfaces import Environments, GenerationInterface
+from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, finish_report
+from nemo_rl_mcore.driver.observability.ending import exit_status
+from nemo_rl_mcore.driver.output import count_of, write_line
+from nemo_rl_mcore.driver.parts import Parts, open_parts, stop_ids_of
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
+from nemo_rl_mcore.driver.rollouts.saved_rollouts import SavedRollouts
+from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
+from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved
+from nemo_rl_mcore.driver.rollouts.steps import StepSource
+from nemo_rl_mcore.driver.run_folders import leave_recipe, run_folders
+from nemo_rl_mcore.driver.saved_run import changes_since, read_recipe_of
+from nemo_rl_mcore.driver.signals import current_stop_signals
+from nemo_rl_mcore.driver.warm_start import warm_start_recipe
+from nemo_rl_mcore.engine.kinds import engine_kind
+from nemo_rl_mcore.environment.interface import Environment
+from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.errors import RunStoppedError, code_of
+from nemo_rl_mcore.rank.checkpoints import CheckpointStore
+from nemo_rl_mcore.recipe.rules.losses import policy_gradient
+from nemo_rl_mcore.recipe.rules.runs import shrunk
+
+
+def run(config: RunConfig, write_page: Callable[[Path], object] | None = None) -> int:
+    """Run the recipe and return the exit status, see `exit_status`. write_page: makes a page of the run's folder.
+
+    However it ends, the ranks are gone, and the metrics and the report hold every finished step.
+    """
+    return exit_status(lambda: _finish(train(config, watch=Watch(write_page))))
+
+
+class Watch:
+    """Sees the parts of a run as they start; this one leaves them as they are."""
+
+    summary = True
+    """Whether the run ends with the tables of its metrics."""
+    write_page: Callable[[Path], object] | None = None
+    """Makes a page of the run's folder when it ends, where the recipe has one."""
+
+    def __init__(self, write_page: Callable[[Path], object] | None = None) -> None:
+        self.write_page = write_page
+
+    def model(self, name: str, model: Policy) -> Policy:
+        """Return the model that the algorithm is given in place of a model of the run."""
+        return model
+
+    def engine(self, engine: GenerationInterface) -> None:
+        """See the engine that answers."""
+
+
+_NOBODY_WATCHES = Watch()
+
+
+def train(
+    config: RunConfig,
+    *,
+    session: RayCluster | None = None,
+    watch: Watch = _NOBODY_WATCHES,
+    refuse_changes: bool = False,
+) -> Generator[Mapping[str, float]]:
+    """Run the recipe, and yield the metrics of each step as it ends: the row of metrics.jsonl, `step` among them.
+
+    session: one that was started, in which the run has its ranks; left out, it starts its own. refuse_changes: see
+    `open_checkpoints`.
+    Nothing starts before the first step is asked for. Where the generator is closed before the last one, the last
+    finished step is saved, as after a signal. Raises ConfigError and RunStoppedError.
+    """
+    yield from _run(open_parts(config), session, watch, refuse_changes=refuse_changes)
+
+
+def _finish(run: Iterable[object]) -> None:
+    for _ in run:
+        pass
+
+
+def _run(
+    parts: Parts,
+    outer: RayCluster | None = None,
+    watch: Watch = _NOBODY_WATCHES,
+    *,
+    refuse_changes: bool = False,
+) -> Generator[Mapping[str, float]]:
+    """Run what has its parts; outer: a session that another one has started, such as the run that waits for weights."""
+    config = parts.config
+    with run_folders(config):
+        checkpoints = open_checkpoints(
+            config,
+            lambda line: write_line(sys.stdout, line),
+            parts.tokenizer,
+            refuse_changes=refuse_changes,
+            ended_by=parts.ended_by,
+        )
+        if checkpoints.nothing_left:
+            finish_report(config.logger, watch.write_page)
+            return
+        try:
+            yield from _run_from(checkpoints, parts, outer, watch)
+        except BaseException as error:
+            error.add_note(f"{parts.name and parts.name + ': '}{checkpoints.standing()}")
+            raise
+
+
+def _run_from(
+    checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | None, watch: Watch
+) -> Generator[Mapping[str, float]]:
+    config = parts.config
+    current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
+    saved = read_saved(config, checkpoints.start)
+    recorder = RunRecorder(
+        config.logger,
+        config.loop.max_num_steps,
+        title=f"{config.algorithm}: {config.data.dataset_name}",
+        run=RunFacts(
+            config.algorithm,
+            config.model_dump(mode="json"),
+            checkpoints.resumed_step,
+            rewards_teach=policy_gradient(config) is not None,
+        ),
+        write_page=watch.write_page,
+        summary=watch.summary,
+    )
+    with ExitStack() as session:
+        session.enter_context(_cores_left_to_ranks(config.cluster))
+        if outer is None:
+            with recorder.startup("ray", "starting Ray"):
+                opened = RayCluster(
+                    config.cluster, more_cpus=config.env.pool_cpus, fewer=fewer_machines(config)
+                )
+                cluster = session.enter_context(opened)
+        else:  # one for all runs of a command: only who has started it knows its servers and its processes
+            cluster = outer.shared_with(config.cluster, fewer=fewer_machines(config))
+        if config.warm_start is not None and checkpoints.resumed_step is None:
+            weights = _weights_of(config.warm_start, config, "warm_start", cluster)
+            config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
+        leave_recipe(config)
+        with ExitStack() as stack:
+            yield from _train(
+                replace(parts, config=config), cluster, checkpoints, recorder, stack, saved, watch
+            )
+
+
+@contextmanager
+def _cores_left_to_ranks(cluster: ClusterConfig) -> Iterator[None]:
+    """Inside, this process computes with one thread where ranks have the cores: idle ones would spin on them."""
+    threads = torch.get_num_threads()
+    if cluster.on_cpu:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fewer_machines(config: RunConfig) -> Callable[[int], ClusterConfig | None]:
+    """Return what gives the machines, of at most so many, that a run goes on with when others stay gone, or None."""
+
+    def fewer(nodes: int) -> ClusterConfig | None:
+        smaller = shrunk(config, nodes) if config.cluster.elastic == "shrink" else None
+        return smaller and smaller.cluster
+
+    return fewer
+
+
+def _weights_of(recipe: str, config: RunConfig, name: str, cluster: RayCluster) -> str:
+    """Return the last checkpoint of a recipe that is run first, in a folder of this run; it is not run twice.
+
+    One that another seed or recipe left there is set aside.
+    """
+    first = open_parts(warm_start_recipe(recipe, config, Path(config.logger.log_dir) / name))
+    store = CheckpointStore(Path(first.config.checkpointing.checkpoint_dir))
+    last = store.latest()
+    if last is not None and changes_since(read_recipe_of(last.folder), first.config):
+        anew = first.config.checkpointing.model_copy(update={"resume": "never"})
+        first, last = replace(first, config=first.config.model_copy(update={"checkpointing": anew})), None
+    if last is None or last.step < first.config.loop.max_num_steps:
+        write_line(sys.stdout, f"{name}: running {recipe}")
+        _finish(_run(replace(first, name=name), cluster))
+        current_stop_signals().limit_time(config.checkpointing.must_save_by_s)  # which ended with that run
+        last = store.latest()
+    assert last is not None
+    return str(last.folder.absolute())
+
+
+def _starting_from(checkpoint: str, policy: PolicyConfig) -> PolicyConfig:
+    return policy.model_copy(update={"init_checkpoint": checkpoint})
+
+
+def _train(
+    parts: Parts,
+    cluster: RayCluster,
+    checkpoints: RunCheckpoints,
+    recorder: RunRecorder,
+    stack: ExitStack,
+    saved: SavedRollouts | None = None,
+    watch: Watch = _NOBODY_WATCHES,
+) -> Generator[Mapping[str, float]]:
+    """Start ranks, engine and recorder, which end with the stack, and train; saved: the rollouts of the checkpoint."""
+    config, tokenizer = parts.config, parts.tokenizer
+    of_policy, *others = [with_weights(plan, config, cluster) for plan in config.models.values()]
+    policy = _start(of_policy, config, cluster, recorder, stack)
+    stack.enter_context(recorder)
+    first_step = (checkpoints.resumed_step or 0) + 1
+    generation = stack.enter_context(
+        open_generation(
+            config,
+            tokenizer,
+            policy,
+            cluster,
+            lambda: prompts_to_compare(config, parts.prompts, tokenizer, first_step),
+            recorder.startup,
+        )
+    )
+    watch.engine(generation)
+    environments = stack.enter_context(open_environments(config, cluster, parts.environment))
+    collector = stack.enter_context(open_collector(parts, generation, environments))
+    scheduler: Scheduler[Any] | None = None
+    if config.generations_per_prompt:
+        opened = open_rollouts(
+            config, generation, parts.prompts, collector, first_step - 1, saved, checkpoints.extra_parts
+        )
+        generation = scheduler = stack.enter_context(opened)
+        collector = replace(collector, generation=scheduler)
+    models = {of_policy.name: policy} | {
+        plan.name: _start(plan, config, cluster, recorder, stack, colocated_with=policy) for plan in others
+    }
+    models = {name: watch.model(name, model) for name, model in models.items()}
+    algorithm = algorithm_of(parts, models, collector, recorder, scheduler)
+    trained = {name: model for name, model in models.items() if config.models[name].trained}
+    frozen = {name: model for name, model in models.items() if name not in trained}
+    for _ in TrainingLoop(config, trained, generation, recorder, checkpoints, frozen).steps(algorithm):
+        yield recorder.last_row
+
+
+def algorithm_of(
+    parts: Parts,
+    models: Mapping[str, Policy],
+    collector: RolloutCollector,
+    observer: StepObserver,
+    rollouts: StepSource | None,
+) -> Algorithm[Any]:
+    """Return the algorithm that the recipe asks for, over its parts; one that samples has rollouts."""
+    config, prompts = parts.config, parts.prompts
+    common = models["policy"], collector, prompts, observer
+    match config:
+        case GRPOMasterConfig():
+            return GRPO(config, *common, rollouts=rollouts)
+        case PPOMasterConfig():
+            return PPO(config, *common, critic=models["value"], rollouts=rollouts)
+        case DPOMasterConfig():
+            pairs = None if config.dpo.online else open_pairs(config, prompts, parts.tokenizer)
+            return DPO(config, *common, pairs=pairs, rollouts=rollouts)
+        case SFTMasterConfig():
+            return SFT(config, *common)
+        case DistillationMasterConfig():
+            return Distillation(config, *common, teacher=models["teacher"], rollouts=rollouts)
+        case _:
+            raise NotImplementedError(config.algorithm)
+
+
+def with_weights(plan: ModelPlan, config: RunConfig, cluster: RayCluster) -> ModelPlan:
+    """Return a model of the run, whose start weights then are on this machine."""
+    if plan.policy.model_name is not None:
+        try:
+            fetched_folder(plan.policy.model_name)
+        except ValueError as error:
+            raise RunStoppedError(str(error), code=code_of(error)) from error
+    if plan.warm_start is None:
+        return plan
+    weights = _weights_of(plan.warm_start, config, plan.name, cluster)
+    return replace(plan, policy=_starting_from(weights, plan.policy))
+
+
+def _start(
+    plan: ModelPlan,
+    config: RunConfig,
+    cluster: RayCluster,
+    recorder: RunRecorder,
+    stack: ExitStack,
+    colocated_with: Policy | None = None,
+) -> Policy:
+    """Return the ranks of a model, which end with the stack; how long they take is told."""
+    told_as = f"starting {count_of(cluster.config.world_size, 'rank')} of the {plan.name}"
+    with recorder.startup(plan.name, told_as) as pieces:
+        model = stack.enter_context(start_model(plan, config, cluster, colocated_with))
+        if loading_s := model.loading_s():
+            pieces[f"{plan.name}_loading_weights"] = loading_s
+    return model
+
+
+def start_model(
+    plan: ModelPlan, config: RunConfig, cluster: RayCluster, colocated_with: Policy | None = None
+) -> Policy:
+    """Return the ranks of a model of the run."""
+    return Policy(
+        plan.policy,
+        cluster,
+        name=plan.name,
+        seed=config.seed,
+        # One for all models of the run: their log-probabilities are compared with each other.
+        temperature=config.logprob_temperature,
+        init_reference_model=plan.reference,
+        role=plan.role,
+        trained=plan.trained,
+        colocated_with=colocated_with,
+        verify_checksums=config.checkpointing.verify_checksums,
+    )
+
+
+@contextmanager
+def open_generation(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    policy: Policy,
+    cluster: RayCluster,
+    to_compare: Callable[[], Sequence[Sequence[int]]],
+    startup: Callable[[str, str], AbstractContextManager[object]],
+) -> Iterator[GenerationInterface]:
+    """Open the engine that the recipe asks for; one of its own ends with the block.
+
+    to_compare: gives the token ids after which engines apart from the ranks are compared with them at first.
+    startup: entered around a part of the start, with its name and what a person is told.
+    """
+    stop_ids = stop_ids_of(config, tokenizer)
+    if config.policy.generation.decodes_on_ranks:
+        yield EmbeddedGeneration(policy, stop_ids)
+        return
+
+    kind = engine_kind(config)
+
+    def compare(engines: EngineGeneration) -> None:
+        with startup("comparison", f"comparing the {kind.noun}s with the ranks"):
+            found = compare_at_start(config, policy, engines, to_compare())
+        write_line(sys.stdout, found.agreement)
+
+    with EngineGeneration(
+        kind,
+        config.policy,
+        cluster,
+        policy,
+        stop_ids=stop_ids,
+        seed=config.seed,
+        starting=partial(startup, "engines", f"starting {count_of(kind.engines, kind.noun)}"),
+        check=compare if config.policy.generation.compare_at_start else None,
+    ) as engines:
+        yield engines
+
+
+@contextmanager
+def open_collector(
+    parts: Parts, generation: GenerationInterface, environments: Environments
+) -> Generator[RolloutCollector]:
+    """Return the player of episodes: the loop of turns or, behind an endpoint open as long as the block, agents."""
+    config = parts.config
+    collector = RolloutCollector(
+        generation,
+        parts.tokenizer,
+        config.max_prompt_length,
+        environments,
+        form=parts.form,
+        max_drop_rate=config.env.pool.max_drop_rate,
+    )
+    if config.env.endpoint is None:
+        yield collector
+        return
+    variables = agent_environment(os.environ) | given_variables(config.env.pool)
+    stop_ids = stop_ids_of(config, parts.tokenizer)
+    with (
+        marked_processes() as mark,
+        Endpoint(config, parts.tokenizer, stop_ids, variables | mark) as endpoint,
+    ):
+        yield AgentCollector(**vars(collector), endpoint=endpoint, judges=bool(config.env.given))
+
+
+@contextmanager
+def open_environments(
+    config: RunConfig, cluster: RayCluster, environment: Environment
+) -> Iterator[Environments]:
+    """Open what answers for the environment of the recipe: actors, which end with the block, or this process.
+
+    Actors of a run that samples start at once, and nobody waits for them; those of others when they are first asked.
+    """
+    if not config.env.pool_size:
+        yield LocalEnvironments(environment, config.env.reward_weights, config.env.max_observation_chars)
+        return
+    with EnvironmentPool(config.env, cluster) as pool:
+        if config.row_kind is RowKind.PROMPTS:
+            pool.start()
+        yield pool

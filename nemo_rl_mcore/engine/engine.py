@@ -1,0 +1,319 @@
+"""What an engine is to the driver: it answers with weights of a known version, and takes new ones bucket by bucket.
+
+B rows, P prompt length, T new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.token_digests import digest_of_ids
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.rank.policy_backend import bound_of
+from nemo_rl_mcore.rank.refit.verification import Digests
+
+type Eventually[Result] = Result | Awaitable[Result]
+type NextLogprobs = NDArray[np.float32]
+"""Of every token to come next, [V], by its id."""
+
+
+class WrongWeightsError(RuntimeError):
+    """An engine was asked to answer with weights that it does not hold, or to go back to older ones."""
+
+
+class EngineFailedError(RunStoppedError):
+    """A group of requests was not answered: the engine raised, died, or stood still; the message says which."""
+
+
+class EngineDiedError(EngineFailedError):
+    """The engine died or hung, for no fault of the group's: another one can answer it."""
+
+
+class GenerationCancelledError(RuntimeError):
+    """The answer was cancelled before it was there."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn and where they end.
+
+    stop_ids end a response and belong to it; stop_strings need a tokenizer. greedy takes the likeliest token, whose
+    log-probability is then that of temperature 1. top_k and top_p keep only the likeliest tokens, None and 1 all.
+    longest: tokens of prompt and response together at most, None for no such bound.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    greedy: bool = False
+    longest: int | None = None
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, stop_ids: Sequence[int], *, greedy: bool) -> Self:
+        """As the config says; stop_ids end a response besides its texts."""
+        generation = policy.generation
+        return cls(
+            max_new_tokens=generation.max_new_tokens,
+            temperature=generation.temperature,
+            top_k=generation.top_k,
+            top_p=generation.top_p,
+            stop_ids=tuple(stop_ids),
+            stop_strings=generation.stop_strings or (),
+            greedy=greedy,
+            longest=policy.longest_of_prompt,
+        )
+
+    def bound(self, prompt: Sequence[int]) -> int:
+        """Return the most tokens of the response to a prompt; `generation.lengths` has refused one that leaves none."""
+        return bound_of(self.max_new_tokens, self.longest, len(prompt))
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and the key of its noise, int64; see `ops.sampling.sample_keys`.
+
+    stop_strings: end this response besides those of `Sampling`.
+    """
+
+    prompt: Sequence[int]
+    seed: int
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Response:
+    """What came back, by token; `finished` says that it ended by itself, not at the length limit.
+
+    versions: of the weights that sampled a token; they never fall. digest: of the tokens, taken where they were drawn;
+    see `data.token_digests`.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finished: bool
+    versions: list[int]
+    digest: int
+
+    @classmethod
+    def of(cls, tokens: list[int], logprobs: list[float], versions: list[int], *, finished: bool) -> Self:
+        """Return a response that is complete, with its digest."""
+        return cls(tokens, logprobs, finished, versions, digest_of_ids(tokens))
+
+
+class Engine(Protocol):
+    """The class of an engine's actor. Where its methods are coroutines, calls overlap, and weights change in between.
+
+    A refit is `begin_refit`, buckets (see `refit.buckets`), `finish_refit`; before the first one, and after one that
+    did not come to its end, the engine holds weights of no version.
+    """
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, version: int | None, ticket: str = ""
+    ) -> Eventually[list[Response]]:
+        """Return the responses, in the order of the requests.
+
+        version: of the weights to answer with, which the engine must hold now; None is whatever it holds, also if that
+        changes under way. ticket: what `cancel` calls this group of requests.
+
+        Raises WrongWeightsError, and GenerationCancelledError.
+        """
+        ...
+
+    def next_logprobs(
+        self, prompts: Sequence[Sequence[int]], temperature: float
+    ) -> Eventually[Sequence[NextLogprobs]]:
+        """Log-probabilities of all tokens after each prompt, by the weights that it holds, as `generate` computes them.
+
+        Nothing that is answered later depends on it. temperature: divides the logits.
+
+        Raises WrongWeightsError when there are none.
+        """
+        ...
+
+    def cancel(self, ticket: str) -> Eventually[None]:
+        """Give a group of requests up; one that is not being answered is no error."""
+        ...
+
+    def begin_refit(self, version: int) -> Eventually[None]:
+        """Prepare for the buckets of a version; raises WrongWeightsError unless it is newer than
+        any before, or the last one, which a sleep gave up.
+        """
+        ...
+
+    def load_bucket(self, message: Mapping[str, Any]) -> Eventually[None]:
+        """Load a bucket; when it returns, the sender may reuse the memory."""
+        ...
+
+    def finish_refit(self, version: int, sent: Digests) -> Eventually[int]:
+        """Acknowledge the version once what was sent is held; what was cached of older weights is dropped.
+
+        sent: the tensors by name, each with its digest (`refit.digests`) in the number format in which the engine
+        holds it, or None where only names are compared.
+
+        Raises IncompleteRefitError, naming the tensors that differ, are missing, or were not sent; the engine then
+        holds weights of no version.
+        """
+        ...
+
+    def join_broadcast(
+        self, *, address: str, port: int, first_rank: int, world_size: int, timeout_s: float
+    ) -> Eventually[None]:
+        """Join the group in which the trainer's rank 0 broadcasts; this engine's processes start at `first_rank`."""
+        ...
+
+    def sleep(self) -> Eventually[None]:
+        """Give the GPU's memory back: the weights, which the next refit sends again, and the key-value cache."""
+        ...
+
+    def wake_up(self, tags: Sequence[str]) -> Eventually[None]:
+        """Take memory again for `weights` or `kv_cache`."""
+        ...
+
+    def health(self) -> Eventually[None]:
+        """Return, if all processes of the engine are alive; else raise what they died of."""
+        ...
+
+    def shutdown(self) -> Eventually[None]:
+        """End the engine with its processes."""
+        ...
+
+
+class EngineShare(Protocol):
+    """The class of an actor that has an engine's processes on one of its machines, where that is not the first one."""
+
+    def serve(self) -> None:
+        """Return, or raise, once one of them has ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """All that the driver knows of the engines that it places, starts, refits and starts again.
+
+    name: of the kind, for messages. engine: the class of an actor, an `Engine` that is built from `settings`.
+    environment: variables of its processes besides those of a rank. engines: how many there are, unless the GPUs that
+    they share or are given say so. processes: of each one, with a GPU each where there are some. share: the class of
+    the actors on its further machines, built from the same settings; None where an engine is on one. sleeps: whether
+    training gets its memory.
+    section: of the recipe, which has the keys start_timeout_s, call_timeout_s, max_restarts and restart_backoff_s.
+    precision: number format that the engines hold weights in; None is the one they are sent in.
+    """
+
+    name: str
+    engine: type[Engine]
+    settings: Any
+    environment: Mapping[str, str]
+    engines: int
+    processes: int
+    sleeps: bool
+    bucket_bytes: int
+    section: str
+    start_timeout_s: float
+    call_timeout_s: float
+    max_restarts: int
+    restart_backoff_s: float
+    precision: str | None = None
+    share: type[EngineShare] | None = None
+
+    @property
+    def noun(self) -> str:
+        """Return what messages call one of them."""
+        return f"{self.name} engine"
+
+
+@dataclass
+class HeldWeights:
+    """Which weights an engine holds: of a version, or of none from the beginning of a refit to its end."""
+
+    newest: int | None = None
+    """The version of the last refit that ended well."""
+    whole: bool = False
+    """Whether the weights are of that version; false while a refit is under way, or after one that failed."""
+
+    @property
+    def version(self) -> int | None:
+        """Return the version that the engine can answer with, if any."""
+        return self.newest if self.whole else None
+
+    def begin(self, version: int) -> None:
+        """From here on the weights are of no version.
+
+        Raises WrongWeightsError unless the new one is higher, or the one that was given up for sleep or broke off.
+        """
+        if self.newest is not None and (version < self.newest or (self.whole and version == self.newest)):
+            raise WrongWeightsError(
+                f"weights of version {version} are not newer than those of {self.newest} that came before"
+            )
+        self.whole = False
+
+    def finish(self, version: int) -> int:
+        """Note that all weights of this version are there; return it."""
+        self.newest, self.whole = version, True
+        return version
+
+    def drop(self) -> None:
+        """Let the weights go until the next refit."""
+        self.whole = False
+
+    def require(self, version: int | None) -> int:
+        """Return the version to answer with; raises WrongWeightsError unless it is held (None: any)."""
+        if self.version is None or version not in (None, self.version):
+            asked = "any" if version is None else f"version {version}"
+            held = (
+                "of no version: no refit has ended well since"
+                if self.version is None
+                else f"of {self.version}"
+            )
+            raise WrongWeightsError(f"asked for weights of {asked}, and the engine's are {held}")
+        return self.version
+
+
+def as_requests(data: BatchedDataDict) -> list[Request]:
+    """Return the rows of input_ids [B, P] and input_lengths [B] without padding, with seeds [B] and stop_strings."""
+    rows = zip(
+        data["input_ids"].tolist(),
+        data["input_lengths"].tolist(),
+        data["seeds"].tolist(),
+        data["stop_strings"],
+        strict=True,
+    )
+    return [Request(ids[:length], seed, strings) for ids, length, seed, strings in rows]
+
+
+def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
+    """Return what `GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 after the end.
+
+    The digests are those that came with the responses.
+    """
+    tokens_BT = torch.zeros(len(responses), max_new_tokens, dtype=torch.long)
+    logprobs_BT = torch.zeros(len(responses), max_new_tokens)
+    versions_BT = torch.full_like(tokens_BT, -1)
+    # numpy reads lists several times as fast as torch does.
+    columns = [column.numpy() for column in (tokens_BT, logprobs_BT, versions_BT)]
+    for row, response in enumerate(responses):
+        of_tokens = (response.tokens, response.logprobs, response.versions)
+        for column, values in zip(columns, of_tokens, strict=True):
+            column[row, : len(response.tokens)] = values
+    return BatchedDataDict(
+        tokens=tokens_BT,
+        logprobs=logprobs_BT,
+        lengths=_integers(len(response.tokens) for response in responses),
+        finished=_integers(response.finished for response in responses).bool(),
+        weight_versions=versions_BT,
+        digests=_integers(response.digest for response in responses),
+    )
+
+
+def _integers(values: Iterable[int]) -> torch.Tensor:
+    return torch.tensor([*values], dtype=torch.long)

@@ -1,0 +1,1 @@
+"""Rewards, and what takes part in episodes."""

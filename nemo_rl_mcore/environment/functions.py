@@ -1,0 +1,167 @@
+"""Plain functions as rewards, each with a name; the reward of an answer is their weighted sum."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_rl_mcore.config.custom_code import custom_code, function_at
+from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.environment.interface import EnvironmentReturn
+from nemo_rl_mcore.environment.replies import number_each
+from nemo_rl_mcore.errors import RefusedError
+
+
+@dataclass(frozen=True)
+class _Function:
+    key: str
+    call: Callable[..., Any]
+    takes: frozenset[str]
+    needs: frozenset[str]
+    takes_all: bool
+
+    def __call__(self, given: Mapping[str, Sequence[Any]]) -> Any:
+        """Return what the function gives, or the coroutine that will."""
+        with custom_code(self.key):
+            return self.call(**{name: values for name, values in given.items() if self._takes(name)})
+
+    def _takes(self, name: str) -> bool:
+        return self.takes_all or name in self.takes
+
+
+class RewardFunctions:
+    """An environment that ends each episode with its first answer, and rewards it by functions.
+
+    A function is called with lists, an element each answer, by the names of its parameters: prompts, responses, answers
+    (str), finished (bool: it ended by itself), and any of the columns that `data.train.columns` lists; `**name` takes
+    all of these. It returns a finite number an answer, or is a coroutine function whose result is that.
+
+    Raises RefusedError, naming the key, for a path without a function and one whose parameters have no names.
+    """
+
+    def __init__(
+        self, paths: Mapping[str, str], weights: Mapping[str, float] | None = None, *, unscored: bool = False
+    ) -> None:
+        """unscored: whether a reward may be None; an answer of which one is has no reward at all."""
+        self._functions = {name: _opened(f"env.rewards.{name}", path) for name, path in paths.items()}
+        self._weights, self._unscored = weights or {}, unscored
+
+    @property
+    def columns(self) -> dict[str, frozenset[str]]:
+        """Return the columns of the data that each function cannot do without, by its key."""
+        return {one.key: one.needs - {*GIVEN_TO_REWARDS} for one in self._functions.values()}
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
+    ) -> EnvironmentReturn:
+        """See `EnvironmentInterface.step`; raises CustomCodeError for what a function raises, or gives amiss."""
+        last = [log[-1] for log in message_log_batch]
+        rewards = self._rewards(
+            {
+                "prompts": [known["prompt"] for known in metadata],
+                "responses": [answer["content"] for answer in last],
+                "answers": [known["answer"] for known in metadata],
+                "finished": [answer["finished"] for answer in last],
+            },
+            [known.get("columns", {}) for known in metadata],
+            [known["index"] for known in metadata],
+        )
+        nothing = [None] * len(last)
+        return EnvironmentReturn(
+            observations=nothing,
+            metadata=nothing,
+            next_stop_strings=nothing,
+            rewards=rewards,
+            terminateds=torch.ones(len(last), dtype=torch.bool),
+        )
+
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
+    ) -> list[float | None]:
+        """See `ScoresAnswers.score`; raises as `step`."""
+        rewards = self._rewards(
+            {
+                "prompts": [prompt.text for prompt in prompts],
+                "responses": [*responses],
+                "answers": [prompt.answer for prompt in prompts],
+                "finished": [*finished],
+            },
+            [prompt.columns for prompt in prompts],
+            [prompt.index for prompt in prompts],
+        )
+        rows = zip(*rewards.values(), strict=True)
+        weights = [self._weights.get(name, 1.0) for name in rewards]
+        return [
+            None
+            if None in row
+            else math.fsum(weight * value for weight, value in zip(weights, row, strict=True))
+            for row in rows
+        ]
+
+    def _rewards(
+        self, given: dict[str, list[Any]], columns: Sequence[Mapping[str, Any]], prompts: Sequence[int]
+    ) -> dict[str, list[float | None]]:
+        names = dict.fromkeys(name for row in columns for name in row)
+        columns_given = {name: [row.get(name) for row in columns] for name in names}
+        found = {name: function(columns_given | given) for name, function in self._functions.items()}
+        awaited = {name: one for name, one in found.items() if inspect.isawaitable(one)}
+        if awaited:
+            found |= self._wait(awaited)
+        return {
+            name: number_each(self._functions[name].key, values, prompts, unscored=self._unscored)
+            for name, values in found.items()
+        }
+
+    def _wait(self, awaited: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
+        """Return what coroutines give, which wait side by side; in a thread, since this one may run a loop already."""
+
+        async def result(name: str, one: Awaitable[Any]) -> Any:
+            with custom_code(self._functions[name].key):
+                return await one
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*(result(name, one) for name, one in awaited.items()))
+
+        with ThreadPoolExecutor(1) as thread:
+            return dict(zip(awaited, thread.submit(asyncio.run, together()).result(), strict=True))
+
+
+def require_columns(functions: RewardFunctions, there: Mapping[str, Iterable[str]]) -> None:
+    """Raise RefusedError for a parameter that is no column of a source; there: their columns, by path in the recipe."""
+    for key, needed in functions.columns.items():
+        for path, columns in there.items():
+            if lacking := sorted(needed - {*columns}):
+                name = lacking[0]
+                known = SAME_AS_GIVEN.get(name)
+                hint = f"; or did you mean {known}?" if known else ""
+                raise RefusedError(
+                    f"{key}: the function takes {', '.join(lacking)}, which {path}.columns does not list; functions "
+                    f"are given {', '.join(GIVEN_TO_REWARDS)} and those columns; add {name} there{hint}",
+                    code="unknown-column",
+                )
+
+
+def _opened(key: str, path: str) -> _Function:
+    function = function_at(path, key)
+    takes, needs, takes_all = set[str](), set[str](), False
+    for name, parameter in inspect.signature(function).parameters.items():
+        match parameter.kind:
+            case inspect.Parameter.VAR_KEYWORD:
+                takes_all = True
+            case inspect.Parameter.KEYWORD_ONLY | inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                takes.add(name)
+                needs |= {name} if parameter.default is inspect.Parameter.empty else set()
+            case _:
+                raise RefusedError(
+                    f"{key}: {path} takes {parameter} by its place, and is called by the names of its parameters",
+                    code="custom-arguments",
+                )
+    return _Function(f"{key}: {path}", function, frozenset(takes), frozenset(needs), takes_all)

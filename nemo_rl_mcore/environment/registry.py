@@ -1,0 +1,100 @@
+"""From the section `env` to the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from nemo_rl_mcore.config import EnvConfig
+from nemo_rl_mcore.config.custom_code import build, custom_code
+from nemo_rl_mcore.config.data import MathEnvConfig
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.environment.arithmetic import ArithmeticEnvironment
+from nemo_rl_mcore.environment.calculator import CalculatorEnvironment
+from nemo_rl_mcore.environment.functions import RewardFunctions
+from nemo_rl_mcore.environment.guess_number import GuessNumberEnvironment
+from nemo_rl_mcore.environment.interface import (
+    Environment,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    ScoresAnswers,
+)
+from nemo_rl_mcore.environment.mathematics import MathEnvironment
+from nemo_rl_mcore.environment.replies import number_each, number_of, read_return
+from nemo_rl_mcore.errors import CustomCodeError
+
+_KEY = "env.custom.type"
+
+
+def make_environment(config: EnvConfig) -> Environment:
+    """Build the environment of a recipe; ValueError names the key of one that cannot be.
+
+    A class of the user's own that has both methods takes part in episodes by its `step`.
+    """
+    unscored = config.unscored == "drop"
+    if config.guess_number is not None:
+        return GuessNumberEnvironment()
+    if config.calculator is not None:
+        return CalculatorEnvironment()
+    if config.math is not None:
+        return math_environment(config.math)
+    if config.rewards is not None:
+        return RewardFunctions(config.rewards, config.reward_weights, unscored=unscored)
+    if (own := config.custom) is not None:
+        environment = build(own.type, _KEY, own.args, needs=("score|step",))
+        if hasattr(environment, "step"):
+            return _OwnSteps(cast("EnvironmentInterface", environment), own.type, unscored)
+        return _OwnScores(cast("ScoresAnswers", environment), own.type, unscored)
+    return ArithmeticEnvironment()
+
+
+def math_environment(config: MathEnvConfig) -> MathEnvironment:
+    """Return the environment of a section `env.math`; ValueError when the package is not there."""
+    return MathEnvironment(config.timeout_s, config.gold, config.response, config.unparsable)
+
+
+@dataclass(frozen=True)
+class _OwnSteps:
+    """A class of the user's own, held to what `EnvironmentInterface` promises."""
+
+    environment: EnvironmentInterface
+    path: str
+    unscored: bool
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
+    ) -> EnvironmentReturn:
+        """See `EnvironmentInterface.step`; CustomCodeError when it gives something else than one reply a log."""
+        name = f"{_KEY}: {self.path}.step"
+        with custom_code(name):
+            returned = self.environment.step(message_log_batch, metadata)
+        try:
+            replies = read_return(returned, len(message_log_batch), {})
+            if not self.unscored and any(reply.unscored for reply in replies):
+                number_of(None)  # which raises
+        except Exception as error:
+            raise CustomCodeError(
+                f"{name} gave what is no EnvironmentReturn of {len(message_log_batch)} replies: "
+                f"{type(error).__name__}: {error}",
+                code="environment-return",
+            ) from error
+        return returned
+
+
+@dataclass(frozen=True)
+class _OwnScores:
+    """A class of the user's own, held to what `ScoresAnswers` promises."""
+
+    environment: ScoresAnswers
+    path: str
+    unscored: bool
+
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
+    ) -> list[float | None]:
+        """See `ScoresAnswers.score`; CustomCodeError when the scores are not one finite number a response."""
+        name = f"{_KEY}: {self.path}"
+        with custom_code(f"{name}.score"):
+            given = self.environment.score(prompts, responses, finished)
+        return number_each(name, given, [prompt.index for prompt in prompts], unscored=self.unscored)

@@ -1,0 +1,104 @@
+"""The families of models: what each is, how its config.json is read and written, and what its weights are called."""
+
+from collections.abc import Iterator
+
+from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.models import (
+    deepseek_v3,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    nemotron_h,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from nemo_rl_mcore.models.family import Family, features_of
+from nemo_rl_mcore.models.latent_attention import LATENT_LAYER
+from nemo_rl_mcore.models.weights import LAYER, OUTSIDE, PREDICTION, Outside, Slot, Weight
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        deepseek_v3.FAMILY,
+        gpt_oss.FAMILY,
+        llama.FAMILY,
+        mistral.FAMILY,
+        mixtral.FAMILY,
+        nemotron_h.FAMILY,
+        qwen2.FAMILY,
+        qwen3.FAMILY,
+        qwen3_moe.FAMILY,
+    )
+}
+
+
+def family_of(model: ModelConfig) -> Family:
+    """Return the family that an architecture is saved as; ValueError says what no family has."""
+    if reason := missing_family(model):
+        raise ValueError(reason)
+    return next(_families_with(model))
+
+
+def missing_family(model: ModelConfig) -> str:
+    """Return why no family has this architecture; empty where one has it."""
+    if any(_families_with(model)):
+        return ""
+    features = features_of(model)
+    if model.num_moe_experts is not None and model.moe_router_pre_softmax:
+        features["moe_router_pre_softmax"] = True  # of some families it is a setting
+    if model.hybrid_layer_pattern is not None:
+        features = {"hybrid_layer_pattern": model.hybrid_layer_pattern} | features
+    described = " with ".join(f"policy.model.{name}: {value}" for name, value in features.items())
+    return f"no supported Hugging Face family has {described} (known: {', '.join(FAMILIES)})"
+
+
+def layer_slots(model: ModelConfig, layer: int) -> list[Slot]:
+    """Return the weights of a layer, those of a model that no family has too.
+
+    Layers of multi-token prediction are counted after the others.
+    """
+    default = LATENT_LAYER if model.multi_latent_attention else LAYER
+    known = next((family.layer for family in _families_with(model)), default)
+    slots = known if layer < model.num_layers else (*PREDICTION, *known)
+    return [slot for slot in slots if slot.exists(model) and slot.in_layer(model, layer)]
+
+
+def outside_of_layers(model: ModelConfig) -> Outside:
+    """Return the weights outside of layers, as the model's family calls them."""
+    return next((family.outside for family in _families_with(model)), OUTSIDE)
+
+
+def _families_with(model: ModelConfig) -> Iterator[Family]:
+    return (family for family in FAMILIES.values() if family.has(model))
+
+
+def all_layers(model: ModelConfig) -> range:
+    """Return the numbers of all layers, those of multi-token prediction too."""
+    return range(model.num_layers + (model.mtp_num_layers or 0))
+
+
+def all_weights(model: ModelConfig) -> Iterator[Weight]:
+    """Yield every weight of the whole model, in the order of its layers."""
+    outside = outside_of_layers(model)
+    yield Weight(outside.embedding)
+    for layer in range(model.num_layers):
+        yield from _in_layer(layer, model)
+    yield from (Weight(slot) for slot in outside.of(model) if slot is not outside.embedding)
+    for layer in all_layers(model)[model.num_layers :]:
+        yield from _in_layer(layer, model)
+
+
+def _in_layer(layer: int, model: ModelConfig) -> Iterator[Weight]:
+    for slot in layer_slots(model, layer):
+        if slot.of_expert:
+            yield from (Weight(slot, layer, expert) for expert in range(model.num_moe_experts or 0))
+        else:
+            yield Weight(slot, layer)
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Return how many numbers all weights have."""
+    of_layers = sum(slot.count(model) for layer in all_layers(model) for slot in layer_slots(model, layer))
+    return of_layers + sum(slot.count(model) for slot in outside_of_layers(model).of(model))

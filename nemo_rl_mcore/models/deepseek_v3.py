@@ -1,0 +1,158 @@
+"""DeepSeek V3 and R1, Moonlight: latent attention, and dense layers before those with experts and a shared one."""
+
+from collections.abc import Iterator
+from typing import cast
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.models.family import Family, HFConfig, Refusal
+from nemo_rl_mcore.models.latent_attention import LATENT_LAYER
+
+_BEST_OF_A_GROUP = 2
+"""Experts by whose scores a group is chosen."""
+_MOST_PREDICTING = 4
+"""Layers that predict further tokens, of any model whose weights are known."""
+
+
+def _number(values: HFConfig, key: str) -> int:
+    """Return a number of config.json; 0 where it is null."""
+    return cast("int", values.get(key) or 0)
+
+
+def _chooses_groups(values: HFConfig) -> bool:
+    """Return whether a token is sent to some of several groups of experts."""
+    return _number(values, "n_group") > max(1, _number(values, "topk_group"))
+
+
+def _read(values: HFConfig) -> dict[str, object]:
+    dense, layers = _number(values, "first_k_dense_replace"), _number(values, "num_hidden_layers")
+    shared = _number(values, "n_shared_experts") * _number(values, "moe_intermediate_size")
+    groups = _chooses_groups(values)
+    return {
+        "kv_channels": None,  # head_dim is that of the rotated part
+        "num_query_groups": None,
+        "q_lora_rank": values["q_lora_rank"],
+        "moe_layer_freq": (0,) * dense + (1,) * (layers - dense) if dense else None,
+        "moe_shared_expert_intermediate_size": shared or None,
+        "moe_router_topk_scaling_factor": values["routed_scaling_factor"],
+        "moe_router_num_groups": values["n_group"] if groups else None,
+        "moe_router_group_topk": values["topk_group"] if groups else None,
+    }
+
+
+def _write(model: ModelConfig, origin: HFConfig) -> dict[str, object]:
+    shared = model.moe_shared_expert_intermediate_size or 0
+    return {
+        "num_key_value_heads": model.num_attention_heads,
+        "head_dim": model.qk_pos_emb_head_dim,
+        "q_lora_rank": model.q_lora_rank,
+        "first_k_dense_replace": model.dense_layers,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "n_shared_experts": shared // model.expert_ffn_size,
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        "n_group": model.moe_router_num_groups or origin.get("n_group") or 1,
+        "topk_group": model.moe_router_group_topk or origin.get("topk_group") or 1,
+        "norm_topk_prob": model.moe_router_topk > 1,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _problems(values: HFConfig) -> Iterator[Problem]:
+    chosen = _number(values, "num_experts_per_tok")
+    for key, like in (("num_key_value_heads", "num_attention_heads"), ("head_dim", "qk_rope_head_dim")):
+        if values.get(key) not in (None, values.get(like)):
+            what = f"{values[key]!r} of a deepseek_v3 model is not {like}: {values.get(like)!r}"
+            yield Problem("contradicts", key, what, "make them equal", (like,))
+    if _number(values, "first_k_dense_replace") >= _number(values, "num_hidden_layers") > 0:
+        what = f"{values['first_k_dense_replace']} leaves no layer of a deepseek_v3 model with experts"
+        yield Problem("not-supported", "first_k_dense_replace", what, "lower it", ("num_hidden_layers",))
+    yield from _share_problems(values, chosen)
+    if _chooses_groups(values) and chosen // max(1, _number(values, "topk_group")) != _BEST_OF_A_GROUP:
+        yield Problem(
+            "not-supported",
+            "topk_group",
+            f"{values.get('topk_group')} of a deepseek_v3 model is not half of num_experts_per_tok: {chosen} (its "
+            f"groups are chosen by their best {_BEST_OF_A_GROUP} experts, Megatron's by as many as one gives)",
+            "",
+            ("num_experts_per_tok", "n_group"),
+        )
+
+
+def _share_problems(values: HFConfig, chosen: int) -> Iterator[Problem]:
+    """Yield shares of a token's experts that no router gives: of several they sum to 1, of one it is the score."""
+    sums_to_1 = bool(values.get("norm_topk_prob"))
+    if chosen == 1 and sums_to_1:
+        what = "1 of a deepseek_v3 model with norm_topk_prob: true leaves the router without a gradient"
+        yield Problem("no-signal", "num_experts_per_tok", what, "use another model", ("norm_topk_prob",))
+    elif chosen > 1 and not sums_to_1:
+        what = "false of a deepseek_v3 model: shares of experts that do not sum to 1 are not supported"
+        yield Problem("not-supported", "norm_topk_prob", what, "", ("num_experts_per_tok",))
+
+
+def _whole_shared_experts(model: ModelConfig) -> bool:
+    return not (model.moe_shared_expert_intermediate_size or 0) % model.expert_ffn_size
+
+
+def _predicting(model: ModelConfig) -> str:
+    behind = (str(model.num_layers + one) for one in range(_MOST_PREDICTING))
+    return rf"model\.layers\.({'|'.join(behind)})\..+"
+
+
+FAMILY = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    fields={
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+    varied=(
+        "moe_layer_freq",
+        "moe_shared_expert_intermediate_size",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_topk_scaling_factor",
+    ),
+    sizes={
+        "num_moe_experts": "n_routed_experts",
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_ffn_hidden_size": "moe_intermediate_size",
+        "kv_lora_rank": "kv_lora_rank",
+        "qk_head_dim": "qk_nope_head_dim",
+        "qk_pos_emb_head_dim": "qk_rope_head_dim",
+        "v_head_dim": "v_head_dim",
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+    layer=LATENT_LAYER,
+    predicting=_predicting,
+    fits=_whole_shared_experts,
+    defaults={
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 4096,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+    },
+    refusals=(
+        Refusal("attention_bias", (False, None), "biases in the attention are not supported"),
+        Refusal("rope_interleave", (True, None), "rotated pairs that are not neighbours are not supported"),
+        Refusal("scoring_func", ("sigmoid", None), "other scores of experts are not supported"),
+        Refusal("topk_method", ("noaux_tc", None), "other ways to choose experts are not supported"),
+        Refusal("moe_layer_freq", (1, None), "dense layers between layers of experts are not supported"),
+    ),
+    read=_read,
+    write=_write,
+    problems=_problems,
+)

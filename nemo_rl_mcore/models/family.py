@@ -1,0 +1,141 @@
+"""A family of models: one module of this package describes each, and `families/__init__.py` lists it.
+
+A family whose layers are made of parts that exist (`families/weights.py`) is one such file. A new kind of layer also
+needs fields in `config/model.py`, its weights, and what Megatron builds for it (`rank/megatron/layer_specs.py`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.models.weights import LAYER, OUTSIDE, Outside, Slot
+
+HFConfig = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key of config.json whose other values ask for what is not there."""
+
+    key: str
+    allowed: tuple[object, ...]
+    reason: str
+
+
+OUTPUT_BIAS = Refusal("attention_bias", (False, None), "a bias on the attention's output is not supported")
+MLP_BIAS = Refusal("mlp_bias", (False, None), "a bias in the feed-forward layers is not supported")
+WINDOW_SWITCH = Refusal("use_sliding_window", (False, None), "sliding-window attention is not supported")
+WINDOW = Refusal("sliding_window", (None,), "sliding-window attention is not supported")
+
+_FEATURES: Mapping[str, object] = {
+    **{"add_qkv_bias": False, "add_bias_linear": False, "qk_layernorm": False, "mtp_num_layers": None},
+    **{"softmax_type": "vanilla", "sliding_window": None},
+    **{"activation_func": "silu", "position_embedding_type": "rope", "multi_latent_attention": False},
+}
+_FEATURES_OF_EXPERTS: Mapping[str, object] = {
+    "moe_shared_expert_intermediate_size": None,
+    "moe_latent_size": None,
+    "moe_layer_freq": None,
+    "moe_router_score_function": "softmax",
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
+}
+EXPERTS = "num_moe_experts"
+
+
+def _no_problems(_values: HFConfig) -> Iterator[Problem]:
+    yield from ()
+
+
+def _all_fit(_model: ModelConfig) -> bool:
+    return True
+
+
+def _nothing_read(_values: HFConfig) -> Mapping[str, object]:
+    return {}
+
+
+def _nothing_written(_model: ModelConfig, _origin: HFConfig) -> Mapping[str, object]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A `model_type`: what its layers have, what config.json says of them, and what is refused.
+
+    fields: fields of ModelConfig that all its models share, where they differ from a Llama.
+    fields_of_experts: the same of models with experts, where a family has some with and some without.
+    varied: fields that tell families apart, and that its models have or not.
+    sizes: fields of ModelConfig and the keys of config.json that give them, besides those of every family.
+    aliases: other spellings of keys, which count where a file has both.
+    fits: whether a model with those can be written as a config.json of the family.
+    layer, outside: the weights of a layer, and those outside of layers.
+    hybrid: its models have a pattern of layers, and with it experts or none.
+    windows: `layer_types` of its config.json may name layers with a window.
+    complete: keys that follow from others of config.json.
+    predicting: a regular expression of tensors that are left out: of layers that predict further tokens, which a
+    family's files may hold.
+    defaults: transformers' values of the keys that config.json leaves out, where they are not those of every family.
+    read, write: what takes more than a name between config.json and ModelConfig; write gets the config.json that the
+    weights came from, too. problems: what of a config.json no refusal of a key can say.
+    """
+
+    model_type: str
+    architecture: str
+    fields: dict[str, object] = field(default_factory=dict[str, object])
+    fields_of_experts: HFConfig = field(default_factory=dict[str, object])
+    varied: tuple[str, ...] = ()
+    fits: Callable[[ModelConfig], bool] = _all_fit
+    sizes: dict[str, str] = field(default_factory=dict[str, str])
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    layer: tuple[Slot, ...] = LAYER
+    outside: Outside = OUTSIDE
+    hybrid: bool = False
+    windows: bool = False
+    complete: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
+    predicting: Callable[[ModelConfig], str] | None = None
+    defaults: HFConfig = field(default_factory=dict[str, object])
+    refusals: tuple[Refusal, ...] = ()
+    read: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
+    write: Callable[[ModelConfig, HFConfig], Mapping[str, object]] = _nothing_written
+    problems: Callable[[HFConfig], Iterator[Problem]] = _no_problems
+
+    def has(self, model: ModelConfig) -> bool:
+        """Return whether the architecture is one of this family."""
+        features = features_of(model)
+        if not self.fits(model) or self.hybrid != (model.hybrid_layer_pattern is not None):
+            return False
+        if not self.hybrid and (EXPERTS in features) != (EXPERTS in self.sizes):
+            return False
+        own = {**self.fields, **(self.fields_of_experts if EXPERTS in features else {})}
+        return all(
+            getattr(model, name) == value
+            for name, value in (_every_feature(model) | own).items()
+            if name not in self.varied
+        )
+
+    @property
+    def rotary(self) -> bool:
+        """Return whether its attention has rotary positions."""
+        return self.fields.get("position_embedding_type") != "none"
+
+    @property
+    def latent_attention(self) -> bool:
+        """Return whether its models have latent attention."""
+        return bool(self.fields.get("multi_latent_attention"))
+
+
+def _every_feature(model: ModelConfig) -> dict[str, object]:
+    return {**_FEATURES, **({} if model.num_moe_experts is None else _FEATURES_OF_EXPERTS)}
+
+
+def features_of(model: ModelConfig) -> dict[str, object]:
+    """Return the fields by which families are told apart, where they are not those of a Llama."""
+    experts: dict[str, object] = {}
+    if model.num_moe_experts is not None:
+        experts[EXPERTS] = model.num_moe_experts
+    found = {name: getattr(model, name) for name in _every_feature(model)}
+    return experts | {name: value for name, value in found.items() if value != _every_feature(model)[name]}

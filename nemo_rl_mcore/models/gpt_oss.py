@@ -1,0 +1,175 @@
+"""gpt-oss: windows in every other layer, sinks in all, and experts with biases and clamped gates."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.errors import quoted
+from nemo_rl_mcore.models.family import Family, HFConfig, Refusal
+from nemo_rl_mcore.models.weights import (
+    ATTENTION,
+    INTERLEAVED,
+    REPLICATED,
+    ROUTER_WEIGHT,
+    TRANSPOSED,
+    Layout,
+    Shapes,
+    Slot,
+)
+
+_WINDOW, _FULL = "sliding_attention", "full_attention"
+_KINDS, _SIZE = "layer_types", "sliding_window"
+_MXFP4 = "mxfp4"
+_SCALING: Mapping[str, object] = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"truncate": False, "original_max_position_embeddings": 4096},
+}
+"""transformers' rotations where config.json has none."""
+
+
+def _complete(values: HFConfig) -> Mapping[str, object]:
+    """Return the kinds of layers and the rotations where config.json leaves them out, as transformers does."""
+    found: dict[str, object] = {}
+    layers = values.get("num_hidden_layers")
+    if not values.get(_KINDS) and isinstance(layers, int):
+        found[_KINDS] = [_FULL if layer % 2 else _WINDOW for layer in range(layers)]
+    if not values.get("rope_parameters") and not values.get("rope_scaling"):
+        found["rope_scaling"] = _SCALING
+    quantized = values.get("quantization_config")
+    if isinstance(quantized, Mapping) and cast("HFConfig", quantized).get("quant_method") == _MXFP4:
+        found["quantization_config"] = None  # what the files hold is seen when they are read
+    return found
+
+
+def _kinds(values: HFConfig) -> list[str]:
+    return cast("list[str]", values.get(_KINDS) or [])
+
+
+def _problems(values: HFConfig) -> Iterator[Problem]:
+    kinds = _kinds(values)
+    if foreign := sorted({*kinds} - {_WINDOW, _FULL}):
+        what = f"{quoted(foreign)} of a gpt_oss model"
+        yield Problem("not-supported", _KINDS, what, f"known: {_WINDOW}, {_FULL}")
+    layers = values.get("num_hidden_layers")
+    if isinstance(layers, int) and len(kinds) != layers:
+        what = f"{len(kinds)} kinds for {layers} layers of a gpt_oss model"
+        yield Problem("contradicts", _KINDS, what, "have one for each", ("num_hidden_layers",))
+    if _WINDOW in kinds and values.get(_SIZE) is None:
+        yield Problem("missing", _SIZE, f"missing, and {_KINDS} of a gpt_oss model has {_WINDOW}")
+    if values.get("num_experts_per_tok") == 1:
+        what = "1 of a gpt_oss model gives every expert the share 1, so that the router has no gradient"
+        yield Problem("no-signal", "num_experts_per_tok", what, "use a model with more experts per token")
+
+
+def _read(values: HFConfig) -> Mapping[str, object]:
+    windows = tuple(int(kind == _WINDOW) for kind in _kinds(values))
+    return {
+        "sliding_window": values[_SIZE] if any(windows) else None,
+        "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
+    }
+
+
+def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
+    windows = model.window_attn_skip_freq or (int(model.sliding_window is not None),) * model.num_layers
+    return {
+        "intermediate_size": model.expert_ffn_size,
+        _KINDS: [_WINDOW if window else _FULL for window in windows],
+        _SIZE: model.sliding_window or origin.get(_SIZE) or _DEFAULTS[_SIZE],
+        "swiglu_limit": model.activation_func_clamp_value,
+        "router_aux_loss_coef": origin.get("router_aux_loss_coef", model.moe_aux_loss_coeff),
+    }
+
+
+def _fits(model: ModelConfig) -> bool:
+    return model.activation_func_clamp_value is not None
+
+
+def _of_experts(
+    megatron: str, tensor: str, layout: Layout, shape: Callable[[ModelConfig], tuple[int, ...]]
+) -> Slot:
+    """Return a weight of each expert, of which the tensor has those of all; `{one}` stands for its number."""
+
+    def shapes(model: ModelConfig) -> Shapes:
+        return (shape(model),)
+
+    return Slot(
+        # One module for each expert, or one for all with numbered weights.
+        rf"mlp\.experts\.(?:local_experts\.(\d+)\.{megatron}|{megatron}(\d+))",
+        (f"mlp.experts.{tensor}",),
+        layout,
+        shapes,
+        of_expert=True,
+        stacked=True,
+    )
+
+
+def _of_router(megatron: str, tensor: str, shape: Callable[[ModelConfig], tuple[int, ...]]) -> Slot:
+    return Slot(megatron, (f"mlp.router.{tensor}",), REPLICATED, lambda model: (shape(model),))
+
+
+LAYER = (
+    *ATTENTION,
+    _of_router(ROUTER_WEIGHT, "weight", lambda model: (model.num_moe_experts or 0, model.hidden_size)),
+    _of_router(r"mlp\.router\.bias", "bias", lambda model: (model.num_moe_experts or 0,)),
+    _of_experts(
+        r"linear_fc1\.weight",
+        "gate_up_proj",
+        INTERLEAVED,
+        lambda model: (model.hidden_size, 2 * model.expert_ffn_size),
+    ),
+    _of_experts(
+        r"linear_fc1\.bias", "gate_up_proj_bias", INTERLEAVED, lambda model: (2 * model.expert_ffn_size,)
+    ),
+    _of_experts(
+        r"linear_fc2\.weight",
+        "down_proj",
+        TRANSPOSED,
+        lambda model: (model.expert_ffn_size, model.hidden_size),
+    ),
+    _of_experts(r"linear_fc2\.bias", "down_proj_bias", REPLICATED, lambda model: (model.hidden_size,)),
+)
+"""A layer: transformers' GptOssDecoderLayer."""
+
+_DEFAULTS: HFConfig = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+}
+
+FAMILY = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    fields={
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "activation_func": "quick_gelu",
+        "glu_linear_offset": 1.0,
+        "moe_router_pre_softmax": False,
+    },
+    varied=("sliding_window",),
+    sizes={
+        "num_moe_experts": "num_local_experts",
+        "moe_router_topk": "num_experts_per_tok",
+        "activation_func_clamp_value": "swiglu_limit",
+    },
+    aliases={"num_experts": "num_local_experts"},
+    layer=LAYER,
+    windows=True,
+    complete=_complete,
+    fits=_fits,
+    defaults=_DEFAULTS,
+    refusals=(
+        Refusal("attention_bias", (True, None), "attention without biases is not supported"),
+        Refusal("swiglu_alpha", (1.702, None), "other slopes of gates are not supported"),
+    ),
+    read=_read,
+    write=_write,
+    problems=_problems,
+)

@@ -1,0 +1,288 @@
+"""Nemotron-H, Nano v2, Nemotron 3 Nano and Super: hybrids of Mamba-2, attention without positions, and squared ReLUs.
+
+Each layer has one norm and one mixer; `hybrid_override_pattern` says which, in a character each, or
+`layers_block_type`, in words.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.hybrid_layers import ATTENTION, EXPERTS, MAMBA, MLP
+from nemo_rl_mcore.config.model import MAMBA_NORM_EPSILON, MAMBA_TAPS, ModelConfig
+from nemo_rl_mcore.errors import quoted
+from nemo_rl_mcore.models.family import MLP_BIAS, OUTPUT_BIAS, WINDOW, Family, HFConfig, Refusal
+from nemo_rl_mcore.models.weights import ATTENTION as LLAMA_ATTENTION
+from nemo_rl_mcore.models.weights import (
+    COLUMNS,
+    DENSE_MLP,
+    EMBEDDING,
+    FINAL_NORM,
+    GATED,
+    OUTPUT,
+    REPLICATED,
+    ROWS,
+    SHARED_EXPERT,
+    Layout,
+    Outside,
+    Shapes,
+    Slot,
+    experts,
+)
+
+_PATTERN, _WORDS, _LAYERS = "hybrid_override_pattern", "layers_block_type", "num_hidden_layers"
+_KINDS = {
+    **{"linear_attention": MAMBA, "full_attention": ATTENTION, "mlp": MLP, "moe": EXPERTS},
+    **{"mamba": MAMBA, "attention": ATTENTION},  # before transformers 5.10
+}
+_PREFIX = "backbone.layers.{layer}."
+_OF_EXPERTS: Mapping[str, object] = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+_SHORTEST_STEP = 1e-12
+"""Where no file says otherwise: transformers lifts shorter time steps to it, and neither Megatron nor vLLM does."""
+_BIAS = "a bias in the projections of Mamba layers is not supported"
+
+
+def _complete(values: HFConfig) -> Mapping[str, object]:
+    """Return the pattern and the number of its layers, where words or characters give them."""
+    words, pattern = _words(values), cast("str | None", values.get(_PATTERN))
+    if words:
+        pattern = "".join(_KINDS.get(word, "?") for word in words)
+    return {} if pattern is None else {_PATTERN: pattern, _LAYERS: len(pattern)}
+
+
+def _words(values: HFConfig) -> Sequence[str]:
+    return cast("Sequence[str]", values.get(_WORDS) or values.get("layer_types") or ())
+
+
+def _problems(values: HFConfig) -> Iterator[Problem]:
+    if foreign := sorted({*_words(values)} - _KINDS.keys()):
+        yield Problem(
+            "not-supported", _WORDS, f"{quoted(foreign)} of a nemotron_h model", f"known: {', '.join(_KINDS)}"
+        )
+    if EXPERTS in str(values.get(_PATTERN)):
+        yield from _expert_problems(values)
+
+
+def _expert_problems(values: HFConfig) -> Iterator[Problem]:
+    """Yield what experts lack, and shares of them that Megatron makes otherwise."""
+    for key in _EXPERTS.values():
+        if values.get(key) is None:
+            yield Problem("missing", key, "missing, and a nemotron_h model with layers of experts (E) has it")
+    chosen, shares = values.get("num_experts_per_tok"), values.get("norm_topk_prob")
+    if (chosen != 1) != bool(shares):
+        what = f"{shares!r} of a nemotron_h model with num_experts_per_tok: {chosen}"
+        reason = "shares of several experts are made to sum to 1, and that of one is its score"
+        yield Problem("not-supported", "norm_topk_prob", f"{what}: {reason}")
+    for key in ("n_group", "topk_group", "n_shared_experts"):
+        if values.get(key) not in (1, None):
+            what = f"{values[key]!r} of a nemotron_h model with layers of experts (E): only 1 is supported"
+            yield Problem("not-supported", key, what)
+
+
+def _read(values: HFConfig) -> Mapping[str, object]:
+    """Return the fields of experts where there are any: transformers writes the keys into every config.json."""
+    if EXPERTS not in str(values[_PATTERN]):
+        return {}
+    scale = values.get("routed_scaling_factor")
+    return {
+        **_OF_EXPERTS,
+        **{name: values[key] for name, key in _EXPERTS.items()},
+        "moe_router_topk_scaling_factor": None if scale == 1 else scale,
+        "moe_latent_size": values.get("moe_latent_size"),
+    }
+
+
+def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
+    """Return the layers, and what of the model's start the weights do not tell."""
+    pattern = model.hybrid_layer_pattern or ""
+    words = {kind: word for word, kind in reversed(_KINDS.items())}
+    written: dict[str, object] = {"time_step_min": _SHORTEST_STEP, "num_nextn_predict_layers": 0}
+    kept = ("chunk_size", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual")
+    written |= {
+        _WORDS: [words[kind] for kind in pattern],
+        **{key: origin[key] for key in kept if key in origin},
+    }
+    if model.num_moe_experts is not None:
+        written |= {key: getattr(model, name) for name, key in _EXPERTS.items()}
+        written |= {
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            "norm_topk_prob": model.moe_router_topk > 1,
+            "moe_intermediate_size": model.expert_ffn_size,
+            "moe_latent_size": model.moe_latent_size,
+            **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
+        }
+    return written
+
+
+def _in(kind: str) -> Callable[[ModelConfig, int], bool]:
+    return lambda model, layer: (model.hybrid_layer_pattern or "")[layer] == kind
+
+
+def _keys(model: ModelConfig) -> int:
+    return model.mamba_num_groups * model.mamba_state_dim
+
+
+def _convolved(model: ModelConfig) -> tuple[int, ...]:
+    """Return the rows of values, keys and queries."""
+    return model.mamba_size, _keys(model), _keys(model)
+
+
+def _projected(model: ModelConfig) -> tuple[int, ...]:
+    """Return the rows of the gate, of what is convolved, and of the time steps."""
+    return model.mamba_size, *_convolved(model), model.mamba_num_heads or 0
+
+
+def _vector(size: Callable[[ModelConfig], int]) -> Callable[[ModelConfig], Shapes]:
+    return lambda model: ((size(model),),)
+
+
+def _mamba(megatron: str, tensor: str, layout: Layout, shapes: Callable[[ModelConfig], Shapes]) -> Slot:
+    return Slot(
+        rf"mixer\.{megatron}", (f"mixer.{tensor}",), layout, shapes, in_layer=_in(MAMBA), prefix=_PREFIX
+    )
+
+
+def _norm(kind: str, megatron: str) -> Slot:
+    shapes = _vector(lambda model: model.hidden_size)
+    return Slot(megatron, ("norm.weight",), REPLICATED, shapes, in_layer=_in(kind), prefix=_PREFIX)
+
+
+_HEADS = _vector(lambda model: model.mamba_num_heads or 0)
+_MAMBA = (
+    _norm(MAMBA, r"norm\.weight|mixer\.in_proj\.layer_norm_weight"),
+    _mamba(
+        r"in_proj\.weight",
+        "in_proj.weight",
+        Layout(0, sections=_projected),
+        lambda model: ((sum(_projected(model)), model.hidden_size),),
+    ),
+    _mamba(
+        r"conv1d[._]weight",
+        "conv1d.weight",
+        Layout(0, sections=_convolved),
+        lambda model: ((sum(_convolved(model)), 1, MAMBA_TAPS),),
+    ),
+    _mamba(
+        r"conv1d[._]bias",
+        "conv1d.bias",
+        Layout(0, sections=_convolved),
+        _vector(lambda model: sum(_convolved(model))),
+    ),
+    *(_mamba(name, name, ROWS, _HEADS) for name in ("A_log", "D", "dt_bias")),
+    _mamba(r"norm\.weight", "norm.weight", ROWS, _vector(lambda model: model.mamba_size)),
+    _mamba(
+        r"out_proj\.weight",
+        "out_proj.weight",
+        COLUMNS,
+        lambda model: ((model.hidden_size, model.mamba_size),),
+    ),
+)
+
+
+def _mixer(kind: str, slots: Iterable[Slot]) -> Iterator[Slot]:
+    """Yield weights of a Llama's layer as they are in a layer of that kind, without gates."""
+    for slot in slots:
+        names, shapes, layout = slot.hugging_face, slot.shapes, slot.layout
+        if layout is GATED:
+            names, layout = names[1:], ROWS
+            shapes = _second(shapes)
+        names = tuple(re.sub(r"(self_attn|mlp)\.", "mixer.", name, count=1) for name in names)
+        yield replace(
+            slot, hugging_face=names, layout=layout, shapes=shapes, in_layer=_in(kind), prefix=_PREFIX
+        )
+
+
+def _second(shapes: Callable[[ModelConfig], Shapes]) -> Callable[[ModelConfig], Shapes]:
+    return lambda model: shapes(model)[1:]
+
+
+_BEFORE_FEED_FORWARD = r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight"
+_LAYER = (
+    *_MAMBA,
+    _norm(ATTENTION, r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight"),
+    *_mixer(ATTENTION, (slot for slot in LLAMA_ATTENTION if slot.hugging_face[0].startswith("self_attn."))),
+    _norm(MLP, _BEFORE_FEED_FORWARD),
+    *_mixer(MLP, DENSE_MLP),
+    _norm(EXPERTS, _BEFORE_FEED_FORWARD),
+    *_mixer(EXPERTS, (*experts(), *SHARED_EXPERT)),
+)
+_EXPERTS = {
+    "num_moe_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+}
+
+FAMILY = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    fields={"activation_func": "squared_relu", "position_embedding_type": "none"},
+    sizes={
+        "hybrid_layer_pattern": _PATTERN,
+        "mamba_num_heads": "mamba_num_heads",
+        "mamba_head_dim": "mamba_head_dim",
+        "mamba_state_dim": "ssm_state_size",
+        "mamba_num_groups": "n_groups",
+        "layernorm_epsilon": "layer_norm_epsilon",
+    },
+    aliases={
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_conv_bias": "use_conv_bias",
+    },
+    layer=_LAYER,
+    outside=Outside(
+        replace(EMBEDDING, hugging_face=("backbone.embeddings.weight",)),
+        replace(FINAL_NORM, hugging_face=("backbone.norm_f.weight",)),
+        OUTPUT,
+    ),
+    hybrid=True,
+    fields_of_experts=_OF_EXPERTS,
+    varied=("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_router_topk_scaling_factor"),
+    predicting=lambda _model: r"mtp\..+",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "layer_norm_epsilon": 1e-5,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": MAMBA_TAPS,
+        "use_conv_bias": True,
+        "mlp_hidden_act": "relu2",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
+    refusals=(
+        OUTPUT_BIAS,
+        MLP_BIAS,
+        Refusal("tie_word_embeddings", (False, None), "transformers ties those of no such model"),
+        WINDOW,
+        Refusal("mlp_hidden_act", ("relu2",), "only the squared ReLU is supported"),
+        Refusal("mamba_hidden_act", ("silu", "swish", None), "only SiLU is supported"),
+        Refusal("conv_kernel", (MAMBA_TAPS,), f"only {MAMBA_TAPS} taps of the convolution are supported"),
+        Refusal("use_conv_bias", (True,), "a convolution without bias is not supported"),
+        Refusal("use_bias", (False, None), _BIAS),
+        Refusal("mamba_proj_bias", (False, None), _BIAS),
+        Refusal(
+            "layer_norm_epsilon", (MAMBA_NORM_EPSILON,), "Megatron's norm after the scan has this one alone"
+        ),
+        Refusal("residual_in_fp32", (False, None), "residuals in another number format are not supported"),
+        Refusal("hidden_dropout", (0, None), "dropout is not supported"),
+    ),
+    complete=_complete,
+    read=_read,
+    write=_write,
+    problems=_problems,
+)

@@ -1,0 +1,258 @@
+"""The attention of the local layer spec: torch's fused kernel in place of scores that are written out.
+
+Shapes: Q query and K key positions, B batch, N heads of this rank, D a head's size.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank.megatron.context_parallel import (
+    context_parallel_rank,
+    context_parallel_size,
+    gather_in_order,
+    zigzag,
+)
+
+_BLOCK = 512
+"""Queries that attend at once under context parallelism; their mask takes 5 bytes for each key."""
+
+
+class LocalAttention(DotProductAttention):
+    """Megatron's attention without its [B, N, Q, K] scores, and without dropout.
+
+    softmax_offset: the sinks [N] of a layer that learns them, else None.
+    Memory grows with the sequence length, not with its square, on a CPU too. Under context parallelism a rank gathers
+    the keys and values of the others for its own queries, which take turns in blocks; the gradients of keys and values
+    go back to who has them, and add up there.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ):
+        """See upstream; k_channels and v_channels are sizes of a head, which the tensors say."""
+        # Its own forward pass, which is not used here, is refused under context parallelism; its sinks are on a GPU.
+        alone = copy.copy(config)
+        alone.context_parallel_size, alone.softmax_type = 1, "vanilla"
+        super().__init__(alone, *args, **kwargs)
+        self.config = config
+        if config.softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(self._drawn_sinks())
+        if config.softmax_type == "off-by-one" or self.attention_dropout.p > 0:
+            raise ValueError("the local attention has neither a fixed softmax offset nor dropout")
+        window = self.scale_mask_softmax.window_size
+        self._window: int | None = None if window is None else window[0] + 1
+
+    def _drawn_sinks(self) -> torch.Tensor:
+        """Return this rank's sinks; every rank draws those of all heads, so that layouts begin alike."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        sinks = torch.empty(
+            config.num_attention_heads, dtype=config.params_dtype, device=accelerator.device()
+        )
+        if config.perform_initialization:
+            cast(Any, config.init_method)(sinks)
+        first = self.tp_group.rank() * heads
+        return sinks[first : first + heads].clone()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Return [Q, B, N * D] for query [Q, B, N, D], key and value [K, B, groups, D]; D of a value may be another.
+
+        attention_mask: bool, broadcast to [B, N, Q, K], true where a query may not look. Without one a causal layer
+        masks the future; a single query, the newest, sees every key. In a layer with a window a query sees no others.
+        packed_seq_params: the borders of samples in a row, under context parallelism; there is no dimension B then, in
+        the result either.
+        """
+        shared = context_parallel_size() > 1
+        if attention_bias is not None or (packed_seq_params is not None and not shared):
+            raise ValueError("the local attention takes no bias, and the borders of samples as a mask")
+        if shared:
+            borders = () if packed_seq_params is None else tuple(packed_seq_params.cu_seqlens_q.tolist())
+            return self._shared(query, key, value, borders)
+        scale, sinks, window = self.softmax_scale, self.softmax_offset, self._window
+        queries, keys = query.shape[0], key.shape[0]
+        if attention_mask is not None:
+            visible = ~attention_mask
+            if window is not None:
+                visible = visible & _visible(queries, keys, window, query.device)
+            return _attend(query, key, value, visible, False, scale, sinks).flatten(2)
+        causal = self.attn_mask_type is AttnMaskType.causal and queries > 1
+        if window is None or window >= keys:
+            return _attend(query, key, value, None, causal, scale, sinks).flatten(2)
+        # Block by block, no query's scores with keys that it does not see are made.
+        context = [
+            _attend_from_last(query[first:after], key[begin:end], value[begin:end], scale, sinks, window)
+            for first, after, begin, end in _windows(queries, keys, window)
+        ]
+        return torch.cat(context).flatten(2)
+
+    def _shared(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Attend from this rank's queries to the keys of all ranks, block by block."""
+        if borders:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        key, value = (gather_in_order(x, borders, grad_of_every_rank_is_whole=False) for x in (key, value))
+        ranks, rank = context_parallel_size(), context_parallel_rank()
+        blocks = _blocks(borders or (0, len(key)), ranks, rank, _BLOCK, self._window)
+        # A block's mask is made again in the backward pass: all of them together are as large as the scores.
+        context = [
+            checkpoint(
+                _attend_from_last,
+                *(query[block.queries], key[block.keys], value[block.keys], self.softmax_scale),
+                *(self.softmax_offset, self._window),
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for block in blocks
+        ]
+        joined = torch.cat(context).flatten(2)
+        return joined.squeeze(1) if borders else joined
+
+
+def _attend_from_last(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+    window: int | None,
+) -> torch.Tensor:
+    """[Q, B, N, D] for queries at the last Q of the keys' positions: each sees what is not behind it, in its window."""
+    visible = _visible(len(query), len(key), window, query.device)
+    return _attend(query, key, value, visible, False, scale, sinks)
+
+
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return [Q, K], true where the key is not behind a query at the last Q positions, and not before its window."""
+    behind = keys - queries
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
+    return visible if window is None else visible.triu(behind - window + 1)
+
+
+def _windows(queries: int, keys: int, window: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield blocks of queries, which are the last of the keys' positions, and the keys that they see."""
+    behind = keys - queries
+    for first in range(0, queries, _BLOCK):
+        after = min(first + _BLOCK, queries)
+        yield first, after, max(0, behind + first - window + 1), behind + after
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return [Q, B, N, D] for query [Q, B, N, D], key and value [K, B, groups, D]; visible: bool, as [B, N, Q, K].
+
+    sinks: [N], or None.
+    """
+    repeats = query.shape[2] // key.shape[2]
+    if sinks is not None:
+        return _attend_with_sinks(query, key, value, visible, causal, scale or query.shape[-1] ** -0.5, sinks)
+    context_BNQD = scaled_dot_product_attention(
+        *(x.permute(1, 2, 0, 3) for x in (query, _repeat(key, repeats), _repeat(value, repeats))),
+        attn_mask=visible,
+        is_causal=causal,
+        scale=scale,
+    )
+    return context_BNQD.permute(2, 0, 1, 3)
+
+
+def _attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attend with one more key of the value 0, whose score is the sink of its head whatever the query.
+
+    Queries and keys are one channel longer: 1 in queries, 0 in keys, and the sink in the key that is added. It stands
+    before the others, and where they are causal a query before the first does too, which nobody reads.
+    """
+    repeats = query.shape[2] // key.shape[2]
+    query = pad(query, (0, 1), value=1.0)
+    key, value = (pad(_repeat(part, repeats), (0, 1)) for part in (key, value))
+    batch, heads, size = key.shape[1:]
+    sink = pad((sinks.to(key.dtype) / scale).unsqueeze(-1), (size - 1, 0)).expand(1, batch, heads, size)
+    key, value = torch.cat([sink, key]), torch.cat([torch.zeros_like(sink), value])
+    if causal:
+        query = torch.cat([torch.zeros_like(query[:1]), query])
+    elif visible is not None:
+        visible = pad(visible, (1, 0), value=True)
+    context = _attend(query, key, value, visible, causal, scale)[..., :-1]
+    return context[1:] if causal else context
+
+
+def _repeat(heads_KBGD: torch.Tensor, times: int) -> torch.Tensor:
+    """Return each query group's head once for every query head that shares it."""
+    return heads_KBGD if times == 1 else heads_KBGD.repeat_interleave(times, dim=2)
+
+
+class _Block(NamedTuple):
+    """Columns of this rank whose positions follow each other in a sample, and the keys of it that they see."""
+
+    queries: slice
+    keys: slice
+
+
+@lru_cache(maxsize=2)  # every layer, with a window or without, of a microbatch asks for the same ones
+def _blocks(
+    borders: tuple[int, ...], ranks: int, rank: int, most: int, window: int | None = None
+) -> list[_Block]:
+    positions = zigzag(borders, ranks)[rank].tolist()
+    starts = [
+        column
+        for column, last in enumerate([-2, *positions[:-1]])
+        if _begins(positions[column], last, borders)
+    ]
+    blocks: list[_Block] = []
+    for first, after in pairwise([*starts, len(positions)]):
+        for column in range(first, after, most):
+            end = min(column + most, after)
+            seen = _first_of_sample(positions[column], borders)
+            if window is not None:
+                seen = max(seen, positions[column] - window + 1)
+            blocks.append(_Block(slice(column, end), slice(seen, positions[end - 1] + 1)))
+    return blocks
+
+
+def _begins(position: int, last: int, borders: tuple[int, ...]) -> bool:
+    return position != last + 1 or position in borders
+
+
+def _first_of_sample(position: int, borders: tuple[int, ...]) -> int:
+    return borders[bisect_right(borders, position) - 1]

@@ -1,0 +1,298 @@
+"""Losses that Megatron's layers attach to their own backward pass: expert balance and multi-token prediction.
+
+Such a loss never passes through the loss function. A layer adds its gradient when the backward pass comes by, times a
+process-wide scale. The train step divides every gradient by the step's count N (of tokens, or of sequences for a
+sequence-level loss), which a running step does not know yet. What arrives is to be the coefficient times the mean of
+the auxiliary loss, as in Megatron's own training, whatever the loss type, the microbatches and the chunks.
+
+With `calculate_per_token_loss`, which leaves the division to us, Megatron attaches for a microbatch m
+
+    router:      coefficient * aux_mj * n_mj * tp     on each of the tp ranks j that share a sequence; n_mj are the
+                                                      tokens that Megatron counts there (see `_counts_all_ranks`),
+                                                      and aux_m is the sum of the parts aux_mj
+    prediction:  factor / layers * ce_m * t_m         ce_m the mean cross-entropy of a layer, t_m the tokens to train on
+
+Both expect a main loss that is a sum over those very tokens. Ours is a sum over d_m, the microbatch's part of N: its
+tokens to train on, or its sequences. So each backward pass of a microbatch begins by setting the scales
+
+    router:      d_m / (n_mj * tp)
+    prediction:  d_m / t_m
+
+and after the division by N, the sum of all d_m, there stands the coefficient times the mean of aux_m (of ce_m) over
+microbatches, each weighted by its part d_m / N of the loss. N itself is not needed: chunks may still be streaming in.
+
+Shapes: B rows, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, set_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_tokens_per_expert_and_token_count,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+
+from nemo_rl_mcore.data.microbatch import Microbatch
+from nemo_rl_mcore.losses.base import LossFunction, LossType, valid_counts
+from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank.megatron import parallel_groups
+from nemo_rl_mcore.rank.megatron.fusions import recomputes_routers
+from nemo_rl_mcore.rank.megatron.model_class import language_models
+from nemo_rl_mcore.rank.megatron.passes import next_tokens, tokens_to_train
+
+Output = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class AuxiliaryTerms:
+    """One microbatch's auxiliary losses: what they are multiplied by, and whether routers are shown its padding.
+
+    recorded: what the load-balancing loss that a router records is multiplied by, to be that of the real rows alone.
+    """
+
+    router: float
+    prediction: float
+    shows_padding: bool
+    recorded: float
+
+
+class _Tracker(MoEMetricsTracker):
+    """Records the load-balancing losses of the running microbatch times its `AuxiliaryTerms.recorded`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def record(self, name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().record(name, value * self.factor, *args, **kwargs)
+
+
+class AuxiliaryLosses:
+    """The auxiliary losses of this rank's model: what the model needs for them, their scales, their metrics."""
+
+    def __init__(self, config: TransformerConfig, chunks: Sequence[torch.nn.Module]):
+        self._config = config
+        self._balances = (
+            bool(config.num_moe_experts)
+            and config.moe_router_load_balancing_type != "none"
+            and config.moe_aux_loss_coeff != 0
+        )
+        self._microbatches = 0
+        self._balanced_microbatches = 0
+        self._trained_microbatches = 0
+        self._tracker = _Tracker()
+        self._router_padding: torch.Tensor | None = (
+            None  # bool [tokens of a router], of the running microbatch
+        )
+        routers = [part for chunk in chunks for part in chunk.modules() if isinstance(part, TopKRouter)]
+        self._own_expert_layers = len(routers)
+        if config.moe_router_enable_expert_bias:
+            for router in routers:
+                router.register_forward_hook(self._uncount_padding)
+
+    def terms(self, microbatch: Microbatch, loss_fn: LossFunction) -> AuxiliaryTerms | None:
+        """Return what a training microbatch, still on the CPU, needs; None for a model without such losses."""
+        config = self._config
+        if not (self._balances or config.mtp_num_layers or config.moe_router_enable_expert_bias):
+            return None
+        if "input_lengths" not in microbatch.rows:
+            raise ValueError(
+                "'input_lengths' is missing from the batch: a model with experts or prediction layers needs it"
+            )
+        sequences, tokens = (float(count) for count in valid_counts(microbatch.rows))
+        part = tokens if loss_fn.loss_type is LossType.TOKEN_LEVEL else sequences
+        predicted = float(tokens_to_train(microbatch.rows, loss_fn.rows_per_sample).sum())
+        self._microbatches += 1
+        self._trained_microbatches += predicted > 0
+        real = ~microbatch.whole.padding
+        # Over no real token at all the load-balancing loss would be 0/0; there its scale is 0 anyway.
+        shows_padding = self._balances and bool(real.any())
+        routed = self._routed_tokens(microbatch, real_only=shows_padding) * dist.get_world_size(
+            _sequence_ranks()
+        )
+        self._balanced_microbatches += shows_padding
+        recorded = float(shows_padding)
+        if shows_padding and config.moe_router_load_balancing_type == "seq_aux_loss":
+            # A row without a token counts in the number of sequences that TopKRouter takes the mean over.
+            recorded = float(real.any(1).double().mean())
+            part *= recorded
+        return AuxiliaryTerms(
+            router=part / routed if routed else 0.0,
+            prediction=part / predicted if predicted else 0.0,
+            shows_padding=shows_padding,
+            recorded=recorded,
+        )
+
+    def model_inputs(
+        self,
+        terms: AuxiliaryTerms,
+        microbatch: Microbatch,
+        next_token_mask_BS: torch.Tensor,
+        model: torch.nn.Module,
+    ) -> dict[str, torch.Tensor]:
+        """Keywords of the model for a training microbatch: which tokens are predicted, and which are no tokens."""
+        inputs: dict[str, torch.Tensor] = {}
+        if self._config.mtp_num_layers:
+            # Position i predicts token i+1 by the loss; process_mtp_loss (transformer/multi_token_prediction.py) moves
+            # both on for each further layer.
+            inputs["labels"] = microbatch.to_model(next_tokens(microbatch.rows))
+            inputs["loss_mask"] = next_token_mask_BS.float()
+        padding_BS = microbatch.padding
+        if terms.shows_padding:
+            # The first chunk cuts the mask along with the sequence; the others take it as it comes.
+            first = get_attr_wrapped_model(model, "pre_process")
+            inputs["padding_mask"] = padding_BS if first else self._own_columns(padding_BS)
+        self._router_padding = self._own_columns(padding_BS).t().flatten()
+        self._tracker.factor = terms.recorded
+        return inputs
+
+    def follow(self, terms: AuxiliaryTerms, output: Output) -> None:
+        """Set the scales when the gradient reaches a model chunk's output, before any layer of the chunk sees it.
+
+        A pipeline has run other microbatches forward by then, and Megatron's own call at the end of a forward pass
+        (pipeline_parallel/schedules.py, forward_step_calc_loss) would leave the scale of the last of them.
+        """
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._begin_backward, terms, self._router_padding))
+
+    def _begin_backward(
+        self, terms: AuxiliaryTerms, router_padding: torch.Tensor | None, gradient: torch.Tensor
+    ) -> None:
+        # New tensors each time: set_loss_scale keeps the first one it is handed, and copies later ones into it
+        # (transformer/moe/moe_utils.py, transformer/multi_token_prediction.py).
+        MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), terms.router, device=gradient.device))
+        MTPLossAutoScaler.set_loss_scale(torch.full((1,), terms.prediction, device=gradient.device))
+        if recomputes_routers(self._config):
+            # Routers count and record when their layer is computed again.
+            self._router_padding, self._tracker.factor = router_padding, terms.recorded
+
+    def _uncount_padding(self, router: Any, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Take the padding out of the tokens that move the experts' bias: that bias fails on the shape of a mask."""
+        if self._router_padding is not None and torch.is_grad_enabled():
+            _probs, routing_map = output
+            router.local_tokens_per_expert -= routing_map[self._router_padding].sum(0)
+
+    def reset(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Forget what an earlier step left: recorded losses, and the tokens that routers counted."""
+        self._microbatches = self._balanced_microbatches = self._trained_microbatches = 0
+        self._router_padding = None
+        # Replaced, not zeroed: its sizes are those of the first model that recorded in this process.
+        self._tracker = _Tracker()
+        set_moe_metrics_tracker(self._tracker)
+        MTPLossLoggingHelper.tracker.clear()
+        reset_model_temporary_tensors(self._config, [*chunks])
+
+    def take_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        """(moe_metrics, mtp_metrics) of the microbatches since the last reset; a second call finds none."""
+        if not self._microbatches:
+            return {}, {}
+        metrics = self._balance() if self._balances else {}, self._prediction_losses()
+        self._microbatches = self._balanced_microbatches = self._trained_microbatches = 0
+        return metrics
+
+    def _balance(self) -> dict[str, float]:
+        """Return the load-balancing loss without coefficient: the mean over layers and microbatches with a token."""
+        found: dict[str, float] = {}
+        for name, entry in self._tracker.metrics.items():
+            total = entry.values.sum().double().reshape(1)
+            dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+            # Each rank of a sequence has its part of the loss.
+            dist.all_reduce(total, group=_sequence_ranks())
+            (mean,) = self._mean_over_data_parallel(total, self._balanced_microbatches)
+            found[name] = mean / self._expert_layers
+        return found
+
+    @cached_property
+    def _expert_layers(self) -> float:
+        """Return the number of layers of the whole model that have experts."""
+        count = torch.tensor([self._own_expert_layers], dtype=torch.double, device=accelerator.device())
+        dist.all_reduce(count, group=parallel_state.get_pipeline_model_parallel_group())
+        return count.item()
+
+    def _prediction_losses(self) -> dict[str, float]:
+        """Return each multi-token prediction layer's cross-entropy: its mean over the microbatches that train it."""
+        layers = self._config.mtp_num_layers or 0
+        if not layers:
+            return {}
+        means = None
+        if parallel_groups.is_last_stage():
+            total = MTPLossLoggingHelper.tracker["loss_values"].double()
+            means = self._mean_over_data_parallel(total, self._trained_microbatches)
+        means = parallel_groups.broadcast_from_last_stage(means)
+        return {f"mtp_{layer} loss": mean for layer, mean in enumerate(means, start=1)}
+
+    def _mean_over_data_parallel(self, total: torch.Tensor, microbatches: int) -> list[float]:
+        packed = torch.cat([total, total.new_tensor([microbatches])])
+        packed = parallel_groups.gather_over_data_parallel_ranks(packed).sum(0)
+        *sums, count = packed.tolist()
+        return [value / max(count, 1.0) for value in sums]
+
+    def _own_columns(self, mask_BS: torch.Tensor) -> torch.Tensor:
+        """Return the columns of this rank's part, under sequence parallelism, of what the model is given."""
+        if not self._config.sequence_parallel:
+            return mask_BS
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        return mask_BS.chunk(self._config.tensor_model_parallel_size, dim=1)[rank]
+
+    def _routed_tokens(self, microbatch: Microbatch, *, real_only: bool) -> int:
+        """Return the tokens by whose number Megatron multiplies this rank's part of a load-balancing loss."""
+        if not real_only:
+            return self._own_columns(microbatch.padding).numel()
+        if self._counts_all_ranks:
+            return int((~microbatch.whole.padding).sum())
+        return int((~self._own_columns(microbatch.padding)).sum())
+
+    @cached_property
+    def _counts_all_ranks(self) -> bool:
+        """Return whether Megatron, given a padding mask, takes the tokens of all ranks of a sequence for this rank's.
+
+        Some versions do: get_tokens_per_expert_and_token_count (transformer/moe/moe_utils.py) sums over the ranks in
+        place, before it reads the local number.
+        """
+        one_token = torch.ones(1, 1, dtype=torch.bool, device=accelerator.device())
+        _, local, _ = get_tokens_per_expert_and_token_count(
+            one_token, _sequence_ranks(), topk=1, with_padding_mask=True
+        )
+        return float(local) > 1
+
+
+def _sequence_ranks() -> Any:
+    """Return the ranks that share the tokens of one sequence: of tensor and context parallelism."""
+    return parallel_state.get_tensor_and_context_parallel_group()
+
+
+@contextmanager
+def without_prediction_layers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, the models leave out their multi-token prediction layers, whose work only training can use.
+
+    GPTModel.forward would run them in every pass and compute their logits in full. A last stage that shares its
+    embedding with another one keeps them: there the embedding of those layers is the output weight.
+    """
+    wrapped: Sequence[Any] = modules
+    with_layers = [module for module in wrapped if module.config.mtp_num_layers]
+    models: list[Any] = [model for model in language_models(with_layers) if model.mtp_process]
+    if any(model.share_embeddings_and_output_weights and not model.pre_process for model in models):
+        models = []
+    configs = [(model.config, model.config.mtp_num_layers) for model in models]
+    try:
+        for model in models:
+            model.mtp_process, model.config.mtp_num_layers = False, None
+        yield
+    finally:
+        for model, (config, layers) in zip(models, configs, strict=True):
+            model.mtp_process, config.mtp_num_layers = True, layers

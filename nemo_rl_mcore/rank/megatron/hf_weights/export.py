@@ -1,0 +1,196 @@
+"""Weights of a sharded model as Hugging Face tensors: streamed to whoever iterates, or written to a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_mcore.config import ModelConfig, PolicyConfig
+from nemo_rl_mcore.data.ends import EOS, GENERATION, end_ids
+from nemo_rl_mcore.data.hub_cache import local_folder
+from nemo_rl_mcore.data.tokenizer import ChatTemplate, load_tokenizer
+from nemo_rl_mcore.models import all_weights, family_of
+from nemo_rl_mcore.models.config_json import hf_config_of
+from nemo_rl_mcore.models.pretrained import read_hf_config, read_object
+from nemo_rl_mcore.models.weights import Weight
+from nemo_rl_mcore.rank import accelerator, activity
+from nemo_rl_mcore.rank.agreement import agreed_on_first, together
+from nemo_rl_mcore.rank.megatron.hf_weights.files import ShardWriter
+from nemo_rl_mcore.rank.megatron.hf_weights.packing import whole
+from nemo_rl_mcore.rank.megatron.hf_weights.placement import Place, local_parameters, this_place
+from nemo_rl_mcore.rank.megatron.parameters import gather_parameters
+from nemo_rl_mcore.rank.policy_backend import DTYPES
+
+SHARD_BYTES = 5 * 10**9
+
+
+def full_tensors(
+    chunks: Sequence[torch.nn.Module], policy: PolicyConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor of the Hugging Face model, whole and on the device, on every rank, in the order of the layers.
+
+    Every rank must iterate to the end: the steps are collective. One tensor is in memory at a time, with one weight
+    beside it where a tensor holds those of all experts; a tensor may share memory with a parameter, so that what is to
+    outlast the iteration must be copied.
+    Raises ValueError for an architecture that no supported Hugging Face family has.
+    """
+    family_of(policy.model)
+    gather_parameters(chunks)
+    place = this_place()
+    own = {weight: parameter.detach() for weight, parameter in local_parameters(chunks, policy.model, place)}
+    stage_of = _stages(own, place)
+
+    def whole_of(weight: Weight) -> list[torch.Tensor]:
+        stage = stage_of[_stage_key(weight)]
+        tensors = _empty(weight, policy)
+        if stage == place.pipeline.rank():
+            tensors = _whole_in_stage(weight, own.get(weight), tensors, policy.model, place)
+        for tensor in tensors:
+            _broadcast(tensor, stage, place.pipeline)
+        return tensors
+
+    for names, weights in groupby(all_weights(policy.model), key=lambda weight: weight.names):
+        yield from zip(names, _joined([*weights], whole_of, policy), strict=True)
+
+
+def save_pretrained(
+    chunks: Sequence[torch.nn.Module],
+    policy: PolicyConfig,
+    folder: Path,
+    *,
+    origin: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a folder that transformers and vLLM load: weights, config.json and tokenizer; every rank takes part.
+
+    The first rank writes, to a folder beside it that is renamed at the end. `origin` names the model that training
+    started from, whose family, special tokens and generation_config.json are kept.
+    Raises ValueError when the folder exists, and OSError where it cannot be written: on all ranks.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    agreed_on_first(lambda: _make_room(folder, partial))
+    writes = dist.get_rank() == 0
+    writer = ShardWriter(partial, _bytes_of(policy), shard_bytes)
+    for name, tensor in full_tensors(chunks, policy):
+        activity.advance(f"exporting {name}")
+        # While a file is written the others wait here, with patience, and not in the collectives of the next tensor.
+        with together(f"the export of {name}") if writer.ends_a_file(name) else nullcontext():
+            if writes:
+                writer.add(name, tensor)
+    with together("the end of the export"):
+        if writes:
+            writer.close()
+            _write_surroundings(policy, partial, origin or policy.model_name)
+            partial.rename(folder)
+
+
+def _make_room(folder: Path, partial: Path) -> None:
+    if folder.exists():
+        raise ValueError(f"the folder {str(folder)!r} exists already; name another one")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write_surroundings(policy: PolicyConfig, folder: Path, origin: str | None) -> None:
+    """config.json and the tokenizer; generation_config.json where the weights had one, or answers have several ends."""
+    name = policy.tokenizer.name
+    tokenizer = load_tokenizer(
+        name,
+        template=ChatTemplate(policy.tokenizer.chat_template),
+        ends=end_ids(origin, name),
+        stops=policy.generation.stop_token_ids or (),
+    )
+    tokenizer.save_as_hugging_face(folder)
+    origin_config = read_hf_config(origin) if origin else None
+    config = hf_config_of(policy.model, dtype=policy.precision, origin=origin_config)
+    for key, token in (("eos_token_id", tokenizer.eos_token_id), ("pad_token_id", tokenizer.pad_token_id)):
+        if config[key] is None:
+            config[key] = token
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    source = local_folder(origin) if origin else None
+    if source is not None and (source / GENERATION).is_file():
+        ends = tokenizer.ends if len(tokenizer.ends) > 1 else tokenizer.eos_token_id
+        given = {**read_object(source / GENERATION, "policy.model_name"), EOS: ends}
+        (folder / GENERATION).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+
+
+def _bytes_of(policy: PolicyConfig) -> dict[str, int]:
+    return {
+        name: math.prod(shape) * _dtype(weight, policy).itemsize
+        for weight in all_weights(policy.model)
+        for name, shape in zip(weight.names, weight.slot.tensor_shapes(policy.model), strict=True)
+    }
+
+
+def _stage_key(weight: Weight) -> str:
+    """Experts of a layer are in its stage, though each on one rank of several."""
+    return weight.names[0] if weight.expert is None else f"experts of layer {weight.layer}"
+
+
+def _stages(own: Iterable[Weight], place: Place) -> dict[str, int]:
+    """Return the pipeline stage that holds each weight; the first one, where tied embeddings are on two."""
+    keys = sorted({_stage_key(weight) for weight in own})
+    of_stages: list[list[str]] = [keys] * place.pipeline.size()
+    if place.pipeline.size() > 1:
+        dist.all_gather_object(of_stages, keys, group=place.pipeline)
+    return {key: stage for stage, keys in reversed([*enumerate(of_stages)]) for key in keys}
+
+
+def _empty(weight: Weight, policy: PolicyConfig) -> list[torch.Tensor]:
+    dtype, device = _dtype(weight, policy), accelerator.device()
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in weight.slot.shapes(policy.model)]
+
+
+def _joined(
+    weights: Sequence[Weight], whole_of: Callable[[Weight], list[torch.Tensor]], policy: PolicyConfig
+) -> list[torch.Tensor]:
+    """Return the tensors of the weights of one name: those of one weight, or of all experts of a layer."""
+    first, slot = weights[0], weights[0].slot
+    if not slot.stacked:
+        return whole_of(first)
+    dtype, device = _dtype(first, policy), accelerator.device()
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in slot.tensor_shapes(policy.model)]
+    for number, weight in enumerate(weights):
+        for tensor, part in zip(tensors, whole_of(weight), strict=True):
+            tensor[number].copy_(part)
+    return tensors
+
+
+def _dtype(weight: Weight, policy: PolicyConfig) -> torch.dtype:
+    return torch.float32 if weight.slot.buffer else DTYPES[policy.precision]
+
+
+def _whole_in_stage(
+    weight: Weight, own: torch.Tensor | None, empty: list[torch.Tensor], model: ModelConfig, place: Place
+) -> list[torch.Tensor]:
+    """Return the tensors on all ranks of the stage: gathered over tensor-parallel ranks, or sent by an expert's."""
+    shapes, layout = weight.slot.shapes(model), weight.slot.layout
+    if weight.expert is None:
+        assert own is not None
+        return whole(layout, _all_shards(own, place, cut=layout.dimension is not None), shapes, model)
+    owner = weight.expert // ((model.num_moe_experts or 0) // place.expert.size())
+    tensors = empty if own is None else whole(layout, [own], shapes, model)
+    for tensor in tensors:
+        _broadcast(tensor, owner, place.expert)
+    return tensors
+
+
+def _all_shards(own: torch.Tensor, place: Place, *, cut: bool) -> list[torch.Tensor]:
+    if not cut or place.tensor.size() == 1:
+        return [own]
+    shards = [torch.empty_like(own) for _ in range(place.tensor.size())]
+    dist.all_gather(shards, own.contiguous(), group=place.tensor)
+    return shards
+
+
+def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        dist.broadcast(tensor, group=group, group_src=source)

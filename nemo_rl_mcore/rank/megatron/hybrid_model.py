@@ -1,0 +1,222 @@
+"""Megatron's HybridModel, with the layers of a GPTModel and what the rest of a backend knows of one.
+
+A HybridModel has attention and feed-forward (or experts) as layers of their own, by a pattern of characters: `*-*-` are
+two layers of a GPTModel. Its weights, their order, their names below a layer and in a checkpoint are those of a
+GPTModel; only the numbers of the layers in its list are twice as many. A model with a pattern of its own, which has
+Mamba layers besides, has as many layers as characters, and a checkpoint in which each has its number.
+
+Nothing of upstream is replaced: classes derived from its own add what it lacks, a stack with a final norm of our
+choice, which the spec names, and an output layer whose place a processor takes. `HybridModel.forward` hands two
+arguments on, unread: `runtime_gather_output` to the output layer, and `labels` to the loss of that layer's result. In a
+pass with a processor both carry what is asked.
+
+Shapes: S sequence, B batch, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, scatter_to_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import sharded_state_dict_default
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.rank.megatron.layer_specs import layer_spec, norm_of
+from nemo_rl_mcore.rank.megatron.mamba_spec import mamba_layer_spec
+
+_ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
+_FEED_FORWARD = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+
+
+def hybrid_model(policy: PolicyConfig, config: TransformerConfig, **keywords: Any) -> HybridLanguageModel:
+    """Return this rank's stage; `keywords` are those that GPTModel has too."""
+    pattern = Symbols.PIPE.join(_patterns_of_chunks(policy))
+    return HybridLanguageModel(config, _stack_spec(policy, config), hybrid_layer_pattern=pattern, **keywords)
+
+
+def _patterns_of_chunks(policy: PolicyConfig) -> Iterator[str]:
+    model = policy.model
+    layer = Symbols.ATTENTION + (Symbols.MLP if model.num_moe_experts is None else Symbols.MOE)
+    whole = model.hybrid_layer_pattern or layer * model.num_layers
+    first = 0
+    for layers in policy.megatron_cfg.layers_of_chunks(model.num_layers):
+        after = first + layers * policy.parts_of_a_layer
+        yield whole[first:after]
+        first = after
+
+
+def _stack_spec(policy: PolicyConfig, config: TransformerConfig) -> ModuleSpec:
+    megatron = policy.megatron_cfg
+    layer = layer_spec(megatron, config)
+    parts = HybridStackSubmodules(
+        attention_layer=_part(layer, _ATTENTION),
+        mlp_layer=_part(layer_spec(megatron, config, dense=True), _FEED_FORWARD),
+        moe_layer=_part(layer, _FEED_FORWARD),
+    )
+    if policy.model.has_mamba:
+        parts.mamba_layer = mamba_layer_spec(megatron)
+    return ModuleSpec(
+        module=_Stack,
+        params={"final_norm": norm_of(megatron), "parts_of_a_layer": policy.parts_of_a_layer},
+        submodules=parts,
+    )
+
+
+def _part(layer: ModuleSpec, names: tuple[str, ...]) -> ModuleSpec:
+    """Return a layer with these modules only; the others of a default one do nothing."""
+    others = {
+        field.name: getattr(_NOTHING, field.name) for field in fields(_NOTHING) if field.name not in names
+    }
+    others.pop("sharded_state_dict_keys_map")
+    return replace(layer, submodules=replace(cast(Any, layer.submodules), **others))
+
+
+_NOTHING = TransformerLayerSubmodules()
+
+
+class _Stack(HybridStack):
+    """The layers with a final norm of our choice (upstream's is Transformer Engine's), and a GPTModel's checkpoint."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        final_norm: Any,
+        parts_of_a_layer: int,
+        **keywords: Any,
+    ):
+        super().__init__(config, *args, post_layer_norm=False, **keywords)
+        self.parts_of_a_layer = parts_of_a_layer
+        self.final_layernorm: torch.nn.Module | None = None
+        if self.post_process:
+            self.final_layernorm = final_norm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        hidden_SBH = cast(torch.Tensor, super().forward(*args, **keywords))
+        return hidden_SBH if self.final_layernorm is None else self.final_layernorm(hidden_SBH)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] | None = None, metadata: Any = None
+    ) -> ShardedStateDict:
+        """Return the state as a TransformerBlock's: a weight of all layers is one tensor, unless told else.
+
+        Layers that differ from each other are told apart in any case.
+        """
+        state: ShardedStateDict = {}
+        parts = self.parts_of_a_layer
+        apart = parts == 1 or (metadata or {}).get("non_homogeneous_layers")
+        for number, layer in enumerate(cast("list[TransformerLayer]", self.layers)):
+            own, name, place = f"{prefix}layers.{number}.", f"{prefix}layers.", ()
+            of_all = (layer.layer_number - 1) // parts
+            if apart:
+                name += f"{of_all}."
+            else:
+                place = ((0, of_all, self.config.num_layers // parts),)
+            of_layer = layer.sharded_state_dict(own, place, metadata)
+            replace_prefix_for_sharding(of_layer, own, name)
+            state |= of_layer
+        if self.final_layernorm is not None:
+            name, nowhere = f"{prefix}final_layernorm.", cast(Any, ())
+            state |= sharded_state_dict_default(
+                self.final_layernorm, name, nowhere, metadata, tp_group=self.tp_group
+            )
+        return state
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A question to the output layer, which asks for something other than logits; see `output_processor`."""
+
+    processor: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer of the processor, on its way through what upstream does with logits."""
+
+    value: Any
+
+
+class _OutputLayer(ColumnParallelLinear):
+    """The output layer, with upstream's weight, that can answer with something else than logits."""
+
+    def __init__(self, layer: ColumnParallelLinear, config: TransformerConfig):
+        drawn: Any = config.init_method
+        super().__init__(
+            *(layer.input_size, layer.output_size),
+            config=config,
+            init_method=drawn,
+            bias=False,
+            gather_output=layer.gather_output,
+            skip_bias_add=layer.skip_bias_add,
+            skip_weight_param_allocation=True,
+            tp_group=cast(dist.ProcessGroup, layer.tp_group),
+        )
+        self.weight = layer.weight  # None where it is tied to an embedding on this rank
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | _Question | None = None,
+    ) -> tuple[Any, torch.Tensor | None]:
+        if isinstance(runtime_gather_output, _Question):
+            ask = runtime_gather_output.processor
+            return _Answer(ask(hidden_states=input_, output_layer=self, output_weight=weight)), None
+        return super().forward(input_, weight, runtime_gather_output)
+
+
+class HybridLanguageModel(HybridModel):
+    """A HybridModel that takes an `output_processor`, as a GPTModel does."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any):
+        super().__init__(config, *args, **keywords)
+        if self.post_process:
+            self.output_layer = _OutputLayer(self.output_layer, config)
+
+    def forward(
+        self,
+        *inputs: Any,
+        output_processor: Callable[..., Any] | None = None,
+        output_processor_context: Any = None,
+        padding_mask: torch.Tensor | None = None,
+        **keywords: Any,
+    ) -> Any:
+        """As `GPTModel.forward`: on a last stage what the processor returns, else hidden states [S, B, H].
+
+        padding_mask: bool [B, S], true where no token is; whole on the first stage, which cuts it as it does the ids.
+        """
+        if padding_mask is not None and self.pre_process and self.config.sequence_parallel:
+            by_position = padding_mask.transpose(0, 1).contiguous()
+            padding_mask = scatter_to_sequence_parallel_region(by_position).transpose(0, 1).contiguous()
+        if output_processor is not None:
+            asked = partial(
+                output_processor, context=output_processor_context, scale_logits=self._scale_logits
+            )
+            keywords |= dict.fromkeys(("labels", "runtime_gather_output"), _Question(asked))
+        return super().forward(*inputs, padding_mask=padding_mask, **keywords)
+
+    def compute_language_model_loss(self, labels: Any, logits: Any) -> Any:
+        """Return the answer to a question; the loss where labels are given."""
+        if not isinstance(labels, _Question):
+            return super().compute_language_model_loss(labels, logits)
+        # Logits here are of an output layer that was not asked: `hook_check` refuses them.
+        return logits.value if isinstance(logits, _Answer) else logits
+
+    def _scale_logits(self, logits: Any) -> Any:
+        return logits if isinstance(logits, _Answer) else super()._scale_logits(logits)

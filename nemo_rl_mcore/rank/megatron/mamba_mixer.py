@@ -1,0 +1,272 @@
+"""A Mamba-2 layer without Megatron's CUDA kernels: the same parameters, their parts on a rank, and their checkpoint.
+
+Megatron's mixer needs the packages mamba_ssm and causal_conv1d, which need a GPU. This one is for machines without: it
+is slow, and the reference that the tests compare with transformers.
+
+Shapes: S sequence, B rows, X what the input projection gives: gate z, values x, keys B, queries C, time steps dt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.functional import silu, softplus
+
+from nemo_rl_mcore.config.model import MAMBA_NORM_EPSILON, MAMBA_TAPS
+from nemo_rl_mcore.ops.state_space import ScanInputs, causal_convolution, selective_scan
+from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank.megatron.batching import sample_of_tokens
+from nemo_rl_mcore.rank.megatron.context_parallel import (
+    context_parallel_rank,
+    context_parallel_size,
+    gather_in_order,
+    zigzag,
+)
+
+# As upstream draws them.
+_SHORTEST_STEP, _LONGEST_STEP = 1e-3, 0.1
+_DECAYS = 1.0, 16.0
+
+
+class ReferenceMambaLayer(MambaLayer):
+    """Megatron's layer, which tells its mixer of the samples of a packed row where only the mask shows them."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **keywords: Any,
+    ) -> Tensor:
+        """Return the hidden states [S, B, H]; `attention_mask` is [1, 1, S, S], true where a position may not look."""
+        if attention_mask is not None and packed_seq_params is None:
+            packed_seq_params = PackedSeqParams(cu_seqlens_q=_borders_of(attention_mask))
+        keywords["packed_seq_params"] = packed_seq_params
+        return cast(Tensor, super().forward(hidden_states, attention_mask, *args, **keywords))
+
+
+def _borders_of(hidden_keys: Tensor) -> Tensor:
+    """Return where samples begin and end: a position that does not see the one before it is the first of its own."""
+    columns = hidden_keys.shape[-1]
+    first = hidden_keys[0, 0].diagonal(-1).nonzero().flatten() + 1
+    return torch.cat([first.new_zeros(1), first, first.new_full((1,), columns)])
+
+
+class ReferenceMambaMixer(MambaMixer):
+    """Mixes along the sequence. Of upstream's class it has what describes the parameters, and its checkpoint."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaMixerSubmodules,
+        d_model: int,
+        *,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        **_unused: Any,
+    ):
+        MegatronModule.__init__(self, config)  # upstream's own needs the kernels
+        assert config.mamba_num_heads is not None
+        self.layer_number, self.tp_group = layer_number, pg_collection.tp
+        self.nheads, self.headdim = config.mamba_num_heads, config.mamba_head_dim
+        self.ngroups, self.d_state = config.mamba_num_groups, config.mamba_state_dim
+        self.d_inner = self.nheads * self.headdim
+        ranks = self.tp_group.size()
+        self.nheads_local_tp, self.ngroups_local_tp = self.nheads // ranks, self.ngroups // ranks
+        self.d_inner_local_tp = self.d_inner // ranks
+        common: dict[str, Any] = {
+            "config": config,
+            "bias": False,
+            "is_expert": False,
+            "tp_group": self.tp_group,
+        }
+        self.in_proj = build_module(
+            *(submodules.in_proj, d_model, sum(self._parts(1))),
+            **common,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+        )
+        self._make_own_parameters()
+        self.out_proj = build_module(
+            *(submodules.out_proj, self.d_inner, d_model),
+            **common,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+        )
+
+    def _parts(self, ranks: int | None = None) -> tuple[int, int, int, int, int]:
+        """Return the rows of z, x, B, C and dt, on this rank or on all of them."""
+        ranks = ranks or self.tp_group.size()
+        inner, keys = self.d_inner // ranks, self.ngroups * self.d_state // ranks
+        return inner, inner, keys, keys, self.nheads // ranks
+
+    def _make_own_parameters(self) -> None:
+        """Draw the parameters of all ranks, as upstream's distributions are, and keep this one's part."""
+        convolved, bound = self._parts(1)[1:4], 1 / math.sqrt(MAMBA_TAPS)
+        self.conv1d_weight = self._part(_uniform(-bound, bound, sum(convolved), 1, MAMBA_TAPS), convolved)
+        self.conv1d_bias = self._part(_uniform(-bound, bound, sum(convolved)), convolved)
+        steps = _uniform(math.log(_SHORTEST_STEP), math.log(_LONGEST_STEP), self.nheads).exp()
+        self.dt_bias = self._part(
+            steps + torch.log(-torch.expm1(-steps)), (self.nheads,)
+        )  # softplus gives steps
+        self.A_log = self._part(_uniform(*_DECAYS, self.nheads).log(), (self.nheads,))
+        self.D = self._part(torch.ones(self.nheads), (self.nheads,))
+        self.norm = GatedNorm(
+            self._part(torch.ones(self.d_inner), (self.d_inner,)), self.ngroups_local_tp, self.tp_group
+        )
+
+    def _part(self, whole: Tensor, sections: Sequence[int]) -> Parameter:
+        ranks, rank = self.tp_group.size(), self.tp_group.rank()
+        own = torch.cat([section.chunk(ranks)[rank] for section in whole.split(list(sections))])
+        parameter = Parameter(own.to(accelerator.device(), self.config.params_dtype))
+        marks = {"tensor_model_parallel": True, "partition_dim": 0}
+        for name, value in marks.items():
+            setattr(parameter, name, value)
+        return parameter
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_context: Any = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return [S, B, H] of [S, B, H], and no bias; S is a rank's part under sequence and context parallelism.
+
+        inference_context: keeps the states of the sequences so far; what it has seen is not in hidden_states.
+        """
+        borders: tuple[int, ...] = ()
+        if packed_seq_params is not None:
+            borders = tuple(packed_seq_params.cu_seqlens_q.tolist())
+        projected_SBX, _ = self.in_proj(hidden_states)
+        if context_parallel_size() > 1:
+            projected_SBX = gather_in_order(projected_SBX, borders, grad_of_every_rank_is_whole=False)
+        state = _State.of(self, inference_context, projected_SBX)
+        samples_S = sample_of_tokens(borders) if borders else None
+        mixed_SBD = self._mix(projected_SBX.transpose(0, 1), samples_S, state).transpose(0, 1)
+        if context_parallel_size() > 1:
+            own = zigzag(borders or (0, len(mixed_SBD)), context_parallel_size())[context_parallel_rank()]
+            mixed_SBD = mixed_SBD.index_select(0, own.to(mixed_SBD.device))
+        return self.out_proj(mixed_SBD.contiguous())
+
+    def _mix(self, projected_BSX: Tensor, samples_S: Tensor | None, state: _State) -> Tensor:
+        """Return what the output projection is given, [B, S, heads of this rank * P]."""
+        inner, _, keys, _, heads = self._parts()
+        gate, convolved, steps = projected_BSX.split([inner, inner + 2 * keys, heads], dim=-1)
+        before_BWC, state_BHPN = state.take()
+        convolution = causal_convolution(
+            *(convolved, self.conv1d_weight.squeeze(1), self.conv1d_bias),
+            samples_S=samples_S,
+            before_BWC=before_BWC,
+        )
+        precision = torch.promote_types(convolution.dtype, torch.float32)
+        x, b, c = (
+            part.unflatten(-1, (number, -1)).to(precision)
+            for part, number in zip(
+                silu(convolution).split([inner, keys, keys], dim=-1),
+                (heads, self.ngroups_local_tp, self.ngroups_local_tp),
+                strict=True,
+            )
+        )
+        steps_BSH = softplus(steps.to(precision) + self.dt_bias.to(precision))
+        log_decays = -self.A_log.to(precision).exp() * steps_BSH
+        read, state_BHPN = selective_scan(
+            ScanInputs(x * steps_BSH.unsqueeze(-1), log_decays, b, c, samples_S), state_BHPN
+        )
+        state.keep(torch.cat([before_BWC, convolved], dim=1)[:, -before_BWC.shape[1] :], state_BHPN)
+        mixed = (read + x * self.D.to(precision).unsqueeze(-1)).flatten(2).to(gate.dtype)
+        return self.norm(mixed, gate)
+
+    def train(self, mode: bool = True) -> ReferenceMambaMixer:
+        """Do as any module; upstream's has a cache of its own to forget."""
+        torch.nn.Module.train(self, mode)
+        return self
+
+
+def _uniform(low: float, high: float, *shape: int) -> Tensor:
+    return torch.empty(*shape).uniform_(low, high)
+
+
+class _State:
+    """What a mixer knows of the tokens before its input: none, or what a decoding session has kept of each row.
+
+    It is kept as keys and values of attention are, with the rows in the second dimension, so that a session can move
+    them.
+    """
+
+    def __init__(self, mixer: ReferenceMambaMixer, context: Any, rows: int, like: Tensor):
+        self._mixer, self._context, self._rows, self._like = mixer, context, rows, like
+
+    @classmethod
+    def of(cls, mixer: ReferenceMambaMixer, context: Any, projected_SBX: Tensor) -> _State:
+        return cls(mixer, context, projected_SBX.shape[1], projected_SBX)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the values [B, W - 1, C] before the first, and the state [B, H, P, N]."""
+        if self._context is not None and self._context.sequence_len_offset:
+            kept = self._context.key_value_memory_dict[self._mixer.layer_number]
+            before, state = (x[:, : self._rows] for x in kept)
+            return before.transpose(0, 1), state[0]
+        mixer, precision = self._mixer, torch.promote_types(self._like.dtype, torch.float32)
+        channels = mixer.d_inner_local_tp + 2 * mixer.ngroups_local_tp * mixer.d_state
+        sizes = mixer.nheads_local_tp, mixer.headdim, mixer.d_state
+        return (
+            self._like.new_zeros(self._rows, MAMBA_TAPS - 1, channels),
+            self._like.new_zeros(self._rows, *sizes, dtype=precision),
+        )
+
+    def keep(self, last_BWC: Tensor, state_BHPN: Tensor) -> None:
+        """Keep both for the next token, in the room of all rows of the session."""
+        if self._context is None:
+            return
+        parts = last_BWC.transpose(0, 1), state_BHPN.unsqueeze(0)
+        rows = self._context.max_batch_size
+        room = tuple(x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in parts)
+        for whole, part in zip(room, parts, strict=True):
+            whole[:, : self._rows] = part
+        self._context.key_value_memory_dict[self._mixer.layer_number] = room
+
+
+class GatedNorm(torch.nn.Module):
+    """A root-mean-square norm over each group of channels of what a gate lets through."""
+
+    def __init__(self, weight: Parameter, groups: int, tensor_parallel: torch.distributed.ProcessGroup):
+        super().__init__()
+        self.weight, self.groups, self.tp_group = weight, groups, tensor_parallel
+
+    def forward(self, values: Tensor, gate: Tensor) -> Tensor:
+        """Normalise [..., channels]; shape and dtype stay."""
+        precision = torch.promote_types(values.dtype, torch.float32)
+        let_through = values.to(precision) * silu(gate.to(precision))
+        grouped = let_through.unflatten(-1, (self.groups, -1))
+        normed = torch.nn.functional.rms_norm(grouped, grouped.shape[-1:], eps=MAMBA_NORM_EPSILON)
+        return (normed.flatten(-2) * self.weight.to(precision)).to(values.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the weight as upstream saves its own: each tensor-parallel rank has a part."""
+        return make_sharded_tensors_for_checkpoint(
+            *(self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets),
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )

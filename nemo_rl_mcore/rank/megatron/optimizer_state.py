@@ -1,0 +1,224 @@
+"""What an optimizer keeps of each weight, named and shaped as the weight is: so it can be stored without its layout.
+
+Megatron has a format for each kind of optimizer, and numbers the optimizers of dense and expert weights by their place.
+Here the fp32 copy and the moments of a weight are called `optimizer.state.<kind>.<weight>` whatever keeps them, so that
+parallel sizes and the distributed optimizer may change between save and load.
+
+Megatron's own way to whole weights, `DistributedOptimizer.sharded_param_state_fully_reshardable`, is not used. Up to
+0.19.2 it leaves the padding between buckets out of what it cuts at places that count it, and it finds a weight by its
+number in a parameter group, which names another one where 16-bit and fp32 weights share the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+
+from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank.agreement import agreed
+from nemo_rl_mcore.rank.megatron.sharded_files import ShardedStateDict
+
+_STEP = "step"
+_MAIN = "param"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of Adam, the only optimizer whose distributed state is saved."""
+_PREFIX = "optimizer.state"
+
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, model_state: ShardedStateDict, *, loading: bool
+) -> ShardedStateDict:
+    """{part: {weight: {kind: ShardedTensor}}} over the model's sharded state dict; every rank takes part.
+
+    loading: a distributed optimizer's tensors are to be filled, and are without its contents.
+    """
+    entries = {
+        id(entry.data): entry
+        for entry in nested_values(model_state)
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+    }
+    state: ShardedStateDict = {}
+    for number, part in enumerate(parts_of(optimizer)):
+        _ensure_moments(part)
+        state[str(number)] = {
+            place: {
+                kind: make_sharded_optimizer_tensor(entries[id(weight)], tensor, f"{_PREFIX}.{kind}")
+                for kind, tensor in _whole_state(part, weight, main, loading=loading).items()
+            }
+            for place, (weight, main) in enumerate(_weights(part))
+        }
+    return state
+
+
+def load_optimizer_state(
+    optimizer: MegatronOptimizer, state: ShardedStateDict, step: float, folder: Path
+) -> None:
+    """Take over the state that `folder` had for `sharded_optimizer_state`; the weights must be loaded already.
+
+    Raises RefusedError on all ranks, with nothing taken over, where an fp32 copy is not of its weight.
+    """
+    read = [
+        (part, weight, main, kinds)
+        for number, part in enumerate(parts_of(optimizer))
+        for (weight, main), kinds in zip(_weights(part), state.get(str(number), {}).values(), strict=True)
+        if main is not None
+    ]
+    agreed(lambda: _require_copies(read, folder))
+    with torch.no_grad():
+        for part, weight, main, kinds in read:
+            for kind, tensor in _state_of(part, weight, main).items():
+                tensor.copy_(_own_part(part, weight, kinds[kind]))
+    for part in parts_of(optimizer):
+        _set_step(part, step)
+
+
+def _require_copies(
+    read: list[tuple[Any, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]], folder: Path
+) -> None:
+    """Raise RefusedError for what Megatron's own format, see above, has put at wrong places."""
+    for part, weight, _, kinds in read:
+        own = partial(_own_part, part, weight)
+        if _MAIN in kinds and not own(kinds[_MAIN]).to(weight).equal(own(weight)):
+            raise RefusedError(
+                f"{folder} holds an fp32 copy of a weight that is not the weight rounded: the optimizer's state lies "
+                "at wrong places, or is of other weights; start from the weights alone",
+                code="optimizer-of-other-weights",
+            )
+
+
+def optimizer_step(optimizer: MegatronOptimizer) -> float:
+    """Return how many updates the moments have seen, the same for every weight; every rank takes part.
+
+    A rank whose weights are all frozen has seen none.
+    """
+    steps = [
+        float(holder[_STEP])
+        for part in parts_of(optimizer)
+        for holder in (*part.optimizer.state.values(), *part.optimizer.param_groups)
+        if _STEP in holder
+    ]
+    most = torch.tensor(max(steps, default=0.0), device=accelerator.device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
+
+
+def states_of_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Yield each weight with what is kept of it: all of it, or the flat part that is this rank's, if there is one."""
+    for part in parts_of(optimizer):
+        yield from (
+            (weight, _state_of(part, weight, main)) for weight, main in _weights(part) if main is not None
+        )
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return the optimizers of dense and of expert weights; one without weights on this rank holds nothing."""
+    chained = cast(list[Any], cast(ChainedOptimizer, optimizer).chained_optimizers)
+    return [part for part in chained if part.optimizer is not None]
+
+
+def _ensure_moments(part: Any) -> None:
+    """Give a fresh optimizer its moments, all zero: only what exists can be saved or filled.
+
+    A step at rate 0 makes them; it moves no weight, and is not counted.
+    """
+    inner = part.optimizer
+    if inner.state:
+        return
+    rates = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]
+    for group in inner.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    inner.step()
+    inner.zero_grad()
+    for group, (lr, weight_decay) in zip(inner.param_groups, rates, strict=True):
+        group["lr"], group["weight_decay"] = lr, weight_decay
+    _set_step(part, 0.0)
+
+
+def _set_step(part: Any, step: float) -> None:
+    for state in part.optimizer.state.values():
+        if _STEP in state:
+            # A tensor of its own for each weight: where DistributedOptimizer loads (optimizer/distrib_optimizer.py),
+            # they share one, and each weight counts it up.
+            state[_STEP] = torch.full_like(state[_STEP], step)
+    for group in part.optimizer.param_groups:
+        if _STEP in group:  # Transformer Engine's Adam counts here
+            group[_STEP] = type(group[_STEP])(step)
+
+
+def _weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Yield each weight with the tensor that this rank's optimizer updates for it.
+
+    Of a distributed optimizer that is a part of the flat weight or None, and the order is that of all who share it.
+    """
+    if isinstance(part, DistributedOptimizer):
+        shards = {
+            **_paired(part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            **_paired(part.model_fp32_groups, part.shard_fp32_groups),
+        }
+        yield from (
+            (weight, shards.get(weight)) for buffer in part.buffers for weight in buffer.param_index_map
+        )
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        yield from _paired(part.float16_groups, part.fp32_from_float16_groups).items()
+        yield from _paired(part.fp32_from_fp32_groups, part.fp32_from_fp32_groups).items()
+    else:
+        yield from ((weight, weight) for group in part.optimizer.param_groups for weight in group["params"])
+
+
+def _paired(weights: list[list[Any]], mains: list[list[Any]]) -> dict[torch.Tensor, torch.Tensor]:
+    return dict(zip(chain(*weights), chain(*mains), strict=True))
+
+
+def _state_of(part: Any, weight: torch.Tensor, main: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what is kept beside a weight: a copy where it has fewer bits, and the moments."""
+    moments = part.optimizer.state[main]
+    return ({_MAIN: main} if main.dtype != weight.dtype else {}) | {
+        kind: value for kind, value in moments.items() if kind != _STEP and value is not None
+    }
+
+
+def _whole_state(
+    part: Any, weight: torch.Tensor, main: torch.Tensor | None, *, loading: bool
+) -> dict[str, torch.Tensor]:
+    """Return `_state_of` a whole weight, which of a distributed optimizer all ranks that share it gather."""
+    own = {} if main is None else _state_of(part, weight, main)
+    if not isinstance(part, DistributedOptimizer):
+        return own
+    kinds = _MOMENTS if weight.dtype == torch.float32 else (_MAIN, *_MOMENTS)
+    if loading:
+        return {kind: torch.empty(weight.shape, dtype=torch.float32, device="cpu") for kind in kinds}
+    return {kind: _gathered(part, weight, own.get(kind)) for kind in kinds}
+
+
+def _gathered(part: DistributedOptimizer, weight: torch.Tensor, shard: torch.Tensor | None) -> torch.Tensor:
+    """Return the whole on the CPU of the first rank, which is the one that writes it, and its shape on the others."""
+    whole = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    if shard is not None:
+        _own_part(part, weight, whole).copy_(shard.detach())
+    group = part.data_parallel_group
+    # One rank has an element, the others zeros: of integers the sum is that element, bit for bit.
+    dist.reduce(whole.view(torch.int32), dist.get_global_rank(group, 0), group=group)
+    return whole.to("cpu" if group.rank() == 0 else "meta")
+
+
+def _own_part(part: Any, weight: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return what this rank's optimizer updates of a tensor of the weight's shape."""
+    if not isinstance(part, DistributedOptimizer):
+        return whole
+    own = cast(Any, part)._get_model_param_range_map(weight)["param"]
+    return whole.view(-1)[own.start : own.end]

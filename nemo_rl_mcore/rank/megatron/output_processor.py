@@ -1,0 +1,226 @@
+"""Log-probabilities of selected tokens, taken from decoder hidden states by Megatron's own hook.
+
+`GPTModel.forward(..., output_processor=, output_processor_context=)` (megatron-core 0.18 and later) calls the processor
+on the last pipeline stage in place of the output layer and the loss; `hook_check` makes sure of it.
+
+Shapes: S sequence, B batch, H hidden, V vocabulary; under sequence parallelism the hidden states are [S/tp, B, H].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from nemo_rl_mcore.ops._token_rows import TokenRows
+from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
+from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
+from nemo_rl_mcore.ops.linear_topk import linear_topk_logprobs
+from nemo_rl_mcore.ops.vocab_parallel import vocab_parallel_logprobs
+from nemo_rl_mcore.rank.megatron.parallel_groups import tensor_parallel_group
+from nemo_rl_mcore.rank.megatron.value_head import ValueHead
+
+
+@dataclass(frozen=True)
+class TokenSelection:
+    """Which tokens' log-probabilities the model is to return, and how.
+
+    targets_SB: the global id of the next token at each position, int64 [S, B].
+    mask_SB: true where a log-probability is wanted, bool [S, B]; elsewhere the result is exactly 0.
+    """
+
+    targets_SB: torch.Tensor
+    mask_SB: torch.Tensor
+    temperature: float = 1.0
+    with_entropy: bool = False
+
+
+@dataclass(frozen=True)
+class TopKSelection:
+    """How many of the most probable next tokens the model is to name, at the positions of the mask [S, B]."""
+
+    k: int
+    mask_SB: torch.Tensor
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class StudentSelection:
+    """At which ids [S, B, K] the model's log-probabilities are compared with a teacher's.
+
+    tokens: what else is asked of the batch's own tokens; None for nothing. Its mask counts for the ids too.
+    """
+
+    ids_SBK: torch.Tensor
+    mask_SB: torch.Tensor
+    temperature: float = 1.0
+    tokens: TokenSelection | None = None
+
+
+# A tensor or a tuple of tensors: what 16-bit models know to convert.
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+Processor = Callable[..., Outputs]
+
+
+def all_of(output: Outputs) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that a processor returned."""
+    return output if isinstance(output, tuple) else (output,)
+
+
+def unfused_processor(vocab_size: int) -> Processor:
+    """Return a processor that calls the output layer and takes the selected log-probabilities from its logits.
+
+    Only the selected positions have logits, unless the sequence is divided over ranks: then its own gather has all.
+    """
+
+    def process(
+        *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, context: TokenSelection,
+        scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
+        def logprobs(hidden: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None) -> Any:
+            logits, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=False)
+            return vocab_parallel_logprobs(
+                scale_logits(logits),
+                targets,
+                tp_group=tensor_parallel_group(),
+                temperature=context.temperature,
+                mask=mask,
+                with_entropy=context.with_entropy,
+                vocab_size=vocab_size,
+            )
+
+        whole = hidden_states, context.targets_SB, context.mask_SB
+        if output_layer.sequence_parallel:
+            return logprobs(*whole)
+        rows = TokenRows.of(context.mask_SB, context.mask_SB.numel())
+        if rows.count in (0, rows.total):
+            return logprobs(*whole)
+        hidden_N1H = rows.select(hidden_states.flatten(0, 1)).unsqueeze(1)
+        found = logprobs(hidden_N1H, rows.select(context.targets_SB.flatten()).unsqueeze(1), None)
+        spread = [rows.spread(one.squeeze(1)).view_as(context.targets_SB) for one in all_of(found)]
+        return tuple(spread) if context.with_entropy else spread[0]
+
+    return process
+
+
+def fused_processor(options: LinearLogprobsOptions) -> Processor:
+    """Return a processor that computes the selected log-probabilities without ever holding [S, B, V] logits.
+
+    The model sets the options' `logit_scale`; the others are the caller's.
+    """
+
+    def process(
+        *, hidden_states: torch.Tensor, context: TokenSelection, **hook: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        return _fused_logprobs(hidden_states, context, _LinearHead.of(options, **hook))
+
+    return process
+
+
+def student_processor(options: LinearLogprobsOptions) -> Processor:
+    """Return a student's processor: (log-probs [S, B, K], log of the tail's mass [S, B]), then what `tokens` asks.
+
+    No [S, B, V] logits are held.
+    """
+
+    def process(
+        *, hidden_states: torch.Tensor, context: StudentSelection, **hook: Any
+    ) -> tuple[torch.Tensor, ...]:
+        head = _LinearHead.of(options, **hook)
+        at_ids = linear_logprobs_at(
+            hidden_states,
+            head.weight,
+            context.ids_SBK,
+            tp_group=tensor_parallel_group(),
+            sequence_parallel=head.sequence_parallel,
+            temperature=context.temperature,
+            mask=context.mask_SB,
+            with_tail=True,
+            options=head.options,
+        )
+        assert at_ids.tail_logmass is not None
+        if context.tokens is None:
+            return at_ids.logprobs, at_ids.tail_logmass
+        # The logits at the ids have taken the cache.
+        of_tokens = _fused_logprobs(hidden_states, context.tokens, head.without_cache())
+        more = of_tokens if isinstance(of_tokens, tuple) else (of_tokens,)
+        return at_ids.logprobs, at_ids.tail_logmass, *more
+
+    return process
+
+
+def topk_processor(options: LinearLogprobsOptions) -> Processor:
+    """Return a processor for a teacher: (logits, ids) [S, B, K], then their logsumexp over the vocabulary [S, B]."""
+
+    def process(
+        *, hidden_states: torch.Tensor, context: TopKSelection, **hook: Any
+    ) -> tuple[torch.Tensor, ...]:
+        head = _LinearHead.of(options, **hook)
+        best = linear_topk_logprobs(
+            hidden_states,
+            head.weight,
+            context.k,
+            tp_group=tensor_parallel_group(),
+            sequence_parallel=head.sequence_parallel,
+            temperature=context.temperature,
+            mask=context.mask_SB,
+            options=head.options,
+        )
+        return best.logits, best.indices, best.logsumexp, best.tail_logmass
+
+    return process
+
+
+def value_processor(head: ValueHead | None) -> Processor:
+    """Return a processor for a critic: values fp32 [S, B], 0 off the context, a mask [S, B].
+
+    Stages without the head never call it.
+    """
+
+    def process(*, hidden_states: torch.Tensor, context: torch.Tensor, **_unused: Any) -> torch.Tensor:
+        assert head is not None
+        return torch.where(context, head(hidden_states), 0.0)
+
+    return process
+
+
+@dataclass(frozen=True)
+class _LinearHead:
+    """The output layer as the kernels take it: this rank's rows of the weight, and how its logits are scaled."""
+
+    weight: torch.Tensor
+    sequence_parallel: bool
+    options: LinearLogprobsOptions
+
+    @classmethod
+    def of(
+        cls, options: LinearLogprobsOptions, *, output_layer: Any, output_weight: torch.Tensor | None,
+        scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
+    ) -> Self:  # fmt: skip
+        # With tied embeddings the output layer owns no weight; the model hands over the shared one.
+        weight = output_layer.weight if output_weight is None else output_weight
+        # MuP's scaling of the logits is a multiplication, so its value at one is the factor.
+        scale = float(scale_logits(torch.ones(())))
+        return cls(weight, output_layer.sequence_parallel, replace(options, logit_scale=scale))
+
+    def without_cache(self) -> Self:
+        """Return the same, leaving no logits to the backward pass."""
+        return replace(self, options=replace(self.options, cache_bytes=0))
+
+
+def _fused_logprobs(
+    hidden_SBH: torch.Tensor, selection: TokenSelection, head: _LinearHead
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    return fused_linear_logprobs(
+        hidden_SBH,
+        head.weight,
+        selection.targets_SB,
+        tp_group=tensor_parallel_group(),
+        sequence_parallel=head.sequence_parallel,
+        temperature=selection.temperature,
+        mask=selection.mask_SB,
+        with_entropy=selection.with_entropy,
+        options=head.options,
+    )

@@ -1,0 +1,95 @@
+"""The reference policy: the policy's weights at the start, lent to the model for one pass at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config.policy import REFERENCE_SHARE
+from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank.megatron.parameters import gather_parameters, weights_of
+
+PIECE_BYTES = 16 * 2**20  # long beside the start of a copy, small beside the weights
+_SPARES = 2  # one is filled while the other is emptied
+
+
+class ReferencePolicy:
+    """The weights of this rank when it was made: kept on the device, or in page-locked memory of the CPU.
+
+    While they are lent the policy's own are where they were, so that nothing is kept twice.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], *, on_device: bool):
+        self._chunks = chunks
+        self.on_device = on_device
+        for chunk in chunks:
+            # Asked for its state a router widens its experts' bias, which it would else do in its first pass.
+            chunk.state_dict()
+        self._kept = [self._memory_like(piece) for piece in self._pieces()]
+        self.keep()
+
+    def keep(self) -> None:
+        """Be the model's present weights from now on; data-parallel ranks call it together."""
+        gather_parameters(self._chunks)
+        for kept, piece in zip(self._kept, self._pieces(), strict=True):
+            kept.copy_(piece)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Inside, the model has the reference weights; the policy's own come back also after an exception.
+
+        Data-parallel ranks enter it together.
+        """
+        gather_parameters(self._chunks)
+        # Taken before the pass: one that ends for want of memory must not lack it on the way out.
+        spares = [
+            torch.empty(PIECE_BYTES, dtype=torch.uint8, device=accelerator.device()) for _ in range(_SPARES)
+        ]
+        self._exchange(spares)
+        try:
+            yield
+        finally:
+            self._exchange(spares)
+
+    def _memory_like(self, piece: torch.Tensor) -> torch.Tensor:
+        if self.on_device:
+            return torch.empty_like(piece)
+        return torch.empty(piece.shape, dtype=piece.dtype, device="cpu", pin_memory=accelerator.has_cuda())
+
+    def _pieces(self) -> Iterator[torch.Tensor]:
+        """Yield the memory of all weights as uint8 [at most PIECE_BYTES]: what is copied is copied bit for bit.
+
+        In place: the parameters are views of Megatron's buckets (distributed/param_and_grad_buffer.py).
+        """
+        for weight in weights_of(self._chunks):
+            yield from weight.detach().view(-1).view(torch.uint8).split(PIECE_BYTES)
+
+    def _exchange(self, spares: Sequence[torch.Tensor]) -> None:
+        """Swap the model's weights with those that are kept; one piece leaves while the next one comes."""
+        coming, leaving = accelerator.current_stream(), accelerator.new_stream()
+        emptied = [leaving.record_event() for _ in spares]
+        for number, (piece, kept) in enumerate(zip(self._pieces(), self._kept, strict=True)):
+            turn = number % len(spares)
+            spare = spares[turn][: piece.numel()]
+            coming.wait_event(emptied[turn])
+            spare.copy_(piece)
+            piece.copy_(kept, non_blocking=True)
+            leaving.wait_stream(coming)
+            with accelerator.on_stream(leaving):
+                kept.copy_(spare, non_blocking=True)
+            emptied[turn] = leaving.record_event()
+        coming.wait_stream(leaving)
+
+
+def is_kept_on_device(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> bool:
+    """Return whether this rank keeps its reference on its device: policy.reference_on_device; auto asks for room."""
+    if policy.reference_on_device != "auto":
+        return policy.reference_on_device
+    free = accelerator.free_memory_bytes()
+    if free is None:
+        return True
+    room = REFERENCE_SHARE * free
+    return not policy.generation.takes_turns and sum(weight.nbytes for weight in weights_of(chunks)) <= room

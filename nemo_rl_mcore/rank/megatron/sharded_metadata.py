@@ -1,0 +1,259 @@
+"""torch's description of a sharded state dict, `.metadata`, read without trust: it is a pickle."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import stat
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path, PosixPath
+from typing import Any, ClassVar, NoReturn, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from nemo_rl_mcore.data.strict_json import read_json, read_regular
+from nemo_rl_mcore.errors import RefusedError, quoted, shortened
+
+METADATA_FILE = ".metadata"
+FORMAT_FILE = "metadata.json"
+COMMON_STATE = "common_state"
+
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+_COMMON_ENTRY = re.compile(rf"{COMMON_STATE}/shard_0_1")
+_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+
+_RECORDS: tuple[type, ...] = (
+    *(Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, BytesStorageMetadata),
+    *(TensorProperties, ChunkStorageMetadata, _StorageInfo),
+)
+_GLOBALS = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool"},
+    "pathlib": {"PosixPath"},
+}
+_MOVED = {"pathlib._local": "pathlib"}
+"""Modules by the name that Python 3.13 writes."""
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+    *(
+        pickle.BININT,
+        pickle.BININT1,
+        pickle.BININT2,
+        pickle.LONG1,
+        pickle.SHORT_BINUNICODE,
+        pickle.BINUNICODE,
+    ),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE, pickle.EMPTY_LIST),
+    *(pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS, pickle.MEMOIZE),
+    *(
+        pickle.BINPUT,
+        pickle.LONG_BINPUT,
+        pickle.BINGET,
+        pickle.LONG_BINGET,
+        pickle.STACK_GLOBAL,
+        pickle.GLOBAL,
+    ),
+    *(pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
+)
+"""What a description is written with. Others make what it has none of, such as sets."""
+_TUPLES = pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE
+_DEEPEST_TUPLE = 3
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return the description of a folder, after a look at all that is in it; no code is run.
+
+    Raises ValueError for a folder with other files than those of the format, or with links or pipes in place of
+    them, and for a description that is broken, of wrong types, or leads out of the folder or after the end of a file.
+    """
+    sizes = _sizes(folder)
+    try:
+        declared = read_json(folder / FORMAT_FILE, follow_links=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / FORMAT_FILE} cannot be read: {error}") from error
+    # Megatron-Core 0.18 names a format of what is not sharded besides.
+    if not isinstance(declared, dict) or not _FORMAT.items() <= declared.items():
+        raise ValueError(f"{folder / FORMAT_FILE} does not name the format {_FORMAT}")
+    path = folder / METADATA_FILE
+    try:
+        metadata = _Unpickler(io.BytesIO(read_regular(path, follow_links=False))).load()
+        _check(metadata, folder, sizes)
+    except pickle.UnpicklingError as error:
+        raise RefusedError(
+            f"{path} holds something other than tensors: {shortened(str(error), 200)}; do not load it",
+            code="unsafe-pickle",
+        ) from error
+    except Exception as error:  # whatever a broken pickle leads to: IndexError, KeyError, MemoryError ...
+        raise ValueError(f"{path} is broken: {type(error).__name__}: {shortened(str(error), 200)}") from error
+    return metadata
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the size of each file of tensors; nothing is opened."""
+    try:
+        linked, found = folder.is_symlink(), {path.name: path.lstat() for path in folder.iterdir()}
+    except OSError as error:
+        raise RefusedError(
+            f"{folder} is no checkpoint of a policy: {error.strerror}", code="no-checkpoint"
+        ) from error
+    if linked:
+        raise ValueError(f"{folder} is a link; a checkpoint holds its own folders")
+    for name, status in found.items():
+        if name not in (METADATA_FILE, FORMAT_FILE) and not _DATA_FILE.fullmatch(name):
+            raise RefusedError(
+                f"{folder / shortened(name)} is no file of a checkpoint; remove it", code="foreign-file"
+            )
+        if not stat.S_ISREG(status.st_mode):
+            raise RefusedError(
+                f"{folder / name} is no regular file, but a link, a pipe or a folder",
+                code="not-a-regular-file",
+            )
+    for name in (METADATA_FILE, FORMAT_FILE):
+        if name not in found:
+            raise RefusedError(
+                f"{folder} is no checkpoint of a policy: {folder / name} does not exist", code="no-checkpoint"
+            )
+    return {name: status.st_size for name, status in found.items() if _DATA_FILE.fullmatch(name)}
+
+
+_InPython: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _refuse(_: Any) -> NoReturn:
+    raise pickle.UnpicklingError("an operation that no description needs")
+
+
+def _fill_record(reader: Any) -> None:
+    """Fill a record of ours: on a class this operation would change the class."""
+    record, state = reader.stack[-2:]
+    wanted = tuple if type(record) is TensorProperties else dict
+    if type(record) not in _RECORDS or type(state) is not wanted:
+        raise pickle.UnpicklingError("it fills something other than a record")
+    _InPython.dispatch[pickle.BUILD[0]](reader)
+
+
+def _make_tuple(opcode: int, reader: Any) -> None:
+    """Make a tuple, of which no key can be made that is worth a recursion."""
+    _InPython.dispatch[opcode](reader)
+    if _depth(reader.stack[-1]) > _DEEPEST_TUPLE:
+        raise pickle.UnpicklingError("tuples inside of tuples inside of tuples")
+
+
+class _Unpickler(_InPython):
+    """Reads records of numbers and names, and nothing that could run code, change a class or exhaust the memory.
+
+    It is the one in Python: that in C can be told no operations to refuse, allocates whatever place a memo is put at,
+    and a key of tuples in tuples overflows its stack.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **dict.fromkeys(range(256), _refuse),
+        **{opcode[0]: _InPython.dispatch[opcode[0]] for opcode in _OPCODES},
+        **{opcode[0]: partial(_make_tuple, opcode[0]) for opcode in _TUPLES},
+        pickle.BUILD[0]: _fill_record,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = _MOVED.get(module, module)
+        if name in _GLOBALS.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _depth(value: object) -> int:
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, tuple) else 0
+
+
+def _check(metadata: Any, folder: Path, sizes: dict[str, int]) -> None:
+    """Raise ValueError for a description that is not as torch writes it, or does not fit the files."""
+    _require(type(metadata) is Metadata, "it is no description")
+    tensors, places, meta = metadata.state_dict_metadata, metadata.storage_data, metadata.storage_meta
+    _require(isinstance(tensors, dict) and isinstance(places, dict), "its entries are no dictionaries")
+    _require(metadata.planner_data is None, "planner_data is not empty")
+    _require(meta is None or type(meta) is StorageMeta, "storage_meta is of a wrong type")
+    if meta is not None:
+        _require(type(meta.checkpoint_id) in (type(None), str, PosixPath), "checkpoint_id is of a wrong type")
+    found: dict[tuple[str, torch.Size | None], _StorageInfo] = {}
+    for index, place in cast("dict[Any, Any]", places).items():
+        _check_place(index, place, folder, sizes)
+        found[index.fqn, index.offset] = place
+    wanted = 0
+    for name, entry in cast("dict[Any, Any]", tensors).items():
+        _require(type(name) is str, "a name is no text")
+        for offset in _parts(name, entry):
+            wanted += 1
+            _require((name, offset) in found, f"{name} is nowhere in the files")
+            _require(wanted <= len(found), "parts are listed twice")
+    _require(wanted == len(found), "it has places of tensors that it does not list")
+
+
+def _check_place(index: Any, place: Any, folder: Path, sizes: dict[str, int]) -> None:
+    _require(type(index) is MetadataIndex and type(place) is _StorageInfo, "storage_data is of a wrong type")
+    _require(
+        type(index.fqn) is str and type(index.offset) in (type(None), torch.Size),
+        "an index is of a wrong type",
+    )
+    _require(type(index.index) in (type(None), int), "an index is of a wrong type")
+    name, numbers = place.relative_path, (place.offset, place.length)
+    _require(
+        type(name) is str and all(type(number) is int for number in numbers), "a place is of a wrong type"
+    )
+    _require(not place.transform_descriptors, f"{name} is to be transformed")
+    _require(_DATA_FILE.fullmatch(name) is not None, f"{quoted(name)} is no file of this folder")
+    _require(name in sizes, f"{folder / name} does not exist")
+    _require(
+        place.offset >= 0 and 0 <= place.length <= sizes[name] - place.offset,
+        f"{folder / name} is cut short: {shortened(index.fqn)} lies after its end",
+    )
+
+
+def _parts(name: Any, entry: Any) -> Iterator[torch.Size | None]:
+    """Yield the offset of each part of an entry."""
+    if type(entry) is BytesStorageMetadata:
+        _require(_COMMON_ENTRY.fullmatch(name) is not None, f"{name} is no tensor")
+        yield None
+        return
+    _require(type(entry) is TensorStorageMetadata, f"{name} is of a wrong type")
+    _require(type(entry.properties) is TensorProperties, f"{name} has no properties")
+    _require(
+        type(entry.properties.dtype) is torch.dtype and entry.properties.layout is torch.strided,
+        f"{name} is no tensor of numbers",
+    )
+    _require(type(entry.size) is torch.Size and type(entry.chunks) is list, f"{name} has no size")
+    for chunk in cast("list[Any]", entry.chunks):
+        _require(type(chunk) is ChunkStorageMetadata, f"{name} has a part of a wrong type")
+        _require(
+            type(chunk.offsets) is torch.Size and type(chunk.sizes) is torch.Size,
+            f"{name} has a part without a place",
+        )
+        _require(_fits(chunk, entry.size), f"{name} has a part outside of it")
+        yield chunk.offsets
+
+
+def _fits(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
+    return len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
+        offset >= 0 and 0 <= length <= whole - offset
+        for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+    )
+
+
+def _require(fine: bool, complaint: str) -> None:
+    if not fine:
+        raise ValueError(complaint)

@@ -1,0 +1,135 @@
+"""Digests of weights: whether an engine holds the bits that the trainer has.
+
+A tensor is read as a matrix of words: its last dimension is the columns, all others are the rows (one dimension alone
+is the rows of a single column), and a word is an entry's bits as an integer, two of 32 bits where it has 64. The digest
+is, modulo 2^64, the sum over all words of
+
+    row_weight[row] * column_weight[column] * word
+
+and a hash of dtype and shape. The weights are odd pseudo-random numbers of 64 bits. So blocks of one tensor add up to
+the whole, wherever they are held and however they are cut, and the number is the same on every device.
+
+A tensor with one wrong word always has another digest. Two tensors that differ otherwise have the same one with a
+probability of at most 2^-56, over the choice of the weights; 2^-41 where the differences are in the sign bits of
+16-bit numbers alone, 2^-26 in those of 32-bit numbers. The weights are fixed and known: this finds faults, no forgers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+from nemo_rl_mcore.models.weights import EXPERT_BIAS_NAME
+
+_ALL_BITS = (1 << 64) - 1
+_ROWS, _COLUMNS = 0x243F6A8885A308D3, 0x13198A2E03707344
+"""What the two kinds of weights are drawn from: digits of pi."""
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORDS_AT_A_TIME = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""Of a block, which takes eight bytes for each: what a core's cache holds, and 32 MiB of a GPU."""
+
+
+def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+    """Of a tensor's dtype, shape and bits, 0 to 2^64 - 1; `dtype`: as it is when cast to this one."""
+    return sealed(int(block_sum(tensor, dtype=dtype)), dtype or tensor.dtype, tensor.shape)
+
+
+def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Return those of many tensors, by name."""
+    digester = Digester()
+    for name, tensor in tensors:
+        digester.add(name, tensor)
+    return digester.digests()
+
+
+class Digester:
+    """Takes the digests of tensors as they come; their device is waited for once, at the end.
+
+    held_as: number format that they are cast to first, as `torch` calls it; experts' biases stay what they are.
+    """
+
+    def __init__(self, held_as: str | None = None) -> None:
+        self._dtype: torch.dtype | None = None if held_as is None else getattr(torch, held_as)
+        self._sums: dict[str, torch.Tensor] = {}
+        self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Read a tensor, which may change afterwards."""
+        dtype = None if name.endswith(EXPERT_BIAS_NAME) else self._dtype
+        self._sums[name] = block_sum(tensor, dtype=dtype)
+        self._kinds[name] = dtype or tensor.dtype, tensor.shape
+
+    def digests(self) -> dict[str, int]:
+        """Return what was added, by name."""
+        return {name: sealed(total, *self._kinds[name]) for name, total in read(self._sums).items()}
+
+
+def block_sum(
+    block: torch.Tensor, *, first_row: int = 0, first_column: int = 0, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return what a block adds to the sum of its tensor, int64 [] on the block's device, signed.
+
+    first_row, first_column: of the whole tensor, where the block begins. dtype: see `digest`.
+    """
+    matrix = _as_matrix(block.detach())
+    words = (dtype or block.dtype).itemsize // _WORDS[(dtype or block.dtype).itemsize].itemsize
+    total = torch.zeros((), dtype=torch.int64, device=block.device)
+    limit = _WORDS_AT_A_TIME[block.device.type] // words
+    column = first_column
+    for columns in matrix.split(limit, dim=1):
+        width = columns.shape[1]
+        column_weights = _weights(_COLUMNS, column * words, width * words, block.device)
+        column += width
+        row = first_row
+        for rows in columns.split(limit):
+            row_weights = _weights(_ROWS, row, len(rows), block.device)
+            row += len(rows)
+            at_a_time = max(1, limit // max(1, width))
+            for part, weights in zip(rows.split(at_a_time), row_weights.split(at_a_time), strict=True):
+                total += ((_as_words(part, dtype) * column_weights).sum(1) * weights).sum()
+    return total
+
+
+def read(sums: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Return the numbers behind sums on one device, which is waited for once."""
+    if not sums:
+        return {}
+    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
+
+
+def sealed(total: int, dtype: torch.dtype, shape: Iterable[int]) -> int:
+    """Return the digest of a tensor whose blocks add up to a total."""
+    kind = f"{dtype} {tuple(shape)}".encode()
+    return (total + int.from_bytes(hashlib.blake2b(kind, digest_size=8).digest())) & _ALL_BITS
+
+
+def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.ndim < 2:
+        return tensor.reshape(-1, 1)
+    return tensor if tensor.ndim == 2 else tensor.flatten(0, -2)
+
+
+def _as_words(part: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    cast = part if dtype is None else part.to(dtype)
+    # A view of other sizes needs entries that lie side by side.
+    return cast.contiguous().view(_WORDS[cast.dtype.itemsize])
+
+
+def _weights(seed: int, start: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return odd int64 [count] of the positions from `start` on: the mixing function of SplitMix64."""
+    mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device)
+    mixed = mixed * _signed(0x9E3779B97F4A7C15) + _signed(seed)
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
+    return (mixed ^ _shifted(mixed, 31)) | 1
+
+
+def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, zeros following."""
+    return (numbers >> bits) & (_ALL_BITS >> bits)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number

@@ -1,0 +1,464 @@
+"""`MegatronPolicyWorker`: one rank of a policy, a plain class. `RayWorkerGroup` wraps it by `ray.remote`.
+
+B rows of this rank's shard, S sequence length, T new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.lengths import check_lengths
+from nemo_rl_mcore.data.stop_conditions import StopConditions
+from nemo_rl_mcore.data.validation import BatchCheck
+from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.ops.sampling import sample_keys
+from nemo_rl_mcore.rank import accelerator, activity
+from nemo_rl_mcore.rank.backends import open_backend
+from nemo_rl_mcore.rank.background_write import BackgroundWrite
+from nemo_rl_mcore.rank.batch_sizes import BatchSizes
+from nemo_rl_mcore.rank.checkpoints import POLICY_FOLDER
+from nemo_rl_mcore.rank.policy_backend import (
+    BackendFactory,
+    BackendOptions,
+    GenerationRequest,
+    OnDevice,
+)
+from nemo_rl_mcore.rank.refit.digests import Digester
+from nemo_rl_mcore.rank.refit.sender import (
+    BroadcastRendezvous,
+    Engines,
+    RefitSettings,
+    WeightSender,
+    open_sender,
+)
+from nemo_rl_mcore.rank.refit.verification import Digests, of_all
+from nemo_rl_mcore.rank.results import as_result, evaluate
+from nemo_rl_mcore.rank.train_step import (
+    Phase,
+    StepResult,
+    TrainStep,
+    TrainStepError,
+    out_of_order,
+)
+from nemo_rl_mcore.recipe.rules.policies import checked_policy
+
+
+class MegatronPolicyWorker:
+    """Computes log-probabilities, generates and trains with a Megatron-Core model, or with what `backend` opens.
+
+    The environment says which rank this is: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, on GPUs, LOCAL_RANK.
+    Every rank is sent the rows of its data-parallel shard; tensor- and pipeline-parallel peers are sent the same rows.
+    A batch that the model or the loss cannot take is a ValueError by key and row, before the step's phase changes.
+    All ranks are called alike. What one of them raises, a refusal or a failure, the others raise as well: an error of
+    the same class, which names the rank.
+
+    Args:
+        config: the policy section, as a `PolicyConfig` or the equal mapping.
+        seed: of the random initialisation and of dropout.
+        init_reference_model: keep a copy of the initial weights for `get_reference_policy_logprobs`.
+        role: "policy", or "value" for a critic: the same model with a value head in place of the output layer.
+        temperature: divides the logits in every log-probability, also those of the reference policy and of losses; None
+            is generation.temperature, at which the policy's own samples were drawn.
+        trained: False builds neither gradient buffers nor an optimizer; what needs one is then a ValueError.
+        verify_checksums: compare the files of every checkpoint that is loaded with their checksums first.
+        backend: what holds the model; the default is the framework that the config's sections switch on.
+
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig | Mapping[str, Any],
+        *,
+        seed: int = 42,
+        init_reference_model: bool = True,
+        role: str | Role = Role.POLICY,
+        temperature: float | None = None,
+        trained: bool = True,
+        verify_checksums: bool = True,
+        backend: BackendFactory = open_backend,
+    ) -> None:
+        self.role = Role(role)
+        self.policy = checked_policy(config, only_read=not trained)
+        self._check = BatchCheck.of(self.policy)
+        self._seed = seed
+        self._sender: WeightSender | None = None
+        self._writing: BackgroundWrite | None = None
+        temperature = self.policy.generation.temperature if temperature is None else temperature
+        options = BackendOptions(seed, self.role, trained, temperature, verify_checksums)
+        self.backend = backend(self.policy, options)
+        if self.policy.init_checkpoint is not None:
+            folder = Path(self.policy.init_checkpoint) / POLICY_FOLDER
+            with activity.loading():
+                self.backend.load_weights(folder, of_a_policy=self.role is Role.VALUE)
+        self.train_step = TrainStep(self.backend)
+        self._has_reference = init_reference_model
+        if init_reference_model:
+            self.backend.keep_reference()
+
+    # Reads and generation
+
+    def get_logprobs(
+        self,
+        *,
+        data: BatchedDataDict,
+        micro_batch_size: int | None = None,
+        require_router_replay: bool = False,
+        trained_only: bool = False,
+    ) -> BatchedDataDict:
+        """Return {"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
+
+        data: input_ids [B, S], input_lengths [B]. Evaluation mode; the worker's temperature divides the logits.
+        trained_only: for the tokens that token_mask [B, S] marks alone, and 0 for all others: no logits are computed
+        for prompts and observations, which no loss reads.
+        require_router_replay: True is refused, since experts are chosen anew in every pass.
+        """
+
+        def check() -> None:
+            if require_router_replay:
+                raise RefusedError(
+                    "get_logprobs(require_router_replay=True): experts are chosen anew in every pass, and cannot be "
+                    "those that an engine chose; allowed: False",
+                    code="no-router-replay",
+                )
+            self._check.reading(data, trained_only=trained_only)
+
+        self._meet("get_logprobs", check)
+        logprobs = self.backend.logprobs(data, self._rows(micro_batch_size), trained_only=trained_only)
+        return BatchedDataDict(logprobs=logprobs)
+
+    def get_reference_policy_logprobs(
+        self, *, data: BatchedDataDict, micro_batch_size: int | None = None, trained_only: bool = False
+    ) -> BatchedDataDict:
+        """Return {"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the weights that the run started from."""
+        if not self._has_reference:
+            raise RefusedError(
+                "this worker has no reference policy: it was built with init_reference_model=False",
+                code="no-reference-policy",
+            )
+        check = partial(self._check.reading, data, trained_only=trained_only)
+        self._meet("get_reference_policy_logprobs", check)
+        rows = self._rows(micro_batch_size)
+        logprobs = self.backend.reference_logprobs(data, rows, trained_only=trained_only)
+        return BatchedDataDict(reference_logprobs=logprobs)
+
+    def get_topk_logits(
+        self,
+        *,
+        data: BatchedDataDict,
+        k: int,
+        micro_batch_size: int | None = None,
+        trained_only: bool = False,
+    ) -> BatchedDataDict:
+        """Return the k most probable next tokens, as a teacher gives them, on the CPU.
+
+        {"topk_logits": fp32 [B, S, k] divided by the temperature, "topk_indices": int64 global ids, "logsumexp": fp32
+        [B, S] over the whole vocabulary, "tail_logmass": fp32 [B, S], the log of the probability of all other ids}.
+        Column i is about token i + 1; where that is not real or, with trained_only, not marked, all is 0.
+        """
+        self._meet("get_topk_logits", partial(self._check.reading, data, k=k, trained_only=trained_only))
+        rows = self._rows(micro_batch_size)
+        return BatchedDataDict(vars(self.backend.topk_logits(data, k, rows, trained_only=trained_only)))
+
+    def get_values(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """Return {"values": fp32 [B, S] on the CPU} of a worker whose role is value.
+
+        Column i is the value of the state before token i; column 0 and right padding are 0.
+        """
+        if self.role is not Role.VALUE:
+            raise RefusedError(
+                'this worker is a policy and has no values; build it with role="value"', code="no-value-head"
+            )
+        self._meet("get_values", partial(self._check.reading, data))
+        return BatchedDataDict(values=self.backend.values(data, self._rows(micro_batch_size)))
+
+    def generate(
+        self, *, data: BatchedDataDict, step: int, stop_ids: list[int], greedy: bool = False
+    ) -> BatchedDataDict:
+        """Answer the prompts: {"tokens": int64 [B, T], "logprobs": fp32 [B, T], "lengths": [B], "finished": bool [B]}.
+
+        Also "digests" int64 [B] of the tokens, see `data.token_digests`.
+        data: input_ids [B, P], input_lengths [B], and prompt_index, sample_index int64 [B], which with the seed and
+        `step` key the noise of each row; optional are turn_index int64 [B], 0 for the first, which is part of the key,
+        and stop_strings, a tuple a row, which end it besides those of the configuration.
+        Raises ValueError when a prompt and a whole response are longer than `max_total_sequence_length`.
+        """
+        with self.backend.called_together("generate"):
+            self._keep_on_device(OnDevice.WEIGHTS)
+            self._check.prompts(data)
+            check_lengths(data["input_lengths"], self.policy)
+            stops = [
+                StopConditions.of(self.policy, stop_ids, strings)
+                for strings in data.get("stop_strings", [()] * data.size)
+            ]
+        keys_B = sample_keys(
+            self._seed, step, data["prompt_index"], data["sample_index"], data.get("turn_index")
+        )
+        request = GenerationRequest.of(self.policy, data, keys_B, stops, greedy=greedy)
+        found = self.backend.generate(request)
+        return BatchedDataDict(vars(found))
+
+    def _rows(self, micro_batch_size: int | None) -> int:
+        return micro_batch_size or self.policy.logprob_batch_size
+
+    def _meet(self, call: str, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for the other ranks, however late their callers are; what `check` raises on one of them all raise.
+
+        The weights are on the device afterwards.
+        """
+        with self.backend.called_together(call):
+            check()
+            self._keep_on_device(OnDevice.WEIGHTS)
+
+    def _keep_on_device(self, what: OnDevice) -> None:
+        """Have there what a call needs, and no more if policy.offload says so; an open step keeps all it has."""
+        if self.policy.offload != "none" and self.train_step.phase is Phase.IDLE:
+            self.backend.keep_on_device(what)
+
+    # Training
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Take one optimizer step for each `gbs` rows of all data-parallel ranks together: begin, one chunk, finish.
+
+        gbs, mbs: rows, of whole samples of the loss; None is the config's, whose samples the loss makes rows of.
+        Returns what `finish_train_step` returns, with one entry a step in each list. Raises ValueError when the rows
+        are no multiple of the step's.
+        Under `eval_mode` nothing is updated, and the rows of all ranks, whole samples of any number, are one batch.
+        """
+        self._require_trained("train")
+        with self.backend.called_together("train"):
+            self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
+            sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
+            steps = [] if eval_mode else sizes.steps(data, self.backend.data_parallel_size())
+            self._keep_on_device(OnDevice.WEIGHTS if eval_mode else OnDevice.EVERYTHING)
+        if eval_mode:
+            return as_result([evaluate(self.backend, data, loss_fn, sizes.mbs)], self.policy)
+        results: list[StepResult] = []
+        for batch in steps:
+            opens_a_step = self.train_step.phase is Phase.IDLE
+            try:
+                results.append(self.train_step.whole(batch, loss_fn, gbs=sizes.gbs, mbs=sizes.mbs))
+            except Exception as error:
+                if opens_a_step:  # else the step is the caller's, and begin refused
+                    self._abort_after(error)
+                raise
+        return as_result(results, self.policy)
+
+    def begin_train_step(
+        self,
+        loss_fn: LossFunction,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        step_id: str | None = None,
+    ) -> None:
+        """Open a train step; the scheduler advances by the samples of `gbs` rows. gbs, mbs: see `train`."""
+        self._require_trained("begin_train_step")
+        sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
+        prepare = partial(self._keep_on_device, OnDevice.EVERYTHING)
+        self.train_step.begin(loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id, prepare=prepare)
+
+    def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
+        """Add the gradients of this rank's rows of a chunk, whole samples, to the open step.
+
+        Raises ValueError for rows that the loss cannot take, by key and row of their shard, and UnequalChunksError when
+        another rank is not sent this chunk; the step stays as it is.
+        """
+        self._require_trained("train_microbatch")
+        self.train_step.microbatch(
+            data,
+            chunk_id,
+            lambda loss_fn: self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample),
+        )
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Divide, reduce and step.
+
+        Returns loss, which is global_loss, and grad_norm (fp32 [steps]), all_mb_metrics (a list per metric, with lr,
+        wd, global_valid_seqs and global_valid_toks), metric_kinds (how each combines over steps), update_successful,
+        skip_reasons (None for a step that was applied), elapsed, which is train_elapsed_seconds, and of this rank
+        rank, model_dtype, peak_memory_gib and, on a GPU, gpu_name.
+        moe_metrics of a model with experts and mtp_metrics of one with prediction layers are means over the steps: the
+        load-balancing loss before its coefficient, and the cross-entropy of each prediction layer.
+        """
+        self._require_trained("finish_train_step")
+        return as_result([self.train_step.finish()], self.policy)
+
+    def abort_train_step(self) -> None:
+        """Drop the open step and restore what it changed; nothing to do when idle."""
+        self.train_step.abort()
+
+    def updates(self) -> int:
+        """Return the number of optimizer steps, skipped ones too, since the start or the last `load_checkpoint`."""
+        return self.train_step.updates
+
+    def _require_trained(self, call: str) -> None:
+        if not self.backend.trained:
+            raise RefusedError(
+                f"{call} needs a worker that is trained, and this one was built with trained=False",
+                code="not-trained",
+            )
+
+    def _abort_after(self, error: Exception) -> None:
+        try:
+            self.train_step.abort()
+        except TrainStepError as unknown_outcome:
+            error.add_note(str(unknown_outcome))
+
+    # Checkpoints
+
+    def save_checkpoint(self, folder: str, wait: bool = True) -> None:
+        """Write weights, optimizer, schedule and random state; all ranks write to the one folder, which they all see.
+
+        Without `wait` it returns when a copy is taken, in the CPU's memory, and `checkpoint_written` tells the rest:
+        what is trained meanwhile changes nothing of it.
+        Raises TrainStepError while a step is open, and ValueError for a folder that is not empty: on all ranks, before
+        anything is written.
+        """
+        with self.backend.called_together("save_checkpoint"):
+            self._require_trained("save_checkpoint")
+            if self.train_step.phase is not Phase.IDLE:
+                raise out_of_order("save_checkpoint", self.train_step.phase)
+            self._keep_on_device(OnDevice.EVERYTHING)
+        self._end_writing()
+        if wait:
+            self.backend.save(Path(folder), self.train_step.committed_ids)
+        else:
+            self._writing = self.backend.save_in_background(Path(folder), self.train_step.committed_ids)
+
+    def checkpoint_written(self, wait: bool = True) -> float | None:
+        """Return the seconds that writing the last copy took, None while it goes on; `wait` until it is written.
+
+        Raises OSError on all ranks when one of them could not write, and ValueError where no copy was taken.
+        """
+        if self._writing is None:
+            raise RefusedError(
+                "checkpoint_written before save_checkpoint(folder, wait=False)", code="no-copy"
+            )
+        return self._writing.seconds(wait=wait)
+
+    def _end_writing(self) -> None:
+        """Wait for what is still being written, whatever comes of it: who wants to know asks `checkpoint_written`."""
+        if self._writing is not None:
+            self._writing.join()
+        self._writing = None
+
+    def load_checkpoint(self, folder: str, weights_only: bool = False) -> None:
+        """Set everything back that `save_checkpoint` wrote; with `weights_only` moments and schedule stay as they are.
+
+        The layout may be another one than that which saved, and random state is then not set back. An open
+        step is dropped; so is one that failed inside the optimizer, for which this is the way out. The committed
+        step_ids are then those of the checkpoint; with `weights_only` they stay.
+        Raises ValueError on all ranks when the folder holds no checkpoint of this model, or a file that was changed.
+        """
+        with self.backend.called_together("load_checkpoint"):
+            if not weights_only:
+                self._require_trained("load_checkpoint without weights_only=True")
+            self._keep_on_device(OnDevice.EVERYTHING)
+        with suppress(TrainStepError):  # the weights that such a step may have half updated are replaced
+            self.train_step.abort()
+        committed = self.train_step.committed_ids
+        if weights_only:
+            self.backend.load_weights(Path(folder))
+        else:
+            committed = self.backend.load(Path(folder))
+        self.train_step = TrainStep(self.backend, committed)
+
+    def export_hf(self, folder: str, origin: str | None = None) -> None:
+        """Write the weights as a Hugging Face folder, a new one; `origin`: the model that training started from."""
+        self._meet("export_hf")
+        self.backend.export_hf(Path(folder), origin)
+
+    # Weight sync and life cycle
+
+    def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
+        """Send weights to these engines from now on, see `sender.WeightSender`; says where to meet, if need be."""
+        self._stop_sending()
+        self._sender = open_sender(settings, engines, self.backend.device)
+        return self._sender.rendezvous
+
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
+        self._meet("prepare_refit_info")
+        return {
+            name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self.backend.full_tensors()
+        }
+
+    def weights_digest(self, *, held_as: str | None = None) -> str:
+        """Of all weights as a refit sends them, cast to the number format `held_as`; every rank calls it together."""
+        self._meet("weights_digest")
+        digester = Digester(held_as)
+        for name, tensor in self.backend.full_tensors():
+            activity.advance(f"reading {name}")
+            digester.add(name, tensor)
+        return of_all(digester.digests())
+
+    def send_weights(self) -> Digests:
+        """Stream all weights to the engines; returns what was sent, see `sender.WeightSender.send`.
+
+        Every rank calls it together. With policy.offload: all, the weights leave the device when they are sent.
+        """
+        if self._sender is None:
+            raise RefusedError(
+                "send_weights before connect_engines: there is no engine to send to", code="no-engines"
+            )
+        self._meet("send_weights")
+        sent = self._sender.send(self.backend.full_tensors())
+        if self.policy.offload == "all":
+            with self.backend.called_together("the end of send_weights"):
+                self._keep_on_device(OnDevice.NOTHING)
+        return sent
+
+    def gpu(self) -> str:
+        """Return which GPU this rank is on, as CUDA_VISIBLE_DEVICES takes it; empty on CPU."""
+        return accelerator.device_uuid(self.backend.device)
+
+    def _stop_sending(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
+
+    def loading_s(self) -> float:
+        """Return the seconds that loading weights has taken."""
+        return activity.loading_s
+
+    def data_parallel_rank(self) -> int:
+        """Return which shard of a batch this rank is to be sent."""
+        return self.backend.data_parallel_rank()
+
+    def prepare_for_training(self) -> None:
+        """Weights, gradients and optimizer state on the device; calls that train see to it themselves."""
+        with self.backend.called_together("prepare_for_training"):
+            self._keep_on_device(OnDevice.EVERYTHING)
+
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        """Hold the weights on the device and, unless policy.offload is none, nothing else; also after reading calls.
+
+        keep_train_buffers: gradients and optimizer state are held, too. While a step is open they must be, so that it
+        is a TrainStepError to ask for the memory of them.
+        """
+        with self.backend.called_together("prepare_for_lp_inference"):
+            takes_buffers = self.policy.offload != "none" and not keep_train_buffers
+            if takes_buffers and self.train_step.phase is not Phase.IDLE:
+                call = "prepare_for_lp_inference without keep_train_buffers=True"
+                raise out_of_order(call, self.train_step.phase)
+            self._keep_on_device(OnDevice.EVERYTHING if keep_train_buffers else OnDevice.WEIGHTS)
+
+    def shutdown(self) -> None:
+        """Leave the process groups, when what is being written is written."""
+        self._stop_sending()
+        self._end_writing()
+        self.backend.shutdown()

@@ -1,0 +1,86 @@
+"""Recipes that come with the package, listed and copied."""
+
+import filecmp
+import re
+import shutil
+from collections.abc import Iterator
+from os.path import normpath
+from pathlib import Path
+
+from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.recipe.shipped import SHIPPED, shipped_folder, shipped_names, shipped_recipe
+
+_FIRST_COMMENT = re.compile(r"# .*(\n# .*)*")
+_NAMES_A_FILE = re.compile(r"^\s*[\w.]+: *(\S+|\[.*\])$", re.MULTILINE)
+
+
+def list_recipes() -> Iterator[str]:
+    """Yield a line for each recipe: its name, and the first words of its comment, to a stop."""
+    names = shipped_names()
+    width = max(map(len, names))
+    for name in names:
+        comment = _FIRST_COMMENT.match((SHIPPED / name).read_text("utf-8"))
+        words = comment[0].replace("\n#", "").removeprefix("# ") if comment else ""
+        yield f"{name:{width}}  {re.split(r'(?<!Dr)[.:;](?= |$)', words)[0]}".rstrip()
+
+
+def copy_recipes(name: str, destination: str | None) -> list[Path]:
+    """Copy a recipe or a folder of them, with all files that they need, parents too; return the recipes written.
+
+    Each keeps its place in the package, as they name each other by it. A file that is there stays if it is the same.
+    Raises ConfigError, and then nothing is written.
+    """
+    target = Path(destination or ".")
+    copies = {path: target / path.relative_to(SHIPPED) for path in sorted({*_chosen(name)})}
+    new = {path: copy for path, copy in copies.items() if not _is_there(path, copy)}
+    if not new:
+        raise ConfigError(
+            [Problem("already-there", "DEST", f"all of {name} is there", "name another folder")]
+        )
+    for path, copy in new.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    return [copy for copy in new.values() if copy.suffix == ".yaml"]
+
+
+def _is_there(path: Path, copy: Path) -> bool:
+    if copy.is_file() and filecmp.cmp(path, copy, shallow=False):
+        return True
+    if copy.exists():
+        raise ConfigError(
+            [Problem("already-there", "DEST", f"{copy} is there, and differs", "name another folder")]
+        )
+    return False
+
+
+def _chosen(name: str) -> Iterator[Path]:
+    """Yield the files of what is copied."""
+    folder, recipe = shipped_folder(name), shipped_recipe(name)
+    if folder is not None:
+        files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        yield from files
+        recipes = [path for path in files if path.suffix == ".yaml"]
+    elif recipe is not None:
+        recipes = [recipe]
+    else:
+        raise ConfigError(
+            [Problem("not-found", "NAME", f"no recipe {name!r}", "`nemo-rl-mcore recipes` lists them")]
+        )
+    for path in recipes:
+        yield from _needed(path)
+
+
+def _needed(recipe: Path) -> Iterator[Path]:
+    """Yield a recipe and the files that its values name, and those that these need."""
+    yield recipe
+    values = _NAMES_A_FILE.findall(recipe.read_text("utf-8"))
+    for name in [name for value in values for name in re.split(r"[\[\], ]+", value) if name]:
+        path = Path(normpath(recipe.parent / name))
+        if not path.is_relative_to(SHIPPED) or path == SHIPPED:
+            continue
+        if path.is_dir():
+            yield from (file for file in path.rglob("*") if file.is_file())
+        elif path.suffix == ".yaml" and path.is_file():
+            yield from _needed(path)
+        elif path.is_file():
+            yield path

@@ -1,0 +1,245 @@
+"""Load a recipe: files, overrides, interpolation, validation; every problem is reported at once."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
+from nemo_rl_mcore.config.run_config import RunConfig
+from nemo_rl_mcore.models.own_tokenizer import MODEL, TOKENIZER, inherited, other_tokenizer
+from nemo_rl_mcore.recipe.environment_values import (
+    Reference,
+    References,
+    read_environment,
+    read_value,
+    without_values,
+)
+from nemo_rl_mcore.recipe.foreign.recognised import names_foreign, recipe_of_nemo_rl
+from nemo_rl_mcore.recipe.interpolations import as_written, for_our_resolvers, register, unreadable
+from nemo_rl_mcore.recipe.sources import Recipe, apply_overrides, origins, places, read_recipe
+from nemo_rl_mcore.recipe.validate import validate
+
+Number = int | float
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Load and check a recipe; the section of the algorithm (grpo, ppo, dpo, sft, distillation) says of which.
+
+    Overrides follow Hydra's grammar: `a.b=c`, `+new=...`, `~gone`. Raises ConfigError with every problem.
+
+    >>> load_config("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"]).loop.max_num_steps
+    7
+    """
+    return load_with_warnings(path, overrides)[0]
+
+
+def load_with_warnings(
+    path: str | Path, overrides: Iterable[str] = ()
+) -> tuple[RunConfig, tuple[Problem, ...]]:
+    """Load and check a recipe as `load_config` does; give also what is suspicious of it, and not wrong."""
+    return load_recipe_with_warnings(read_recipe(path), overrides)
+
+
+def load_recipe(recipe: Recipe, overrides: Iterable[str] = ()) -> RunConfig:
+    """Check a recipe that was read; see `load_config`."""
+    return load_recipe_with_warnings(recipe, overrides)[0]
+
+
+def load_recipe_with_warnings(
+    recipe: Recipe, overrides: Iterable[str] = ()
+) -> tuple[RunConfig, tuple[Problem, ...]]:
+    """Check a recipe that was read; see `load_with_warnings`."""
+    return check_computed(compute(recipe, overrides))
+
+
+def check_computed(read: "Computed") -> tuple[RunConfig, tuple[Problem, ...]]:
+    """Check a recipe that was computed; see `load_with_warnings`."""
+    if theirs := recipe_of_nemo_rl(read.tree, next(reversed(read.recipe.files), None), read.overridden):
+        raise ConfigError(read.located([theirs]))
+    return check(read, read.tree)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A recipe after overrides and interpolations: its plain tree, and what is wrong so far.
+
+    overridden: the keys that the command line sets. references: what the environment gave.
+    """
+
+    recipe: Recipe
+    tree: Tree
+    problems: list[Problem]
+    overridden: list[str]
+    references: References
+
+    def located(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Return the problems with where each key was set, and without values from the environment."""
+        where = places(self.recipe, self.overridden)
+        return [
+            replace(hidden(problem, self.references), where=problem.where or where.get(problem.path, ""))
+            for problem in problems
+        ]
+
+
+def compute(recipe: Recipe, overrides: Iterable[str]) -> Computed:
+    """Apply overrides, and compute the interpolations."""
+    overridden, problems = apply_overrides(recipe.tree, overrides, names_foreign)
+    tree, unresolved, references = resolve(recipe.tree)
+    # A recipe drops a section of its parent by `section: null`.
+    kept = {key: value for key, value in tree.items() if value is not None}
+    return Computed(recipe, kept, [*problems, *unresolved], overridden, references)
+
+
+def check(read: Computed, tree: Tree) -> tuple[RunConfig, tuple[Problem, ...]]:
+    """Validate a tree of our keys that was made of a recipe; give also the warnings. Raises ConfigError."""
+    validated = validate(tree)
+    # A value that could not be computed is left out of the tree: that it is missing then says nothing new.
+    known = {problem.path for problem in read.problems}
+    problems = [*read.problems, *(problem for problem in validated.problems if problem.path not in known)]
+    warnings, config = validated.warnings, validated.config
+    if config is not None and (other := _other_tokenizer(config)):
+        (problems if _is_inherited(read.recipe, read.overridden) else warnings).append(other)
+    if problems or config is None:
+        raise ConfigError(read.located(problems))
+    return config.refer(read.references), tuple(read.located(warnings))
+
+
+def _other_tokenizer(config: RunConfig) -> Problem | None:
+    return other_tokenizer(config.policy.model_name, config.policy.tokenizer.name)
+
+
+def _is_inherited(recipe: Recipe, overridden: Iterable[str]) -> bool:
+    """Return whether nobody who names the model has named the tokenizer, nor an override one of the two."""
+    if {MODEL, TOKENIZER} & set(overridden):
+        return False
+    return inherited({key: origin.file for key, origin in origins(recipe.files).items()})
+
+
+def hidden(problem: Problem, references: References) -> Problem:
+    """Return the problem with references in place of values from the environment."""
+    what, remedy = (without_values(text, references, problem.path) for text in (problem.what, problem.remedy))
+    return replace(problem, what=what, remedy=remedy)
+
+
+def resolve(tree: DictConfig) -> tuple[Tree, list[Problem], dict[str, Reference]]:
+    """Compute the interpolations; give the plain tree, what could not be computed, and what the environment gave."""
+    for name, resolver in _RESOLVERS.items():
+        register(name, resolver)
+    written = cast("Tree", OmegaConf.to_container(tree, resolve=False))
+    if problem := unreadable(written):
+        raise ConfigError([problem])
+    resolving = _Resolving()
+    plain = resolving.section(OmegaConf.create(for_our_resolvers(written)), "")
+    return plain, resolving.problems, resolving.references
+
+
+_VALUES = 100_000
+_DEPTH = 60
+
+
+@dataclass
+class _Resolving:
+    """From a tree with interpolations to a plain one."""
+
+    problems: list[Problem] = field(default_factory=list[Problem])
+    references: dict[str, Reference] = field(default_factory=dict[str, Reference])
+    values: int = 0
+
+    def section(self, section: DictConfig, prefix: str) -> Tree:
+        plain: Tree = {}
+        for key in cast("Iterable[str]", section):
+            path = join_path(prefix, str(key))
+            if OmegaConf.is_missing(section, key):
+                self.problems.append(
+                    Problem("missing", path, "has no value (???)", "set it, in the recipe or by an override")
+                )
+                continue
+            self._put(plain, str(key), section, key, path)
+        return plain
+
+    def _list(self, many: ListConfig, prefix: str) -> list[object]:
+        plain: dict[str, object] = {}
+        for place in range(len(many)):
+            self._put(plain, str(place), many, place, join_path(prefix, str(place)))
+        return list(plain.values())
+
+    def _put(
+        self, plain: dict[str, object], name: str, parent: DictConfig | ListConfig, key: str | int, path: str
+    ) -> None:
+        """Compute one value, unless it cannot be."""
+        self.values += 1
+        if self.values > _VALUES or path.count(".") > _DEPTH:
+            raise ConfigError(
+                [
+                    Problem(
+                        "reference", path, "a reference to a section that holds it", "correct the reference"
+                    )
+                ]
+            )
+        try:
+            value, reference = read_value(lambda: cast("Any", parent)[key], lambda: _raw(parent, key))
+            if isinstance(value, DictConfig):
+                plain[name] = self.section(value, path)
+            else:
+                plain[name] = self._list(value, path) if isinstance(value, ListConfig) else value
+        except (OmegaConfBaseException, RecursionError) as error:
+            reason = str(error).splitlines()[0]
+            what = f"{_raw(parent, key)} cannot be computed: {reason}"
+            self.problems.append(Problem("reference", path, what, "correct the reference"))
+        else:
+            if reference is not None:
+                self.references[path] = reference
+
+
+def _raw(parent: DictConfig | ListConfig, key: str | int) -> object:
+    """Return the value as it is written."""
+    return as_written(cast("dict[str | int, object]", OmegaConf.to_container(parent, resolve=False))[key])
+
+
+def _divide(dividend: Number, divisor: Number) -> Number:
+    """Return a quotient of integers stays one where it can, so that it may fill an integer key."""
+    _numbers((dividend, divisor))
+    if isinstance(dividend, int) and isinstance(divisor, int) and dividend % divisor == 0:
+        return dividend // divisor
+    return dividend / divisor
+
+
+def _product(*factors: Number) -> Number:
+    bits = sum(one.bit_length() for one in _numbers(factors) if isinstance(one, int))
+    if bits > _BITS:
+        raise ValueError(f"a product of {bits} bits")
+    return math.prod(factors)
+
+
+_BITS = 1024
+"""Of a product; a float has no more."""
+
+
+def _numbers(given: tuple[object, ...]) -> tuple[Number, ...]:
+    """Return what is computed with; a list times a number would be as long as that."""
+    for one in given:
+        if isinstance(one, bool) or not isinstance(one, int | float):
+            raise ValueError(f"{type(one).__name__} is no number")
+    return cast("tuple[Number, ...]", given)
+
+
+def _sum(*terms: Number) -> Number:
+    return sum(_numbers(terms))
+
+
+def _largest(*values: Number) -> Number:
+    return max(_numbers(values))
+
+
+_RESOLVERS: dict[str, Callable[..., Number | str | None]] = {
+    "oc.env": read_environment,
+    "add": _sum,
+    "mul": _product,
+    "div": _divide,
+    "max": _largest,
+}

@@ -1,6 +1,0 @@
-"""One HTML page of a run, or of several beside each other, which needs nothing but a browser."""
-
-from nemo_rl_mcore.report_page.page import write_page
-from nemo_rl_mcore.report_page.run_data import RunData, read_run
-
-__all__ = ["RunData", "read_run", "write_page"]

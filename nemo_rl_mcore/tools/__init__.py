@@ -1,0 +1,1 @@
+"""Commands that are run on demand; only the front doors import them."""

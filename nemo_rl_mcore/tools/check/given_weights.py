@@ -1,0 +1,200 @@
+"""The recipe of a command that trains nothing, over weights that it is given.
+
+Those of a checkpoint, or of a Hugging Face folder, take the place of the recipe's own, with their architecture and
+tokenizer. Only the policy is started: what
+the recipe says of weights to begin with, and of other models, is left out.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_rl_mcore.config.base import ConfigError, Problem, folder_or_name
+from nemo_rl_mcore.config.megatron import UNDIVIDED
+from nemo_rl_mcore.config.run_config import RunConfig
+from nemo_rl_mcore.driver.data_files import has_template
+from nemo_rl_mcore.driver.saved_run import RECIPE_FILE, TOKENIZER_FOLDER, read_recipe_of
+from nemo_rl_mcore.models import count_parameters
+from nemo_rl_mcore.models.memory import WEIGHT_BYTES, estimate_memory
+from nemo_rl_mcore.models.pretrained import pretrained_model, read_hf_config
+from nemo_rl_mcore.recipe.environment_values import value_now
+from nemo_rl_mcore.recipe.load import load_recipe
+from nemo_rl_mcore.recipe.sources import Recipe, read_recipe
+from nemo_rl_mcore.tools.check.gpus import visible_gpus
+
+_OTHER_MODELS = {"value": {"optimizer": {"lr": 1.0}}, "teacher": {"init_checkpoint": "none"}}
+"""What leaves nothing of the sections of models that are not started to be wrong."""
+ONE_RANK = {
+    "cluster.num_nodes": 1,
+    "cluster.cpu_workers_per_node": 1,
+    **{f"policy.megatron_cfg.{key}": value for key, value in UNDIVIDED.items()},
+}
+"""The keys of a recipe that has one rank."""
+_LONGEST = 4096
+"""Tokens of prompt and response together, where nothing but a Hugging Face folder says it."""
+
+
+def load_over_given_weights(
+    overrides: Iterable[str],
+    *,
+    config: str | None = None,
+    checkpoint: str | None = None,
+    hf: str | None = None,
+    few_ranks: bool = False,
+) -> RunConfig:
+    """Return the configuration over the weights that a command line names, or over those that its recipe begins with.
+
+    config: the recipe; without it, it is the checkpoint's. checkpoint, hf: folders, one of them at most.
+    few_ranks: see `on_few_ranks`. Raises ConfigError.
+    """
+    recipe = None if config is None else Path(config)
+    if checkpoint is not None:
+        return load_recipe_of(Path(checkpoint), overrides, recipe=recipe, few_ranks=few_ranks)
+    if hf is not None:
+        return load_over_hugging_face(hf, overrides, recipe=recipe, few_ranks=few_ranks)
+    if recipe is None:
+        raise ConfigError(
+            [Problem("missing", "--config", "missing", "name a recipe, or weights: --checkpoint DIR")]
+        )
+    read = read_recipe(recipe)
+    _without_other_models(read.tree)
+    return load_recipe(read, overrides)
+
+
+def load_recipe_of(
+    folder: Path, overrides: Iterable[str] = (), *, recipe: Path | None = None, few_ranks: bool = False
+) -> RunConfig:
+    """Return the configuration over a checkpoint's weights, by its own recipe, or by another one.
+
+    few_ranks: see `on_few_ranks`. Raises ConfigError.
+    """
+    path = folder / RECIPE_FILE
+    try:
+        saved = read_recipe_of(folder)
+    except ValueError as error:
+        raise ConfigError(
+            [Problem("not-readable", str(path), str(error), "name another checkpoint")]
+        ) from error
+    read = read_recipe(recipe or path)
+    section = cast("Mapping[str, object]", saved.get("policy") or {})
+    if recipe is not None:
+        _replace(read.tree, {f"policy.{key}": section.get(key) for key in ("model", "tokenizer")})
+    _without_other_models(read.tree)
+    # What the run itself began with, or learned from, may be gone by now.
+    _replace(read.tree, {"policy.model_name": None, "policy.init_checkpoint": None, "warm_start": None})
+    config = on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
+    own, tokenizer = folder.absolute() / TOKENIZER_FOLDER, config.policy.tokenizer
+    saved_name = cast("Mapping[str, object]", section.get("tokenizer") or {}).get("name")
+    if (
+        own.is_dir()
+        and isinstance(saved_name, str)
+        and tokenizer.name == folder_or_name(value_now(saved_name) or "")
+    ):
+        tokenizer = tokenizer.model_copy(update={"name": str(own)})
+    changed = {"init_checkpoint": str(folder.absolute()), "tokenizer": tokenizer}
+    return config.model_copy(update={"policy": config.policy.model_copy(update=changed)})
+
+
+def load_over_hugging_face(
+    folder: str, overrides: Iterable[str] = (), *, recipe: Path | None = None, few_ranks: bool = False
+) -> RunConfig:
+    """Return the configuration over the weights of a Hugging Face folder, by a recipe, or by no more than the folder.
+
+    few_ranks: see `on_few_ranks`. Raises ConfigError.
+    """
+    _require_hugging_face(folder)
+    folder = str(Path(folder).absolute())
+    read = Recipe(_bare_recipe(folder), ()) if recipe is None else read_recipe(recipe)
+    _without_other_models(read.tree)
+    weights = {"model": None, "init_checkpoint": None, "model_name": folder, "tokenizer": {"name": folder}}
+    _replace(read.tree, {f"policy.{key}": value for key, value in weights.items()} | {"warm_start": None})
+    return on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
+
+
+def on_few_ranks(recipe: Recipe, overrides: Iterable[str]) -> RunConfig:
+    """Return the configuration on one rank, where a rank of the recipe has room for the whole model.
+
+    What a rank that trains needs, gradients and optimizer included, tells how much memory it has. A model that is
+    larger keeps its parts, without further copies of them. Overrides come last. Raises ConfigError.
+    """
+    overrides = list(overrides)
+    config = load_recipe(Recipe(recipe.tree.copy(), recipe.files), overrides)
+    policy, cluster = config.policy, config.cluster
+    whole = count_parameters(policy.model) * WEIGHT_BYTES[policy.precision]
+    needed = policy.megatron_cfg.model_parallel_size
+    if whole <= estimate_memory(config).models["policy"].total:
+        _replace(recipe.tree, {**ONE_RANK, "cluster.gpus_per_node": min(cluster.gpus_per_node, 1)})
+    elif needed <= cluster.workers_per_node:
+        workers = "cpu_workers_per_node" if cluster.on_cpu else "gpus_per_node"
+        _replace(recipe.tree, {"cluster.num_nodes": 1, f"cluster.{workers}": needed})
+    return load_recipe(recipe, overrides)
+
+
+def _bare_recipe(folder: str) -> DictConfig:
+    """Return a recipe that says nothing which the folder does not."""
+    model = pretrained_model(folder)
+    described = read_hf_config(folder)
+    assert model is not None
+    assert described is not None
+    longest = min(model.max_position_embeddings, _LONGEST)
+    dtype = described.get("dtype") or described.get("torch_dtype")
+    return OmegaConf.create(
+        {
+            "sft": {"max_num_steps": 1},
+            "policy": {
+                "precision": "float32" if dtype in (None, "float32") else "bfloat16",
+                "train_global_batch_size": 1,
+                "train_micro_batch_size": 1,
+                "max_total_sequence_length": longest,
+                "megatron_cfg": {"optimizer": {"lr": 1.0}},
+                "generation": {"max_new_tokens": longest // 2},
+            },
+            # Prompts are those of the command line: the class is not looked for.
+            "cluster": {"gpus_per_node": min(visible_gpus(), 1)},
+            "data": {
+                "dataset_name": "custom",
+                "type": "of_the:CommandLine",
+                "apply_chat_template": has_template(Path(folder)),
+            },
+        }
+    )
+
+
+def _require_hugging_face(folder: str) -> None:
+    """Raise ConfigError for what is no folder of weights that can be loaded."""
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            [
+                Problem(
+                    "not-found", "--hf", f"no folder {folder!r} in {Path.cwd()}", "name a Hugging Face folder"
+                )
+            ]
+        )
+    if (Path(folder) / RECIPE_FILE).is_file():
+        raise ConfigError(
+            [
+                Problem(
+                    "wrong-kind",
+                    "--hf",
+                    f"{folder!r} is a checkpoint of a run",
+                    f"write --checkpoint {folder}",
+                )
+            ]
+        )
+    try:
+        pretrained_model(folder)
+    except ConfigError as error:
+        raise ConfigError(
+            [Problem(one.code, "--hf", one.what, one.remedy) for one in error.problems]
+        ) from error
+
+
+def _without_other_models(tree: DictConfig) -> None:
+    _replace(tree, {name: section for name, section in _OTHER_MODELS.items() if name in tree})
+
+
+def _replace(tree: DictConfig, values: Mapping[str, object]) -> None:
+    for key, value in values.items():
+        OmegaConf.update(tree, key, value, merge=False, force_add=True)

@@ -1,0 +1,66 @@
+"""Writing a checkpoint's weights as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.data.hub_cache import local_folder
+from nemo_rl_mcore.driver.algorithms.run_start import require_whole
+from nemo_rl_mcore.driver.observability.ending import exit_status
+from nemo_rl_mcore.driver.output import say_aside, write_line
+from nemo_rl_mcore.driver.parts import tokenizer_of
+from nemo_rl_mcore.driver.policy import open_place, start_frozen
+from nemo_rl_mcore.driver.saved_run import read_recipe_of
+from nemo_rl_mcore.errors import RunStoppedError, code_of
+from nemo_rl_mcore.models import missing_family
+from nemo_rl_mcore.recipe.environment_values import value_now
+
+
+def run_export(config: RunConfig, output: str) -> int:
+    """Write the weights of `policy.init_checkpoint` to the folder; see `exit_status`."""
+    folder = Path(output).absolute()
+    was_there = folder.exists()
+
+    def left_behind() -> str:
+        # It has its name when it is whole. A signal waits for the call that writes it, which may come to its end.
+        return (
+            f"the weights are in {folder}"
+            if folder.exists() and not was_there
+            else f"{output!r} was not written"
+        )
+
+    return exit_status(lambda: export(config, folder), left_behind)
+
+
+def export(config: RunConfig, output: Path) -> None:
+    """Write the weights; raises RunStoppedError."""
+    origin = _origin(config, output)
+    with (
+        open_place(config) as cluster,
+        start_frozen(config, cluster) as policy,
+    ):
+        policy.export_hf(str(output), origin=origin)
+    write_line(sys.stdout, f"the weights are in {output}")
+
+
+def _origin(config: RunConfig, output: Path) -> str | None:
+    """Return the model that the run started from, if it still exists; refuse what would fail after ranks started."""
+    policy = config.policy
+    assert policy.init_checkpoint is not None
+    folder = Path(policy.init_checkpoint)
+    require_whole(str(folder), "--checkpoint", config.checkpointing, say_aside)
+    try:
+        recipe: Any = read_recipe_of(folder)
+    except ValueError as error:
+        raise RunStoppedError(str(error), code=code_of(error)) from error
+    if reason := missing_family(policy.model):
+        raise RunStoppedError(f"--checkpoint {str(folder)!r}: {reason}")
+    if output.exists():
+        raise RunStoppedError(f"--output {str(output)!r} exists already; name another folder")
+    tokenizer_of(policy)
+    given: str | None = recipe["policy"].get("model_name")
+    name = given and value_now(given)
+    return name if name is not None and local_folder(name) is not None else None

@@ -1,0 +1,129 @@
+"""The recipe in the making, and what is said of each change."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import cast
+
+from nemo_rl_mcore.config.base import Code, Problem, Tree, value_at
+from nemo_rl_mcore.recipe.foreign.judgement import shown
+
+
+class Kind(Enum):
+    """What became of a key; the report has a group for each, in this order."""
+
+    RENAMED = "under another name here"
+    CHANGED = "changed, as it would mean something else here"
+    WARNED = "left out, which changes speed, memory or what is recorded, and no result"
+    FILES = "files of prompts, copied next to the recipe"
+    REFUSED = "refused, and in the file as comments"
+    OPEN = "left for you to settle"
+
+
+ONLY_OURS = (
+    *("data.apply_chat_template", "data.special_tokens_in_content", "data.overlong", "data.imitated"),
+    *(f"{loop}.val_greedy" for loop in ("grpo", "ppo", "distillation")),
+    *(
+        "loss_fn.tail_mass",
+        "env.math.response.regex",
+        "env.math.unparsable",
+        "policy.generation.fit_to_sequence",
+        "policy.megatron_cfg.optimizer.decay_norms_and_biases",
+    ),
+)
+"""Keys that a migration sets, and that no recipe of NeMo RL has."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """One thing to say of a key."""
+
+    kind: Kind
+    path: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what}"
+
+
+@dataclass
+class Draft:
+    """A recipe on its way from NeMo RL's keys to ours.
+
+    tree: the recipe, without interpolations. comments: lines to write above keys of ours.
+    refused: keys that are left out, with their values, as comments. dropped: those that say nothing here.
+    problems: why keys were refused. origins: which key of theirs gave which of ours. files: those of prompts that were
+    found, by the paths of their keys.
+    """
+
+    algorithm: str
+    tree: Tree
+    notes: list[Note] = field(default_factory=list[Note])
+    comments: dict[str, str] = field(default_factory=dict[str, str])
+    refused: dict[str, tuple[object, str]] = field(default_factory=dict[str, tuple[object, str]])
+    dropped: list[str] = field(default_factory=list[str])
+    problems: list[Problem] = field(default_factory=list[Problem])
+    origins: dict[str, str] = field(default_factory=dict[str, str])
+    files: dict[str, Path] = field(default_factory=dict[str, Path])
+
+    def get(self, path: str) -> object:
+        """Return the value at a path, null where there is none."""
+        return value_at(self.tree, path)
+
+    def number(self, path: str) -> int | None:
+        """Return the whole number at a path; None for anything else, which is told when the recipe is checked."""
+        value = self.get(path)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def section(self, path: str) -> Tree:
+        """Return the section at a path; an empty one where there is none."""
+        value = self.get(path)
+        return cast("Tree", value) if isinstance(value, dict) else {}
+
+    def has(self, path: str) -> bool:
+        """Return whether a key is written, though it be null."""
+        parent, _, key = path.rpartition(".")
+        return key in (self.section(parent) if parent else self.tree)
+
+    def set(self, path: str, value: object) -> None:
+        """Write a key, and the sections above it."""
+        *above, last = path.split(".")
+        section = self.tree
+        for key in above:
+            inner = section.get(key)
+            below = cast("Tree", inner) if isinstance(inner, dict) else Tree()
+            section[key] = below
+            section = below
+        section[last] = value
+
+    def pop(self, path: str) -> object:
+        """Take a key out."""
+        parent, _, key = path.rpartition(".")
+        return (self.section(parent) if parent else self.tree).pop(key, None)
+
+    def change(self, path: str, value: object, why: str) -> None:
+        """Set a key to what its value, or its absence, means here; the file and the report say why.
+
+        One that NeMo RL does not have was written for this package, and stands.
+        """
+        before = self.get(path)
+        if before is not None and path in ONLY_OURS:
+            return
+        self.set(path, value)
+        arrow = "" if before is None else f"{shown(before)} -> "
+        self.notes.append(Note(Kind.CHANGED, path, f"{arrow}{shown(value)}; {why}"))
+        self.comments[path] = why if before is None else f"NeMo RL: {shown(before)}. {_sentence(why)}"
+
+    def refuse(
+        self, path: str, value: object, remedy: str, what: str = "", code: Code = "not-supported"
+    ) -> None:
+        """Leave a key out that asks for something that is missing here."""
+        self.refused[path] = (value, remedy)
+        self.problems.append(
+            Problem("not-supported", path, what or f"{shown(value)} does not carry over", remedy)
+        )
+        self.notes.append(Note(Kind.REFUSED, path, f"{shown(value)}; {remedy}" if remedy else shown(value)))
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."

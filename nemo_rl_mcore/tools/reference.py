@@ -1,0 +1,177 @@
+"""The reference of all keys, made from the models and from the table of unsupported keys: a page for each section.
+
+Run as a module, it writes the pages into the folder that it is given.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from nemo_rl_mcore.config.base import StrictModel, join_path
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.config.run_config import RunConfig
+from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.recipe.foreign.judgement import ANY, OFF, ON, AnyUnless, Judgement, SameAs
+from nemo_rl_mcore.recipe.foreign.translated import TRANSLATED
+from nemo_rl_mcore.recipe.foreign.unsupported import UNSUPPORTED
+from nemo_rl_mcore.recipe.schema import allowed, section_of
+
+_INTRODUCTION = """\
+# Reference of the keys
+
+Every key of a recipe, with what it allows, its default and its meaning.
+[Configuration](../configuration.md) says how recipes are put together.
+The pages are generated; a test keeps them equal to the models:
+
+```bash
+uv run python -m nemo_rl_mcore.tools.reference docs/reference
+```
+"""
+
+_UNSUPPORTED_INTRODUCTION = """\
+## Keys that do nothing here
+
+A migration leaves such a key out at a neutral value, where it changes nothing. What another value does stands in the
+last columns: it is refused with an advice, or, where it costs speed or memory alone, left out and reported. The table
+stands in `nemo_rl_mcore/config/foreign/`.
+"""
+
+
+_TRANSLATED_INTRODUCTION = """\
+# Keys of NeMo RL
+
+What [`migrate` and `--migrate`](../migrating.md) make of them; a recipe that is run without has none.
+
+## Keys that have another name here
+
+They become the key next to them, and `async_rl`, which NeMo RL has for GRPO alone, makes the run asynchronous.
+"""
+
+_PAGES_OF_THEIR_OWN = ("policy.model", "policy.megatron_cfg", "policy.generation")
+"""Sections inside others that are long enough for a page."""
+
+_FOREIGN_PAGE = "nemo_rl"
+
+type _Section = tuple[str, str]
+"""A section's path, and its text."""
+
+
+def reference_pages() -> dict[str, str]:
+    """Return the pages as Markdown, by the names of their files; each ends with a line feed."""
+    top, *shared = _sections(RunConfig, "")
+    pages: dict[str, list[_Section]] = {}
+    for section in shared:
+        pages.setdefault(_page_of(section[0]), []).append(section)
+    pages |= {name: list(_sections_of_its_own(kind)) for name, kind in RUN_CONFIGS.items()}
+    titles = {name: ", ".join(f"`{path}`" for path, _ in sections) for name, sections in pages.items()}
+    texts = {name: _page(name, sections) for name, sections in pages.items()}
+    foreign = _TRANSLATED_INTRODUCTION + "\n" + _translated_table() + "\n" + _unsupported_section()
+    contents = (
+        *((f"[{name}]({name}.md)", title) for name, title in titles.items()),
+        (
+            f"[{_FOREIGN_PAGE}]({_FOREIGN_PAGE}.md)",
+            "keys of NeMo RL that have another name here, or do nothing",
+        ),
+    )
+    index = "\n".join((_INTRODUCTION, _table(("page", "sections"), iter(contents)), top[1]))
+    texts |= {"index": index, _FOREIGN_PAGE: foreign}
+    return {f"{name}.md": text for name, text in texts.items()}
+
+
+def _page_of(path: str) -> str:
+    """Return the page of a section that all recipes have: that of a section around it, or of its first name."""
+    own = (page for page in _PAGES_OF_THEIR_OWN if path == page or path.startswith(f"{page}."))
+    return next(own, path.partition(".")[0])
+
+
+def _page(name: str, sections: list[_Section]) -> str:
+    purpose = f"What recipes of `{name}` have besides the sections of all.\n" if name in RUN_CONFIGS else ""
+    return "\n".join(
+        (f"# Keys of `{name}`\n", *([purpose] if purpose else []), *(text for _, text in sections))
+    )
+
+
+def _sections_of_its_own(kind: type[RunConfig]) -> Iterator[_Section]:
+    """Yield what recipes of an algorithm have besides the sections that all have."""
+    for name in (name for name in kind.model_fields if name not in RunConfig.model_fields):
+        section = section_of(kind.model_fields[name])
+        assert section is not None
+        yield from _sections(section, name)
+
+
+def _sections(model: type[StrictModel], path: str) -> Iterator[_Section]:
+    """Yield a section's own keys, then the sections inside it; one that may be null is a key as well.
+
+    The keys of sources stand once, below data.train.
+    """
+    inner = {name: section for name, field in model.model_fields.items() if (section := section_of(field))}
+    own = {name: field for name, field in model.model_fields.items() if inner.get(name) != field.annotation}
+    title = f"## `{path}`" if path else "## Top level"
+    rows = (_row(name, field) for name, field in own.items())
+    table = _table(("key", "allowed", "default", "meaning"), rows)
+    yield path, f"{title}\n\n{inspect.getdoc(model)}\n\n{table}"
+    for name, section in inner.items():
+        inside = join_path(path, name)
+        if section is not SourceConfig or inside == "data.train":
+            yield from _sections(section, inside)
+
+
+def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
+    default = "required" if field.is_required() else f"`{_yaml(field.default)}`"
+    return f"`{name}`", allowed(field), default, " ".join((field.description or "").split())
+
+
+def _translated_table() -> str:
+    rows = ((f"`{foreign}`", f"`{own}`") for foreign, own in TRANSLATED.items())
+    return _table(("key", "becomes"), rows)
+
+
+def _unsupported_section() -> str:
+    rows = (_unsupported_row(path, known) for path, known in UNSUPPORTED.items())
+    return _UNSUPPORTED_INTRODUCTION + "\n" + _table(("key", "neutral", "otherwise", "what is said"), rows)
+
+
+def _unsupported_row(path: str, known: Judgement) -> tuple[str, ...]:
+    otherwise = "" if known.neutral == (ANY,) else "reported" if known.warns else "refused"
+    return f"`{path}`", " or ".join(_neutral(value) for value in known.neutral), otherwise, known.remedy
+
+
+def _neutral(value: object) -> str:
+    if isinstance(value, SameAs):
+        return f"the value of `{value.other}`"
+    if isinstance(value, AnyUnless):
+        return f"any value where `{value.path}` is off"
+    if value is ANY:
+        return "any value; it is not read"
+    if value is OFF or value is ON:
+        return "off (`enabled: false`)" if value is OFF else "on, or left out"
+    return f"`{_yaml(value)}`"
+
+
+def _yaml(value: object) -> str:
+    """Write a value as a recipe does."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _table(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [_line(row) for row in rows] or [_line(("none", *("",) * (len(headings) - 1)))]
+    return "\n".join((_line(headings), _line(("---",) * len(headings)), *lines)) + "\n"
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _write(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in reference_pages().items():
+        (folder / name).write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    _write(Path(sys.argv[1]))

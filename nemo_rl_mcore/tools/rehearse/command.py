@@ -1,0 +1,234 @@
+"""The command `rehearse`: shrinks a recipe, runs it, and prints what that proves."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_mcore.config.base import ConfigError, Tree, value_at
+from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_config import RunConfig
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.observability.ending import EXIT_FAILED, exit_status
+from nemo_rl_mcore.driver.output import command, write_line
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.recipe.load import load_with_warnings
+from nemo_rl_mcore.tools.check import preflight
+from nemo_rl_mcore.tools.check.given_weights import ONE_RANK
+from nemo_rl_mcore.tools.migrate.draft import Kind
+from nemo_rl_mcore.tools.migrate.migrate import Migrated, migrate
+from nemo_rl_mcore.tools.rehearse import proofs
+from nemo_rl_mcore.tools.rehearse.compared import Found, Refused
+from nemo_rl_mcore.tools.rehearse.critic import critic_on_one_rank
+from nemo_rl_mcore.tools.rehearse.layouts import Layout, apart, layouts_of
+from nemo_rl_mcore.tools.rehearse.portable import packed
+from nemo_rl_mcore.tools.rehearse.ran import Ran, Row, loaded, resumed, run_in
+from nemo_rl_mcore.tools.rehearse.rates import raise_rates
+from nemo_rl_mcore.tools.rehearse.schedule import Schedule
+from nemo_rl_mcore.tools.rehearse.shrink import (
+    Shrink,
+    put,
+    rollout_steps,
+    shrinks,
+    shrunk,
+    teacher_folder,
+)
+from nemo_rl_mcore.tools.rehearse.table import Line, Table, Verdict
+
+EXIT_NOT_REHEARSED = 2
+"""Exit status of a recipe that has problems, so that nothing ran."""
+OF_VLLM = ("policy.generation.vllm_cfg.", "policy.generation.vllm_kwargs.")
+"""Settings that only vLLM reads."""
+_NOT_VLLM = "not supported with vLLM; the rehearsal samples with the embedded engine"
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A recipe to rehearse.
+
+    schedule: its learning rates, in NeMo RL's own keys for a recipe of NeMo RL. theirs: whether it is one.
+    open: keys that have no counterpart. of_vllm: settings of vLLM alone that are not supported.
+    """
+
+    config: RunConfig
+    schedule: Schedule
+    theirs: bool = False
+    open: tuple[str, ...] = ()
+    of_vllm: tuple[Shrink, ...] = ()
+
+
+def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequence[str]) -> int:
+    """Rehearse a recipe, and return 0 where all that ran is as it is to be, 1 where something is not.
+
+    Raises ConfigError for a recipe that has problems. Its files are removed unless something failed.
+    """
+    started = time.monotonic()
+    read = read_rehearsed(recipe, overrides)
+    table = Table(recipe, read.config.algorithm, open=[*read.open])
+    folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    layouts = layouts_of(read.config, ranks)
+    table.layouts = [str(layout) for layout in layouts]
+    runs, factor = small_runs(read, layouts, folder, table)
+    for line in (*_introduction(table), apart(layouts)):
+        if line:
+            write_line(sys.stdout, line)
+    status = exit_status(lambda: _rehearse(runs, read, factor, table), lambda: f"its files are in {folder}")
+    table.seconds = time.monotonic() - started
+    for line in table.rows():
+        write_line(sys.stdout, line)
+    if json_file is not None:
+        table.write(Path(json_file))
+    if status == 0 and not table.failed:
+        shutil.rmtree(folder, ignore_errors=True)
+        calls = ("migrate",) if read.theirs else (read.config.algorithm, "--config")
+        where = "" if read.theirs or read.config.cluster.on_cpu else ", on the machines of the run"
+        write_line(sys.stdout, f"next: `{command(*calls, recipe, *overrides)}`{where}")
+        return 0
+    write_line(sys.stdout, f"the files of the rehearsal are in {folder}")
+    return status or EXIT_FAILED
+
+
+def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
+    """Read a recipe of ours, or migrate one of NeMo RL, without its unsupported keys; raises ConfigError."""
+    try:
+        config = load_with_warnings(recipe, overrides)[0]
+    except ConfigError as error:
+        if not any(problem.code == "foreign-recipe" for problem in error.problems):
+            raise
+    else:
+        return Rehearsed(config, _schedule(config))
+    migrated, of_vllm = _migrated(recipe, overrides)
+    if migrated.config is None:
+        raise ConfigError(migrated.problems)
+    left_out = tuple(str(note) for note in migrated.draft.notes if note.kind in (Kind.REFUSED, Kind.OPEN))
+    theirs = Schedule.of_nemo_rl(migrated.read.tree, rollout_steps(migrated.config))
+    return Rehearsed(migrated.config, theirs or _schedule(migrated.config), True, left_out, of_vllm)
+
+
+def _migrated(recipe: str, overrides: Sequence[str]) -> tuple[Migrated, tuple[Shrink, ...]]:
+    """Migrate a recipe; where only settings of vLLM are refused, without them, as the rehearsal samples elsewhere."""
+    migrated = migrate(recipe, overrides)
+    paths = {problem.path: None for problem in migrated.problems}
+    if migrated.config is not None or not all(path.startswith(OF_VLLM) for path in paths):
+        return migrated, ()
+    dropped = [Shrink(path, value_at(migrated.read.tree, path), None, _NOT_VLLM) for path in paths]
+    return migrate(recipe, [*overrides, *(f"~{path}" for path in paths)]), tuple(dropped)
+
+
+def _schedule(config: RunConfig) -> Schedule:
+    return Schedule.of(config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler)
+
+
+def small_runs(read: Rehearsed, layouts: list[Layout], folder: Path, table: Table) -> tuple[list[Ran], float]:
+    """Make a recipe of each layout; return them, and what their learning rates are multiplied by.
+
+    Raises ConfigError for what the rules, or this machine, do not allow.
+    """
+    runs, factor = list[Ran](), 1.0
+    for number, layout in enumerate(layouts):
+        own = folder / f"layout_{number + 1}"
+        own.mkdir()
+        small = shrunk(read.config, layouts, number, own)
+        if value_at(small.tree, "teacher") is not None:
+            proofs.make_teacher(_alone(small.tree), teacher_folder(own))
+        raised = raise_rates(small, loaded(small.tree), read.schedule)
+        config = loaded(small.tree)
+        preflight(config, elsewhere=False, of_a_run=True)
+        if number == 0:
+            factor = raised
+            table.shrinks = [*read.of_vllm, *shrinks(read.config, config, small.why)]
+        runs.append(Ran(small.tree, layout, own))
+    return runs, factor
+
+
+def _alone(tree: Tree) -> PolicyConfig:
+    """Return the policy of a recipe on one rank."""
+    alone: Tree = {"policy": copy.deepcopy(tree["policy"])}
+    for path, value in ONE_RANK.items():
+        if path.startswith("policy."):
+            put(alone, path, value)
+    return PolicyConfig.model_validate(alone["policy"])
+
+
+def _introduction(table: Table) -> list[str]:
+    lines = [f"rehearsal of {table.recipe}, a recipe of {table.algorithm}: {', '.join(table.layouts)}"]
+    lines += [f"left out: {one}" for one in table.open]
+    return [*lines, f"{len(table.shrinks)} keys are changed:", *(f"  {one}" for one in table.shrinks)]
+
+
+def _rehearse(runs: list[Ran], read: Rehearsed, factor: float, table: Table) -> None:
+    largest = max((ran.config.cluster for ran in runs), key=lambda cluster: cluster.world_size)
+    with RayCluster(largest, more_cpus=runs[0].config.env.pool_cpus) as session:
+        went_on: list[Row] = []
+        for number, ran in enumerate(runs):
+            _prove(table, ran, "two steps, saves, export", lambda ran=ran: _ran(ran, session))
+            if number == 0 and not table.failed:
+                _prove(table, ran, "a kill, a resume", lambda ran=ran: _went_on(ran, session, went_on))
+    if table.failed:
+        return
+    table.run = packed(runs[0])
+    for number, ran in enumerate(runs):
+        for name, proof in _proofs(ran, read, factor, went_on, first=number == 0):
+            _prove(table, ran, name, proof)
+
+
+def _ran(ran: Ran, session: RayCluster) -> str:
+    run_in(ran, session)
+    return f"on {ran.layout.ranks} ranks"
+
+
+def _went_on(ran: Ran, session: RayCluster, went_on: list[Row]) -> str:
+    went_on += resumed(ran, session)
+    if went_on[-1].get("recovery/restarts") != 1:
+        raise Found("the killed rank was not replaced")
+    return "from a copy of the folder after step 1; a rank killed in step 2"
+
+
+def _proofs(
+    ran: Ran, read: Rehearsed, factor: float, went_on: list[Row], *, first: bool
+) -> list[tuple[str, Callable[[], str]]]:
+    twins = proofs.Twins(ran)
+    every = [
+        ("sampled = trained", lambda: proofs.sampled(ran)),
+        ("split step = train", twins.split),
+        ("layout = one rank", twins.layout),
+    ]
+    if "value" in ran.config.models:
+        every.append(("critic = one rank", lambda: critic_on_one_rank(ran)))
+    if not first:
+        return every
+    return [
+        ("resume = continue", lambda: f"{proofs.resumes(ran, went_on)}, {proofs.resumed_states(ran)}"),
+        ("rates = schedule", lambda: proofs.learning_rates(ran, read.schedule, factor)),
+        *every,
+        ("engines = weights", twins.refits),
+        ("masked = ignored", twins.masked),
+        ("fused = unfused", twins.fused),
+        ("packed = padded", twins.packed),
+        ("export = import", twins.exported),
+        ("export = transformers", twins.transformers),
+    ]
+
+
+def _prove(table: Table, ran: Ran, name: str, proof: Callable[[], str]) -> None:
+    started = time.monotonic()
+    try:
+        verdict, why = Verdict.PROVEN, proof()
+    except Refused as reason:
+        verdict, why = Verdict.REFUSED, str(reason)
+    except (Found, RunStoppedError) as error:
+        verdict, why = Verdict.FAILED, _first_line(error)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it stands beside the other lines
+        verdict, why = Verdict.FAILED, f"{type(error).__name__}: {_first_line(error)}"
+    table.lines.append(Line(name, verdict, why, str(ran.layout), time.monotonic() - started))
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what a failure says before the tracebacks of the processes that it came from."""
+    return next(iter(str(error).splitlines()), "")

@@ -1,0 +1,1 @@
+"""`replay`: train again on the groups that a run has kept, and compare."""

@@ -1,0 +1,308 @@
+"""The session's life and death, seen from outside: which of its processes run, and where they listen."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from processes import ProcessWatch
+from refusals import refused
+
+from nemo_rl_mcore.config import ClusterConfig
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.failures import RankIdentity
+from nemo_rl_mcore.errors import RunStoppedError
+
+pytestmark = pytest.mark.stage("processes")
+
+DRIVER = """
+import os, sys, time
+from nemo_rl_mcore.config import ClusterConfig
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.failures import RankIdentity
+from nemo_rl_mcore.driver.actors.failures import WorkerError
+from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
+
+class Rank:
+    def rank(self):
+        return os.environ["RANK"]
+    def hang(self):
+        time.sleep(600)
+
+print("starting", flush=True)
+with RayCluster(ClusterConfig(cpu_workers_per_node=2)) as cluster:
+    with RayWorkerGroup(Rank, cluster) as group:
+        print("ready", flush=True)
+        {body}
+print("left", flush=True)
+"""
+
+
+class Driver:
+    def __init__(self, body: str, **environment: str) -> None:
+        self.watch = ProcessWatch()
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", textwrap.dedent(DRIVER).format(body=body)],
+            env={**os.environ, **self.watch.environment, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.watch.follow(self.process.pid)
+
+    def next_line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def wait_until_ready(self) -> None:
+        assert [self.next_line(), self.next_line()] == ["starting", "ready"]
+
+    def wait(self, timeout_s: float = 20) -> tuple[int, str, str]:
+        output, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output, errors
+
+    def clean_up(self) -> None:
+        self.watch.kill_all()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def start_driver() -> Iterator[type[Driver]]:
+    started: list[Driver] = []
+
+    class Tracked(Driver):
+        def __init__(self, body: str, **environment: str) -> None:
+            super().__init__(body, **environment)
+            started.append(self)
+
+    yield Tracked
+    for driver in started:
+        driver.clean_up()
+
+
+def listening_addresses(pids: set[int]) -> set[str]:
+    sockets = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                sockets.add(os.readlink(link))
+            except FileNotFoundError:
+                continue
+    tables = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()
+    ]
+    listening = [row for row in tables if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return {row[1].rpartition(":")[0] for row in listening}
+
+
+LOOPBACK_V4, LOOPBACK_V4_IN_V6 = "0100007F", "0000000000000000FFFF00000100007F"
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Ray's sockets have no room for pytest's."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_session_listens_on_the_loopback_only_has_a_private_folder_and_leaves_nothing(
+    start_driver: type[Driver], short_folder: Path
+) -> None:
+    driver = start_driver("sys.stdin.readline()", RAY_TMPDIR=str(short_folder))
+    driver.wait_until_ready()
+    [folder] = short_folder.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [*folder.glob("ray/session_*/logs")]
+    pids = set(driver.watch.alive())
+    assert len(pids) >= 5  # gcs, raylet, agents, two ranks
+    addresses = listening_addresses(pids)
+    assert addresses
+    assert addresses <= {LOOPBACK_V4, LOOPBACK_V4_IN_V6}
+    code, output, errors = driver.wait()
+    assert (code, output, errors) == (0, "left\n", "")
+    assert [*short_folder.iterdir()] == []
+    assert driver.watch.all_gone(within_s=5), driver.watch.alive()
+
+
+def servers(driver: Driver, name: str) -> int:
+    """The process of Ray with that name."""
+    [pid] = [pid for pid, title in driver.watch.alive().items() if Path(title.split()[0]).name == name]
+    return pid
+
+
+@pytest.mark.exhaustive_cases("raylet")
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_a_dead_server_of_ray_is_named_and_ends_the_run(start_driver: type[Driver], server: str) -> None:
+    driver = start_driver("group.run_all('hang')")
+    driver.wait_until_ready()
+    os.kill(servers(driver, server), signal.SIGKILL)
+    code, _, errors = driver.wait(
+        timeout_s=40
+    )  # told within 2 s; then Ray takes its time to leave a dead session
+    assert code == 1
+    assert "WorkerError: hang " in errors
+    assert f" {server} (pid " in errors
+    assert driver.watch.all_gone(within_s=5), driver.watch.alive()
+
+
+@pytest.mark.exhaustive
+def test_signals_to_the_whole_process_group_reach_the_driver_alone(start_driver: type[Driver]) -> None:
+    arm = "signal.signal(number, lambda *_: print('signalled', flush=True))"
+    driver = start_driver(
+        f"import signal; [{arm} for number in (signal.SIGTERM, signal.SIGHUP)]; print('armed', flush=True); "
+        "sys.stdin.readline(); print('all there' if group.run_all('rank') else '', flush=True)"
+    )
+    driver.wait_until_ready()
+    assert driver.next_line() == "armed"
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.killpg(driver.process.pid, number)
+        assert driver.next_line() == "signalled"
+    code, output, errors = driver.wait()
+    assert (code, output, errors) == (0, "all there\nleft\n", "")
+
+
+@pytest.mark.nightly
+def test_ctrl_c_stops_the_session_cleanly(start_driver: type[Driver]) -> None:
+    driver = start_driver("group.run_all('hang')")
+    driver.wait_until_ready()
+    time.sleep(0.5)
+    for _ in range(2):  # the first one waits for the call to return
+        os.killpg(driver.process.pid, signal.SIGINT)  # a terminal sends it to the whole foreground group
+        time.sleep(0.5)
+    code, _, errors = driver.wait(timeout_s=15)
+    assert code == -signal.SIGINT
+    assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
+    assert errors.count("Traceback") == 1
+    assert driver.watch.all_gone(within_s=5), driver.watch.alive()
+
+
+@pytest.mark.exhaustive_cases("1.5")
+@pytest.mark.parametrize("delay_s", [0.5, 1.5])
+def test_ctrl_c_while_ray_starts_leaves_nothing(start_driver: type[Driver], delay_s: float) -> None:
+    driver = start_driver("sys.stdin.readline()")
+    assert driver.next_line() == "starting"
+    time.sleep(delay_s)
+    os.killpg(driver.process.pid, signal.SIGINT)
+    code, output, errors = driver.wait(timeout_s=30)
+    assert code == -signal.SIGINT
+    assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
+    assert "left" not in output
+    # Processes that Ray forgot end by themselves, but some only after 3 s.
+    assert driver.watch.all_gone(within_s=2), driver.watch.alive()
+
+
+@pytest.mark.exhaustive
+def test_a_killed_driver_takes_its_session_along(start_driver: type[Driver]) -> None:
+    driver = start_driver("group.run_all('hang')")
+    driver.wait_until_ready()
+    assert len(driver.watch.alive()) >= 5
+    driver.process.kill()
+    assert driver.watch.all_gone(within_s=15)
+
+
+def test_a_session_of_the_process_is_used_and_left_alone(cluster: RayCluster) -> None:
+    before = ray.get_runtime_context().get_job_id()
+    with RayCluster(ClusterConfig(cpu_workers_per_node=1)) as second:
+        assert len(second.place_ranks().slots) == 1
+    assert ray.is_initialized()
+    assert ray.get_runtime_context().get_job_id() == before
+
+
+def test_a_session_that_is_shared_protects_the_ranks_of_both(cluster: RayCluster) -> None:
+    other = cluster.shared_with(ClusterConfig(cpu_workers_per_node=1))
+    assert len(other.place_ranks().slots) == 1
+    assert other.log_dir == cluster.log_dir is not None
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        stopped = other.process_state(RankIdentity("here", process.pid, ""))
+        assert stopped == cluster.process_state(RankIdentity("here", process.pid, "")) != ""
+    finally:
+        process.kill()
+        process.wait()
+    with refused("missing-gpus", "cluster.gpus_per_node=4"):
+        cluster.shared_with(ClusterConfig(gpus_per_node=4))
+    assert ray.is_initialized()
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("cluster")
+def test_missing_gpus_name_the_keys() -> None:
+    with (
+        refused("missing-gpus", "cluster.num_nodes=1", "cluster.gpus_per_node=4", [0]),
+        RayCluster(ClusterConfig(gpus_per_node=4)),
+    ):
+        pass
+    assert ray.is_initialized()
+
+
+@pytest.fixture
+def without_session(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("without_session")
+def test_two_machines_need_a_cluster_that_runs() -> None:
+    with (
+        refused("no-cluster", "cluster.num_nodes=2", "RAY_ADDRESS"),
+        RayCluster(ClusterConfig(num_nodes=2)),
+    ):
+        pass
+
+
+@pytest.mark.smoke
+def test_a_dead_address_is_found_within_seconds_and_named(without_session: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, so that nobody takes it, but it does not listen
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        without_session.setenv("RAY_ADDRESS", address)
+        start = time.monotonic()
+        with refused("no-cluster", f"RAY_ADDRESS={address}", "refused"):
+            RayCluster(ClusterConfig(cpu_workers_per_node=1)).__enter__()
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("address", ["auto", "not an address", "127.0.0.1:99999", "no host.invalid:6379"])
+def test_an_address_without_a_cluster_is_named(
+    without_session: pytest.MonkeyPatch, tmp_path: Path, address: str
+) -> None:
+    without_session.setenv("RAY_ADDRESS", address)
+    without_session.setenv("RAY_TMPDIR", str(tmp_path))
+
+    def refuse(address: str, **_options: object) -> None:
+        raise ConnectionError(f"Could not find any running Ray instance at {address}")
+
+    if address == "auto":
+        without_session.setattr(ray, "init", refuse)
+    with refused("no-cluster", f"RAY_ADDRESS={address} "):
+        RayCluster(ClusterConfig(cpu_workers_per_node=1)).__enter__()
+
+
+def test_a_local_session_that_does_not_start_says_what_to_do(without_session: pytest.MonkeyPatch) -> None:
+    def fail(**_options: object) -> None:
+        raise Exception("timed out")
+
+    without_session.setattr(ray, "init", fail)
+    before = dict(os.environ)
+    with refused("session-start", "timed out", "RAY_ADDRESS", by=RunStoppedError):
+        RayCluster(ClusterConfig(cpu_workers_per_node=1)).__enter__()
+    assert dict(os.environ) == before

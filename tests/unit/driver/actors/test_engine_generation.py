@@ -1,0 +1,345 @@
+"""The driver's handle over a fake engine in real Ray actors: what it asks, when it refits, whom it starts again."""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from fake_engine import VOCABULARY, FakeEngine, next_logprobs
+from fake_generation import STOP, Weights, engine_of, generation, kill, prompts, until
+from refusals import refused
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.token_digests import digest_of_ids
+from nemo_rl_mcore.driver.actors.failures import Call, WorkerError
+from nemo_rl_mcore.engine.engine import WrongWeightsError
+from nemo_rl_mcore.ops.sampling import sample_keys
+
+pytestmark = pytest.mark.stage("distributed")
+
+# pytest's module names mean nothing to a worker.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def test_a_prompt_that_leaves_no_room_for_a_response_is_refused_as_by_the_training_model(cluster):
+    """An engine alone would cut the response short at the longest sequence, and say that it did not finish."""
+    with refused("prompt-length", "row 1", 11, 6, 17, "policy.max_total_sequence_length: 16"):
+        generation(cluster, Weights()).generate(prompts(10, 11), step=1)
+    with pytest.raises(WrongWeightsError, match="update_weights"):
+        generation(cluster, Weights()).generate(prompts(10, 10), step=1)
+
+
+@pytest.mark.smoke("shared_memory")
+@pytest.mark.parametrize("transport", ["shared_memory", "ray"])
+def test_rows_keep_their_order_and_their_noise_and_tell_the_weights_of_each_token(cluster, transport):
+    source, asked = Weights(), prompts(3, 5, 1, 4, 2)
+    with generation(cluster, source, transport) as engines:
+        engines.update_weights(0)
+        first = engines.generate(asked, step=1)
+        for row, length in enumerate(first["lengths"].tolist()):
+            tokens = first["tokens"][row, :length].tolist()
+            assert first["finished"][row] == (tokens[-1] in STOP)
+            assert {(b - a) % VOCABULARY for a, b in pairwise(tokens)} <= {7}, "of one seed and one prompt"
+            assert first["weight_versions"][row].tolist() == [0] * length + [-1] * (6 - length)
+        again = engines.generate(asked, step=1)
+        assert again["tokens"].tolist() == first["tokens"].tolist()
+        assert engines.generate(asked, step=2)["tokens"].tolist() != first["tokens"].tolist()
+
+        source.scale = 2.0
+        assert engines.generate(asked, step=1)["logprobs"].tolist() == first["logprobs"].tolist()
+        engines.update_weights(1)
+        fresh = engines.generate(asked, step=1)
+        assert fresh["tokens"].tolist() == first["tokens"].tolist()
+        drawn = torch.arange(6) < first["lengths"].unsqueeze(1)
+        assert torch.equal(fresh["logprobs"] != first["logprobs"], drawn)
+        assert fresh["weight_versions"].tolist() == [
+            [1 if version == 0 else -1 for version in row] for row in first["weight_versions"].tolist()
+        ]
+        assert source.sent == 2
+    with generation(cluster, source, transport, engines=1) as one:
+        one.update_weights(7)
+        assert one.generate(asked, step=1)["tokens"].tolist() == first["tokens"].tolist()
+
+
+class Noting(FakeEngine):
+    """Writes what it drew for each request into a folder, its setting."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.path = Path(folder) / f"{os.getpid()}.jsonl"
+
+    async def generate(self, requests, sampling, version=None, ticket=""):
+        found = await super().generate(requests, sampling, version, ticket)
+        with self.path.open("a") as file:
+            for request, response in zip(requests, found, strict=True):
+                drawn = {"seed": request.seed, "ids": [*response.tokens, len(request.stop_strings)]}
+                file.write(f"{json.dumps(drawn)}\n")
+        return found
+
+
+def test_each_request_has_its_noise_its_stop_strings_and_the_digest_of_what_was_drawn(cluster, tmp_path):
+    asked = BatchedDataDict(
+        prompts(3, 5, 1, 4), turn_index=torch.tensor([0, 1, 2, 0]), stop_strings=[("a",), (), ("b", "c"), ()]
+    )
+    with generation(cluster, Weights(), engine=Noting, settings=str(tmp_path)) as engines:
+        engines.update_weights(0)
+        found = engines.generate(asked, step=1)
+    by_engine = [[json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.iterdir()]
+    assert [len(lines) for lines in by_engine] == [2, 2]
+    drawn = [
+        ids[:length] for ids, length in zip(found["tokens"].tolist(), found["lengths"].tolist(), strict=True)
+    ]
+    keys = sample_keys(3, 1, asked["prompt_index"], asked["sample_index"], asked["turn_index"]).tolist()
+    strings = map(len, asked["stop_strings"])
+    assert {line["seed"]: line["ids"] for lines in by_engine for line in lines} == {
+        key: [*ids, count] for key, ids, count in zip(keys, drawn, strings, strict=True)
+    }
+    assert found["digests"].tolist() == [digest_of_ids(ids) for ids in drawn]
+
+
+def test_a_refit_that_broke_off_is_done_again_before_the_next_answer(cluster):
+    source, asked = Weights(), prompts(3, 2)
+    with generation(cluster, source) as engines:
+        engines.update_weights(0)
+        source.fail = True
+        with pytest.raises(RuntimeError, match="broke off"):
+            engines.update_weights(1)
+        assert engines.generate(asked, step=1)["weight_versions"].max() == 1
+
+
+def test_engines_that_share_the_ranks_memory_sleep_and_are_refitted_when_they_wake(cluster):
+    source, asked = Weights(), prompts(3, 2)
+    with generation(cluster, source, sleeps=True) as engines:
+        engines.update_weights(0)
+        expected = engines.generate(asked, step=1)["logprobs"].tolist()
+        engines.offload()
+        engines.offload()
+        engines.update_weights(1)
+        assert engines.generate(asked, step=1)["logprobs"].tolist() == expected
+        assert source.sent == 2
+        engines.offload()
+        engines.update_weights(1)  # a validation came between: nothing was trained
+        assert engines.generate(asked, step=1)["weight_versions"].max() == 1
+        assert source.sent == 3
+
+
+def test_ranks_make_room_before_engines_that_share_their_memory_wake(cluster):
+    source, asleep = Weights(), []
+    with generation(cluster, source, sleeps=True, offload="grads_optimizer") as engines:
+        source.before_waking = lambda: asleep.append([engine.asleep for engine in engines._fleet.live])
+        engines.update_weights(0)
+        engines.offload()
+        engines.update_weights(1)
+        assert asleep == [[], [True, True]]  # before there is any, and before they wake
+        assert source.sent == 2
+    apart = {"colocated": {"enabled": False}}
+    with generation(cluster, Weights(), offload="grads_optimizer", keys=apart) as engines:
+        engines.update_weights(0)  # nobody is asked to
+
+
+def test_the_check_is_called_once_when_all_engines_have_weights_and_what_it_raises_ends_the_update(cluster):
+    source, found = Weights(), []
+
+    def check(engines):
+        found.append([[*rows] for rows in engines.next_logprobs([[3, 4], [5]], 2.0)])
+        if len(found) == 1:
+            raise ValueError("they differ")
+
+    with generation(cluster, source, check=check) as engines:
+        with pytest.raises(ValueError, match="they differ"):
+            engines.update_weights(0)
+        engines.update_weights(0)
+        engines.update_weights(1)
+    expected = [next_logprobs(10 * 50 * 1.0, prompt, 2.0).tolist() for prompt in ([3, 4], [5])]
+    told = [[[row.tolist() for row in engine] for engine in engines] for engines in found]
+    assert told == [[expected, expected]] * 2
+
+
+class ForgetsToSleep(FakeEngine):
+    async def sleep(self):
+        raise RuntimeError("no room")
+
+
+def test_an_engine_that_fails_but_lives_is_not_started_again(cluster):
+    with generation(cluster, Weights(), engine=ForgetsToSleep, sleeps=True, max_restarts=1) as engines:
+        engines.update_weights(0)
+        with pytest.raises(WorkerError, match=r"^fake engine \d .*no room") as caught:
+            engines.offload()
+        assert (caught.value.group, caught.value.method, caught.value.usable) == ("fake", "sleep", True)
+        engines.generate(prompts(3), step=1)
+
+
+def test_a_lost_engine_starts_anew_alone_as_often_as_the_kind_allows_then_the_run_ends(cluster, capsys):
+    source, asked = Weights(), prompts(3, 5, 1)
+    with generation(cluster, source, max_restarts=1) as engines:
+        engines.update_weights(4)
+        other, expected = engine_of(engines, 0), engines.generate(asked, step=4)
+        lost = kill(engines, 1)
+        assert equal(engines.generate(asked, step=4), expected)
+        said = capsys.readouterr().err
+        assert re.match(
+            r"fake engine 1 .* 0.1 s, 0 .*\(policy.generation.fake.max_restarts\): "
+            rf"fake engine 1 \(host .*, pid {lost.process.identity.pid}\) died .*generate \(step 4\)",
+            said,
+        )
+        again = engine_of(engines, 1)
+        assert again.version is None
+        assert engines.joining
+        assert equal(engines.generate(asked, step=4), expected)
+        assert (again.version, engine_of(engines, 0), engines.restarts) == (4, other, 1)
+        kill(engines, 1)
+        with refused("rank-died", "fake engine 1 ", "generate (step 4)", by=WorkerError) as caught:
+            engines.generate(asked, step=4)
+        assert (caught.value.group, caught.value.usable, caught.value.rank) == ("fake", False, 1)
+        assert "policy.generation.fake.max_restarts: 1 " in caught.value.__notes__[0]
+
+
+@pytest.mark.smoke
+def test_with_nobody_left_the_answer_comes_from_the_one_that_starts(cluster):
+    asked = prompts(3, 5, 1)
+    with generation(cluster, Weights(), engines=1, max_restarts=1) as engines:
+        engines.update_weights(0)
+        expected = engines.generate(asked, step=4)
+        kill(engines, 0)
+        assert equal(engines.generate(asked, step=4), expected)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "ray"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_refit_in_which_an_engine_is_lost_is_done_again_with_the_others(cluster, transport, how):
+    source, asked = Weights(), prompts(3, 2)
+    with generation(cluster, source, transport, max_restarts=1, call_timeout_s=3.0) as engines:
+        engines.update_weights(0)
+        lost = engine_of(engines, 1)
+        source.before_sending = lambda: kill(engines, 1, how)
+        engines.update_weights(1)
+        assert engines.generate(asked, step=1)["weight_versions"].max() == 1
+        again = until(lambda: engines.joining and engine_of(engines, 1))
+        assert again is not lost
+        assert gone(lost.process.identity.pid)
+        engines.rejoin()
+        assert (again.version, again.joined, engines.joining) == (1, True, False)
+        digest = engines.weights_digest
+        source.scale = 2.0
+        engines.update_weights(2)
+        assert {engine.version for engine in engines._fleet.live} == {2}
+        assert engines.weights_digest != digest
+
+
+def test_who_starts_anew_is_given_the_weights_alone(cluster):
+    source = Weights()
+    with generation(cluster, source, max_restarts=1) as engines:
+        engines.update_weights(0)
+        begun = counted(engine_of(engines, 0))
+        engine_of(engines, 1)
+        kill(engines, 1)
+        engines.generate(prompts(3, 2), step=1)
+        until(lambda: engines.joining)
+        engines.rejoin()
+        assert counted(engine_of(engines, 0)) == begun, "the other one goes on answering"
+        assert source.connected == [[0, 1], [1]]
+        engines.update_weights(1)
+        assert source.connected == [[0, 1], [1], [0, 1]]
+
+
+def test_ranks_that_started_anew_are_connected_again(cluster):
+    source = Weights()
+    with generation(cluster, source, engines=1) as engines:
+        engines.update_weights(0)
+        engines.update_weights(1)
+        source.incarnation = 1
+        engines.update_weights(2)
+        assert source.connected == [[0], [0]]
+
+
+class NeverStartsAgain(FakeEngine):
+    def __init__(self, pause_s):
+        super().__init__(0.0)
+        first = Path(pause_s)
+        if first.exists():
+            raise RuntimeError("no room")
+        first.touch()
+
+
+def test_a_start_that_fails_is_tried_again_later_and_later_until_no_restart_is_left(
+    cluster, tmp_path, capsys
+):
+    settings = str(tmp_path / "first")
+    with generation(
+        cluster, Weights(), engine=NeverStartsAgain, settings=settings, engines=1, max_restarts=3
+    ) as engines:
+        engines.update_weights(0)
+        kill(engines, 0)
+        with pytest.raises(WorkerError, match=r"^fake engine 0 .*no room") as caught:
+            engines.generate(prompts(3), step=1)
+        assert "max_restarts: 3 " in caught.value.__notes__[0]
+        delays = re.findall(r"restarts in ([\d.]+) s, (\d) restarts left", capsys.readouterr().err)
+        assert delays == [("0.1", "2"), ("0.2", "1"), ("0.4", "0")]
+
+
+def test_the_first_start_of_a_run_is_not_tried_again(cluster, tmp_path):
+    (tmp_path / "first").touch()
+    with (
+        generation(
+            cluster, Weights(), engine=NeverStartsAgain, settings=str(tmp_path / "first"), max_restarts=9
+        ) as engines,
+        pytest.raises(WorkerError, match="no room"),
+    ):
+        engines.update_weights(0)
+    assert engines.restarts == 0
+
+
+class StartsSlowly(FakeEngine):
+    def __init__(self, pause_s):
+        super().__init__(0.0)
+        first = Path(pause_s)
+        if first.exists():
+            time.sleep(60)
+        first.touch()
+
+
+def test_the_end_of_a_run_does_not_wait_for_an_engine_that_starts(cluster, tmp_path):
+    settings = {"engine": StartsSlowly, "settings": str(tmp_path / "first"), "engines": 1}
+    with generation(cluster, Weights(), max_restarts=1, restart_backoff_s=0.01, **settings) as engines:
+        engines.update_weights(0)
+        engines._fleet.lose(engine_of(engines, 0), WorkerError("gone", Call("generate")))
+        time.sleep(1.0)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+    assert not [thread for thread in threading.enumerate() if "fake engine" in thread.name]
+
+
+def test_engines_that_share_the_ranks_memory_start_anew_when_it_is_theirs(cluster):
+    source, asked = Weights(), prompts(3, 2)
+    with generation(cluster, source, sleeps=True, max_restarts=1) as engines:
+        engines.update_weights(0)
+        expected = engines.generate(asked, step=1)
+        engines.offload()
+        kill(engines, 1)
+        engines.offload()
+        time.sleep(0.5)
+        engines.update_weights(0)
+        assert equal(engines.generate(asked, step=1), expected)
+        assert engines.restarts == 1
+        assert not any(engine.asleep for engine in engines._fleet.live)
+
+
+def equal(one, other):
+    return {key: one[key].tolist() for key in one} == {key: other[key].tolist() for key in other}
+
+
+def counted(engine):
+    """Refits that an engine has begun."""
+    return ray.get(engine.process.handle.refits_begun.remote(), timeout=30)
+
+
+def gone(pid):
+    return until(lambda: not Path(f"/proc/{pid}").exists())

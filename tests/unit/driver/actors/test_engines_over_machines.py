@@ -1,0 +1,168 @@
+"""Which machines, GPUs and processes an engine has that is larger than a machine, and what its processes are told."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from fake_generation import kind
+from ray.util.placement_group import PlacementGroup
+
+from nemo_rl_mcore.config import ClusterConfig
+from nemo_rl_mcore.config.vllm import ColocatedConfig
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.engine_placement import Share, place_engines, shares_of
+from nemo_rl_mcore.driver.actors.failures import WorkerError
+from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
+from nemo_rl_mcore.driver.actors.placement import Placement, RankSlot
+from nemo_rl_mcore.engine.machines import Machines
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "per_node", "shares"),
+    [
+        (0, 2, 8, [Share(0, 0, 2)]),
+        (5, 2, 8, [Share(1, 2, 2)]),
+        (3, 8, 8, [Share(3, 0, 8)]),
+        (1, 16, 8, [Share(2, 0, 8), Share(3, 0, 8)]),
+        (1, 12, 4, [Share(3, 0, 4), Share(4, 0, 4), Share(5, 0, 4)]),
+    ],
+)
+def test_an_engine_has_a_part_of_a_machine_or_several_whole_ones(engine, size, per_node, shares):
+    assert shares_of(engine, size, per_node) == tuple(shares)
+
+
+@pytest.mark.parametrize(("per_node", "nodes"), [(1, 6), (2, 6), (4, 4), (8, 3)])
+def test_engines_have_every_place_once(per_node, nodes):
+    places = per_node * nodes
+    for size in [size for size in range(1, places + 1) if not places % size]:
+        if per_node % size and size % per_node:
+            continue
+        held = [
+            (share.node, share.first + at)
+            for engine in range(places // size)
+            for share in shares_of(engine, size, per_node)
+            for at in range(share.count)
+        ]
+        assert held == [divmod(place, per_node) for place in range(places)], size
+
+
+def cluster_of(monkeypatch, **keys):
+    cluster = RayCluster(ClusterConfig(**keys))
+    monkeypatch.setattr(cluster, "address_of", lambda group, bundle=0: f"10.0.0.{bundle}")
+    return cluster
+
+
+def told(slot):
+    environment = {**slot.environment, "MASTER_PORT": "7"}
+    return Machines.of(environment)
+
+
+def bundle(slot):
+    return slot.options["scheduling_strategy"].placement_group_bundle_index
+
+
+def test_engines_on_the_gpus_of_ranks_have_those_of_whole_machines(monkeypatch):
+    cluster = cluster_of(monkeypatch, num_nodes=4, gpus_per_node=2)
+    gpus = [f"GPU-{number}" for number in range(8)]
+    ranks = Placement((), PlacementGroup.empty())
+    placed = place_engines(cluster, kind(processes=4), ColocatedConfig(), ranks, gpus)
+    assert [slot.rank for slot in placed.slots] == [0, 0, 1, 1]
+    assert [bundle(slot) for slot in placed.slots] == [0, 1, 2, 3]
+    seen = [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in placed.slots]
+    assert seen == ["GPU-0,GPU-1", "GPU-2,GPU-3", "GPU-4,GPU-5", "GPU-6,GPU-7"]
+    assert {slot.options["num_gpus"] for slot in placed.slots} == {0}, "Ray has given them to the ranks"
+    assert [told(slot) for slot in placed.slots] == [
+        Machines("10.0.0.0", "10.0.0.0", 0, 2, 7),
+        Machines("10.0.0.0", "10.0.0.1", 1, 2, 7),
+        Machines("10.0.0.2", "10.0.0.2", 0, 2, 7),
+        Machines("10.0.0.2", "10.0.0.3", 1, 2, 7),
+    ]
+    assert placed.group is None, "the ranks give their GPUs back themselves"
+
+
+def test_engines_apart_have_the_gpus_of_whole_machines(monkeypatch):
+    cluster, reserved = cluster_of(monkeypatch, num_nodes=1, gpus_per_node=4), []
+    group = PlacementGroup.empty()
+    monkeypatch.setattr(cluster, "reserve_gpus", lambda *asked: reserved.append(asked) or group)
+    apart = ColocatedConfig.model_validate(
+        {"enabled": False, "resources": {"gpus_per_node": 4, "num_nodes": 4}}
+    )
+    placed = place_engines(cluster, kind(processes=8), apart, Placement(()), [])
+    assert reserved == [(4, 4)]
+    assert [(slot.rank, bundle(slot), slot.options["num_gpus"]) for slot in placed.slots] == [
+        (0, 0, 4), (0, 1, 4), (1, 2, 4), (1, 3, 4),
+    ]  # fmt: skip
+    assert [slot.environment["NODE_RANK"] for slot in placed.slots] == ["0", "1", "0", "1"]
+    assert placed.group is group
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_engine_of_one_machine_is_told_of_no_other(monkeypatch, processes):
+    monkeypatch.setenv("NNODES", "3")
+    cluster = cluster_of(monkeypatch, num_nodes=2, gpus_per_node=2)
+    ranks = Placement((), PlacementGroup.empty())
+    placed = place_engines(cluster, kind(processes=processes), ColocatedConfig(), ranks, ["GPU"] * 4)
+    assert [told(slot) for slot in placed.slots] == [None] * (4 // processes)
+
+
+def test_engines_on_cpu_have_a_process_for_each_rank_of_a_machine(monkeypatch):
+    cluster = cluster_of(monkeypatch, num_nodes=2, cpu_workers_per_node=2)
+    ranks = Placement((), PlacementGroup.empty())
+    placed = place_engines(cluster, kind(engines=2, processes=4), ColocatedConfig(), ranks, [])
+    assert [(slot.rank, bundle(slot)) for slot in placed.slots] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {slot.options["num_cpus"] for slot in placed.slots} == {0}, "Ray has given them to the ranks"
+    assert [slot.environment["NODE_RANK"] for slot in placed.slots] == ["0", "1", "0", "1"]
+
+
+class First:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def ask(self) -> int:
+        self.asked += 1
+        return self.asked
+
+
+class Part:
+    """What the first one has on another machine: it knows no call but `serve`."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(["sleep", "600"])
+
+    def serve(self) -> None:
+        Path(os.environ["SERVED"]).write_text(str(self.process.pid))
+        self.process.wait()
+
+
+@pytest.fixture
+def engine(cluster, tmp_path):
+    served = tmp_path / "served"
+    slots = tuple(RankSlot(3, {"SERVED": str(served)}, {"num_cpus": 0.1}) for _ in range(2))
+    started = RayWorkerGroup(
+        First, cluster, placement=Placement(slots), share_class=Part, name="vLLM", noun="engine", call_timeout_s=60
+    )  # fmt: skip
+    while not served.exists():
+        time.sleep(0.05)
+    yield started, int(served.read_text())
+    started.shutdown()
+
+
+def test_of_an_engine_over_machines_the_first_actor_alone_is_called(engine):
+    started, _ = engine
+    assert [started.run_all("ask") for _ in range(2)] == [[1], [2]]
+    assert len(started.identities) == 2
+
+
+def test_an_engine_ends_with_what_it_has_on_another_machine(engine):
+    started, below = engine
+    os.kill(below, signal.SIGKILL)
+    first = started.members[0]
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{first.identity.pid}").exists():
+        assert time.monotonic() < deadline, "it goes on without a part of itself"
+        time.sleep(0.05)
+    with pytest.raises(WorkerError, match="vLLM engine 3"):
+        started.run_all("ask")

@@ -1,0 +1,149 @@
+from dataclasses import replace
+from pathlib import Path
+
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from nemo_rl_mcore.driver.actors.actor import failure_of
+from nemo_rl_mcore.driver.actors.failures import (
+    Call,
+    RankFailure,
+    RankIdentity,
+    Stall,
+    WorkerError,
+    describe,
+    describe_stall,
+    identity_in,
+    root_cause,
+    stderr_tail,
+)
+from nemo_rl_mcore.errors import PeerLostError
+
+
+def raised(rank: int, error: Exception) -> RankFailure:
+    report = RayTaskError("train()", f"Traceback\n  frame\n{type(error).__name__}: {error}", error)
+    return failure_of(rank, RankIdentity("node7", 40 + rank, f"worker{rank}"), report)
+
+
+def died(rank: int) -> RankFailure:
+    return failure_of(rank, RankIdentity("node7", 40 + rank, f"worker{rank}"), ActorDiedError())
+
+
+def hung(rank: int) -> Stall:
+    identity = RankIdentity("node7", 40 + rank, f"worker{rank}")
+    return Stall(rank, identity, doing="microbatch 3", stack="in all_reduce")
+
+
+def test_the_first_to_raise_is_the_root_cause() -> None:
+    failures = [raised(3, ValueError("first")), raised(0, RuntimeError("gloo: connection closed"))]
+    assert root_cause(failures).rank == 3
+
+
+def test_an_error_taken_over_from_another_rank_is_no_root_cause() -> None:
+    failures = [raised(0, ValueError("rank 1: bad row")), raised(1, ValueError("bad row"))]
+    assert root_cause(failures).rank == 1
+
+
+def test_the_rank_that_the_others_waited_for_comes_first() -> None:
+    waited = raised(0, PeerLostError("rank 0 waited in vain for the other ranks before train"))
+    lines = describe([waited], [hung(2)], "train (step 4)", None).splitlines()
+    assert lines[:3] == [
+        "rank 2 (host node7, pid 42) did not return from train (step 4): it last began 'microbatch 3'",
+        "after it:",
+        "  rank 0: PeerLostError: rank 0 waited in vain for the other ranks before train",
+    ]
+
+
+def test_a_rank_that_does_not_answer_comes_before_those_that_wait_for_it() -> None:
+    waited = raised(2, PeerLostError("rank 2 waited in vain for the other ranks before train"))
+    at_the_meeting = replace(hung(0), stack="in raise_together")
+    silent = Stall(3, None, silent=": its process is stopped")
+    first, *_ = describe([waited], [at_the_meeting, silent], "train (step 4)", None).splitlines()
+    assert first.startswith("rank 3 (starting) ")
+    first, *_ = describe_stall([at_the_meeting, hung(1)], 4, Call("train", "", 30)).splitlines()
+    assert first.index(" rank 1 ") < first.index(" rank 0 ")
+
+
+def test_an_error_whose_text_is_quoted_is_known_as_another_ranks_too() -> None:
+    assert root_cause([raised(0, KeyError("rank 1: 'x'")), raised(1, KeyError("x"))]).rank == 1
+
+
+def test_a_death_comes_before_the_errors_it_causes() -> None:
+    assert root_cause([raised(0, RuntimeError("gloo: connection closed")), died(2), died(1)]).rank == 2
+
+
+def test_describe_tells_the_root_in_full_and_the_others_in_a_line() -> None:
+    failures = [raised(1, ValueError("bad row\nmore")), raised(0, RuntimeError("gloo: closed"))]
+    assert describe(failures, [hung(2)], "train (step 4)", None).splitlines() == [
+        "rank 1 (host node7, pid 41) failed in train (step 4): ValueError: bad row",
+        "after it:",
+        "  rank 0: RuntimeError: gloo: closed",
+        "  rank 2: still waiting, stopped; it last began 'microbatch 3'",
+        "--- rank 1, as reported ---",
+        "Traceback",
+        "  frame",
+        "ValueError: bad row",
+        "more",
+        "--- rank 2, where it stood ---",
+        "in all_reduce",
+    ]
+
+
+def test_a_stall_names_deadline_key_and_what_each_rank_was_at() -> None:
+    call = Call("train", "step 4", 30, "policy.call_timeout_s")
+    silent = Stall(1, None, silent=": its process is stopped")
+    assert describe_stall([silent, hung(2)], 4, call).splitlines() == [
+        "train (step 4) made no progress for 30 s (policy.call_timeout_s): stopped rank 1 (starting), which does not "
+        "answer: its process is stopped, rank 2 (host node7, pid 42), which last began 'microbatch 3'; 2 of 4 ranks "
+        "returned",
+        "--- rank 2, where it stood ---",
+        "in all_reduce",
+    ]
+
+
+def test_an_exception_without_text_keeps_its_type() -> None:
+    assert raised(0, AssertionError()).headline() == "AssertionError: "
+
+
+def test_describe_adds_the_end_of_standard_error_of_a_death(tmp_path: Path) -> None:
+    (tmp_path / "worker-worker1-01000000-41.err").write_text(
+        ":job_id:1\n" + "".join(f"{i}\n" for i in range(50))
+    )
+    (tmp_path / "worker-worker0-01000000-40.err").write_text("another rank\n")
+    text = describe([died(1)], [], "train", tmp_path)
+    assert text.splitlines()[-31:] == [
+        "--- rank 1, end of its standard error ---",
+        *(str(i) for i in range(20, 50)),
+    ]
+
+
+def test_no_tail_without_a_log_folder_or_a_worker_id(tmp_path: Path) -> None:
+    assert stderr_tail(None, RankIdentity("h", 1, "worker1")) == ""
+    assert stderr_tail(tmp_path, RankIdentity("h", 1, "")) == ""
+    assert stderr_tail(tmp_path, RankIdentity("h", 1, "worker1")) == ""
+
+
+def test_identity_is_read_from_either_form_of_report() -> None:
+    assert identity_in("ray::W.f() (pid=57, ip=10.0.0.3, actor_id=9)") == RankIdentity("10.0.0.3", 57, "")
+    assert identity_in("\tpid: 57\n\tnamespace: x\n\tip: 10.0.0.3\nThe") == RankIdentity("10.0.0.3", 57, "")
+    assert identity_in("nothing") == RankIdentity("unknown", 0, "")
+
+
+def test_a_machine_that_is_gone_is_told_in_place_of_the_rank() -> None:
+    lost = replace(died(1), lost_node="7dda3180 (10.0.0.3)")
+    message = describe([raised(0, RuntimeError("gloo: closed")), lost], [], "train (step 4)", None)
+    assert message.startswith(
+        "rank 1 (host node7, pid 41) was lost in train (step 4): node 7dda3180 (10.0.0.3) is gone\n"
+    )
+    assert WorkerError(message, Call("train"), lost).lost_node == "7dda3180 (10.0.0.3)"
+    assert WorkerError(message, Call("train"), died(1)).lost_node is None
+
+
+def test_the_machine_of_a_rank_that_hangs_is_told() -> None:
+    silent = replace(hung(0), silent="", lost_node="7dda3180 (10.0.0.3)")
+    first, *_ = describe_stall([silent], 4, Call("train", "", 30)).splitlines()
+    assert "node 7dda3180 (10.0.0.3)" in first
+
+
+def test_the_machine_is_read_from_the_report_of_a_rank_that_never_introduced_itself() -> None:
+    report = "The actor died because its node has died. Node Id: 907d2e5b\n\tpid: 57\n\tip: 10.0.0.3"
+    assert identity_in(report) == RankIdentity("10.0.0.3", 57, "", "907d2e5b")

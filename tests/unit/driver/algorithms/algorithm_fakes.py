@@ -1,0 +1,318 @@
+"""Protocol fakes of what the algorithms are given, and small recipes of each.
+
+All fakes of a run write into one list of calls, so that a test reads what happened in which order.
+"""
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import DigitTaskSource
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.driver.rollouts.group_store import GroupStore
+from nemo_rl_mcore.driver.rollouts.ledger import Ledger
+from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
+from nemo_rl_mcore.driver.rollouts.start import draw_of, limits_of, scheduler_of
+from nemo_rl_mcore.environment.arithmetic import ArithmeticEnvironment
+from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError
+from nemo_rl_mcore.losses.base import MetricKind
+from nemo_rl_mcore.recipe.rules.runs import checked_run
+
+TOKENIZER = load_tokenizer("char")
+
+
+def train_result(reasons=(None, None), **metrics):
+    """What `train` returns for two optimizer steps of 30 and 10 tokens; further metrics are means over tokens."""
+    own = {name: (MetricKind.TOKENS, values) for name, values in metrics.items()}
+    kinds = {
+        "loss": (MetricKind.TOKENS, [0.5, 1.5]),
+        "probs_ratio_min": (MetricKind.MIN, [0.5, 0.25]),
+        "probs_ratio_max": (MetricKind.MAX, [1.0, 3.0]),
+        "values_min": (MetricKind.MIN, [math.inf, math.inf]),
+        "num_valid_samples": (MetricKind.NONE, [10.0, 30.0]),
+    } | own
+    return {
+        "all_mb_metrics": {name: values for name, (_, values) in kinds.items()}
+        | {
+            "lr": [0.5, 0.25],
+            "wd": [0.1, 0.1],
+            "global_valid_seqs": [1.0, 1.0],
+            "global_valid_toks": [30.0, 10.0],
+        },
+        "metric_kinds": {name: kind for name, (kind, _) in kinds.items()},
+        "grad_norm": torch.tensor([1.0, 2.0]),
+        "update_successful": not any(reasons),
+        "skip_reasons": list(reasons),
+        "peak_memory_gib": 1.5,
+    }
+
+
+def assert_ranks_and_engine_take_turns(calls):
+    """The engine answers awake, is put to sleep once, and sleeps whenever ranks compute."""
+    awake = False
+    for number, call in enumerate(calls):
+        before = f"call {number} of {calls}"
+        match call:
+            case "update_weights":
+                awake = True
+            case "offload":
+                assert awake, f"asleep already: {before}"
+                awake = False
+            case "generate" | "validate":
+                assert awake, f"asleep: {before}"
+            case "save" | "load" | "abort":
+                pass
+            case _:
+                assert not awake, f"the engine has the memory: {before}"
+
+
+@dataclass(frozen=True)
+class TrainCall:
+    data: BatchedDataDict
+    loss_fn: object
+    eval_mode: bool
+    gbs: int | None
+    mbs: int | None
+
+
+class FakeModel:
+    """Keeps what it is trained on; `reasons` say which optimizer steps are skipped.
+
+    looks: at a copy that is being written, until it is; on_written: what happens then.
+    """
+
+    def __init__(self, calls=None, name="", reasons=(None, None)):
+        self.calls = [] if calls is None else calls
+        self.name, self.reasons = f" {name}" if name else "", reasons
+        self.trained, self.evaluated, self.loaded = [], [], None
+        self.alive, self.updates, self.unknown_update = True, 0, False
+        self.looks, self.on_written, self._copy = 1, lambda: None, None
+
+    def has_unknown_update(self):
+        return self.unknown_update
+
+    def serves(self):
+        return self.alive
+
+    def restart(self):
+        self.calls.append(f"restart{self.name}")
+        self.alive, self._copy = True, None
+
+    @property
+    def batches(self):
+        return [call.data for call in self.trained]
+
+    @property
+    def loss_fns(self):
+        return [call.loss_fn for call in self.trained]
+
+    def train(self, data, loss_fn, *, eval_mode=False, gbs=None, mbs=None):
+        self.calls.append(f"{'evaluate' if eval_mode else 'train'}{self.name}")
+        # What came in: later steps may add to the batch.
+        call = TrainCall(BatchedDataDict(data), loss_fn, eval_mode, gbs, mbs)
+        (self.evaluated if eval_mode else self.trained).append(call)
+        reasons = ("eval_mode",) * 2 if eval_mode else self.reasons
+        pairs = {"rewards_chosen_mean": [1.0, 2.0], "rewards_rejected_mean": [0.5, 0.5]}
+        return train_result(reasons, accuracy=[0.25, 0.75], **pairs)
+
+    def abort_train_step(self):
+        self.calls.append(f"abort{self.name}")
+
+    def save_checkpoint(self, folder, *, wait=True):
+        self.calls.append(f"save{self.name}")
+        path, weights = Path(folder) / "weights", str(len(self.trained))
+        if wait:
+            path.write_text(weights)
+        else:
+            self._copy = [self.looks, path, weights]
+
+    def checkpoint_written(self, *, wait=True):
+        if not self.alive:
+            raise RanksFailedError(f"{self.name} has lost ranks")
+        if self._copy is None:
+            raise RunStoppedError("no copy was taken")
+        self._copy[0] -= 1
+        if self._copy[0] >= 0 and not wait:
+            return None
+        _, path, weights = self._copy
+        self._copy = None
+        self.on_written()
+        path.write_text(weights)
+        return 0.5
+
+    def load_checkpoint(self, folder, *, weights_only=False):
+        self.calls.append(f"load{self.name}")
+        self.loaded = (Path(folder) / "weights").read_text()
+
+
+class FakePolicy(FakeModel):
+    """A policy and the engine that samples from it.
+
+    Sample 0 of every third prompt is two digits right, all other answers stop at once; sample 1 never finishes.
+    """
+
+    def __init__(self, calls=None, reasons=(None, None)):
+        super().__init__(calls, reasons=reasons)
+        self.versions = []
+
+    def generate(self, data, *, step, greedy=False):
+        self.calls.append("validate" if greedy else "generate")
+        rows = []
+        for prompt, index, sample in zip(
+            data["input_ids"].tolist(),
+            data["prompt_index"].tolist(),
+            data["sample_index"].tolist(),
+            strict=True,
+        ):
+            digits = prompt[:2] if sample == 0 and index % 3 == 0 else []
+            rows.append([*digits, TOKENIZER.eos_token_id])
+        tokens = torch.zeros(len(rows), 3, dtype=torch.long)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row)
+        finished = torch.tensor([sample != 1 for sample in data["sample_index"].tolist()])
+        lengths = torch.tensor([len(row) for row in rows])
+        return BatchedDataDict(
+            tokens=tokens, logprobs=-torch.ones(len(rows), 3), lengths=lengths, finished=finished
+        )
+
+    def update_weights(self, version):
+        self.calls.append("update_weights")
+        self.versions.append((version, len(self.trained)))
+
+    def offload(self):
+        self.calls.append("offload")
+
+    def get_logprobs(self, data, *, trained_only=False):
+        self.calls.append("logprobs")
+        assert not trained_only or "token_mask" in data
+        return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
+
+    def get_reference_policy_logprobs(self, data, *, trained_only=False):
+        """Another number for each column, so that a shift shows."""
+        self.calls.append("reference")
+        columns = torch.arange(data["input_ids"].shape[1], dtype=torch.float32)
+        asked = data["token_mask"] if trained_only else torch.ones(data["input_ids"].shape)
+        return BatchedDataDict(reference_logprobs=columns * asked)
+
+
+class Notes:
+    """What the run told its observer."""
+
+    def __init__(self):
+        self.steps, self.phases, self.sampled, self.saved = {}, [], [], []
+        self.room_given_back = False
+
+    def give_back_room(self):
+        self.room_given_back = True
+
+    @contextmanager
+    def phase(self, name):
+        self.phases.append(name)
+        yield
+
+    @contextmanager
+    def attempt(self):
+        before = len(self.sampled)
+        try:
+            yield
+        except BaseException:
+            del self.sampled[before:]
+            raise
+
+    @contextmanager
+    def redoing(self):
+        before = len(self.sampled), len(self.phases)
+        with self.phase("recovery"):
+            yield
+        del self.sampled[before[0] :], self.phases[before[1] + 1 :]
+
+    def checkpointed(self, step):
+        self.saved.append(step)
+
+    def log(self, step, metrics):
+        self.steps[step] = dict(metrics)
+
+    def add_samples(self, samples):
+        self.sampled += samples
+
+
+LOOP = {"max_num_steps": 2, "max_val_samples": 4}
+ROLLOUT = LOOP | {"num_prompts_per_step": 4, "num_generations_per_prompt": 3}
+POLICY = {
+    "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32},
+    "tokenizer": {"name": "char"},
+    "train_global_batch_size": 4,
+    "train_micro_batch_size": 1,
+    "max_total_sequence_length": 8,
+    "megatron_cfg": {"optimizer": {"lr": 1e-3}},
+    "generation": {"max_new_tokens": 3},
+}
+SECTIONS = {
+    "grpo": {"grpo": ROLLOUT, "loss_fn": {"reference_policy_kl_penalty": 0.0}},
+    "ppo": {
+        "ppo": ROLLOUT,
+        "loss_fn": {"reference_policy_kl_penalty": 0.0},
+        "value": {"optimizer": {"lr": 1e-3}},
+    },
+    "dpo": {"dpo": LOOP},
+    "sft": {"sft": LOOP},
+    "distillation": {"distillation": ROLLOUT | {"topk_logits_k": 2}, "teacher": {"init_checkpoint": "there"}},
+}
+"""What the smallest recipe of each algorithm has beside policy and data."""
+
+
+def recipe(algorithm, policy=None, **sections):
+    """A recipe on two digits; sections are merged into those above, and a section that is None is left out."""
+    tree = {
+        "seed": 1,
+        "policy": POLICY | (policy or {}),
+        "data": {"dataset_name": "copy", "num_digits": 2},
+    } | SECTIONS[algorithm]
+    for name, given in sections.items():
+        tree[name] = tree.get(name, {}) | given if isinstance(given, dict) else given
+    kept = {name: section for name, section in tree.items() if section is not None}
+    return checked_run(RUN_CONFIGS[algorithm], kept)
+
+
+LARGE_REWARDS = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1e4}
+"""Reward scaling under which an answer that is partly right has an advantage above 100."""
+
+
+def source(config):
+    return DigitTaskSource(config.data.dataset_name, config.data.num_digits, config.seed)
+
+
+def collector(config, engine):
+    environments = LocalEnvironments(ArithmeticEnvironment())
+    return RolloutCollector(engine, TOKENIZER, config.data.max_prompt_length, environments)
+
+
+def scheduled(algorithm, after=0):
+    """The algorithm with what opens its steps behind one, where it samples; its groups are in memory alone."""
+    config, engine = algorithm.config, algorithm.collector
+    if not config.generations_per_prompt or algorithm.rollouts is not None:
+        return algorithm
+    draw, events = draw_of(config, algorithm.prompts, engine), []
+    ledger = Ledger(limits_of(config), events.append, version=after)
+    scheduler = scheduler_of(config, ledger, GroupStore(), engine.generation, draw)
+    return replace(algorithm, rollouts=scheduler, collector=replace(engine, generation=scheduler))
+
+
+def train(algorithm, checkpoints=None, **others):
+    """Run an algorithm; `others` are the models that are trained beside the policy."""
+    algorithm = scheduled(algorithm, (checkpoints and checkpoints.resumed_step) or 0)
+    TrainingLoop(
+        algorithm.config,
+        {"policy": algorithm.policy} | others,
+        algorithm.collector.generation,
+        algorithm.observer,
+        checkpoints or RunCheckpoints(),
+    ).run(algorithm)

@@ -1,0 +1,526 @@
+"""Advantage estimators against their definitions, row by row and token by token."""
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import refused
+
+from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.driver.algorithms.advantages import (
+    AdvantageEstimator,
+    GeneralizedAdvantageEstimator,
+    GRPOAdvantageEstimator,
+    ReinforcePlusPlusAdvantageEstimator,
+    make_advantage_estimator,
+)
+
+ESTIMATORS = {
+    "grpo": GRPOAdvantageEstimator,
+    "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
+    "gae": GeneralizedAdvantageEstimator,
+}
+KL_IN_REWARD = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.3}
+
+
+def estimator(name: str, loss: dict[str, Any] | None = None, **keys: Any) -> Any:
+    return ESTIMATORS[name](AdvantageEstimatorConfig(name=name, **keys), ClippedPGLossConfig(**(loss or {})))
+
+
+def doubles(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def example(rows: int, columns: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    policy = -normal(rows, columns).abs()
+    return {
+        "prompt_ids": torch.randint(0, 3, (rows,), generator=generator),
+        "rewards": normal(rows),
+        "mask": (torch.rand(rows, columns, generator=generator) < 0.6).long(),
+        "values": normal(rows, columns),
+        "policy": policy,
+        "reference": policy + 0.5 * normal(rows, columns),
+    }
+
+
+def plain_kl(loss: ClippedPGLossConfig, c: float, r: float) -> float:
+    q, limit = r - c, loss.kl_input_clamp_value
+    q = q if limit is None else min(max(q, -limit), limit)
+    kl = {"k1": -q, "k2": q * q / 2, "k3": math.exp(q) - 1 - q}[loss.reference_policy_kl_type]
+    limit = loss.kl_output_clamp_value
+    return kl if limit is None else min(max(kl, -limit), limit)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_name_picks_the_estimator(name: str):
+    cfg = AdvantageEstimatorConfig(name=name)
+    assert type(make_advantage_estimator(cfg, ClippedPGLossConfig())) is ESTIMATORS[name]
+
+
+def made(name: str) -> AdvantageEstimator:
+    return make_advantage_estimator(AdvantageEstimatorConfig(name=name), ClippedPGLossConfig(**KL_IN_REWARD))
+
+
+def rollout_batch() -> BatchedDataDict:
+    """Two answers to each of two prompts; the last one is dropped."""
+    generator = torch.Generator().manual_seed(3)
+    values, policy, reference = torch.randn(3, 4, 5, generator=generator)
+    return BatchedDataDict(
+        prompt_index=torch.tensor([7, 7, 9, 9]),
+        rewards=torch.tensor([0.0, 1.0, 0.25, 0.5]),
+        token_mask=torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1]]).float(),
+        sample_mask=torch.tensor([1.0, 1.0, 1.0, 0.0]),
+        values=values,
+        prev_logprobs=policy,
+        reference_policy_logprobs=reference,
+    )
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_a_batch_is_given_the_advantages_of_its_tensors(name):
+    batch = rollout_batch()
+    made(name).add_to(batch)
+    expected = estimator(name, KL_IN_REWARD).compute_advantage(
+        batch["prompt_index"],
+        batch["rewards"],
+        batch["token_mask"] * batch["sample_mask"][:, None],
+        logprobs_policy=batch["prev_logprobs"],
+        logprobs_reference=batch["reference_policy_logprobs"],
+    )
+    assert torch.equal(batch["advantages"], expected)
+
+
+def test_gae_gives_a_batch_advantages_and_returns_and_needs_the_values():
+    batch = rollout_batch()
+    made("gae").add_to(batch)
+    advantages, returns = estimator("gae", KL_IN_REWARD).compute_advantage(
+        None,
+        batch["rewards"],
+        batch["token_mask"] * batch["sample_mask"][:, None],
+        values=batch["values"],
+        logprobs=batch["prev_logprobs"],
+        reference_logprobs=batch["reference_policy_logprobs"],
+    )
+    assert torch.equal(batch["advantages"], advantages)
+    assert torch.equal(batch["returns"], returns)
+    del batch["values"]
+    with refused("missing-column", "'values'", "adv_estimator.name: gae"):
+        made("gae").add_to(batch)
+
+
+# --- GRPO ---------------------------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2), st.integers(-2, 2)), min_size=1, max_size=10),
+    leave_one_out=st.booleans(),
+    normalize=st.booleans(),
+)
+def test_grpo_is_its_definition(rows: list[tuple[int, int]], leave_one_out: bool, normalize: bool):
+    grpo = estimator("grpo", use_leave_one_out_baseline=leave_one_out, normalize_rewards=normalize)
+    found = grpo.compute_advantage(
+        prompt_ids=torch.tensor([g for g, _ in rows]),
+        rewards=doubles([r for _, r in rows]),
+        mask=torch.zeros(len(rows), 3),
+    )
+    for row, (group, reward) in enumerate(rows):
+        peers = [r for i, (g, r) in enumerate(rows) if g == group and not (leave_one_out and i == row)]
+        expected = reward - (statistics.fmean(peers) if peers else reward)
+        std = statistics.stdev(peers) if len(peers) > 1 else 0.0
+        if normalize and std > 0:
+            expected /= std + 1e-6
+        assert found[row].tolist() == pytest.approx([expected] * 3, rel=1e-6, abs=1e-9)
+
+
+def test_grpo_leave_one_out_by_hand():
+    found = estimator("grpo").compute_advantage(
+        prompt_ids=torch.zeros(3), rewards=torch.tensor([1.0, 0.0, 2.0]), mask=torch.ones(3, 2)
+    )
+    # Others of row 0: 0 and 2, mean 1, std sqrt(2); of row 1: 1 and 2; of row 2: 1 and 0.
+    root = math.sqrt(2)
+    expected = [0, -1.5 / (1 / root + 1e-6), 1.5 / (1 / root + 1e-6)]
+    assert found.dtype is torch.float32
+    assert found[:, 1].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_grpo_divides_only_where_the_others_vary():
+    found = estimator("grpo").compute_advantage(
+        prompt_ids=torch.zeros(4), rewards=torch.tensor([1.0, 0, 0, 0]), mask=torch.ones(4, 1)
+    )
+    std = math.sqrt(1 / 3)
+    assert found[:, 0].tolist() == pytest.approx([1.0] + [-1 / 3 / (std + 1e-6)] * 3)
+
+
+def test_grpo_of_a_pair_has_no_deviation_and_of_one_no_advantage():
+    found = estimator("grpo").compute_advantage(
+        prompt_ids=torch.tensor([5, 5, 6]), rewards=torch.tensor([0.1, 0.4, 7.0]), mask=torch.ones(3, 1)
+    )
+    assert found[:, 0].tolist() == pytest.approx([-0.3, 0.3, 0.0], abs=1e-7)
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_grpo_of_equal_rewards_is_exactly_zero(leave_one_out: bool):
+    grpo = estimator("grpo", use_leave_one_out_baseline=leave_one_out)
+    found = grpo.compute_advantage(
+        prompt_ids=torch.zeros(7), rewards=torch.full((7,), 0.1), mask=torch.ones(7, 2)
+    )
+    assert not found.any()
+
+
+@pytest.mark.parametrize("loser", [0.1, -0.1, 0.05, 0.01, 0.7])
+def test_one_winner_among_equal_decimal_rewards_keeps_its_distance(loser: float):
+    found = estimator("grpo").compute_advantage(
+        prompt_ids=torch.zeros(8), rewards=torch.tensor([loser] * 7 + [1.0]), mask=torch.ones(8, 1)
+    )
+    assert found[-1].item() == pytest.approx(1 - loser, rel=1e-6)
+
+
+def test_prompts_may_be_token_rows():
+    inputs = {"rewards": torch.tensor([1.0, 2.0, 4.0, 8.0]), "mask": torch.ones(4, 2)}
+    numbers, tokens = torch.tensor([7, 3, 7, 3]), torch.tensor([[1, 2], [1, 9], [1, 2], [1, 9]])
+    grpo = estimator("grpo")
+    by_number = grpo.compute_advantage(prompt_ids=numbers, **inputs)
+    assert torch.equal(by_number, grpo.compute_advantage(prompt_ids=tokens, **inputs))
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_columns_can_be_edited_apart_and_inputs_stay(name: str):
+    rewards = torch.tensor([1.0, 2.0])
+    found = estimator(name).compute_advantage(
+        prompt_ids=torch.zeros(2), rewards=rewards, mask=torch.ones(2, 3)
+    )
+    before = found[0, 1].item()
+    found[0, 0] = 99
+    assert found[0, 1].item() == before
+    assert rewards.tolist() == [1, 2]
+
+
+# --- REINFORCE++ --------------------------------------------------------------------------------------------
+
+
+def reinforce_textbook(
+    x: dict[str, torch.Tensor], minus_baseline: bool, loss: ClippedPGLossConfig
+) -> list[Any]:
+    ids, rewards, mask = x["prompt_ids"].tolist(), x["rewards"].tolist(), x["mask"].tolist()
+    table = []
+    for b, reward in enumerate(rewards):
+        group = [r for g, r in zip(ids, rewards, strict=True) if g == ids[b]]
+        base = reward - (statistics.fmean(group) if minus_baseline else 0)
+        table.append([base] * len(mask[b]))
+        if loss.use_kl_in_reward:
+            for t in range(len(mask[b])):
+                kl = plain_kl(loss, x["policy"][b, t].item(), x["reference"][b, t].item())
+                table[b][t] -= loss.reference_policy_kl_penalty * kl
+    valid = [table[b][t] for b, row in enumerate(mask) for t, on in enumerate(row) if on]
+    mean = statistics.fmean(valid)
+    variance = max(statistics.pvariance(valid, mean), 1e-8)
+    return [[(value - mean) / math.sqrt(variance) for value in row] for row in table]
+
+
+@settings(deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 5)),
+    seed=st.integers(0, 9999),
+    minus_baseline=st.booleans(),
+    loss=st.sampled_from(
+        [
+            {},
+            KL_IN_REWARD,
+            KL_IN_REWARD | {"reference_policy_kl_type": "k1"},
+            KL_IN_REWARD | {"reference_policy_kl_type": "k2", "kl_input_clamp_value": 0.2},
+            KL_IN_REWARD | {"kl_output_clamp_value": 0.05},
+        ]
+    ),
+)
+def test_reinforce_plus_plus_is_its_definition(
+    shape: tuple[int, int], seed: int, minus_baseline: bool, loss: dict[str, Any]
+):
+    x = example(*shape, seed)
+    x["mask"][0, 0] = 1
+    found = estimator("reinforce_plus_plus", loss, minus_baseline=minus_baseline).compute_advantage(
+        prompt_ids=x["prompt_ids"],
+        rewards=x["rewards"],
+        mask=x["mask"],
+        logprobs_policy=x["policy"],
+        logprobs_reference=x["reference"],
+    )
+    expected = reinforce_textbook(x, minus_baseline, ClippedPGLossConfig(**loss))
+    torch.testing.assert_close(found, doubles(expected), rtol=1e-8, atol=1e-8)
+
+
+def test_whitening_is_biased_and_fills_masked_columns():
+    found = estimator("reinforce_plus_plus", minus_baseline=False).compute_advantage(
+        prompt_ids=torch.zeros(2), rewards=doubles([1, 4]), mask=torch.tensor([[1, 1, 0], [1, 0, 0]])
+    )
+    # Mask tokens 1, 1, 4: mean 2, biased variance 2.
+    root = math.sqrt(2)
+    assert found.tolist() == [pytest.approx([-1 / root] * 3), pytest.approx([2 / root] * 3)]
+
+
+def test_the_variance_has_a_floor():
+    found = estimator("reinforce_plus_plus", minus_baseline=False).compute_advantage(
+        prompt_ids=torch.zeros(2), rewards=doubles([1, 1 + 2e-6]), mask=torch.ones(2, 1)
+    )
+    assert found[:, 0].tolist() == pytest.approx([-1e-6 / 1e-4, 1e-6 / 1e-4], rel=1e-4)
+
+
+def test_equal_decimal_rewards_have_no_advantage_after_whitening():
+    found = estimator("reinforce_plus_plus", minus_baseline=False).compute_advantage(
+        prompt_ids=torch.zeros(7), rewards=torch.full((7,), 999.9), mask=torch.ones(7, 101)
+    )
+    assert not found.any()
+
+
+# --- GAE ----------------------------------------------------------------------------------------------------
+
+
+def squared_cost_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """The definition: A_t = sum over l of (gamma lam)^l delta_{t+l}, over the tokens that count."""
+    ends = [*values[1:], 0.0]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, ends, strict=True)]
+    return [
+        sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
+
+
+def gae_textbook(
+    x: dict[str, torch.Tensor], cfg: AdvantageEstimatorConfig, loss: ClippedPGLossConfig
+) -> tuple[list[list[float]], list[list[float | None]]]:
+    rows, columns = x["mask"].shape
+    advantages = [[0.0] * columns for _ in range(rows)]
+    returns: list[list[float | None]] = [[None] * columns for _ in range(rows)]
+    for b in range(rows):
+        on = [t for t in range(columns) if x["mask"][b, t]]
+        if not on:
+            continue
+        rewards = [0.0] * len(on)
+        if loss.use_kl_in_reward:
+            pairs = [(x["policy"][b, t].item(), x["reference"][b, t].item()) for t in on]
+            rewards = [-loss.reference_policy_kl_penalty * plain_kl(loss, c, r) for c, r in pairs]
+        rewards[-1] += x["rewards"][b].item()
+        values = [x["values"][b, t].item() for t in on]
+        policy_lambda = cfg.gae_lambda if cfg.gae_lambda_policy is None else cfg.gae_lambda_policy
+        if cfg.length_adaptive_alpha > 0:
+            policy_lambda = min(max(1 - 1 / max(cfg.length_adaptive_alpha * len(on), 1), 0), 1)
+        value_lambda = cfg.gae_lambda if cfg.gae_lambda_value is None else cfg.gae_lambda_value
+        for t, a in zip(on, squared_cost_gae(rewards, values, cfg.gae_gamma, policy_lambda), strict=True):
+            advantages[b][t] = a
+        for t, a in zip(on, squared_cost_gae(rewards, values, cfg.gae_gamma, value_lambda), strict=True):
+            returns[b][t] = a + x["values"][b, t].item()
+    valid = [advantages[b][t] for b, t in x["mask"].nonzero().tolist()]
+    if cfg.normalize_advantages and valid:
+        mean = statistics.fmean(valid)
+        variance = max(statistics.variance(valid, mean) if len(valid) > 1 else 0.0, 1e-8)
+        for b, t in x["mask"].nonzero().tolist():
+            advantages[b][t] = (advantages[b][t] - mean) / math.sqrt(variance)
+    return advantages, returns
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 7)),
+    seed=st.integers(0, 9999),
+    keys=st.fixed_dictionaries(
+        {},
+        optional={
+            "gae_lambda": st.sampled_from([0.0, 0.5, 1.0]),
+            "gae_gamma": st.sampled_from([0.0, 0.9, 1.0]),
+            "gae_lambda_value": st.sampled_from([0.0, 1.0]),
+            "gae_lambda_policy": st.sampled_from([0.0, 0.7]),
+            "length_adaptive_alpha": st.sampled_from([0.1, 0.5, 2.0]),
+            "normalize_advantages": st.booleans(),
+        },
+    ),
+    loss=st.sampled_from([{}, KL_IN_REWARD, KL_IN_REWARD | {"kl_output_clamp_value": 0.05}]),
+)
+def test_gae_is_its_quadratic_definition(
+    shape: tuple[int, int], seed: int, keys: dict[str, Any], loss: dict[str, Any]
+):
+    x = example(*shape, seed)
+    advantages, returns = estimator("gae", loss, **keys).compute_advantage(
+        prompt_ids=None,
+        rewards=x["rewards"],
+        mask=x["mask"],
+        values=x["values"],
+        logprobs=x["policy"],
+        reference_logprobs=x["reference"],
+    )
+    cfg = AdvantageEstimatorConfig(name="gae", **keys)
+    expected, expected_returns = gae_textbook(x, cfg, ClippedPGLossConfig(**loss))
+    torch.testing.assert_close(advantages, doubles(expected), rtol=1e-8, atol=1e-8)
+    for b, t in x["mask"].nonzero().tolist():
+        assert returns[b, t].item() == pytest.approx(expected_returns[b][t], rel=1e-9, abs=1e-9)
+    assert not advantages[x["mask"] == 0].any()
+
+
+def test_gae_by_hand_steps_over_the_gap():
+    advantages, returns = estimator(
+        "gae", gae_lambda=0.5, gae_gamma=0.5, normalize_advantages=False
+    ).compute_advantage(
+        prompt_ids=None,
+        rewards=doubles([8]),
+        mask=torch.tensor([[0, 1, 0, 1, 0]]),
+        values=doubles([[9, 2, 9, 4, 9]]),
+    )
+    # delta_3 = 8 - 4 = 4, delta_1 = 0.5 * 4 - 2 = 0; A_1 = 0 + 0.25 * 4.
+    assert advantages.tolist() == [[0, 1, 0, 4, 0]]
+    # Returns are the carried advantages plus the values, on masked columns too.
+    assert returns.tolist() == [[1 + 9, 1 + 2, 4 + 9, 4 + 4, 0 + 9]]
+
+
+def test_gae_with_lambda_one_is_the_reward_to_go_less_the_value():
+    x = example(3, 5, seed=1)
+    x["mask"][:] = 1
+    advantages, returns = estimator("gae", gae_lambda=1.0, normalize_advantages=False).compute_advantage(
+        prompt_ids=None, rewards=x["rewards"], mask=x["mask"], values=x["values"]
+    )
+    torch.testing.assert_close(advantages, x["rewards"][:, None] - x["values"])
+    torch.testing.assert_close(returns, x["rewards"][:, None].expand(3, 5))
+
+
+def test_returns_that_do_not_depend_on_the_values_do_not_vary_with_them():
+    """Without discount the values cancel from the returns: each is the reward itself, not the reward nearly."""
+    x = {key: tensor.float() for key, tensor in example(6, 64, seed=9).items()}
+    x["mask"][:] = 1
+    advantages, returns = estimator("gae", gae_lambda=1.0).compute_advantage(
+        prompt_ids=None, rewards=torch.full((6,), 0.1), mask=x["mask"], values=100 * x["values"]
+    )
+    assert returns.dtype is advantages.dtype is torch.float32
+    assert torch.equal(returns, torch.full((6, 64), 0.1))
+
+
+def all_tokens(seed: int) -> dict[str, torch.Tensor]:
+    x = example(3, 5, seed=seed)
+    x["mask"][:] = 1
+    return x
+
+
+def test_gae_with_lambda_zero_is_the_error_of_one_step():
+    x = all_tokens(seed=5)
+    advantages, returns = estimator(
+        "gae", gae_lambda=0.0, gae_gamma=0.9, normalize_advantages=False
+    ).compute_advantage(prompt_ids=None, rewards=x["rewards"], mask=x["mask"], values=x["values"])
+    targets = torch.cat([0.9 * x["values"][:, 1:], x["rewards"][:, None]], dim=1)
+    torch.testing.assert_close(advantages, targets - x["values"])
+    torch.testing.assert_close(returns, targets)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_gae_with_gamma_zero_sees_only_the_token_itself(lam: float):
+    x = all_tokens(seed=6)
+    advantages, returns = estimator(
+        "gae", gae_lambda=lam, gae_gamma=0.0, normalize_advantages=False
+    ).compute_advantage(prompt_ids=None, rewards=x["rewards"], mask=x["mask"], values=x["values"])
+    own = torch.zeros(3, 5, dtype=torch.float64)
+    own[:, -1] = x["rewards"]
+    torch.testing.assert_close(advantages, own - x["values"])
+    torch.testing.assert_close(returns, own)
+
+
+def test_gae_with_lambda_one_discounts_the_reward_by_its_distance():
+    x = all_tokens(seed=7)
+    _, returns = estimator("gae", gae_lambda=1.0, gae_gamma=0.5).compute_advantage(
+        prompt_ids=None, rewards=x["rewards"], mask=x["mask"], values=x["values"]
+    )
+    distance = torch.arange(4, -1, -1)
+    torch.testing.assert_close(returns, x["rewards"][:, None] * 0.5**distance)
+
+
+def test_gae_of_a_critic_that_is_right_is_zero():
+    """Without discount and with one reward at the end, the value of every state is that reward."""
+    x = all_tokens(seed=8)
+    values = x["rewards"][:, None].expand(3, 5)
+    advantages, returns = estimator("gae", normalize_advantages=False).compute_advantage(
+        prompt_ids=None, rewards=x["rewards"], mask=x["mask"], values=values
+    )
+    torch.testing.assert_close(advantages, torch.zeros(3, 5, dtype=torch.float64))
+    torch.testing.assert_close(returns, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_the_form_of_the_mask_does_not_matter(dtype: torch.dtype):
+    x = example(3, 5, seed=2)
+    found, expected = (
+        estimator("gae", length_adaptive_alpha=0.5).compute_advantage(
+            prompt_ids=None, rewards=x["rewards"], mask=mask, values=x["values"]
+        )
+        for mask in (x["mask"].to(dtype), x["mask"].double())
+    )
+    torch.testing.assert_close(found, expected)
+
+
+# --- masks and missing inputs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_masked_columns_do_not_reach_the_others(poison: float):
+    x = example(4, 6, seed=3)
+    off = x["mask"] == 0
+    y = x | {key: x[key].masked_fill(off, poison) for key in ("values", "policy", "reference")}
+
+    def gae(z: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return estimator("gae", KL_IN_REWARD).compute_advantage(
+            prompt_ids=None,
+            rewards=z["rewards"],
+            mask=z["mask"],
+            values=z["values"],
+            logprobs=z["policy"],
+            reference_logprobs=z["reference"],
+        )
+
+    def reinforce(z: dict[str, torch.Tensor]) -> torch.Tensor:
+        return estimator("reinforce_plus_plus", KL_IN_REWARD).compute_advantage(
+            prompt_ids=z["prompt_ids"],
+            rewards=z["rewards"],
+            mask=z["mask"],
+            logprobs_policy=z["policy"],
+            logprobs_reference=z["reference"],
+        )
+
+    (advantages, returns), (clean_advantages, clean_returns) = gae(y), gae(x)
+    assert torch.equal(advantages, clean_advantages)
+    assert torch.equal(returns[~off], clean_returns[~off])
+    assert torch.equal(reinforce(y)[~off], reinforce(x)[~off])
+
+
+def test_a_batch_without_tokens_gives_finite_advantages():
+    x = example(2, 3, seed=4)
+    mask = torch.zeros(2, 3)
+    advantages, _ = estimator("gae").compute_advantage(
+        prompt_ids=None, rewards=x["rewards"], mask=mask, values=x["values"]
+    )
+    assert not advantages.any()
+    found = estimator("reinforce_plus_plus").compute_advantage(
+        prompt_ids=x["prompt_ids"], rewards=x["rewards"], mask=mask
+    )
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "given_keys", "missing"),
+    [
+        ("reinforce_plus_plus", {}, "logprobs_policy, logprobs_reference"),
+        ("reinforce_plus_plus", {"logprobs_policy": torch.zeros(2, 3)}, "logprobs_reference"),
+        ("gae", {"values": torch.zeros(2, 3)}, "logprobs, reference_logprobs"),
+        ("gae", {"values": torch.zeros(2, 3), "reference_logprobs": torch.zeros(2, 3)}, "logprobs"),
+    ],
+)
+def test_kl_in_reward_names_the_log_probabilities_it_lacks(
+    name: str, given_keys: dict[str, torch.Tensor], missing: str
+):
+    inputs = {"prompt_ids": torch.zeros(2), "rewards": torch.ones(2), "mask": torch.ones(2, 3)}
+    with refused("missing-logprobs", f" {missing} ", "use_kl_in_reward: true"):
+        estimator(name, KL_IN_REWARD).compute_advantage(**inputs, **given_keys)
+    no_penalty = KL_IN_REWARD | {"reference_policy_kl_penalty": 0.0}
+    estimator(name, no_penalty).compute_advantage(**inputs, **given_keys)

@@ -1,0 +1,323 @@
+"""GRPO over Protocol fakes: what is called, in which order, with what. Learning is tested on real ranks."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
+from refusals import assert_holds, refused
+
+from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
+from nemo_rl_mcore.driver.algorithms.skip_guard import TooManySkippedStepsError
+
+
+def master(grpo=None, loss_fn=None, recompute="auto", **top):
+    generations = (grpo or {}).get("num_generations_per_prompt", 3)
+    policy = {"train_global_batch_size": 4 * generations, "recompute_prev_logprobs": recompute}
+    return recipe("grpo", policy, grpo=grpo or {}, loss_fn=loss_fn or {}, **top)
+
+
+def run(config, policy=None, **options):
+    policy, notes = policy or FakePolicy(), Notes()
+    train(GRPO(config, policy, collector(config, policy), source(config), notes), **options)
+    return policy, notes
+
+
+def test_the_engine_gets_the_weights_before_each_step_and_each_validation():
+    policy, _ = run(master())
+    assert policy.versions == [(0, 0), (1, 1)], "version and steps trained"
+    policy, _ = run(master({"val_at_start": True, "val_at_end": True}))
+    assert policy.versions == [(0, 0), (0, 0), (1, 1), (2, 2)]
+
+
+def test_each_step_reports_the_mismatch_and_masks_what_is_above_the_threshold():
+    policy = FakePolicy()
+    config = master()
+    mismatch = config.policy.generation.mismatch.model_copy(update={"threshold": 1.5, "action": "mask"})
+    generation = config.policy.generation.model_copy(update={"mismatch": mismatch})
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+    _, notes = run(config, policy)
+    # The engine says -1 for every token and training 0.
+    assert notes.steps[1]["mismatch/max_seq_mult_prob_error"] == pytest.approx(math.e)
+    assert policy.batches[0]["sample_mask"].sum() == 0
+
+
+def test_a_step_is_generate_logprobs_train():
+    policy, notes = run(master(recompute="always"))
+    assert policy.calls == ["update_weights", "generate", "offload", "logprobs", "train"] * 2
+    phases = ["generation", "logprobs", "train"]
+    assert notes.phases == [*phases, "weight_sync", *phases]
+    assert sorted(notes.steps) == [1, 2]
+    first, second = (set(batch["prompt_index"].tolist()) for batch in policy.batches)
+    assert len(first) == len(second) == 4
+    assert first != second
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("auto", []), ("always", ["logprobs"])])
+def test_a_pass_before_training_is_left_out_where_nothing_reads_it(recompute, passes):
+    policy, notes = run(master(recompute=recompute))
+    assert policy.calls == ["update_weights", "generate", "offload", *passes, "train"] * 2
+    assert all(("prev_logprobs" in batch) == bool(passes) for batch in policy.batches)
+    assert notes.steps[1]["mismatch/max_seq_mult_prob_error"] >= 1
+
+
+def test_the_reference_is_asked_only_where_the_kl_penalty_is_not_zero():
+    policy, _ = run(master(loss_fn={"reference_policy_kl_penalty": 0.1}))
+    assert policy.calls == ["update_weights", "generate", "offload", "reference", "train"] * 2
+    reference = policy.batches[0]["reference_policy_logprobs"]
+    columns = torch.arange(float(reference.shape[1]))
+    assert torch.equal(reference, columns * policy.batches[0]["token_mask"])
+
+
+def test_advantages_compare_a_sample_with_the_others_of_its_prompt():
+    policy, _ = run(master(grpo={"adv_estimator": {"normalize_rewards": False}}))
+    batch = policy.batches[0]
+    for row in range(batch.size):
+        group = batch["prompt_index"] == batch["prompt_index"][row]
+        others = (batch["rewards"][group].sum() - batch["rewards"][row]) / 2
+        wanted = batch["rewards"][row] - others
+        assert torch.allclose(batch["advantages"][row], wanted.expand(batch["advantages"].shape[1]))
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_a_step_with_large_advantages_says_once_of_which_prompt(name, capsys):
+    estimator = {"name": name, "normalize_rewards": False}
+    grpo = {"num_prompts_per_step": 48, "adv_estimator": estimator, "reward_scaling": LARGE_REWARDS}
+    policy, _ = run(master(grpo=grpo))
+    written = capsys.readouterr().err.splitlines()
+    if name == "reinforce_plus_plus":  # whitened
+        assert not written
+        return
+    assert len(written) == 2
+    for step, (line, batch) in enumerate(zip(written, policy.batches, strict=True), start=1):
+        sizes = batch["advantages"][:, 0].abs()
+        row = int(sizes.argsort(descending=True, stable=True)[0])
+        above = int((sizes > 100).sum())
+        assert above > 4
+        assert line.startswith(f"step {step}: {above} of 144 ")
+        digits = TOKENIZER.decode(batch["input_ids"][row][:3].tolist())
+        prompt, sample, reward = (
+            batch[key][row].item() for key in ("prompt_index", "sample_index", "rewards")
+        )
+        assert_holds(line, 100, prompt, f"'{digits}'", sample, f": {float(sizes[row]):.4g} ", f"{reward:.4g}")
+        assert line.endswith(", ...")
+
+
+def test_advantages_of_rows_that_are_not_trained_are_nobodys_business(capsys):
+    grpo = {"adv_estimator": {"normalize_rewards": False}, "reward_scaling": LARGE_REWARDS}
+    config = master(grpo=grpo)
+    mismatch = config.policy.generation.mismatch.model_copy(update={"threshold": 1.5, "action": "mask"})
+    generation = config.policy.generation.model_copy(update={"mismatch": mismatch})
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+    run(config)
+    assert not capsys.readouterr().err
+
+
+def test_metrics_of_several_optimizer_steps_combine_by_their_kind():
+    policy, notes = run(master())
+    step = notes.steps[1]
+    assert step["train/loss"] == 0.75  # weighted by the tokens of each step
+    assert step["train/num_valid_samples"] == 40.0
+    assert step["train/global_valid_toks"] == 40.0
+    assert step["train/lr"] == 0.25
+    assert "train/values_min" not in step
+    assert step["train/probs_ratio_min"] == 0.25
+    assert step["train/probs_ratio_max"] == 3.0
+    assert step["train/grad_norm"] == 1.5
+    assert step["train/skipped_steps"] == 0
+    assert step["train/reward"] == pytest.approx(float(policy.batches[0]["rewards"].mean()))
+
+
+def test_overlong_filtering_drops_samples_that_did_not_end():
+    policy, notes = run(master(grpo={"overlong_filtering": True}))
+    batch = policy.batches[0]
+    assert torch.equal(batch["sample_mask"] == 0, batch["sample_index"] == 1)
+    assert notes.steps[1]["train/truncation_rate"] == pytest.approx(1 / 3)
+
+
+def test_dynamic_sampling_trains_on_full_steps_of_groups_with_signal():
+    policy, notes = run(master(grpo={"use_dynamic_sampling": True}))
+    for batch in policy.batches:
+        assert batch.size == 12
+        assert (batch["prompt_index"] % 3 == 0).all()
+        assert len(set(batch["prompt_index"].tolist())) == 4
+    rounds = [notes.steps[step]["train/dynamic_sampling_rounds"] for step in (1, 2)]
+    # A round may have prompts of two draws, which are asked for one after the other.
+    assert sum(rounds) <= policy.calls.count("generate") <= 2 * sum(rounds)
+    assert sum(rounds) > 2
+
+
+def test_dynamic_sampling_writes_down_what_it_drops_too_as_not_trained():
+    policy, notes = run(master(grpo={"use_dynamic_sampling": True}))
+    of_step = [sample for sample in notes.sampled if sample.step == 1 and not sample.of_validation]
+    rounds = notes.steps[1]["train/dynamic_sampling_rounds"]
+    assert len(of_step) == rounds * 12, "what the step had no place for is written down, too"
+    trained = [sample for sample in of_step if sample.sample_mask]
+    assert [sample.prompt_index for sample in trained] == policy.batches[0]["prompt_index"].tolist()
+    assert all(sample.advantage is not None for sample in trained)
+    assert all(sample.advantage is None for sample in of_step if not sample.sample_mask)
+
+
+def test_what_is_written_of_an_answer_is_what_was_trained():
+    scaling = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": -1.0, "target_max": 1.0}
+    prompts = {"num_prompts_per_step": 12, "reward_scaling": scaling, "overlong_filtering": True}
+    policy, notes = run(master(grpo=prompts))
+    batch, of_step = policy.batches[0], [sample for sample in notes.sampled if sample.step == 1]
+    for row, sample in enumerate(of_step):
+        rewards = batch["environment_rewards"][row], batch["rewards"][row]
+        assert (sample.reward, sample.shaped_reward) == rewards
+        assert sample.sample_mask == batch["sample_mask"][row] == float(not sample.truncated)
+        assert sample.advantage_first == batch["advantages"][row, -1]
+        assert sample.advantage == pytest.approx(sample.advantage_first)
+        assert sample.prompt_tokens + sample.response_tokens == batch["input_lengths"][row]
+        assert (sample.weight_version_min, sample.weight_version_max) == (0, 0)
+    assert len({sample.advantage_first for sample in of_step}) > 1
+
+
+def test_dynamic_sampling_that_finds_no_signal_says_which_keys_to_change():
+    config = master(
+        grpo={"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1, "batch_multiplier": 1.0}
+    )
+    with refused("too-few-groups", 4):
+        run(config)
+
+
+def test_reward_scaling_feeds_training_while_the_report_keeps_the_reward():
+    scaling = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": -1.0, "target_max": 1.0}
+    policy, notes = run(master(grpo={"reward_scaling": scaling}))
+    _, plain = run(master())
+    assert notes.steps[1]["train/reward"] == plain.steps[1]["train/reward"]
+    batch = policy.batches[0]
+    assert torch.allclose(batch["rewards"], 2 * batch["environment_rewards"] - 1)
+
+
+def test_reward_shaping_takes_the_penalty_off_long_answers_only_in_training():
+    shaping = {"enabled": True, "max_response_length": 3, "overlong_buffer_length": 1}
+    policy, notes = run(master(grpo={"num_prompts_per_step": 12, "reward_shaping": shaping}))
+    batch = policy.batches[0]
+    long = batch["token_mask"].sum(1) == 3
+    assert 0 < long.sum() < 36
+    assert torch.equal(batch["rewards"], batch["environment_rewards"] - long.float())
+    assert notes.steps[1]["train/reward"] == pytest.approx(float(batch["environment_rewards"].mean()))
+
+
+def test_validation_runs_at_start_by_period_and_at_end_on_held_out_prompts():
+    grpo = {
+        "max_num_steps": 5,
+        "val_period": 2,
+        "val_at_start": True,
+        "val_at_end": True,
+        "max_val_samples": 5,
+    }
+    policy, notes = run(master(grpo=grpo | {"val_batch_size": 3}))
+    validated = [step for step, metrics in notes.steps.items() if "validation/accuracy" in metrics]
+    assert validated == [0, 2, 4, 5]
+    assert policy.calls.count("validate") == 4 * 2
+    assert len({notes.steps[step]["validation/reward"] for step in validated}) == 1
+    assert sum(sample.of_validation for sample in notes.sampled) == 4 * 5
+    assert len(notes.sampled) == 4 * 5 + 5 * 12
+    assert (notes.sampled[-1].step, notes.sampled[-1].prompt[-1]) == (5, ">")
+
+
+def test_a_validation_over_several_sources_tells_each(monkeypatch):
+    config = master(grpo={"val_at_end": True, "max_val_samples": 5})
+    drawn = source(config)
+    named = [replace(prompt, source="ab"[row % 2]) for row, prompt in enumerate(drawn.validation(5))]
+    monkeypatch.setattr(drawn, "validation", lambda count: named[:count])
+    policy, notes = FakePolicy(), Notes()
+    train(GRPO(config, policy, collector(config, policy), drawn, notes))
+    metrics = {
+        key: value for key, value in notes.steps[max(notes.steps)].items() if key.startswith("validation/")
+    }
+    assert {"validation/a/reward", "validation/b/reward", "validation/a/accuracy"} <= metrics.keys()
+    of_both = (3 * metrics["validation/a/reward"] + 2 * metrics["validation/b/reward"]) / 5
+    assert metrics["validation/reward"] == pytest.approx(of_both)
+
+
+def test_skipped_steps_are_counted_and_end_the_run_at_the_limit_after_they_were_logged():
+    policy, notes = FakePolicy(reasons=["the loss is nan"] * 2), Notes()
+    config = master(grpo={"max_num_steps": 9}, max_consecutive_skips=5)
+    with pytest.raises(TooManySkippedStepsError, match="step 3"):
+        train(GRPO(config, policy, collector(config, policy), source(config), notes))
+    assert [notes.steps[step]["train/skipped_steps"] for step in (1, 2, 3)] == [2, 4, 6]
+
+
+def test_reinforce_whitens_over_the_samples_that_are_kept():
+    estimator = {"name": "reinforce_plus_plus"}
+    many = {"overlong_filtering": True, "adv_estimator": estimator, "num_prompts_per_step": 12}
+    policy, _ = run(master(grpo=many))
+    batch = policy.batches[0]
+    kept = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)).bool()
+    advantages = batch["advantages"][kept]
+    assert advantages.mean() == pytest.approx(0.0, abs=1e-6)
+    assert advantages.std(unbiased=False) == pytest.approx(1.0, abs=1e-3)
+
+
+def run_with_checkpoints(folder, last_step, skips=99, **grpo):
+    section = {"enabled": True, "checkpoint_dir": str(folder), "save_period": 2}
+    grpo = {"max_num_steps": last_step, "max_val_samples": 4, **grpo}
+    config = master(grpo, checkpointing=section, max_consecutive_skips=skips)
+    policy = FakePolicy(reasons=["the loss is nan"] * 2)
+    return run(config, policy, checkpoints=open_checkpoints(config, lambda line: None))
+
+
+def test_a_resumed_run_is_the_rest_of_the_run(tmp_path):
+    _, whole = run_with_checkpoints(tmp_path / "whole", 4, val_at_start=True)
+    first, before = run_with_checkpoints(tmp_path / "cut", 3, val_at_start=True)
+    assert first.calls.count("save") == 2, "after step 2 and after the last one"
+    second, after = run_with_checkpoints(tmp_path / "cut", 4, val_at_start=True)
+    assert second.calls == ["load", "update_weights", "generate", "offload", "train", "save"]
+    assert before.steps | after.steps == whole.steps
+    assert after.steps[4]["train/skipped_steps"] == 8, "the skipped steps before count"
+
+
+def test_a_run_that_had_ended_does_nothing_more(tmp_path):
+    run_with_checkpoints(tmp_path, 2)
+    policy, notes = run_with_checkpoints(tmp_path, 2)
+    assert (policy.calls, notes.steps) == (["load", "update_weights"], {})
+
+
+def test_skipped_steps_in_a_row_are_counted_across_a_resume(tmp_path):
+    run_with_checkpoints(tmp_path, 2)
+    with pytest.raises(TooManySkippedStepsError, match=r"step 3: .* 6 times"):
+        run_with_checkpoints(tmp_path, 9, skips=6)
+
+
+def test_a_validation_may_sample_several_answers_and_counts_prompts_with_a_reward():
+    config = master(
+        {"val_at_end": True, "max_val_samples": 4, "val_greedy": False, "val_num_generations_per_prompt": 3}
+    )
+    policy, notes = run(config)
+    assert "validate" not in policy.calls, "nothing is greedy"
+    answered = [sample for sample in notes.sampled if sample.of_validation]
+    assert len(answered) == 12
+    rewards = [sample.reward for sample in answered]
+    found = notes.steps[2]
+    assert found["validation/reward"] == pytest.approx(sum(rewards) / 12)
+    prompts = [any(reward > 0 for reward in rewards[first : first + 3]) for first in range(0, 12, 3)]
+    assert found["validation/pass_k"] == pytest.approx(sum(prompts) / 4)
+
+
+def test_a_greedy_validation_has_no_pass_k():
+    _, notes = run(master({"val_at_end": True, "max_val_samples": 4}))
+    assert "validation/pass_k" not in notes.steps[2]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "low", "high"),
+    [
+        ({"advantage_clip_low": -0.1}, -0.1, None),
+        ({"advantage_clip_high": 0.1}, None, 0.1),
+        ({"advantage_clip_low": -0.1, "advantage_clip_high": 0.1}, -0.1, 0.1),
+    ],
+)
+def test_advantages_are_held_between_the_bounds(bounds, low, high):
+    grpo = {"num_prompts_per_step": 48}
+    plain, clipped = (run(master(grpo | section))[0].batches for section in ({}, bounds))
+    given = torch.cat([batch["advantages"].flatten() for batch in plain])
+    assert given.min() < -0.1
+    assert given.max() > 0.1
+    for before, after in zip(plain, clipped, strict=True):
+        assert torch.equal(after["advantages"], before["advantages"].clamp(low, high))

@@ -1,0 +1,334 @@
+"""What is written of answers: what became of each, what was said in several turns, and of some every token."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source, train, train_result
+from test_episodes import PROMPTS, SCRIPT, until
+from test_episodes import collector as several_turns
+from test_rollout import collect
+from test_turns import ONLINE, distillation, dpo, grpo, ppo
+
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.turns import Reply
+from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.rollouts.episode_rows import as_rows
+from nemo_rl_mcore.driver.rollouts.samples import samples_of
+from nemo_rl_mcore.driver.rollouts.start import draw_of
+from nemo_rl_mcore.driver.rollouts.steps import KnownStep
+
+ALL = {"rollouts": {"answers_with_tokens": 99}}
+NUMBERS = ("generation_logprobs", "prev_logprobs", "advantages")
+
+
+def lengths_of(table):
+    return {len(column) for column in table.values() if column is not None}
+
+
+def columns_of(notes):
+    """Which columns the tables have, of those that need not be there."""
+    tables = [
+        sample.tokens for sample in notes.sampled if sample.tokens is not None and not sample.of_validation
+    ]
+    assert tables
+    assert all(len(lengths_of(table)) == 1 for table in tables)
+    (found,) = {tuple(name for name in ("mask", *NUMBERS) if table[name] is not None) for table in tables}
+    return found
+
+
+# --- tokens -----------------------------------------------------------------------------------------------
+
+
+def test_a_table_has_each_token_from_the_first_sampled_one_to_the_end_of_the_row():
+    rollout, _ = collect(["527$", "52", "$"], [Prompt(4, "527>", "527")], 3)
+    batch = rollout.batch
+    batch["prev_logprobs"] = batch["generation_logprobs"] - 0.123456
+    batch["advantages"] = torch.arange(8.0).expand(3, 8).clone()
+    batch["advantages"][0, 5] = math.nan
+    batch["sample_mask"] = torch.tensor([1.0, 0.0, 1.0])
+    whole, cut, none = samples_of(rollout, 6, TOKENIZER, tables=2)
+    assert none.tokens is None
+    assert whole.tokens == {
+        "text": ["5", "2", "7", "$"],
+        "turn": [1, 1, 1, 1],
+        "mask": [1, 1, 1, 1],
+        "generation_logprobs": [-1.0, -2.0, -3.0, -4.0],
+        "prev_logprobs": [-1.1235, -2.1235, -3.1235, -4.1235],
+        "advantages": [4.0, None, 6.0, 7.0],
+    }
+    assert cut.tokens is not None
+    assert (cut.tokens["text"], cut.tokens["mask"]) == (["5", "2"], [0, 0])
+
+
+def test_an_answer_without_tokens_has_an_empty_table():
+    rollout, _ = collect(["", "1$"], [Prompt(4, "527>", "527")], 2)
+    empty, _ = samples_of(rollout, 6, TOKENIZER, tables=2)
+    assert empty.response == ""
+    assert empty.tokens is not None
+    assert lengths_of(empty.tokens) == {0}
+    assert samples_of(rollout.select([]), 6, TOKENIZER, tables=2) == []
+
+
+def test_a_number_that_rounds_to_nothing_has_no_sign_and_infinity_is_none():
+    rollout, _ = collect(["12$"], [Prompt(4, "527>", "527")], 1)
+    rollout.batch["prev_logprobs"] = torch.full((1, 7), -1e-6).index_fill(1, torch.tensor([6]), -math.inf)
+    (sample,) = samples_of(rollout, 6, TOKENIZER, tables=1)
+    assert sample.tokens is not None
+    assert str(sample.tokens["prev_logprobs"]) == "[0.0, 0.0, None]"
+
+
+def test_the_other_answers_ask_the_tokenizer_for_nothing():
+    class Silent:
+        def __getattr__(self, name):
+            raise AssertionError(f"asked: {name}")
+
+    rollout, _ = collect(["527$", "52"], [Prompt(4, "527>", "527")], 2)
+    assert [sample.tokens for sample in samples_of(rollout, 6, Silent())] == [None, None]
+    with pytest.raises(AssertionError, match="asked: "):
+        samples_of(rollout, 6, Silent(), tables=1)
+
+
+# --- turns ------------------------------------------------------------------------------------------------
+
+
+def test_turns_are_the_answers_and_what_the_model_was_shown_between_them():
+    played = several_turns(SCRIPT, until("9")).collect(PROMPTS, 2, step=5)
+    longest, right, wrong, cut = samples_of(played, 5, TOKENIZER, tables=1)
+    assert longest.turns == [
+        {"role": "assistant", "content": "56", "reward": 0.25},
+        {"role": "user", "content": "65>"},
+        {"role": "assistant", "content": "78", "reward": 0.25},
+        {"role": "user", "content": "87>"},
+        {"role": "assistant", "content": "9", "reward": 1.0},
+    ]
+    assert right.turns == [{"role": "assistant", "content": "9", "reward": 1.0}]
+    assert wrong.turns is not None
+    assert [turn["content"] for turn in wrong.turns] == ["0", "0>", "9"]
+    assert cut.turns == [{"role": "assistant", "content": "1", "reward": 0.25}], "nothing was said to it"
+    assert longest.tokens is not None
+    assert longest.tokens["text"] == [*"56$65>78$87>9$"]
+    assert longest.tokens["turn"] == [1, 1, 1, 0, 0, 0, 2, 2, 2, 0, 0, 0, 3, 3]
+    assert longest.tokens["mask"] == [int(turn > 0) for turn in longest.tokens["turn"]]
+    numbers = longest.tokens["generation_logprobs"]
+    assert [number is None for number in numbers] == [turn == 0 for turn in longest.tokens["turn"]]
+
+
+def test_an_answer_of_several_turns_may_be_empty_and_the_last_may_have_no_reply():
+    def reply(turn):
+        if turn.prompt.index == 8:
+            return Reply(0.0, dropped="it died")
+        observed = (Message("tool", "7"), Message("user", "8"))
+        return Reply(0.5, terminated=len(turn.messages) > 2, observation=observed)
+
+    script = {(4, 0): ["$", "2$"], (8, 0): ["3$"]}
+    played = several_turns(script, reply).collect(PROMPTS, 1, step=5)
+    kept, dropped = samples_of(played, 5, TOKENIZER, tables=2)
+    assert kept.turns == [
+        {"role": "assistant", "content": "", "reward": 0.5},
+        {"role": "tool", "content": "7"},
+        {"role": "user", "content": "8"},
+        {"role": "assistant", "content": "2", "reward": 0.5},
+    ]
+    assert dropped.turns == [{"role": "assistant", "content": "3"}], "what was not replied to has no reward"
+    assert dropped.tokens is not None
+    assert dropped.tokens["mask"] == [0, 0]
+
+
+def test_one_answer_has_no_turns():
+    rollout, _ = collect(["527$"], [Prompt(4, "527>", "527")], 1)
+    assert samples_of(rollout, 6, TOKENIZER)[0].turns is None
+
+
+def test_each_row_of_an_episode_has_its_own_turns_and_tokens():
+    player = several_turns(SCRIPT, until("9"))
+    batch = player.collect(PROMPTS[:1], 2, step=5).batch
+    # Before its first token, behind the first observation, and inside the second answer.
+    rows = player.as_rollout(PROMPTS[:1], as_rows(batch, [[3, 9, 10], []]))
+    prompt, first, begun, rest, other = samples_of(rows, 5, TOKENIZER, tables=5)
+    assert (prompt.turns, lengths_of(prompt.tokens)) == ([], {0})
+    assert first.turns == [{"role": "assistant", "content": "56", "reward": 0.25}]
+    assert first.tokens["text"] == [*"56$65>"]
+    assert begun.turns == [{"role": "assistant", "content": "7", "reward": 0.25}]
+    assert (begun.tokens["text"], begun.tokens["turn"]) == (["7"], [2])
+    assert rest.turns == [
+        {"role": "assistant", "content": "8", "reward": 0.25},
+        {"role": "user", "content": "87>"},
+        {"role": "assistant", "content": "9", "reward": 1.0},
+    ]
+    assert rest.tokens["text"] == [*"8$87>9$"]
+    assert other.turns == [{"role": "assistant", "content": "9", "reward": 1.0}]
+
+
+# --- runs -------------------------------------------------------------------------------------------------
+
+
+def ran(algorithm):
+    train(algorithm, **({"value": algorithm.critic} if hasattr(algorithm, "critic") else {}))
+    return algorithm.observer
+
+
+@pytest.mark.parametrize(("recompute", "columns"), [("auto", NUMBERS[::2]), ("always", NUMBERS)])
+def test_grpo_has_no_log_probabilities_where_only_the_ranks_have_seen_them(recompute, columns):
+    _, algorithm = grpo()
+    one_step = {"train_global_batch_size": 12, "recompute_prev_logprobs": recompute}
+    assert columns_of(ran(replace(algorithm, config=recipe("grpo", one_step)))) == ("mask", *columns)
+
+
+def test_ppo_has_an_advantage_of_each_token():
+    _, algorithm = ppo()
+    config = recipe("ppo", ppo={"num_prompts_per_step": 12}, logger=ALL)
+    notes = ran(replace(algorithm, config=config))
+    assert columns_of(notes) == ("mask", *NUMBERS)
+    longest = max((sample.tokens["advantages"] for sample in notes.sampled), key=len)
+    assert len({*longest}) == len(longest) == 3
+
+
+def test_online_dpo_masks_what_is_in_no_pair_that_counts():
+    _, algorithm = dpo(**ONLINE)
+    config = recipe("dpo", {"train_global_batch_size": 12}, dpo=ONLINE, logger=ALL)
+    notes = ran(replace(algorithm, config=config))
+    assert columns_of(notes) == ("mask", "generation_logprobs")
+    trained = [sample for sample in notes.sampled if sample.tokens and not sample.of_validation]
+    assert {sample.sample_mask for sample in trained} == {0.0, 1.0}
+    assert all(set(sample.tokens["mask"]) == {int(sample.sample_mask)} for sample in trained)
+
+
+GRADIENT = {"rl_weight": 0.5, "rl": {"reference_policy_kl_penalty": 0.0}}
+
+
+@pytest.mark.parametrize(("loss_fn", "columns"), [({}, NUMBERS[:1]), (GRADIENT, NUMBERS)])
+def test_on_policy_distillation_has_what_its_policy_gradient_has(loss_fn, columns):
+    _, algorithm = distillation()
+    config = recipe("distillation", loss_fn=loss_fn)
+    assert columns_of(ran(replace(algorithm, config=config))) == ("mask", *columns)
+
+
+ALGORITHMS = {"grpo": grpo, "ppo": ppo, "dpo": lambda: dpo(**ONLINE), "distillation": distillation}
+
+
+@pytest.mark.parametrize("make", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_a_validation_has_tables_of_its_own_that_are_not_trained_on(make):
+    _, algorithm = make()
+    loop = algorithm.config.loop.model_copy(update={"max_val_samples": 11, "val_batch_size": 3})
+    section = {algorithm.config.algorithm: loop}
+    notes = ran(replace(algorithm, config=algorithm.config.model_copy(update=section)))
+    for step in (2, 3):
+        of_step = [sample for sample in notes.sampled if sample.step == step]
+        validated = [sample.tokens for sample in of_step if sample.of_validation]
+        assert [table is not None for table in validated] == [True] * 8 + [False] * 3
+        assert all(table["mask"] is None for table in validated[:8])
+        assert all(table["prev_logprobs"] is None and table["advantages"] is None for table in validated[:8])
+        trained = [sample.tokens is not None for sample in of_step if not sample.of_validation]
+        assert trained == [row < 8 for row in range(len(trained))]
+
+
+@pytest.mark.parametrize(
+    ("section", "tables"),
+    [({"answers_with_tokens": 2}, 2), ({"answers_with_tokens": 0}, 0), ({"enabled": False}, 0)],
+)
+def test_the_recipe_says_of_how_many_answers(section, tables):
+    config, policy, notes = recipe("grpo", logger={"rollouts": section}), FakePolicy(), Notes()
+    train(GRPO(config, policy, collector(config, policy), source(config), notes))
+    of_step = [sample.tokens for sample in notes.sampled if sample.step == 1]
+    assert [table is not None for table in of_step] == [row < tables for row in range(12)]
+
+
+def test_dynamic_sampling_tells_tokens_of_what_is_trained_on():
+    _, algorithm = grpo(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=9)
+    notes = ran(algorithm)
+    of_step = [sample for sample in notes.sampled if sample.step == 1 and not sample.of_validation]
+    assert any(sample.sample_mask == 0 for sample in of_step)
+    told = [sample for sample in of_step if sample.tokens is not None]
+    assert told == [sample for sample in of_step if sample.sample_mask][:8]
+    assert all(sample.tokens["advantages"] for sample in told)
+
+
+ONE_STEP = {"train_global_batch_size": 12, "recompute_prev_logprobs": "always"}
+
+
+class Ranks(FakePolicy):
+    def begin_train_step(self, loss_fn, *, step_id=None):
+        self.calls.append("begin")
+
+    def train_microbatch(self, data, *, chunk_id=None):
+        self.calls.append("chunk")
+
+    def finish_train_step(self):
+        self.calls.append("finish")
+        return train_result()
+
+
+def in_chunks(config, policy, notes, chunks):
+    """A GRPO whose step's groups are there already, in chunks; every other one was drawn by weights of version 1."""
+    algorithm = GRPO(config, policy, collector(config, policy), source(config), notes)
+    draw = draw_of(config, algorithm.prompts, algorithm.collector)
+    drawn = draw.groups_of(1)
+    answered = draw.play_now(drawn)
+    for position, group in enumerate(answered):
+        group["weight_versions"] = torch.where(group["token_mask"] != 0, position % 2, -1)
+    groups, batches = ([[of[place] for place in chunk] for chunk in chunks] for of in (drawn, answered))
+    step = KnownStep(1, draw, groups, batches)
+    policy.calls.clear()
+    return algorithm.train(1, step, lambda: policy.calls.append("update"))
+
+
+def test_a_streamed_step_tells_of_the_whole_step_once():
+    streams = {"enabled": True, "min_groups_for_streaming_train": 2}
+    loss = {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": False}
+    policy, notes = Ranks(), Notes()
+    colocated = {"generation": {"max_new_tokens": 3, "colocated": {"enabled": False}}}
+    config = recipe("grpo", ONE_STEP | colocated, grpo={"async_grpo": streams}, loss_fn=loss)
+    in_chunks(config, policy, notes, [[0, 1], [2, 3]])
+    assert policy.calls == ["begin", "logprobs", "chunk", "logprobs", "chunk", "update", "finish"]
+    assert [sample.tokens is not None for sample in notes.sampled] == [True] * 8 + [False] * 4
+    assert columns_of(notes) == ("mask", *NUMBERS)
+    assert {sample.weight_version_max for sample in notes.sampled} == {0, 1}
+
+
+def test_several_optimizer_steps_are_taken_over_the_whole_step():
+    policy = Ranks()
+    in_chunks(recipe("grpo", {"train_global_batch_size": 6}), policy, Notes(), [[0, 1], [2, 3]])
+    assert policy.calls == ["logprobs", "update", "train"]
+
+
+# --- what became of an answer -----------------------------------------------------------------------------
+
+
+def test_a_sample_tells_advantages_by_token_and_the_versions_that_drew_it():
+    rollout, _ = collect(["527$", "52", "$"], [Prompt(4, "527>", "527")], 3)
+    batch = rollout.batch
+    columns = torch.arange(8.0).expand(3, 8)
+    batch["advantages"] = columns
+    none = [-1] * 4
+    batch["weight_versions"] = torch.tensor(
+        [[*none, 3, 3, 4, 4], [*none, 4, 4, -1, -1], [*none, 2, -1, -1, -1]]
+    )
+    long, cut, empty = samples_of(rollout, 6, TOKENIZER)
+    assert [(sample.advantage_first, sample.advantage) for sample in (long, cut, empty)] == [
+        (4, 5.5),
+        (4, 4.5),
+        (4, 4),
+    ]
+    versions = [(sample.weight_version_min, sample.weight_version_max) for sample in (long, cut, empty)]
+    assert versions == [(3, 4), (4, 4), (2, 2)]
+    assert (cut.response, cut.answer, cut.truncated, cut.response_tokens, cut.reward) == (
+        "52",
+        "527",
+        True,
+        2,
+        0.5,
+    )
+    assert (empty.response, empty.sample_index, empty.truncated) == ("", 2, False)
+
+
+def test_a_validation_has_the_version_of_its_step_and_trains_nothing():
+    rollout, _ = collect(["1$"], [Prompt(1, "1>", "1")], 1)
+    (validated,), (trained,) = (
+        samples_of(rollout, 6, TOKENIZER, of_validation=True),
+        samples_of(rollout, 6, TOKENIZER),
+    )
+    assert (validated.weight_version_max, validated.sample_mask, validated.of_validation) == (6, None, True)
+    assert (trained.weight_version_max, trained.sample_mask, trained.of_validation) == (5, 1.0, False)

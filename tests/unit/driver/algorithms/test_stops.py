@@ -1,0 +1,413 @@
+"""A run that is stopped: which steps are finished, recorded and saved, and what is said of them."""
+
+import errno
+import os
+import signal
+import threading
+import time
+
+import pytest
+from algorithm_fakes import FakePolicy, Notes, collector, recipe, source, train
+from loop_fakes import loop_run
+from refusals import assert_holds, assert_refused
+from test_ppo import FakeCritic
+
+from nemo_rl_mcore.driver.algorithms.ppo import PPO
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.driver.signals import (
+    TimeLimitReachedError,
+    current_stop_signals,
+    deferred_stop_signals,
+    stop_signals,
+)
+from nemo_rl_mcore.errors import CustomCodeError, FolderError, RunStoppedError, run_stopped_by
+from nemo_rl_mcore.rank.checkpoints import CheckpointStore
+
+
+@pytest.fixture(autouse=True)
+def signals(heard_hangups):
+    with stop_signals() as listening:
+        yield listening
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def interrupt_twice():
+    interrupt()
+    interrupt()
+
+
+def fail():
+    raise CustomCodeError("env.custom.type: mine:Env raised")
+
+
+def stopped(folder, events, loop=None, error=KeyboardInterrupt, period=99, **top):
+    """The run, and what is said of its end; it is to last 5 steps."""
+    store = None if folder is None else CheckpointStore(folder)
+    checkpoints = RunCheckpoints(store, period, last_step=5, recipe="seed: 1\n")
+    run = loop_run({"max_num_steps": 5} | (loop or {}), checkpoints, events=events, **top)
+    with pytest.raises(error):
+        run.go()
+    return run, checkpoints.standing()
+
+
+def saved(folder):
+    return [checkpoint.step for checkpoint in CheckpointStore(folder).checkpoints()]
+
+
+def goes_on(folder, step):
+    return f"step {step} is saved in {folder / f'step_{step}'}, and the same command goes on from there"
+
+
+def test_a_step_that_has_changed_nothing_is_dropped_and_the_one_before_is_saved(tmp_path):
+    run, told = stopped(tmp_path, {("prepare", 3): interrupt})
+    assert list(run.notes.steps) == [1, 2]
+    assert run.calls[-5:] == ["step 3", "abort policy", "abort value", "save policy", "save value"]
+    assert (saved(tmp_path), told) == ([2], goes_on(tmp_path, 2))
+
+
+def test_engines_that_share_memory_sleep_before_ranks_bring_all_back_to_save(tmp_path):
+    policy = {"offload": "grads_optimizer"}
+    run, _ = stopped(tmp_path, {("prepare", 3): interrupt}, policy=policy)
+    assert run.calls[-5:] == ["abort policy", "abort value", "asleep", "save policy", "save value"]
+
+
+def test_a_step_that_changes_weights_is_finished_recorded_and_saved(tmp_path):
+    run, told = stopped(tmp_path, {("update", 3): interrupt}, {"val_period": 1})
+    assert "update 3 goes on" in run.calls
+    assert "validate 3" not in run.calls
+    assert list(run.notes.steps) == [1, 2, 3]
+    assert "validation/number" not in run.notes.steps[3]
+    assert (saved(tmp_path), told) == ([3], goes_on(tmp_path, 3))
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [(interrupt, KeyboardInterrupt), (fail, CustomCodeError), (lambda: 1 / 0, ZeroDivisionError)],
+)
+def test_a_validation_that_does_not_end_loses_no_step(tmp_path, event, error):
+    run, _ = stopped(tmp_path, {("validate", 3): event}, {"val_period": 1}, error)
+    assert list(run.notes.steps) == [1, 2, 3]
+    assert "validation/number" in run.notes.steps[2]
+    assert "validation/number" not in run.notes.steps[3]
+    assert saved(tmp_path) == ([] if error is ZeroDivisionError else [3])
+
+
+def test_a_second_signal_ends_the_run_where_it_is_and_the_truth_is_told(tmp_path):
+    run, told = stopped(tmp_path, {("update", 4): interrupt_twice}, period=2)
+    assert (list(run.notes.steps), saved(tmp_path)) == ([1, 2, 3], [2])
+    assert "save policy" not in run.calls[-2:]
+    assert_holds(told, "step 3 are lost", "second signal", goes_on(tmp_path, 2))
+
+
+def test_a_second_signal_while_the_step_is_saved_leaves_the_checkpoints_before(tmp_path):
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 2, last_step=5)
+    run = loop_run({"max_num_steps": 5}, checkpoints, events={("prepare", 4): interrupt})
+    save, calls = run.models["value"].save_checkpoint, 0
+
+    def interrupted_save(folder, **_keys):
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            interrupt()
+        save(folder)
+
+    run.models["value"].save_checkpoint = interrupted_save
+    with pytest.raises(KeyboardInterrupt):
+        run.go()
+    assert saved(tmp_path) == [2]
+    assert_holds(checkpoints.standing(), "step 3 are lost", "second signal", goes_on(tmp_path, 2))
+
+
+def test_without_checkpoints_what_is_lost_is_told():
+    _, told = stopped(None, {("prepare", 4): interrupt})
+    assert_holds(told, "1 to 3", "lost", "(checkpointing.enabled is false)")
+    assert "lost" not in stopped(None, {("prepare", 1): interrupt})[1]
+
+
+def test_a_resumed_run_that_finished_nothing_names_where_it_began(tmp_path):
+    stopped(tmp_path, {("prepare", 3): interrupt})
+    start = CheckpointStore(tmp_path).latest()
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, 5, start=start, resume=str(start.folder))
+    with pytest.raises(KeyboardInterrupt):
+        loop_run({"max_num_steps": 5}, checkpoints, events={("prepare", 3): interrupt}).go()
+    told = checkpoints.standing()
+    assert_holds(told, "step 2 ", tmp_path / "step_2", "checkpointing.resume=auto")
+    assert "lost" not in told
+
+
+def test_code_of_the_users_own_that_fails_loses_no_finished_step(tmp_path):
+    run, told = stopped(tmp_path, {("prepare", 3): fail}, error=CustomCodeError)
+    assert (list(run.notes.steps), saved(tmp_path), told) == ([1, 2], [2], goes_on(tmp_path, 2))
+
+
+def test_a_log_folder_that_takes_no_more_loses_no_finished_step(tmp_path):
+    class Full(Notes):
+        def log(self, step, metrics):
+            if step == 3:
+                raise FolderError("logger.log_dir: full")
+
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, last_step=5)
+    run = loop_run({"max_num_steps": 5}, checkpoints)
+    run.notes = Full()
+    with pytest.raises(FolderError):
+        run.go()
+    assert saved(tmp_path) == [3]
+
+
+def stop_run():
+    raise RunStoppedError("rank 0 died\nand more")
+
+
+def dead_models(run, error="abort_train_step (call 9) was not started: the worker group ended"):
+    """Their ranks no longer serve: every call fails at once. Returns what was asked of them."""
+    asked = []
+
+    def fail_at_once(*_arguments):
+        asked.append("call")
+        raise RunStoppedError(error)
+
+    for model in run.models.values():
+        model.abort_train_step = model.save_checkpoint = fail_at_once
+    return asked
+
+
+@pytest.mark.parametrize("part", ["prepare", "validate"])
+def test_a_failure_that_leaves_the_ranks_sound_loses_no_finished_step(tmp_path, part):
+    """A dead engine, a mismatch, a step that cannot be filled: none of them is the trained models'."""
+    run, told = stopped(tmp_path, {(part, 3): stop_run}, {"val_period": 1}, RunStoppedError)
+    last = 2 if part == "prepare" else 3
+    assert (list(run.notes.steps)[-1], saved(tmp_path), told) == (last, [last], goes_on(tmp_path, last))
+
+
+def test_ranks_that_are_gone_are_asked_once_and_the_reason_is_what_ended_them(tmp_path):
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, last_step=5)
+    run = loop_run({"max_num_steps": 5}, checkpoints, events={("prepare", 3): stop_run})
+    asked = dead_models(run)
+    with pytest.raises(RunStoppedError, match="rank 0 died"):
+        run.go()
+    assert (saved(tmp_path), asked) == ([], ["call"])
+    assert_holds(checkpoints.standing(), "1 to 2", "lost (rank 0 died)")
+
+
+@pytest.mark.parametrize(("samples", "saved_steps"), [(8, [2]), (4, [])])
+def test_an_update_that_fails_is_undone_where_it_is_one_optimizer_step(tmp_path, samples, saved_steps):
+    """A loss of the user's own that raises on the ranks: earlier optimizer steps of the rollout stay applied."""
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, last_step=5)
+    loop = {"max_num_steps": 5, "num_prompts_per_step": 4, "num_generations_per_prompt": 2}
+    run = loop_run(
+        loop, checkpoints, events={("update", 3): stop_run}, policy={"train_global_batch_size": samples}
+    )
+    del run.models["value"]
+    with pytest.raises(RunStoppedError):
+        run.go()
+    assert saved(tmp_path) == saved_steps
+    if not saved_steps:
+        assert_holds(checkpoints.standing(), "1 to 2", "lost (the step after")
+
+
+def test_an_update_of_two_models_that_fails_is_not_saved(tmp_path):
+    _, told = stopped(tmp_path, {("update", 3): stop_run}, error=RunStoppedError)
+    assert (saved(tmp_path), "lost (the step after" in told) == ([], True)
+
+
+def test_the_failure_that_a_signal_came_upon_is_the_reason(tmp_path):
+    def die_while_interrupted():
+        with deferred_stop_signals():
+            interrupt()
+            stop_run()
+
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, last_step=5)
+    run = loop_run({"max_num_steps": 5}, checkpoints, events={("prepare", 3): die_while_interrupted})
+    dead_models(run)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        run.go()
+    assert str(run_stopped_by(stop.value)) == "rank 0 died\nand more"
+    assert_holds(checkpoints.standing(), "1 to 2", "lost (rank 0 died)")
+
+
+def test_a_save_that_the_limit_of_time_asked_for_and_that_fails_is_known(tmp_path):
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, last_step=5)
+    run = loop_run({"max_num_steps": 5}, checkpoints, events={("update", 2): lambda: passed(60)}, **LIMIT)
+    dead_models(run, "rank 1 died")
+    with pytest.raises(TimeLimitReachedError) as stop:
+        run.go()
+    assert str(run_stopped_by(stop.value)) == "rank 1 died"
+
+
+def test_a_signal_that_the_users_code_swallows_stops_the_run_after_the_step(tmp_path):
+    def swallow():
+        try:
+            interrupt()
+        except BaseException:  # noqa: BLE001
+            return
+
+    run, _ = stopped(tmp_path, {("prepare", 3): swallow})
+    assert list(run.notes.steps) == [1, 2, 3]
+    assert saved(tmp_path) == [3]
+
+
+class RaisedInSave(RunStoppedError):
+    """As a rank's: a traceback, which names the cause somewhere."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        RaisedInSave(
+            "rank 0 failed: CheckpointException ranks:dict_keys([0])\nOSError: [Errno 28] No space left"
+        ),
+    ],
+)
+def test_a_save_that_fails_names_the_folder_and_leaves_the_checkpoints_before(tmp_path, error):
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 1, last_step=5)
+    run = loop_run({"max_num_steps": 5}, checkpoints)
+    save = run.models["value"].save_checkpoint
+
+    def full(folder, **_keys):
+        if "step_3" in folder:
+            raise error
+        save(folder)
+
+    run.models["value"].save_checkpoint = full
+    with pytest.raises(RunStoppedError) as caught:
+        run.go()
+    assert_refused(
+        caught.value, "checkpoint-not-written", f"checkpointing.checkpoint_dir: {tmp_path} ", ": No space", 3
+    )
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
+    assert list(run.notes.steps) == [1, 2, 3]
+    reason = f"step 3 are lost (checkpointing.checkpoint_dir: {tmp_path} "
+    assert_holds(checkpoints.standing(), reason, goes_on(tmp_path, 2))
+
+
+@pytest.mark.parametrize("period", [1, 99], ids=["due", "at the end"])
+def test_the_room_that_is_kept_for_the_page_is_given_to_the_weights(tmp_path, period):
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), period, last_step=5)
+    run = loop_run({"max_num_steps": 5}, checkpoints, events={("prepare", 4): interrupt})
+    save = run.models["value"].save_checkpoint
+
+    def full_while_room_is_kept(folder, **_keys):
+        if "step_3" in folder and not run.notes.room_given_back:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(folder)
+
+    run.models["value"].save_checkpoint = full_while_room_is_kept
+    with pytest.raises(RunStoppedError if period == 1 else KeyboardInterrupt):
+        run.go()
+    assert saved(tmp_path)[-1] == 3
+    assert checkpoints.standing() == goes_on(tmp_path, 3)
+
+
+class DiedInSave(RunStoppedError):
+    """As of a rank that died: nothing was raised, and its standard error is quoted."""
+
+    cause = None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DiedInSave(
+            "rank 0 died in save_checkpoint\n--- end of its standard error ---\nOSError: [Errno 5] I/O"
+        ),
+        RaisedInSave("rank 0 failed\nFileNotFoundError: [Errno 2] No such file or directory: '/elsewhere/x'"),
+        RaisedInSave("rank 0 failed\nRuntimeError: the warning was [Errno 13] of something"),
+    ],
+)
+def test_an_error_of_something_else_is_not_blamed_on_the_folder(tmp_path, error):
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 1, last_step=5)
+    run = loop_run({"max_num_steps": 5}, checkpoints)
+
+    def fail_to_save(_folder, **_keys):
+        raise error
+
+    run.models["policy"].save_checkpoint = fail_to_save
+    with pytest.raises(type(error)) as caught:
+        run.go()
+    assert caught.value is error
+
+
+def test_a_failed_save_at_the_end_changes_neither_the_status_nor_the_reason(tmp_path):
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, last_step=5)
+    run = loop_run({"max_num_steps": 5}, checkpoints, events={("prepare", 2): interrupt})
+
+    def dead(folder, **_keys):
+        raise RunStoppedError("rank 1 died\nand more")
+
+    run.models["policy"].save_checkpoint = dead
+    with pytest.raises(KeyboardInterrupt):
+        run.go()
+    assert_holds(checkpoints.standing(), "step 1 ", "lost (rank 1 died)")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_policy_and_critic_are_trained_both_or_none(tmp_path, number):
+    """PPO trains the critic first: a stop in between waits for the policy, over all epochs."""
+    config, policy = recipe("ppo", ppo={"max_num_steps": 2, "ppo_epochs": 2}), FakePolicy()
+
+    class StoppedCritic(FakeCritic):
+        def train(self, *arguments, **options):
+            signal.raise_signal(number)
+            return super().train(*arguments, **options)
+
+    critic = StoppedCritic(policy.calls)
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, last_step=2)
+    notes = Notes()
+    ppo = PPO(config, policy, collector(config, policy), source(config), notes, critic=critic)
+    if (
+        number != signal.SIGINT
+    ):  # one that comes twice at once is one; Ctrl-C in the second epoch is a second one
+        with pytest.raises(KeyboardInterrupt):
+            train(ppo, checkpoints, value=critic)
+        assert policy.calls.count("train") == policy.calls.count("train value") == 2
+        assert (list(notes.steps), saved(tmp_path)) == ([1], [1])
+        return
+    with pytest.raises(KeyboardInterrupt):
+        train(ppo, checkpoints, value=critic)
+    assert (list(notes.steps), saved(tmp_path)) == ([], []), "one was trained without the other"
+
+
+LIMIT = {"checkpointing": {"enabled": True, "checkpoint_must_save_by": "00:00:01:00"}}
+
+
+def passed(seconds):
+    current_stop_signals().began = time.monotonic() - seconds
+
+
+def test_a_step_that_would_not_fit_the_limit_of_time_is_not_begun(tmp_path, signals):
+    def slow():
+        time.sleep(0.05)
+        passed(59.93)
+
+    run, told = stopped(tmp_path, {("update", 2): slow}, error=TimeLimitReachedError, **LIMIT)
+    assert list(run.notes.steps) == [1, 2], "the longest step and a save as long are 0.1 s"
+    assert (saved(tmp_path), told) == ([2], goes_on(tmp_path, 2))
+    assert signals.exit_status == 0
+
+
+def test_a_step_that_outlasts_the_limit_of_time_is_dropped_and_the_one_before_is_saved(tmp_path, signals):
+    def begin_late():
+        passed(59.7)
+
+    def hang():
+        threading.Event().wait(30)
+
+    events = {("update", 2): begin_late, ("prepare", 3): hang}
+    began = time.monotonic()
+    run, _ = stopped(tmp_path, events, error=TimeLimitReachedError, **LIMIT)
+    assert time.monotonic() - began < 10
+    assert (list(run.notes.steps), saved(tmp_path)) == ([1, 2], [2])
+    assert signals.exit_status == 0
+
+
+def test_the_limit_of_time_leaves_a_finished_run_alone(tmp_path):
+    passed(59)
+    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, last_step=1)
+    loop_run({"max_num_steps": 1}, checkpoints, **LIMIT).go()
+    time.sleep(1.1)
+    assert saved(tmp_path) == [1]

@@ -1,0 +1,133 @@
+"""MLflow for real, in a file of the run: what is written is read back by its own client."""
+
+import io
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from written_samples import sample
+
+from nemo_rl_mcore.config import LoggerConfig
+from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder
+
+pytestmark = [pytest.mark.needs("mlflow"), pytest.mark.exhaustive]
+RECIPE = {
+    "grpo": {"max_num_steps": 3, "lr": 1e-6},
+    "long": "x" * 7000,
+    "many": {str(n): n for n in range(250)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_address(monkeypatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+
+
+def recorder(log_dir: Path, resumed_step: int | None = None, recipe=RECIPE, **section: object) -> RunRecorder:
+    given = {"experiment_name": "e", "run_name": "n", "tags": {"team": "t"}, **section}
+    config = LoggerConfig(log_dir=str(log_dir), mlflow_enabled=True, mlflow=given, timeout_s=30)  # type: ignore[arg-type]
+    console = Console(file=io.StringIO(), width=300)
+    return RunRecorder(config, 10, console=console, run=RunFacts("grpo", recipe, resumed_step))
+
+
+def told(run: RunRecorder) -> str:
+    return run._console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def stored(log_dir: Path):
+    """The client of the run's own file, and its runs, the newest last."""
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{log_dir / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("e")
+    return client, client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])
+
+
+def artifact(client, run, path: str):
+    return json.loads(Path(client.download_artifacts(run.info.run_id, path)).read_text("utf-8"))
+
+
+def test_recipe_metrics_answers_and_the_end_are_there(tmp_path) -> None:
+    with recorder(tmp_path) as begun:
+        for step in (0, 1, 2):
+            begun.add_samples([sample(step, response="r\ud800", of_validation=True)])
+            begun.log(step, {"train/reward": step / 4, "odd": math.nan, "validation/a?b/x": 1.0})
+    client, (run,) = stored(tmp_path)
+    assert (run.info.run_name, run.info.status) == ("n", "FINISHED")
+    assert run.data.tags.items() >= {"team": "t", "algorithm": "grpo"}.items()
+    assert run.data.params["grpo.lr"] == "1e-06"
+    assert run.data.params["long"] == "x" * 6000
+    assert [run.data.params[f"many.{n}"] for n in range(250)] == [str(n) for n in range(250)]
+    assert artifact(client, run, "recipe.json") == RECIPE
+    history = client.get_metric_history(run.info.run_id, "train/reward")
+    assert [(metric.step, metric.value) for metric in history] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+    assert math.isnan(run.data.metrics["odd"])
+    assert run.data.metrics["validation/a_b/x"] == 1.0
+    table = artifact(client, run, "validation/samples/step_2.json")
+    (shown,) = [dict(zip(table["columns"], values, strict=True)) for values in table["data"]]
+    assert (shown["step"], shown["prompt"], shown["response"]) == (2, "1>", "r\\ud800")
+    assert f" {run.info.run_id} in sqlite:///{tmp_path}/mlflow.db\n" in told(begun)
+    assert not (Path.cwd() / "mlruns").exists()
+
+
+def test_a_resumed_run_is_the_same_one_and_a_run_anew_is_another(tmp_path) -> None:
+    for resumed_step, steps in ((None, (1, 2, 3)), (2, (3, 4)), (None, (1,))):
+        recipe = RECIPE | {"seed": resumed_step or 0}
+        with recorder(tmp_path, resumed_step, recipe) as begun:
+            for step in steps:
+                begun.log(step, {"train/reward": step / 4 + (resumed_step or 0)})
+        assert " fails: " not in told(begun)
+    client, (first, anew) = stored(tmp_path)
+    history = client.get_metric_history(first.info.run_id, "train/reward")
+    assert [metric.step for metric in history] == [1, 2, 3, 3, 4]
+    assert [metric.value for metric in history][-2:] == [2.75, 3.0]
+    assert first.data.params["seed"] == "0", "MLflow allows no other"
+    assert artifact(client, first, "recipe.json")["seed"] == 2
+    assert first.info.status == anew.info.status == "FINISHED"
+
+
+def test_a_resumed_run_that_the_store_does_not_have_is_a_new_one_there(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # MLflow puts the files of a store of one's own below the working folder
+    for resumed_step, name in ((None, "one.db"), (1, "other.db")):
+        with recorder(tmp_path, resumed_step, tracking_uri=f"sqlite:///{tmp_path / name}") as begun:
+            begun.log((resumed_step or 0) + 1, {"train/reward": 0.5})
+        assert " fails: " not in told(begun)
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'other.db'}")
+    run = client.get_run((tmp_path / ".mlflow_run_id").read_text())
+    assert (run.data.metrics["train/reward"], run.data.params["grpo.lr"]) == (0.5, "1e-06")
+
+
+@pytest.mark.parametrize(("error", "status"), [(RuntimeError, "FAILED"), (KeyboardInterrupt, "KILLED")])
+def test_how_a_run_ends_is_told(error, status, tmp_path) -> None:
+    def run() -> None:
+        with recorder(tmp_path) as begun:
+            begun.log(1, {"train/reward": 0.5})
+            raise error
+
+    with pytest.raises(error):
+        run()
+    assert stored(tmp_path)[1][0].info.status == status
+
+
+def test_a_server_that_is_not_there_is_told_at_the_start_within_the_limit(tmp_path) -> None:
+    config = {"tracking_uri": "http://127.0.0.1:9"}
+    with recorder(tmp_path, **config) as begun:
+        begun.log(1, {"train/reward": 0.5})
+    (line,) = [line for line in told(begun).splitlines() if "MLflow fails: " in line]
+    assert "127.0.0.1" in line
+
+
+def test_a_file_that_is_taken_away_is_told_and_ends_nothing(tmp_path) -> None:
+    with recorder(tmp_path) as begun:
+        begun.log(1, {"train/reward": 0.5})
+        (tmp_path / "mlflow.db").write_text("no database")
+        for step in (2, 3):
+            begun.log(step, {"train/reward": 0.5})
+    assert told(begun).count("MLflow fails: ") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

@@ -1,0 +1,394 @@
+import errno
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from written_samples import sample
+
+from nemo_rl_mcore.config import LoggerConfig
+from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, read_rollouts
+from nemo_rl_mcore.driver.signals import stop_signals
+from nemo_rl_mcore.errors import FolderError
+from nemo_rl_mcore.tools.report.command import page_of_run
+
+
+def make(
+    log_dir: Path, resumed_step: int | None = None, write_page: Callable[[Path], object] | None = None
+) -> RunRecorder:
+    console, run = Console(file=io.StringIO(), width=100), RunFacts(resumed_step=resumed_step)
+    return RunRecorder(
+        LoggerConfig(log_dir=str(log_dir)), 10, console=console, run=run, write_page=write_page
+    )
+
+
+def on_a_full_disk(folder: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def test_a_run_that_others_tell_of_ends_without_a_summary(tmp_path):
+    stream = io.StringIO()
+    config, console = LoggerConfig(log_dir=str(tmp_path)), Console(file=stream)
+    with RunRecorder(config, 1, console=console, summary=False) as recorder:
+        recorder.log(1, {"train/reward": 0.5})
+    assert "train/reward" not in stream.getvalue()
+    assert (tmp_path / "metrics.jsonl").is_file()
+
+
+def test_a_step_gets_its_times_and_its_token_rate(tmp_path: Path) -> None:
+    with make(tmp_path) as recorder:
+        for step in (1, 2):
+            with recorder.phase("train"):
+                time.sleep(0.05)
+            recorder.log(step, {"train/reward": 0.5, "train/total_num_tokens": 100.0})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert 0.05 <= row["timing/train"] <= row["timing/total"] < 0.5
+        assert row["performance/tokens_per_sec"] == pytest.approx(100 / row["timing/total"])
+        assert row["train/reward"] == 0.5
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_run_keeps_its_finished_steps_and_its_report(
+    error: type[BaseException], tmp_path: Path
+) -> None:
+    def run() -> None:
+        with make(tmp_path) as recorder:
+            recorder.add_samples([sample()])
+            recorder.log(1, {"train/reward": 0.5})
+            recorder.add_samples([sample(2)])
+            raise error
+
+    with pytest.raises(error):
+        run()
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "rollouts"}
+
+
+def test_the_answers_of_a_step_are_there_before_its_row_and_outlive_a_row_that_cannot_be_written(
+    tmp_path: Path,
+) -> None:
+    def run() -> None:
+        with make(tmp_path) as recorder:
+            for step in (1, 2):
+                recorder.add_samples([sample(step)])
+                if step == 2:
+                    (tmp_path / "metrics.jsonl").unlink()
+                recorder.log(step, {"train/reward": 0.5})
+
+    with pytest.raises(FolderError):
+        run()
+    assert [next(read_rollouts(tmp_path / f"rollouts/step_{step}.jsonl.gz"))["step"] for step in (1, 2)] == [
+        1,
+        2,
+    ]
+    assert rows_of(tmp_path) == [1, 2], "written again at the end"
+
+
+def test_answers_that_cannot_be_written_are_an_error_of_the_folder_and_the_row_is_kept(
+    tmp_path: Path,
+) -> None:
+    def run() -> None:
+        with make(tmp_path) as recorder:
+            recorder.add_samples([sample()])
+            (tmp_path / "rollouts").write_text("no folder")
+            recorder.log(1, {"train/reward": 0.5})
+
+    with pytest.raises(FolderError, match=rf"^logger\.log_dir: {tmp_path}"):
+        run()
+    assert rows_of(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_answers_that_a_full_disk_refused_are_written_at_the_end_and_else_named(
+    for_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace, tries = Path.replace, 0
+
+    def full(path: Path, target: Path) -> Path:
+        nonlocal tries
+        if path.name.startswith("step_2"):
+            tries += 1
+            if tries == 1 or for_good:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return replace(path, target)
+
+    def run() -> None:
+        with make(tmp_path) as recorder:
+            for step in (1, 2):
+                recorder.add_samples([sample(step)])
+                recorder.log(step, {"train/reward": 0.5})
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(FolderError):
+        run()
+    assert rows_of(tmp_path) == [1, 2]
+    lost = tmp_path / "rollouts/step_2.jsonl.gz"
+    assert lost.exists() is not for_good
+    assert (str(lost) in capsys.readouterr().err) is for_good
+
+
+def test_only_the_newest_samples_one_a_prompt_are_shown(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    config = LoggerConfig(log_dir=str(tmp_path), num_val_samples_to_print=2)
+    with RunRecorder(config, 1, console=console) as recorder:
+        recorder.add_samples(
+            sample(1, index, response=f"{prompt}-{index}") for prompt in "abc" for index in range(2)
+        )
+        recorder.log(1, {"train/reward": 0.5})
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [answer in shown for answer in ("a-0", "b-0", "c-0", "c-1")] == [False, True, True, False]
+
+
+def test_the_start_is_told_part_by_part_and_is_no_time_of_the_first_step(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+    with recorder.startup("policy", "starting 2 ranks of the policy") as pieces:
+        time.sleep(0.2)
+        pieces["policy_loading_weights"] = 0.125
+    with recorder:
+        with recorder.phase("startup/weights"):
+            with recorder.startup("engines", "starting 1 vLLM engine"):
+                time.sleep(0.2)
+            time.sleep(0.1)
+        for step in (1, 2):
+            with recorder.phase("train"):
+                pass
+            recorder.log(step, {"train/reward": 0.5})
+    told = recorder._console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert told[:3] == [
+        "starting 2 ranks of the policy ... 0.2 s (policy loading weights 0.1 s)",
+        "starting 1 vLLM engine ... 0.2 s",
+        "sending the weights to the engines ... 0.1 s",
+    ]
+    first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    start = {name.removeprefix("timing/startup/"): s for name, s in first.items() if "startup" in name}
+    assert start.keys() == {"policy", "policy_loading_weights", "engines", "weights"}
+    assert start["policy"] >= 0.2
+    assert start["weights"] < 0.2 <= start["engines"], "each second counts once"
+    assert first["timing/total"] < 0.1
+    assert not [name for name in second if "startup" in name]
+    assert "startup" not in "".join(told[3:])
+
+
+def test_a_part_of_the_start_that_fails_ends_its_line(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+    with pytest.raises(RuntimeError), recorder.startup("ray", "starting Ray"):
+        raise RuntimeError
+    assert recorder._console.file.getvalue() == "starting Ray ...\n"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rewards_teach", [True, False])
+def test_equal_rewards_are_told_of_where_rewards_teach(tmp_path: Path, rewards_teach: bool) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    facts = RunFacts("distillation", rewards_teach=rewards_teach)
+    with RunRecorder(LoggerConfig(log_dir=str(tmp_path)), 1, console=console, run=facts) as recorder:
+        recorder.log(1, {"train/reward_min": 0.0, "train/reward_max": 0.0})
+    assert ("have had the reward 0" in console.file.getvalue()) is rewards_teach  # type: ignore[attr-defined]
+
+
+def test_engines_that_start_anew_are_a_part_of_their_step(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+    with recorder:
+        with recorder.phase("train"), recorder.startup("engines", "starting 1 engine"):
+            time.sleep(0.05)
+        recorder.log(1, {"train/reward": 0.5})
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert row["timing/total"] >= 0.05
+    assert "timing/startup/engines" not in row
+    assert "starting" not in recorder._console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_that_is_saved_is_told_with_its_step(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+
+    with recorder:
+        recorder.log(3, {"train/reward": 0.5})
+        with recorder.phase("checkpoint"):
+            pass
+        recorder.log(4, {"train/reward": 0.5})
+        assert "saved" not in recorder._console.file.getvalue()  # type: ignore[attr-defined]
+        recorder.checkpointed(3)
+    assert "saved: step 3\n" in recorder._console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_report_of_a_resumed_run_is_about_the_whole_run(tmp_path: Path) -> None:
+    for resumed_step, steps in ((None, (1, 2, 3)), (2, (3, 4))):
+        recorder = make(tmp_path, resumed_step)
+        with recorder:
+            for step in steps:
+                recorder.log(step, {"train/reward": 0.5})
+    output = recorder._console.file.getvalue()  # type: ignore[attr-defined]
+    assert "4 steps; " in output
+    assert "step 3/10" in output, "the first line of the resumed run"
+
+
+def rows_of(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_room_is_kept_for_the_end_and_given_back(tmp_path: Path) -> None:
+    with make(tmp_path) as recorder:
+        recorder.log(1, {"train/reward": 0.5})
+        assert (tmp_path / ".reserve").stat().st_blocks * 512 >= 1 << 19
+    assert not (tmp_path / ".reserve").exists()
+    with make(tmp_path) as recorder:
+        recorder.give_back_room()
+        assert not (tmp_path / ".reserve").exists()
+
+
+def test_the_room_that_is_kept_holds_the_answers_of_a_step_its_row_and_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    config = LoggerConfig(log_dir=str(tmp_path))
+    console = Console(file=io.StringIO())
+    with RunRecorder(config, 1, console=console, write_page=page_of_run) as recorder:
+        noise = random.Random(0).randbytes(1 << 21).hex()
+        recorder.add_samples([replace(sample(), response=noise)])
+        recorder.log(1, {"train/reward": 0.5})
+        kept = (tmp_path / ".reserve").stat().st_blocks * 512
+    answers = (tmp_path / "rollouts/step_1.jsonl.gz").stat().st_size
+    assert answers > 1 << 20
+    assert kept >= 2 * answers + page.stat().st_size + (tmp_path / "metrics.jsonl").stat().st_size
+
+
+def test_a_deleted_folder_ends_the_run_and_every_row_is_written_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def run() -> None:
+        with make(folder) as recorder:
+            for step in (1, 2, 3):
+                if step == 3:
+                    shutil.rmtree(folder)
+                recorder.log(step, {"train/reward": 0.5})
+
+    with pytest.raises(FolderError, match=rf"^logger\.log_dir: {folder} .*gone"):
+        run()
+    assert rows_of(folder) == [1, 2, 3]
+    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl"}
+
+
+def test_a_folder_that_was_deleted_behind_the_last_step_loses_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with make(folder) as recorder:
+        for step in (1, 2):
+            recorder.log(step, {"train/reward": 0.5})
+        shutil.rmtree(folder)
+    assert rows_of(folder) == [1, 2]
+
+
+def test_a_row_that_was_cut_off_by_a_full_disk_is_written_whole_at_the_end(tmp_path: Path) -> None:
+    with make(tmp_path) as recorder:
+        recorder.log(1, {"train/reward": 0.5})
+        recorder.log(2, {"train/reward": 0.5})
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(path.read_bytes()[:-5])
+    assert rows_of(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_a_report_that_cannot_be_written_is_told_in_a_line_and_hides_no_error(
+    error: type[BaseException] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> None:
+        with make(tmp_path, write_page=on_a_full_disk) as recorder:
+            recorder.log(1, {"train/reward": 0.5})
+            if error is not None:
+                raise error
+
+    with pytest.raises(error or FolderError) as caught:
+        run()
+    told = f"logger.log_dir: {tmp_path} cannot be written to: No space left on device ("
+    where = str(caught.value) if error is None else capsys.readouterr().err
+    assert where.startswith(told)
+    assert rows_of(tmp_path) == [1]
+
+
+def test_a_second_ctrl_c_does_not_lose_the_report(tmp_path: Path) -> None:
+    class Twice(io.StringIO):
+        def write(self, text: str) -> int:
+            signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    def run(recorder: RunRecorder) -> None:
+        with recorder:
+            recorder.log(1, {"train/reward": 0.5})
+            recorder._console.file = Twice()
+            raise KeyboardInterrupt
+
+    with stop_signals(), pytest.raises(KeyboardInterrupt):
+        run(make(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
+
+
+def test_the_events_of_tensorboard_are_among_the_files_that_are_named(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with RunRecorder(
+        LoggerConfig(log_dir=str(tmp_path), tensorboard_enabled=True), 1, console=console
+    ) as recorder:
+        recorder.log(1, {"train/reward": 0.5})
+    assert f"{tmp_path / 'tensorboard'}\n" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+class Gone(io.StringIO):
+    """A console that nobody sees any more: what is written to it fails."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.tried = 0
+
+    def write(self, text: str) -> int:
+        self.tried += 1
+        raise OSError(self.number, os.strerror(self.number))
+
+    def isatty(self) -> bool:
+        return self.number == errno.EIO
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO])
+def test_a_console_that_is_gone_loses_nothing_and_is_no_error_of_the_folder(
+    number: int, error: type[BaseException] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """EPIPE of a pipe whose reader has ended, where rich would end the process; EIO of a terminal that was closed."""
+    stream = Gone(number)
+
+    def run() -> None:
+        with RunRecorder(LoggerConfig(log_dir=str(tmp_path)), 10, console=Console(file=stream)) as recorder:
+            recorder.add_samples([sample()])
+            for step in (1, 2):
+                recorder.log(step, {"train/reward": 0.5})
+            if error is not None:
+                raise error
+
+    with pytest.raises(error) if error else nullcontext():
+        run()
+    assert rows_of(tmp_path) == [1, 2]
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "rollouts"}
+    assert stream.tried == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("rows", "enabled", "pages"), [(1, True, 1), (1, False, 0), (0, True, 0)])
+def test_the_page_is_written_once_there_are_rows_unless_it_is_not_wanted(
+    rows: int, enabled: bool, pages: int, tmp_path: Path
+) -> None:
+    written: list[list[int]] = []
+    config = LoggerConfig(log_dir=str(tmp_path), html_report_enabled=enabled)
+    with RunRecorder(
+        config,
+        1,
+        console=Console(file=io.StringIO()),
+        write_page=lambda folder: written.append(rows_of(folder)),
+    ) as recorder:
+        for step in range(1, rows + 1):
+            recorder.log(step, {"train/reward": 0.5})
+    assert written == [[1]] * pages

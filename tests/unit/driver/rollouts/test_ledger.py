@@ -1,0 +1,296 @@
+"""What the ledger says in the cases that its state machine cannot name."""
+
+import json
+import time
+
+import pytest
+from ledger_check import check
+from refusals import refused
+
+from nemo_rl_mcore.driver.rollouts.events import Segment
+from nemo_rl_mcore.driver.rollouts.ledger import Ledger
+from nemo_rl_mcore.driver.rollouts.states import GroupState, LedgerError, Limits, StepState
+
+
+def make(n=2, max_age=1, last_step=5, max_attempts=2, **start):
+    return Ledger(Limits(n, max_age, last_step, max_attempts), lambda event: None, **start)
+
+
+def generate(ledger, *versions):
+    """Dispatch and commit a group."""
+    token = ledger.dispatch()
+    first = ledger.published
+    assert ledger.commit(token, [Segment(place, v) for place, v in enumerate(versions or [first])])
+    return token.position
+
+
+def train(ledger):
+    """A whole step of groups that are ready."""
+    ledger.begin()
+    ledger.lease(ledger.leasable())
+    ledger.finishing()
+    ledger.finish()
+
+
+def fill(ledger):
+    while ledger.may_dispatch():
+        generate(ledger)
+
+
+def test_a_step_that_is_not_published_admits_nothing():
+    ledger = make(max_age=0)
+    fill(ledger)
+    train(ledger)
+    assert not ledger.may_dispatch()
+    with refused("not-admitted", "version 1, published 0", "committed", by=LedgerError):
+        ledger.dispatch()
+    ledger.publish()
+    assert ledger.may_dispatch()
+
+
+def test_a_run_with_max_age_dispatches_ahead_by_so_many_steps():
+    ledger = make(n=3, max_age=2, last_step=50)
+    fill(ledger)
+    assert ledger.live == 9
+    train(ledger)
+    ledger.publish()
+    assert ledger.live == 6
+    fill(ledger)
+    assert (ledger.live, ledger.cursor) == (9, 12)
+
+
+def test_the_next_group_takes_the_place_of_a_dropped_one():
+    ledger = make(n=2, max_age=1, max_attempts=1)
+    first, second = ledger.dispatch(), ledger.dispatch()
+    generate(ledger)
+    ledger.commit(first, [Segment(0, 0)])
+    ledger.begin()
+    assert ledger.leasable() == [0]
+    assert ledger.fail(second, "timeout")
+    assert ledger.leasable() == [0, 2]
+    ledger.lease([0, 2])
+    ledger.finishing()
+    ledger.finish()
+    assert ledger.chunks_of(1) == [[0, 2]]
+    assert ledger.dropped == {"timeout": 1}
+    assert ledger.count(GroupState.DROPPED) == 1
+    assert ledger.count(GroupState.TRAINED) == 2
+
+
+def test_what_is_leased_in_part_keeps_the_rest_of_the_step():
+    ledger = make(n=3, max_age=1)
+    fill(ledger)
+    ledger.begin()
+    ledger.lease([1])
+    assert ledger.leasable() == [0, 2]
+    with refused("not-leasable", [3], [0, 2], by=LedgerError):
+        ledger.lease([3])
+    ledger.lease([0, 2])
+    assert ledger.room() == 0
+    assert ledger.leasable() == []
+    ledger.finishing()
+    ledger.lost("rank 1 died")
+    assert (ledger.step, ledger.version) == (StepState.IDLE, 0)
+    assert ledger.begin() == 1
+    assert ledger.leasable() == [0, 1, 2]
+
+
+def test_an_engine_that_answers_with_older_weights_is_an_error():
+    ledger = make()
+    fill(ledger)
+    train(ledger)
+    ledger.publish()
+    token = ledger.dispatch()
+    with refused("token-versions", [0, 1], 1, by=LedgerError):
+        ledger.commit(token, [Segment(0, 0), Segment(4, 1)])
+    assert ledger.commit(token, [Segment(0, 1)])
+
+
+def test_a_group_is_as_old_as_its_oldest_token():
+    ledger = make(n=1, max_age=1)
+    generate(ledger)
+    token = ledger.dispatch()
+    train(ledger)  # an engine may hold the weights already that are being published
+    with refused("group-state", "group 1 ", by=LedgerError):
+        ledger.min_version(1)
+    assert ledger.commit(token, [Segment(0, 0), Segment(7, 1)])
+    assert ledger.min_version(1) == 0
+
+
+def test_groups_of_steps_that_are_not_redone_are_forgotten():
+    ledger = make(n=2, max_age=0, last_step=9)
+    for _ in range(4):
+        fill(ledger)
+        train(ledger)
+        ledger.publish()
+    assert ledger.retained(0) == {*range(8)}
+    assert ledger.retained(3) == {6, 7}
+    ledger.checkpointed(3)
+    assert ledger.chunks_of(4) == [[6, 7]]
+    with refused("unknown-step", 3, [4], by=LedgerError):
+        ledger.chunks_of(3)
+    with refused("forgotten-step", 3, 2, by=LedgerError):
+        ledger.retained(2)
+    with refused("unfinished-step", 5, by=LedgerError):
+        ledger.forget(5)
+    fill(ledger)
+    assert ledger.retained(4) == {8, 9}
+
+
+def test_a_long_run_costs_and_holds_as_much_at_its_end_as_at_its_begin():
+    ledger = make(n=64, max_age=2, last_step=300)
+    kept, before = [], time.thread_time()
+    for step in range(1, 301):
+        fill(ledger)
+        train(ledger)
+        ledger.publish()
+        ledger.forget(step)
+        kept.append((len(ledger._groups), len(ledger._steps)))
+    seconds = time.thread_time() - before
+    assert {*kept[:295]} == {(128, 0)}
+    assert seconds < 10  # about 0.1; a look at all positions in each call takes minutes
+
+
+def test_a_run_can_begin_at_a_version():
+    ledger = make(version=3, incarnation=2)
+    assert (ledger.version, ledger.published, ledger.cursor) == (3, 3, 6)
+    token = ledger.dispatch()
+    assert (token.incarnation, token.position, token.attempt) == (2, 6, 1)
+    assert ledger.retained(3) == set()
+    check(ledger)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ((0, 1, 1, 1), "groups_per_step must be at least 1, got 0"),
+        ((1, -1, 1, 1), "max_age must be at least 0, got -1"),
+        ((1, 1, -1, 1), "last_step must be at least 0, got -1"),
+        ((1, 1, 1, 0), "max_attempts must be at least 1, got 0"),
+    ],
+)
+def test_limits_are_checked(limits, message):
+    with pytest.raises(ValueError, match=message):
+        Limits(*limits)
+
+
+# Saved and resumed
+
+
+def saved_run():
+    """Version 1; groups 2 and 4 are ready, 3 was dropped, 5 is under way and has failed once."""
+    ledger = make(n=2, max_age=2, max_attempts=2)
+    generate(ledger)
+    generate(ledger)
+    train(ledger)
+    ledger.publish()
+    generate(ledger)
+    for _ in range(2):
+        ledger.fail(ledger.dispatch(), "timeout")
+    generate(ledger)
+    ledger.fail(ledger.dispatch(), "timeout")
+    ledger.dispatch()
+    check(ledger)
+    return json.loads(json.dumps(ledger.to_json()))
+
+
+def resume(saved, n=2, max_age=2, **more):
+    return Ledger.from_json(
+        saved,
+        Limits(n, max_age, 5, 2, groups_key="dpo.groups", age_key="dpo.age"),
+        lambda event: None,
+        **more,
+    )
+
+
+def test_a_resumed_run_keeps_ready_groups_failures_and_drops():
+    ledger = resume(saved_run())
+    assert (ledger.version, ledger.published, ledger.cursor, ledger.incarnation) == (1, 1, 6, 1)
+    assert ledger.dropped == {"timeout": 1}
+    assert ledger.retained(1) == {2, 4}
+    assert ledger.next_position == 5
+    token = ledger.dispatch()
+    assert (token.position, token.attempt) == (5, 3)
+    assert ledger.fail(token, "timeout")
+    assert ledger.dropped == {"timeout": 2}
+    check(ledger)
+    assert resume(saved_run(), incarnation=7).dispatch().incarnation == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "field"),
+    [
+        (lambda saved: saved.pop("cursor"), "ledger-fields", "cursor"),
+        (lambda saved: saved.update(version="1"), "ledger-fields", "version"),
+        (lambda saved: saved.update(more=1), "ledger-fields", "more"),
+        (lambda saved: saved["groups"][0].update(attempt=-1), "ledger-fields", "groups.0.attempt"),
+        (lambda saved: saved["groups"].reverse(), "ledger-order", ""),
+        (lambda saved: saved["groups"].pop(), "ledger-positions", ""),
+        (lambda saved: saved["dropped"].update(x=1), "ledger-positions", ""),
+        (lambda saved: saved["groups"][0].update(min_version=2), "ledger-versions", ""),
+        (lambda saved: saved["dropped"].update({"": 0}), "ledger-fields", "dropped"),
+    ],
+)
+def test_a_damaged_save_is_refused(change, code, field):
+    saved = saved_run()
+    change(saved)
+    with refused(code, field):
+        resume(saved)
+
+
+def test_a_save_that_is_none_is_refused():
+    with refused("ledger-fields", "it: "):
+        resume([])
+
+
+def test_limits_that_a_run_cannot_go_on_with_are_refused():
+    saved = saved_run()
+    with refused("groups-per-step", "dpo.groups", 3, 2):
+        resume(saved, n=3)
+    saved["groups"][1]["min_version"] = 0
+    with refused("trajectory-age", "dpo.age", 0):
+        resume(saved, max_age=0)
+    with refused("incarnation", 0):
+        resume(saved, incarnation=0)
+    check(resume(saved, max_age=1))
+
+
+def test_a_lower_age_is_refused_that_ready_groups_would_pass_before_their_turn():
+    """The last one is trained two steps later, and is as new as the weights now."""
+    ledger = make(n=1, max_age=2)
+    fill(ledger)
+    saved = ledger.to_json()
+    check(resume(saved, n=1, max_age=2))
+    with refused("trajectory-age", "dpo.age", 1):
+        resume(saved, n=1, max_age=1)
+
+
+# Checks of itself
+
+
+def lease_behind_its_back(ledger):
+    ledger._groups[3].state = GroupState.LEASED
+
+
+DAMAGES = {
+    "has one state": lambda ledger: ledger._groups.pop(2),
+    "out of order": lambda ledger: ledger._groups.update({2: ledger._groups.pop(2)}),
+    "not those that wait": lambda ledger: ledger._pending.append(3),
+    "not those of the step": lease_behind_its_back,
+    "leased to no step": lambda ledger: ledger._chunks.append((3,)),
+    "groups are live": lambda ledger: ledger._groups.update(dict.fromkeys(range(4, 12), ledger._groups[3])),
+    "has no reason": lambda ledger: ledger.dropped.update({"": 1}),
+    r"groups \[3\] are too old": lambda ledger: setattr(ledger._groups[3], "min_version", -1),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_state_that_cannot_be_is_found(what):
+    ledger = make(n=2, max_age=1, last_step=9)
+    fill(ledger)
+    train(ledger)
+    ledger.publish()
+    check(ledger)
+    DAMAGES[what](ledger)
+    with pytest.raises(AssertionError, match=what):
+        check(ledger)

@@ -1,0 +1,501 @@
+"""What a checkpoint holds of rollouts, and how a run goes on from it; real checkpoints and ledgers, fake engines."""
+
+import errno
+import json
+import shutil
+import time
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from fake_engines import TOKENS, FakeEngines
+from ledger_check import check
+from refusals import assert_holds, refused
+from saved_steps import save
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.turns import Ending
+from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
+from nemo_rl_mcore.driver.parts import open_parts
+from nemo_rl_mcore.driver.rollouts.draw import GroupDraw
+from nemo_rl_mcore.driver.rollouts.event_log import read_events
+from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
+from nemo_rl_mcore.driver.rollouts.saved_rollouts import SavedRollouts
+from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved, without_strangers
+from nemo_rl_mcore.driver.rollouts.states import GroupState, StepState
+from nemo_rl_mcore.driver.rollouts.timeline import Timeline
+from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES
+from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.recipe.load import load_config
+
+RECIPE = Path(__file__).parents[4] / "examples/configs/grpo_copy_async_cpu.yaml"
+N, ROWS, LAST = 3, 2, 6
+
+
+class Answering(FakeEngines):
+    """Answers with tokens that no other answer has."""
+
+    def __init__(self, **keys):
+        super().__init__(**keys)
+        self._answers = count()
+
+    async def respond(self, data, *, step, ticket):
+        versions = (await super().respond(data, step=step, ticket=ticket))["weight_versions"]
+        shape = (data.size, TOKENS)
+        return BatchedDataDict(
+            tokens=torch.full(shape, 3),
+            logprobs=torch.full(shape, -1.0 - next(self._answers)),
+            lengths=torch.full((data.size,), TOKENS),
+            finished=torch.ones(data.size, dtype=torch.bool),
+            weight_versions=versions,
+        )
+
+
+class FakePolicy:
+    def save_checkpoint(self, folder, *, wait=True):
+        Path(folder, "weights").write_text("weights")
+
+
+class Going:
+    """A run under way: its rollouts, its checkpoints, and what the latter said."""
+
+    def __init__(self, rollouts, checkpoints, said):
+        self.rollouts, self.checkpoints, self.said = rollouts, checkpoints, said
+
+    def train(self, step, *, publish=True, save=False):
+        with self.rollouts.open_step(step):
+            trained = [position for chunk in self.rollouts.leases(N) for position in chunk]
+            self.rollouts.finishing()
+            self.rollouts.finish()
+        if publish:
+            self.rollouts.update_weights(step)
+        if save:
+            self.save(step)
+        return trained
+
+    def save(self, step):
+        save(self.checkpoints, step, {"policy": FakePolicy()}, {}, {"total": 0})
+
+    def wait_for_ready(self, ready):
+        deadline = time.monotonic() + 5
+        while self.ready != ready:
+            assert time.monotonic() < deadline, self.ready
+            time.sleep(0.005)
+
+    @property
+    def ready(self):
+        return self.rollouts.ledger.count(GroupState.READY)
+
+
+def configure(root, *overrides, max_age=1):
+    given = (
+        *(f"logger.log_dir={root}/log", f"checkpointing.checkpoint_dir={root}/saved"),
+        *("checkpointing.keep_top_k=null", f"grpo.num_prompts_per_step={N}", f"grpo.max_num_steps={LAST}"),
+        *(f"grpo.num_generations_per_prompt={ROWS}", f"policy.train_global_batch_size={N * ROWS}"),
+        f"grpo.async_grpo.max_trajectory_age_steps={max_age}",
+    )
+    return load_config(RECIPE, [*given, *overrides])
+
+
+@contextmanager
+def going(root, *overrides, engines=None, **keys):
+    config, said = configure(root, *overrides, **keys), []
+    Path(config.logger.log_dir).mkdir(parents=True, exist_ok=True)
+    checkpoints = open_checkpoints(config, said.append)
+    saved, parts = read_saved(config, checkpoints.start), open_parts(config)
+    engines = engines or Answering()
+    environments = LocalEnvironments(parts.environment)
+    collector = RolloutCollector(engines, parts.tokenizer, config.max_prompt_length, environments)
+    step = checkpoints.resumed_step or 0
+    with open_rollouts(
+        config, engines, parts.prompts, collector, step, saved, checkpoints.extra_parts
+    ) as rollouts:
+        rollouts.update_weights(checkpoints.resumed_step or 0)
+        yield Going(rollouts, checkpoints, said)
+
+
+def same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def asking(config):
+    parts = open_parts(config)
+    environments = LocalEnvironments(parts.environment)
+    return RolloutCollector(Answering(), parts.tokenizer, config.max_prompt_length, environments)
+
+
+def log_of(root):
+    return read_events(root / "log/groups.jsonl")
+
+
+def trained(root):
+    found = Timeline.of(log_of(root))
+    return found.positions(range(1, max(found.chunks) + 1))
+
+
+def run_to_a_checkpoint(root, *overrides, step=2, behind=1, **keys):
+    """Steps up to a checkpoint, whose next groups are ready, and some behind it; gives the ready groups' data."""
+    with going(root, *overrides, **keys) as run:
+        for one in range(1, step + 1):
+            run.train(one)
+        run.wait_for_ready(N * (run.rollouts.ledger.limits.max_age + 1))
+        run.save(step)
+        positions = sorted(run.rollouts.ledger.retained(step))
+        ready = {position: run.rollouts.groups.get(position) for position in positions}
+        for one in range(step + 1, step + 1 + behind):
+            run.train(one)
+    return ready
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 2])
+def test_ready_groups_are_ready_again_with_their_data_and_nothing_is_asked_twice(tmp_path, max_age, capsys):
+    ready = run_to_a_checkpoint(tmp_path, max_age=max_age)
+    engines = Answering()
+    with going(tmp_path, engines=engines, max_age=max_age) as run:
+        ledger = run.rollouts.ledger
+        assert (ledger.version, ledger.incarnation) == (2, 1)
+        for position, group in ready.items():
+            again = run.rollouts.groups.get(position)
+            assert [*again] == [key for key in group if key != RESPONSES]
+            assert all(same(again[key], group[key]) for key in again)
+            assert ledger.min_version(position) == int(group["weight_versions"][:, -TOKENS:].min())
+        for step in range(3, LAST + 1):
+            run.train(step)
+            check(ledger)
+    first = 2 * N + len(ready)
+    assert [*ready] == [*range(2 * N, first)]
+    assert {ticket.partition(",")[0] for ticket in engines.asked} == {
+        f"group {number}" for number in range(first, LAST * N)
+    }
+    assert len(engines.asked) == LAST * N - first
+    assert trained(tmp_path) == [*range(LAST * N)]
+    kept = f"prompts are answered from number {first} on: the answers to {len(ready)} prompts are kept\n"
+    assert kept in capsys.readouterr().out
+
+
+def test_what_is_in_flight_when_the_checkpoint_is_written_is_answered_again(tmp_path):
+    slow = Answering(hold=lambda ticket: 60.0 if ticket.startswith("group 4,") else 0.0)
+    with going(tmp_path, engines=slow) as run:
+        run.train(1)
+        run.wait_for_ready(2 * N - 1)
+        run.save(1)
+    engines = Answering()
+    with going(tmp_path, engines=engines) as run:
+        assert run.train(2) == [3, 4, 5]
+    assert engines.asked[0] == "group 4, attempt 1.2", "another attempt, of another start"
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_checkpoint_may_be_whole_some_steps_after_its_own(tmp_path, restarts):
+    with going(tmp_path, f"cluster.max_trainer_restarts={restarts}") as run:
+        for step in (1, 2, 3):
+            run.train(step)
+        run.rollouts.checkpointed(1)
+        run.rollouts.checkpointed(3)
+        run.train(4)
+        assert min(run.rollouts.groups.positions, default=LAST * N) >= 3 * N
+    assert [event.step for event in log_of(tmp_path) if event.kind == "checkpointed"] == [1, 3]
+
+
+def test_drops_before_the_checkpoint_are_exact(tmp_path):
+    bad = Answering(fail=lambda ticket: ValueError("no") if ticket.startswith("group 1,") else None)
+    keys = ("grpo.async_grpo.max_generation_failures=1",)
+    with going(tmp_path, *keys, engines=bad) as run:
+        assert run.train(1) == [0, 2, 3]
+        run.wait_for_ready(2 * N)
+        run.save(1)
+        before = run.rollouts.ledger.to_json()
+    with going(tmp_path, *keys) as run:
+        again = run.rollouts.ledger
+        assert (again.dropped, again.cursor) == ({"ValueError": 1}, before["cursor"])
+        assert [run.train(step) for step in range(2, LAST + 1)][-1] == [16, 17, 18]
+    assert trained(tmp_path) == [position for position in range(LAST * N + 1) if position != 1]
+
+
+def test_a_run_is_resumed_again_and_again_and_its_log_is_its_history(tmp_path):
+    run_to_a_checkpoint(tmp_path)
+    mark = read_saved(configure(tmp_path), open_checkpoints(configure(tmp_path), print).start).log
+    whole = (tmp_path / "log/groups.jsonl").read_bytes()
+    for start in (1, 2):
+        with going(tmp_path) as run:
+            assert run.rollouts.ledger.incarnation == 1
+            run.train(3)
+        assert (tmp_path / "log/groups.jsonl").read_bytes()[: mark.size] == whole[: mark.size]
+        assert (tmp_path / f"log/groups.{start}.jsonl").exists()
+        assert [event.version for event in log_of(tmp_path) if event.kind == "started"] == [0, 2]
+    assert (tmp_path / "log/groups.1.jsonl").read_bytes() == whole[mark.size :]
+    with going(tmp_path) as run:
+        run.train(3, save=True)
+    with going(tmp_path) as run:
+        assert run.rollouts.ledger.incarnation == 2
+        run.train(4)
+    assert trained(tmp_path) == [*range(4 * N)]
+
+
+def test_an_older_step_and_a_new_start_set_aside_what_was_behind(tmp_path):
+    keep = "grpo.async_grpo.keep_groups=true"
+    with going(tmp_path, keep) as run:
+        for step in (1, 2, 3):
+            run.train(step, save=True)
+    folder = tmp_path / "log/groups"
+    with going(tmp_path, keep, f"checkpointing.resume={tmp_path}/saved/step_1") as run:
+        assert {path.name for path in folder.iterdir()} == {"step_1", "aside_step_2", "aside_step_3"}
+        run.train(2)
+    assert trained(tmp_path) == [*range(2 * N)]
+    with going(tmp_path, keep, "checkpointing.resume=never") as run:
+        assert run.rollouts.ledger.incarnation == 0
+        run.train(1)
+    assert trained(tmp_path) == [*range(N)]
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"step_1", "aside_step_1", "aside_step_2", "aside_step_2.1", "aside_step_3"}
+    assert {path.name for path in (tmp_path / "log").glob("groups.*jsonl")} == {
+        *("groups.jsonl", "groups.1.jsonl", "groups.2.jsonl")
+    }
+
+
+@pytest.mark.parametrize("log", ["none", "another"])
+def test_a_log_that_is_not_the_checkpoint_s_is_begun_anew_with_the_groups_that_are_kept(tmp_path, log):
+    ready = run_to_a_checkpoint(tmp_path)
+    before = Timeline.of(log_of(tmp_path)).groups
+    shutil.rmtree(tmp_path / "log")
+    if log == "another":
+        (tmp_path / "log").mkdir()
+        (tmp_path / "log/groups.jsonl").write_text('{"kind":"begun","step":1}\n' * 500)
+    with going(tmp_path) as run:
+        run.train(3)
+    told = Timeline.of(log_of(tmp_path))
+    assert [*told.chunks] == [3]
+    assert {position: told.groups[position] for position in ready} == {p: before[p] for p in ready}
+    assert (tmp_path / "log/groups.1.jsonl").exists() == (log == "another")
+
+
+def test_a_step_whose_weights_no_engine_was_given_is_saved_too(tmp_path):
+    """As where an update that fails ends the run."""
+    with going(tmp_path) as run:
+        run.train(1, publish=False)
+        run.wait_for_ready(N)
+        assert run.rollouts.ledger.step is StepState.COMMITTED
+        run.save(1)
+    with going(tmp_path) as run:
+        for step in range(2, LAST + 1):
+            run.train(step)
+            check(run.rollouts.ledger)
+    assert trained(tmp_path) == [*range(LAST * N)]
+
+
+def test_what_is_saved_while_groups_are_answered_is_what_the_log_says_up_to_there(tmp_path):
+    engines = Answering(hold=lambda ticket: 0.0005 * (int(ticket[6 : ticket.index(",")]) % 7))
+    overrides = ("grpo.max_num_steps=20", "grpo.async_grpo.max_inflight_prompts=3")
+    found = []
+    with going(tmp_path, *overrides, engines=engines, max_age=3) as run:
+        for step in range(1, 15):
+            run.train(step)
+            folder = tmp_path / f"rollouts_{step}"
+            run.checkpoints.extra_parts["rollouts"](folder)
+            run.rollouts.checkpointed(step)
+            found.append(SavedRollouts.load(folder, step))
+    log = (tmp_path / "log/groups.jsonl").read_bytes()
+    partly = 0
+    for step, saved in enumerate(found, 1):
+        (tmp_path / "part").write_bytes(log[: saved.log.size])
+        events = read_events(tmp_path / "part")
+        answered = {event.token.position for event in events if event.kind == "committed"}
+        dispatched = {event.token.position for event in events if event.kind == "dispatched"}
+        assert saved.ledger.ready == [*saved.ready] == sorted(answered - {*range(step * N)})
+        assert saved.ledger.cursor == len(dispatched)
+        partly += len(dispatched) > len(answered)
+    assert partly, "some were in flight"
+
+
+def latest(root):
+    return open_checkpoints(configure(root), lambda line: None).start
+
+
+# What is not whole, or of another recipe
+
+
+FILES = ("ledger.json", "ready/groups.safetensors", "ready/groups.json", "ready/SHA256SUMS")
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "missing": Path.unlink,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "flipped": flip,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_told_by_name(tmp_path, name, damage):
+    run_to_a_checkpoint(tmp_path)
+    path = tmp_path / "saved/step_2/rollouts" / name
+    DAMAGES[damage](path)
+    config = configure(tmp_path, f"checkpointing.resume={tmp_path}/saved/step_2")
+    with pytest.raises(RunStoppedError, match=rf"^checkpointing\.resume: .*{path.parent}"):
+        read_saved(config, open_checkpoints(config, print).start)
+
+
+def test_a_checkpoint_without_its_rollouts_is_not_whole(tmp_path):
+    with going(tmp_path) as run:
+        for step in (1, 2):
+            run.train(step, save=True)
+    shutil.rmtree(tmp_path / "saved/step_2/rollouts")
+    with going(tmp_path) as run:
+        assert run.checkpoints.resumed_step == 1
+
+
+def test_a_checkpoint_whose_rollouts_cannot_be_written_is_none(tmp_path):
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    with going(tmp_path) as run:
+        run.train(1, save=True)
+        run.train(2)
+        run.checkpoints.extra_parts["rollouts"] = full
+        with pytest.raises(RunStoppedError, match=r"No space .* step 2 "):
+            run.save(2)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step_1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda file: file.pop("log"), "unreadable-file"),
+        (lambda file: file["ledger"].update(cursor=99), "ledger-positions"),
+        (lambda file: file["ledger"].update(version=3), "unequal-files"),
+        (lambda file: file["ledger"]["groups"][0].update(min_version=None), "unequal-files"),
+    ],
+)
+def test_a_ledger_that_cannot_be_is_told(tmp_path, change, code):
+    run_to_a_checkpoint(tmp_path)
+    start = latest(tmp_path)
+    path = start.folder / "rollouts/ledger.json"
+    file = json.loads(path.read_text())
+    change(file)
+    path.write_text(json.dumps(file))
+    with refused(code, "checkpointing.resume: ", by=RunStoppedError):
+        read_saved(configure(tmp_path), start)
+
+
+def test_another_number_of_prompts_is_refused(tmp_path):
+    run_to_a_checkpoint(tmp_path)
+    config = configure(tmp_path, "grpo.num_prompts_per_step=2", "policy.train_global_batch_size=4")
+    with refused("groups-per-step", "grpo.num_prompts_per_step", 2, 3, by=RunStoppedError):
+        read_saved(config, latest(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["policy.generation.temperature=0.5"], "policy.generation.temperature: 0.5 (was 1.0)"),
+        (
+            ["grpo.async_grpo.max_trajectory_age_steps=0"],
+            "grpo.async_grpo.max_trajectory_age_steps: 0 (was 1)",
+        ),
+        (
+            ["grpo.async_grpo.order=as_completed"],
+            "grpo.async_grpo.order: as_completed (was in_order)",
+        ),
+        (["seed=7"], "not the run's"),
+        (["data.num_digits=2", "grpo.max_val_samples=4"], "not the run's"),
+        (
+            ["grpo.num_generations_per_prompt=4", f"policy.train_global_batch_size={N * 4}"],
+            "as many",
+        ),
+    ],
+)
+def test_groups_that_are_none_of_the_run_any_more_are_answered_again(tmp_path, overrides, told, capsys):
+    ready = run_to_a_checkpoint(tmp_path)
+    engines = Answering()
+    with going(tmp_path, *overrides, engines=engines) as run:
+        assert run.train(3) == [6, 7, 8]
+        check(run.rollouts.ledger)
+    assert engines.asked[0].startswith("group 6, attempt 1.")
+    said = capsys.readouterr().out
+    assert_holds(said, len(ready), told, "number 6 ")
+
+
+def test_a_group_with_an_answer_that_nobody_replied_to_is_answered_again(tmp_path, capsys):
+    ready = run_to_a_checkpoint(tmp_path)
+    config = configure(tmp_path)
+    saved = read_saved(config, latest(tmp_path))
+    saved.ready[min(ready)]["ending"][1] = Ending.DROPPED
+    left = without_strangers(saved, GroupDraw(open_parts(config).prompts, asking(config), N, ROWS))
+    assert [*left.ready] == [*ready][1:]
+    assert "1 prompts " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "override", ["grpo.async_grpo.max_trajectory_age_steps=2", "policy.megatron_cfg.optimizer.lr=0.5"]
+)
+def test_other_changes_keep_the_groups(tmp_path, override):
+    ready = run_to_a_checkpoint(tmp_path)
+    engines = Answering()
+    with going(tmp_path, override, engines=engines) as run:
+        assert run.train(3) == [6, 7, 8]
+    assert not {ticket.partition(",")[0] for ticket in engines.asked} & {f"group {p}" for p in ready}
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_behind_its_step(tmp_path, capsys):
+    with going(tmp_path) as run:
+        run.checkpoints.extra_parts.clear()
+        run.train(1, save=True)
+        run.train(2)
+    with going(tmp_path) as run:
+        assert run.train(2) == [3, 4, 5]
+    assert "number 3 " in capsys.readouterr().out
+    assert trained(tmp_path) == [*range(2 * N)]
+
+
+def test_a_synchronous_checkpoint_without_rollouts_goes_on_behind_its_step(tmp_path):
+    """Synchronous runs of earlier versions wrote neither rollouts nor a log."""
+    run_to_a_checkpoint(tmp_path, step=1)
+    shutil.rmtree(tmp_path / "log")
+    with going(tmp_path) as run:
+        run.checkpoints.extra_parts.clear()
+        run.train(2, save=True)
+    shutil.rmtree(tmp_path / "log")
+    config = configure(tmp_path, "grpo.async_grpo.enabled=false")
+    start = open_checkpoints(config, lambda _line: None).start
+    assert start.step == 2
+    assert not (start.folder / "rollouts").exists()
+    assert read_saved(config, start) is None
+    with going(tmp_path, "grpo.async_grpo.enabled=false") as run:
+        assert run.checkpoints.resumed_step == 2
+        assert run.rollouts.ledger.next_position == 2 * N
+
+
+def test_a_synchronous_run_goes_on_with_the_weights_and_its_own_prompts(tmp_path, capsys):
+    run_to_a_checkpoint(tmp_path)
+    said = []
+    config = configure(tmp_path, "grpo.async_grpo.enabled=false")
+    start = open_checkpoints(config, said.append).start
+    saved = read_saved(config, start)
+    assert (saved.ledger.version, saved.ledger.ready, saved.ready) == (2, [], {})
+    assert_holds(capsys.readouterr().out, "6 prompts are answered again")
+
+
+def test_a_run_that_takes_the_weights_alone_begins_anew(tmp_path):
+    run_to_a_checkpoint(tmp_path)
+    weights = f"+policy.init_checkpoint={tmp_path}/saved/step_2"
+    with going(tmp_path / "other", weights) as run:
+        assert run.checkpoints.resumed_step is None
+        assert run.train(1) == [0, 1, 2]
+
+
+def test_a_chunk_that_has_got_the_columns_of_its_training_does_not_disturb_the_next_one(tmp_path):
+    with going(tmp_path) as run, run.rollouts.open_step(1) as groups:
+        sizes: list[int] = []
+        for chunk in groups.chunks(1):
+            chunk.batch["advantages"] = torch.zeros(chunk.batch.size)
+            sizes.append(chunk.batch.size)
+        assert sum(sizes) == N * ROWS

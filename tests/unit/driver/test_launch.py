@@ -1,0 +1,185 @@
+"""How a command ends: its status, its one line, and what does not even begin."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from saved_steps import save
+
+from nemo_rl_mcore.driver import run as launch
+from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
+from nemo_rl_mcore.driver.observability.ending import exit_status
+from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.evaluate import export
+from nemo_rl_mcore.tools.report.command import page_of_run
+
+RECIPE = "examples/configs/grpo_copy_cpu.yaml"
+
+
+def raises(error, *notes):
+    def run():
+        for note in notes:
+            error.add_note(note)
+        raise error
+
+    return run
+
+
+@pytest.mark.usefixtures("heard_hangups")
+@pytest.mark.parametrize(
+    ("number", "status", "word"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+        (signal.SIGHUP, 129, "hung up"),
+    ],
+)
+def test_a_signal_has_its_status_and_one_line(capsys, number, status, word):
+    def run():
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt as stop:
+            stop.add_note("step 3 is saved")
+            raise
+
+    assert exit_status(run, lambda: "and this was left") == status
+    assert capsys.readouterr() == ("", f"{word}; step 3 is saved; and this was left\n")
+
+
+def test_the_limit_of_time_is_no_failure(capsys):
+    def run():
+        current_stop_signals().time_is_up = True
+        raises(KeyboardInterrupt(), "step 3 is saved")()
+
+    assert exit_status(run) == 0
+    assert capsys.readouterr() == (
+        "time is up (checkpointing.checkpoint_must_save_by); step 3 is saved\n",
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_time", "status", "how"),
+    [(False, 130, "interrupted"), (True, 1, "time is up (checkpointing.checkpoint_must_save_by)")],
+)
+def test_a_failure_that_had_to_wait_for_a_stop_is_told_whole(capsys, of_time, status, how):
+    def run():
+        try:
+            with deferred_stop_signals():
+                if of_time:
+                    current_stop_signals().limit_time(0)
+                    time.sleep(0.1)
+                else:
+                    signal.raise_signal(signal.SIGINT)
+                raise RunStoppedError("rank 1 died\nand this is why")
+        except KeyboardInterrupt as stop:
+            stop.add_note("step 3 is saved")
+            raise
+
+    assert exit_status(run) == status
+    told = f"{how}; step 3 is saved\nthe run stopped: rank 1 died\nand this is why\n"
+    assert capsys.readouterr() == ("", told)
+
+
+def test_a_failure_is_told_with_what_is_kept(capsys):
+    assert exit_status(raises(RunStoppedError("rank 1 died"), "step 3 is saved")) == 1
+    assert capsys.readouterr().err == "the run stopped: rank 1 died\nstep 3 is saved\n"
+
+
+@pytest.fixture
+def finished(tmp_path, monkeypatch):
+    """A recipe whose run is at its last step; no cluster may be started."""
+    monkeypatch.delattr(launch, "RayCluster")
+    section = [f"logger.log_dir={tmp_path}/log", f"checkpointing.checkpoint_dir={tmp_path}/saved"]
+    config = load_config(RECIPE, [*section, "checkpointing.enabled=true", "grpo.max_num_steps=2"])
+    save(open_checkpoints(config, print), 2, {}, {}, {})
+    return config
+
+
+def test_a_run_that_is_finished_starts_no_ranks_and_reports_nothing(finished, capsys):
+    assert launch.run(finished) == 0
+    folder = f"{finished.checkpointing.checkpoint_dir}/step_2"
+    told = f"already finished after step 2, saved in {folder} (grpo.max_num_steps)\n"
+    assert capsys.readouterr() == (told, "")
+
+
+@pytest.mark.parametrize(
+    ("max_num_steps", "bounds"),
+    [
+        (9, {"grpo.max_num_epochs"}),
+        (2, {"grpo.max_num_steps"}),
+        (3, {"grpo.max_num_steps", "grpo.max_num_epochs"}),
+    ],
+)
+def test_a_run_that_is_finished_names_what_ended_it(monkeypatch, tmp_path, capsys, max_num_steps, bounds):
+    monkeypatch.delattr(launch, "RayCluster")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(f'{{"input": "{number}>", "output": "{number}"}}\n' for number in range(100, 148))
+    )
+    source = f"{{data_path: {rows}, split_validation_size: 0}}"
+    sections = [f"logger.log_dir={tmp_path}/log", f"checkpointing.checkpoint_dir={tmp_path}/saved"]
+    data = ["~data.num_digits", "data.dataset_name=files", f"+data.train={source}"]
+    loop = [f"grpo.max_num_steps={max_num_steps}", "grpo.num_prompts_per_step=16", "grpo.val_period=0"]
+    switches = ["checkpointing.enabled=true", "grpo.val_at_end=false"]
+    config = load_config(RECIPE, [*sections, *data, *loop, *switches])
+    last = min(max_num_steps, 3)
+    save(open_checkpoints(config, print), last, {}, {}, {})
+    assert launch.run(config) == 0
+    told = capsys.readouterr().out
+    assert f"step_{last} " in told
+    assert {key for key in ("grpo.max_num_epochs", "grpo.max_num_steps") if key in told} == bounds
+
+
+def test_a_run_that_was_killed_behind_its_last_checkpoint_is_brought_to_its_end(finished, capsys):
+    log, saved = Path(finished.logger.log_dir), Path(finished.checkpointing.checkpoint_dir)
+    (saved / "tmp_deleted_step_1").mkdir()
+    (saved / "tmp_step_3").mkdir()
+    log.mkdir()
+    (log / ".reserve").write_text("room")
+    (log / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n{"step": 2, "train/reward": 0.5}\n')
+    assert launch.run(finished, page_of_run) == 0
+    assert {path.name for path in saved.iterdir()} == {"step_2", ".lock"}
+    assert {path.name for path in log.iterdir()} == {"metrics.jsonl", "report.html", ".lock"}
+    assert f"{log}/report.html" in capsys.readouterr().out.splitlines()
+    assert launch.run(finished, page_of_run) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1, "there is nothing left to do"
+
+
+def test_what_ends_before_a_step_says_so(finished, monkeypatch, capsys):
+    class NoCluster:
+        def __init__(self, _config, fewer, more_cpus):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(launch, "RayCluster", NoCluster, raising=False)
+    loop = finished.grpo.model_copy(update={"max_num_steps": 9})
+    assert launch.run(finished.model_copy(update={"grpo": loop})) == 143
+    folder = f"{finished.checkpointing.checkpoint_dir}/step_2"
+    assert capsys.readouterr().err == (
+        f"terminated; no step was finished; step 2 is saved in {folder}, and the same command goes on from there\n"
+    )
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_an_export_that_is_interrupted_tells_what_is_there(tmp_path, monkeypatch, capsys, written):
+    def write(_config, folder):
+        if written:
+            folder.mkdir()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(export, "export", write)
+    folder = tmp_path / "hf"
+    assert export.run_export(None, str(folder)) == 130
+    left = f"the weights are in {folder}" if written else f"'{folder}' was not written"
+    assert capsys.readouterr().err == f"interrupted; {left}\n"
+
+
+def test_an_interrupted_export_does_not_take_a_folder_that_was_there_for_its_own(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(export, "export", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert export.run_export(None, str(tmp_path)) == 130
+    assert capsys.readouterr().err == f"interrupted; '{tmp_path}' was not written\n"

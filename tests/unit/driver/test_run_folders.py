@@ -1,0 +1,183 @@
+"""The folders of a run: held by one run at a time, and found wrong before ranks start."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.driver.run_folders import held_folders, leave_recipe, run_folders
+from nemo_rl_mcore.errors import FolderError, RunStoppedError
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check import preflight
+
+RECIPE = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
+
+
+def config(log_dir, checkpoint_dir, *overrides):
+    folders = [f"logger.log_dir={log_dir}", f"checkpointing.checkpoint_dir={checkpoint_dir}"]
+    return load_config(RECIPE, [*folders, "checkpointing.enabled=true", *overrides])
+
+
+def refused(wanted):
+    with pytest.raises(RunStoppedError) as caught, run_folders(wanted):
+        pass
+    return str(caught.value)
+
+
+HOLDER = """
+import subprocess, sys, time
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.driver.run_folders import held_folders, leave_recipe, run_folders
+with run_folders(load_config(sys.argv[1], sys.argv[2:])):
+    child = subprocess.Popen(["sleep", "60"], close_fds=False)  # as a rank that outlives its driver
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A run that holds `log` and `saved`, with a child that lives on; its process and the child's."""
+    folders = [f"logger.log_dir={tmp_path}/log", f"checkpointing.checkpoint_dir={tmp_path}/saved"]
+    command = [sys.executable, "-c", HOLDER, str(RECIPE), *folders, "checkpointing.enabled=true"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        yield process, child
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("log", "saved", "key", "taken"),
+    [
+        ("log", "other", "logger.log_dir", "log"),
+        ("other", "saved", "checkpointing.checkpoint_dir", "saved"),
+        ("saved", "other", "logger.log_dir", "saved"),
+    ],
+)
+def test_a_second_run_is_told_who_has_the_folder_and_touches_nothing(
+    tmp_path, holder, log, saved, key, taken
+):
+    process, _ = holder
+    leftover = tmp_path / "saved" / "tmp_step_3"
+    leftover.mkdir()
+    before = sorted(tmp_path.glob("log/*")) + sorted(tmp_path.glob("saved/*"))
+    text = refused(config(tmp_path / log, tmp_path / saved))
+    assert text.startswith(f"{key}: {tmp_path / taken} is in use by another run (host ")
+    assert f", pid {process.pid}, since 20" in text
+    assert "\n" not in text
+    assert sorted(tmp_path.glob("log/*")) + sorted(tmp_path.glob("saved/*")) == before
+
+
+def test_the_lock_of_a_killed_run_is_free_while_a_child_of_it_lives(tmp_path, holder):
+    process, child = holder
+    process.kill()
+    process.wait()
+    os.kill(child, 0)
+    with run_folders(config(tmp_path / "log", tmp_path / "saved")):
+        assert f"pid {os.getpid()}, " in (tmp_path / "log" / ".lock").read_text()
+
+
+def test_one_folder_for_both_and_for_a_recipe_that_is_run_first_is_one_lock(tmp_path):
+    both = config(tmp_path, tmp_path)
+    with run_folders(both), run_folders(both):
+        pass
+    with run_folders(both):
+        pass
+
+
+def test_a_run_without_checkpoints_needs_one_folder(tmp_path):
+    with run_folders(config(tmp_path / "log", tmp_path / "saved", "checkpointing.enabled=false")):
+        assert not (tmp_path / "saved").exists()
+
+
+BAD = [
+    ("logger.log_dir", "{}/file/log", "Not a directory"),
+    ("logger.log_dir", "/proc/nope", "No such file or directory"),
+    ("checkpointing.checkpoint_dir", "{}/file", "Not a directory|File exists"),
+    ("checkpointing.checkpoint_dir", "/proc/nope", "No such file or directory"),
+]
+
+
+@pytest.mark.parametrize(("key", "folder", "why"), BAD)
+def test_a_folder_that_takes_nothing_is_found_on_paper(tmp_path, key, folder, why):
+    (tmp_path / "file").touch()
+    wanted = config(tmp_path / "log", tmp_path / "saved", f"{key}={folder.format(tmp_path)}")
+    told = rf"^{key}: .* cannot be written to: .*({why}); name another folder"
+    with pytest.raises(ConfigError, match=told):
+        preflight(wanted)
+    (noted,) = preflight(wanted, elsewhere=True).missing  # the machine of `check` need not be that of the run
+    assert re.match(told, str(noted))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left of the trial"
+
+
+@pytest.mark.parametrize(("key", "folder", "why"), BAD)
+def test_a_folder_that_has_gone_wrong_since_is_found_before_the_ranks(tmp_path, key, folder, why):
+    (tmp_path / "file").touch()
+    wanted = config(tmp_path / "log", tmp_path / "saved", f"{key}={folder.format(tmp_path)}")
+    assert refused(wanted).startswith(f"{key}: {folder.format(tmp_path)} cannot be written to: ")
+
+
+LARGE = (
+    *(
+        "policy.model.num_layers=2000",
+        "policy.model.hidden_size=131072",
+        "policy.model.num_attention_heads=1024",
+    ),
+    "policy.model.ffn_hidden_size=524288",
+)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_ranks(tmp_path):
+    wanted = config(tmp_path / "log", tmp_path / "saved", *LARGE)
+    told = r"^checkpointing\.checkpoint_dir: '.*' has .* GB free, and a checkpoint takes about .*e\+06 GB; make room"
+    with pytest.raises(ConfigError, match=told):
+        preflight(wanted)
+    with pytest.raises(RunStoppedError, match=told), run_folders(wanted):
+        pass
+    (noted,) = preflight(wanted, elsewhere=True).missing
+    assert "and a checkpoint takes about" in str(noted)
+    assert preflight(config(tmp_path / "log", tmp_path / "saved", *LARGE, "checkpointing.enabled=false"))
+
+
+def test_the_recipe_is_left_in_the_folder_and_another_one_is_put_aside(tmp_path):
+    first, second = (config(tmp_path, tmp_path / "saved", f"seed={seed}") for seed in (1, 2))
+    leave_recipe(first)
+    leave_recipe(first)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    leave_recipe(second)
+    seeds = {path.name: load_config(path).seed for path in tmp_path.iterdir()}
+    assert seeds == {"config.yaml": 2, "config.1.yaml": 1}
+    (tmp_path / "config.yaml").write_bytes(b"\xff: of another program")
+    leave_recipe(second)
+    assert (tmp_path / "config.2.yaml").read_bytes() == b"\xff: of another program"
+    with pytest.raises(FolderError, match=r"logger.log_dir"):
+        leave_recipe(config(tmp_path / "gone", tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
+def test_a_lock_that_is_no_file_of_the_folder_is_refused_and_destroys_nothing(
+    tmp_path: Path, kind: str
+) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    folder.mkdir()
+    match kind:
+        case "link":
+            (folder / ".lock").symlink_to(victim)
+        case "hard link":
+            (folder / ".lock").hardlink_to(victim)
+        case _:
+            os.mkfifo(folder / ".lock")
+    with (
+        pytest.raises(RunStoppedError, match=r"^logger\.log_dir: "),
+        held_folders({"logger.log_dir": folder}),
+    ):
+        pass
+    assert victim.read_text() == "precious"

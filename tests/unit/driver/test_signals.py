@@ -1,0 +1,362 @@
+"""Which signals stop the process, when, and what is known of them afterwards."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from nemo_rl_mcore.driver.signals import (
+    FailedFromOutsideError,
+    StopSignals,
+    TimeLimitReachedError,
+    current_stop_signals,
+    deferred_stop_signals,
+    kept_stop_handlers,
+    stop_signals,
+)
+
+pytestmark = pytest.mark.stage("processes")
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+each_signal = pytest.mark.parametrize("number", STOP_SIGNALS)
+
+
+@pytest.fixture(autouse=True)
+def handlers_stay() -> Iterator[None]:
+    """Each test starts with harmless handlers, and must leave them in place."""
+    saved = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def unexpected(number: int, _frame: object) -> None:
+        pytest.fail(f"signal {number} reached the outer handler")
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, unexpected)
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    yield
+    after = [signal.getsignal(number) for number in STOP_SIGNALS]
+    for number, handler in saved.items():
+        signal.signal(number, handler)
+    assert after == before
+
+
+def later(signals: StopSignals) -> None:
+    """Let the time pass in which a signal that comes again is the same one."""
+    signals._asked_at -= 60
+
+
+def waits_for_a_block(number: int) -> bool:
+    """Whether a signal inside a block that defers, which interrupts, lets the block end before."""
+    ended = False
+
+    def block() -> None:
+        nonlocal ended
+        with deferred_stop_signals():
+            signal.raise_signal(number)
+            ended = True
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    return ended
+
+
+@each_signal
+def test_the_first_signal_interrupts_and_says_what_it_was(number: int) -> None:
+    with stop_signals() as signals:
+        assert not signals.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert (signals.asked, signals.insisted) == (True, False)
+    assert signals.exit_status == 128 + number
+    words = {"interrupted": 2, "terminated": 15, "hung up": 1}
+    assert words[signals.word] == number
+
+
+@each_signal
+def test_a_deferred_signal_comes_at_the_end_of_the_outermost_block(number: int) -> None:
+    reached: list[str] = []
+
+    def block() -> None:
+        with deferred_stop_signals():
+            with deferred_stop_signals():
+                signal.raise_signal(number)
+                reached.append("inner")
+            reached.append("outer")
+
+    with stop_signals() as signals:
+        with pytest.raises(KeyboardInterrupt):
+            block()
+        assert not signals.insisted
+    assert reached == ["inner", "outer"]
+
+
+@each_signal
+def test_a_second_signal_does_not_wait_and_later_ones_change_nothing(number: int) -> None:
+    reached: list[str] = []
+
+    def block() -> None:
+        with deferred_stop_signals():
+            signal.raise_signal(number)
+            later(signals)
+            reached.append("first")
+            signal.raise_signal(number)
+            reached.append("second")
+
+    with stop_signals() as signals:
+        with pytest.raises(KeyboardInterrupt):
+            block()
+        assert signals.insisted
+        for again in STOP_SIGNALS:
+            signal.raise_signal(again)
+    assert reached == ["first"]
+    assert signals.exit_status == 128 + number
+
+
+def test_a_second_signal_breaks_through_a_block_that_began_after_the_first() -> None:
+    with stop_signals():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert not waits_for_a_block(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_is_sent_twice_at_once_is_one(number: int) -> None:
+    with stop_signals() as signals:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(number)
+        assert not signals.insisted
+
+
+def test_a_block_that_is_held_is_never_cut() -> None:
+    reached: list[str] = []
+
+    def block() -> None:
+        with deferred_stop_signals(), deferred_stop_signals(hold=True):
+            for _ in range(35):
+                signal.raise_signal(signal.SIGINT)
+            reached.append("held")
+        reached.append("not held")  # pragma: no cover
+
+    with stop_signals() as signals:
+        with pytest.raises(KeyboardInterrupt):
+            block()
+        assert signals.insisted
+    assert reached == ["held"]
+
+
+def test_a_deferred_signal_comes_when_the_block_fails_and_its_handlers_were_replaced() -> None:
+    def block() -> None:
+        with deferred_stop_signals(hold=True):
+            signal.raise_signal(signal.SIGINT)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise ValueError("the block")
+
+    with stop_signals() as signals:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            block()
+        assert signal.getsignal(signal.SIGTERM) == signals.arrive
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_without_a_listener_the_handlers_that_are_there_get_what_was_deferred() -> None:
+    got: list[int] = []
+    reached: list[str] = []
+    outer = signal.signal(signal.SIGTERM, lambda number, _frame: got.append(number))
+    try:
+        with deferred_stop_signals(), deferred_stop_signals():
+            signal.raise_signal(signal.SIGTERM)
+            reached.append("end")
+            assert not got
+        assert got == [signal.SIGTERM]
+        assert waits_for_a_block(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, outer)
+    assert reached == ["end"]
+
+
+def test_a_signal_that_was_swallowed_is_not_forgotten() -> None:
+    with stop_signals():
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            current_stop_signals().stop_if_asked()
+
+
+def test_a_library_that_takes_a_handler_loses_it_when_the_block_is_entered_again() -> None:
+    with stop_signals() as outer:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        with stop_signals() as inner:
+            assert inner is outer
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+
+
+def test_replaced_handlers_come_back() -> None:
+    with kept_stop_handlers():
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    outer = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    try:
+        with stop_signals() as signals, deferred_stop_signals():
+            for number in STOP_SIGNALS:
+                signal.raise_signal(number)
+        assert not signals.asked
+    finally:
+        for number, handler in outer.items():
+            signal.signal(number, handler)
+
+
+def test_another_thread_leaves_the_handlers_alone() -> None:
+    done: list[bool] = []
+
+    def use_all() -> None:
+        with stop_signals(), deferred_stop_signals(), kept_stop_handlers():
+            done.append(True)
+
+    thread = threading.Thread(target=use_all)
+    thread.start()
+    thread.join()
+    assert done == [True]
+
+
+def test_the_limit_of_time_interrupts_a_wait_and_leaves_alarms_to_others() -> None:
+    began = time.monotonic()
+    with stop_signals() as signals:
+        signals.limit_time(0.2)
+        signal.alarm(0)  # as math-verify does after each answer
+        with pytest.raises(TimeLimitReachedError):
+            threading.Event().wait(30)
+        assert not signals.asked
+    assert time.monotonic() - began < 10
+
+
+def test_the_limit_of_time_waits_for_a_block_and_is_no_second_signal() -> None:
+    reached: list[str] = []
+
+    def block() -> None:
+        with deferred_stop_signals():
+            signals.limit_time(0)
+            time.sleep(0.2)
+            reached.append("end")
+
+    with stop_signals() as signals:
+        with pytest.raises(TimeLimitReachedError):
+            block()
+        assert waits_for_a_block(signal.SIGTERM), "it is the first signal"
+        assert not signals.insisted
+    assert reached == ["end"]
+
+
+def test_the_limit_of_time_interrupts_once() -> None:
+    """A loop that ends before its time is over may have a timer that is about to end."""
+    with stop_signals() as signals:
+        with pytest.raises(TimeLimitReachedError):
+            signals.end_for_time()
+        signals.limit_time(0)
+        time.sleep(0.1)
+
+
+def test_the_limit_of_time_comes_to_nothing_once_a_signal_has_come() -> None:
+    with stop_signals() as signals:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signals.limit_time(0)
+        time.sleep(0.1)
+        signals.limit_time(None)
+
+
+START = """
+import sys, time
+from nemo_rl_mcore.cli import main
+print("here", flush=True)
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "nemo_rl_mcore.cli.commands":
+            print("loading", flush=True)
+            time.sleep(30)
+sys.meta_path.insert(0, Slow())
+sys.exit(main(["check", "--config", "recipe.yaml"]))
+"""
+
+
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGHUP, "hung up")])
+def test_a_signal_while_the_command_loads_ends_it_with_a_line(number: int, word: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", START], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline(), process.stdout.readline()] == ["here\n", "loading\n"]
+    os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (128 + number, f"{word} before the run began\n")
+
+
+def fails_soon(signals: StopSignals, error: Exception) -> threading.Thread:
+    """Another thread says so in a moment."""
+    thread = threading.Timer(0.1, lambda: signals.fail(error))
+    thread.start()
+    return thread
+
+
+def test_what_another_thread_says_has_failed_ends_a_wait_inside_a_block_that_defers() -> None:
+    error = RuntimeError("nothing moves")
+    with stop_signals() as signals:
+        thread = fails_soon(signals, error)
+        with pytest.raises(FailedFromOutsideError) as caught, deferred_stop_signals():
+            time.sleep(60)
+        assert caught.value.__cause__ is error
+        assert (signals.asked, signals.time_is_up) == (False, False)
+        thread.join()
+        signals.limit_time(0.0)  # which comes too late to change how it ends
+        time.sleep(0.2)
+        with deferred_stop_signals():
+            pass
+
+
+def test_a_failure_waits_for_a_block_that_must_not_be_cut() -> None:
+    reached: list[str] = []
+    with stop_signals() as signals:
+        thread = fails_soon(signals, RuntimeError("nothing moves"))
+
+        def block() -> None:
+            with deferred_stop_signals(hold=True):
+                time.sleep(0.3)
+                reached.append("held")
+
+        with pytest.raises(FailedFromOutsideError):
+            block()
+        thread.join()
+    assert reached == ["held"]
+
+
+def test_a_failure_while_a_signal_waits_ends_the_wait_and_is_told_as_its_cause() -> None:
+    error = RuntimeError("nothing moves")
+    with stop_signals() as signals:
+        thread = fails_soon(signals, error)
+
+        def block() -> None:
+            with deferred_stop_signals():
+                signal.raise_signal(signal.SIGTERM)
+                time.sleep(60)
+
+        with pytest.raises(KeyboardInterrupt) as caught:
+            block()
+        assert caught.type is KeyboardInterrupt
+        assert caught.value.__cause__ is error
+        assert signals.exit_status == 143
+        thread.join()
+
+
+def test_nobody_hears_of_a_failure_where_nobody_listens() -> None:
+    assert not current_stop_signals().fail(RuntimeError("nothing moves"))

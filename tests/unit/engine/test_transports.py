@@ -1,0 +1,105 @@
+"""The broadcast of weights, over gloo; NCCL differs in its backend alone. CUDA IPC runs in tests/gpu/."""
+
+import inspect
+import pickle
+import threading
+from dataclasses import replace
+from datetime import timedelta
+
+import msgpack
+import pytest
+import torch
+from refusals import refused
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from nemo_rl_mcore.rank.refit.buckets import Bucket, Packer
+from nemo_rl_mcore.rank.refit.ipc_handle import IpcHandle
+from nemo_rl_mcore.rank.refit.transports import (
+    BroadcastReceiver,
+    BroadcastSender,
+    join_broadcast_group,
+)
+from nemo_rl_mcore.rank.rendezvous import listen_at
+
+CPU = torch.device("cpu")
+
+
+def test_engines_outside_the_trainers_group_get_what_its_first_rank_broadcasts():
+    listening = listen_at("127.0.0.1")
+    port = listening.getsockname()[1]
+    groups, received = {}, {}
+
+    def join(rank):
+        groups[rank] = join_broadcast_group(
+            "127.0.0.1", port, rank, 3, timedelta(seconds=60), "cpu", None if rank else listening
+        )
+
+    in_threads(join, range(3))
+    sender = BroadcastSender(1 << 10, CPU, groups[0])
+    tensor = torch.randn(7, 5)
+    packers = [Packer(slot) for slot in sender.slots]
+    for slot, shift in ((0, 0.0), (1, 1.0), (0, 2.0)):
+        packers[slot].clear()
+        packers[slot].add("weight", tensor + shift)
+        used = packers[slot].used
+        message = Bucket(sender.locate(slot, used), tuple(packers[slot].tensors)).to_message()
+
+        def take_part(rank, slot=slot, used=used, message=message):
+            if rank == 0:
+                sender.transmit(slot, used)
+            else:
+                bucket = Bucket.from_message(message)
+                received[rank] = dict(bucket.read(BroadcastReceiver(CPU, groups[rank]).open(bucket.location)))
+
+        in_threads(take_part, range(3))
+        assert [torch.equal(received[rank]["weight"], tensor + shift) for rank in (1, 2)] == [True, True]
+    sender.close()
+
+
+def in_threads(function, ranks):
+    threads = [threading.Thread(target=function, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+HANDLE = IpcHandle(
+    tensor_size=64, tensor_offset=0, storage_handle=b"h" * 66, storage_size_bytes=64, storage_offset_bytes=512,
+    ref_counter_handle=b"/torch_1_2_3", ref_counter_offset=4, event_handle=b"", event_sync_required=False,
+)  # fmt: skip
+
+
+def test_a_handle_of_gpu_memory_is_what_torch_opens_a_tensor_by():
+    """Every argument of torch's is a field, or given where the handle is opened."""
+    given = {"tensor_cls", "tensor_stride", "storage_cls", "dtype", "storage_device", "requires_grad"}
+    assert {*HANDLE.to_message()} | given == {*inspect.signature(rebuild_cuda_tensor).parameters}
+
+
+def test_a_handle_of_gpu_memory_travels_in_plain_types():
+    message = msgpack.unpackb(msgpack.packb(HANDLE.to_message()))
+    # Receivers are not counted: torch's counter is unsigned, and below zero it would keep the memory for ever.
+    assert IpcHandle.from_message(message) == replace(HANDLE, ref_counter_handle=b"/uncounted")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"storage_handle": "text"},
+        {"storage_handle": b"h" * 10_000},
+        {"event_sync_required": 1},
+        {"tensor_offset": -1},
+        {"tensor_offset": 1},
+        {"tensor_size": 2**60},
+        {"tensor_cls": torch.Tensor},
+    ],
+)
+def test_a_handle_of_other_fields_or_types_is_refused(change):
+    with refused("gpu-handle"):
+        IpcHandle.from_message(HANDLE.to_message() | change)
+
+
+@pytest.mark.parametrize("message", [pickle.dumps(HANDLE), None, [], {}])
+def test_what_is_no_handle_is_refused(message):
+    with refused("gpu-handle", "tensor_size"):
+        IpcHandle.from_message(message)

@@ -1,0 +1,138 @@
+import copy
+
+import pytest
+from refusals import refusals_of
+
+from nemo_rl_mcore.config.policy import TokenBudgets
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.recipe.rules.policies import checked_policy
+from nemo_rl_mcore.tools.check import preflight
+
+SECTIONS = ("sequence_packing", "dynamic_batching")
+
+
+@pytest.fixture
+def policy(tree):
+    """The exemplar's policy with sections set or extended: 12 tokens, unfused."""
+
+    def make(**sections):
+        given = copy.deepcopy(tree["policy"])
+        given["megatron_cfg"]["use_fused_linear_logprobs"] = False
+        given |= {
+            "max_total_sequence_length": 12,
+            "train_micro_batch_size": 2,
+            "logprob_batch_size": 3,
+        }
+        for name, values in sections.items():
+            given[name] = given.get(name, {}) | values
+        return checked_policy(given)
+
+    return make
+
+
+def test_microbatches_have_a_fixed_number_of_rows_unless_a_section_is_on(policy):
+    given = policy(sequence_packing={"train_mb_tokens": 4}, dynamic_batching={"logprob_mb_tokens": 4})
+    assert given.token_budgets is None
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_budgets_are_those_given(policy, name):
+    section = {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 12, "sequence_length_round": 8}
+    wanted = TokenBudgets(f"policy.{name}", name == "sequence_packing", train=40, logprob=12, length_round=8)
+    assert policy(**{name: section}).token_budgets == wanted
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_budget_left_out_has_room_for_the_microbatch_of_whole_rows(policy, name):
+    budgets = policy(**{name: {"enabled": True}}).token_budgets
+    assert (budgets.train, budgets.logprob, budgets.length_round) == (24, 36, 64)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("key", ["train_mb_tokens", "logprob_mb_tokens"])
+def test_a_budget_that_the_longest_sample_does_not_fit_is_refused(policy, name, key):
+    message = f"{name}.{key}: 11 is below policy.max_total_sequence_length: 12, .*; set it to 12 or more"
+    with pytest.raises(ValueError, match=message):
+        policy(**{name: {"enabled": True, key: 11}})
+
+
+@pytest.mark.parametrize("algorithm", ["first_fit_decreasing", "modified_first_fit_decreasing"])
+def test_both_names_of_first_fit_decreasing_are_known(policy, algorithm):
+    assert policy(sequence_packing={"algorithm": algorithm}).sequence_packing.algorithm == algorithm
+
+
+def test_other_algorithms_are_refused_with_those_there_are(refusals):
+    (text,) = refusals("+policy.sequence_packing.algorithm=concatenative")
+    assert text == "policy.sequence_packing.algorithm: not-allowed"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"sequence_packing": {"enabled": True}, "dynamic_batching": {"enabled": True}},
+            "sequence_packing.enabled: incompatible (enabled)",
+        ),
+        (
+            {"sequence_packing": {"enabled": True}, "model": {"mtp_num_layers": 1}},
+            "sequence_packing.enabled: incompatible (mtp_num_layers)",
+        ),
+        (
+            {
+                "sequence_packing": {"enabled": True},
+                "model": {
+                    "num_moe_experts": 4,
+                    "moe_aux_loss_coeff": 0.1,
+                    "moe_router_load_balancing_type": "seq_aux_loss",
+                },
+            },
+            "sequence_packing.enabled: incompatible (moe_router_load_balancing_type)",
+        ),
+        (
+            {
+                "dynamic_batching": {"enabled": True},
+                "model": {"num_layers": 4},
+                "megatron_cfg": {
+                    "pipeline_model_parallel_size": 2,
+                    "virtual_pipeline_model_parallel_size": 2,
+                },
+            },
+            "dynamic_batching.enabled: incompatible (virtual_pipeline_model_parallel_size)",
+        ),
+    ],
+)
+def test_refused_combinations_name_both_keys_and_what_to_set(policy, sections, message):
+    assert refusals_of(lambda: policy(**sections)) == [message]
+
+
+def test_dynamic_batching_goes_with_fused_logprobs(load):
+    config = load("+policy.dynamic_batching.enabled=true")
+    assert config.policy.megatron_cfg.use_fused_linear_logprobs
+    assert config.policy.token_budgets is not None
+
+
+def test_packing_goes_with_fused_logprobs_where_its_key_allows_it(load, refusals):
+    (text,) = refusals("policy.sequence_packing.enabled=true")
+    assert "policy.megatron_cfg.use_fused_linear_logprobs: incompatible (enabled)" in text
+    config = load(
+        "policy.sequence_packing.enabled=true", "+policy.megatron_cfg.fused_linear_logprobs_packed=true"
+    )
+    assert config.policy.megatron_cfg.use_fused_linear_logprobs
+    assert config.policy.token_budgets.packed
+    assert all(guardrail.ok for guardrail in preflight(config, elsewhere=True).guardrails)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_budget_of_training_has_room_for_a_pair(refusals, name):
+    given = [
+        f"policy.{name}.enabled=true",
+        "policy.max_total_sequence_length=10",
+        "policy.megatron_cfg.use_fused_linear_logprobs=false",
+    ]
+    recipe = "dpo_cpu.yaml"
+    (text,) = refusals(*given, f"policy.{name}.train_mb_tokens=19", recipe=recipe)
+    assert text == f"policy.{name}.train_mb_tokens: too-small (max_total_sequence_length)"
+    config = load_config(f"examples/configs/{recipe}", [*given, f"policy.{name}.train_mb_tokens=20"])
+    assert config.policy.token_budgets.of_training(config.rows_per_sample) == 20
+    left_out = load_config(f"examples/configs/{recipe}", given)
+    assert left_out.policy.token_budgets.of_training(left_out.rows_per_sample) == 2 * 32 * 10

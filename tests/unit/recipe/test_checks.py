@@ -1,0 +1,333 @@
+import pytest
+import yaml
+from refusals import wrong_key
+
+from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.data.datasets import DigitTaskSource, is_held_out
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.recipe.rules.policies import checked_policy
+from nemo_rl_mcore.recipe.rules.runs import checked_run
+
+SHRINKING = (
+    "cluster.elastic=shrink",
+    "cluster.num_nodes=2",
+    "cluster.max_trainer_restarts=1",
+    "checkpointing.enabled=true",
+)
+
+
+def held_out(digits: int) -> int:
+    return sum(is_held_out(f"{number:0{digits}d}>") for number in range(10**digits))
+
+
+_SELECTIVE = (
+    "+policy.megatron_cfg.activation_checkpointing=true",
+    "+policy.megatron_cfg.recompute_granularity=selective",
+)
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3, 4])
+def test_the_prompts_that_the_config_promises_exist(load, digits):
+    data = load().data.model_copy(update={"num_digits": digits})
+    assert data.validation_prompts <= held_out(digits)
+    assert data.train_prompts <= 10**digits - held_out(digits)
+
+
+@pytest.mark.parametrize(
+    ("task", "digits"), [("calculator", 2), ("calculator", 4), ("guess_number", 2), ("guess_number", 4)]
+)
+def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task, digits):
+    data = load().data.model_copy(update={"num_digits": digits, "dataset_name": task})
+    source = DigitTaskSource(task, digits, seed=0)
+    few = min(data.train_prompts, 2000)
+    assert len(source.validation(data.validation_prompts)) == data.validation_prompts > 0
+    assert len(source.train_batch(1, few)) == few
+    assert {len(prompt.text) for prompt in source.validation(5)} == {data.prompt_length}
+
+
+STAGES = ["policy.model.num_layers=6"]
+THREE_RANKS = ["policy.megatron_cfg.pipeline_model_parallel_size=3", "cluster.cpu_workers_per_node=3"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["cluster.cpu_workers_per_node=3", "policy.megatron_cfg.tensor_model_parallel_size=2"],
+            "cluster.cpu_workers_per_node: not-divisible (num_nodes)",
+        ),
+        (
+            ["cluster.gpus_per_node=1", "policy.megatron_cfg.pipeline_model_parallel_size=2"],
+            "cluster.gpus_per_node: not-divisible (num_nodes)",
+        ),
+        (
+            [*STAGES, "policy.megatron_cfg.num_layers_in_first_pipeline_stage=1"],
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: requires (pipeline_model_parallel_size)",
+        ),
+        (
+            [*STAGES, *THREE_RANKS, "policy.megatron_cfg.num_layers_in_first_pipeline_stage=3"],
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: not-divisible (pipeline_model_parallel_size)",
+        ),
+        (
+            [*STAGES, *THREE_RANKS, "policy.megatron_cfg.num_layers_in_last_pipeline_stage=6"],
+            "policy.megatron_cfg.num_layers_in_last_pipeline_stage: not-divisible (pipeline_model_parallel_size)",
+        ),
+        (
+            [
+                *(*STAGES, *THREE_RANKS, "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"),
+                "policy.megatron_cfg.num_layers_in_first_pipeline_stage=2",
+            ],
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: incompatible "
+            "(virtual_pipeline_model_parallel_size)",
+        ),
+        (
+            [*STAGES, "policy.megatron_cfg.account_for_loss_in_pipeline_split=true"],
+            "policy.megatron_cfg.account_for_loss_in_pipeline_split: requires (pipeline_model_parallel_size)",
+        ),
+        (
+            [*STAGES, *THREE_RANKS, "policy.megatron_cfg.account_for_embedding_in_pipeline_split=true"],
+            "policy.megatron_cfg.account_for_embedding_in_pipeline_split: not-divisible "
+            "(pipeline_model_parallel_size)",
+        ),
+        (
+            [
+                *(*STAGES, *THREE_RANKS, "policy.megatron_cfg.account_for_loss_in_pipeline_split=true"),
+                "policy.megatron_cfg.num_layers_in_first_pipeline_stage=2",
+            ],
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: incompatible "
+            "(account_for_loss_in_pipeline_split)",
+        ),
+        (
+            ["policy.train_global_batch_size=100"],
+            "policy.train_global_batch_size: not-divisible (num_prompts_per_step)",
+        ),
+        (
+            ["policy.train_global_batch_size=1"],
+            "policy.train_global_batch_size: not-divisible (num_prompts_per_step)",
+        ),
+        (
+            [
+                "policy.train_global_batch_size=128",
+                "policy.train_micro_batch_size=32",
+                "loss_fn.force_on_policy_ratio=true",
+            ],
+            "loss_fn.force_on_policy_ratio: incompatible (train_global_batch_size)",
+        ),
+        (
+            ["policy.max_total_sequence_length=7"],
+            "policy.max_total_sequence_length: too-small (dataset_name)",
+        ),
+        (["data.num_digits=4"], "policy.max_total_sequence_length: too-small (dataset_name)"),
+        (
+            ["data.max_input_seq_length=3"],
+            "data.max_input_seq_length: too-small (num_digits)",
+        ),
+        (
+            ["data.num_digits=1"],
+            "grpo.num_prompts_per_step: too-large (dataset_name)",
+        ),
+        (["grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt: no-signal (name)"),
+        (["grpo.max_val_samples=256"], "grpo.max_val_samples: too-large (dataset_name)"),
+        (
+            ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.01"],
+            "grpo.batch_multiplier: not-divisible (num_prompts_per_step)",
+        ),
+        (
+            ["loss_fn.use_kl_in_reward=true"],
+            "loss_fn.use_kl_in_reward: incompatible (name)",
+        ),
+        (
+            ["loss_fn.truncated_importance_sampling_ratio=2"],
+            "loss_fn.truncated_importance_sampling_ratio: requires (truncated_importance_sampling_type)",
+        ),
+        (["grpo.seed=7"], "grpo.seed: contradicts (seed)"),
+        (
+            ["+policy.megatron_cfg.gradient_accumulation_fusion=true"],
+            "policy.megatron_cfg.gradient_accumulation_fusion: requires (gpus_per_node)",
+        ),
+        (
+            [*_SELECTIVE, "+policy.megatron_cfg.recompute_modules=[layernorm]"],
+            "policy.megatron_cfg.recompute_modules: requires (gpus_per_node)",
+        ),
+        (
+            [*_SELECTIVE, "+policy.megatron_cfg.recompute_modules=[attention]"],
+            "policy.megatron_cfg.recompute_modules: not-allowed",
+        ),
+        (
+            ["policy.megatron_cfg.transformer_impl=transformer_engine"],
+            "policy.megatron_cfg.transformer_impl: requires (gpus_per_node)",
+        ),
+        (
+            [
+                "checkpointing.enabled=true",
+                "checkpointing.metric_name=val:reward",
+                "checkpointing.save_period=20",
+            ],
+            "checkpointing.metric_name: requires (save_period)",
+        ),
+        (
+            ["checkpointing.enabled=true", "checkpointing.metric_name=val:reward", "grpo.val_period=0"],
+            "checkpointing.metric_name: requires (save_period)",
+        ),
+        (
+            ["checkpointing.metric_name=reward"],
+            "checkpointing.metric_name: not-allowed",
+        ),
+        (["checkpointing.metric_name='val:'"], "checkpointing.metric_name: not-allowed"),
+        (["checkpointing.resume=step_3"], "checkpointing.resume: requires (enabled)"),
+        (
+            ["checkpointing.checkpoint_must_save_by=00:03:45:00"],
+            "checkpointing.checkpoint_must_save_by: requires (enabled)",
+        ),
+        (
+            [
+                "checkpointing.enabled=true",
+                "policy.megatron_cfg.optimizer.optimizer=sgd",
+                "policy.megatron_cfg.optimizer.use_distributed_optimizer=true",
+            ],
+            "policy.megatron_cfg.optimizer.use_distributed_optimizer: incompatible (enabled)",
+        ),
+        (
+            [
+                "cluster.num_nodes=2",
+                "policy.generation.colocated.enabled=false",
+                "policy.generation.refit_transport=shared_memory",
+            ],
+            "policy.generation.refit_transport: incompatible (backend)",
+        ),
+        (
+            ["cluster.max_trainer_restarts=2"],
+            "cluster.max_trainer_restarts: requires (enabled)",
+        ),
+        (
+            ["cluster.elastic=shrink", "cluster.max_trainer_restarts=2"],
+            "cluster.max_trainer_restarts: requires (enabled)",
+        ),
+        ([*SHRINKING, "cluster.num_nodes=1"], "cluster.elastic: incompatible (num_nodes)"),
+        (
+            [*SHRINKING, "cluster.max_trainer_restarts=0"],
+            "cluster.elastic: requires (max_trainer_restarts)",
+        ),
+        (
+            [
+                *SHRINKING,
+                "cluster.cpu_workers_per_node=1",
+                "policy.megatron_cfg.tensor_model_parallel_size=2",
+            ],
+            "cluster.elastic: incompatible (num_nodes)",
+        ),
+        (
+            [
+                *SHRINKING,
+                "cluster.gpus_per_node=2",
+                "policy.train_micro_batch_size=64",
+                "policy.logprob_batch_size=64",
+                "policy.generation.backend=vllm",
+            ],
+            "cluster.elastic: incompatible (enabled)",
+        ),
+    ],
+)
+def test_refusals_between_sections(refusals, overrides, message):
+    assert any(message in text for text in refusals(*overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["policy.megatron_cfg.tensor_model_parallel_size=2"],
+        ["policy.megatron_cfg.pipeline_model_parallel_size=2", "policy.model.tie_word_embeddings=true"],
+        ["policy.train_global_batch_size=128", "policy.train_micro_batch_size=32"],
+        ["grpo.val_period=0", "grpo.val_at_end=false", "grpo.max_val_samples=256"],
+        ["grpo.seed=42"],
+        ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
+        ["cluster.gpus_per_node=8", "policy.train_micro_batch_size=32", "policy.logprob_batch_size=32"],
+        [
+            "policy.model.num_layers=4",
+            "policy.megatron_cfg.pipeline_model_parallel_size=2",
+            "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2",
+            "policy.train_micro_batch_size=256",  # one microbatch: a stage fills up with an empty one
+        ],
+    ],
+)
+def test_layouts_and_losses_that_fit(load, overrides):
+    load(*overrides)
+
+
+def test_stages_may_have_numbers_of_layers_of_their_own(load):
+    """The largest one is that of `check`'s memory."""
+    keys = ("first", 1), ("last", 1)
+    own = [f"policy.megatron_cfg.num_layers_in_{end}_pipeline_stage={layers}" for end, layers in keys]
+    for given, largest in ((own, 4), (own[:1], 3)):
+        layers = 6 if len(given) == 2 else 7
+        megatron = load(*THREE_RANKS, *given, f"policy.model.num_layers={layers}").policy.megatron_cfg
+        assert megatron.largest_stage(layers) == largest
+
+
+def test_ranks_are_gpus_where_there_are_any(load):
+    config = load(
+        "cluster.gpus_per_node=4", "policy.train_micro_batch_size=64", "policy.logprob_batch_size=64"
+    )
+    assert (config.cluster.world_size, config.data_parallel_size) == (4, 4)
+    assert load("policy.megatron_cfg.tensor_model_parallel_size=2").data_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("optimizer.clip_grad=0.5", ("max_grad_norm", 0.5)),
+        ("pipeline_dtype=bfloat16", ("precision", "bfloat16")),
+        ("optimizer.bf16=true", ("precision", "bfloat16")),
+        ("optimizer.bf16=false", ("precision", "float32")),
+    ],
+)
+def test_either_spelling_is_read(exemplar, tree, tmp_path, given, expected):
+    key, value = expected
+    tree["policy"].pop(key, None)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    config = load_config(tmp_path / "recipe.yaml", [f"++policy.megatron_cfg.{given}"])
+    assert getattr(config.policy, key) == value
+    assert getattr(checked_policy(config.policy), key) == value
+
+
+def test_a_critic_has_either_spelling_of_its_norm(exemplar):
+    config = load_config(exemplar.with_name("ppo_cpu.yaml"), ["++value.optimizer.clip_grad=0.5"])
+    assert config.value.max_grad_norm == 0.5
+
+
+def test_the_seed_of_nemo_rl_is_the_seed(tree):
+    del tree["seed"]
+    tree["grpo"]["seed"] = 7
+    assert GRPOMasterConfig.model_validate(tree).seed == 7
+
+
+@pytest.mark.parametrize("key", ["seed", "+grpo.seed"])
+@pytest.mark.parametrize("seed", [-1, 2**31, 10**23])
+def test_seeds_that_no_generator_takes_are_refused(refusals, key, seed):
+    assert f"{key.removeprefix('+')}: not-allowed" in refusals(f"{key}={seed}")
+
+
+@pytest.mark.parametrize("seed", [0, 2**31 - 1])
+def test_the_ends_of_the_range_of_seeds_are_seeds(load, seed):
+    assert load(f"seed={seed}").seed == seed
+
+
+def test_rules_hold_without_the_loader(tree):
+    tree["policy"]["train_global_batch_size"] = 100
+    with wrong_key("policy.train_global_batch_size: not-divisible (num_prompts_per_step)"):
+        checked_run(GRPOMasterConfig, tree)
+
+
+def test_a_limit_of_time_is_read_as_days_hours_minutes_and_seconds(load):
+    config = load("checkpointing.enabled=true", "checkpointing.checkpoint_must_save_by=01:02:03:04")
+    assert config.checkpointing.must_save_by_s == 93784
+    assert load().checkpointing.must_save_by_s is None
+
+
+@pytest.mark.parametrize("given", ["'3:45:00'", "'00:00:00:00'", "216000", "soon", "'1:2:3:-4'"])
+def test_what_is_no_limit_of_time(refusals, given):
+    """YAML 1.1 reads 1:00:00:00 without quotes as 216000."""
+    (text,) = refusals("checkpointing.enabled=true", f"checkpointing.checkpoint_must_save_by={given}")
+    told = "checkpointing.checkpoint_must_save_by: not-allowed"
+    assert text.replace("'soon'", "soon").startswith(told)
+    assert "checkpointing.checkpoint_must_save_by: not-allowed" in text

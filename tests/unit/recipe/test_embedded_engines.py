@@ -1,0 +1,120 @@
+"""Embedded engines of their own: what the recipe says of them, and for which runs."""
+
+import pytest
+
+from nemo_rl_mcore.config import EmbeddedConfig
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.recipe.rules.embedded import RULES
+
+GENERATION = "policy.generation"
+APART = f"{GENERATION}.colocated.enabled=false"
+ON_GPUS = "cluster.gpus_per_node=2"
+RESOURCES = f"{GENERATION}.colocated.resources"
+FOREIGN = ("+policy.model.qk_layernorm=true", "+policy.model.add_qkv_bias=true")
+
+
+def test_the_ranks_answer_unless_a_recipe_asks_for_engines(load):
+    generation = load().policy.generation
+    assert generation.decodes_on_ranks
+    assert generation.embedded_cfg == EmbeddedConfig()
+    assert not load(APART).policy.generation.decodes_on_ranks
+    vllm = load(f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2").policy.generation
+    assert not vllm.decodes_on_ranks
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["grpo_copy_cpu", "grpo_reverse_cpu", "ppo_cpu", "dpo_cpu", "sft_cpu", "distillation_cpu"],
+)
+def test_every_algorithm_may_have_them(exemplar, recipe):
+    config = load_config(exemplar.with_name(f"{recipe}.yaml"), [APART])
+    assert not config.policy.generation.decodes_on_ranks
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{GENERATION}.top_k=5", "policy.megatron_cfg.use_fused_linear_logprobs=false"],
+        [f"{GENERATION}.top_p=0.9", "policy.megatron_cfg.use_fused_linear_logprobs=false"],
+        [f"{GENERATION}.stop_strings=['5']"],
+        ["policy.megatron_cfg.tensor_model_parallel_size=2"],
+        ["policy.megatron_cfg.pipeline_model_parallel_size=2"],
+        [
+            *("policy.model.num_moe_experts=4", "policy.model.qk_layernorm=true"),
+            "policy.megatron_cfg.expert_model_parallel_size=2",
+        ],
+        [f"{GENERATION}.refit_transport=shared_memory", f"{GENERATION}.refit_bucket_bytes=40000"],
+        [f"{GENERATION}.embedded_cfg.engines=3"],
+        [ON_GPUS, f"{GENERATION}.embedded_cfg.engines=3"],
+        [
+            *(ON_GPUS, f"{GENERATION}.embedded_cfg.engines=4"),
+            f"{RESOURCES}={{gpus_per_node: 2, num_nodes: 2}}",
+        ],
+        [ON_GPUS, f"{GENERATION}.refit_transport=nccl"],
+    ],
+)
+def test_what_goes_with_them(load, overrides):
+    load(APART, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            [f"{GENERATION}.refit_bucket_bytes=32767"],
+            "policy.generation.refit_bucket_bytes: too-small (model)",
+        ),
+        (
+            [f"{GENERATION}.refit_transport=nccl"],
+            "policy.generation.refit_transport: requires (backend)",
+        ),
+        (
+            [ON_GPUS, f"{GENERATION}.refit_transport=cuda_ipc"],
+            "policy.generation.refit_transport: requires (enabled)",
+        ),
+        (
+            [ON_GPUS, f"{RESOURCES}.gpus_per_node=2"],
+            "policy.generation.embedded_cfg.engines: contradicts (resources)",
+        ),
+        (
+            [ON_GPUS, f"{RESOURCES}.num_nodes=2"],
+            "policy.generation.colocated.resources.num_nodes: missing (gpus_per_node)",
+        ),
+        (
+            list(FOREIGN),
+            "policy.generation.colocated.enabled: not-supported (model)",
+        ),
+        ([f"{GENERATION}.embedded_cfg.engines=0"], "policy.generation.embedded_cfg.engines: not-allowed"),
+        (
+            [f"+{GENERATION}.embedded_cfg.max_num_seqs=4"],
+            "policy.generation.embedded_cfg.max_num_seqs: unknown-key",
+        ),
+    ],
+)
+def test_refusals(refusals, overrides, told):
+    (text,) = refusals(APART, *overrides)
+    assert text.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        ([], "policy.generation.colocated.enabled: not-supported (model)"),
+        (
+            ["+policy.init_checkpoint=step_7"],
+            "policy.generation.colocated.enabled: not-supported (model)",
+        ),
+        (
+            ["grpo.async_grpo={enabled: true, max_trajectory_age_steps: 0}"],
+            "policy.generation.colocated.enabled: not-supported (model)",
+        ),
+    ],
+)
+def test_a_foreign_architecture_is_not_sent_in_a_circle(refusals, overrides, remedy):
+    (text,) = refusals(APART, *FOREIGN, *overrides)
+    assert text == remedy
+
+
+def test_none_of_it_holds_where_the_ranks_answer(load):
+    config = load(*FOREIGN, f"{GENERATION}.refit_transport=nccl", f"{GENERATION}.refit_bucket_bytes=1")
+    assert not [problem for rule in RULES.of_runs for problem in rule(config)]

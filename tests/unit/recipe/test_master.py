@@ -1,0 +1,395 @@
+"""Recipes of every algorithm: which class reads them, what they hold and refuse, and what they run first."""
+
+from pathlib import Path
+
+import pytest
+from refusals import briefs
+
+from nemo_rl_mcore import cli
+from nemo_rl_mcore.cli import commands
+from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, kind_of
+from nemo_rl_mcore.driver.saved_run import recipe_text
+from nemo_rl_mcore.driver.warm_start import warm_start_recipe
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check import preflight
+from nemo_rl_mcore.tools.check.given_weights import load_recipe_of
+
+EXEMPLARS = Path(__file__).parents[3] / "examples/configs"
+EXEMPLAR_OF = {
+    "grpo": EXEMPLARS / "grpo_copy_cpu.yaml",
+    "ppo": EXEMPLARS / "ppo_cpu.yaml",
+    "dpo": EXEMPLARS / "dpo_cpu.yaml",
+    "sft": EXEMPLARS / "sft_cpu.yaml",
+    "distillation": EXEMPLARS / "distillation_cpu.yaml",
+}
+
+
+def refused(path, *overrides):
+    """The problems of a recipe, without where they stand."""
+    with pytest.raises(ConfigError) as caught:
+        preflight(load_config(path, overrides))
+    return briefs(caught.value.problems)
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+# --- which algorithm ----------------------------------------------------------------------------------------
+
+
+def test_there_is_an_exemplar_of_every_algorithm():
+    assert set(EXEMPLAR_OF) == set(RUN_CONFIGS)
+
+
+@pytest.mark.parametrize("algorithm", RUN_CONFIGS)
+def test_the_section_of_the_algorithm_says_which_class_reads_the_recipe(algorithm):
+    config = load_config(EXEMPLAR_OF[algorithm])
+    assert type(config) is RUN_CONFIGS[algorithm]
+    assert config.algorithm == algorithm
+    assert config.loop is getattr(config, algorithm)
+    assert preflight(config).steps == config.loop.max_num_steps
+
+
+@pytest.mark.parametrize(
+    ("tree", "kind"),
+    [
+        ({"dpo": {}}, RUN_CONFIGS["dpo"]),
+        ({"grpo": None, "sft": {}}, RUN_CONFIGS["sft"]),
+        ({}, GRPOMasterConfig),
+        ({"policy": {}}, GRPOMasterConfig),
+    ],
+)
+def test_a_section_that_is_null_is_none(tree, kind):
+    assert kind_of(tree) is kind
+
+
+def test_two_algorithms_in_one_recipe_are_refused(tmp_path):
+    both = write(tmp_path, "both.yaml", f"defaults: {EXEMPLAR_OF['grpo']}\nsft:\n  max_num_steps: 1\n")
+    assert any(text.startswith("sft: ") for text in refused(both))
+
+
+def test_null_drops_a_section_of_the_parent(tmp_path):
+    text = (
+        f"defaults: {EXEMPLAR_OF['grpo']}\n"
+        "grpo: null\nloss_fn: null\nsft:\n  max_num_steps: 5\n"
+        "policy: {train_global_batch_size: 64, train_micro_batch_size: 32}\n"
+    )
+    config = load_config(write(tmp_path, "child.yaml", text))
+    assert (config.algorithm, config.sft.max_num_steps) == ("sft", 5)
+    # Without it, the keys of GRPO's loss are unknown to that of SFT.
+    kept = write(tmp_path, "kept.yaml", text.replace("loss_fn: null\n", ""))
+    assert any("loss_fn.ratio_clip_min: unknown-key" in problem for problem in refused(kept))
+
+
+def test_a_grandchild_may_write_the_section_anew(tmp_path):
+    write(tmp_path, "child.yaml", f"defaults: {EXEMPLAR_OF['grpo']}\nlogger: null\n")
+    text = "defaults: child.yaml\nlogger: {log_dir: results/grandchild}\n"
+    config = load_config(write(tmp_path, "grandchild.yaml", text))
+    parents = load_config(EXEMPLAR_OF["grpo"]).logger
+    assert config.logger.log_dir == "results/grandchild"
+    assert config.logger.num_val_samples_to_print != parents.num_val_samples_to_print, (
+        "it starts from the defaults"
+    )
+
+
+@pytest.mark.parametrize("algorithm", RUN_CONFIGS)
+def test_the_command_of_another_algorithm_is_refused_by_name(algorithm, capsys):
+    other = "sft" if algorithm != "sft" else "grpo"
+    assert cli.main([other, "--config", str(EXEMPLAR_OF[algorithm])]) == commands.EXIT_CONFIG_ERROR
+    said = capsys.readouterr().err
+    assert (
+        f"this is a recipe of {algorithm}, and the command is {other}; call nemo-rl-mcore {algorithm}" in said
+    )
+
+
+# --- what each one holds ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", RUN_CONFIGS)
+def test_the_seed_may_stand_in_the_section_of_any_algorithm(algorithm, tmp_path):
+    own = f"+{algorithm}.seed=7"
+    assert load_config(EXEMPLAR_OF[algorithm], ["~seed", own]).seed == 7
+    assert f"{algorithm}.seed: contradicts (seed)" in refused(EXEMPLAR_OF[algorithm], own)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows"), [("grpo", 256), ("ppo", 256), ("dpo", 64), ("sft", 64), ("distillation", 256)]
+)
+def test_samples_of_a_step(algorithm, rows):
+    config = load_config(EXEMPLAR_OF[algorithm])
+    assert config.samples_per_step == rows
+    assert preflight(config).batch.samples == rows
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "needed"),
+    [
+        ("grpo", [], False),
+        ("grpo", ["loss_fn.reference_policy_kl_penalty=0.1"], True),
+        ("ppo", [], False),
+        ("ppo", ["loss_fn.reference_policy_kl_penalty=0.1"], True),
+        ("dpo", [], True),
+        ("sft", [], False),
+        ("distillation", [], False),
+        ("distillation", ["loss_fn={rl_weight: 1.0, rl: {reference_policy_kl_penalty: 0.0}}"], False),
+        ("distillation", ["loss_fn={rl_weight: 1.0}"], True),
+    ],
+)
+def test_who_needs_the_reference(algorithm, overrides, needed):
+    config = load_config(EXEMPLAR_OF[algorithm], overrides)
+    assert config.needs_reference is bool(preflight(config).reference_policy) is needed
+
+
+def test_the_critic_is_the_policy_with_its_own_optimizer():
+    config = load_config(EXEMPLAR_OF["ppo"], ["+value.train_micro_batch_size=32", "+value.max_grad_norm=0.5"])
+    critic = config.models["value"].policy
+    assert critic.model == config.policy.model
+    assert (critic.train_micro_batch_size, critic.max_grad_norm) == (32, 0.5)
+    assert (critic.megatron_cfg.optimizer.lr, config.policy.megatron_cfg.optimizer.lr) == (2e-3, 5e-4)
+    schedule = critic.megatron_cfg.scheduler
+    assert schedule.start_weight_decay == schedule.end_weight_decay == 0.01
+    plain = load_config(EXEMPLAR_OF["ppo"])
+    assert plain.models["value"].policy.max_grad_norm == plain.policy.max_grad_norm
+
+
+def test_the_teacher_has_its_own_weights_and_maybe_architecture():
+    config = load_config(EXEMPLAR_OF["distillation"])
+    teacher = config.teacher.model_copy(update={"init_checkpoint": "there"}).plan(config.policy).policy
+    assert teacher.init_checkpoint == "there"
+    assert config.policy.init_checkpoint is None
+    assert teacher.model == config.policy.model
+    larger = config.policy.model.model_copy(update={"num_layers": 4})
+    assert config.teacher.model_copy(update={"model": larger}).plan(config.policy).policy.model == larger
+
+
+# --- what each one refuses ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "message"),
+    [
+        (
+            "ppo",
+            ["ppo.adv_estimator.name=grpo"],
+            "ppo.adv_estimator.name: incompatible",
+        ),
+        ("ppo", ["+ppo.critic_warmup_steps=60"], "ppo.critic_warmup_steps: too-large (max_num_steps)"),
+        (
+            "ppo",
+            ["+loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
+            "loss_fn.force_on_policy_ratio: incompatible (ppo_epochs)",
+        ),
+        ("ppo", ["+value.modle={}"], "value.modle: unknown-key"),
+        (
+            "ppo",
+            ["+value.model.num_layers=4"],
+            "value.model.num_layers: foreign-recipe (num_layers)",
+        ),
+        (
+            "dpo",
+            ["~dpo.num_generations_per_prompt"],
+            "dpo.num_generations_per_prompt: too-small (online)",
+        ),
+        (
+            "dpo",
+            ["dpo.num_generations_per_prompt=1"],
+            "dpo.num_generations_per_prompt: too-small (online)",
+        ),
+        (
+            "dpo",
+            ["dpo.online=false", "~dpo.num_generations_per_prompt", "+dpo.val_batches=-1"],
+            "dpo.val_batches: incompatible (dataset_name)",
+        ),
+        (
+            "dpo",
+            ["+dpo.preference_loss_weight=0"],
+            "dpo.preference_loss_weight: no-signal (sft_loss_weight)",
+        ),
+        (
+            "sft",
+            ["data.num_digits=1", "sft.val_period=0", "sft.val_at_end=false"],
+            "policy.train_global_batch_size: too-large (dataset_name)",
+        ),
+        (
+            "sft",
+            ["sft.val_batches=-1"],
+            "sft.val_batches: incompatible (dataset_name)",
+        ),
+        ("sft", ["+sft.num_prompts_per_step=3"], "sft.num_prompts_per_step: unknown-key"),
+        (
+            "distillation",
+            ["distillation.topk_logits_k=40"],
+            "distillation.topk_logits_k: too-large (vocab_size)",
+        ),
+        (
+            "distillation",
+            ["+distillation.on_policy=false"],
+            "distillation.num_generations_per_prompt: incompatible (on_policy)",
+        ),
+        (
+            "distillation",
+            ["+distillation.adv_estimator={name: gae}"],
+            "distillation.adv_estimator.name: incompatible",
+        ),
+        ("distillation", ["~teacher"], "teacher: missing"),
+        (
+            "distillation",
+            ["~teacher.warm_start", "+teacher.model=null"],
+            "teacher.init_checkpoint: one-of (model_name)",
+        ),
+        (
+            "distillation",
+            ["+teacher.init_checkpoint=there"],
+            "teacher.init_checkpoint: one-of (model_name)",
+        ),
+        (
+            "distillation",
+            ["loss_fn={kl_type: jsd, jsd_beta: 1.0}"],
+            "loss_fn.jsd_beta: no-signal (kl_type)",
+        ),
+    ],
+)
+def test_refusals(algorithm, overrides, message):
+    assert any(message in text for text in refused(EXEMPLAR_OF[algorithm], *overrides))
+
+
+def test_microbatches_of_policy_and_critic_need_not_divide_a_step():
+    config = load_config(
+        EXEMPLAR_OF["ppo"], ["policy.train_micro_batch_size=48", "+value.train_micro_batch_size=40"]
+    )
+    assert preflight(config).batch.microbatches_per_optimizer_step == 2  # 64 samples of a rank: 48 and 16
+
+
+@pytest.mark.parametrize(
+    ("keys", "samples"),
+    [
+        ([], 40),
+        (["+sft.val_global_batch_size=7"], 7),
+        (["+sft.val_global_batch_size=7", "sft.val_batches=3"], 21),
+        (["sft.val_batches=3"], 90),
+        (["sft.val_batches=-1", "sft.val_period=0", "sft.val_at_end=false"], None),
+    ],
+)
+def test_a_validation_takes_the_loss_of_its_batches_or_of_all_there_are(keys, samples):
+    sizes = ["policy.train_global_batch_size=40", "data.num_digits=3", "sft.max_val_samples=90"]
+    config = load_config(EXEMPLAR_OF["sft"], [*sizes, *keys])
+    assert config.data.validation_prompts == 90
+    assert config.val_loss_samples == samples
+
+
+def test_no_held_out_pairs_are_taken_where_the_policy_makes_them():
+    assert load_config(EXEMPLAR_OF["dpo"], ["+dpo.val_batches=-1"]).val_loss_samples == 0  # online
+
+
+# --- recipes that are run first -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sft(tmp_path):
+    return write(tmp_path, "first.yaml", f"defaults: {EXEMPLAR_OF['sft']}\n")
+
+
+def after(tmp_path, *lines):
+    return write(tmp_path, "second.yaml", "\n".join([f"defaults: {EXEMPLAR_OF['dpo']}", *lines, ""]))
+
+
+def test_the_path_of_a_warm_start_starts_at_its_file_and_holds_wherever_the_recipe_is_saved(
+    tmp_path, sft, monkeypatch
+):
+    second = after(tmp_path, "warm_start: first.yaml")
+    config = load_config(second)
+    assert config.warm_start == str(sft)
+    grandchild = tmp_path / "below"
+    grandchild.mkdir()
+    assert load_config(write(grandchild, "third.yaml", "defaults: ../second.yaml\n")).warm_start.endswith(
+        "first.yaml"
+    )
+    monkeypatch.chdir(tmp_path)
+    relative = load_config("second.yaml")
+    saved = write(grandchild, "config.yaml", recipe_text(relative))
+    assert load_config(saved).warm_start == str(sft)
+
+
+@pytest.mark.parametrize("algorithm", RUN_CONFIGS)
+def test_the_recipe_in_a_checkpoint_runs_nothing_first(algorithm, tmp_path):
+    config = load_config(EXEMPLAR_OF[algorithm])
+    gone = (
+        recipe_text(config).replace("sft_cpu.yaml", "gone.yaml").replace("sft_teacher_cpu.yaml", "gone.yaml")
+    )
+    write(tmp_path, "config.yaml", gone)
+    loaded = load_recipe_of(tmp_path)
+    assert loaded.warm_start is None
+    assert loaded.policy.init_checkpoint == str(tmp_path)
+    assert loaded.policy.model == config.policy.model
+    assert not [text for text in _problems(loaded) if "gone.yaml" in text or "warm_start" in text]
+
+
+def _problems(config):
+    """Of a preflight; that the folder holds no weights is one."""
+    try:
+        preflight(config)
+    except ConfigError as error:
+        return briefs(error.problems)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["warm_start: nowhere.yaml"], "warm_start: not-found"),
+        (
+            ["warm_start: first.yaml", "policy: {model: {num_layers: 3}}"],
+            "warm_start: other-model",
+        ),
+        (
+            ["warm_start: first.yaml", "policy: {init_checkpoint: there}"],
+            "warm_start: one-of (init_checkpoint)",
+        ),
+    ],
+)
+def test_warm_starts_that_cannot_be(tmp_path, sft, lines, message):
+    assert message in refused(after(tmp_path, *lines))
+
+
+def test_problems_of_the_first_recipe_name_its_file(tmp_path, sft):
+    sft.write_text(f"{sft.read_text()}seed: x\n")
+    (text,) = refused(after(tmp_path, "warm_start: first.yaml"))
+    assert text.startswith("warm_start: not-allowed")
+
+
+def test_a_warm_start_of_a_warm_start_is_looked_at_too(tmp_path, sft):
+    sft.write_text(f"{sft.read_text()}warm_start: nowhere.yaml\n")
+    assert "warm_start: not-found" in refused(after(tmp_path, "warm_start: first.yaml"))
+
+
+def test_recipes_that_run_each_other_first_are_refused(tmp_path, sft):
+    second = after(tmp_path, "warm_start: first.yaml")
+    sft.write_text(f"{sft.read_text()}warm_start: second.yaml\n")
+    assert any("warm_start: reference" in text for text in refused(second))
+
+
+def test_a_teacher_is_compared_with_the_teachers_model(tmp_path, sft):
+    lines = f"defaults: {EXEMPLAR_OF['distillation']}\nteacher:\n  warm_start: first.yaml\n"
+    preflight(load_config(write(tmp_path, "same.yaml", lines)))
+    model = load_config(sft).policy.model.model_dump_json(exclude_none=True)
+    larger = model.replace('"num_layers":2', '"num_layers":4')
+    other = write(tmp_path, "other.yaml", f"{lines}  model: {larger}\n")
+    assert any("teacher.warm_start: other-model" in text for text in refused(other))
+
+
+def test_the_first_recipe_runs_in_its_own_folder_with_the_seed_of_the_run_and_keeps_its_last_weights(
+    tmp_path, sft
+):
+    config = load_config(after(tmp_path, "warm_start: first.yaml", "seed: 5"))
+    first = warm_start_recipe(config.warm_start, config, tmp_path / "run/warm_start")
+    assert (first.algorithm, first.seed) == ("sft", 5)
+    assert first.logger.log_dir == str(tmp_path / "run/warm_start")
+    kept = first.checkpointing
+    assert (kept.enabled, kept.resume, kept.save_period) == (True, "auto", first.loop.max_num_steps)
+    assert kept.checkpoint_dir == str(tmp_path / "run/warm_start/checkpoints")
+    logger = first.logger
+    assert [logger.tensorboard_enabled, logger.wandb_enabled, logger.mlflow_enabled] == [False] * 3

@@ -1,0 +1,63 @@
+import pytest
+
+from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.config.base import StrictModel
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.recipe.foreign.translated import TRANSLATED
+from nemo_rl_mcore.recipe.foreign.unsupported import UNSUPPORTED
+from nemo_rl_mcore.recipe.schema import allowed, field_help, fields, is_known, nearest_path
+
+
+@pytest.mark.parametrize("path", sorted(fields()))
+def test_every_field_has_a_description(path):
+    description = fields()[path].description
+    assert description
+    assert description.endswith(".")
+
+
+@pytest.mark.parametrize("path", sorted(fields()))
+def test_what_a_field_allows_can_be_said(path):
+    assert "typing" not in allowed(fields()[path])
+    assert "<" not in allowed(fields()[path])
+
+
+def test_fields_cover_nested_sections():
+    assert {"seed", "policy.megatron_cfg.optimizer.lr", "env.arithmetic"} <= fields().keys()
+    assert all(issubclass(type(model), type) for model in (GRPOMasterConfig, StrictModel))
+
+
+def test_the_table_of_unsupported_keys_repeats_no_field():
+    assert not fields().keys() & UNSUPPORTED.keys()
+
+
+@pytest.mark.parametrize("path", sorted(UNSUPPORTED))
+def test_unsupported_keys_stand_in_known_sections(path):
+    parent = path.rpartition(".")[0]
+    of_all = (path for kind in RUN_CONFIGS.values() for path in fields(kind))
+    known = {*RUN_CONFIGS, *of_all, *(key.rpartition(".")[0] for key in TRANSLATED)}
+    assert not parent or parent in known
+
+
+def test_help_drops_the_full_stop_and_keeps_an_ellipsis():
+    assert field_help("policy.model.hidden_size") == "Width of the residual stream"
+    assert field_help("policy.model").endswith("num_layers, hidden_size, ...")
+
+
+def test_known_paths():
+    assert is_known("policy.generation.top_k")
+    assert is_known("policy.generation.vllm_cfg.enforce_eager")
+    assert not is_known("policy.generation.top_q")
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("policy.generation.top_kk", "policy.generation.top_k"),
+        ("grpo.lr", "policy.megatron_cfg.optimizer.lr"),
+        ("policy.generaton.top_k", "policy.generation.top_k"),
+        ("megatron_cfg.sequence_parallel", "policy.megatron_cfg.sequence_parallel"),
+        ("zzz", None),
+    ],
+)
+def test_nearest_path(path, nearest):
+    assert nearest_path(path) == nearest

@@ -1,0 +1,152 @@
+import copy
+
+import pytest
+from refusals import briefs
+
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.recipe.schema import field_at, placeholder
+from nemo_rl_mcore.recipe.validate import validate
+
+
+def texts(tree):
+    validated = validate(tree)
+    assert (validated.config is None) == bool(validated.problems)
+    return briefs(validated.problems)
+
+
+def test_a_valid_tree_has_no_problems(tree):
+    validated = validate(tree)
+    assert validated.problems == []
+    assert validated.config is not None
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        (
+            "policy",
+            "train_micro_batch_size",
+            "four",
+            "policy.train_micro_batch_size: not-allowed",
+        ),
+        ("policy", "train_micro_batch_size", 2.5, "policy.train_micro_batch_size: not-allowed"),
+        ("policy", "train_micro_batch_size", True, "policy.train_micro_batch_size: not-allowed"),
+        ("policy", "train_micro_batch_size", None, "policy.train_micro_batch_size: not-allowed"),
+        ("policy", "train_micro_batch_size", 0, "policy.train_micro_batch_size: not-allowed"),
+        ("policy", "precision", "double", "policy.precision: not-allowed"),
+        ("policy", "precision", "float16", "policy.precision: not-allowed"),
+        ("policy", "generation_batch_size", "x", "policy.generation_batch_size: not-allowed"),
+        ("policy", "generation", 3, "policy.generation: not-allowed"),
+        ("policy", "max_grad_norm", [1], "policy.max_grad_norm: not-allowed"),
+        ("policy", "max_grad_norm", {"a": 1}, "policy.max_grad_norm: not-allowed"),
+        ("loss_fn", "ratio_clip_c", 0.5, "loss_fn.ratio_clip_c: not-allowed"),
+        ("loss_fn", "token_level_loss", "yes", "loss_fn.token_level_loss: not-allowed"),
+        ("grpo", "normalize_reward", True, "grpo.normalize_reward: unknown-key"),
+        ("data", "dataset_name", "gsm8k", "data.dataset_name: not-allowed"),
+        ("logger", "log_dir", 3, "logger.log_dir: not-allowed"),
+    ],
+)
+def test_wrong_fields(tree, section, key, value, message):
+    tree[section][key] = value
+    problems = texts(tree)
+    assert len(problems) == 1
+    assert problems[0].startswith(f"{section}.{key}: ")
+    assert message in problems[0]
+
+
+@pytest.mark.parametrize(("value", "given"), [("all", "'all'"), (-1, "-1"), (True, "true"), (0.5, "0.5")])
+def test_a_field_of_several_kinds_refuses_a_value_once(tree, value, given):
+    tree["policy"]["megatron_cfg"]["fused_linear_logprobs_cache_bytes"] = value
+    assert texts(tree) == ["policy.megatron_cfg.fused_linear_logprobs_cache_bytes: not-allowed"]
+
+
+def test_values_inside_a_list_belong_to_the_list(tree):
+    tree["policy"]["generation"]["stop_token_ids"] = [1, "x"]
+    assert texts(tree) == [
+        "policy.generation.stop_token_ids: not-allowed",
+    ]
+
+
+def test_missing_fields_say_what_they_are(tree):
+    del tree["policy"]["model"]["num_layers"]
+    del tree["grpo"]
+    problems = texts(tree)
+    assert "policy.model.num_layers: missing" in problems
+    assert any(text.startswith("grpo: missing") for text in problems)
+
+
+def test_a_missing_section_comes_with_its_own_mandatory_keys(tree):
+    del tree["policy"]["megatron_cfg"], tree["policy"]["generation"], tree["grpo"]
+    kept = {"log_dir": tree["logger"]["log_dir"]}
+    problems = {text.removesuffix(": missing") for text in texts({**tree, "logger": kept})}
+    assert {
+        "policy.megatron_cfg.optimizer",
+        "policy.megatron_cfg.optimizer.lr",
+        "policy.generation.max_new_tokens",
+        "grpo.num_prompts_per_step",
+    } < problems
+
+
+@pytest.mark.parametrize("algorithm", [*RUN_CONFIGS])
+def test_a_new_recipe_is_told_all_that_it_lacks_at_once(algorithm):
+    """What is then set to the simplest value may be refused for that value, and for nothing that is missing."""
+    tree = {algorithm: {}}
+    for problem in validate(tree).problems:
+        assert problem.code == "missing"
+        section, *_, key = tree, *problem.path.split(".")
+        for name in problem.path.split(".")[:-1]:
+            section = section.setdefault(name, {})
+        section.setdefault(key, placeholder(field_at(problem.path, RUN_CONFIGS[algorithm])))
+    assert [one.path for one in validate(tree).problems if one.what == "missing"] == []
+
+
+def test_field_and_cross_field_problems_come_together(tree):
+    tree["sed"] = 1
+    tree["logger"]["log_dir"] = 3
+    tree["policy"]["train_global_batch_size"] = 100
+    tree["policy"]["generation"]["top_k"] = 4
+    tree["loss_fn"]["use_cispo"] = True
+    tree["loss_fn"]["disable_ppo_ratio"] = True
+    paths = [text.partition(":")[0] for text in texts(tree)]
+    assert sorted(paths) == sorted(
+        [
+            "sed",
+            "logger.log_dir",
+            "policy.train_global_batch_size",
+            "policy.megatron_cfg.use_fused_linear_logprobs",
+            "loss_fn.use_cispo",
+        ]
+    )
+
+
+def test_what_rests_on_a_wrong_field_is_not_judged(tree):
+    # Without the wrong value, two ranks would not be a multiple of this layout: nobody can tell.
+    tree["policy"]["megatron_cfg"]["pipeline_model_parallel_size"] = "two"
+    tree["cluster"]["cpu_workers_per_node"] = 3
+    problems = texts(tree)
+    assert len(problems) == 1
+    assert problems[0].startswith("policy.megatron_cfg.pipeline_model_parallel_size: not-allowed")
+
+
+def test_what_rests_on_a_misspelt_field_is_not_judged(tree):
+    tree["cluster"]["cpu_worker_per_node"] = tree["cluster"].pop("cpu_workers_per_node")
+    tree["policy"]["megatron_cfg"]["tensor_model_parallel_size"] = 2
+    assert texts(tree) == ["cluster.cpu_worker_per_node: unknown-key"]
+
+
+@pytest.mark.parametrize("broken", ["policy", "grpo", "data"])
+def test_a_missing_required_section_does_not_hide_the_others(tree, broken):
+    del tree[broken]
+    tree["checkpointing"]["metric_name"] = "reward"
+    problems = texts(tree)
+    assert any(text.startswith(f"{broken}: missing") for text in problems)
+    assert any(text.startswith("checkpointing.metric_name: not-allowed") for text in problems)
+
+
+@pytest.mark.parametrize(
+    "nonsense", [{}, {"policy": 3, "grpo": None}, {"policy": {"model": []}, "data": "x"}]
+)
+def test_nonsense_is_refused_in_words(nonsense):
+    given = copy.deepcopy(nonsense)
+    assert texts(nonsense)
+    assert nonsense == given

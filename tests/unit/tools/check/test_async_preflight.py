@@ -1,0 +1,158 @@
+"""What `check` says of engines and of asynchronous rollouts."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check import preflight
+from nemo_rl_mcore.tools.check.render import render
+
+GENERATION = "policy.generation"
+APART = f"{GENERATION}.colocated.enabled=false"
+RUN = (APART, "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
+VLLM = (f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2")
+
+
+@pytest.fixture(autouse=True)
+def all_packages(monkeypatch):
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda _package: True)
+
+
+def shown(plan) -> str:
+    console = Console(file=StringIO(), width=120)
+    console.print(render(plan), soft_wrap=True)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        ([], "on the training ranks"),
+        (["cluster.gpus_per_node=2"], "on the training ranks"),
+        ([APART], "1 embedded engine, in processes beside the ranks"),
+        (
+            [APART, f"{GENERATION}.embedded_cfg.engines=3", "cluster.gpus_per_node=2"],
+            "3 embedded engines, on GPUs beside those of the ranks",
+        ),
+        ([*VLLM, f"{GENERATION}.vllm_cfg.cpu_engines=2"], "2 vLLM engines, in processes beside the ranks"),
+        ([*VLLM, "cluster.gpus_per_node=2"], "2 vLLM engines, on the ranks' GPUs in turn with them"),
+        (
+            [
+                *(*VLLM, APART, "cluster.gpus_per_node=2", f"{GENERATION}.vllm_cfg.tensor_parallel_size=2"),
+                f"{GENERATION}.colocated.resources={{gpus_per_node: 4, num_nodes: 3}}",
+            ],
+            "6 vLLM engines of 2 processes each, on GPUs beside those of the ranks",
+        ),
+        (
+            [
+                *(*VLLM, "cluster.gpus_per_node=2", "cluster.num_nodes=4"),
+                f"{GENERATION}.vllm_cfg.tensor_parallel_size=4",
+            ],
+            "2 vLLM engines of 4 processes on 2 machines each, on the ranks' GPUs in turn with them",
+        ),
+    ],
+)
+def test_where_engines_live(load, overrides, where):
+    plan = preflight(load(*overrides))
+    assert plan.engines.where == where
+    assert f"  generation              {where}\n" in shown(plan)
+
+
+def test_an_engine_holds_the_whole_model_however_the_ranks_cut_it(load):
+    memory = preflight(
+        load(
+            APART,
+            "policy.megatron_cfg.tensor_model_parallel_size=2",
+            f"{GENERATION}.refit_bucket_bytes=40000",
+        )
+    ).engines.memory
+    assert memory.parameters == 86336
+    assert (memory.weights, memory.buckets, memory.total) == (86336 * 4, 80000, 86336 * 4 + 80000)
+
+
+def test_memory_of_an_engine_is_shown_where_there_is_one(load):
+    title = "Memory per embedded engine, without key-value cache"
+    assert title not in shown(preflight(load()))
+    text = shown(preflight(load(APART))).partition(title)[2]
+    assert "model                   86,336 weights, the whole model" in text
+    assert "weights                 337.2 KiB" in text
+
+
+@pytest.mark.parametrize("recipe", ["grpo_copy_cpu", "ppo_cpu", "sft_cpu"])
+def test_a_run_that_takes_turns_has_nothing_under_way(exemplar, recipe):
+    plan = preflight(load_config(exemplar.with_name(f"{recipe}.yaml")))
+    assert plan.asynchronous is None
+    assert "Asynchronous rollouts" not in shown(plan)
+
+
+def test_what_is_under_way_and_kept(load):
+    plan = preflight(
+        load(
+            *(*RUN, "grpo.async_grpo.max_trajectory_age_steps=2", "grpo.async_grpo.max_inflight_prompts=20"),
+            *("checkpointing.enabled=true", "checkpointing.save_period=5"),
+        )
+    ).asynchronous
+    assert (plan.max_age, plan.max_live_groups, plan.max_inflight_groups) == (2, 3 * 16, 20)
+    assert plan.kept_groups == 5 * 16
+    # 16 answers of 8 tokens to each prompt, 40 bytes a token.
+    assert plan.driver_bytes == (5 * 16 + 3 * 16) * 16 * 8 * 40
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        (["checkpointing.enabled=false"], 0),
+        (["checkpointing.enabled=true", "checkpointing.save_period=50", "grpo.max_num_steps=3"], 3 * 16),
+    ],
+)
+def test_groups_are_kept_until_the_next_checkpoint(load, overrides, kept):
+    assert preflight(load(*RUN, *overrides)).asynchronous.kept_groups == kept
+
+
+@pytest.mark.parametrize(
+    ("overrides", "disk_bytes"),
+    [
+        ([], 240 * 16 * 16 * 8 * 40),
+        (["keep_groups=false"], 0),
+        (["keep_groups=true", "keep_groups_gb=0.001"], 20 * 16 * 16 * 8 * 40),
+    ],
+)
+def test_kept_groups_have_their_disk_and_those_since_a_checkpoint(load, overrides, disk_bytes):
+    saving = ("checkpointing.enabled=true", "checkpointing.save_period=20")
+    keys = [f"grpo.async_grpo.{key}" for key in overrides]
+    plan = preflight(load(*RUN, *saving, "grpo.max_num_steps=240", *keys)).asynchronous
+    assert plan.disk_bytes == disk_bytes
+
+
+def test_the_plan_is_shown(load):
+    text = shown(preflight(load(*RUN, "checkpointing.enabled=true", "grpo.max_num_steps=240")))
+    for row in (
+        "age                     1 training step(s) at most",
+        "groups under way        2 x 16 = 32, of which 32 are being answered at most",
+        "chunks of a step        the whole step",
+        "new weights             in the midst of answers",
+        "groups in the driver    160 since a checkpoint + 32 under way, 960 KiB at most",
+        "groups on disk          for a replay: 80 KiB a step, 18.75 MiB at most",
+    ):
+        assert f"  {row}\n" in text
+    assert "  note  " not in text
+
+
+def test_chunks_and_remarks_are_shown(load):
+    text = shown(
+        preflight(
+            load(
+                *(*RUN, "grpo.async_grpo.min_groups_for_streaming_train=4"),
+                *(
+                    "grpo.async_grpo.in_flight_weight_updates=false",
+                    "loss_fn.use_importance_sampling_correction=false",
+                ),
+            )
+        )
+    )
+    assert "  chunks of a step        at least 4 of 16 groups\n" in text
+    assert "  new weights             between answers\n" in text
+    assert "  groups in the driver    32 under way, 160 KiB at most\n" in text
+    assert text.count("\n  note                    ") == 2

@@ -1,0 +1,431 @@
+from io import StringIO
+
+import pytest
+from refusals import briefs
+from rich.console import Console
+
+from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.models.memory import estimate_memory
+from nemo_rl_mcore.recipe.load import load_config, load_with_warnings
+from nemo_rl_mcore.recipe.rules.fused_logprobs import fused_guardrails
+from nemo_rl_mcore.tools.check import preflight
+from nemo_rl_mcore.tools.check.render import _bytes, render
+
+UNFUSED = "policy.megatron_cfg.use_fused_linear_logprobs=false"
+CACHE = "policy.megatron_cfg.fused_linear_logprobs_cache_bytes"
+UNCACHED = f"{CACHE}=0"
+ONE_CHUNK_BYTE = "policy.megatron_cfg.fused_linear_logprobs_chunk_bytes=1"
+TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
+CP2 = "policy.megatron_cfg.context_parallel_size=2"
+PP2 = "policy.megatron_cfg.pipeline_model_parallel_size=2"
+
+
+def refused(config) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        preflight(config)
+    return briefs(caught.value.problems)
+
+
+def shown(plan, width=120) -> str:
+    console = Console(file=StringIO(), width=width)
+    console.print(render(plan), soft_wrap=True)
+    return console.file.getvalue()
+
+
+def test_plan_of_the_exemplar(load):
+    plan = preflight(load())
+    assert (plan.layout.world_size, plan.layout.data, plan.layout.transformer_impl) == (2, 2, "local")
+    batch = plan.batch
+    assert (batch.samples, batch.samples_per_rank, batch.optimizer_steps) == (256, 128, 1)
+    assert (batch.microbatches_per_optimizer_step, batch.logprob_passes) == (1, 1)
+    assert (batch.longest_prompt, batch.max_new_tokens, batch.max_sequence) == (4, 4, 8)
+    assert plan.reference_policy == ""
+    assert len(plan.guardrails) == 6
+    assert all(guardrail.ok for guardrail in plan.guardrails)
+
+
+def test_what_is_trained_is_shown_first(load):
+    subject = dict(
+        preflight(load("policy.megatron_cfg.optimizer.lr=3e-3", "loss_fn.entropy_coef=0.5")).subject
+    )
+    assert subject["algorithm"] == "grpo"
+    assert subject["tokenizer"] == "char"
+    assert "lr: 0.003" in subject["optimizer"]
+    assert "entropy_coef: 0.5" in subject["loss_fn"]
+    assert "ratio_clip_c" not in subject["loss_fn"]  # as it is by default
+    assert shown(preflight(load())).index("lr: ") < shown(preflight(load())).index("Parallel layout")
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [
+        (("checkpointing.keep_top_k=null",), 30),
+        (("checkpointing.keep_top_k=3", "checkpointing.metric_name=null"), 3),
+        (("checkpointing.keep_top_k=3", "checkpointing.metric_name=train:loss"), 4),
+    ],
+)
+def test_all_checkpoints_that_are_kept_are_counted(load, keys, kept):
+    every_ten = ("checkpointing.enabled=true", "checkpointing.save_period=10", "grpo.max_num_steps=300")
+    plan = preflight(load(*every_ten, *(f"++{key}" for key in keys)))
+    assert f" {kept} kept at most" in plan.checkpoints
+    assert "enabled: false" in preflight(load("checkpointing.enabled=false")).checkpoints
+
+
+def test_what_is_trained_names_no_value_from_the_environment(load, monkeypatch):
+    monkeypatch.setenv("RUN_TOKEN", "hunter2-hunter2")
+    own = ("+loss_fn.type=custom_parts:CountedPG", "+loss_fn.args={key: '${oc.env:RUN_TOKEN}'}")
+    plan = preflight(load(*own))
+    assert "hunter2" not in str(plan.subject)
+    assert "oc.env:RUN_TOKEN" in dict(plan.subject)["loss_fn"]
+
+
+def test_batch_arithmetic_adds_up(load):
+    plan = preflight(
+        load(
+            TP2,
+            "cluster.cpu_workers_per_node=4",
+            "policy.train_global_batch_size=64",
+            "policy.train_micro_batch_size=8",
+            "policy.logprob_batch_size=16",
+        )
+    )
+    batch = plan.batch
+    assert plan.layout.data == 2
+    assert batch.optimizer_steps * batch.microbatches_per_optimizer_step * 8 * 2 == batch.samples
+    assert batch.logprob_passes * 16 * 2 == batch.samples
+
+
+@pytest.mark.parametrize("budgets", [(), ("+policy.dynamic_batching.enabled=true",)])
+def test_the_last_microbatch_and_the_last_pass_may_hold_fewer_samples(load, budgets):
+    batch = preflight(
+        load("policy.train_micro_batch_size=96", "policy.logprob_batch_size=48", *budgets)
+    ).batch
+    assert (batch.microbatches_per_optimizer_step, batch.logprob_passes) == (2, 3)  # of 128 samples a rank
+
+
+def test_unfused_has_no_guardrails(load):
+    plan = preflight(load(UNFUSED))
+    assert plan.guardrails == ()
+    assert "use_fused_linear_logprobs  off" in shown(plan)
+
+
+def test_guardrails_tell_ok_from_refused(load):
+    policy = load().policy
+    sampling = policy.generation.model_copy(update={"top_k": 3})
+    broken = policy.model_copy(update={"generation": sampling})
+    verdicts = {guardrail.other: guardrail.ok for guardrail in fused_guardrails(broken)}
+    assert verdicts.pop("generation.top_k") is False
+    assert all(verdicts.values())
+
+
+def test_memory_of_the_whole_model_on_one_rank(load):
+    memory = estimate_memory(load()).models["policy"]
+    weights = 86_336 * 4
+    assert memory.rank_parameters == 86_336
+    assert (memory.weights, memory.gradients, memory.reference) == (weights, weights, 0)
+    assert memory.optimizer == 2 * weights // 2  # two moments over two ranks
+    # All logits fit into one chunk; besides, a byte for each may be kept.
+    assert memory.logits == 2 * 128 * 8 * 32 * 4 + 128 * 8 * 32
+    assert memory.total == sum(
+        (memory.weights, memory.gradients, memory.optimizer, memory.reference, memory.logits)
+    )
+
+
+HYBRID = (
+    *(
+        "policy.model.num_layers=4",
+        "policy.model.hybrid_layer_pattern=M-M*",
+        "policy.model.mamba_num_heads=4",
+    ),
+    *("policy.model.mamba_head_dim=16", "policy.model.mamba_num_groups=2", "policy.model.mamba_state_dim=8"),
+    *("policy.model.activation_func=squared_relu", "policy.model.position_embedding_type=none"),
+)
+# What is projected, the convolution, three numbers a head, two norms, and the output.
+MAMBA = (2 * 64 + 2 * 2 * 8 + 4) * 64 + 96 * 5 + 3 * 4 + 2 * 64 + 64 * 64
+ATTENTION, MLP = 41_088 - 3 * 64 * 128 - 64, 2 * 64 * 128 + 64
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "expected"),
+    [
+        (["policy.precision=bfloat16"], "weights", 86_336 * 2),
+        (["policy.precision=bfloat16"], "gradients", 86_336 * 4),
+        (
+            [
+                "policy.precision=bfloat16",
+                "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=false",
+            ],
+            "gradients",
+            86_336 * 2,
+        ),
+        (["policy.precision=bfloat16"], "optimizer", 86_336 * 12 // 2),
+        (["policy.megatron_cfg.optimizer.use_distributed_optimizer=false"], "optimizer", 86_336 * 8),
+        (["policy.megatron_cfg.optimizer.optimizer=sgd"], "optimizer", 86_336 * 4 // 2),
+        (["loss_fn.reference_policy_kl_penalty=0.1"], "reference", 86_336 * 4),
+        ([UNCACHED, "policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"], "logits", 2 * 16 * 32 * 4),
+        ([UNCACHED, "policy.megatron_cfg.fused_linear_logprobs_chunk_bytes=1000"], "logits", 2000),
+        ([ONE_CHUNK_BYTE], "logits", 2 + 128 * 8 * 32),
+        ([ONE_CHUNK_BYTE, TP2], "logits", 2 + 128 * 8 * 16),
+        # Only the tokens of training are kept for a backward pass.
+        ([ONE_CHUNK_BYTE, "policy.logprob_batch_size=256"], "logits", 2 + 128 * 8 * 32),
+        ([ONE_CHUNK_BYTE, "policy.model.vocab_size=2000000"], "logits", 2 + 2**30),
+        ([ONE_CHUNK_BYTE, f"{CACHE}={2**40}"], "logits", 2 + 128 * 8 * 32 * 4),
+        (
+            [UNFUSED, "policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"],
+            "logits",
+            2 * 128 * 8 * 32 * 4,
+        ),
+        (
+            [
+                UNFUSED,
+                "policy.sequence_packing.enabled=true",
+                "policy.sequence_packing.train_mb_tokens=64",
+                "policy.sequence_packing.logprob_mb_tokens=96",
+            ],
+            "logits",
+            2 * 96 * 32 * 4,
+        ),
+        (
+            ["policy.megatron_cfg.fused_linear_logprobs_cache_bytes=5000"],
+            "logits",
+            2 * 128 * 8 * 32 * 4 + 5000,
+        ),
+        ([TP2, UNFUSED], "logits", 2 * 128 * 8 * 16 * 4),
+        # Each rank has the five norms whole.
+        ([TP2], "rank_parameters", (86_336 - 5 * 64) // 2 + 5 * 64),
+        ([PP2], "rank_parameters", 41_088 + 2_048 + 64),
+        # Two layers: half of four experts each, and the router's four rows instead of one feed-forward layer.
+        (
+            ["policy.model.num_moe_experts=4", "policy.megatron_cfg.expert_model_parallel_size=2"],
+            "rank_parameters",
+            86_336 + 2 * (2 - 1) * 3 * 64 * 128 + 2 * 4 * 64,
+        ),
+        # On two ranks nothing else holds the same experts, so that only the other weights' state is shared.
+        (
+            ["policy.model.num_moe_experts=4", "policy.megatron_cfg.expert_model_parallel_size=2"],
+            "optimizer",
+            8 * ((86_336 - 2 * 3 * 64 * 128 + 2 * 4 * 64) // 2 + 2 * 2 * 3 * 64 * 128),
+        ),
+        (["policy.model.mtp_num_layers=1"], "rank_parameters", 86_336 + 41_088 + 2 * 64**2 + 3 * 64),
+        (
+            [PP2, "policy.model.mtp_num_layers=1"],
+            "rank_parameters",
+            2 * 41_088 + 2 * 64**2 + 3 * 64 + 2 * 2_048 + 64,
+        ),
+        ([*HYBRID], "rank_parameters", 2 * MAMBA + ATTENTION + MLP + 2 * 2_048 + 64),
+        # The norms before each layer, and the last one, are whole.
+        (
+            [*HYBRID, TP2],
+            "rank_parameters",
+            (2 * MAMBA + ATTENTION + MLP + 2 * 2_048 - 4 * 64) // 2 + 5 * 64,
+        ),
+        ([*HYBRID, PP2], "rank_parameters", MAMBA + MLP + 2_048 + 64),
+    ],
+)
+def test_memory_follows_the_recipe(load, overrides, field, expected):
+    assert getattr(estimate_memory(load(*overrides)).models["policy"], field) == expected
+
+
+@pytest.mark.parametrize(("algorithm", "rows"), [("sft", 1), ("dpo", 2)])
+def test_memory_has_room_for_the_loss_of_a_validation(algorithm, rows):
+    def logits(*overrides):
+        recipe = f"examples/configs/quickstart/{algorithm}_cpu.yaml"
+        given = [*overrides, UNFUSED.replace("policy", "++policy", 1)]
+        return estimate_memory(load_config(recipe, given)).models["policy"].logits
+
+    assert logits(f"+{algorithm}.val_micro_batch_size=1") == logits()
+    assert logits(f"+{algorithm}.val_micro_batch_size=512", "policy.train_micro_batch_size=1") == logits(
+        f"policy.logprob_batch_size={512 * rows}"
+    )
+
+
+KL = "loss_fn.reference_policy_kl_penalty=0.1"
+GPUS = "cluster.gpus_per_node=2"
+VLLM = "policy.generation.backend=vllm"
+KEEP, SPARE = (f"policy.reference_on_device={value}" for value in ("true", "false"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place", "kept"),
+    [
+        ((), "in the ranks' memory", True),
+        ((SPARE,), "in the ranks' memory", True),
+        ((GPUS,), "on GPUs with 0.003216 GiB free when the run starts, else in page-locked memory of the CPU", True),
+        ((GPUS, KEEP), "on the GPU", True),
+        ((GPUS, SPARE), "in page-locked memory of the CPU, exchanged with the policy's for each pass", False),
+        ((GPUS, VLLM), "in page-locked memory of the CPU, exchanged with the policy's for each pass", False),
+        ((GPUS, VLLM, KEEP), "on the GPU", True),
+        (
+            (GPUS, VLLM, "policy.generation.colocated.enabled=false",
+             "policy.generation.colocated.resources.gpus_per_node=1"),
+            "on GPUs with 0.003216 GiB free when the run starts, else in page-locked memory of the CPU",
+            True,
+        ),
+    ],
+)  # fmt: skip
+def test_where_the_reference_is_kept(load, monkeypatch, overrides, place, kept):
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: True)
+    plan = preflight(load(KL, *overrides))
+    assert plan.reference_policy == place
+    assert f"reference policy        {place}" in shown(plan)
+    assert plan.memory.models["policy"].reference == 86_336 * 4 * kept
+
+
+def test_missing_tokenizer_folder(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load("policy.tokenizer.name=nowhere")
+    assert refused(config) == ["policy.tokenizer.name: not-found"]
+    (tmp_path / "nowhere").mkdir()
+    assert "policy.tokenizer.name: not-found" in refused(config)[0]
+    (tmp_path / "nowhere/tokenizer.model").touch()
+    assert preflight(config)
+
+
+def test_every_missing_thing_is_reported(load, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: False)
+    config = load(
+        "policy.tokenizer.name=nowhere",
+        "logger.wandb_enabled=true",
+        "logger.wandb.mode=offline",
+        "logger.mlflow_enabled=true",
+        f"logger.log_dir={tmp_path}/file/logs",
+    )
+    texts = refused(config)
+    assert [text.partition(":")[0] for text in texts] == [
+        "policy.tokenizer.name",
+        "logger.log_dir",
+        "logger.wandb_enabled",
+        "logger.mlflow_enabled",
+        "logger.tensorboard_enabled",
+    ]
+    assert "logger.wandb_enabled: not-installed" in texts[2]
+
+
+def test_packages_of_other_machines_are_only_noted(load, monkeypatch):
+    monkeypatch.setattr(
+        "nemo_rl_mcore.tools.check.packages.installed", lambda package: package == "tensorboard"
+    )
+    wandb = load("logger.wandb_enabled=true", "logger.wandb.mode=offline")
+    plan = preflight(wandb, elsewhere=True)
+    assert [problem.path for problem in plan.missing] == ["logger.wandb_enabled"]
+    with pytest.raises(ConfigError, match="wandb"):
+        preflight(wandb)
+
+
+def test_a_run_that_is_sent_to_wandb_needs_a_key(load, monkeypatch, tmp_path):
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: True)
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    sent = load("logger.wandb_enabled=true")
+    assert refused(sent) == ["logger.wandb.mode: missing (wandb_enabled)"]
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key")
+    assert preflight(sent)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://elsewhere:8080")
+    assert "logger.wandb.mode: missing (wandb_enabled)" in refused(sent)[0]
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert preflight(sent)
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert preflight(sent)
+    assert preflight(load("logger.wandb_enabled=true", "logger.wandb.mode=disabled"))
+
+
+def test_transformer_engine_must_be_installed(load, monkeypatch):
+    overrides = ("cluster.gpus_per_node=2", "policy.megatron_cfg.transformer_impl=transformer_engine")
+    monkeypatch.setattr(
+        "nemo_rl_mcore.tools.check.packages.installed", lambda package: package == "tensorboard"
+    )
+    assert "policy.megatron_cfg.transformer_impl: not-installed" in refused(load(*overrides))[0]
+    here, there = (
+        preflight(load("cluster.gpus_per_node=2"), elsewhere=elsewhere) for elsewhere in (False, True)
+    )
+    assert here.layout.transformer_impl == "local"
+    assert [problem.path for problem in here.warnings] == ["policy.megatron_cfg.transformer_impl"]
+    assert there.layout.transformer_impl == "transformer_engine"
+    assert [problem.path for problem in there.missing] == ["policy.megatron_cfg.transformer_impl"]
+    assert here.missing == there.warnings == ()
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: True)
+    assert preflight(load(*overrides)).layout.transformer_impl == "transformer_engine"
+    assert preflight(load("cluster.gpus_per_node=2")).layout.transformer_impl == "transformer_engine"
+    assert preflight(load()).layout.transformer_impl == "local"
+
+
+def test_ranks_on_gpus_that_share_sequences_need_transformer_engine(load, monkeypatch):
+    shared = load("cluster.gpus_per_node=2", CP2, UNFUSED)
+    monkeypatch.setattr(
+        "nemo_rl_mcore.tools.check.packages.installed", lambda package: package == "tensorboard"
+    )
+    assert refused(shared) == ["policy.megatron_cfg.context_parallel_size: not-installed"]
+    there = preflight(shared, elsewhere=True)
+    assert [problem.path for problem in there.missing] == ["policy.megatron_cfg.context_parallel_size"]
+    assert there.warnings == ()
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: True)
+    assert preflight(shared).layout.transformer_impl == "transformer_engine"
+
+
+def test_padding_of_shared_sequences_is_told_in_tokens(load):
+    plan = preflight(load("cluster.cpu_workers_per_node=2", CP2, UNFUSED))
+    told = "".join(str(line) for line in render(plan).renderables)
+    assert "multiples of 4 tokens, 1.5 more" in told
+    key = "policy.megatron_cfg.cp_comm_type"
+    _, warnings = load_with_warnings("grpo_copy_cpu.yaml", [f"{key}=a2a"])
+    assert [problem.path for problem in warnings] == [key]
+
+
+def test_the_first_rows_are_shown(load):
+    assert dict(preflight(load()).subject)["row 1"] == "'127>', answer '127'"
+    recipe = load_config("examples/configs/quickstart/dpo_cpu.yaml")
+    pairs = dict(preflight(recipe, elsewhere=True).subject)  # without math-verify, too
+    row = r"'Mia has 4 apples and buys 3 more. How many apples does Mia have now?\nThink step by step, and end ...'"
+    assert pairs["row 1"] == rf"{row}, answer '4 + 3 = 7\n#### 7', rejected '4 + 3 = 9\n#### 9'"
+    assert "row 3" not in pairs
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"), [(1023, "1023 B"), (1024, "1 KiB"), (1536 << 10, "1.5 MiB"), (5 << 40, "5120 GiB")]
+)
+def test_bytes_are_shown_in_the_largest_unit_that_holds_one(number, shown):
+    assert _bytes(number) == shown
+
+
+def test_rendered_plan_shows_the_numbers(load):
+    text = shown(preflight(load()))
+    for part in (
+        "1 node(s) x 2 = 2",
+        "2 / 1 = 2",
+        "16 prompts x 16 answers = 256",
+        "256 / 2 = 128",
+        "4 prompt + 4 new <= 8",
+        "no (its KL penalty is 0)",
+        "results/grpo_copy_cpu",
+        "86,336 weights",
+        "337.2 KiB",
+        "policy.generation.top_k: null",
+    ):
+        assert part in text
+    assert "refused" not in text
+
+
+def test_the_memory_of_each_model_is_shown(exemplar):
+    text = shown(preflight(load_config(exemplar.with_name("distillation_cpu.yaml"))))
+    of_policy, of_teacher, of_all = text.split("Memory per rank of ")[1:]
+    assert of_policy.startswith("the policy, without activations")
+    assert of_teacher.startswith("the teacher, without activations")
+    assert "gradients               0 B" in of_teacher
+    assert of_all.startswith("all models\n  total ")
+
+
+def test_a_narrow_terminal_breaks_no_line(load):
+    plan = preflight(load())
+    assert shown(plan, width=40) == shown(plan)
+    rows = [line for line in shown(plan).splitlines() if line.startswith("  ")]
+    assert all(row[24:26] == "  " and row[26] != " " for row in rows)
+
+
+def test_large_sizes_are_readable(load):
+    big = load(
+        "policy.model.hidden_size=4096", "policy.model.num_attention_heads=32", "policy.model.num_layers=32"
+    )
+    assert "GiB" in shown(preflight(big))

@@ -1,0 +1,98 @@
+import json
+
+import pytest
+from refusals import refused
+from run_folder import rows, write_events, write_results, write_run
+
+from nemo_rl_mcore.tools.report import read_run, run_data
+
+
+def test_a_folder_is_read_whole(tmp_path):
+    write_run(tmp_path / "run", rows(3), steps=3)
+    write_events(tmp_path / "run")
+    write_results(tmp_path / "run/eval")
+    run = read_run(tmp_path / "run")
+    assert (run.name, run.algorithm, run.last_step, run.total_steps) == ("run", "grpo", 3, 3)
+    assert len(run.events) == 4
+    assert list(run.evaluations) == ["eval"]
+    assert not run.unread
+
+
+def test_what_cannot_be_read_is_told_and_the_rest_is_there(tmp_path):
+    """A run that was killed cuts off its last row; a damaged file is named."""
+    write_run(tmp_path, rows(3), steps=5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "train/rew')
+    (tmp_path / "groups.jsonl").write_text("nothing\n")
+    (tmp_path / "config.yaml").write_text("a: [")
+    (tmp_path / "results.json").write_text("{")
+    run = read_run(tmp_path)
+    assert run.last_step == 3
+    assert run.total_steps is None
+    assert [
+        name for name in ("groups.jsonl", "config.yaml", "{") if not any(name in line for line in run.unread)
+    ] == ["{"]
+    assert len(run.unread) == 3
+
+
+def test_a_folder_of_nothing_is_refused(tmp_path):
+    with refused("no-run", tmp_path, "metrics.jsonl", "results.json"):
+        read_run(tmp_path)
+    with refused("no-run", tmp_path / "absent"):
+        read_run(tmp_path / "absent")
+
+
+def test_the_folder_of_an_evaluation_alone_is_read(tmp_path):
+    write_results(tmp_path)
+    run = read_run(tmp_path)
+    assert list(run.evaluations) == ["."]
+    assert run.last_step == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"train/loss": 1.0}',
+        '{"step": null}',
+        '{"step": 1e999}',
+        '{"step": 4, "a": 1%s}' % ("0" * 400),
+        "",
+        "{",
+    ],
+)
+def test_a_line_that_is_no_row_is_named_and_the_others_are_there(tmp_path, line):
+    write_run(tmp_path, rows(3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f'{line}\n{line}\n{{"step": 5}}\n')
+    run = read_run(tmp_path)
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 5]
+    assert ["metrics.jsonl:4 " in told and "1 more" in told for told in run.unread] == [True]
+
+
+def test_the_last_step_is_the_highest(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n{"step": 1}\n')
+    assert read_run(tmp_path).last_step == 2
+
+
+def test_evaluations_of_checkpoints_stand_in_their_order(tmp_path):
+    for step in (1, 2, 10):
+        write_results(tmp_path / f"step_{step}")
+    assert list(read_run(tmp_path).evaluations) == ["step_1", "step_2", "step_10"]
+
+
+@pytest.mark.parametrize("metrics", [[], {"accuracy": 0.5}, {"accuracy": {}}, {"accuracy": {"mean": None}}])
+def test_results_of_something_else_are_named(tmp_path, metrics):
+    write_run(tmp_path, rows(1))
+    (tmp_path / "results.json").write_text(json.dumps({"digits": {"metrics": metrics}}))
+    run = read_run(tmp_path)
+    assert run.evaluations == {}
+    (unread,) = run.unread
+    assert unread.startswith(f"{tmp_path}/results.json ")
+
+
+def test_a_log_that_takes_long_to_read_is_left_out_and_told(tmp_path, monkeypatch):
+    write_events(write_run(tmp_path, rows(1)))
+    monkeypatch.setattr(run_data, "_MOST_EVENT_BYTES", 100)
+    run = read_run(tmp_path)
+    assert run.events == []
+    assert ["groups.jsonl has 0 MiB" in line for line in run.unread] == [True]
