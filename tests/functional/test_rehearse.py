@@ -2,12 +2,19 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+
+from nemo_rl_mcore.rehearsal import command
+from nemo_rl_mcore.rehearsal.killed import Killer
+from nemo_rl_mcore.rehearsal.recorded import Recorder
 
 REPO = Path(__file__).parents[2]
 THEIRS = REPO / "tests/fixtures/nemo_rl"
@@ -65,6 +72,44 @@ def test_a_sound_recipe(recipe: Path, tmp_path: Path) -> None:
     assert {name for name, verdict in verdicts.items() if verdict == "proven"} >= expected
     assert found["layouts"]
     assert any(one["path"] == "policy.model.hidden_size" for one in found["shrinks"])
+
+
+OURS_ON_GPUS, IN_THEIRS = (
+    "examples/configs/quickstart/grpo_7B_8gpu.yaml",
+    str(THEIRS / "grpo_math_1B_megatron.yaml"),
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "called"),
+    [
+        (COPY, "grpo --config"),
+        (OURS_ON_GPUS, "grpo --config"),
+        (IN_THEIRS, "migrate"),
+    ],
+)
+def test_a_rehearsal_ends_with_the_command_that_comes_next(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str, called: str
+) -> None:
+    monkeypatch.setattr(command, "_rehearse", lambda *_: None)  # the runs, which prove nothing here
+    monkeypatch.chdir(REPO)
+    assert command.run_rehearse(recipe, 2, None, ["grpo.max_num_steps=3"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.findall(r"`([^`]+)`", last) == [f"nemo-rl-mcore {called} {recipe} grpo.max_num_steps=3"]
+
+
+def test_a_rank_is_said_to_be_killed_by_the_rehearsal_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
+        trained = SimpleNamespace(processes=[rank.pid], train_microbatch=lambda: None)
+        policy = cast("Any", Killer().model("policy", cast("Any", trained)))
+        for _ in range(2):
+            policy.train_microbatch()
+            assert rank.wait(10) == -signal.SIGKILL
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_the_small_runs_of_a_rehearsal_end_without_tables() -> None:
+    assert not any(watch.summary for watch in (Killer, Recorder))
 
 
 LINES = {

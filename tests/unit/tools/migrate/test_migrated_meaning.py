@@ -294,6 +294,18 @@ def test_of_a_given_answer_is_trained_what_is_trained_there(migrated, base, chan
     assert (config.data.add_bos, config.data.add_eos, config.data.imitated) == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "column"), [("", "tools"), ("tool_key: functions", "functions"), ("tool_key: null", None)]
+)
+def test_tools_of_a_conversation_stand_where_they_stand_there(migrated, given, column):
+    """data/datasets/response_datasets/oai_format_dataset.py: a column of functions, `tools` unless it is named."""
+    source = f"dataset_name: openai_format, data_path: rows.jsonl, chat_key: messages, {given}"
+    result = migrated(f"data: {{train: {{{source}}}}}", SFT)
+    assert result.config is not None
+    assert result.config.data.train.tool_key == column
+    assert told(result, "data.train.tool_key") == []
+
+
 @pytest.mark.parametrize(("base", "read"), [(SFT, False), (DPO, False), ("grpo_math_1B_megatron", True)])
 def test_a_system_prompt_is_shown_where_answers_are_sampled(migrated, base, read):
     """data/processors.py: sft_processor and preference_preprocessor read the prompt of a task alone."""
