@@ -39,6 +39,7 @@ CALL = said("assistant", None, tool_calls=[call({"a": 1})])
 HEARD = said("tool", "42", tool_call_id="call12345", name="add")
 ROWS = {
     "one answer": [ASKED, said("assistant", "the answer is 42")],
+    "a system's words": [said("system", "the answer is true"), ASKED, said("assistant", "42")],
     "several turns": [ASKED, said("assistant", "41"), said("user", "higher"), said("assistant", "42")],
     "a turn of weight 0": [
         ASKED,
@@ -59,6 +60,7 @@ SHOWN = [
     for family in FAMILIES
     for name in ROWS
     if not (family == "gemma" and "call" in name)  # its template has no calls
+    and not (family == "mistral" and "system" in name)  # its template refuses the role
 ]
 
 
