@@ -178,7 +178,7 @@ def test_the_end_of_its_process_is_a_finding(recipe, functions, capsys):
 
 
 def test_a_reward_function_that_hangs_is_a_finding(recipe, functions, capfd):
-    env = functions("hangs", timeout_s=0.5, start_timeout_s=60)
+    env = functions("hangs", timeout_s=3, start_timeout_s=60)  # its stack is written at nine tenths
     assert full(recipe([QUESTION], env=env)) == 1
     err = capfd.readouterr().err
     assert "env.pool.timeout_s" in err
