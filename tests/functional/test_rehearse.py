@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-
 from nemo_rl_mcore.rehearsal import command
 from nemo_rl_mcore.rehearsal.killed import Killer
 from nemo_rl_mcore.rehearsal.recorded import Recorder
