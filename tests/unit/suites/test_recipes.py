@@ -1,5 +1,6 @@
 """The recipes of the suites, their scripts and the lists: names, pairs, short diffs, and that all of them load."""
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from test_suites.check_metrics import Metrics, holds
 
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.master import RUN_CONFIGS, DistillationMasterConfig
@@ -77,6 +79,44 @@ def test_the_lists_hold_what_the_suites_promise():
     assert {"megatron-async-1off", "megatron-async-2off"} <= {name["strategy"] for name in copies}
     beside = {stem for stem in stems["nightly_cpu.txt"] if "-async-" in stem}
     assert {name_of(stem)["algorithm"] for stem in beside} == RUN_CONFIGS.keys() - {"sft"}
+
+
+# Checks
+
+
+@scripts
+def test_each_check_of_a_script_can_be_asked(script):
+    _, _, checks = script.read_text("utf-8").partition("check_metrics ")
+    texts = re.findall(r"'([^']+)'", checks)
+    assert texts
+    assert all(holds(text, None) for text in texts)
+
+
+def test_a_check_is_of_whole_and_finite_series(tmp_path):
+    rows = [
+        {"step": 0, "validation/accuracy": 0.125, "loss": 100.0},
+        {"step": 1, "loss": 4.0, "nan": None, "gap": 1.0},
+        {"step": 2, "loss": 2.5, "nan": 1.0},
+        {"step": 3, "loss": 1.0, "nan": 1.0, "gap": 1.0, "validation/accuracy": 0.75},
+    ]
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher/metrics.jsonl").write_text('{"step": 7, "loss": 9.0}')
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = Metrics(tmp_path, 3)
+    for check in (
+        'mean(data["loss"]) == 2.5', 'max(data["loss"], 0) == 100', 'min(data["loss"], -2, -1) == 2.5',
+        'median(data["validation/accuracy"]) == data["validation/accuracy"]["3"] == 0.75',
+        'mean(data["loss"], range_end=3) == 3.25', 'data["teacher/loss"]["7"] == 9',
+    ):  # fmt: skip
+        assert holds(check, data)
+        assert not holds(check.replace("==", "!=", 1), data)
+    for name in ("nan", "gap"):
+        with pytest.raises(ValueError, match=name):
+            holds(f'max(data["{name}"]) > 0', data)
+    with pytest.raises(KeyError):
+        holds('max(data["gone"]) > 0', data)
+    with pytest.raises(NameError):
+        holds('sum(data["loss"]) > 0', None)
 
 
 # Recipes
