@@ -43,7 +43,6 @@ def errors(case, dtype_name):
     ]
 
 
-@pytest.mark.smoke("separate documents")
 @pytest.mark.parametrize("case", CASES)
 def test_local_attention_is_exact(ranks, case):
     for ours, _ in ranks(1).run(errors, case, "float32")[0]:
@@ -114,7 +113,6 @@ def errors_with_sinks(queries, keys, window, masked):
     return [float((a - e).norm() / e.norm()) for a, e in zip(found, wanted, strict=True)]
 
 
-@pytest.mark.smoke("blocks")
 @pytest.mark.parametrize(
     ("queries", "keys", "window", "masked"),
     [(9, 9, None, False), (9, 9, 1, False), (9, 9, 4, True), (1, 9, 4, False), (1100, 1100, 600, False)],

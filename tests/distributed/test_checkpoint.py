@@ -92,7 +92,6 @@ of_every_layout = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-@pytest.mark.smoke("dp2-bf16")
 @pytest.mark.quick_cases("dp2-bf16", "ep2")
 @of_every_layout
 def test_a_resumed_policy_goes_on_bit_for_bit(ranks, tmp_path, ranks_needed, model, megatron, policy):
@@ -136,7 +135,6 @@ def written_during_a_step(folder, model, megatron, policy, copied=True):
     return [name for name in wanted if found[name] != wanted[name] and not name.endswith("/.metadata")]
 
 
-@pytest.mark.smoke("dp2-bf16")
 @pytest.mark.quick_cases("dp2-bf16")
 @of_every_layout
 def test_what_is_written_during_a_step_is_what_was_there_before_it(
@@ -314,7 +312,6 @@ def resume_twice(folder, model, megatron, policy, role):
     return differing
 
 
-@pytest.mark.smoke("policy-bfloat16-700-dp2", "value-bfloat16-None-one")
 @pytest.mark.quick_cases(
     "policy-bfloat16-700-dp2", "value-bfloat16-None-one", "policy-float32-None-pp2-tied", "policy-bfloat16-3000-ep2",
     "value-bfloat16-700-vpp2-tied",
@@ -583,7 +580,6 @@ class Trap:
         return Path.touch, (self.file,)
 
 
-@pytest.mark.smoke
 def test_a_checkpoint_that_would_run_code_is_refused(ranks, tmp_path):
     ranks(1).run(save_new, str(tmp_path))
     trap = tmp_path / "trapped"

@@ -47,7 +47,6 @@ def one_rank(ranks):
     return weights, ranks(1).run(three_steps, REFERENCE, {}, None, weights)[0]
 
 
-@pytest.mark.smoke("cp2-fused-packing-29")
 @pytest.mark.quick_cases("cp2-rows-8", "cp2-packing-29", "cp2-fused-packing-29", "cp2-tp2-sp-packing-29")
 @pytest.mark.exhaustive_cases(
     *("cp2-recompute-rows-8", "cp2-dp2-dynamic-17", "cp2-pp2-packing-29", "cp4-packing-29"),

@@ -136,7 +136,6 @@ def test_values_are_zero_at_the_start_and_only_an_output_layer_of_its_own_stays(
     assert [name.split("module.")[-1] for name in still] == own
 
 
-@pytest.mark.smoke("untied-tp2-sp", "tied-pp2-overlap")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_the_critic_as_one_does(ranks, single_rank, tied, layout):
     results, _, after, weights, _ = single_rank

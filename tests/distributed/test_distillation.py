@@ -98,7 +98,6 @@ def test_the_loss_is_the_divergence_of_the_full_distributions(ranks, taught):
     assert ranks(1).run(student, {}, None, without_tail, {"kl_type": "forward"})[0][0] == metrics
 
 
-@pytest.mark.smoke("tp2-sp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_the_student_as_one_does(ranks, taught, single_rank, layout):
     metrics, weights, _, logprobs, _ = single_rank

@@ -80,7 +80,6 @@ def answers_of_both():
     ]
 
 
-@pytest.mark.smoke
 def test_the_engine_answers_as_the_ranks_do(ranks):
     """To the bit, alone and among others: a row depends on its prompt, its key and the weights."""
     ((asked, together, apart),) = ranks(1).run(answers_of_both)

@@ -77,7 +77,6 @@ def evaluated(recipe, folder, *overrides, **weights):
 SAMPLED = ("eval.temperature=0.8", "eval.num_tests_per_prompt=3", "eval.k_values=[1,3]", "eval.top_k=9")
 
 
-@pytest.mark.smoke
 def test_a_checkpoint_and_its_export_give_the_same_files(trained, groups, tmp_path, capsys):
     recipe, checkpoint = trained
     exported = str(tmp_path / "exported")

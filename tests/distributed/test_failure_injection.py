@@ -116,7 +116,6 @@ def traces_after_a_chunk():
     return traces_of_failures({}, [(IN_MICROBATCH[-1],)])
 
 
-@pytest.mark.smoke("dp2-overlap")
 @pytest.mark.quick_cases("one-bf16", "dp2-overlap", "pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_failure_on_all_ranks_leaves_no_trace(ranks, layout):

@@ -57,7 +57,6 @@ def steps(freeze, model, megatron, policy, folder):
     return (*parts, frozen)
 
 
-@pytest.mark.smoke("embedding-recomputed", "lower-pp2")
 @pytest.mark.parametrize(
     ("freeze", "model", "megatron"),
     [

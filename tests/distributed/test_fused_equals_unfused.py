@@ -51,7 +51,7 @@ def fused_and_unfused(megatron, tied):
     }
 
 
-@pytest.mark.smoke("tp1-untied", "dp2-untied", "tp2-sp-untied", "pp2-untied")
+@pytest.mark.smoke("tp1-untied", "tp2-sp-untied")
 @pytest.mark.each_value
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS)

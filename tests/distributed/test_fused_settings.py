@@ -81,7 +81,6 @@ def plain(ranks):
     return {name: ranks(1).run(step_of, model, {})[0] for name, model in MODELS.items()}
 
 
-@pytest.mark.smoke("dense-fused", "experts-moe")
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_the_plain_model(ranks, plain, case):
     name, megatron = CASES[case]

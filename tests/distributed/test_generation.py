@@ -59,7 +59,6 @@ def generated_against_logprobs(megatron, prompt_lengths, stop_ids, filters=None,
     )  # fmt: skip
 
 
-@pytest.mark.smoke("one-rank-fused", "tp2-sp")
 @pytest.mark.parametrize(
     ("world_size", "megatron"),
     [
@@ -344,7 +343,6 @@ def stopped_by_texts(megatron, of_rows):
     return of_row, texts, *as_lists
 
 
-@pytest.mark.smoke("one-rank-rows")
 @pytest.mark.parametrize("of_rows", [False, True], ids=["recipe", "rows"])
 @pytest.mark.parametrize(
     ("world_size", "megatron"),

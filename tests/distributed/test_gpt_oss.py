@@ -21,7 +21,6 @@ def saved(tmp_path_factory):
     return cases.saved_models(tmp_path_factory, **ADAM)
 
 
-@pytest.mark.smoke("gpt-oss-one-packed")
 @pytest.mark.quick_cases("gpt-oss-one-padded", "gpt-oss-tp2-sp-ep2-packed", "gpt-oss-tied-pp2-padded")
 @pytest.mark.exhaustive_cases("gpt-oss-one-recomputed-packed", "gpt-oss-tied-cp2-packed")
 @pytest.mark.parametrize("rows", cases.ROWS)

@@ -101,7 +101,6 @@ def test_stretched_frequencies_reach_the_logprobs(saved, tmp_path):
         assert np.abs(hf_models.logprobs(plain, *batch()) - logprobs).max() > 100 * TOLERANCE
 
 
-@pytest.mark.smoke("qwen3-moe-megatron4")
 @pytest.mark.parametrize(
     ("name", "megatron"),
     [

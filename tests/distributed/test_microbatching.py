@@ -177,7 +177,6 @@ def reference(ranks):
     return of
 
 
-@pytest.mark.smoke("one-rank-dynamic-17", "tp2-sp-fused-packing-29")
 @pytest.mark.quick_cases(
     *(
         f"one-rank-{way}"

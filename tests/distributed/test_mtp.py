@@ -182,7 +182,6 @@ def single_rank(ranks):
     return ranks(1).run(step_of, {}, {}, None, 8)[0]
 
 
-@pytest.mark.smoke("dp2-fused")
 @pytest.mark.each_value
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("layout", TWO_RANKS)

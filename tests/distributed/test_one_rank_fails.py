@@ -105,7 +105,6 @@ def traces_of_a_failing_loss(sections):
     return found
 
 
-@pytest.mark.smoke("dp2")
 @pytest.mark.quick_cases("dp2", "pp2-vpp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_that_raises_on_one_rank_ends_the_step_alike_on_all_and_abort_mends_it(ranks, layout):

@@ -162,7 +162,6 @@ def _doubled(*, hidden_states):
     return 2 * hidden_states
 
 
-@pytest.mark.smoke
 def test_a_megatron_that_does_not_call_the_processor_is_refused_with_the_version_that_does(ranks):
     (told,) = ranks(1).run(complaints_about_the_hook)
     for name in ("Calls", "TakesAnything", "MiddleStage"):

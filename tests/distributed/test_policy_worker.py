@@ -40,7 +40,6 @@ def logprobs_against_plain_forward(temperature, fused, precision):
     return found.dtype == torch.float32, found.numpy(), wanted.numpy(), worker.backend.chunks[0].training
 
 
-@pytest.mark.smoke("0.7-fused")
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_logprobs_are_those_of_megatrons_own_forward(ranks, temperature, fused):
@@ -273,7 +272,6 @@ def steps_that_must_not_update():
     return outcomes, unchanged, good["update_successful"], worker.backend.scheduler.num_steps
 
 
-@pytest.mark.smoke
 def test_a_step_that_is_not_finite_or_empty_is_skipped_and_reported(ranks):
     from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 

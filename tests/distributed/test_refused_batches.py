@@ -112,7 +112,6 @@ def refusals_of_whole_calls(megatron):
     return worker.train(tiny.grpo_batch(), tiny.grpo_loss())["update_successful"]
 
 
-@pytest.mark.smoke("one")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_call_refuses_before_it_does_anything(ranks, layout):
     world_size, megatron = LAYOUTS[layout]

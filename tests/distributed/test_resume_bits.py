@@ -71,7 +71,7 @@ def _cases():
         yield pytest.param(algorithm, batching, marks=marks)
 
 
-@pytest.mark.smoke("dpo offline-packed", "ppo-packed", "sft-packed")
+@pytest.mark.smoke("sft-packed")
 @pytest.mark.parametrize(("algorithm", "batching"), [*_cases()])
 def test_a_resumed_run_is_the_undisturbed_one(matrix, tmp_path, algorithm, batching):
     assert_resumes(matrix, case_of(algorithm, batching), tmp_path)

@@ -127,7 +127,6 @@ def reference(ranks):
     return of
 
 
-@pytest.mark.smoke("one-rank-packing-39")
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("layout", "way"),

@@ -11,8 +11,6 @@ import yaml
 from doc_pages import PAGES, REPO
 from migrations import migrated_with
 
-pytestmark = pytest.mark.smoke
-
 THEIRS = yaml.safe_load((REPO / "tests/fixtures/megatron_settings_of_nemo_rl.yaml").read_text())
 HEADING = "## Megatron's settings compared with NeMo RL's"
 SECTION = {

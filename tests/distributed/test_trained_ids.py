@@ -121,7 +121,6 @@ def encoded(tokenizer, ids):
         return None
 
 
-@pytest.mark.smoke("template-rank_0")
 @pytest.mark.parametrize("who", ["rank_0", "engine_0"])
 @pytest.mark.parametrize("kind", ["characters", "bytes", "template"])
 def test_what_is_trained_on_is_what_was_drawn(ranks, tmp_path, kind, who):

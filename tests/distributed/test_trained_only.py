@@ -43,7 +43,6 @@ def both_ways(megatron, fused, sections):
     return found, data["token_mask"].bool().numpy()
 
 
-@pytest.mark.smoke("one-packed-unfused")
 @pytest.mark.each_value
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("batching", BATCHING)

@@ -22,6 +22,8 @@ from step_part import SETTINGS, SIZES, row
 from table import is_ok, markdown
 from trained_worker import TOLERANCES, compare
 
+pytestmark = pytest.mark.stage("exhaustive")
+
 HERE = Path(__file__).parent
 RUNS = ("recipe", "vllm", "async")
 ALL = "uv sync --extra vllm --extra te --extra math"

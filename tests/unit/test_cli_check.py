@@ -195,6 +195,7 @@ def test_check_is_quick_and_imports_no_framework():
     assert cpu_seconds_of_check("policy.megatron_cfg.optimizer.lr=5e-4") < 2.0
 
 
+@pytest.mark.stage("processes")
 def test_a_large_tokenizer_file_costs_check_its_library_and_imports_no_framework(tmp_path):
     # 440 letters, and each pair of them is a token that a merge makes.
     letters = [chr(0x4E00 + index) for index in range(440)]
@@ -210,6 +211,7 @@ def test_a_large_tokenizer_file_costs_check_its_library_and_imports_no_framework
     assert with_file - plain < 4 * by_the_library
 
 
+@pytest.mark.stage("processes")
 def test_the_package_runs_as_a_module():
     command = [sys.executable, "-m", "nemo_rl_mcore", "check", "--config", EXEMPLAR]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -220,6 +222,7 @@ def test_the_package_runs_as_a_module():
     assert done.stderr.startswith("seeed: unknown key")
 
 
+@pytest.mark.stage("processes")
 def test_the_installed_command_exits_with_status_2():
     command = Path(sys.executable).parent / "nemo-rl-mcore"
     done = subprocess.run(

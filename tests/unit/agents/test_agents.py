@@ -74,6 +74,7 @@ BY_ITSELF = (
     ],
     ids=["group", "session", "environment", "left behind"],
 )
+@pytest.mark.stage("processes")
 def test_an_agent_is_ended_with_all_that_it_started(caplog, options, then, why):
     ended, _ = ran(CHILD.format(options=options, then=then), timeout_s=2.0 if then else 30.0)
     assert why in ended.why
@@ -114,6 +115,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.stage("processes")
 def test_agents_and_what_they_started_end_after_a_driver_that_was_killed(tmp_path):
     written = tmp_path / "pids"
     tests = Path(__file__).parents[2]

@@ -17,6 +17,8 @@ from nemo_rl_mcore.agents.session import Limits, NoRoomError, Sessions
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.driver.loop_thread import LoopThread
 
+pytestmark = pytest.mark.stage("processes")
+
 USER = {"role": "user", "content": "hi"}
 BODY = {"model": MODEL, "messages": [USER]}
 CHAT = "/v1/chat/completions"

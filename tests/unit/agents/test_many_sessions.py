@@ -9,6 +9,8 @@ import psutil
 import pytest
 from played_endpoint import played
 
+pytestmark = pytest.mark.stage("processes")
+
 USER = {"role": "user", "content": "hi"}
 
 

@@ -200,6 +200,7 @@ with marked_processes() as mark:
 """
 
 
+@pytest.mark.stage("processes")
 def test_servers_end_after_a_driver_that_was_killed(tmp_path):
     command = [sys.executable, "-c", DRIVER, str(STAND_IN), str(tmp_path)]
     paths = os.pathsep.join(sys.path)

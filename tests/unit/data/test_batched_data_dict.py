@@ -207,6 +207,7 @@ def test_joining_nothing_is_refused():
         BatchedDataDict.from_batches([])
 
 
+@pytest.mark.stage("processes")
 def test_the_package_gives_the_batch_on_demand_and_nothing_else():
     code = (
         "import sys, nemo_rl_mcore.data as data\n"

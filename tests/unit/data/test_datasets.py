@@ -98,6 +98,7 @@ def test_validation_is_the_same_for_every_seed() -> None:
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1"])
+@pytest.mark.stage("processes")
 def test_prompts_do_not_depend_on_the_process(hash_seed: str) -> None:
     code = (
         "from nemo_rl_mcore.data.datasets import DigitTaskSource\n"

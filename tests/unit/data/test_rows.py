@@ -210,6 +210,7 @@ def test_the_library_writes_no_lines_next_to_ours(folder):
     assert datasets.are_progress_bars_disabled()
 
 
+@pytest.mark.stage("processes")
 def test_a_file_above_the_memory_is_an_error_of_its_key(folder):
     with (folder / "huge.jsonl").open("wb") as file:
         file.truncate(1 << 36)  # sparse

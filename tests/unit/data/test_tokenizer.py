@@ -79,6 +79,7 @@ def test_foreign_and_special_characters_are_refused(text: str) -> None:
         load_tokenizer("char").encode(text)
 
 
+@pytest.mark.stage("processes")
 def test_importing_and_the_char_tokenizer_need_no_heavy_library() -> None:
     code = (
         "import sys\n"

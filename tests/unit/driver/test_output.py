@@ -109,6 +109,7 @@ def test_a_command_line_is_quoted_as_it_is_shown(capfd: pytest.CaptureFixture[st
     assert not obeyed(capfd.readouterr().err)
 
 
+@pytest.mark.stage("processes")
 def test_an_exception_that_nothing_caught_is_shown() -> None:
     script = (
         "import sys\nfrom nemo_rl_mcore import cli\nfrom nemo_rl_mcore.cli import commands\n"
@@ -121,6 +122,7 @@ def test_an_exception_that_nothing_caught_is_shown() -> None:
     assert not obeyed(done.stderr.decode())
 
 
+@pytest.mark.stage("processes")
 def test_pipes_without_a_reader_change_no_exit_status() -> None:
     """As behind `| tee` after Ctrl-C, which ends tee as well; Python itself would end with 120."""
     process = subprocess.Popen(

@@ -854,6 +854,7 @@ def test_weights_that_cannot_be_read_are_known_before_a_run(recipe, tmp_path, fi
         preflight(config)
 
 
+@pytest.mark.stage("processes")
 def test_check_of_weights_imports_no_framework(recipe, tmp_path):
     path = recipe(saved_model(tmp_path / "model", config_of("llama")))
     code = (
@@ -865,6 +866,7 @@ def test_check_of_weights_imports_no_framework(recipe, tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.stage("processes")
 def test_reading_a_model_imports_no_framework(tmp_path):
     folder = saved_model(tmp_path / "model", config_of("llama"))
     code = (

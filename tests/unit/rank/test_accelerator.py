@@ -48,6 +48,7 @@ print(json.dumps(made))
 
 
 @pytest.mark.parametrize("before", ["", "with torch.device('meta'): torch.empty(3)\n"], ids=["fresh", "used"])
+@pytest.mark.stage("processes")
 def test_device_contexts_mean_what_they_say_and_cuda_is_the_cpu(before: str):
     made = printed(f"import torch\n{before}{INSTALL}{DEVICES}")
     assert made == {
@@ -70,6 +71,7 @@ def logprobs_of(folder: str) -> list[float]:
     return logits.log_softmax(-1).flatten().tolist()
 
 
+@pytest.mark.stage("processes")
 def test_transformers_loads_the_same_model_after_the_install(tmp_path: Path):
     from transformers import LlamaConfig, LlamaForCausalLM
 

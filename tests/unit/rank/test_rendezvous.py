@@ -63,6 +63,7 @@ def met(*, brings_a_socket):
 
 
 @pytest.mark.parametrize("brings_a_socket", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.stage("processes")
 def test_ranks_meet_on_the_loopback_interface_alone_also_when_one_is_late(brings_a_socket):
     for total, *addresses in met(brings_a_socket=brings_a_socket):
         assert total == "3"

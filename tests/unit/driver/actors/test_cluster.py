@@ -242,7 +242,6 @@ def test_a_session_that_is_shared_protects_the_ranks_of_both(cluster: RayCluster
     assert ray.is_initialized()
 
 
-@pytest.mark.smoke
 @pytest.mark.usefixtures("cluster")
 def test_missing_gpus_name_the_keys() -> None:
     with (

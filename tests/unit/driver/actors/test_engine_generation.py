@@ -23,7 +23,7 @@ from nemo_rl_mcore.driver.actors.failures import Call, WorkerError
 from nemo_rl_mcore.engine.engine import WrongWeightsError
 from nemo_rl_mcore.ops.sampling import sample_keys
 
-pytestmark = pytest.mark.stage("distributed")
+pytestmark = pytest.mark.stage("processes")
 
 # pytest's module names mean nothing to a worker.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -37,7 +37,6 @@ def test_a_prompt_that_leaves_no_room_for_a_response_is_refused_as_by_the_traini
         generation(cluster, Weights()).generate(prompts(10, 10), step=1)
 
 
-@pytest.mark.smoke("shared_memory")
 @pytest.mark.parametrize("transport", ["shared_memory", "ray"])
 def test_rows_keep_their_order_and_their_noise_and_tell_the_weights_of_each_token(cluster, transport):
     source, asked = Weights(), prompts(3, 5, 1, 4, 2)
@@ -202,7 +201,6 @@ def test_a_lost_engine_starts_anew_alone_as_often_as_the_kind_allows_then_the_ru
         assert "policy.generation.fake.max_restarts: 1 " in caught.value.__notes__[0]
 
 
-@pytest.mark.smoke
 def test_with_nobody_left_the_answer_comes_from_the_one_that_starts(cluster):
     asked = prompts(3, 5, 1)
     with generation(cluster, Weights(), engines=1, max_restarts=1) as engines:

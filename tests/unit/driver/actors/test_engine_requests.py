@@ -16,7 +16,7 @@ from fake_generation import Weights, engine_of, generation, kill, prompts, until
 from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.engine.engine import EngineDiedError, EngineFailedError
 
-pytestmark = pytest.mark.stage("distributed")
+pytestmark = pytest.mark.stage("processes")
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 assert fake_generation  # registers its own

@@ -150,12 +150,14 @@ def engine(cluster, tmp_path):
     started.shutdown()
 
 
+@pytest.mark.stage("processes")
 def test_of_an_engine_over_machines_the_first_actor_alone_is_called(engine):
     started, _ = engine
     assert [started.run_all("ask") for _ in range(2)] == [[1], [2]]
     assert len(started.identities) == 2
 
 
+@pytest.mark.stage("processes")
 def test_an_engine_ends_with_what_it_has_on_another_machine(engine):
     started, below = engine
     os.kill(below, signal.SIGKILL)

@@ -101,6 +101,7 @@ except RunStoppedError as error:
         ("nemo_rl_mcore.driver.actors", None, False),
     ],
 )
+@pytest.mark.stage("processes")
 def test_a_session_that_ray_would_open_to_every_network_is_refused(
     first: str, switch: str | None, refused: bool
 ) -> None:

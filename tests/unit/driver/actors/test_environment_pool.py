@@ -75,7 +75,6 @@ def check_order(pool):
     assert pool.take_counts() == {"env/dropped": 0, "env/retried": 0, "env/restarts": 0}
 
 
-@pytest.mark.smoke
 def test_replies_are_in_the_order_of_the_turns_whoever_gives_them_when(pool):
     check_order(pool)
 

@@ -16,7 +16,7 @@ from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
 from nemo_rl_mcore.rank import activity
 
-pytestmark = pytest.mark.stage("distributed")
+pytestmark = pytest.mark.stage("processes")
 
 # pytest's module names mean nothing to a worker.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -155,7 +155,6 @@ def test_every_rank_knows_its_place(steady: RayWorkerGroup) -> None:
     assert {e["CUDA_VISIBLE_DEVICES"] for e in environments} == {""}
 
 
-@pytest.mark.smoke
 def test_ranks_see_only_the_allowed_variables(make_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LATE_SECRET", "hunter2")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -167,7 +166,6 @@ def test_ranks_see_only_the_allowed_variables(make_group: Any, monkeypatch: pyte
         assert "PYTHONDONTWRITEBYTECODE" not in environment
 
 
-@pytest.mark.smoke
 def test_run_all_sends_the_same_to_all_and_answers_in_order(steady: RayWorkerGroup) -> None:
     assert steady.run_all("combine", 1, [2], name="x") == [
         (0, (1, [2]), {"name": "x"}),
@@ -212,7 +210,6 @@ def test_when_some_ranks_raise_and_all_answer_the_group_stays_usable(steady: Ray
     assert steady.run_all("fail", on=[]) == [0, 1]
 
 
-@pytest.mark.smoke
 def test_one_rank_raises_while_its_peer_waits_in_a_collective(make_group: Any) -> None:
     group = make_group(GlooRank)
     assert group.run_all("all_reduce") == [3.0, 3.0]
@@ -232,7 +229,7 @@ def test_one_rank_raises_while_its_peer_waits_in_a_collective(make_group: Any) -
     assert_refused(again, "ended-before", "all_reduce (step 4)", error.cause)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.smoke
 def test_a_killed_rank_is_the_root_cause(make_group: Any) -> None:
     group = make_group(GlooRank)
     error, seconds = timed_error(lambda: group.run_all("all_reduce", "kill", on=0, context="step 5"))

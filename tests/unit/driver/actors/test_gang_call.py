@@ -18,7 +18,7 @@ from nemo_rl_mcore.driver.actors.gang_call import GroupInUseError, PendingCall
 from nemo_rl_mcore.driver.signals import stop_signals
 from nemo_rl_mcore.rank import activity
 
-pytestmark = pytest.mark.stage("distributed")
+pytestmark = pytest.mark.stage("processes")
 
 # pytest's module names mean nothing to a worker.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -83,7 +83,6 @@ def test_a_call_returns_while_the_ranks_work_and_is_done_when_they_have_answered
     assert call.result() == call.result() == [0, 1]
 
 
-@pytest.mark.smoke
 def test_one_thread_waits_for_calls_to_several_groups(
     policy: RayWorkerGroup, teacher: RayWorkerGroup
 ) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[4]
 NOT_NEEDED = (
     *("ray", "vllm", "transformers", "tokenizers", "huggingface_hub", "hydra"),
@@ -43,6 +45,7 @@ worker.shutdown()
 """
 
 
+@pytest.mark.stage("processes")
 def test_the_worker_trains_saves_and_sends_where_little_else_is_installed(tmp_path):
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     paths = os.pathsep.join(str(path) for path in (ROOT, ROOT / "tests/distributed"))

@@ -12,7 +12,7 @@ from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.failures import RankIdentity
 from nemo_rl_mcore.driver.actors.nodes import await_nodes, lost_nodes
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.stage("processes")]
 ROOM = {"CPU": 0.1}
 
 

@@ -15,7 +15,7 @@ from nemo_rl_mcore.rank.refit.digests import digests
 from nemo_rl_mcore.rank.refit.sender import EngineLostError, RefitSettings, open_sender
 from nemo_rl_mcore.rank.refit.transports import MessageRelay, SharedMemoryReceiver, SharedMemorySender
 
-pytestmark = pytest.mark.stage("distributed")
+pytestmark = pytest.mark.stage("processes")
 
 BUCKET = 4096
 
@@ -166,7 +166,6 @@ def test_a_failing_engine_ends_the_refit(engine, bucket, misbehaviour, error, me
         sending.send(tensors())
 
 
-@pytest.mark.smoke
 def test_a_sender_goes_on_after_a_failed_refit(engine):
     actor = engine(0, misbehave={2: "raise"})
     sending = sender([actor])

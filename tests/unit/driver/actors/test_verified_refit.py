@@ -15,7 +15,7 @@ from fake_generation import engine_of, generation, prompts
 from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.rank.refit.sender import RefitSettings
 
-pytestmark = pytest.mark.stage("distributed")
+pytestmark = pytest.mark.stage("processes")
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -113,7 +113,6 @@ class OneFails(FakeEngine):
         return await super().finish_refit(version, sent)
 
 
-@pytest.mark.smoke
 def test_an_engine_that_does_not_hold_what_was_sent_starts_anew_alone(cluster, tmp_path, capsys):
     settings = str(tmp_path / "failed")
     with generation(cluster, Weights(), engine=OneFails, settings=settings, max_restarts=1) as engines:

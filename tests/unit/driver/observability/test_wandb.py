@@ -141,6 +141,7 @@ assert services() == []
         ("online", 0),
     ],
 )
+@pytest.mark.stage("processes")
 def test_a_wandb_that_dies_or_hangs_or_is_not_there_is_told_and_left_behind(mode, number, tmp_path) -> None:
     """In a process of its own, whose end wandb would hold up. 9: killed; 19: stopped; online: nobody answers."""
     command = [sys.executable, "-c", OUTLIVES_WANDB, str(tmp_path), mode, str(number)]
