@@ -11,16 +11,6 @@ TP2_SP = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
-CALLS = {
-    "train": lambda worker, batch, loss: worker.train(batch, loss),
-    "begin_train_step": lambda worker, batch, loss: worker.begin_train_step(loss),
-    "train_microbatch": lambda worker, batch, loss: worker.train_microbatch(batch),
-    "finish_train_step": lambda worker, batch, loss: worker.finish_train_step(),
-    "save_checkpoint": lambda worker, batch, loss: worker.save_checkpoint("nowhere"),
-    "load_checkpoint without weights_only=True": lambda worker, batch, loss: worker.load_checkpoint(
-        "nowhere"
-    ),
-}
 
 
 def build(model, megatron, **options):
@@ -78,14 +68,9 @@ def trained_and_frozen(model, megatron, options):
 @pytest.mark.parametrize(
     ("world_size", "model", "megatron", "options"),
     [
-        (1, {}, {}, {}),
-        (1, TIED, FUSED, {}),
         (1, {"mtp_num_layers": 1}, FUSED, {"precision": "bfloat16"}),
         (1, {}, {}, {"role": "value", "precision": "bfloat16"}),
-        (2, {}, {}, {}),
         (2, {}, TP2_SP | FUSED, {}),
-        (2, TIED, TP2, {}),
-        (2, {}, PP2, {}),
         (2, TIED, PP2 | FUSED, {}),
         (2, {"num_layers": 4}, VPP, {}),
         (2, EXPERTS, EP2 | FUSED, {}),
@@ -135,43 +120,3 @@ def test_it_starts_from_a_checkpoint_under_any_layout(ranks, tmp_path, model, la
             for logprobs in found:
                 assert logprobs == pytest.approx(wanted, abs=tolerances.LOGPROBS)
             assert abs(other - wanted).max() > 0.1
-
-
-def exported_and_loaded(folder):
-    """Log-probabilities before and after the way through a Hugging Face folder, between frozen models."""
-    import tiny
-
-    worker = build({}, {}, trained=False)
-    before = worker.get_logprobs(data=tiny.grpo_batch())["logprobs"]
-    worker.export_hf(str(folder))
-    again = tiny.worker(
-        tiny.policy_config(model_name=str(folder), tokenizer={"name": "char"}), seed=9, trained=False
-    )
-    return bool((again.get_logprobs(data=tiny.grpo_batch())["logprobs"] == before).all())
-
-
-def test_it_is_exported_and_loaded_from_a_hugging_face_folder(ranks, tmp_path):
-    assert ranks(1).run(exported_and_loaded, tmp_path / "exported") == [True]
-
-
-def refusals():
-    """What each call that needs an optimizer says, and that the others work after it."""
-    import tiny
-
-    worker = build({}, {}, trained=False)
-    told = {}
-    for name, call in CALLS.items():
-        with pytest.raises(ValueError, match="trained=False") as refused:
-            call(worker, tiny.grpo_batch(), tiny.grpo_loss())
-        told[name] = str(refused.value)
-    worker.abort_train_step()
-    worker.get_logprobs(data=tiny.grpo_batch())
-    return told
-
-
-def test_what_needs_an_optimizer_is_refused_by_name(ranks):
-    (told,) = ranks(1).run(refusals)
-    assert told == {
-        name: f"{name} needs a worker that is trained, and this one was built with trained=False"
-        for name in CALLS
-    }

@@ -127,6 +127,7 @@ def single_rank(ranks):
 
 
 @pytest.mark.smoke("tp2-sp-ep2")
+@pytest.mark.quick_cases("tp2-sp-ep2", "pp2", "cp2-ep2", "ep2-recompute")
 @pytest.mark.parametrize("layout", TWO_RANKS)
 def test_two_ranks_equal_one(ranks, single_rank, layout):
     weights, logprobs, metrics, end, balance = single_rank

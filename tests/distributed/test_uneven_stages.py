@@ -7,10 +7,7 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 EMBEDDING, LOSS = "embedding_in_pipeline_split", "loss_in_pipeline_split"
 LAYOUTS = {
     "pp2-1-4": ((1, 4), {FIRST: 1}),
-    "pp2-3-2": ((3, 2), {LAST: 2}),
-    "pp4-2-1-1-1": ((2, 1, 1, 1), {FIRST: 2}),
     "pp4-1-1-1-2": ((1, 1, 1, 2), {FIRST: 1, LAST: 2}),
-    "pp2-2-3": ((2, 3), {f"account_for_{EMBEDDING}": True}),
     "pp2-2-3-hybrid": ((2, 3), {f"account_for_{EMBEDDING}": True, "model_class": "hybrid"}),
     "pp2-3-2-loss": ((3, 2), {f"account_for_{LOSS}": True}),
 }

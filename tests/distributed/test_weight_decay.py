@@ -47,6 +47,7 @@ def decayed(everything, options):
     return found[True], found[False], found[None]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("everything", [True, False])
 @pytest.mark.parametrize(
     ("world_size", "options"),

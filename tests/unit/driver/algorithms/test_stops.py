@@ -392,7 +392,7 @@ def test_a_step_that_would_not_fit_the_limit_of_time_is_not_begun(tmp_path, sign
 
 def test_a_step_that_outlasts_the_limit_of_time_is_dropped_and_the_one_before_is_saved(tmp_path, signals):
     def begin_late():
-        passed(59.7)
+        passed(57)
 
     def hang():
         threading.Event().wait(30)
@@ -400,14 +400,14 @@ def test_a_step_that_outlasts_the_limit_of_time_is_dropped_and_the_one_before_is
     events = {("update", 2): begin_late, ("prepare", 3): hang}
     began = time.monotonic()
     run, _ = stopped(tmp_path, events, error=TimeLimitReachedError, **LIMIT)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
     assert (list(run.notes.steps), saved(tmp_path)) == ([1, 2], [2])
     assert signals.exit_status == 0
 
 
 def test_the_limit_of_time_leaves_a_finished_run_alone(tmp_path):
-    passed(59)
     checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, last_step=1)
     loop_run({"max_num_steps": 1}, checkpoints, **LIMIT).go()
-    time.sleep(1.1)
+    for timer in (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)):
+        assert timer.finished.is_set()
     assert saved(tmp_path) == [1]
