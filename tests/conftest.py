@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import sys
@@ -28,6 +29,13 @@ from thinning import has_stages, one_case_in, thin_out  # noqa: E402
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     thin_out(items, stages=has_stages(config))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the heap of all collected tests out of full passes of the collector, of which each run begins with one."""
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None  # a run's end would bring the heap back
 
 
 class _OneCaseIn:

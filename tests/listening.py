@@ -2,8 +2,6 @@
 
 import psutil
 
-LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-
 
 def listening_addresses(pid: int | None = None) -> list[str]:
     """The addresses at which a process (None: this one) and those below it listen, one entry a socket."""

@@ -178,10 +178,7 @@ def reference(ranks):
 
 
 @pytest.mark.quick_cases(
-    *(
-        f"one-rank-{way}"
-        for way in ("rows-1", "dynamic-17", "packing-16")
-    ),
+    *(f"one-rank-{way}" for way in ("rows-1", "dynamic-17", "packing-16")),
     *("one-rank-fused-packing-29", "dp2-rows-8", "tp2-sp-fused-packing-29", "pp2-fused-packing-29"),
 )
 @pytest.mark.parametrize(

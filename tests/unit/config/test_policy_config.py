@@ -208,21 +208,6 @@ def test_a_warm_up_may_start_at_the_peak():
 FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("megatron_cfg.context_parallel_size", 2),
-        ("sequence_packing.enabled", True),
-        ("generation.top_k", 5),
-        ("generation.top_p", 0.9),
-        ("megatron_cfg.distributed_data_parallel_config.overlap_param_gather", True),
-    ],
-)
-def test_fused_guardrails_name_both_keys(refusals, key, value):
-    found = refusals(f"policy.{key}={str(value).lower()}")
-    assert f"{FUSED}: incompatible ({key.rpartition('.')[2]})" in found
-
-
 def test_fused_guardrails_hold_without_the_loader(policy):
     with wrong_key("megatron_cfg.use_fused_linear_logprobs: incompatible (top_k)"):
         checked_policy(with_values(policy, generation__top_k=5))
@@ -321,32 +306,6 @@ def test_stop_tokens_are_not_judged_by_a_wrong_vocabulary(refusals):
     assert [text.partition(":")[0] for text in texts] == ["policy.model.vocab_size"]
 
 
-@pytest.mark.parametrize(
-    ("experts", "layout", "expected"),
-    [
-        (
-            4,
-            {"tensor_model_parallel_size": 2},
-            "policy.megatron_cfg.sequence_parallel: incompatible (tensor_model_parallel_size)",
-        ),
-        (
-            3,
-            {"expert_model_parallel_size": 2},
-            "policy.model.num_moe_experts: not-divisible (expert_model_parallel_size)",
-        ),
-        (
-            4,
-            {"expert_tensor_parallel_size": 2},
-            "policy.megatron_cfg.expert_tensor_parallel_size: not-supported",
-        ),
-    ],
-)
-def test_rules_of_experts(refusals, experts, layout, expected):
-    overrides = [f"policy.megatron_cfg.{key}={value}" for key, value in layout.items()]
-    texts = refusals(f"policy.model.num_moe_experts={experts}", *overrides)
-    assert any(expected in text for text in texts)
-
-
 OVERLAP = "policy.megatron_cfg.overlap_moe_expert_parallel_comm"
 OVERLAPPED = (
     f"{OVERLAP}=true",
@@ -358,44 +317,6 @@ OVERLAPPED = (
 
 def test_overlapped_expert_communication(load):
     assert load(*OVERLAPPED).policy.megatron_cfg.overlap_moe_expert_parallel_comm
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        (
-            "policy.model.num_moe_experts=null",
-            "policy.megatron_cfg.overlap_moe_expert_parallel_comm: incompatible (num_moe_experts)",
-        ),
-        (
-            "policy.megatron_cfg.expert_model_parallel_size=1",
-            f"{OVERLAP}: incompatible (expert_model_parallel_size)",
-        ),
-        (
-            "policy.megatron_cfg.activation_checkpointing=true",
-            "policy.megatron_cfg.overlap_moe_expert_parallel_comm: incompatible (activation_checkpointing)",
-        ),
-        (
-            "policy.megatron_cfg.pipeline_model_parallel_size=2",
-            "policy.megatron_cfg.overlap_moe_expert_parallel_comm: incompatible (virtual_pipeline_model_parallel_size)",
-        ),
-        (
-            "policy.model.moe_aux_loss_coeff=0.1",
-            "policy.megatron_cfg.overlap_moe_expert_parallel_comm: incompatible (moe_aux_loss_coeff)",
-        ),
-        (
-            "policy.model.mtp_num_layers=1",
-            "policy.megatron_cfg.overlap_moe_expert_parallel_comm: incompatible (mtp_num_layers)",
-        ),
-        (
-            "policy.precision=float32",
-            "policy.megatron_cfg.overlap_moe_expert_parallel_comm: requires (precision)",
-        ),
-    ],
-)
-def test_rules_of_overlapped_expert_communication(refusals, override, expected):
-    texts = refusals(*OVERLAPPED, override)
-    assert any(text.startswith(OVERLAP) and expected in text for text in texts), texts
 
 
 def test_experts_are_whole_on_their_rank_but_the_shared_expert_is_split(policy):

@@ -22,47 +22,6 @@ def test_vllm_runs_with_large_enough_heads(load):
     ("overrides", "message"),
     [
         (
-            ["policy.model.num_attention_heads=4"],
-            "policy.model.num_attention_heads: too-small (model)",
-        ),
-        (
-            ["+policy.model.kv_channels=24"],
-            "policy.model.kv_channels: too-small (model)",
-        ),
-        (
-            [f"{GENERATION}.top_p=0.9"],
-            "policy.generation.top_p: incompatible (backend)",
-        ),
-        ([f"{GENERATION}.top_k=5"], "policy.generation.top_k: incompatible (backend)"),
-        (
-            [f"+{GENERATION}.vllm_cfg.max_model_len=7"],
-            "policy.generation.vllm_cfg.max_model_len: too-small (max_total_sequence_length)",
-        ),
-        (
-            [f"+{GENERATION}.refit_bucket_bytes=32767"],
-            "policy.generation.refit_bucket_bytes: too-small (model)",
-        ),
-        (
-            ["+policy.model.qk_layernorm=true", "+policy.model.add_qkv_bias=true"],
-            "policy.generation.backend: not-supported (model)",
-        ),
-        (
-            ["+policy.model.num_moe_experts=4", "+policy.model.qk_layernorm=true"],
-            "policy.generation.backend: not-supported (num_moe_experts)",
-        ),
-        (
-            [f"+{GENERATION}.vllm_cfg.tensor_parallel_size=3"],
-            "policy.generation.vllm_cfg.tensor_parallel_size: not-divisible (cpu_workers_per_node)",
-        ),
-        (
-            [f"+{GENERATION}.refit_transport=nccl"],
-            "policy.generation.refit_transport: requires (backend)",
-        ),
-        (
-            [*ON_GPUS, f"+{GENERATION}.vllm_cfg.tensor_parallel_size=4"],
-            "policy.generation.vllm_cfg.tensor_parallel_size: not-divisible (gpus_per_node)",
-        ),
-        (
             [
                 *("cluster.gpus_per_node=4", "cluster.num_nodes=3"),
                 *(
@@ -101,25 +60,6 @@ def test_vllm_runs_with_large_enough_heads(load):
         (
             [*ON_GPUS, f"+{GENERATION}.vllm_cfg.kv_cache_dtype=fp8"],
             "policy.generation.compare_at_start: incompatible (kv_cache_dtype)",
-        ),
-        (
-            [*ON_GPUS, f"+{GENERATION}.colocated.enabled=false"],
-            "policy.generation.colocated.enabled: requires (resources)",
-        ),
-        (
-            [
-                *(*ON_GPUS, f"+{GENERATION}.colocated={{enabled: false, resources: {{gpus_per_node: 1}}}}"),
-                f"+{GENERATION}.refit_transport=cuda_ipc",
-            ],
-            "policy.generation.refit_transport: requires (enabled)",
-        ),
-        (
-            [f"+{GENERATION}.colocated.resources.gpus_per_node=1"],
-            "policy.generation.colocated.resources: incompatible (enabled)",
-        ),
-        (
-            [f"+{GENERATION}.mismatch.threshold=1.0"],
-            "policy.generation.mismatch.threshold: not-allowed",
         ),
     ],
 )

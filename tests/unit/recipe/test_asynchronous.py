@@ -1,7 +1,7 @@
 """Asynchronous rollouts: what it refuses when the recipe loads, and what it goes with."""
 
 import pytest
-from refusals import brief, wrong_key
+from refusals import wrong_key
 
 from nemo_rl_mcore.config import AsyncRolloutsConfig, ConfigError, checked
 from nemo_rl_mcore.driver.saved_run import recipe_text
@@ -266,17 +266,6 @@ def test_refusals_name_the_section_of_the_algorithm(ask, algorithm, override, ke
     expected = told if "(" in told else f"{told} ({of_groups})"
     with wrong_key(f"{algorithm}.async_{algorithm}.{key}: {expected}"):
         ask(algorithm, f"{algorithm}.async_{algorithm}.{override}")
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "key"), [("dpo", "dpo.online"), ("distillation", "distillation.on_policy")]
-)
-def test_answers_that_are_given_are_not_sampled_ahead(ask, algorithm, key):
-    with pytest.raises(ConfigError) as caught:
-        ask(algorithm, f"{key}=false")
-    told = [brief(problem) for problem in caught.value.problems]
-    short = key.rpartition(".")[2]
-    assert f"{algorithm}.async_{algorithm}.enabled: requires ({short})" in told
 
 
 def test_a_critic_takes_a_choice_about_the_correction_too(exemplar):

@@ -57,64 +57,6 @@ def test_what_goes_with_them(load, overrides):
     load(APART, *overrides)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (
-            [f"{GENERATION}.refit_bucket_bytes=32767"],
-            "policy.generation.refit_bucket_bytes: too-small (model)",
-        ),
-        (
-            [f"{GENERATION}.refit_transport=nccl"],
-            "policy.generation.refit_transport: requires (backend)",
-        ),
-        (
-            [ON_GPUS, f"{GENERATION}.refit_transport=cuda_ipc"],
-            "policy.generation.refit_transport: requires (enabled)",
-        ),
-        (
-            [ON_GPUS, f"{RESOURCES}.gpus_per_node=2"],
-            "policy.generation.embedded_cfg.engines: contradicts (resources)",
-        ),
-        (
-            [ON_GPUS, f"{RESOURCES}.num_nodes=2"],
-            "policy.generation.colocated.resources.num_nodes: missing (gpus_per_node)",
-        ),
-        (
-            list(FOREIGN),
-            "policy.generation.colocated.enabled: not-supported (model)",
-        ),
-        ([f"{GENERATION}.embedded_cfg.engines=0"], "policy.generation.embedded_cfg.engines: not-allowed"),
-        (
-            [f"+{GENERATION}.embedded_cfg.max_num_seqs=4"],
-            "policy.generation.embedded_cfg.max_num_seqs: unknown-key",
-        ),
-    ],
-)
-def test_refusals(refusals, overrides, told):
-    (text,) = refusals(APART, *overrides)
-    assert text.startswith(told)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "remedy"),
-    [
-        ([], "policy.generation.colocated.enabled: not-supported (model)"),
-        (
-            ["+policy.init_checkpoint=step_7"],
-            "policy.generation.colocated.enabled: not-supported (model)",
-        ),
-        (
-            ["grpo.async_grpo={enabled: true, max_trajectory_age_steps: 0}"],
-            "policy.generation.colocated.enabled: not-supported (model)",
-        ),
-    ],
-)
-def test_a_foreign_architecture_is_not_sent_in_a_circle(refusals, overrides, remedy):
-    (text,) = refusals(APART, *FOREIGN, *overrides)
-    assert text == remedy
-
-
 def test_none_of_it_holds_where_the_ranks_answer(load):
     config = load(*FOREIGN, f"{GENERATION}.refit_transport=nccl", f"{GENERATION}.refit_bucket_bytes=1")
     assert not [problem for rule in RULES.of_runs for problem in rule(config)]

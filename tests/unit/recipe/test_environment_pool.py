@@ -33,23 +33,6 @@ def test_what_is_not_ours_to_trust_runs_apart(section, size):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            (*MATH, *ASYNCHRONOUS, "+env.pool.size=0"),
-            "env.pool.size: incompatible (enabled)",
-        ),
-        (
-            (*CUSTOM, *ASYNCHRONOUS, "+env.pool.size=0"),
-            "env.pool.size: incompatible (enabled)",
-        ),
-        (
-            (*MATH, "+env.pool.timeout_s=15"),
-            "env.pool.timeout_s: too-small (timeout_s)",
-        ),
-        (
-            (*CUSTOM, *ASYNCHRONOUS, "+grpo.async_grpo.stall_timeout_s=360"),
-            "grpo.async_grpo.stall_timeout_s: too-small (timeout_s)",
-        ),
-        (("+env.reward_weights={form: 0.5}",), "env.reward_weights: requires (custom)"),
         ((*CUSTOM, "+env.pool.num_gpus=1"), "env.pool.num_gpus: requires (gpus_per_node)"),
         ((*CUSTOM, "cluster.gpus_per_node=2", "+env.pool.num_gpus=1.5"), "env.pool.num_gpus: not-allowed"),
     ],

@@ -224,38 +224,6 @@ def test_overrides(load, override, path, expected):
     assert value == expected
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "policy.megatron_cfg.tensor_model_paralel_size=2",
-            "policy.megatron_cfg.tensor_model_paralel_size: unknown-key",
-        ),
-        ("polcy.precision=bfloat16", "polcy.precision: unknown-key"),
-        (
-            "policy.tensor_model_parallel_size=2",
-            "policy.tensor_model_parallel_size: unknown-key",
-        ),
-        ("+seeds=3", "seeds: unknown-key"),
-        ("data.qqq=3", "data.qqq: unknown-key"),
-        ("+seed=3", "seed: already-there"),
-        ("~sede", "sede: not-found"),
-        (
-            "~grpo.seed",
-            "grpo.seed: not-found",
-        ),
-        ("~seed=3", "seed: contradicts"),
-        ("seed=1,2", "seed: not-supported"),
-        ("seed", "seed: not-allowed"),
-        ("seed=[1", "seed=[1: not-allowed"),
-    ],
-)
-def test_wrong_overrides(refusals, override, message):
-    texts = refusals(override)
-    assert len(texts) == 1
-    assert message in texts[0]
-
-
 def test_every_wrong_override_is_reported_with_the_rest(refusals):
     texts = refusals("seed=[1", "sed=1", "+seed=3", "policy.precision=double")
     assert len(texts) == 4

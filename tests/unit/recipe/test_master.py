@@ -106,14 +106,14 @@ def test_the_command_of_another_algorithm_is_refused_by_name(algorithm, capsys):
     )
 
 
-# --- what each one holds ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("algorithm", RUN_CONFIGS)
 def test_the_seed_may_stand_in_the_section_of_any_algorithm(algorithm, tmp_path):
     own = f"+{algorithm}.seed=7"
     assert load_config(EXEMPLAR_OF[algorithm], ["~seed", own]).seed == 7
     assert f"{algorithm}.seed: contradicts (seed)" in refused(EXEMPLAR_OF[algorithm], own)
+
+
+# --- what each one holds ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,94 +167,6 @@ def test_the_teacher_has_its_own_weights_and_maybe_architecture():
 
 
 # --- what each one refuses ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "overrides", "message"),
-    [
-        (
-            "ppo",
-            ["ppo.adv_estimator.name=grpo"],
-            "ppo.adv_estimator.name: incompatible",
-        ),
-        ("ppo", ["+ppo.critic_warmup_steps=60"], "ppo.critic_warmup_steps: too-large (max_num_steps)"),
-        (
-            "ppo",
-            ["+loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
-            "loss_fn.force_on_policy_ratio: incompatible (ppo_epochs)",
-        ),
-        ("ppo", ["+value.modle={}"], "value.modle: unknown-key"),
-        (
-            "ppo",
-            ["+value.model.num_layers=4"],
-            "value.model.num_layers: foreign-recipe (num_layers)",
-        ),
-        (
-            "dpo",
-            ["~dpo.num_generations_per_prompt"],
-            "dpo.num_generations_per_prompt: too-small (online)",
-        ),
-        (
-            "dpo",
-            ["dpo.num_generations_per_prompt=1"],
-            "dpo.num_generations_per_prompt: too-small (online)",
-        ),
-        (
-            "dpo",
-            ["dpo.online=false", "~dpo.num_generations_per_prompt", "+dpo.val_batches=-1"],
-            "dpo.val_batches: incompatible (dataset_name)",
-        ),
-        (
-            "dpo",
-            ["+dpo.preference_loss_weight=0"],
-            "dpo.preference_loss_weight: no-signal (sft_loss_weight)",
-        ),
-        (
-            "sft",
-            ["data.num_digits=1", "sft.val_period=0", "sft.val_at_end=false"],
-            "policy.train_global_batch_size: too-large (dataset_name)",
-        ),
-        (
-            "sft",
-            ["sft.val_batches=-1"],
-            "sft.val_batches: incompatible (dataset_name)",
-        ),
-        ("sft", ["+sft.num_prompts_per_step=3"], "sft.num_prompts_per_step: unknown-key"),
-        (
-            "distillation",
-            ["distillation.topk_logits_k=40"],
-            "distillation.topk_logits_k: too-large (vocab_size)",
-        ),
-        (
-            "distillation",
-            ["+distillation.on_policy=false"],
-            "distillation.num_generations_per_prompt: incompatible (on_policy)",
-        ),
-        (
-            "distillation",
-            ["+distillation.adv_estimator={name: gae}"],
-            "distillation.adv_estimator.name: incompatible",
-        ),
-        ("distillation", ["~teacher"], "teacher: missing"),
-        (
-            "distillation",
-            ["~teacher.warm_start", "+teacher.model=null"],
-            "teacher.init_checkpoint: one-of (model_name)",
-        ),
-        (
-            "distillation",
-            ["+teacher.init_checkpoint=there"],
-            "teacher.init_checkpoint: one-of (model_name)",
-        ),
-        (
-            "distillation",
-            ["loss_fn={kl_type: jsd, jsd_beta: 1.0}"],
-            "loss_fn.jsd_beta: no-signal (kl_type)",
-        ),
-    ],
-)
-def test_refusals(algorithm, overrides, message):
-    assert any(message in text for text in refused(EXEMPLAR_OF[algorithm], *overrides))
 
 
 def test_microbatches_of_policy_and_critic_need_not_divide_a_step():

@@ -24,22 +24,6 @@ def test_it_is_refused_where_it_frees_nothing_for_anyone(refusals, offload, reci
 
 
 @pytest.mark.parametrize(
-    ("recipe", "overrides"),
-    [
-        ("grpo_copy_cpu.yaml", ()),
-        ("grpo_copy_cpu.yaml", APART),
-        ("ppo_cpu.yaml", ()),
-        ("dpo_cpu.yaml", ()),
-        ("distillation_cpu.yaml", ()),
-    ],
-)
-def test_weights_stay_where_no_engine_takes_turns_with_the_ranks(refusals, recipe, overrides):
-    (found,) = refusals("policy.offload=all", *overrides, recipe=recipe)
-    assert found.startswith("policy.offload: incompatible (backend)")
-    assert found.endswith("policy.offload: incompatible (backend)")
-
-
-@pytest.mark.parametrize(
     ("recipe", "offload", "overrides"),
     [
         ("grpo_copy_cpu.yaml", "grads_optimizer", ()),
@@ -53,21 +37,6 @@ def test_weights_stay_where_no_engine_takes_turns_with_the_ranks(refusals, recip
 def test_it_goes_with_ranks_that_read_or_engines_that_take_turns(exemplar, recipe, offload, overrides):
     config = load_config(exemplar.with_name(recipe), [f"policy.offload={offload}", *overrides])
     assert all(plan.policy.offload == offload for plan in config.models.values())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (COLOCATED, "policy.offload: incompatible (compare_at_start)"),
-        (
-            (*ALONE, "policy.generation.vllm_cfg.max_restarts=2"),
-            "policy.offload: incompatible (max_restarts)",
-        ),
-    ],
-)
-def test_weights_do_not_come_back_beside_engines_at_work(refusals, overrides, message):
-    (found,) = refusals("policy.offload=all", *overrides)
-    assert found == message
 
 
 @pytest.mark.parametrize("place", ["true", "false"])
