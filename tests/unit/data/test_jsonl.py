@@ -110,18 +110,6 @@ def test_a_bad_line_is_named(read, tmp_path, line, kind, message):
     assert message in problems[0].what
 
 
-def test_a_long_key_does_not_make_a_long_message(read):
-    _, problems = read([{"k" * 5_000_000: "b"}])
-    assert "no key 'input'; it has 'kkk" in problems[0].what
-    assert len(problems[0].what) < 500
-
-
-def test_of_many_bad_lines_the_first_are_told(read):
-    _, problems = read(["x"] * 8)
-    assert len(problems) == 6
-    assert problems[-1].what == "3 more rows are wrong"
-
-
 def test_a_column_that_no_line_has_is_one_mistake(read, tmp_path):
     _, (problem,) = read(rows(8), input_key="question")
     assert problem.path == "train.input_key"

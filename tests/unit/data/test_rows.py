@@ -63,13 +63,6 @@ def test_several_files_and_patterns(folder):
     assert answers(data_path="rows.j*") == [*range(10), *range(10)]
 
 
-def test_places_are_lines_or_numbers_of_rows(folder):
-    rows = [
-        read_rows(SourceConfig(data_path=path))[2].place for path in ("rows.jsonl", "rows.parquet", "data")
-    ]
-    assert rows == ["rows.jsonl:3", "rows.parquet, row 3", "data, train, row 3"]
-
-
 @pytest.mark.parametrize(
     ("keys", "key", "told"),
     [

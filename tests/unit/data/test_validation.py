@@ -165,12 +165,6 @@ def test_all_problems_are_told_at_once():
     assert [one.key for one in found] == ["input_ids", "sample_mask", "logprobs", "rolled"]
 
 
-def test_many_rows_are_counted():
-    data = BatchedDataDict(input_ids=torch.full((20, 3), 77), input_lengths=torch.full((20,), 3))
-    (found,) = refusal(CHECK.reading, data)
-    assert_refused(found, "vocabulary", 77, "0, 1, 2, 3, 4, 5, 6, 7 ", 12, 31)
-
-
 @given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)))
 def test_the_rows_are_those_that_hold_the_value_where_it_counts(wrong: set[int], dropped: set[int]):
     logprobs = torch.zeros(12, 3)

@@ -38,11 +38,6 @@ def test_unsupported_keys_stand_in_known_sections(path):
     assert not parent or parent in known
 
 
-def test_help_drops_the_full_stop_and_keeps_an_ellipsis():
-    assert field_help("policy.model.hidden_size") == "Width of the residual stream"
-    assert field_help("policy.model").endswith("num_layers, hidden_size, ...")
-
-
 def test_known_paths():
     assert is_known("policy.generation.top_k")
     assert is_known("policy.generation.vllm_cfg.enforce_eager")

@@ -71,35 +71,6 @@ def test_a_death_comes_before_the_errors_it_causes() -> None:
     assert root_cause([raised(0, RuntimeError("gloo: connection closed")), died(2), died(1)]).rank == 2
 
 
-def test_describe_tells_the_root_in_full_and_the_others_in_a_line() -> None:
-    failures = [raised(1, ValueError("bad row\nmore")), raised(0, RuntimeError("gloo: closed"))]
-    assert describe(failures, [hung(2)], "train (step 4)", None).splitlines() == [
-        "rank 1 (host node7, pid 41) failed in train (step 4): ValueError: bad row",
-        "after it:",
-        "  rank 0: RuntimeError: gloo: closed",
-        "  rank 2: still waiting, stopped; it last began 'microbatch 3'",
-        "--- rank 1, as reported ---",
-        "Traceback",
-        "  frame",
-        "ValueError: bad row",
-        "more",
-        "--- rank 2, where it stood ---",
-        "in all_reduce",
-    ]
-
-
-def test_a_stall_names_deadline_key_and_what_each_rank_was_at() -> None:
-    call = Call("train", "step 4", 30, "policy.call_timeout_s")
-    silent = Stall(1, None, silent=": its process is stopped")
-    assert describe_stall([silent, hung(2)], 4, call).splitlines() == [
-        "train (step 4) made no progress for 30 s (policy.call_timeout_s): stopped rank 1 (starting), which does not "
-        "answer: its process is stopped, rank 2 (host node7, pid 42), which last began 'microbatch 3'; 2 of 4 ranks "
-        "returned",
-        "--- rank 2, where it stood ---",
-        "in all_reduce",
-    ]
-
-
 def test_an_exception_without_text_keeps_its_type() -> None:
     assert raised(0, AssertionError()).headline() == "AssertionError: "
 

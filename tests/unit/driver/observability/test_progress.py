@@ -105,58 +105,12 @@ def test_a_run_that_answers_beside_training_shows_its_buffer_its_age_and_who_wai
     assert all(label in last_panel and text in last_panel for label, text in told.items())
 
 
-def test_a_run_that_takes_turns_shows_neither_buffer_nor_age() -> None:
-    display, screen = make(terminal=False)
-    with display:
-        display.log(1, step_metrics(1))
-    assert not any(word in screen.getvalue() for word in ("buffer", "age ", "idle"))
-
-
-def test_a_validation_is_shown_with_the_best_one_so_far() -> None:
-    display, screen = make(terminal=False, plain_every=1)
-    found = [(0.5, 2.0), (0.75, 1.5), (0.25, 1.75)]
-    with display:
-        for step, (accuracy, loss) in enumerate(found, start=1):
-            display.log(step, {"validation/accuracy": accuracy, "validation/loss": loss})
-    second, third = screen.getvalue().splitlines()[1:]
-    assert "  accuracy 0.75  held-out loss 1.5  " in second
-    assert "  accuracy 0.25 (best 0.75 at step 2)  held-out loss 1.75 (best 1.5 at step 2)  " in third
-
-
-def test_a_run_of_pairs_shows_what_it_prefers_and_by_how_much() -> None:
-    display, screen = make(terminal=False)
-    with display:
-        display.log(
-            1,
-            {
-                **{
-                    "train/accuracy": 0.9,
-                    "train/preference_accuracy": 0.9,
-                    "train/rewards_margin_mean": 1.25,
-                },
-                **{"validation/accuracy": 0.0, "validation/preference_accuracy": 0.8},
-            },
-        )
-    line = "  accuracy 0  preference accuracy 0.9  held-out preference accuracy 0.8  margin 1.25  "
-    assert line in screen.getvalue()
-
-
 def test_a_divergence_that_nothing_measures_is_not_shown() -> None:
     for value in (0.0, 0.25):
         display, screen = make(terminal=False)
         with display:
             display.log(1, {"train/kl_penalty": value})
         assert ("KL" in screen.getvalue()) is bool(value)
-
-
-def test_the_panel_tells_the_learning_rate_the_memory_and_the_checkpoint() -> None:
-    display, screen = make(terminal=True)
-    with display:
-        display.log(40, {"train/lr": 0.001, "performance/peak_memory_gib": 12.5, "timing/startup/ray": 3.0})
-        display.saved(39)
-    last_panel = screen.getvalue()[screen.getvalue().rindex("copy") :]
-    assert all(text in last_panel for text in ("learning rate", "0.001", "12.5", "step 39 is saved"))
-    assert "startup" not in last_panel
 
 
 def test_the_lines_over_all_steps_cover_the_run_from_its_first_step_and_from_before_a_resume() -> None:

@@ -173,18 +173,3 @@ def test_a_group_or_a_step_at_a_time_is_no_stall():
 def test_a_run_without_a_limit_is_not_watched():
     with started(FakeEngines(), limit_s=None):
         assert "stall watch" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_many_groups_are_counted():
-    engines = FakeEngines(hold=lambda _: NEVER_S)
-    section = AsyncRolloutsConfig(enabled=True, max_trajectory_age_steps=0, stall_timeout_s=LIMIT_S)
-    rollouts = AsynchronousScheduler(
-        *(Ledger(Limits(20, 0, 9, 1), print), GroupStore(), engines, FakeDraw(20), Retention()),
-        section=section,
-        key="grpo.async_grpo",
-    )
-    with stalls_within(5) as stalled, rollouts:
-        rollouts.update_weights(0)
-        rollouts.ledger.begin()
-        next(rollouts.leases(20))
-    assert str(stalled.error).splitlines()[2].endswith(", and 12 more")

@@ -138,21 +138,3 @@ def test_the_plan_is_shown(load):
     ):
         assert f"  {row}\n" in text
     assert "  note  " not in text
-
-
-def test_chunks_and_remarks_are_shown(load):
-    text = shown(
-        preflight(
-            load(
-                *(*RUN, "grpo.async_grpo.min_groups_for_streaming_train=4"),
-                *(
-                    "grpo.async_grpo.in_flight_weight_updates=false",
-                    "loss_fn.use_importance_sampling_correction=false",
-                ),
-            )
-        )
-    )
-    assert "  chunks of a step        at least 4 of 16 groups\n" in text
-    assert "  new weights             between answers\n" in text
-    assert "  groups in the driver    32 under way, 160 KiB at most\n" in text
-    assert text.count("\n  note                    ") == 2

@@ -73,19 +73,6 @@ def test_rows_left_out_are_counted(recipe, capsys):
 
 
 @pytest.mark.needs("math")
-def test_rows_with_their_answers(recipe, capsys):
-    assert full(recipe([QUESTION, LONG], algorithm="sft")) == 0
-    assert "with their answers" in capsys.readouterr().out
-
-
-@pytest.mark.needs("math")
-def test_an_answer_that_earns_nothing_is_told(recipe, capsys):
-    env = {"math": {"gold": {"after": "####"}, "response": {"boxed": True}}}
-    assert full(recipe([QUESTION], env=env)) == 0
-    assert "the answer as the data states it earns no more than none" in capsys.readouterr().out
-
-
-@pytest.mark.needs("math")
 def test_a_template_that_fails_is_no_crash(recipe, capsys):
     assert full(recipe([QUESTION]), "++policy.tokenizer.chat_template='{{ 1/0 }}'") == 2
     assert "rows.jsonl:1: policy.tokenizer.chat_template: " in capsys.readouterr().err
@@ -193,19 +180,3 @@ def test_steps_of_ones_own_are_scored_too(recipe, capsys):
     assert "earns 18 (length 18), an empty response 0 (length 0)" in capsys.readouterr().out
     assert full(of("RaisingSteps")) == 1
     assert "env.custom.type: custom_parts:RaisingSteps.step" in capsys.readouterr().err
-
-
-def test_a_task_without_files_tells_of_its_first_step(capsys):
-    assert full(EXEMPLAR) == 0
-    out = capsys.readouterr().out
-    assert "16 rows; prompts of 4 tokens" in out
-    assert "127 earns 1, an empty response 0" in out
-
-
-@pytest.mark.needs("math")
-def test_the_conversations_of_the_quick_start_are_not_scored(capsys):
-    """They are imitated as they are; what a validation answers is scored."""
-    assert full("examples/configs/quickstart/sft_cpu.yaml") == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "first held out 5 - 1 = 4 #### 4 earns 1, an empty response 0" in out
-    assert "no more than none" not in out

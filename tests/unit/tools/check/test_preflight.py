@@ -365,15 +365,6 @@ def test_ranks_on_gpus_that_share_sequences_need_transformer_engine(load, monkey
     assert preflight(shared).layout.transformer_impl == "transformer_engine"
 
 
-def test_padding_of_shared_sequences_is_told_in_tokens(load):
-    plan = preflight(load("cluster.cpu_workers_per_node=2", CP2, UNFUSED))
-    told = "".join(str(line) for line in render(plan).renderables)
-    assert "multiples of 4 tokens, 1.5 more" in told
-    key = "policy.megatron_cfg.cp_comm_type"
-    _, warnings = load_with_warnings("grpo_copy_cpu.yaml", [f"{key}=a2a"])
-    assert [problem.path for problem in warnings] == [key]
-
-
 def test_the_first_rows_are_shown(load):
     assert dict(preflight(load()).subject)["row 1"] == "'127>', answer '127'"
     recipe = load_config("examples/configs/quickstart/dpo_cpu.yaml")
@@ -406,15 +397,6 @@ def test_rendered_plan_shows_the_numbers(load):
     ):
         assert part in text
     assert "refused" not in text
-
-
-def test_the_memory_of_each_model_is_shown(exemplar):
-    text = shown(preflight(load_config(exemplar.with_name("distillation_cpu.yaml"))))
-    of_policy, of_teacher, of_all = text.split("Memory per rank of ")[1:]
-    assert of_policy.startswith("the policy, without activations")
-    assert of_teacher.startswith("the teacher, without activations")
-    assert "gradients               0 B" in of_teacher
-    assert of_all.startswith("all models\n  total ")
 
 
 def test_a_narrow_terminal_breaks_no_line(load):

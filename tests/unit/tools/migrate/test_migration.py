@@ -33,9 +33,6 @@ OTHERS = {
 }
 
 
-FITS = "true; a response ends where the sequence is full; here max_new_tokens are reserved"
-
-
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -98,27 +95,6 @@ def test_the_file_is_ours_with_their_interpolations(tmp_path):
     assert "    freeze_moe_router: true\n" in text
     sections = [line.rstrip(":") for line in text.splitlines() if line[:1].isalpha()]
     assert sections == ["grpo", "loss_fn", "policy", "data", "env", "checkpointing", "logger", "cluster"]
-
-
-def test_the_report_has_a_group_for_each_fate(tmp_path, capsys):
-    _, ours = run("ppo_math_1B_megatron", tmp_path)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{ours}: a recipe of ppo"
-    assert lines[1].startswith("kept as they are: ")
-    for line in (
-        f"{Kind.RENAMED.value}: 5",
-        "  ppo.policy_training_start_step: ppo.critic_warmup_steps",
-        "  value.megatron_cfg.optimizer: value.optimizer",
-        "  env.math.num_workers: env.pool.size",
-        f"{Kind.CHANGED.value}: 8",
-        "  ppo.val_greedy: false; NeMo RL's validation samples as training does",
-        "  data.apply_chat_template: true; NeMo RL applies the chat template",
-        f"  policy.generation.fit_to_sequence: {FITS}",
-        f"{Kind.WARNED.value}: 5",
-        f"next: `nemo-rl-mcore check --config {ours}`",
-    ):
-        assert line in lines
-    assert not any(Kind.REFUSED.value in line for line in lines)
 
 
 def theirs(tmp_path: Path, changes: str, base: str = "grpo_math_1B_megatron") -> Path:
