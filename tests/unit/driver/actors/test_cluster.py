@@ -277,7 +277,7 @@ def test_a_dead_address_is_found_within_seconds_and_named(without_session: pytes
         start = time.monotonic()
         with refused("no-cluster", f"RAY_ADDRESS={address}", "refused"):
             RayCluster(ClusterConfig(cpu_workers_per_node=1)).__enter__()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("address", ["auto", "not an address", "127.0.0.1:99999", "no host.invalid:6379"])

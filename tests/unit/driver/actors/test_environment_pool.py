@@ -131,7 +131,7 @@ def played(pool, steps, a_step=8):
 @pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.nightly)])
 def test_actors_that_raise_die_or_hang_at_random_change_no_reply(cluster, steps):
     undisturbed = played(LocalEnvironments(make_environment(config())), steps)
-    with pool_of(cluster, "fragile_parts:Fragile", {"share": 0.05}, size=3, retries=6, timeout_s=2.0) as pool:
+    with pool_of(cluster, "fragile_parts:Fragile", {"share": 0.05}, size=3, retries=6, timeout_s=5.0) as pool:
         assert played(pool, steps) == undisturbed
         counts = pool.take_counts()
         assert counts["env/dropped"] == 0

