@@ -20,9 +20,9 @@ def test_results_and_errors_of_a_call_are_the_callers_alone():
     async def gives():
         return threading.current_thread().name
 
-    assert thread.call(gives()).result(5) == "test"
+    assert thread.call(gives()).result(30) == "test"
     with pytest.raises(KeyError, match="lost"):
-        thread.call(raises()).result(5)
+        thread.call(raises()).result(30)
     thread.close()
     assert told == []
 
@@ -31,7 +31,7 @@ def test_errors_of_what_was_begun_are_told_in_the_thread():
     told = []
     thread = LoopThread("test", lambda error: told.append((error, threading.current_thread().name)))
     thread.begin(raises())
-    thread.call(asyncio.sleep(0.05)).result(5)
+    thread.call(asyncio.sleep(0.05)).result(30)
     thread.close()
     [(error, where)] = told
     assert (str(error), where) == ("'lost'", "test")
@@ -51,7 +51,7 @@ def test_what_was_begun_just_before_the_end_is_cancelled():
 
     for _ in range(3):
         thread.begin(waits())
-    thread.call(asyncio.sleep(0)).result(5)
+    thread.call(asyncio.sleep(0)).result(30)
     thread.begin(begins_another())
     thread.close()
     assert 3 <= len(ended) <= 4
@@ -62,11 +62,11 @@ def test_an_end_that_is_not_reached_is_named(monkeypatch):
     thread, goes_on = LoopThread("test", print), threading.Event()
 
     async def blocks():
-        goes_on.wait(10)
+        goes_on.wait(60)
 
     thread.begin(blocks())
     with pytest.raises(RunStoppedError, match=r"thread of the test did not end within 0\.1 s"):
         thread.close()
     goes_on.set()
-    thread._thread.join(5)
+    thread._thread.join(30)
     thread.close()

@@ -52,7 +52,7 @@ def train_a_step(rollouts, at_least=N):
     return chunks, min(int(group[WEIGHT_VERSIONS].min()) for group in groups), rollouts.finish()
 
 
-def becomes_true(condition, within_s=5.0):
+def becomes_true(condition, within_s=30.0):
     deadline = time.monotonic() + within_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)

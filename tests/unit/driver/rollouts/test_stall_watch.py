@@ -76,13 +76,13 @@ def custom_reward():
 def test_code_that_never_returns_is_ended_and_both_sides_are_told():
     engines = FakeEngines(hold=lambda _: NEVER_S)
     train, scoring = activity.at("train"), activity.at("scoring 4 responses")
-    with stop_signals(), stalls_within(5) as stalled, started(engines), train, scoring:
+    with stop_signals(), stalls_within(30) as stalled, started(engines), train, scoring:
         custom_reward()
     training, engines = lines_of(stalled.error)
-    assert re.fullmatch(r"training: train \(0\.\d s\), scoring 4 responses \(0\.\d s\)", training)
+    assert re.fullmatch(r"training: train \(\d+\.\d s\), scoring 4 responses \(\d+\.\d s\)", training)
     assert re.fullmatch(
-        r"engines: groups in flight: group 0, attempt 0\.1 \(0\.\d s\) at engine 0, "
-        r"group 1, attempt 0\.1 \(0\.\d s\) at engine 0",
+        r"engines: groups in flight: group 0, attempt 0\.1 \(\d+\.\d s\) at engine 0, "
+        r"group 1, attempt 0\.1 \(\d+\.\d s\) at engine 0",
         engines,
     )
     assert "time.sleep(NEVER_S)" in str(stalled.error), "where it stood"
@@ -91,7 +91,7 @@ def test_code_that_never_returns_is_ended_and_both_sides_are_told():
 @pytest.mark.parametrize("listening", [True, False])
 def test_a_wait_for_groups_is_ended_whether_or_not_signals_reach_it(listening):
     engines = FakeEngines(hold=lambda ticket: NEVER_S if "group 0" in ticket else 0.0)
-    with stalls_within(5) as stalled, started(engines) as rollouts:
+    with stalls_within(30) as stalled, started(engines) as rollouts:
         rollouts.ledger.begin()
         if listening:
             with stop_signals():
@@ -99,10 +99,10 @@ def test_a_wait_for_groups_is_ended_whether_or_not_signals_reach_it(listening):
         next(rollouts.leases(N))
     training, engines = lines_of(stalled.error)
     wanted = (
-        r"training: taking 2 groups at least \(0\.\d s\), waiting for groups to train on, 1 ready \(0\.\d s\)"
+        r"training: taking 2 groups at least \(\d+\.\d s\), waiting for groups to train on, 1 ready \(\d+\.\d s\)"
     )
     assert re.fullmatch(wanted, training)
-    assert re.fullmatch(r"engines: groups in flight: group 0, attempt 0\.1 \(0\.\d s\) at engine 0", engines)
+    assert re.fullmatch(r"engines: groups in flight: group 0, attempt 0\.1 \(\d+\.\d s\) at engine 0", engines)
 
 
 def test_a_thread_other_than_the_main_one_hears_of_it_when_it_waits():
@@ -119,14 +119,14 @@ def test_a_thread_other_than_the_main_one_hears_of_it_when_it_waits():
     with stop_signals():
         thread = threading.Thread(target=train)
         thread.start()
-        thread.join(5)
+        thread.join(30)
     assert not thread.is_alive()
     lines_of(caught[0])
 
 
 def test_a_block_that_lets_a_signal_wait_is_ended_and_the_groups_that_are_there_are_told():
     finish = activity.at("finish_train_step")
-    with stop_signals(), stalls_within(5) as stalled, started(FakeEngines()), deferred_stop_signals(), finish:
+    with stop_signals(), stalls_within(30) as stalled, started(FakeEngines()), deferred_stop_signals(), finish:
         time.sleep(NEVER_S)
     training, engines = lines_of(stalled.error)
     assert training.startswith("training: finish_train_step")
@@ -135,7 +135,7 @@ def test_a_block_that_lets_a_signal_wait_is_ended_and_the_groups_that_are_there_
 
 def test_a_block_that_is_never_cut_comes_to_its_end():
     ended = []
-    with stop_signals(), stalls_within(5), started(FakeEngines()):
+    with stop_signals(), stalls_within(30), started(FakeEngines()):
         with deferred_stop_signals(hold=True):
             time.sleep(3 * LIMIT_S)
             ended.append(True)
@@ -152,7 +152,7 @@ def test_what_may_take_long_is_no_stall_but_code_inside_that_has_no_deadline_is(
     ):
         time.sleep(3 * LIMIT_S)
     validation, scoring = activity.at("validation", timed=False), activity.at("scoring", timed=True)
-    with stop_signals(), stalls_within(5) as stalled, started(FakeEngines()), validation, scoring:
+    with stop_signals(), stalls_within(30) as stalled, started(FakeEngines()), validation, scoring:
         time.sleep(NEVER_S)
     assert "validation (0." in lines_of(stalled.error)[0]
 

@@ -159,13 +159,15 @@ def test_what_a_reward_function_does_amiss_is_a_finding(recipe, functions, capsy
     assert of_what in err
 
 
+@pytest.mark.stage("processes")
 def test_the_end_of_its_process_is_a_finding(recipe, functions, capsys):
     assert full(recipe([QUESTION], env=functions("leaves"))) == 1
     assert "status 3" in capsys.readouterr().err
 
 
+@pytest.mark.stage("processes")
 def test_a_reward_function_that_hangs_is_a_finding(recipe, functions, capfd):
-    env = functions("hangs", timeout_s=3, start_timeout_s=60)  # its stack is written at nine tenths
+    env = functions("hangs", timeout_s=5.0, start_timeout_s=60)
     assert full(recipe([QUESTION], env=env)) == 1
     err = capfd.readouterr().err
     assert "env.pool.timeout_s" in err
