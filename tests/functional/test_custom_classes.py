@@ -49,6 +49,7 @@ def test_the_ranks_find_the_classes_and_train_with_them(command, tmp_path):
     assert [step["train/own_weight"] for step in steps] == [pytest.approx(3.0)] * 2
 
 
+@pytest.mark.stage("processes")
 def test_a_class_that_does_not_serve_ends_the_command_before_the_ranks_start(command, tmp_path):
     done = command("loss_fn.type=custom_parts:Stranger", "~loss_fn.args")
     assert done.returncode == 1

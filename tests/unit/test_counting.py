@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from counting import ALLOWED, CPU, exceeded
 
+pytestmark = pytest.mark.exhaustive  # of the counter itself
+
 TESTS = Path(__file__).parents[1]
 SUITE = """
 import subprocess, sys

@@ -92,17 +92,20 @@ def ran(pytester):
     return run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("expression", SELECTED)
 def test_the_markers_leave_cases_to_their_tiers(ran, expression):
     assert ran("-m", expression, "tests") == SELECTED[expression]
 
 
+@pytest.mark.exhaustive
 def test_who_names_a_file_runs_what_it_has_of_a_stage(ran):
     plain = SELECTED[EACH_TIME].removesuffix(" ranks layout[b]")
     assert ran("-m", EACH_TIME, "tests/test_suite.py") == f"{plain} page ranks layout[a] layout[b]"
     assert ran("-m", "docs", "tests/test_suite.py") == "page"
 
 
+@pytest.mark.exhaustive
 def test_one_in_n_cases_of_each_test_are_kept_and_each_test_without_cases():
     ids = ["a.py::one[1]", "a.py::one[2]", "a.py::two", "a.py::one[3]", "b.py::one[1]", "a.py::one[4]"]
     items = {name: SimpleNamespace(nodeid=name) for name in ids}

@@ -80,6 +80,7 @@ class TellsOfWhatFollowsTheFirstToken(FakeEngine):
         TellsOfWhatFollowsTheFirstToken,
     ],
 )
+@pytest.mark.exhaustive
 def test_an_engine_that_breaks_the_contract_is_found_out(engine_class):
     # One of them waits for weights that nobody sends.
     with pytest.raises((AssertionError, pytest.fail.Exception, TimeoutError)):

@@ -272,7 +272,7 @@ def test_every_variant_gives_the_textbook_loss_metrics_and_gradient(name: str, m
         check_against_textbook(ClippedPGLossConfig(**VARIANTS[name]), *make_batch(seed=seed))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     name=st.sampled_from(sorted(VARIANTS)),
     rows=st.integers(1, 4),

@@ -106,7 +106,7 @@ def test_float32_matches_float64(tiling, with_entropy, temperature, masked):
     assert_matches(actual, expected, outputs=1e-5, grads=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_shape_mask_and_tiling(data: st.DataObject):
     seq, batch, hidden = (data.draw(st.integers(1, 6)) for _ in range(3))

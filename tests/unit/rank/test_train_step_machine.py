@@ -206,4 +206,4 @@ class TrainStepMachine(RuleBasedStateMachine):
 
 
 TestTrainStepMachine = TrainStepMachine.TestCase
-TestTrainStepMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestTrainStepMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

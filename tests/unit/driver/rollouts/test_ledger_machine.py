@@ -11,7 +11,7 @@ from nemo_rl_mcore.driver.rollouts.states import GroupState, LedgerError, StepSt
 
 
 def test_any_order_of_events():
-    run_machine(Ledger, examples=60, steps=100)
+    run_machine(Ledger, examples=30, steps=100)
 
 
 @pytest.mark.exhaustive

@@ -98,11 +98,11 @@ def test_a_wait_for_groups_is_ended_whether_or_not_signals_reach_it(listening):
                 next(rollouts.leases(N))
         next(rollouts.leases(N))
     training, engines = lines_of(stalled.error)
-    wanted = (
-        r"training: taking 2 groups at least \(\d+\.\d s\), waiting for groups to train on, 1 ready \(\d+\.\d s\)"
-    )
+    wanted = r"training: taking 2 groups at least \(\d+\.\d s\), waiting for groups to train on, 1 ready \(\d+\.\d s\)"
     assert re.fullmatch(wanted, training)
-    assert re.fullmatch(r"engines: groups in flight: group 0, attempt 0\.1 \(\d+\.\d s\) at engine 0", engines)
+    assert re.fullmatch(
+        r"engines: groups in flight: group 0, attempt 0\.1 \(\d+\.\d s\) at engine 0", engines
+    )
 
 
 def test_a_thread_other_than_the_main_one_hears_of_it_when_it_waits():
@@ -126,7 +126,13 @@ def test_a_thread_other_than_the_main_one_hears_of_it_when_it_waits():
 
 def test_a_block_that_lets_a_signal_wait_is_ended_and_the_groups_that_are_there_are_told():
     finish = activity.at("finish_train_step")
-    with stop_signals(), stalls_within(30) as stalled, started(FakeEngines()), deferred_stop_signals(), finish:
+    with (
+        stop_signals(),
+        stalls_within(30) as stalled,
+        started(FakeEngines()),
+        deferred_stop_signals(),
+        finish,
+    ):
         time.sleep(NEVER_S)
     training, engines = lines_of(stalled.error)
     assert training.startswith("training: finish_train_step")
