@@ -84,14 +84,6 @@ def test_sections_that_do_not_say_where(section, message):
     assert refusals_of(lambda: checked(EnvConfig, {"math": section})) == [message]
 
 
-def test_a_wrong_section_is_named_by_its_path(refusals):
-    env = "env={arithmetic: null, math: {gold: {regex: '('}, response: {boxed: false}}}"
-    assert [problem.partition(": ")[0] for problem in refusals(env, "data.num_digits=3")] == [
-        "env.math.gold.regex",
-        "env.math.response",
-    ]
-
-
 def test_an_embedded_task_has_nothing_to_extract(refusals, load):
     (problem,) = refusals("env={arithmetic: null, math: {gold: {boxed: true}}}")
     assert problem.startswith("env.math.gold: incompatible (dataset_name)")

@@ -301,11 +301,6 @@ def test_stop_tokens_may_be_any_id_of_the_model(policy):
     assert PolicyConfig.model_validate(with_values(policy, **values)).generation.stop_token_ids == (0, 31)
 
 
-def test_stop_tokens_are_not_judged_by_a_wrong_vocabulary(refusals):
-    texts = refusals("policy.generation.stop_token_ids=[99]", "policy.model.vocab_size=many")
-    assert [text.partition(":")[0] for text in texts] == ["policy.model.vocab_size"]
-
-
 OVERLAP = "policy.megatron_cfg.overlap_moe_expert_parallel_comm"
 OVERLAPPED = (
     f"{OVERLAP}=true",

@@ -112,13 +112,6 @@ def test_refusals(refusals, overrides, message):
     assert text.startswith(message)
 
 
-def test_engines_on_the_ranks_gpus_are_refused(refusals):
-    async_vllm = (*VLLM, f"{GENERATION}.vllm_cfg.async_engine=true")
-    given = (ON, *TIS, *async_vllm, "cluster.gpus_per_node=2")
-    (text,) = refusals(*given)
-    assert text == ("policy.generation.colocated.enabled: incompatible (enabled)")
-
-
 @pytest.mark.parametrize(
     "remedy",
     [
@@ -129,20 +122,6 @@ def test_engines_on_the_ranks_gpus_are_refused(refusals):
 )
 def test_engines_beside_the_ranks_gpus_are_not(load, remedy):
     load(ON, *TIS, *VLLM, f"{GENERATION}.vllm_cfg.async_engine=true", "cluster.gpus_per_node=2", *remedy)
-
-
-def test_all_is_told_at_once(refusals):
-    texts = refusals(
-        *(ON, "policy.train_global_batch_size=128", WHITENED),
-        *(f"{ASYNC}.min_groups_for_streaming_train=4", f"{ASYNC}.max_inflight_prompts=1"),
-    )
-    assert [text.partition(": ")[0] for text in texts] == [
-        f"{ASYNC}.min_groups_for_streaming_train",
-        f"{ASYNC}.max_inflight_prompts",
-        f"{GENERATION}.colocated.enabled",
-        f"{ASYNC}.min_groups_for_streaming_train",
-        "loss_fn.use_importance_sampling_correction",
-    ]
 
 
 def test_nothing_of_it_holds_of_a_run_that_takes_turns(load):
@@ -266,11 +245,6 @@ def test_refusals_name_the_section_of_the_algorithm(ask, algorithm, override, ke
     expected = told if "(" in told else f"{told} ({of_groups})"
     with wrong_key(f"{algorithm}.async_{algorithm}.{key}: {expected}"):
         ask(algorithm, f"{algorithm}.async_{algorithm}.{override}")
-
-
-def test_a_critic_takes_a_choice_about_the_correction_too(exemplar):
-    with wrong_key("loss_fn.use_importance_sampling_correction: missing (enabled)"):
-        load_config(exemplar.with_name("ppo_cpu.yaml"), ["ppo.async_ppo.enabled=true", APART])
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "dpo", "sft", "distillation"])

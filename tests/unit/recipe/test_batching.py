@@ -61,11 +61,6 @@ def test_both_names_of_first_fit_decreasing_are_known(policy, algorithm):
     assert policy(sequence_packing={"algorithm": algorithm}).sequence_packing.algorithm == algorithm
 
 
-def test_other_algorithms_are_refused_with_those_there_are(refusals):
-    (text,) = refusals("+policy.sequence_packing.algorithm=concatenative")
-    assert text == "policy.sequence_packing.algorithm: not-allowed"
-
-
 @pytest.mark.parametrize(
     ("sections", "message"),
     [

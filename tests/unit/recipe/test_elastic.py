@@ -70,9 +70,3 @@ def test_what_has_shrunk_may_shrink_again(elastic):
     assert second is not None
     assert second.cluster.num_nodes == 1
     assert shrunk(second, 1) is None
-
-
-def test_another_problem_is_told_alone(load):
-    with pytest.raises(ConfigError) as caught:
-        load(*ELASTIC, *ONE_RANK_EACH, "cluster.num_nodes=2", "policy.train_global_batch_size=100")
-    assert [problem.path for problem in caught.value.problems] == ["policy.train_global_batch_size"]

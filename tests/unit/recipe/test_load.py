@@ -224,11 +224,6 @@ def test_overrides(load, override, path, expected):
     assert value == expected
 
 
-def test_every_wrong_override_is_reported_with_the_rest(refusals):
-    texts = refusals("seed=[1", "sed=1", "+seed=3", "policy.precision=double")
-    assert len(texts) == 4
-
-
 def test_where_a_value_was_set_is_shown(tmp_path, exemplar):
     child = write(tmp_path, "child.yaml", f"defaults: {exemplar}\n\nseed: x\n")
     problems = {

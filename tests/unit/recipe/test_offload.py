@@ -9,20 +9,6 @@ ALONE = (*COLOCATED, "policy.generation.compare_at_start=false")
 APART = (*COLOCATED, "policy.generation.colocated.enabled=false")
 
 
-@pytest.mark.parametrize("offload", ["grads_optimizer", "all"])
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "message"),
-    [
-        ("grpo_copy_async_cpu.yaml", (), "policy.offload: incompatible (enabled)"),
-        ("sft_cpu.yaml", (), "policy.offload: incompatible (backend)"),
-        ("ppo_cpu.yaml", COLOCATED, "policy.offload: incompatible (backend)"),
-    ],
-)  # fmt: skip
-def test_it_is_refused_where_it_frees_nothing_for_anyone(refusals, offload, recipe, overrides, message):
-    found = refusals(f"policy.offload={offload}", *overrides, recipe=recipe)
-    assert message in found
-
-
 @pytest.mark.parametrize(
     ("recipe", "offload", "overrides"),
     [
