@@ -1,4 +1,4 @@
-"""Parallel layouts compute what one rank computes: same log-probabilities, same step, replicas in agreement."""
+"""Replicas of parallel layouts stay in agreement, and a swap of weights waits for those still to come."""
 
 import pytest
 
