@@ -11,7 +11,6 @@ from grpo_run import Run
 from refusals import assert_holds
 
 from nemo_rl_mcore.driver.observability import read_rollouts
-from nemo_rl_mcore.tools.report import read_run
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 from refusals import wrong_key
 
-from nemo_rl_mcore.config import AsyncRolloutsConfig, ConfigError, checked
+from nemo_rl_mcore.config import AsyncRolloutsConfig, checked
 from nemo_rl_mcore.driver.saved_run import recipe_text
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.rules.asynchronous import remarks

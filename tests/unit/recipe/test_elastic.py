@@ -2,7 +2,6 @@
 
 import pytest
 
-from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.rules.runs import shrunk
 

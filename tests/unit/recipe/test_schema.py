@@ -5,7 +5,7 @@ from nemo_rl_mcore.config.base import StrictModel
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.recipe.foreign.translated import TRANSLATED
 from nemo_rl_mcore.recipe.foreign.unsupported import UNSUPPORTED
-from nemo_rl_mcore.recipe.schema import allowed, field_help, fields, is_known, nearest_path
+from nemo_rl_mcore.recipe.schema import allowed, fields, is_known, nearest_path
 
 
 @pytest.mark.parametrize("path", sorted(fields()))

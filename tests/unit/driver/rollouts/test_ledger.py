@@ -9,7 +9,7 @@ from refusals import refused
 
 from nemo_rl_mcore.driver.rollouts.events import Segment
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.states import GroupState, LedgerError, Limits, StepState
+from nemo_rl_mcore.driver.rollouts.states import LedgerError, Limits
 
 
 def make(n=2, max_age=1, last_step=5, max_attempts=2, **start):

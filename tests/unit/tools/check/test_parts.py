@@ -12,11 +12,10 @@ from raylets import Raylets
 from nemo_rl_mcore.tools.check import doctor_ray_session as ray_session
 from nemo_rl_mcore.tools.check.doctor_accelerators import GPU, Accelerators, supported
 from nemo_rl_mcore.tools.check.doctor_children import Answer, ask
-from nemo_rl_mcore.tools.check.doctor_findings import Diagnosis, Finding, Section, Status
+from nemo_rl_mcore.tools.check.doctor_findings import Finding, Status
 from nemo_rl_mcore.tools.check.doctor_machine import PYTHONS
-from nemo_rl_mcore.tools.check.doctor_packages import COMMANDS, extra_findings, install, questions
+from nemo_rl_mcore.tools.check.doctor_packages import COMMANDS, extra_findings, questions
 from nemo_rl_mcore.tools.check.doctor_recipe import Machines, findings, read_recipe
-from nemo_rl_mcore.tools.check.doctor_render import render
 
 RECIPE = str(REPOSITORY / "examples/configs/grpo_copy_cpu.yaml")
 H100 = {"name": "NVIDIA H100 80GB HBM3", "bytes": 79 << 30, "capability": [9, 0]}

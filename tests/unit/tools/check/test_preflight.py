@@ -6,7 +6,7 @@ from rich.console import Console
 
 from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.models.memory import estimate_memory
-from nemo_rl_mcore.recipe.load import load_config, load_with_warnings
+from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.rules.fused_logprobs import fused_guardrails
 from nemo_rl_mcore.tools.check import preflight
 from nemo_rl_mcore.tools.check.render import _bytes, render
