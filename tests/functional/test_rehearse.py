@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from nemo_rl_mcore.rehearsal.killed import Killer
-from nemo_rl_mcore.rehearsal.recorded import Recorder
 
 from nemo_rl_mcore.tools.rehearse import command
+from nemo_rl_mcore.tools.rehearse.killed import Killer
+from nemo_rl_mcore.tools.rehearse.recorded import Recorder
 
 REPO = Path(__file__).parents[2]
 THEIRS = REPO / "tests/fixtures/nemo_rl"
