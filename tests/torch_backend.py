@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from nemo_rl_mcore.data.token_digests import digests_of_rows
 from nemo_rl_mcore.losses.base import TokenOutputs
 from nemo_rl_mcore.ops.sampling import keyed_uniforms, sample_tokens
-from nemo_rl_mcore.rank.background_write import BackgroundWrite
+from nemo_rl_mcore.rank.checkpoints import BackgroundWrite
 from nemo_rl_mcore.rank.policy_backend import GeneratedRows, TopKLogits
 from nemo_rl_mcore.rank.sums import LocalSums
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nemo_rl_mcore.ops._groups import all_gather_rows
-from nemo_rl_mcore.ops._token_rows import TokenRows
+from nemo_rl_mcore.ops._groups import TokenRows, all_gather_rows
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -21,14 +21,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from nemo_rl_mcore.ops._elementwise import slice_statistics
-from nemo_rl_mcore.ops._head_call import (
+from nemo_rl_mcore.ops._head import (
+    GradientTile,
     HeadArguments,
     HeadBackward,
     HeadCall,
+    LinearHead,
     LinearLogprobsOptions,
+    head_statistics,
     plain_logits,
 )
-from nemo_rl_mcore.ops._head_tiles import GradientTile, LinearHead, head_statistics
 from nemo_rl_mcore.ops._products import Scratch, add_hidden_product
 from nemo_rl_mcore.ops._softmax import (
     RowBackward,

@@ -19,16 +19,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from nemo_rl_mcore.ops._elementwise import SplitBackward, SplitSoftmax, take_out
 from nemo_rl_mcore.ops._groups import VocabShard
-from nemo_rl_mcore.ops._head_call import HeadArguments, HeadBackward, HeadCall, plain_logits
-from nemo_rl_mcore.ops._head_tiles import GradientTile, LinearHead, LogitsCache, Tiling
+from nemo_rl_mcore.ops._head import (
+    GradientTile,
+    HeadArguments,
+    HeadBackward,
+    HeadCall,
+    LinearHead,
+    LogitsCache,
+    Tiling,
+    plain_logits,
+)
 from nemo_rl_mcore.ops._softmax import (
     accumulation_dtype,
     empty_statistics,
     gather_over_ranks,
     merge_statistics,
 )
-from nemo_rl_mcore.ops._split_softmax import SplitBackward, SplitSoftmax, take_out
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 
 

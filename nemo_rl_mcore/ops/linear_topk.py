@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nemo_rl_mcore.ops._head_call import HeadArguments, HeadCall, plain_logits
-from nemo_rl_mcore.ops._head_tiles import LinearHead
+from nemo_rl_mcore.ops._elementwise import SplitSoftmax, add_logits, take_out
+from nemo_rl_mcore.ops._head import HeadArguments, HeadCall, LinearHead, plain_logits
 from nemo_rl_mcore.ops._softmax import (
     accumulation_dtype,
     empty_statistics,
     gather_over_ranks,
     merge_statistics,
 )
-from nemo_rl_mcore.ops._split_softmax import SplitSoftmax, add_logits, take_out
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 
 _DEFAULT_OPTIONS = LinearLogprobsOptions()

@@ -13,9 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from nemo_rl_mcore.ops._elementwise import logits_gradient, slice_statistics
-from nemo_rl_mcore.ops._groups import VocabShard
+from nemo_rl_mcore.ops._groups import TokenRows, VocabShard
 from nemo_rl_mcore.ops._softmax import RowBackward, accumulation_dtype, reduce_over_ranks
-from nemo_rl_mcore.ops._token_rows import TokenRows
 
 
 def vocab_parallel_logprobs(

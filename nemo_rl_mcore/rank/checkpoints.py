@@ -14,30 +14,152 @@ A process may be killed at any moment: `step_N` appears and goes by one rename, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_rl_mcore.data.strict_json import read_json
-from nemo_rl_mcore.errors import RefusedError, code_of, shortened
+from nemo_rl_mcore.data.strict_json import read_json, read_regular
+from nemo_rl_mcore.errors import RefusedError, code_of, quoted, shortened
 from nemo_rl_mcore.rank import activity
-from nemo_rl_mcore.rank.checksums import (
-    SUMS_FILE,
-    outside_of_lists,
-    read_sums,
-    require_sums,
-    sha256,
-    write_sums,
-)
+
+SUMS_FILE = "SHA256SUMS"
+
+_LINE = re.compile(r"([0-9a-f]{64})  ([^\n\x00]+)")
+_CHUNK = 2**24
+
+
+def sha256(path: Path) -> str:
+    """Return the hash of a file's bytes, in hexadecimal."""
+    whole = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            activity.advance(f"taking the checksum of {path}")
+            whole.update(chunk)
+    return whole.hexdigest()
+
+
+def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Write the list of a folder; sums: the hash of each file by its path inside."""
+    lines = (f"{sums[name]}  {name}\n" for name in sorted(sums))
+    (folder / SUMS_FILE).write_text("".join(lines), encoding="utf-8")
+
+
+def read_sums(folder: Path) -> dict[str, str] | None:
+    """Return the hash of each file by its path inside; None for a folder without a list, as older ones are.
+
+    Raises ValueError, naming the file, when the list is broken.
+    """
+    path = folder / SUMS_FILE
+    try:
+        lines = read_regular(path, follow_links=False).decode().split("\n")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RefusedError(f"{path} cannot be read: {error}", code="unreadable-checksums") from error
+    sums: dict[str, str] = {}
+    for line in lines[:-1]:
+        match = _LINE.fullmatch(line)
+        if match is None or match[2] in sums:
+            raise RefusedError(f"{path} is broken: {quoted(line)}", code="broken-checksums")
+        sums[match[2]] = match[1]
+    if lines[-1]:
+        raise RefusedError(f"{path} is cut short", code="broken-checksums")
+    return sums
+
+
+def require_sums(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> None:
+    """Compare files with the list of their folder; raises ValueError, naming the first that is not what was written."""
+    for name in names:
+        path = folder / name
+        if name not in sums:
+            raise RefusedError(
+                f"{path} is not in {folder / SUMS_FILE}: it was not written with the others",
+                code="unlisted-file",
+            )
+        try:
+            differs = sha256(path) != sums[name]
+        except OSError as error:
+            raise RefusedError(f"{path} cannot be read: {error.strerror}", code="unreadable-file") from error
+        if differs:
+            raise RefusedError(
+                f"{path} is not what was written: its SHA-256 differs from {folder / SUMS_FILE}",
+                code="checksum-differs",
+            )
+
+
+def outside_of_lists(names: Iterable[str]) -> Iterator[str]:
+    """Of the paths inside a folder, those that no list of a folder further inside holds."""
+    names = [*names]
+    listed = tuple(name.removesuffix(SUMS_FILE) for name in names if name.endswith(f"/{SUMS_FILE}"))
+    return (name for name in names if not name.startswith(listed) or name.endswith(f"/{SUMS_FILE}"))
+
+
+_LOOK_EVERY_S = 0.1
+
+
+class BackgroundWrite:
+    """Runs `write` in a background thread, from the start; the rank's thread asks how it went.
+
+    Its progress counts for a rank that waits for it, and hides nothing of a call that the rank is at meanwhile.
+    """
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._seconds = 0.0
+        self._counter = activity.Apart()
+        # A daemon: the process may end while a disk hangs.
+        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def seconds(self, *, wait: bool) -> float | None:
+        """Return how long it took, None while it goes on; wait: until it has ended. Raises what `write` raised."""
+        if wait:
+            self.join()
+        if self._thread.is_alive():
+            return None
+        if self._error is not None:
+            raise self._error
+        return self._seconds
+
+    def join(self) -> None:
+        """Wait until it has ended, however that was; its progress is this thread's meanwhile."""
+        seen = activity.Progress()
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_EVERY_S)
+            if self._counter.progress != seen:
+                seen = self._counter.progress
+                activity.advance(seen.doing)
+
+    def _run(self, write: Callable[[], None]) -> None:
+        began = time.monotonic()
+        with activity.counted_by(self._counter):
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001  # raised in the thread of who asks
+                self._error = error
+                _forget_frames(error)
+        self._seconds = time.monotonic() - began
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error and its causes hold: the copy that was to be written."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
 
 INFO_FILE = "training_info.json"
 POLICY_FOLDER = "policy"

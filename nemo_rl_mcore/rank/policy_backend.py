@@ -5,11 +5,13 @@ Shapes: B rows of this rank's shard, S sequence length, K ids a token, T new tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams
-from nemo_rl_mcore.rank.background_write import BackgroundWrite
+from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank.checkpoints import BackgroundWrite
 from nemo_rl_mcore.rank.sums import StepTotals
 from nemo_rl_mcore.rank.train_step import TrainStepBackend
 
@@ -333,3 +336,43 @@ GeneratorFactory = Callable[[PolicyConfig], GeneratorBackend]
 
 BackendFactory = Callable[[PolicyConfig, BackendOptions], PolicyBackend]
 """Builds the backend of this rank; the environment says which rank it is."""
+
+
+_BACKENDS = {"megatron_cfg": "nemo_rl_mcore.rank.megatron.backend"}
+"""The section of the policy that switches a framework on, and where its `open_backend` and `open_generator` are."""
+
+
+def open_backend(policy: PolicyConfig, options: BackendOptions) -> PolicyBackend:
+    """Prepare this rank's device, then import the framework of the policy and build its backend."""
+    factory: BackendFactory = _framework_of(policy).open_backend
+    return factory(policy, options)
+
+
+def open_generator(policy: PolicyConfig) -> GeneratorBackend:
+    """Prepare this process's device, then import the framework of the policy and build a model that only generates."""
+    factory: GeneratorFactory = _framework_of(policy).open_generator
+    return factory(policy)
+
+
+def launch_settings(policy: PolicyConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what CUDA has to read before its first use, where the environment does not say it.
+
+    One hardware queue starts kernels in the order in which they are launched: with tensor or context parallelism the
+    communication of a layer then begins before the products that it is to overlap with (megatron/training/arguments.py;
+    Blackwell needs no such thing). Overlapped communication of experts needs several, which is CUDA's own default.
+    """
+    megatron = policy.megatron_cfg
+    shared = megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1
+    if not shared or megatron.overlap_moe_expert_parallel_comm or _QUEUES in environ:
+        return {}
+    return {_QUEUES: "1"}
+
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def _framework_of(policy: PolicyConfig) -> Any:
+    os.environ.update(launch_settings(policy, os.environ))
+    accelerator.install(int(os.environ.get("LOCAL_RANK", "0")))  # before Megatron is imported
+    module = next(path for section, path in _BACKENDS.items() if getattr(policy, section).enabled)
+    return import_module(module)

@@ -20,15 +20,14 @@ from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import sample_keys
 from nemo_rl_mcore.rank import accelerator, activity
-from nemo_rl_mcore.rank.backends import open_backend
-from nemo_rl_mcore.rank.background_write import BackgroundWrite
 from nemo_rl_mcore.rank.batch_sizes import BatchSizes
-from nemo_rl_mcore.rank.checkpoints import POLICY_FOLDER
+from nemo_rl_mcore.rank.checkpoints import POLICY_FOLDER, BackgroundWrite
 from nemo_rl_mcore.rank.policy_backend import (
     BackendFactory,
     BackendOptions,
     GenerationRequest,
     OnDevice,
+    open_backend,
 )
 from nemo_rl_mcore.rank.refit.digests import Digester
 from nemo_rl_mcore.rank.refit.sender import (

@@ -234,7 +234,7 @@ def _judged(message: str, files: Sequence[Path]) -> tuple[str, str]:
 
 def _sum_up(step: Path) -> None:
     """Write sizes and checksums of what is there now."""
-    from nemo_rl_mcore.rank.checksums import SUMS_FILE, sha256, write_sums
+    from nemo_rl_mcore.rank.checkpoints import SUMS_FILE, sha256, write_sums
 
     policy = step / "policy"
     files = [path for path in policy.rglob("*") if path.is_file() and path.name != SUMS_FILE]

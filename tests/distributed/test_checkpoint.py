@@ -104,7 +104,7 @@ def written_during_a_step(folder, model, megatron, policy, copied=True):
     from threading import Event
     from unittest.mock import patch
 
-    from nemo_rl_mcore.rank.checksums import read_sums
+    from nemo_rl_mcore.rank.checkpoints import read_sums
     from nemo_rl_mcore.rank.megatron.sharded_files import PreparedState
 
     worker, trained = build(model, megatron, **policy), Event()
@@ -158,13 +158,15 @@ def fail_to_write_a_copy(folder):
 
     import torch.distributed as dist
 
-    from nemo_rl_mcore.rank.megatron import random_files
+    from nemo_rl_mcore.rank.megatron import checkpoint as checkpoint_files
 
     def nowhere(_folder):
         return Path(folder, "missing", "rank.pt")
 
     worker, raised = build({}, {}), []
-    lost = patch.object(random_files, "of_this_rank", nowhere) if dist.get_rank() == 1 else nullcontext()
+    lost = (
+        patch.object(checkpoint_files, "generators_file", nowhere) if dist.get_rank() == 1 else nullcontext()
+    )
     with lost:
         worker.save_checkpoint(f"{folder}/failed", wait=False)
         for _ in range(2):

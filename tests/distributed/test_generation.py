@@ -178,7 +178,7 @@ def recomputed_and_cached():
     import tiny
     import torch
 
-    from nemo_rl_mcore.rank.megatron.next_logits import RecomputedLogits, next_logits
+    from nemo_rl_mcore.rank.megatron.generation import RecomputedLogits, next_logits
 
     model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
     ids = torch.randint(0, 32, (3, 5))

@@ -28,7 +28,7 @@ LAYOUTS = {
 def held():
     import gc
 
-    from nemo_rl_mcore.ops._head_tiles import LogitsCache
+    from nemo_rl_mcore.ops._head import LogitsCache
 
     gc.collect()
     return sum(type(x) is LogitsCache and bool(x._panels) for x in gc.get_objects())

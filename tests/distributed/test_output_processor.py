@@ -117,7 +117,7 @@ def complaints_about_the_hook():
     """What the first passes say, of models that call the processor, ignore it, do not know it, or are no last stage."""
     import torch
 
-    from nemo_rl_mcore.rank.megatron.hook_check import require_hook
+    from nemo_rl_mcore.rank.megatron.train_backend import require_hook
 
     class Calls(torch.nn.Module):
         post_process = True

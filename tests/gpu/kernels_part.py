@@ -16,7 +16,7 @@ import torch
 from report import Report
 from torch import Tensor
 
-from nemo_rl_mcore.ops import _elementwise
+from nemo_rl_mcore.ops import _softmax as _elementwise
 from nemo_rl_mcore.ops._softmax import RowBackward
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs, linear_logprobs
 from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at, plain_linear_logprobs_at

@@ -182,14 +182,14 @@ def empty_step_is_stepped() -> AbstractContextManager[Any]:
 
 
 def hooks_act_in_every_microbatch() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import overlapped_grad_sync
+    from nemo_rl_mcore.rank.megatron import grad_sync as overlapped_grad_sync
 
     held_back = overlapped_grad_sync._HeldBack
     return patch.object(held_back, "__enter__", held_back.__exit__)
 
 
 def reductions_started_twice() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import overlapped_grad_sync
+    from nemo_rl_mcore.rank.megatron import grad_sync as overlapped_grad_sync
 
     def start(groups: list[Any]) -> None:
         for group in groups:
@@ -199,7 +199,7 @@ def reductions_started_twice() -> AbstractContextManager[Any]:
 
 
 def reduced_before_the_division() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import overlapped_grad_sync
+    from nemo_rl_mcore.rank.megatron import grad_sync as overlapped_grad_sync
 
     return patch.object(overlapped_grad_sync, "_multiplied_by", lambda *_args: nullcontext())
 

@@ -20,7 +20,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.strict_json import parse_json, read_regular
 from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES
 from nemo_rl_mcore.errors import RefusedError, code_of
-from nemo_rl_mcore.rank.checksums import read_sums, require_sums, sha256, write_sums
+from nemo_rl_mcore.rank.checkpoints import read_sums, require_sums, sha256, write_sums
 
 TENSORS_FILE = "groups.safetensors"
 TEXTS_FILE = "groups.json"

@@ -23,8 +23,13 @@ from nemo_rl_mcore.engine.engine import (
 from nemo_rl_mcore.engine.receivers import Receivers
 from nemo_rl_mcore.ops.sampling import SamplingParams
 from nemo_rl_mcore.rank import activity
-from nemo_rl_mcore.rank.backends import open_generator
-from nemo_rl_mcore.rank.policy_backend import Decoding, GenerationRequest, GeneratorFactory, WeightFilling
+from nemo_rl_mcore.rank.policy_backend import (
+    Decoding,
+    GenerationRequest,
+    GeneratorFactory,
+    WeightFilling,
+    open_generator,
+)
 from nemo_rl_mcore.rank.refit.digests import digests
 from nemo_rl_mcore.rank.refit.transports import MessageRelay
 from nemo_rl_mcore.rank.refit.verification import Digests, require_as_sent

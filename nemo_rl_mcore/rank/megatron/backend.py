@@ -16,7 +16,7 @@ from nemo_rl_mcore.config.megatron import UNDIVIDED
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.rank import accelerator, activity, rendezvous
 from nemo_rl_mcore.rank.agreement import together
-from nemo_rl_mcore.rank.background_write import BackgroundWrite
+from nemo_rl_mcore.rank.checkpoints import BackgroundWrite
 from nemo_rl_mcore.rank.megatron import checkpoint, generation, notices, parallel_groups
 from nemo_rl_mcore.rank.megatron.hf_weights.export import full_tensors, save_pretrained
 from nemo_rl_mcore.rank.megatron.hf_weights.load import WholeWeightFilling

@@ -8,31 +8,37 @@ SHA256SUMS                         the checksum of every file
 
 from __future__ import annotations
 
+import io
+import logging
+import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self, cast
+from typing import Annotated, Any, Self, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl_mcore.config import MegatronConfig
-from nemo_rl_mcore.data.strict_json import read_json
+from nemo_rl_mcore.data.strict_json import read_json, read_regular
 from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.agreement import agreed, agreed_on_first
-from nemo_rl_mcore.rank.megatron import random_files
-from nemo_rl_mcore.rank.megatron.checkpoint_sums import require_sums_together, write_sums_together
+from nemo_rl_mcore.rank.checkpoints import SUMS_FILE, read_sums, require_sums, sha256, write_sums
 from nemo_rl_mcore.rank.megatron.optimizer_state import (
+    gather_parameters,
     load_optimizer_state,
     optimizer_step,
     sharded_optimizer_state,
 )
-from nemo_rl_mcore.rank.megatron.parameters import gather_parameters
 from nemo_rl_mcore.rank.megatron.reference_policy import ReferencePolicy
 from nemo_rl_mcore.rank.megatron.sharded_files import (
     PreparedState,
@@ -43,6 +49,119 @@ from nemo_rl_mcore.rank.megatron.sharded_files import (
 from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.rank.megatron.value_head import VALUE_HEAD
 from nemo_rl_mcore.rank.rendezvous import patient_group
+
+_log = logging.getLogger(__name__)
+_WRITER = re.compile(r"(?:__|rank_)(\d+)[_.]")
+
+
+def write_sums_together(folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Write the list of a folder that all ranks have filled; each reads what it wrote, which its machine still holds.
+
+    group: of all ranks; None is as in `agreement.together`. Raises OSError on all ranks when one of them cannot.
+    """
+    rank = dist.get_rank()
+    own = agreed(
+        lambda: {name: sha256(folder / name) for name in _files(folder) if _writer(name) == rank}, group
+    )
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, own, group)
+    agreed_on_first(
+        lambda: write_sums(folder, {name: value for part in of_all for name, value in part.items()}), group
+    )
+
+
+def require_sums_together(folder: Path, part: str = "", *, required: bool) -> None:
+    """Compare the files of a folder, or those below a folder inside, with its list; each rank takes an equal share.
+
+    Raises ValueError on all ranks, naming a file that was changed, is missing or was added. A folder without a list
+    passes with a line in the log if none is required, as in those of older versions.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def compare() -> None:
+        sums = read_sums(folder)
+        if sums is None:
+            if required:
+                raise RefusedError(f"{folder / SUMS_FILE} is missing", code="missing-checksums")
+            if rank == 0:
+                _log.warning("%s has no %s: its files are loaded unchecked", folder, SUMS_FILE)
+            return
+        listed = {name for name in sums if name.startswith(part)}
+        there = {name: (folder / name).lstat().st_size for name in _files(folder) if name.startswith(part)}
+        if gone := sorted(listed - there.keys()):
+            raise RefusedError(
+                f"{folder / gone[0]} is missing: {folder / SUMS_FILE} lists it", code="missing-file"
+            )
+        largest_first = sorted(there, key=lambda name: (-there[name], name))
+        require_sums(folder, sums, largest_first[rank::ranks])
+
+    agreed(compare)
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Return what the list holds: every regular file but the list itself; readers refuse links and pipes."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.is_symlink() and path != folder / SUMS_FILE:
+            yield str(path.relative_to(folder))
+
+
+def _writer(name: str) -> int:
+    """Return the rank that wrote a file."""
+    match = _WRITER.match(Path(name).name)
+    return int(match[1]) if match is not None else 0
+
+
+def generators_file(folder: Path) -> Path:
+    """Return the file of this rank."""
+    return folder / f"rank_{dist.get_rank()}.pt"
+
+
+def present_generators() -> bytes:
+    """Return the file's content, in types that are read without a pickle's reach."""
+    name, keys, position, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state())
+    state = {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), position, has_gauss, cached),
+        "device": accelerator.device_rng_states(),
+        "tracker": _tracker().get_states(),
+    }
+    torch.save(state, file := io.BytesIO())
+    return file.getvalue()
+
+
+def read_generators(folder: Path) -> dict[str, Any]:
+    """Return the saved generators; each is tried on one of its own kind, so that restoring cannot fail half-way.
+
+    Raises ValueError, naming the file, when it is not a state of these generators.
+    """
+    path = generators_file(folder)
+    try:
+        state = torch.load(io.BytesIO(read_regular(path, follow_links=False)), weights_only=True)
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+        on_device = torch.Generator(accelerator.device())
+        for own, saved in zip((torch.Generator(), on_device), state["device"], strict=False):
+            own.set_state(saved)
+        if state["tracker"].keys() != _tracker().get_states().keys():
+            raise ValueError("it has other generators than this layout")
+        for saved in state["tracker"].values():
+            on_device.set_state(saved)
+    except Exception as error:  # of four libraries, for whatever is not a state
+        raise ValueError(f"{path} is not the random state of a rank: {error}") from error
+    return cast("dict[str, Any]", state)
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Set the generators to what `read` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    accelerator.restore_device_rng_states(state["device"])
+    _tracker().set_states(state["tracker"])
+
+
+def _tracker() -> CudaRNGStatesTracker:
+    return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
+
 
 WEIGHTS = "weights"
 REFERENCE = "reference"
@@ -135,12 +254,12 @@ class _Rest:
             committed_step_ids=[*committed_step_ids],
             has_checksums=True,
         )
-        return cls(counters, agreed(random_files.present_state))
+        return cls(counters, agreed(present_generators))
 
     def write(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         """Write it, and the checksums of all that the folder then holds; every rank takes part."""
         agreed_on_first((folder / RANDOM).mkdir, group)
-        agreed(lambda: random_files.of_this_rank(folder / RANDOM).write_bytes(self.generators), group)
+        agreed(lambda: generators_file(folder / RANDOM).write_bytes(self.generators), group)
         text = self.counters.model_dump_json()
         agreed_on_first(lambda: (folder / STATE_FILE).write_text(text, encoding="utf-8"), group)
         write_sums_together(folder, group)
@@ -163,7 +282,7 @@ def load_policy(
     if verify_checksums:
         require_sums_together(folder, required=saved.has_checksums)
     same_layout = saved.layout == _layout(config)
-    generators = agreed(lambda: random_files.read(folder / RANDOM) if same_layout else None)
+    generators = agreed(lambda: read_generators(folder / RANDOM) if same_layout else None)
     if reference is not None and (folder / REFERENCE).is_dir():
         load_weights(backend.chunks, folder / REFERENCE)
         reference.keep()
@@ -173,7 +292,7 @@ def load_policy(
     backend.scheduler.num_steps = saved.schedule_samples
     backend.scheduler.step(0)  # the rates of that place in the schedule
     if generators is not None:
-        random_files.restore(generators)
+        restore_generators(generators)
     return saved.committed_step_ids
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_rl_mcore.rank.megatron import parallel_groups
 
 
 @contextmanager
@@ -64,3 +69,119 @@ def bucket_groups(chunks: list[DistributedDataParallel]) -> list[Any]:
     return [
         group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
     ]
+
+
+@dataclass
+class OverlappedGradSync:
+    """For the chunks of one rank. Inside `begin`, `deferred_grad_sync` is in force around it.
+
+    order: the bucket groups as they become complete in a backward pass; the same on ranks that hold the same weights.
+    """
+
+    config: TransformerConfig
+    chunks: list[DistributedDataParallel]
+    order: list[Any] = field(default_factory=list[Any])
+    all_ranks_know: bool = False
+
+    @contextmanager
+    def begin(self, factor: float) -> Iterator[bool]:
+        """Around one schedule call, on all ranks: whether its gradients are multiplied by `factor` and being reduced.
+
+        Else they are as `deferred_grad_sync` leaves them. A rank whose schedule fails reduces what it has, since the
+        others may wait for it: whoever clears the gradients then ends that.
+        """
+        self.all_ranks_know = self.all_ranks_know or self._agree()
+        if not self.all_ranks_know:
+            with self._learning():
+                yield False
+            return
+        with _multiplied_by(factor, self.chunks), self._last_microbatch_counts():
+            try:
+                yield True
+            finally:
+                start_reductions(self.order)
+
+    def _agree(self) -> bool:
+        knows = bool(self.order) and not self._is_first_pass()
+        known = torch.tensor(int(knows))
+        dist.all_reduce(known, op=dist.ReduceOp.MIN, group=parallel_groups.computing_ranks())
+        return bool(known)
+
+    def _is_first_pass(self) -> bool:
+        return any(group.is_first_batch for group in bucket_groups(self.chunks))
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Inside, Megatron counts the last microbatch's gradients, and their order is noted; nothing is reduced."""
+        group_of = {parameter: group for group in bucket_groups(self.chunks) for parameter in group.params}
+        last_come: dict[torch.nn.Parameter, None] = {}
+
+        def note(parameter: torch.nn.Parameter) -> None:
+            last_come.pop(parameter, None)
+            last_come[parameter] = None
+
+        hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in group_of]
+        learned = False
+        try:
+            with self._last_microbatch_counts() if self._is_first_pass() else nullcontext():
+                yield
+            learned = last_come.keys() == group_of.keys() and self._counts_are_whole()
+        finally:
+            for hook in hooks:
+                hook.remove()
+            if learned:
+                self.order = [*dict.fromkeys(group_of[parameter] for parameter in reversed(last_come))][::-1]
+            else:
+                self._forget_counts()
+
+    def _counts_are_whole(self) -> bool:
+        groups = [group for group in bucket_groups(self.chunks) if group.is_first_batch]
+        return all(len(group.per_param_grad_ready_counts) == len(group.params) for group in groups)
+
+    def _forget_counts(self) -> None:
+        """Megatron would take them for those of every later pass."""
+        for group in bucket_groups(self.chunks):
+            group.per_param_grad_ready_counts = {}
+
+    @contextmanager
+    def _last_microbatch_counts(self) -> Iterator[None]:
+        """Inside, the schedules let the hooks of the last microbatch act."""
+        held_back = self.config.no_sync_func
+        self.config.no_sync_func = lambda: _HeldBack(bucket_groups(self.chunks))
+        try:
+            yield
+        finally:
+            self.config.no_sync_func = held_back
+
+
+@dataclass
+class _HeldBack(AbstractContextManager[None]):
+    """What `DistributedDataParallel.no_sync` does, but not when it is collected.
+
+    The pipelined schedules enter and leave it by hand: after an error, one that is a generator would end whenever the
+    error's traceback goes, in the midst of a later step.
+    """
+
+    groups: list[Any]
+
+    def __enter__(self) -> None:
+        for group in self.groups:
+            group.is_last_microbatch = False
+
+    def __exit__(self, *_error: object) -> None:
+        for group in self.groups:
+            group.is_last_microbatch = True
+
+
+@contextmanager
+def _multiplied_by(factor: float, chunks: list[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, what a bucket starts to reduce is multiplied first, as `scale_gradients` would have done."""
+    buckets = [bucket for group in bucket_groups(chunks) for bucket in group.buckets]
+    own = [bucket.gradient_scaling_factor for bucket in buckets]
+    for bucket in buckets:
+        bucket.gradient_scaling_factor *= factor
+    try:
+        yield
+    finally:
+        for bucket, before in zip(buckets, own, strict=True):
+            bucket.gradient_scaling_factor = before

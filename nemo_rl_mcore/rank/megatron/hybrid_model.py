@@ -35,7 +35,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.rank.megatron.layer_specs import layer_spec, norm_of
-from nemo_rl_mcore.rank.megatron.mamba_spec import mamba_layer_spec
+from nemo_rl_mcore.rank.megatron.mamba import mamba_layer_spec
 
 _ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
 _FEED_FORWARD = ("pre_mlp_layernorm", "mlp", "mlp_bda")

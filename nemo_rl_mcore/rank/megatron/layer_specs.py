@@ -22,8 +22,11 @@ from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron.attention import LocalAttention
 from nemo_rl_mcore.rank.megatron.biases import biased_experts
-from nemo_rl_mcore.rank.megatron.latent_attention import LatentAttention, require_latent_attention
-from nemo_rl_mcore.rank.megatron.latent_experts import with_latent_experts
+from nemo_rl_mcore.rank.megatron.latent_layers import (
+    LatentAttention,
+    require_latent_attention,
+    with_latent_experts,
+)
 
 
 class RMSNorm(torch.nn.Module):

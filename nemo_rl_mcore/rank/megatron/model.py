@@ -20,7 +20,7 @@ from nemo_rl_mcore.config.rope_scaling import RopeScalingConfig
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron.biases import mark_for_tensor_parallel
 from nemo_rl_mcore.rank.megatron.fusions import Kernels, fused_settings, recomputed_settings
-from nemo_rl_mcore.rank.megatron.latent_attention import share_rotations
+from nemo_rl_mcore.rank.megatron.latent_layers import share_rotations
 from nemo_rl_mcore.rank.megatron.model_class import LanguageModel, biased_routers, language_model
 from nemo_rl_mcore.rank.megatron.value_head import value_head_of
 from nemo_rl_mcore.rank.policy_backend import DTYPES

@@ -15,8 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from nemo_rl_mcore.rank import accelerator
-from nemo_rl_mcore.rank.megatron.optimizer_state import parts_of
-from nemo_rl_mcore.rank.megatron.parameters import weights_of
+from nemo_rl_mcore.rank.megatron.optimizer_state import parts_of, weights_of
 from nemo_rl_mcore.rank.policy_backend import OnDevice
 
 

@@ -11,7 +11,7 @@ number in a parameter group, which names another one where 16-bit and fp32 weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,14 +22,35 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+from megatron.core.utils import unwrap_model
 
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.agreement import agreed
 from nemo_rl_mcore.rank.megatron.sharded_files import ShardedStateDict
+
+
+def weights_of(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield the parameters of each chunk, then its buffers: the bias of experts is one, and training moves it."""
+    for chunk in chunks:
+        model = cast(torch.nn.Module, unwrap_model(chunk))
+        yield from (*model.parameters(), *model.buffers())
+
+
+def gather_parameters(chunks: Iterable[torch.nn.Module]) -> None:
+    """Gather now what `overlap_param_gather` leaves to the next forward pass; data-parallel ranks call it together.
+
+    Whoever reads parameters other than by a forward pass would otherwise find some of the last step's.
+    """
+    for chunk in chunks:
+        # A frozen model has no steps that leave something.
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
 
 _STEP = "step"
 _MAIN = "param"

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from nemo_rl_mcore.ops._token_rows import TokenRows
+from nemo_rl_mcore.ops._groups import TokenRows
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
 from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
 from nemo_rl_mcore.ops.linear_topk import linear_topk_logprobs

@@ -10,7 +10,7 @@ import torch
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.policy import REFERENCE_SHARE
 from nemo_rl_mcore.rank import accelerator
-from nemo_rl_mcore.rank.megatron.parameters import gather_parameters, weights_of
+from nemo_rl_mcore.rank.megatron.optimizer_state import gather_parameters, weights_of
 
 PIECE_BYTES = 16 * 2**20  # long beside the start of a copy, small beside the weights
 _SPARES = 2  # one is filled while the other is emptied

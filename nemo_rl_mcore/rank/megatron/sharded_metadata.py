@@ -7,9 +7,8 @@ import pickle
 import re
 import stat
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path, PosixPath
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -34,10 +33,6 @@ _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 _COMMON_ENTRY = re.compile(rf"{COMMON_STATE}/shard_0_1")
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
-_RECORDS: tuple[type, ...] = (
-    *(Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, BytesStorageMetadata),
-    *(TensorProperties, ChunkStorageMetadata, _StorageInfo),
-)
 _GLOBALS = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
@@ -50,31 +45,8 @@ _GLOBALS = {
 }
 _MOVED = {"pathlib._local": "pathlib"}
 """Modules by the name that Python 3.13 writes."""
-_OPCODES = (
-    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
-    *(
-        pickle.BININT,
-        pickle.BININT1,
-        pickle.BININT2,
-        pickle.LONG1,
-        pickle.SHORT_BINUNICODE,
-        pickle.BINUNICODE,
-    ),
-    *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE, pickle.EMPTY_LIST),
-    *(pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS, pickle.MEMOIZE),
-    *(
-        pickle.BINPUT,
-        pickle.LONG_BINPUT,
-        pickle.BINGET,
-        pickle.LONG_BINGET,
-        pickle.STACK_GLOBAL,
-        pickle.GLOBAL,
-    ),
-    *(pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
-)
-"""What a description is written with. Others make what it has none of, such as sets."""
-_TUPLES = pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE
-_DEEPEST_TUPLE = 3
+_MOST_BYTES = 1 << 30
+"""Of a description: some hundred bytes for each part of a tensor."""
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -92,6 +64,8 @@ def read_metadata(folder: Path) -> Metadata:
     if not isinstance(declared, dict) or not _FORMAT.items() <= declared.items():
         raise ValueError(f"{folder / FORMAT_FILE} does not name the format {_FORMAT}")
     path = folder / METADATA_FILE
+    if path.lstat().st_size > _MOST_BYTES:
+        raise ValueError(f"{path} is larger than a description can be")
     try:
         metadata = _Unpickler(io.BytesIO(read_regular(path, follow_links=False))).load()
         _check(metadata, folder, sizes)
@@ -133,52 +107,14 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {name: status.st_size for name, status in found.items() if _DATA_FILE.fullmatch(name)}
 
 
-_InPython: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _refuse(_: Any) -> NoReturn:
-    raise pickle.UnpicklingError("an operation that no description needs")
-
-
-def _fill_record(reader: Any) -> None:
-    """Fill a record of ours: on a class this operation would change the class."""
-    record, state = reader.stack[-2:]
-    wanted = tuple if type(record) is TensorProperties else dict
-    if type(record) not in _RECORDS or type(state) is not wanted:
-        raise pickle.UnpicklingError("it fills something other than a record")
-    _InPython.dispatch[pickle.BUILD[0]](reader)
-
-
-def _make_tuple(opcode: int, reader: Any) -> None:
-    """Make a tuple, of which no key can be made that is worth a recursion."""
-    _InPython.dispatch[opcode](reader)
-    if _depth(reader.stack[-1]) > _DEEPEST_TUPLE:
-        raise pickle.UnpicklingError("tuples inside of tuples inside of tuples")
-
-
-class _Unpickler(_InPython):
-    """Reads records of numbers and names, and nothing that could run code, change a class or exhaust the memory.
-
-    It is the one in Python: that in C can be told no operations to refuse, allocates whatever place a memo is put at,
-    and a key of tuples in tuples overflows its stack.
-    """
-
-    dispatch: ClassVar[dict[int, Any]] = {
-        **dict.fromkeys(range(256), _refuse),
-        **{opcode[0]: _InPython.dispatch[opcode[0]] for opcode in _OPCODES},
-        **{opcode[0]: partial(_make_tuple, opcode[0]) for opcode in _TUPLES},
-        pickle.BUILD[0]: _fill_record,
-    }
+class _Unpickler(pickle.Unpickler):
+    """Makes records of numbers and names, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = _MOVED.get(module, module)
         if name in _GLOBALS.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _depth(value: object) -> int:
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, tuple) else 0
 
 
 def _check(metadata: Any, folder: Path, sizes: dict[str, int]) -> None:

@@ -25,8 +25,7 @@ from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.strict_json import read_json
 from nemo_rl_mcore.driver.own_files import next_free, replacing
 from nemo_rl_mcore.errors import folder_error, shortened
-from nemo_rl_mcore.rank.checkpoints import INFO_FILE
-from nemo_rl_mcore.rank.checksums import SUMS_FILE, sha256
+from nemo_rl_mcore.rank.checkpoints import INFO_FILE, SUMS_FILE, sha256
 
 IDENTITY_FILE = "evaluation.json"
 RESULTS_FILE = "results.json"

@@ -44,7 +44,7 @@ class _Readable(MegatronPolicyWorker):
     def _parameters(self) -> dict[str, torch.Tensor]:
         # Megatron takes seconds to import, and recipes are shrunk without it.
         from nemo_rl_mcore.rank.megatron.model_class import language_models
-        from nemo_rl_mcore.rank.megatron.parameters import gather_parameters
+        from nemo_rl_mcore.rank.megatron.optimizer_state import gather_parameters
 
         chunks = cast("Any", self.backend).chunks
         gather_parameters(chunks)

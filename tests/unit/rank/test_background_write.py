@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from nemo_rl_mcore.rank import activity
-from nemo_rl_mcore.rank.background_write import BackgroundWrite
+from nemo_rl_mcore.rank.checkpoints import BackgroundWrite
 
 
 class Copy:

@@ -13,9 +13,11 @@ from nemo_rl_mcore.rank.checkpoints import (
     NotACheckpointError,
     Retention,
     read_checkpoint,
+    read_sums,
     require_checkpoint,
+    sha256,
+    write_sums,
 )
-from nemo_rl_mcore.rank.checksums import read_sums, sha256, write_sums
 
 WRITER = Path(__file__).with_name("checkpoint_writer.py")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_mcore.rank.backends import launch_settings
+from nemo_rl_mcore.rank.policy_backend import launch_settings
 from nemo_rl_mcore.recipe.load import load_config
 
 EXPERTS = ("+policy.model.num_moe_experts=4", "policy.precision=bfloat16")

@@ -26,7 +26,7 @@ from nemo_rl_mcore.rank.agreement import agreed_on_first, together
 from nemo_rl_mcore.rank.megatron.hf_weights.files import ShardWriter
 from nemo_rl_mcore.rank.megatron.hf_weights.packing import whole
 from nemo_rl_mcore.rank.megatron.hf_weights.placement import Place, local_parameters, this_place
-from nemo_rl_mcore.rank.megatron.parameters import gather_parameters
+from nemo_rl_mcore.rank.megatron.optimizer_state import gather_parameters
 from nemo_rl_mcore.rank.policy_backend import DTYPES
 
 SHARD_BYTES = 5 * 10**9

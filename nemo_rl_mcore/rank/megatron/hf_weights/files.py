@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,43 @@ from safetensors.torch import save_file
 from nemo_rl_mcore.data.weight_files import INDEX, ONE_FILE, tensor_files
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import activity
-from nemo_rl_mcore.rank.megatron.hf_weights import mxfp4
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCK = 32
+_EXPONENT_OF_0 = 127
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)])
+
+
+def packed_names(names: Collection[str]) -> Iterator[str]:
+    """Yield the tensors that are there as blocks and scales."""
+    for name in names:
+        whole = name.removesuffix(_BLOCKS)
+        if whole != name and whole + _SCALES in names:
+            yield whole
+
+
+def mxfp4_parts(name: str) -> tuple[str, str]:
+    """Return what the blocks and the scales of a tensor are called."""
+    return name + _BLOCKS, name + _SCALES
+
+
+def mxfp4_shape(blocks: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the tensor [E, 32 * G, R] for that of its blocks [E, R, G, 16]."""
+    experts, outputs, groups, _ = blocks
+    return experts, groups * _BLOCK, outputs
+
+
+def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[E, 32 * G, R] in bfloat16, which holds every such number.
+
+    blocks: uint8 [E, R, G, 16]. scales: uint8 [E, R, G].
+    """
+    codes = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(-2)
+    exponents = scales.to(torch.int32) - _EXPONENT_OF_0
+    values = torch.ldexp(_VALUES[codes.long()], exponents.unsqueeze(-1))
+    return values.flatten(-2).transpose(-1, -2).to(torch.bfloat16)
+
 
 _READABLE = ("F64", "F32", "F16", "BF16")
 
@@ -33,30 +69,30 @@ class TensorFiles:
         self._files: dict[Path, Any] = {}
         self._open = ExitStack()
         self._file_of = tensor_files(folder)
-        self._packed = frozenset(mxfp4.packed_names(self._file_of))
+        self._packed = frozenset(packed_names(self._file_of))
 
     @property
     def names(self) -> frozenset[str]:
         """Return all tensors."""
-        parts = {part for name in self._packed for part in mxfp4.parts_of(name)}
+        parts = {part for name in self._packed for part in mxfp4_parts(name)}
         return frozenset(self._file_of) - parts | self._packed
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's."""
         if name in self._packed:
-            return mxfp4.shape_of(self._slices(mxfp4.parts_of(name)[0]).get_shape())
+            return mxfp4_shape(self._slices(mxfp4_parts(name)[0]).get_shape())
         return tuple(self._slices(name).get_shape())
 
     def path_of(self, name: str) -> Path:
         """Return the file that holds the tensor."""
-        return self._file_of[mxfp4.parts_of(name)[0] if name in self._packed else name]
+        return self._file_of[mxfp4_parts(name)[0] if name in self._packed else name]
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """Return a part of a tensor; the rest is not read, but for other rows and columns of experts in MXFP4."""
         if name in self._packed:
             experts, *rest = part
-            blocks, scales = (self._slices(one)[experts] for one in mxfp4.parts_of(name))
-            return mxfp4.dequantized(blocks, scales)[(slice(None), *rest)]
+            blocks, scales = (self._slices(one)[experts] for one in mxfp4_parts(name))
+            return dequantized(blocks, scales)[(slice(None), *rest)]
         slices = self._slices(name)
         if slices.get_dtype() not in _READABLE:
             raise ValueError(

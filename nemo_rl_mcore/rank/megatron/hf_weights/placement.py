@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from nemo_rl_mcore.config import ModelConfig
 from nemo_rl_mcore.models.weights import EXPERT_BIAS, Weight
-from nemo_rl_mcore.rank.megatron.hf_weights.names import find_weight
+from nemo_rl_mcore.rank.megatron.hf_weights.packing import find_weight
 from nemo_rl_mcore.rank.megatron.model_class import language_models, layer_numbers
 
 

@@ -9,7 +9,7 @@ from refusals import refused
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.rollouts.group_store import GroupStore
 from nemo_rl_mcore.driver.rollouts.saved_groups import TENSORS_FILE, TEXTS_FILE
-from nemo_rl_mcore.rank.checksums import SUMS_FILE, sha256, write_sums
+from nemo_rl_mcore.rank.checkpoints import SUMS_FILE, sha256, write_sums
 
 
 def group(position, rows=3, **more):

@@ -12,8 +12,7 @@ from nemo_rl_mcore.config import ModelConfig
 from nemo_rl_mcore.models import all_weights, count_parameters
 from nemo_rl_mcore.models.weights import COLUMNS, GATED, QKV, REPLICATED, ROWS
 from nemo_rl_mcore.rank.megatron.hf_weights.files import INDEX, ShardWriter, TensorFiles
-from nemo_rl_mcore.rank.megatron.hf_weights.names import find_weight
-from nemo_rl_mcore.rank.megatron.hf_weights.packing import pack, unpack, whole
+from nemo_rl_mcore.rank.megatron.hf_weights.packing import find_weight, pack, unpack, whole
 
 SIZES = {
     "num_layers": 3,

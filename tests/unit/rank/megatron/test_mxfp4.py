@@ -4,8 +4,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nemo_rl_mcore.rank.megatron.hf_weights.files import TensorFiles
-from nemo_rl_mcore.rank.megatron.hf_weights.mxfp4 import dequantized
+from nemo_rl_mcore.rank.megatron.hf_weights.files import TensorFiles, dequantized
 
 
 def quantized():

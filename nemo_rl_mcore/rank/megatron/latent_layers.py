@@ -1,24 +1,48 @@
-"""Multi-head latent attention: Megatron's own, with what makes the latents whole on every tensor-parallel rank.
-
-Upstream's local layers cut that by ranks (transformer/multi_latent_attention.py) and take the gradient of the keys'
-rotated part, which all heads share, from the heads of one rank. Here it is laid out as Transformer Engine's is, and the
-gradients of all heads come together.
-
-Shapes: S sequence, S' a rank's part of it under sequence parallelism, B batch, H hidden, R the latent's width.
-"""
+"""A linear layer that every tensor-parallel rank holds whole, without Transformer Engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from megatron.core import __version__ as megatron_version
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.rank.megatron.replicated_linear import ReplicatedLinear
+from nemo_rl_mcore.rank import accelerator
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A product with a weight that is the same on all ranks; under sequence parallelism each has its own tokens.
+
+    init_method: fills the weight; left out, it is the configuration's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        inputs: int,
+        outputs: int,
+        init_method: Callable[[torch.Tensor], object] | None = None,
+    ):
+        super().__init__()
+        weight = torch.empty(outputs, inputs, dtype=config.params_dtype, device=accelerator.device())
+        self.weight = torch.nn.Parameter(weight)
+        if config.perform_initialization:
+            cast(Any, init_method or config.init_method)(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[..., outputs] for [..., inputs]; the second value is where upstream's layers have a bias."""
+        return torch.nn.functional.linear(hidden, self.weight), None
+
 
 NORM_EPSILON = 1e-6
 """Added to the mean square of a latent, whatever layernorm_epsilon is (transformers, DeepseekV3Attention)."""
@@ -81,3 +105,37 @@ def require_latent_attention() -> None:
             "are made; install megatron-core 0.19",
             code="missing-package",
         )
+
+
+class LatentMoELayer(MoELayer):
+    """Upstream's layer of experts, with projections to their latent and back that need no Transformer Engine."""
+
+    def __init__(self, config: TransformerConfig, submodules: MoESubmodules, *args: Any, **keywords: Any):
+        assert config.moe_latent_size is not None
+        without = copy(config)
+        without.moe_latent_size = None
+        of_latent = replace(submodules, experts=partial(_build, submodules.experts, config))
+        super().__init__(without, of_latent, *args, **keywords)
+        for part in (self, self.router, self.token_dispatcher):
+            cast(Any, part).config = config
+        hidden, latent = config.hidden_size, config.moe_latent_size
+        self.fc1_latent_proj = ReplicatedLinear(config, hidden, latent)
+        self.fc2_latent_proj = ReplicatedLinear(config, latent, hidden, config.output_layer_init_method)
+
+
+def _build(experts: Any, config: TransformerConfig, count: int, _without: object, **keywords: Any) -> Any:
+    return experts(count, config, **keywords)
+
+
+def with_latent_experts(builder: Any) -> Any:
+    """Return what builds a layer's experts, from what builds upstream's.
+
+    Raises RefusedError where the installed Megatron says otherwise what a layer's experts are made of.
+    """
+    if isinstance(builder, partial) and builder.func is MoELayer:
+        return partial(LatentMoELayer, *builder.args, **builder.keywords)
+    raise RefusedError(
+        f"policy.model.moe_latent_size: megatron-core {megatron_version} builds such experts only where Transformer "
+        "Engine is installed; install the extra te, or megatron-core 0.19",
+        code="missing-package",
+    )
