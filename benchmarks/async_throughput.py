@@ -27,13 +27,13 @@ from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 from nemo_rl_mcore.driver.algorithms.algorithm import QuietObserver
-from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.parts import open_parts, stop_ids_of
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
 from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
 from nemo_rl_mcore.driver.rollouts.start import open_rollouts
 from nemo_rl_mcore.driver.run import start_model
-from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine, EmbeddedSettings
+from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
 from nemo_rl_mcore.engine.kinds import engine_kind
 from nemo_rl_mcore.recipe.load import load_config
 
@@ -101,7 +101,7 @@ def measure(overrides: list[str], token_s: float, cluster: RayCluster) -> Figure
 
 def open_run(
     config: GRPOMasterConfig, token_s: float, cluster: RayCluster, stack: ExitStack
-) -> tuple[GRPO, Scheduler]:
+) -> tuple[GRPOTrainer, Scheduler]:
     """All processes, and the first weights at the engine; nothing has been asked yet."""
     parts = open_parts(config)
     policy = stack.enter_context(start_model(config.models["policy"], config, cluster))
@@ -119,17 +119,20 @@ def open_run(
     engines.update_weights(0)
     collector = RolloutCollector(engines, parts.tokenizer, config.max_prompt_length, parts.environment)
     rollouts = stack.enter_context(open_rollouts(config, engines, parts.prompts, collector, 0, None, {}))
-    algorithm = GRPO(config, policy, collector, parts.prompts, QuietObserver(), rollouts=rollouts)
+    algorithm = GRPOTrainer(config, policy, collector, parts.prompts, QuietObserver(), rollouts=rollouts)
     return algorithm, rollouts
 
 
-def train(algorithm: GRPO, rollouts: Scheduler) -> Figures:
+def train(algorithm: GRPOTrainer, rollouts: Scheduler) -> Figures:
     grpo = algorithm.config.grpo
     figures = Figures(grpo.max_num_steps * grpo.num_prompts_per_step * grpo.num_generations_per_prompt)
     ended = time.monotonic()
     for step in range(1, grpo.max_num_steps + 1):
         rollouts.update_weights(step - 1)
-        metrics = algorithm.step(step, lambda: None).metrics
+        with algorithm.open_step(step) as opened:
+            judged = algorithm.judge(opened)
+            opened.finishing()
+            metrics = algorithm.update(opened, judged).metrics
         began, ended = ended, time.monotonic()
         figures.add(ended - began, metrics)
     return figures

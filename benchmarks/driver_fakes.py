@@ -15,9 +15,9 @@ import torch
 
 from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.token_digests import digests_of_rows
-from nemo_rl_mcore.data.tokenizer import CHAR_EOS, CHAR_VOCABULARY
+from nemo_rl_mcore.data.hub import CHAR_EOS, CHAR_VOCABULARY
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
 from nemo_rl_mcore.driver.algorithms.algorithm import QuietObserver
 from nemo_rl_mcore.driver.observability import Sample
@@ -123,7 +123,7 @@ class CountingGroup(RayWorkerGroup):
 
 
 class TimedPolicy:
-    """A `PolicyInterface` as far as a step asks for it, whose calls are parts of their own."""
+    """A `Policy` as far as a step asks for it, whose calls are parts of their own."""
 
     def __init__(self, policy: Policy, laps: Laps) -> None:
         self._policy, self._laps = policy, laps

@@ -3,7 +3,7 @@
     python benchmarks/driver_scale.py [--ranks 8 16 32] [--samples 512 1024 2048] [--tokens 2000] [--from engines]
     python benchmarks/driver_scale.py --ranks 8 --profile FILE    # cProfile's, of one more step of the largest size
 
-A real `GRPO.step`, `Policy` and Ray; the ranks answer at once, with tensors of the right shape and digest. Rows are all
+Real `GRPOTrainer`, `Policy` and Ray; the ranks answer at once, with tensors of the right shape and digest. Rows are all
 equally long, a quarter of them the prompt, and every rank is a data-parallel one; an optimizer step takes 512 samples.
 A pass before training gives prev_logprobs, there is no reference policy, and every answer is written down.
 `--from ranks` has the ranks sample, `--from engines` as many engines, whose answers travel as an `Engine`'s do.
@@ -56,14 +56,13 @@ from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.environment import only_environment, session_environment
-from nemo_rl_mcore.driver.algorithms.grpo import GRPO
-from nemo_rl_mcore.driver.embedded_generation import EmbeddedGeneration
-from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.driver.actors.engine_generation import as_batch, as_requests
+from nemo_rl_mcore.driver.actors.places import only_environment, session_environment
+from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
+from nemo_rl_mcore.driver.policy import EmbeddedGeneration, Policy
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
 from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
 from nemo_rl_mcore.driver.rollouts.start import open_rollouts
-from nemo_rl_mcore.engine.engine import as_batch, as_requests
 from nemo_rl_mcore.environment.replies import LocalEnvironments
 from nemo_rl_mcore.recipe.load import load_config
 
@@ -148,7 +147,7 @@ class Driver:
         return EmbeddedGeneration(self._policy, (EOS,)).generate(data, step=step)
 
     @contextmanager
-    def algorithm(self, samples: int) -> Generator[GRPO]:
+    def algorithm(self, samples: int) -> Generator[GRPOTrainer]:
         """Open GRPO and the scheduler of its groups, before the first step."""
         answer = self._engines_answer if self._source == "engines" else self._ranks_answer
         scores = LocalEnvironments(Scores(self.laps))
@@ -158,7 +157,7 @@ class Driver:
         with tempfile.TemporaryDirectory() as folder:
             config = recipe(self._ranks, samples, self._tokens, folder)
             with open_rollouts(config, generation, prompts, collector, 0, None, {}) as rollouts:
-                yield GRPO(
+                yield GRPOTrainer(
                     config,
                     TimedPolicy(self._policy, self.laps),  # type: ignore[arg-type]
                     collector,
@@ -167,12 +166,16 @@ class Driver:
                     rollouts=rollouts,
                 )
 
-    def step(self, algorithm: GRPO, number: int) -> dict[str, float]:
+    def step(self, algorithm: GRPOTrainer, number: int) -> dict[str, float]:
         """Figures of a step of GRPO."""
         before, self.store.bytes = self._clock.start_memory(), 0
         began = time.perf_counter()
         self.laps.start()
-        algorithm.step(number, lambda: self.laps.end("judge"))
+        with algorithm.open_step(number) as step:
+            judged = algorithm.judge(step)
+            self.laps.end("judge")
+            step.finishing()
+            algorithm.update(step, judged)
         scheduler = cast("Scheduler", algorithm.rollouts)
         scheduler.update_weights(number)
         self.laps.end("metrics")

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.tokenizer import HuggingFaceTokenizer
-from nemo_rl_mcore.environment.arithmetic import character_score
+from nemo_rl_mcore.environment.games import character_score
 from nemo_rl_mcore.recipe.load import load_config
 
 if TYPE_CHECKING:

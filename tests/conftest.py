@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-messages",
         action="store_true",
-        help="rewrite how recipes are refused: unit/config/messages.yaml",
+        help="rewrite how recipes are refused: unit/recipe/messages.yaml",
     )
     parser.addoption(
         "--counts", type=Path, metavar="FILE", help="fail where the tests cost more than this says"

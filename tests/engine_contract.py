@@ -7,12 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nemo_rl_mcore.data.token_digests import digest_of_ids
+from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.engine.engine import GenerationCancelledError, Sampling, WrongWeightsError
-from nemo_rl_mcore.rank.refit.buckets import Bucket, Packer
-from nemo_rl_mcore.rank.refit.digests import digests
-from nemo_rl_mcore.rank.refit.transports import MessageSender, SharedMemorySender
-from nemo_rl_mcore.rank.refit.verification import IncompleteRefitError
+from nemo_rl_mcore.rank.refit.digests import IncompleteRefitError, digests
+from nemo_rl_mcore.rank.refit.transports import Bucket, MessageSender, Packer, SharedMemorySender
 
 TOKENS = 8
 

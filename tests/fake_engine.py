@@ -5,10 +5,8 @@ import asyncio
 import numpy as np
 
 from nemo_rl_mcore.engine.engine import GenerationCancelledError, HeldWeights, Response
-from nemo_rl_mcore.rank.refit.buckets import Bucket
-from nemo_rl_mcore.rank.refit.digests import digests
-from nemo_rl_mcore.rank.refit.transports import MessageRelay, SharedMemoryReceiver
-from nemo_rl_mcore.rank.refit.verification import require_as_sent
+from nemo_rl_mcore.rank.refit.digests import digests, require_as_sent
+from nemo_rl_mcore.rank.refit.transports import Bucket, MessageRelay, SharedMemoryReceiver
 
 VOCABULARY = 29
 

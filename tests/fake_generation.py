@@ -16,7 +16,7 @@ from fake_engine import FakeEngine
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
-from nemo_rl_mcore.driver.actors.placement import Placement
+from nemo_rl_mcore.driver.actors.places import Placement
 from nemo_rl_mcore.engine.engine import EngineKind
 from nemo_rl_mcore.rank.refit.sender import open_sender
 

@@ -76,3 +76,18 @@ def compared(run: Run) -> list[dict[str, float]]:
     return [
         {name: value for name, value in row.items() if not name.startswith(left_out)} for row in run.steps()
     ]
+
+
+def teacher(folder: Path) -> str:
+    """Train a teacher that has hardly learned; return the override that names it."""
+    saved = ("checkpointing.enabled=true", f"checkpointing.checkpoint_dir={folder}/teacher")
+    short = ("sft.max_num_steps=2", "sft.val_period=0", "sft.val_at_end=false", *saved)
+    run = Run(
+        folder / "teacher_log", *short, algorithm="sft", recipe=RECIPE.with_name("sft_teacher_cpu.yaml")
+    )
+    try:
+        code, _, errors = run.end(within_s=300)
+    finally:
+        run.close()
+    assert (code, errors) == (0, "")
+    return f"teacher.init_checkpoint={folder}/teacher/step_2"

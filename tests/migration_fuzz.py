@@ -20,7 +20,7 @@ import yaml
 
 from nemo_rl_mcore.cli import main
 from nemo_rl_mcore.driver.output import write_line
-from nemo_rl_mcore.recipe.foreign.known_keys import listed_keys
+from nemo_rl_mcore.recipe.of_nemo_rl import listed_keys
 
 FOLDER = Path(__file__).parent / "fixtures/nemo_rl"
 LEFT_OUT = object()

@@ -137,10 +137,10 @@ def _beside(weight: Any, expert: int, others: Any) -> Any:
 def new_ranks_do_not_read_the_checkpoint() -> None:
     bring_back = Recovery._bring_back  # pyright: ignore[reportPrivateUsage]
 
-    def with_their_first_weights(self: Any, algorithm: Any) -> None:
+    def with_their_first_weights(self: Any) -> None:
         restore, self.checkpoints.restore = self.checkpoints.restore, lambda models: {}  # pyright: ignore[reportUnknownLambdaType]
         try:
-            bring_back(self, algorithm)
+            bring_back(self)
         finally:
             self.checkpoints.restore = restore
 

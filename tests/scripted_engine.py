@@ -5,7 +5,7 @@ import asyncio
 import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.token_digests import digests_of_rows
+from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
 
 LONGEST = 6
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from safetensors.torch import save_file
 
-from nemo_rl_mcore.data.token_digests import digests_of_rows
+from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
 from nemo_rl_mcore.losses.base import TokenOutputs
 from nemo_rl_mcore.ops.sampling import keyed_uniforms, sample_tokens
 from nemo_rl_mcore.rank.checkpoints import BackgroundWrite

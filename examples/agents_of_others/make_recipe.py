@@ -2,8 +2,8 @@
 
     uv run python examples/agents_of_others/make_recipe.py STACK FOLDER --python PYTHON [--port PORT]
 
-PYTHON is that of the stack's environment. FOLDER/grpo.yaml trains; FOLDER/sft.yaml, which it runs first, shows the tiny
-model what a conversation looks like. Each call of a tool is one token, so that a few steps teach it.
+PYTHON is that of the stack's environment. FOLDER/sft.yaml, which is run first, shows the tiny model what a conversation
+looks like; FOLDER/grpo.yaml goes on from its weights. Each call of a tool is one token, so that a few steps teach it.
 """
 
 from __future__ import annotations
@@ -189,6 +189,8 @@ def main() -> None:
         "sft": {"max_num_steps": stack.warm_steps, "max_num_epochs": 100},
         "policy": policy,
         "data": {"train": {"data_path": "conversations.jsonl"}},
+        "checkpointing": {"enabled": True},
+        "logger": {"log_dir": str(folder / "sft")},
         "cluster": {"cpu_workers_per_node": 1},
     }
     python, record = str(given.python.absolute()), str(folder / "sessions.jsonl")
@@ -199,7 +201,6 @@ def main() -> None:
         player = {"command": [], "gym": {"python": python, "one_process": True}}
     grpo = {
         "defaults": "grpo_agents_cpu.yaml",
-        "warm_start": "sft.yaml",
         "grpo": {
             "num_prompts_per_step": 2,
             "num_generations_per_prompt": 4,
@@ -208,6 +209,7 @@ def main() -> None:
             "val_at_end": False,
         },
         "policy": policy
+        | {"init_checkpoint": str(folder / f"sft/checkpoints/step_{stack.warm_steps}")}
         | {"train_global_batch_size": 8, "train_micro_batch_size": 8, "logprob_batch_size": 8}
         | {"generation": {"max_new_tokens": 12}}
         # So little that what the warm start has taught is still there behind two steps.

@@ -32,7 +32,7 @@ _SHOWN_BYTES = 200
 
 
 @dataclass(frozen=True)
-class Ended:
+class AgentEnd:
     """How an agent ended: why is empty for one that exited with 0 or closed its session. said: its last output.
 
     for_good: another try would end alike.
@@ -59,7 +59,7 @@ class Agents:
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.processes)
 
-    async def run(self, session: Session, url: str, task: Mapping[str, Any]) -> Ended:
+    async def run(self, session: Session, url: str, task: Mapping[str, Any]) -> AgentEnd:
         """Run an agent until its session is closed or it exits, and end all that it has started.
 
         url: of the endpoint. task: what it is told. Raises RunStoppedError where the program cannot be started.
@@ -78,7 +78,8 @@ class Agents:
                     why = f"no end within {self.timeout_s:g} s (env.endpoint.timeout_s)"
                 finally:
                     await _to_its_end(_kill(starting, session.token))
-                return Ended(why, _end_of(said))
+                said.seek(max(0, said.seek(0, os.SEEK_END) - _SHOWN_BYTES))
+                return AgentEnd(why, said.read().decode(errors="replace").strip())
 
     async def _start(self, session: Session, url: str, told: IO[bytes], said: IO[bytes]) -> Process:
         own = f"{url}/sessions/{session.token}"
@@ -145,7 +146,9 @@ def end_family(agent: int, token: str) -> None:
 
     A shell of an agent puts a command into a session of its own, where the end of the agent's group does not reach it.
     """
-    family = _below(agent)
+    family = set[psutil.Process]()
+    with suppress(psutil.Error):
+        family |= {*psutil.Process(agent).children(recursive=True)}
     with suppress(ProcessLookupError):  # it and all of its group have ended
         os.killpg(agent, signal.SIGKILL)
     for _ in range(_ROUNDS):  # what is killed may just have started another one
@@ -157,13 +160,6 @@ def end_family(agent: int, token: str) -> None:
             with suppress(psutil.Error):
                 one.kill()
         psutil.wait_procs(family, timeout=_DIES_WITHIN_S)
-
-
-def _below(agent: int) -> set[psutil.Process]:
-    try:
-        return {*psutil.Process(agent).children(recursive=True)}
-    except psutil.Error:
-        return set()
 
 
 def _marked(token: str) -> set[psutil.Process]:
@@ -180,8 +176,3 @@ def _still_runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-
-
-def _end_of(said: IO[bytes]) -> str:
-    said.seek(max(0, said.seek(0, os.SEEK_END) - _SHOWN_BYTES))
-    return said.read().decode(errors="replace").strip()

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Any, cast
 
 from starlette.applications import Starlette
@@ -11,30 +16,30 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nemo_rl_mcore.agents import answers, requests
-from nemo_rl_mcore.agents.answers import Answer
-from nemo_rl_mcore.agents.chat import ChatPrompt, History, message_of
-from nemo_rl_mcore.agents.deliveries import Delivery, JsonResponse, RefusedPaths
-from nemo_rl_mcore.agents.options import EndpointOptions
-from nemo_rl_mcore.agents.refusals import Refusal, RefusedCallError, busy, refusal_of
-from nemo_rl_mcore.agents.requests import Body, Wishes
-from nemo_rl_mcore.agents.session import (
-    Call,
-    ClosedSessionError,
-    Session,
-    Sessions,
-    UnknownSessionError,
+from nemo_rl_mcore.agents import requests
+from nemo_rl_mcore.agents.chat import ChatPrompt, History, calls_of
+from nemo_rl_mcore.agents.requests import (
+    Body,
+    EndpointOptions,
+    HttpRefusal,
+    RefusedCallError,
+    Wishes,
+    busy,
+    refusal_of,
 )
-from nemo_rl_mcore.agents.tools import calls_of
+from nemo_rl_mcore.agents.server import CONNECTION, HEADER_BYTES, Connection
+from nemo_rl_mcore.agents.session import Call, ClosedSessionError, Session, Sessions, UnknownSessionError
+from nemo_rl_mcore.data.chat import ASSISTANT
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.strict_json import parse_json
+from nemo_rl_mcore.data.tokenizer import token_texts
 
 _PREFIXES = ("", "/sessions/{token}", "/ng-rollout/{token}")
 _TOKEN_FIELDS = ("rollout", "session")
 _RETRY = "x-stainless-retry-count"
-_WAIT_FOR_BODIES = "too much is being sent at once; ask again"
+_WITHIN_S = 30.0
 
 type _Serve = Callable[[Request], Awaitable[Response]]
 
@@ -43,22 +48,240 @@ class _ClientGoneError(Exception):
     """Nobody waits for the answer."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A call of the model, and what its client has asked for, in the shapes that its kind of client reads."""
+
+    call: Call
+    wishes: Wishes
+    options: EndpointOptions
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """Return the ids of the answer."""
+        return self.call.answer_N.tolist()
+
+    @property
+    def spoken_ids(self) -> list[int]:
+        """Return them without the one that has ended the answer."""
+        ends = self.options.sampling.stop_ids | self.wishes.stop_ids
+        return self.ids[:-1] if self.ids and self.ids[-1] in ends else self.ids
+
+    @property
+    def text(self) -> str:
+        """Return the text up to the first of the request's own stop texts; those of the run belong to the answer."""
+        text = self.options.tokenizer.text_of(self.spoken_ids)
+        return text[: min((text.find(stop) for stop in self.wishes.stop if stop in text), default=len(text))]
+
+    @property
+    def finish_reason(self) -> str:
+        return "stop" if self.call.finished else "length"
+
+    @cached_property
+    def logprobs(self) -> list[float]:
+        """Return those of the sampled tokens, to the bit."""
+        return self.call.logprobs_N.tolist()
+
+    @cached_property
+    def versions(self) -> list[dict[str, Any]]:
+        """Return which weights have drawn which tokens, as vLLM says it."""
+        if self.call.versions_N is None:
+            return [{"version": str(self.options.version()), "start": 0, "end": len(self.ids)}]
+        spans, start = list[dict[str, Any]](), 0
+        for version, tokens in groupby(self.call.versions_N.tolist()):
+            end = start + len([*tokens])
+            spans.append({"version": str(version), "start": start, "end": end})
+            start = end
+        return spans
+
+    @property
+    def version(self) -> str:
+        """Return that of the weights that sampled the last token."""
+        return self.versions[-1]["version"] if self.versions else str(self.options.version())
+
+    @property
+    def name(self) -> str:
+        """Return what the answer is called: the same whenever the same tokens are drawn."""
+        return f"{self.call.digest & (1 << 64) - 1:016x}-{self.call.number}"
+
+    def of_chat(self, message: Message) -> dict[str, Any]:
+        """Return a chat completion."""
+        calls = [call.fields(parsed=False) for call in message.tool_calls]
+        said: dict[str, Any] = {
+            "role": "assistant",
+            "content": message.content if message.content or not calls else None,
+            **({"tool_calls": calls} if calls else {}),
+            "prompt_token_ids": self.call.prompt_P.tolist(),
+            "generation_token_ids": self.ids,
+            "generation_log_probs": self.logprobs,
+            "weight_versions": self.versions,
+        }
+        reason = "tool_calls" if calls and self.call.finished else self.finish_reason
+        shown = None
+        if self.wishes.logprobs:
+            spelt = not self.wishes.names_ids
+            content: list[dict[str, Any]] = [
+                {
+                    "token": name,
+                    "logprob": one,
+                    "bytes": [*name.encode()] if spelt else None,
+                    "top_logprobs": [],
+                }
+                for name, one in zip(self._token_names(), self.logprobs, strict=True)
+            ]
+            shown = {"content": content}
+        return self._whole("chatcmpl", "chat.completion", self._choice(reason, shown) | {"message": said})
+
+    def of_completion(self) -> dict[str, Any]:
+        """Return a text completion."""
+        shown = None
+        if self.wishes.logprobs:
+            names = self._token_names()
+            shown = {
+                "tokens": names,
+                "token_logprobs": self.logprobs,
+                "text_offset": [*accumulate(map(len, names[:-1]), initial=0)] if names else [],
+                "top_logprobs": [{name: one} for name, one in zip(names, self.logprobs, strict=True)],
+            }
+        choice = self._choice(self.finish_reason, shown) | {"text": self.text}
+        return self._whole("cmpl", "text_completion", choice)
+
+    def of_generation(self) -> dict[str, Any]:
+        """Return a generation, ids in and ids out: its tokens are called as vLLM does and as verifiers does."""
+        content: list[dict[str, Any]] = [
+            {
+                "token": f"token_id:{token}",
+                "token_id": token,
+                "logprob": one,
+                "bytes": None,
+                "top_logprobs": [],
+            }
+            for token, one in zip(self.ids, self.logprobs, strict=True)
+        ]
+        choice = self._choice(self.finish_reason, {"content": content}) | {"token_ids": self.ids}
+        return {"request_id": f"gen-{self.name}", "choices": [choice], "weight_version": self.version}
+
+    def _choice(self, reason: str, shown: dict[str, Any] | None) -> dict[str, Any]:
+        choice = {"index": 0, "finish_reason": reason, "logprobs": shown, "weight_versions": self.versions}
+        return choice | ({"token_ids": self.ids} if self.wishes.token_ids else {})
+
+    def _whole(self, prefix: str, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+        asked = self.call.prompt_P.tolist()
+        return {
+            "id": f"{prefix}-{self.name}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.options.model,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": len(asked),
+                "completion_tokens": len(self.ids),
+                "total_tokens": len(asked) + len(self.ids),
+            },
+            **({"prompt_token_ids": asked} if self.wishes.token_ids else {}),
+        }
+
+    def _token_names(self) -> list[str]:
+        if self.wishes.names_ids:
+            return [f"token_id:{token}" for token in self.ids]
+        return token_texts(self.options.tokenizer, self.ids)
+
+
+def events_of(whole: dict[str, Any], *, include_usage: bool) -> Iterator[bytes]:
+    """Yield an answer as a stream: one chunk of all that it says, an end, and the usage where it is asked for."""
+    [choice] = whole["choices"]
+    kind = whole["object"]
+    base = {key: whole[key] for key in ("id", "created", "model")}
+    base["object"] = f"{kind}.chunk" if kind == "chat.completion" else kind
+    first, last = dict(choice), {"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None}
+    first["finish_reason"] = None
+    if "message" in first:
+        delta = dict(first.pop("message"))
+        delta["content"] = delta["content"] or ""
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [call | {"index": place} for place, call in enumerate(delta["tool_calls"])]
+        first["delta"], last["delta"] = delta, {}
+    else:
+        last["text"] = ""
+    chunks: list[dict[str, Any]] = [{"choices": [first]}, {"choices": [last]}]
+    if include_usage:
+        chunks.append({"choices": [], "usage": whole["usage"]})
+    for chunk in chunks:
+        yield b"data: " + to_json(base | chunk) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def to_json(value: object) -> bytes:
+    """Return JSON that any client reads: numbers are finite, and letters beyond ASCII are spelt as escapes."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+class Delivery(Response):
+    """A body that has arrived once the kernel has all of it.
+
+    within: seconds in which the client has to take it; then the connection is cut. delivered: called once it has.
+    """
+
+    media_type = "application/json"
+
+    def __init__(
+        self,
+        body: bytes,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+        media_type: str | None = None,
+        *,
+        within: float = _WITHIN_S,
+        delivered: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(body, status, headers, media_type)
+        self._within, self._delivered = within, delivered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: Connection = scope["state"][CONNECTION]
+        arrived = False
+        try:
+            async with asyncio.timeout(self._within):
+                start = {"type": "http.response.start", "status": self.status_code}
+                await send({**start, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": self.body, "more_body": True})
+                arrived = await connection.drained()
+        except TimeoutError:
+            connection.transport.abort()
+        if self._delivered is not None and arrived:
+            self._delivered()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _told(value: object) -> Response:
+    return Delivery(to_json(value))
+
+
+def _refused(refusal: HttpRefusal) -> Response:
+    return Delivery(to_json(refusal.body), refusal.status, refusal.headers)
+
+
 def make_app(sessions: Sessions, options: EndpointOptions) -> ASGIApp:
     """Return the endpoint in front of these sessions, as an ASGI application; `server.served` serves it."""
-    app = Starlette(
-        routes=_Endpoint(sessions, options).routes(), exception_handlers={HTTPException: _of_route}
-    )
+
+    def no_route(request: Request, error: Exception) -> Response:
+        status = cast("HTTPException", error).status_code
+        return _refused(HttpRefusal(status, f"there is no {request.method} {request.url.path:.200}"))
+
+    routes = _Endpoint(sessions, options).routes()
+    app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False
-    return RefusedPaths(app)
 
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = app
+        # No route and no token has such a character, so that a path means what it says to whoever reads it.
+        if b"%" in scope["raw_path"]:
+            answer = _refused(HttpRefusal(404, "no path of this endpoint has an escape in it"))
+        elif sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES:
+            answer = _refused(HttpRefusal(431, f"headers may have {HEADER_BYTES} bytes"))
+        await answer(scope, receive, send)
 
-def _of_route(request: Request, error: Exception) -> Response:
-    status = cast("HTTPException", error).status_code
-    return _refused(Refusal(status, f"there is no {request.method} {request.url.path:.200}"))
-
-
-def _refused(refusal: Refusal) -> Response:
-    return JsonResponse(refusal.body, refusal.status, refusal.headers)
+    return checked
 
 
 class _Endpoint:
@@ -101,11 +324,11 @@ class _Endpoint:
             except asyncio.CancelledError:  # the server stops
                 return _refused(busy("the endpoint stops"))
             except RecursionError:
-                return _refused(Refusal(400, "the body is nested too deeply"))
+                return _refused(HttpRefusal(400, "the body is nested too deeply"))
             except Exception as error:  # noqa: BLE001 whatever fails has an answer
                 if (refusal := refusal_of(error)) is None:
                     self._options.failed(error)
-                    refusal = Refusal(500, "the endpoint failed", code="internal_error")
+                    refusal = HttpRefusal(500, "the endpoint failed", code="internal_error")
                 return _refused(refusal)
 
         return endpoint
@@ -122,9 +345,45 @@ class _Endpoint:
         wishes, chat, prompt = await asyncio.to_thread(read)
         call = await self._ask(request, session, prompt.ids, wishes, prompt.heard)
         answer = Answer(call, wishes, self._options)
-        message = self._message(answer, with_tools=bool(chat.tools))
+        said, functions = answer.text, ()
+        if chat.tools:
+            said, functions = self._options.tool_parser(said, answer.spoken_ids)
+        message = Message(ASSISTANT, said, tool_calls=calls_of(call, functions))
         history.keep(prompt, call, message)
         return self._delivery(session, answer, answer.of_chat(message))
+
+    async def _completion(self, request: Request) -> Response:
+        def read(body: Body, session: Session) -> tuple[Wishes, list[int]]:
+            wishes = requests.wishes_of(body, self._options)
+            return wishes, requests.prompt_of(body, self._options, session.require_room)
+
+        session, answer = await self._answer(request, read)
+        return self._delivery(session, answer, answer.of_completion())
+
+    async def _generation(self, request: Request) -> Response:
+        def read(body: Body, session: Session) -> tuple[Wishes, list[int]]:
+            wishes = requests.wishes_of(body, self._options, requests.sampling_params_of(body))
+            if wishes.stream:
+                raise RefusedCallError("stream is not supported here", param="stream")
+            return wishes, requests.token_ids_of(body, self._options, session.require_room)
+
+        session, answer = await self._answer(request, read)
+        return self._delivery(session, answer, answer.of_generation())
+
+    async def _answer(
+        self, request: Request, read: Callable[[Body, Session], tuple[Wishes, list[int]]]
+    ) -> tuple[Session, Answer]:
+        """Answer a prompt of ids; new in it is what stands after the longest prompt and answer that it begins with."""
+        body, session = await self._opened(request)
+
+        def asked() -> tuple[Wishes, list[int], Message]:
+            wishes, ids = read(body, session)
+            session.require_room(len(ids), "")
+            known = [len(call.ids) for call in session.calls if ids[: len(call.ids)] == call.ids]
+            return wishes, ids, Message("user", self._options.tokenizer.text_of(ids[max(known, default=0) :]))
+
+        wishes, ids, heard = await asyncio.to_thread(asked)
+        return session, Answer(await self._ask(request, session, ids, wishes, [heard]), wishes, self._options)
 
     async def _opened(self, request: Request) -> tuple[Body, Session]:
         body = await self._body(request)
@@ -136,47 +395,8 @@ class _Endpoint:
         try:
             return history.prompt(chat, self._options.tokenizer, session.require_room)
         except (ValueError, TypeError) as error:  # of a template or a tokenizer
-            raise RefusedCallError(
-                f"the messages cannot be shown to the model: {error}", param="messages"
-            ) from error
-
-    def _message(self, answer: Answer, *, with_tools: bool) -> Message:
-        if not with_tools:
-            return message_of(answer.text, ())
-        said, functions = self._options.tool_parser(answer.text, answer.spoken_ids)
-        return message_of(said, calls_of(answer.call, functions))
-
-    async def _completion(self, request: Request) -> Response:
-        body, session = await self._opened(request)
-
-        def read() -> tuple[Wishes, list[int], Message]:
-            wishes = requests.wishes_of(body, self._options)
-            ids = requests.prompt_of(body, self._options, session.require_room)
-            return wishes, ids, self._heard(session, ids)
-
-        wishes, ids, heard = await asyncio.to_thread(read)
-        answer = Answer(await self._ask(request, session, ids, wishes, [heard]), wishes, self._options)
-        return self._delivery(session, answer, answer.of_completion())
-
-    async def _generation(self, request: Request) -> Response:
-        body, session = await self._opened(request)
-
-        def read() -> tuple[Wishes, list[int], Message]:
-            wishes = requests.wishes_of(body, self._options, requests.sampling_params_of(body))
-            if wishes.stream:
-                raise RefusedCallError("stream is not supported here", param="stream")
-            ids = requests.token_ids_of(body, self._options, session.require_room)
-            return wishes, ids, self._heard(session, ids)
-
-        wishes, ids, heard = await asyncio.to_thread(read)
-        answer = Answer(await self._ask(request, session, ids, wishes, [heard]), wishes, self._options)
-        return self._delivery(session, answer, answer.of_generation())
-
-    def _heard(self, session: Session, ids: list[int]) -> Message:
-        """Return what is new in ids: what stands after the longest prompt and answer that they begin with."""
-        session.require_room(len(ids), "")
-        known = max((len(call.ids) for call in session.calls if ids[: len(call.ids)] == call.ids), default=0)
-        return Message("user", self._options.tokenizer.text_of(ids[known:]))
+            what = f"the messages cannot be shown to the model: {error}"
+            raise RefusedCallError(what, param="messages") from error
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._body(request)
@@ -185,21 +405,22 @@ class _Endpoint:
         def read() -> list[int]:
             if "messages" not in body:
                 return requests.prompt_of(body, self._options, session.require_room)
-            return self._prompt(
-                History.of(session), requests.chat_of(body, session.require_room), session
-            ).ids
+            chat = requests.chat_of(body, session.require_room)
+            return self._prompt(History.of(session), chat, session).ids
 
-        return JsonResponse(answers.tokenized(await asyncio.to_thread(read), self._options))
+        ids = await asyncio.to_thread(read)
+        return _told({"count": len(ids), "max_model_len": self._options.context, "tokens": ids})
 
     async def _models(self, request: Request) -> Response:
         self._require_session_of_path(request)
-        return JsonResponse(answers.models(self._options))
+        card = {"id": self._options.model, "object": "model", "created": 0, "owned_by": "nemo_rl_mcore"}
+        return _told({"object": "list", "data": [card | {"max_model_len": self._options.context}]})
 
     async def _health(self, request: Request) -> Response:
         self._require_session_of_path(request)
         version = str(self._options.version())
         told = {"status": "ok", "weight_version": version, "sessions": len(self._sessions)}
-        return JsonResponse(told | {**self._options.health()})
+        return _told(told | {**self._options.health()})
 
     async def _state(self, request: Request) -> Response:
         session = self._session(request, {})
@@ -210,19 +431,18 @@ class _Endpoint:
             "answer": prompt.answer,
             "messages": [one.fields(parsed=False) for one in prompt.context],
             "tools": [*prompt.extras.tools],
-            "columns": answers.plain({**prompt.columns}),
+            # Dates and such as texts, what is no number as null.
+            "columns": json.loads(json.dumps({**prompt.columns}, default=str), parse_constant=lambda _: None),
         }
         state = "closed" if session.closed.is_set() else "open"
-        return JsonResponse(
-            {"state": state, "calls": len(session.calls), "sample": session.sample, "prompt": row}
-        )
+        return _told({"state": state, "calls": len(session.calls), "sample": session.sample, "prompt": row})
 
     async def _close(self, request: Request) -> Response:
         session = self._session(request, {})
         body = await self._body(request, empty=True)
         reward, rewards = requests.rewards_of(body)
         session.close(reward, rewards)
-        return JsonResponse({"state": "closed", "calls": len(session.calls)})
+        return _told({"state": "closed", "calls": len(session.calls)})
 
     def _require_session_of_path(self, request: Request) -> None:
         if "token" in request.path_params:
@@ -241,7 +461,7 @@ class _Endpoint:
                 closed = error
             except UnknownSessionError:
                 continue
-        raise closed or UnknownSessionError("no session has this token", "invalid_session")
+        raise closed or UnknownSessionError
 
     async def _body(self, request: Request, *, empty: bool = False) -> Body:
         """Read a request: an object, or nothing where that is allowed. Raises RefusedCallError."""
@@ -269,7 +489,8 @@ class _Endpoint:
                     if length > options.body_limit:
                         raise _too_large(options.body_limit)
                     if self._reading > options.bodies_limit:
-                        raise RefusedCallError(_WAIT_FOR_BODIES, code="try_again", status=503)
+                        what = "too much is being sent at once; ask again"
+                        raise RefusedCallError(what, code="try_again", status=503)
                     chunks.append(chunk)
         except TimeoutError as error:
             message = f"the body did not come within {options.body_seconds:g} s"
@@ -295,12 +516,19 @@ class _Endpoint:
                 heard=heard,
             )
         )
-        leaving = asyncio.ensure_future(_gone(request))
+
+        async def gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        leaving = asyncio.ensure_future(gone())
         try:
             await asyncio.wait((asking, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
             left = not asking.done()
-            await _cancelled(asking, leaving)
+            asking.cancel()
+            leaving.cancel()
+            await asyncio.gather(asking, leaving, return_exceptions=True)  # they have ended then
         if left:
             raise _ClientGoneError
         if asking.cancelled():
@@ -309,15 +537,14 @@ class _Endpoint:
 
     def _delivery(self, session: Session, answer: Answer, whole: dict[str, Any]) -> Response:
         """Return what writes an answer, and tells the session once that is done."""
-        streamed = answer.wishes.stream
-        if streamed:
-            body = b"".join(answers.events_of(whole, include_usage=answer.wishes.include_usage))
-        else:
-            body = answers.to_json(whole)
+        body, kind = to_json(whole), None
+        if answer.wishes.stream:
+            body = b"".join(events_of(whole, include_usage=answer.wishes.include_usage))
+            kind = "text/event-stream"
         return Delivery(
             body,
-            "text/event-stream" if streamed else "application/json",
-            {"x-weight-version": answer.version},
+            headers={"x-weight-version": answer.version},
+            media_type=kind,
             within=self._options.write_seconds,
             delivered=lambda: session.delivered(answer.call),
         )
@@ -336,18 +563,6 @@ def _tokens(request: Request, body: Body) -> Iterator[str]:
     kind, _, key = request.headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         yield key.strip()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Have tasks end now, and wait until they have."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _too_large(limit: int) -> RefusedCallError:

@@ -19,10 +19,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from nemo_rl_mcore.agents.agents import SESSION_URL, Ended, end_family
-from nemo_rl_mcore.agents.options import RunSampling
+from nemo_rl_mcore.agents.agents import SESSION_URL, AgentEnd, end_family
+from nemo_rl_mcore.agents.requests import RunSampling
 from nemo_rl_mcore.agents.session import Session
-from nemo_rl_mcore.config.endpoint import GymConfig
+from nemo_rl_mcore.config.environment import GymConfig
 from nemo_rl_mcore.data.row_readers import GYM_COLUMN
 from nemo_rl_mcore.errors import RunStoppedError
 
@@ -61,7 +61,7 @@ class NemoGym:
     _numbers: count[int] = field(default_factory=count, init=False)
     _ended: RunStoppedError | None = field(default=None, init=False)
 
-    async def run(self, session: Session, url: str, task: Mapping[str, Any]) -> Ended:
+    async def run(self, session: Session, url: str, task: Mapping[str, Any]) -> AgentEnd:
         """Have an agent of Gym's play the row of a session, and close that with its reward.
 
         task: with the row in `columns`. Raises RunStoppedError where the servers have ended.
@@ -73,7 +73,7 @@ class NemoGym:
             async with asyncio.timeout(self.setup.timeout_s):
                 answer = await told
         except TimeoutError:
-            return Ended(f"had no end within {self.setup.timeout_s:g} s (env.endpoint.timeout_s)")
+            return AgentEnd(f"had no end within {self.setup.timeout_s:g} s (env.endpoint.timeout_s)")
         finally:
             del self._asked[number]
             # Where the servers have ended there is nothing to give up, and a cancellation stays one.
@@ -101,18 +101,18 @@ class NemoGym:
             "_ng_rollout_index": task["sample"],
         }
 
-    def _close(self, session: Session, answer: Mapping[str, Any]) -> Ended:
+    def _close(self, session: Session, answer: Mapping[str, Any]) -> AgentEnd:
         if "error" in answer:
-            return Ended(f"failed in NeMo Gym: {answer['error']}", str(answer["said"]))
+            return AgentEnd(f"failed in NeMo Gym: {answer['error']}", str(answer["said"]))
         if answer["masked"]:
-            return Ended("had its sample masked by NeMo Gym", for_good=True)
+            return AgentEnd("had its sample masked by NeMo Gym", for_good=True)
         told = {"index": session.prompt.index, "sample": session.sample, "recorded_calls": len(session.calls)}
         told |= {name: answer[name] for name in ("reward", "rewards", "calls", "tokens", "tool_calls")}
         with (self.setup.log_dir / SESSIONS_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(told)}\n")
         if not session.closed.is_set():
             session.close(float(answer["reward"]), {**answer["rewards"]})
-        return Ended()
+        return AgentEnd()
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._ended is not None:

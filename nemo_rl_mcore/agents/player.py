@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ from functools import partial
 import torch
 
 from nemo_rl_mcore.agents.endpoint import Endpoint
-from nemo_rl_mcore.agents.pump import Pump
 from nemo_rl_mcore.agents.session import Respond
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
@@ -19,6 +19,66 @@ from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
 from nemo_rl_mcore.driver.rollouts.transcript import batch_of
 from nemo_rl_mcore.rank import activity
+
+type Generate = Callable[[BatchedDataDict], BatchedDataDict]
+
+
+@dataclass(frozen=True)
+class _WaitingCall:
+    asked: BatchedDataDict
+    answer: asyncio.Future[BatchedDataDict]
+
+    def give(self, answered: BatchedDataDict) -> None:
+        """Hand the answer over; called from another thread."""
+
+        def set_result() -> None:
+            if not self.answer.done():  # nobody waits for one that was cancelled
+                self.answer.set_result(answered)
+
+        self.answer.get_loop().call_soon_threadsafe(set_result)
+
+
+@dataclass(eq=False)
+class Pump:
+    """Calls wait in `respond`; the other thread answers all that wait with each `turn`."""
+
+    _queue: queue.SimpleQueue[_WaitingCall | None] = field(
+        default_factory=queue.SimpleQueue[_WaitingCall | None], init=False
+    )
+
+    async def respond(self, asked: BatchedDataDict) -> BatchedDataDict:
+        """Wait for the answer to one row."""
+        waiting = _WaitingCall(asked, asyncio.get_running_loop().create_future())
+        self._queue.put(waiting)
+        return await waiting.answer
+
+    def wake(self) -> None:
+        """End the wait of `turn`."""
+        self._queue.put(None)
+
+    def turn(self, generate: Generate, timeout_s: float) -> None:
+        """Answer all calls that wait, in one batch; wait for the first one so long. Raises what `generate` raises."""
+        waiting = [one for one in self._take(timeout_s) if not one.answer.cancelled()]
+        if not waiting:
+            return
+        asked, strings = [one.asked for one in waiting], "stop_strings"
+        if any(strings in one for one in asked):
+            none: list[tuple[str, ...]] = [()]
+            asked = [BatchedDataDict({strings: none, **one}) for one in asked]
+        answered = generate(BatchedDataDict.from_batches(asked))
+        for row, one in enumerate(waiting):
+            one.give(answered.slice(row, row + 1))
+
+    def _take(self, timeout_s: float) -> list[_WaitingCall]:
+        taken: list[_WaitingCall | None] = []
+        get = partial(self._queue.get, timeout=timeout_s)
+        try:
+            while True:
+                taken.append(get())
+                get = self._queue.get_nowait
+        except queue.Empty:
+            return [one for one in taken if one is not None]
+
 
 # Python hears of signals between two waits.
 _WAKE_EVERY_S = 0.2

@@ -3,17 +3,115 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, cast
 
-from nemo_rl_mcore.agents.chat import Chat, Claim
-from nemo_rl_mcore.agents.options import EndpointOptions, RunSampling
-from nemo_rl_mcore.agents.refusals import RefusedCallError
-from nemo_rl_mcore.agents.session import Room
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
+
+from nemo_rl_mcore.agents.chat import Chat, Claim, ToolParser
+from nemo_rl_mcore.agents.session import ClosedSessionError, Room, SessionError, UnknownSessionError
 from nemo_rl_mcore.data.chat import ASSISTANT
 from nemo_rl_mcore.data.messages import Message, MessageError, read_message
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.engine.engine import EngineDiedError
+from nemo_rl_mcore.errors import RunStoppedError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class RunSampling:
+    """How the run draws answers; a call may say the same, or nothing.
+
+    top_k: None where all tokens are kept. max_new_tokens: of an answer. stop_strings, stop_ids: end an answer and
+    belong to it; among the ids is the end of sequence.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int | None
+    max_new_tokens: int
+    stop_strings: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class EndpointOptions:
+    """model: its name. context: tokens of prompt and answer together at most.
+
+    version: of the weights, now. health: what `/health` tells besides. failed: is told what the endpoint itself has
+    raised. body_limit: bytes of a request; body_seconds: within which it has to come;
+    bodies_limit: bytes of all requests that are being read.
+    """
+
+    model: str
+    context: int
+    tokenizer: Tokenizer
+    sampling: RunSampling
+    tool_parser: ToolParser
+    version: Callable[[], int]
+    failed: Callable[[BaseException], None]
+    health: Callable[[], Mapping[str, Any]] = dict
+    body_limit: int = 32 * MIB
+    body_seconds: float = 30.0
+    bodies_limit: int = 256 * MIB
+    write_seconds: float = 30.0
+    """Within which a client has to take an answer."""
+
+
+_RETRY_AFTER_S = 1
+
+
+class RefusedCallError(Exception):
+    """A request that cannot be taken. param: the field that is meant; code: what clients read."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+@dataclass(frozen=True)
+class HttpRefusal:
+    """A status, and what goes with it."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Return the error as clients read it."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def refusal_of(error: BaseException) -> HttpRefusal | None:
+    """Return what to answer; None for what is a fault of ours."""
+    match error:
+        case RefusedCallError():
+            return HttpRefusal(error.status, str(error), error.param, error.code)
+        case UnknownSessionError():
+            return HttpRefusal(401, str(error), code=error.code, headers={"www-authenticate": "Bearer"})
+        case ClosedSessionError():
+            return HttpRefusal(410, str(error), code=error.code)
+        case SessionError():
+            return HttpRefusal(400, str(error), code=error.code)
+        case RunStoppedError() if not isinstance(error, EngineDiedError):
+            return HttpRefusal(500, "the engine has not answered", code="engine_failed")
+        case EngineDiedError():
+            return busy("the engine that answered has died; another one will answer")
+        case _:
+            return None
+
+
+def busy(message: str) -> HttpRefusal:
+    """Return what has a client ask again."""
+    return HttpRefusal(503, message, code="try_again", headers={"retry-after": str(_RETRY_AFTER_S)})
+
 
 type Body = Mapping[str, Any]
 
@@ -60,7 +158,74 @@ _OF_BEGUN = {"continue_final_message": (True,), "add_generation_prompt": (False,
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _ALL = -1
 """The value of top_k that keeps all tokens, as 0 does."""
-_MOST_STOPS, _LONGEST_STOP = 16, 1000
+
+
+def _listed(given: object) -> object:
+    return [given] if isinstance(given, str) else given
+
+
+class _Read(BaseModel):
+    """Of a body what is known; null is not there."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Sampling(_Read):
+    temperature: FiniteFloat | None = None
+    top_p: FiniteFloat | None = None
+    top_k: FiniteFloat | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stop: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=1000)]],
+            Field(max_length=16),
+            BeforeValidator(_listed),
+        ]
+        | None
+    ) = None
+    stop_token_ids: list[Any] | None = None
+
+
+class _StreamOptions(_Read):
+    include_usage: bool | None = None
+
+
+class _Shape(_Read):
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+
+
+class _NamedFunction(_Read):
+    name: str
+
+
+class _Tool(_Read):
+    function: _NamedFunction
+
+
+class _ChatBody(_Read):
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+
+
+class _Rewards(_Read):
+    reward: FiniteFloat | None = None
+    rewards: dict[str, FiniteFloat] | None = None
+
+
+def _read[Model: _Read](model: type[Model], body: object) -> Model:
+    """Read a body; raises RefusedCallError with the first field that is wrong."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)[0]
+        path = ".".join(str(part) for part in wrong["loc"] if isinstance(part, str))
+        raise RefusedCallError(f"{path}: {wrong['msg']}, got {wrong['input']!r:.100}", param=path) from error
 
 
 @dataclass(frozen=True)
@@ -83,40 +248,73 @@ class Wishes:
 
 def wishes_of(body: Body, options: EndpointOptions, sampling: Body | None = None) -> Wishes:
     """Read a body; sampling: where values of sampling are, if not in the body itself. Raises RefusedCallError."""
-    values = body if sampling is None else sampling
-    _require_model(body, options.model)
+    values, run = body if sampling is None else sampling, options.sampling
+    if body.get("model") not in (None, options.model):
+        what = f"there is no model {body['model']!r:.100}; this endpoint has {options.model!r}"
+        raise RefusedCallError(what, param="model", code="model_not_found", status=404)
     for place in (body, values):
         _require_neutral(place)
-    _require_runs(values, options.sampling)
-    streaming = _object(body, "stream_options") or {}
+    asked, shape, logprobs = _read(_Sampling, values), _read(_Shape, body), values.get("logprobs")
+    if logprobs not in (None, False, True, 0, 1):
+        what = (
+            f"logprobs is {logprobs!r:.100}; there are those of the sampled tokens alone: true, false, 0 or 1"
+        )
+        raise RefusedCallError(what, param="logprobs", code="unsupported_parameter")
+    keeps_all = asked.top_k in (_ALL, 0) and run.top_k in (None, 0)
+    given = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+    for name, value in given.items():
+        own = getattr(run, name)
+        if value is not None and value != own and not (name == "top_k" and keeps_all):
+            what = f"{name} is {value!r:.100}, but this run samples with {name} {own!r}: leave it out"
+            raise RefusedCallError(what, param=name, code="sampling_differs")
+    counts = [one for one in (asked.max_tokens, asked.max_completion_tokens) if one is not None]
+    stop_ids = _ids(asked.stop_token_ids or [], "stop_token_ids", options)
     return Wishes(
-        max_tokens=_max_tokens(values, options.sampling.max_new_tokens),
-        stop=_stop(values),
-        stop_ids=frozenset(_ids(values.get("stop_token_ids") or [], "stop_token_ids", options))
-        - options.sampling.stop_ids,
-        stream=_flag(body, "stream"),
-        include_usage=_flag(streaming, "include_usage"),
-        logprobs=_wants_logprobs(values),
-        names_ids=_flag(body, "return_tokens_as_token_ids"),
-        token_ids=_flag(body, "return_token_ids"),
+        max_tokens=min(counts) if counts and min(counts) < run.max_new_tokens else None,
+        stop=tuple(asked.stop or ()),
+        stop_ids=frozenset(stop_ids) - run.stop_ids,
+        stream=bool(shape.stream),
+        include_usage=bool(shape.stream_options and shape.stream_options.include_usage),
+        logprobs=logprobs is not None and logprobs is not False,
+        names_ids=bool(shape.return_tokens_as_token_ids),
+        token_ids=bool(shape.return_token_ids),
     )
+
+
+def _require_neutral(values: Body) -> None:
+    ends = values.get("messages")
+    last: object = cast("list[object]", ends)[-1] if isinstance(ends, list) and ends else None
+    begun = isinstance(last, dict) and cast("Body", last).get("role") == ASSISTANT
+    for name, allowed in (_NEUTRAL | _OF_BEGUN if begun else _NEUTRAL).items():
+        given = values.get(name)
+        # True is 1 to Python.
+        alike = (isinstance(given, bool) == isinstance(value, bool) and given == value for value in allowed)
+        if given is None or any(alike):
+            continue
+        only = " or ".join(json.dumps(value) for value in (*allowed, None))
+        what = f"{name} is not supported: got {given!r:.100}, allowed is {only}"
+        raise RefusedCallError(what, param=name, code="unsupported_parameter")
 
 
 def chat_of(body: Body, room: Room) -> Chat:
     """Read the conversation of a body, of which each message is a token or more; raises as `prompt_of`."""
-    given = _list(body, "messages")
-    if not given:
+    asked = _read(_ChatBody, body)
+    if not asked.messages:
         raise RefusedCallError("messages are missing", param="messages")
-    room(len(given))
-    read = [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
-    tools = _tools(body) if body.get("tool_choice") != "none" else ()
-    messages, claims = zip(*read, strict=True)
+    room(len(asked.messages))
+    read = [_message(message, f"messages[{place}]") for place, message in enumerate(asked.messages)]
+    for place, tool in enumerate(asked.tools or ()):
+        try:
+            _read(_Tool, tool)
+        except RefusedCallError as error:
+            path = f"tools[{place}]"
+            raise RefusedCallError(f"{path} must be a function with a name", param=path) from error
     return Chat(
-        messages,
-        claims,
-        tools,
-        _object(body, "chat_template_kwargs") or {},
-        _flag(body, "continue_final_message"),
+        tuple(message for message, _ in read),
+        tuple(claim for _, claim in read),
+        asked.tools or () if body.get("tool_choice") != "none" else (),
+        asked.chat_template_kwargs or {},
+        bool(asked.continue_final_message),
     )
 
 
@@ -145,139 +343,38 @@ def token_ids_of(body: Body, options: EndpointOptions, room: Room) -> list[int]:
 
 def sampling_params_of(body: Body) -> Body:
     """Return the sampling parameters of a generation."""
-    return _object(body, "sampling_params") or {}
+    given = body.get("sampling_params")
+    if given is not None and not isinstance(given, dict):
+        raise RefusedCallError("sampling_params must be an object", param="sampling_params")
+    return cast("Body", given or {})
 
 
 def rewards_of(body: Body) -> tuple[float | None, dict[str, float]]:
     """Return the reward of a session, None where it gives none, and its parts by name."""
-    reward = body.get("reward")
-    parts = _object(body, "rewards") or {}
-    return (
-        None if reward is None else _number(reward, "reward"),
-        {name: _number(part, f"rewards.{name}") for name, part in parts.items()},
-    )
-
-
-def _require_model(body: Body, model: str) -> None:
-    given = body.get("model")
-    if given is not None and given != model:
-        raise RefusedCallError(
-            f"there is no model {given!r:.100}; this endpoint has {model!r}",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
-
-
-def _require_neutral(values: Body) -> None:
-    ends = values.get("messages")
-    last: object = cast("list[object]", ends)[-1] if isinstance(ends, list) and ends else None
-    begun = isinstance(last, dict) and cast("Body", last).get("role") == ASSISTANT
-    for name, allowed in (_NEUTRAL | _OF_BEGUN if begun else _NEUTRAL).items():
-        given = values.get(name)
-        if given is None or any(given == value and _alike(given, value) for value in allowed):
-            continue
-        only = " or ".join(json.dumps(value) for value in (*allowed, None))
-        raise RefusedCallError(
-            f"{name} is not supported: got {given!r:.100}, allowed is {only}",
-            param=name,
-            code="unsupported_parameter",
-        )
-
-
-def _alike(given: object, value: object) -> bool:
-    """Return whether neither is a flag, or both are: True is 1 to Python."""
-    return isinstance(given, bool) == isinstance(value, bool)
-
-
-def _require_runs(values: Body, run: RunSampling) -> None:
-    for name, own in (("temperature", run.temperature), ("top_p", run.top_p)):
-        given = values.get(name)
-        if given is not None and _number(given, name) != own:
-            raise _differs(name, given, own)
-    if values.get("top_k") is not None:
-        given = _number(values["top_k"], "top_k")
-        if given != (run.top_k or 0) and not (given == _ALL and run.top_k is None):
-            raise _differs("top_k", values["top_k"], run.top_k)
-
-
-def _differs(name: str, given: object, own: object) -> RefusedCallError:
-    return RefusedCallError(
-        f"{name} is {given!r:.100}, but this run samples with {name} {own!r}: leave it out",
-        param=name,
-        code="sampling_differs",
-    )
-
-
-def _max_tokens(values: Body, most: int) -> int | None:
-    given = [_count(values, name) for name in ("max_tokens", "max_completion_tokens")]
-    least = min((count for count in given if count is not None), default=most)
-    return least if least < most else None
-
-
-def _count(values: Body, name: str) -> int | None:
-    given = values.get(name)
-    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
-        return given
-    raise RefusedCallError(f"{name} must be a positive integer, got {given!r:.100}", param=name)
-
-
-def _stop(values: Body) -> tuple[str, ...]:
-    given: object = values.get("stop")
-    texts = [given] if isinstance(given, str) else _list(values, "stop") or []
-    if not all(isinstance(text, str) and text for text in texts):
-        raise RefusedCallError("stop must be a text, or a list of texts", param="stop")
-    if len(texts) > _MOST_STOPS or any(len(str(text)) > _LONGEST_STOP for text in texts):
-        raise RefusedCallError(
-            f"stop may hold {_MOST_STOPS} texts of {_LONGEST_STOP} characters each", param="stop"
-        )
-    return tuple(map(str, texts))
-
-
-def _wants_logprobs(values: Body) -> bool:
-    given = values.get("logprobs")
-    if given not in (None, False, True, 0, 1):
-        raise RefusedCallError(
-            f"logprobs is {given!r:.100}; there are those of the sampled tokens alone: true, false, 0 or 1",
-            param="logprobs",
-            code="unsupported_parameter",
-        )
-    return given is not None and given is not False
+    asked = _read(_Rewards, body)
+    return asked.reward, asked.rewards or {}
 
 
 def _message(given: object, path: str) -> tuple[Message, Claim | None]:
-    """Read a message, of which the template gets the fields that OpenAI knows alone."""
+    """Read a message, of which the template gets the fields that OpenAI knows alone, and the ids that it claims."""
     try:
         message = read_message(given, path)
     except MessageError as error:
         raise RefusedCallError(str(error), param=error.path) from error
-    said = cast("dict[str, Any]", given)
     if message.role not in _ROLES:
-        raise RefusedCallError(
-            f"{path}.role is {message.role!r:.100}; known roles are {', '.join(_ROLES)}", param=f"{path}.role"
-        )
+        what = f"{path}.role is {message.role!r:.100}; known roles are {', '.join(_ROLES)}"
+        raise RefusedCallError(what, param=f"{path}.role")
     if message.role != ASSISTANT:
         return replace(message, role=_ROLES[message.role], reasoning="", more={}), None
-    reasoning = message.reasoning or _of_type(said, "reasoning", str, path) or ""
-    return replace(message, reasoning=reasoning, more={}), _claim(said)
-
-
-def _claim(said: Body) -> Claim | None:
-    """Return the ids of a message; what is no list of them claims nothing."""
+    said = cast("dict[str, Any]", given)
+    reasoning = message.reasoning or said.get("reasoning") or ""
+    if not isinstance(reasoning, str):
+        raise RefusedCallError(f"{path}.reasoning must be text", param=f"{path}.reasoning")
     asked, answered = said.get("prompt_token_ids"), said.get("generation_token_ids")
-    if not isinstance(asked, list) or not isinstance(answered, list) or not answered:
-        return None
-    return Claim(tuple(cast("list[int]", asked)), tuple(cast("list[int]", answered)))
-
-
-def _tools(body: Body) -> list[dict[str, Any]]:
-    tools = _list(body, "tools") or []
-    for place, tool in enumerate(tools):
-        path = f"tools[{place}]"
-        function = _object(cast("dict[str, Any]", tool), "function", path) if isinstance(tool, dict) else None
-        if function is None or not isinstance(function.get("name"), str):
-            raise RefusedCallError(f"{path} must be a function with a name", param=path)
-    return cast("list[dict[str, Any]]", tools)
+    claim = None  # what is no list of ids claims nothing
+    if isinstance(asked, list) and isinstance(answered, list) and answered:
+        claim = Claim(tuple(cast("list[int]", asked)), tuple(cast("list[int]", answered)))
+    return replace(message, reasoning=reasoning, more={}), claim
 
 
 def _ids(given: object, name: str, options: EndpointOptions, room: Room | None = None) -> list[int]:
@@ -289,34 +386,3 @@ def _ids(given: object, name: str, options: EndpointOptions, room: Room | None =
         if all(type(token) is int and 0 <= token < size for token in ids):
             return cast("list[int]", ids)
     raise RefusedCallError(f"{name} must be a list of token ids from 0 to {size - 1}", param=name)
-
-
-def _of_type[T](values: Body, name: str, kind: type[T], path: str = "") -> T | None:
-    given: object = values.get(name)
-    if given is None or isinstance(given, kind):
-        return given
-    where = f"{path}.{name}" if path else name
-    raise RefusedCallError(f"{where} must be of type {kind.__name__}, got {given!r:.100}", param=where)
-
-
-def _list(values: Body, name: str, path: str = "") -> list[object] | None:
-    return cast("list[object] | None", _of_type(values, name, list, path))
-
-
-def _object(values: Body, name: str, path: str = "") -> dict[str, Any] | None:
-    return cast("dict[str, Any] | None", _of_type(values, name, dict, path))
-
-
-def _flag(values: Body, name: str) -> bool:
-    return bool(_of_type(values, name, bool))
-
-
-def _number(given: object, name: str) -> float:
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        try:
-            number = float(given)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number):
-            return number
-    raise RefusedCallError(f"{name} must be a number, got {given!r:.100}", param=name)

@@ -1,29 +1,27 @@
 """Serves an ASGI application in the asyncio loop that is running, on sockets whose clients are not trusted.
 
-Of uvicorn that is the protocol of a connection; listening, limits and the end are here, so that no signal is handled.
+That is uvicorn's server, which handles no signals here; a deadline for the head of a request is ours.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
 import socket
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import h11
+import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
 CONNECTION = "connection"
 """Where the state of a request has its `Connection`."""
 HEADER_BYTES = 32 << 10
-_BACKLOG = 1024
 _UNREAD_BYTES = 128 << 10
 """That the kernel may hold of an answer: else one that nobody reads would count as delivered up to some megabytes."""
 
@@ -56,111 +54,84 @@ class Address:
 
 
 class Connection(H11Protocol):
-    """A connection of a client; it has a deadline for the head of each request, and can be cut."""
+    """A connection of a client, which is cut where the next request, or the rest of one, does not come in time."""
 
-    def __init__(self, config: Config, state: ServerState, limits: ServerLimits) -> None:
-        super().__init__(config, state, {CONNECTION: self})
+    def __init__(self, *args: Any, limits: ServerLimits, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._limits = limits
+        self.app_state = {**self.app_state, CONNECTION: self}
         self._deadline: asyncio.TimerHandle | None = None
+        self._awaited = ""
         self.used = 0.0
         """When it sent or got something, by the clock of the loop."""
-
-    @property
-    def lost(self) -> bool:
-        """Return whether its client has gone, or was cut off."""
-        return self.transport.is_closing()
 
     @property
     def idle(self) -> bool:
         """Return whether no request of it is answered."""
         return not self.cycle or self.cycle.response_complete
 
-    @property
-    def spare(self) -> bool:
-        """Return whether no request that has come to its end waits for an answer."""
-        return self.idle or self.cycle.more_body
-
-    def abort(self) -> None:
-        """Cut it, whatever is still to be written."""
-        self.transport.abort()
-
-    async def drained(self) -> None:
-        """Wait until the kernel has all that was written."""
-        if not self.lost:
+    async def drained(self) -> bool:
+        """Wait until the kernel has all that was written; return whether the client was there until then."""
+        if not self.transport.is_closing():
             await self.flow.drain()
+        return not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
-        self.used = self.loop.time()
-        self._expect_head()
-        most = _within_descriptors(self._limits.connections)
-        if len(self.connections) > most:
-            others = [one for one in self.connections if isinstance(one, Connection) and one.spare]
-            min(others, key=lambda one: one.used, default=self).abort()
+        self._watch()
+        if len(self.connections) > within_descriptors(self._limits.connections):
+            others = [one for one in self.connections if isinstance(one, Connection)]
+            spare = [one for one in others if one.idle or one.cycle.more_body]
+            min(spare, key=lambda one: one.used, default=self).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
-        self._expect_nothing()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         super().data_received(data)
-        self.used = self.loop.time()
-        if not self.idle:
-            self._expect_nothing()
-        elif self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
-            self._expect_nothing()
-            self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
-        elif not self.lost:
-            self._expect_head()
+        self._watch()
 
     def on_response_complete(self) -> None:
-        """See `H11Protocol`."""
-        self.used = self.loop.time()
         super().on_response_complete()
-        if self.idle and self.conn.their_state is h11.SEND_BODY and not self.lost:
-            self._expect_head()  # the rest of a body that was refused is read, for a while
+        self._watch()
 
-    def timeout_keep_alive_handler(self) -> None:
-        """See `H11Protocol`; what its client has not read by now it does not get."""
-        if self.transport.get_write_buffer_size():
-            self.abort()
-        else:
-            super().timeout_keep_alive_handler()
-
-    def send_400_response(self, msg: str) -> None:
-        """See `H11Protocol`; for what is no HTTP."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            error = {"message": msg, "type": "invalid_request_error", "param": None, "code": None}
-            body = json.dumps({"error": error}).encode()
-            headers = [("content-type", "application/json"), ("connection", "close")]
-            headers.append(("content-length", str(len(body))))
-            self.transport.write(self.conn.send(h11.Response(status_code=400, headers=headers)) or b"")
-            self.transport.write(self.conn.send(h11.Data(data=body)) or b"")
-        self.transport.close()
-
-    def _expect_head(self) -> None:
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(self._limits.header_seconds, self.abort)
-
-    def _expect_nothing(self) -> None:
+    def _watch(self) -> None:
+        """Set the deadline of what the client has to send next; nobody waits while a request is answered."""
+        self.used = self.loop.time()
+        between = self.cycle and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        awaited = "request" if between else "head"
+        awaited = awaited if self.idle and not self.transport.is_closing() else ""
+        if awaited == self._awaited:
+            return  # a head that comes byte by byte has no more time
         if self._deadline is not None:
             self._deadline.cancel()
-            self._deadline = None
+        limits = self._limits
+        within = limits.idle_seconds if awaited == "request" else limits.header_seconds
+        self._awaited = awaited
+        self._deadline = self.loop.call_later(within, self.transport.abort) if awaited else None
+
+    def send_400_response(self, msg: str) -> None:
+        """See `H11Protocol`; for what is no HTTP, of which some comes behind the beginning of an answer."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
 
-def _within_descriptors(connections: int) -> int:
+def within_descriptors(connections: int) -> int:
     """Leave half of the descriptors that this process may open to the rest of it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return connections if soft == resource.RLIM_INFINITY else max(1, min(connections, soft // 2))
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """See `uvicorn.Server`; signals are for the run."""
+        yield
 
 
 @asynccontextmanager
@@ -172,25 +143,23 @@ async def served(
     Raises OSError where the address cannot be had.
     """
     limits = limits or ServerLimits()
-    loop, config, state = asyncio.get_running_loop(), _config(app, limits), ServerState()
-    server = await loop.create_server(
-        lambda: Connection(config, state, limits), host, port, backlog=_BACKLOG, family=_family(host)
-    )
-    try:
-        name = server.sockets[0].getsockname()
-        yield Address(name[0], name[1])
-    finally:
-        server.close()
-        await asyncio.shield(_stop(state, limits.stop_seconds))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)  # connections have it of it
+        server = _Server(_config(app, limits))
+        serving = asyncio.ensure_future(server.serve([listener]))
+        try:
+            name = listener.getsockname()
+            yield Address(name[0], name[1])
+        finally:
+            server.should_exit = True
+            await asyncio.shield(_stopped(server, serving, limits.stop_seconds))
 
 
-def _family(host: str) -> int:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _config(app: ASGIApp, limits: ServerLimits) -> Config:
-    config = Config(
+def _config(app: ASGIApp, limits: ServerLimits) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
+        http=partial(Connection, limits=limits),  # pyright: ignore[reportArgumentType]
         interface="asgi3",
         lifespan="off",
         ws="none",
@@ -200,31 +169,19 @@ def _config(app: ASGIApp, limits: ServerLimits) -> Config:
         proxy_headers=False,
         server_header=False,
         date_header=False,
+        backlog=1024,
         timeout_keep_alive=limits.idle_seconds,
+        timeout_graceful_shutdown=limits.stop_seconds,  # pyright: ignore[reportArgumentType]
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
-    config.load()
-    return config
 
 
-async def _stop(state: ServerState, seconds: float) -> None:
-    """End all connections: those without request now, the others when they are answered or have had their time."""
-    await _rounds()  # those that were accepted just now are connections then
-    for connection in [*state.connections]:
-        connection.shutdown()
-    for timeout in (seconds, seconds):
-        tasks: set[asyncio.Task[Any]] = {*state.tasks}
-        if not tasks:
-            break
-        _, late = await asyncio.wait(tasks, timeout=timeout)
-        for task in late:
-            task.cancel()
-    for connection in [*state.connections]:
+async def _stopped(server: uvicorn.Server, serving: asyncio.Future[None], seconds: float) -> None:
+    """Wait for the server's end, and for that of the requests which it has cancelled."""
+    await serving
+    if tasks := {*server.server_state.tasks}:
+        await asyncio.wait(tasks, timeout=seconds)
+    for connection in [*server.server_state.connections]:
         connection.transport.abort()
-    await _rounds()
-
-
-async def _rounds() -> None:
-    """Let the loop do what it has to do already, and what follows from that."""
-    for _ in range(4):
+    for _ in range(4):  # the loop closes what was aborted
         await asyncio.sleep(0)

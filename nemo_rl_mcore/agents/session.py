@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.token_digests import digest_of_ids
 from nemo_rl_mcore.driver.rollouts.transcript import DIGESTS, WEIGHT_VERSIONS
 
 type Respond = Callable[[BatchedDataDict], Awaitable[BatchedDataDict]]
@@ -33,29 +33,44 @@ type Room = Callable[[int], None]
 class SessionError(Exception):
     """A call is refused. code: what clients read, such as `context_length_exceeded`."""
 
-    def __init__(self, message: str, code: str) -> None:
+    code = ""
+
+    def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.code = code
 
 
 class UnknownSessionError(SessionError):
     """No session has this token."""
 
+    code = "invalid_session"
+
+    def __init__(self) -> None:
+        super().__init__("no session has this token")
+
 
 class ClosedSessionError(SessionError):
     """The session has ended."""
+
+    code = "session_closed"
+
+    def __init__(self) -> None:
+        super().__init__("the session is closed")
 
 
 class NoRoomError(SessionError):
     """The prompt leaves no room for an answer."""
 
+    code = "context_length_exceeded"
+
 
 class SessionLimitError(SessionError):
     """The session has made as many calls, or drawn as many tokens, as it may."""
 
+    code = "session_limit_exceeded"
+
 
 @dataclass(frozen=True)
-class Limits:
+class SessionLimits:
     """What a session may do.
 
     context: tokens of prompt and answer. calls: of the model. reserved: tokens for an answer. drawn: tokens of all
@@ -114,7 +129,7 @@ class Session:
     token: str
     prompt: Prompt
     sample: int
-    limits: Limits
+    limits: SessionLimits
     respond: Respond
     calls: list[Call] = field(default_factory=list[Call], init=False)
     reward: float | None = field(default=None, init=False)
@@ -160,7 +175,8 @@ class Session:
             asked = earlier[-1]
         else:
             self._require_calls()
-            drawing = self._draw(prompt, _Cut(max_tokens, stop_ids), stop, len(earlier), tuple(heard))
+            wanted = _Wanted(prompt, max_tokens, stop, stop_ids, heard)
+            drawing = self._draw(wanted, len(earlier))
             earlier.append(asked := _Asked(asyncio.ensure_future(drawing)))
             self._asked[digest] = earlier
         asked.waiting += 1
@@ -185,7 +201,7 @@ class Session:
     def require_open(self) -> None:
         """Raise ClosedSessionError after its end."""
         if self.closed.is_set():
-            raise ClosedSessionError("the session is closed", "session_closed")
+            raise ClosedSessionError
 
     def close(self, reward: float | None = None, rewards: dict[str, float] | None = None) -> None:
         """End the session, with its reward where the agent gives one; what is being answered is given up."""
@@ -201,32 +217,23 @@ class Session:
         if tokens + limits.reserved > limits.context:
             self.refused = NoRoomError(
                 f"This model's maximum context length is {limits.context} tokens. However, your prompt has {tokens} "
-                f"tokens{more}, and {limits.reserved} are kept for the answer.",
-                "context_length_exceeded",
+                f"tokens{more}, and {limits.reserved} are kept for the answer."
             )
             raise self.refused
 
     def _require_calls(self) -> None:
-        limits = self.limits
+        limits, what = self.limits, ""
         if sum(len(several) for several in self._asked.values()) >= limits.calls:
-            raise self._at_limit(f"a session may call the model {limits.calls} times")
-        if limits.drawn is not None and sum(len(call.answer_N) for call in self.calls) >= limits.drawn:
-            raise self._at_limit(f"the answers to a session may have {limits.drawn} tokens together")
+            what = f"a session may call the model {limits.calls} times"
+        elif limits.drawn is not None and sum(len(call.answer_N) for call in self.calls) >= limits.drawn:
+            what = f"the answers to a session may have {limits.drawn} tokens together"
+        if what:
+            # Clients end an episode where a refusal speaks of max_tokens, and fail at any other one.
+            self.refused = SessionLimitError(f"{what}: max_tokens of a further answer is 0")
+            raise self.refused
 
-    def _at_limit(self, message: str) -> SessionLimitError:
-        # Clients end an episode where a refusal speaks of max_tokens, and fail at any other one.
-        message = f"{message}: max_tokens of a further answer is 0"
-        self.refused = refused = SessionLimitError(message, "session_limit_exceeded")
-        return refused
-
-    async def _draw(
-        self,
-        prompt: Sequence[int],
-        cut: _Cut,
-        stop: Sequence[str],
-        repetition: int,
-        heard: tuple[Message, ...],
-    ) -> Call:
+    async def _draw(self, wanted: _Wanted, repetition: int) -> Call:
+        prompt = wanted.prompt
         asked = BatchedDataDict(
             input_ids=torch.tensor([[*prompt]]),
             input_lengths=torch.tensor([len(prompt)]),
@@ -234,15 +241,15 @@ class Session:
             sample_index=torch.tensor([self.sample]),
             turn_index=torch.tensor([noise_of(prompt, repetition)]),
         )
-        if stop:
-            asked["stop_strings"] = [tuple(stop)]
+        if wanted.stop:
+            asked["stop_strings"] = [tuple(wanted.stop)]
         try:
             answered = await self.respond(asked)
         except Exception as error:
             self.error = self.error or error
             self.closed.set()
             raise
-        call = _call_of(answered, len(self.calls) + 1, prompt, cut, repetition, heard)
+        call = _call_of(answered, len(self.calls) + 1, wanted, repetition)
         self.calls.append(call)
         return call
 
@@ -257,42 +264,35 @@ def noise_of(prompt: Sequence[int], repetition: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """Where an answer ends before its own end: its beginning is what would have been drawn."""
+class _Wanted:
+    """A prompt, and where its answer ends before its own end: its beginning is what would have been drawn."""
 
+    prompt: Sequence[int]
     max_tokens: int | None
+    stop: Sequence[str]
     stop_ids: Collection[int]
-
-    def length(self, answer_N: NDArray[np.int64]) -> tuple[int, bool]:
-        """Return how many tokens are kept, and whether the last one is why."""
-        length = len(answer_N) if self.max_tokens is None else min(len(answer_N), self.max_tokens)
-        stops = np.isin(answer_N[:length], [*self.stop_ids])
-        return (int(stops.argmax()) + 1, True) if stops.any() else (length, False)
+    heard: Sequence[Message]
 
 
-def _call_of(
-    answered: BatchedDataDict,
-    number: int,
-    prompt: Sequence[int],
-    cut: _Cut,
-    repetition: int,
-    heard: tuple[Message, ...],
-) -> Call:
+def _call_of(answered: BatchedDataDict, number: int, wanted: _Wanted, repetition: int) -> Call:
     drawn = int(answered["lengths"][0])
     answer_N = answered["tokens"][0, :drawn].numpy().astype(np.int64)
     whole = digest_of_ids(answer_N)
     assert DIGESTS not in answered or whole == int(answered[DIGESTS][0]), "ids changed on the way"
-    length, stopped = cut.length(answer_N)
+    length = drawn if wanted.max_tokens is None else min(drawn, wanted.max_tokens)
+    stops = np.isin(answer_N[:length], [*wanted.stop_ids])
+    if stops.any():
+        length = int(stops.argmax()) + 1
     return Call(
         number,
-        np.array([*prompt], dtype=np.int64),
+        np.array([*wanted.prompt], dtype=np.int64),
         answer_N[:length],
         answered["logprobs"][0, :length].numpy().astype(np.float32),
         answered[WEIGHT_VERSIONS][0, :length].numpy() if WEIGHT_VERSIONS in answered else None,
         whole if length == drawn else digest_of_ids(answer_N[:length]),
-        stopped or (bool(answered["finished"][0]) and length == drawn),
+        bool(stops.any()) or (bool(answered["finished"][0]) and length == drawn),
         repetition,
-        heard,
+        tuple(wanted.heard),
     )
 
 
@@ -311,7 +311,7 @@ class Sessions:
         """Return how many sessions are known."""
         return len(self._open)
 
-    def open(self, prompt: Prompt, sample: int, limits: Limits, respond: Respond) -> Session:
+    def open(self, prompt: Prompt, sample: int, limits: SessionLimits, respond: Respond) -> Session:
         """Open a session with a new token."""
         session = Session(f"sk-{secrets.token_urlsafe(24)}", prompt, sample, limits, respond)
         self._open[session.token] = session
@@ -322,8 +322,8 @@ class Sessions:
         if token is not None and (session := self._open.get(token)) is not None:
             return session
         if token in self._ended:
-            raise ClosedSessionError("the session is closed", "session_closed")
-        raise UnknownSessionError("no session has this token", "invalid_session")
+            raise ClosedSessionError
+        raise UnknownSessionError
 
     def end(self, session: Session) -> None:
         """Close a session, unless its agent has, and forget what it holds; idempotent."""

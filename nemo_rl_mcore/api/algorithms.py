@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from inspect import Parameter, Signature
+from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypedDict, Unpack
 
 from nemo_rl_mcore.api.draft import Draft, Rewards, Weights
-from nemo_rl_mcore.api.known_arguments import reports_unknown
 from nemo_rl_mcore.api.rows import Data
 from nemo_rl_mcore.api.run import Run
+from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.models.pretrained import read_hf_config
+from nemo_rl_mcore.recipe.schema import fields
 from nemo_rl_mcore.recipe.sources import read_recipe
+from nemo_rl_mcore.tools.check.machine import visible_gpus
 
 type Keys = Mapping[str, Any]
 """Sections and keys of a recipe, as nested dicts; a function or class may stand in place of its import path."""
@@ -26,32 +34,191 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     return Run(read_recipe(path), overrides)
 
 
-class GRPO(Run):
+class Arguments(TypedDict, total=False):
+    """Those of every algorithm, see `GRPO`."""
+
+    train: Data | None
+    validation: Data | None
+    steps: int | None
+    epochs: int
+    lr: float
+    max_length: int | None
+    gpus: int | None
+    seed: int
+    out: str | Path
+    resume: str | Path
+    recipe: Keys | None
+    overrides: Sequence[str]
+
+
+class GivenArguments(Arguments, total=False):
+    """Of an algorithm that learns from given answers."""
+
+    batch_size: int
+
+
+class SamplingArguments(Arguments, total=False):
+    """Of an algorithm that samples answers."""
+
+    reward: Rewards | None
+    prompts_per_step: int
+    generations: int
+    max_new_tokens: int | None
+
+
+class RewardedArguments(SamplingArguments, total=False):
+    """Of one that learns from their rewards."""
+
+    reward_weights: Weights | None
+
+
+class PPOArguments(RewardedArguments, total=False):
+    """Of PPO, which has a critic."""
+
+    critic_lr: float
+
+
+TRL = {
+    "batch_size": "prompts_per_step",
+    "beta": "reference_policy_kl_penalty",
+    "eval_dataset": "validation",
+    "learning_rate": "lr",
+    "max_completion_length": "max_new_tokens",
+    "max_steps": "steps",
+    "num_generations": "generations",
+    "num_train_epochs": "epochs",
+    "output_dir": "out",
+    "per_device_train_batch_size": "prompts_per_step",
+    "processing_class": "policy.tokenizer.name",
+    "prompts_per_step": "batch_size",
+    "reward_funcs": "reward",
+    "train_dataset": "train",
+}
+"""Words of TRL, or of another algorithm, and what is meant: an argument, a key of a recipe, or another such word."""
+
+
+_LONGEST = 1024
+"""Tokens of prompt and answer together, where the model has room for them."""
+_ROWS = 4
+"""Of a microbatch, at most."""
+_NO_END = 1_000_000
+
+
+class _Algorithm(Run):
+    """A run from arguments: those of a TypedDict, with the defaults of a class."""
+
+    __signature__: ClassVar[Signature]
+    _defaults: ClassVar[Mapping[str, Any]]
+
+    def __init_subclass__(cls, arguments: type, **defaults: object) -> None:
+        """Have help, and whoever inspects the class, see its arguments and their defaults."""
+        shared = {"steps": None, "epochs": 1, "max_length": None, "gpus": None, "seed": 42, "recipe": None}
+        shared |= {"out": f"results/{cls.__name__.lower()}", "resume": "auto", "overrides": ()}
+        named = dict.fromkeys([*arguments.__annotations__, *defaults], None)
+        cls._defaults = {**named, **shared, **defaults}
+        cls.__signature__ = Signature(
+            [
+                Parameter("model", Parameter.POSITIONAL_OR_KEYWORD),
+                *(
+                    Parameter(name, Parameter.KEYWORD_ONLY, default=one)
+                    for name, one in cls._defaults.items()
+                ),
+            ]
+        )
+
+    def _begin(self, model: str | Path | None, given: Mapping[str, Any]) -> None:
+        """Make a recipe of arguments and check it; unknown arguments are told with what is wrong with all others."""
+        algorithm = type(self).__name__.lower()
+        asked, unknown = {**self._defaults, **given}, list[Problem]()
+        for name in given:
+            if name not in self._defaults:
+                what, meant = f"no argument of {algorithm.upper()}", TRL.get(name, name)
+                unknown.append(Problem("unknown-key", name, what, self._remedy(name)))
+                if meant in self._defaults and meant not in given:
+                    asked[meant] = given[name]
+        draft = Draft(algorithm)
+        try:
+            _fill(draft, model, asked)
+        except ConfigError as error:
+            raise ConfigError([*unknown, *error.problems]) from None
+        problems = [*unknown, *draft.problems]
+        Run.__init__(self, draft.recipe(asked["recipe"]), asked["overrides"], draft.code, problems)
+
+    def _remedy(self, name: str) -> str:
+        """Return what to write in place of an argument that there is not."""
+        known, meant = self._defaults, TRL.get(name, name)
+        meant = meant if meant in known else TRL.get(meant, meant)
+        if meant in known:
+            return f"did you mean {meant}?"
+        paths = fields(RUN_CONFIGS[type(self).__name__.lower()])
+        if keys := [path for path in paths if path == meant or path.endswith(f".{meant}")]:
+            there = " or ".join(keys)
+            return f"it is a key of the recipe: {there}; give it in recipe={{...}} or overrides=[...]"
+        if near := difflib.get_close_matches(name, known, n=1):
+            return f"did you mean {near[0]}?"
+        return f"arguments are model, {', '.join(known)}; all else is a key of the recipe"
+
+
+def _fill(draft: Draft, model: str | Path | None, asked: Mapping[str, Any]) -> None:
+    """Set the keys of a recipe by the arguments of an algorithm; raises ConfigError."""
+    name, samples, validated = draft.algorithm, "generations" in asked, asked["validation"] is not None
+    gpus = visible_gpus() if asked["gpus"] is None else asked["gpus"]
+    draft.set("seed", {"seed": asked["seed"]})
+    draft.set("lr", {"policy.megatron_cfg.optimizer.lr": asked["lr"]})
+    draft.set("gpus", {"cluster.gpus_per_node": gpus, "policy.precision": "bfloat16" if gpus else "float32"})
+    if samples:
+        answers, rows, of = asked["generations"], asked["prompts_per_step"], "prompts_per_step"
+        draft.set(of, {f"{name}.num_prompts_per_step": rows})
+        draft.set("generations", {f"{name}.num_generations_per_prompt": answers})
+    else:
+        answers, rows, of = 1, asked["batch_size"], "batch_size"
+    if all(isinstance(one, int) for one in (rows, answers, gpus)):  # each is reported by its own key
+        draft.set(of, {"policy.train_global_batch_size": rows * answers})
+        microbatch = gcd(max(1, rows * answers // max(1, gpus)), _ROWS)
+        sizes = ("policy.train_micro_batch_size", "policy.logprob_batch_size")
+        draft.set("", dict.fromkeys(sizes, microbatch))
+    if "critic_lr" in asked:
+        draft.set("critic_lr", {"value.optimizer.lr": asked["critic_lr"]})
+    if asked.get("teacher") is not None:
+        draft.weights("teacher", asked["teacher"], "teacher")
+    _fill_model(draft, model, asked["max_length"], asked.get("max_new_tokens"))
+    if samples:
+        draft.rewards(asked["reward"], asked.get("reward_weights"))
+        if validated or "teacher" not in asked:
+            draft.require_rewards(asked["recipe"], asked["overrides"])
+    out, steps = Path(asked["out"]), asked["steps"]
+    draft.data(asked["train"], asked["validation"], out / "data")
+    draft.set("steps", {f"{name}.max_num_steps": _NO_END if steps is None else steps})
+    draft.set("epochs", {f"{name}.max_num_epochs": asked["epochs"] if steps is None else _NO_END})
+    draft.set("validation", {f"{name}.{key}": validated for key in ("val_at_start", "val_at_end")})
+    if validated and not samples:  # there are no answers to score
+        draft.set("validation", {f"{name}.max_val_samples": 0})
+    saved = {"checkpointing.enabled": True, "checkpointing.checkpoint_dir": str(out / "checkpoints")}
+    draft.set("out", {"logger.log_dir": str(asked["out"]), **saved})
+    draft.set("", {"checkpointing.keep_top_k": 1})
+    draft.set("resume", {"checkpointing.resume": str(asked["resume"])})
+
+
+def _fill_model(
+    draft: Draft, name: str | Path | None, max_length: int | None, max_new_tokens: int | None
+) -> None:
+    """Set the model, and how long its sequences are: what it has room for, where nothing else is said."""
+    longest = max_length or _LONGEST
+    if name is not None:
+        draft.weights("policy", name, "model")
+        with suppress(ConfigError):  # reported when the recipe is checked
+            positions = (read_hf_config(str(name)) or {}).get("max_position_embeddings")
+            if max_length is None and isinstance(positions, int):
+                longest = min(longest, positions)
+    draft.set("max_length", {"policy.max_total_sequence_length": longest})
+    new = {"max_new_tokens": max_new_tokens or longest, "fit_to_sequence": max_new_tokens is None}
+    draft.set("max_new_tokens", {f"policy.generation.{key}": value for key, value in new.items()})
+
+
+class GRPO(_Algorithm, arguments=RewardedArguments, lr=1e-6, prompts_per_step=8, generations=8):
     """Group relative policy optimization: `generations` answers to each prompt are compared by their rewards."""
 
-    @reports_unknown
-    def __init__(
-        self,
-        model: str | Path | None,
-        *,
-        train: Data | None = None,
-        reward: Rewards | None = None,
-        reward_weights: Weights | None = None,
-        validation: Data | None = None,
-        steps: int | None = None,
-        epochs: int = 1,
-        prompts_per_step: int = 8,
-        generations: int = 8,
-        lr: float = 1e-6,
-        max_length: int | None = None,
-        max_new_tokens: int | None = None,
-        gpus: int | None = None,
-        seed: int = 42,
-        out: str | Path = "results/grpo",
-        resume: str | Path = "auto",
-        recipe: Keys | None = None,
-        overrides: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, model: str | Path | None, **given: Unpack[RewardedArguments]) -> None:
         """Check a run; raises ConfigError with every problem.
 
         model: a Hugging Face folder or hub id; None where `recipe` gives `policy.model`. train, validation: see `Data`.
@@ -74,43 +241,13 @@ class GRPO(Run):
         >>> run.config.env.rewards
         {'right': '__main__:right', 'brief': '__main__:brief'}
         """
-        draft = _sampling("grpo", prompts_per_step, generations, lr, gpus, seed)
-        draft.model(model, max_length, max_new_tokens)
-        draft.rewards(reward, reward_weights)
-        draft.require_rewards(recipe, overrides)
-        draft.data(train, validation, Path(out) / "data")
-        draft.loop(steps, epochs, validation is not None, answers=True)
-        draft.saved_in(out, resume)
-        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
+        self._begin(model, given)
 
 
-class PPO(Run):
+class PPO(_Algorithm, arguments=PPOArguments, lr=1e-6, critic_lr=1e-5, prompts_per_step=64, generations=1):
     """Proximal policy optimization: a critic with the policy's architecture judges each token."""
 
-    @reports_unknown
-    def __init__(
-        self,
-        model: str | Path | None,
-        *,
-        train: Data | None = None,
-        reward: Rewards | None = None,
-        reward_weights: Weights | None = None,
-        validation: Data | None = None,
-        steps: int | None = None,
-        epochs: int = 1,
-        prompts_per_step: int = 64,
-        generations: int = 1,
-        lr: float = 1e-6,
-        critic_lr: float = 1e-5,
-        max_length: int | None = None,
-        max_new_tokens: int | None = None,
-        gpus: int | None = None,
-        seed: int = 42,
-        out: str | Path = "results/ppo",
-        resume: str | Path = "auto",
-        recipe: Keys | None = None,
-        overrides: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, model: str | Path | None, **given: Unpack[PPOArguments]) -> None:
         """Check a run; the arguments are those of `GRPO`. Raises ConfigError with every problem.
 
         >>> rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3=", "answer": "5"}]
@@ -118,42 +255,21 @@ class PPO(Run):
         >>> run.config.algorithm
         'ppo'
         """
-        draft = _sampling("ppo", prompts_per_step, generations, lr, gpus, seed)
-        draft.set("value.optimizer.lr", critic_lr, "critic_lr")
-        draft.model(model, max_length, max_new_tokens)
-        draft.rewards(reward, reward_weights)
-        draft.require_rewards(recipe, overrides)
-        draft.data(train, validation, Path(out) / "data")
-        draft.loop(steps, epochs, validation is not None, answers=True)
-        draft.saved_in(out, resume)
-        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
+        self._begin(model, given)
 
 
-class Distillation(Run):
+class Distillation(
+    _Algorithm,
+    arguments=SamplingArguments,
+    teacher=Parameter.empty,
+    lr=2e-5,
+    prompts_per_step=64,
+    generations=1,
+):
     """On-policy distillation: a teacher says how probable each token of the policy's own answers is."""
 
-    @reports_unknown
     def __init__(
-        self,
-        model: str | Path | None,
-        *,
-        teacher: str | Path | None,
-        train: Data | None = None,
-        validation: Data | None = None,
-        reward: Rewards | None = None,
-        steps: int | None = None,
-        epochs: int = 1,
-        prompts_per_step: int = 64,
-        generations: int = 1,
-        lr: float = 2e-5,
-        max_length: int | None = None,
-        max_new_tokens: int | None = None,
-        gpus: int | None = None,
-        seed: int = 42,
-        out: str | Path = "results/distillation",
-        resume: str | Path = "auto",
-        recipe: Keys | None = None,
-        overrides: Sequence[str] = (),
+        self, model: str | Path | None, *, teacher: str | Path | None, **given: Unpack[SamplingArguments]
     ) -> None:
         """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
 
@@ -164,41 +280,13 @@ class Distillation(Run):
         >>> run.config.policy.generation.max_new_tokens
         9
         """
-        draft = _sampling("distillation", prompts_per_step, generations, lr, gpus, seed)
-        if teacher is not None:
-            draft.weights("teacher", teacher, "teacher")
-        draft.model(model, max_length, max_new_tokens)
-        draft.rewards(reward)
-        if validation is not None:
-            draft.require_rewards(recipe, overrides)
-        draft.data(train, validation, Path(out) / "data")
-        draft.loop(steps, epochs, validation is not None, answers=True)
-        draft.saved_in(out, resume)
-        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
+        self._begin(model, {**given, "teacher": teacher})
 
 
-class SFT(Run):
+class SFT(_Algorithm, arguments=GivenArguments, lr=2e-5, batch_size=32):
     """Supervised fine-tuning: prompts with their answers, or conversations (`messages`), are imitated."""
 
-    @reports_unknown
-    def __init__(
-        self,
-        model: str | Path | None,
-        *,
-        train: Data | None = None,
-        validation: Data | None = None,
-        steps: int | None = None,
-        epochs: int = 1,
-        batch_size: int = 32,
-        lr: float = 2e-5,
-        max_length: int | None = None,
-        gpus: int | None = None,
-        seed: int = 42,
-        out: str | Path = "results/sft",
-        resume: str | Path = "auto",
-        recipe: Keys | None = None,
-        overrides: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, model: str | Path | None, **given: Unpack[GivenArguments]) -> None:
         """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
 
         batch_size: answers of a step. A validation takes the loss of held-out answers.
@@ -208,36 +296,13 @@ class SFT(Run):
         >>> run.config.loop.max_num_epochs
         3
         """
-        draft = _given("sft", batch_size, lr, gpus, seed)
-        draft.model(model, max_length, None)
-        draft.data(train, validation, Path(out) / "data")
-        draft.loop(steps, epochs, validation is not None, answers=False)
-        draft.saved_in(out, resume)
-        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
+        self._begin(model, given)
 
 
-class DPO(Run):
+class DPO(_Algorithm, arguments=GivenArguments, lr=1e-6, batch_size=32):
     """Direct preference optimization on pairs: prompt, chosen and rejected answer."""
 
-    @reports_unknown
-    def __init__(
-        self,
-        model: str | Path | None,
-        *,
-        train: Data | None = None,
-        validation: Data | None = None,
-        steps: int | None = None,
-        epochs: int = 1,
-        batch_size: int = 32,
-        lr: float = 1e-6,
-        max_length: int | None = None,
-        gpus: int | None = None,
-        seed: int = 42,
-        out: str | Path = "results/dpo",
-        resume: str | Path = "auto",
-        recipe: Keys | None = None,
-        overrides: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, model: str | Path | None, **given: Unpack[GivenArguments]) -> None:
         """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
 
         batch_size: pairs of a step. A validation takes the loss of held-out pairs.
@@ -247,33 +312,4 @@ class DPO(Run):
         Traceback (most recent call last):
         nemo_rl_mcore.config.base.ConfigError: policy.megatron_cfg.optimizer.lr...
         """
-        draft = _given("dpo", batch_size, lr, gpus, seed)
-        draft.model(model, max_length, None)
-        draft.data(train, validation, Path(out) / "data")
-        draft.loop(steps, epochs, validation is not None, answers=False)
-        draft.saved_in(out, resume)
-        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
-
-
-def _begun(algorithm: str, lr: float, gpus: int | None, seed: int) -> Draft:
-    draft = Draft(algorithm)
-    draft.set("seed", seed, "seed")
-    draft.set("policy.megatron_cfg.optimizer.lr", lr, "lr")
-    draft.machine(gpus)
-    return draft
-
-
-def _sampling(
-    algorithm: str, prompts: int, generations: int, lr: float, gpus: int | None, seed: int
-) -> Draft:
-    draft = _begun(algorithm, lr, gpus, seed)
-    draft.set(f"{algorithm}.num_prompts_per_step", prompts, "prompts_per_step")
-    draft.set(f"{algorithm}.num_generations_per_prompt", generations, "generations")
-    draft.batch(prompts, "prompts_per_step", generations)
-    return draft
-
-
-def _given(algorithm: str, batch_size: int, lr: float, gpus: int | None, seed: int) -> Draft:
-    draft = _begun(algorithm, lr, gpus, seed)
-    draft.batch(batch_size, "batch_size")
-    return draft
+        self._begin(model, given)

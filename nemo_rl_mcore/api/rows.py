@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from nemo_rl_mcore.config.base import Code, ConfigError, Problem, Tree, join_path
-from nemo_rl_mcore.driver.own_files import replacing
+from nemo_rl_mcore.driver.run_folder import replacing
 
 PROMPT_NAMES = ("input", "prompt", "question", "problem", "query", "instruction")
 ANSWER_NAMES = ("output", "answer", "solution", "completion", "response", "expected_answer", "ground_truth")

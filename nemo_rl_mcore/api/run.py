@@ -12,19 +12,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from nemo_rl_mcore.api.code import Code
+from nemo_rl_mcore.api.draft import Code
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.custom_code import handed
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data.tokenizer_folder import has_tokenizer
-from nemo_rl_mcore.driver.console import open_console
-from nemo_rl_mcore.driver.saved_run import RECIPE_FILE, recipe_text
+from nemo_rl_mcore.driver.output import open_console
+from nemo_rl_mcore.driver.run_folder import RECIPE_FILE, recipe_text
 from nemo_rl_mcore.driver.signals import stop_signals
 from nemo_rl_mcore.errors import RunStoppedError, shortened
 from nemo_rl_mcore.recipe.load import Computed, check_computed, compute
 from nemo_rl_mcore.recipe.sources import COMMAND_LINE, Recipe, places
-from nemo_rl_mcore.tools.check.evaluation import as_evaluated
-from nemo_rl_mcore.tools.check.given_weights import load_over_given_weights
+from nemo_rl_mcore.tools.check.given_weights import as_evaluated, load_over_given_weights
 from nemo_rl_mcore.tools.check.plan import Plan, preflight
 
 Metrics = Mapping[str, float]
@@ -51,11 +50,11 @@ class RunPlan:
         return tuple(self.plan.warnings)
 
     def __repr__(self) -> str:
-        from nemo_rl_mcore.tools.check.render import render
+        from nemo_rl_mcore.tools.check.render import Finding, render, sections_of
 
         text, shown = StringIO(), self.first_prompt
-        in_full = [] if shown is None else [("first prompt", shortened(shown, _SHOWN))]
-        open_console(text, highlight=False).print(render(self.plan, in_full), soft_wrap=True)
+        in_full = [] if shown is None else [Finding("first prompt", shortened(shown, _SHOWN))]
+        open_console(text, highlight=False).print(render(sections_of(self.plan, in_full)), soft_wrap=True)
         return text.getvalue()
 
 
@@ -120,7 +119,7 @@ class Run:
             )
 
             tokenizer = open_tokenizer(self._config.policy, self._config.data)
-            return RunPlan(plan, first_prompt(self._config, plan.data, tokenizer))
+            return RunPlan(plan, first_prompt(self._config, plan.data.first if plan.data else (), tokenizer))
 
     def _preflight(self) -> Plan:
         return preflight(self._config, elsewhere=False, of_a_run=True, starts=True, warnings=self._warnings)
@@ -151,8 +150,7 @@ class Run:
         return [row for row in found if len(row) > 1]
 
     def _history(self) -> list[dict[str, float]]:
-        from nemo_rl_mcore.driver.observability.report import read_history
-        from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE
+        from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE, read_history
 
         return read_history(self.folder) if (self.folder / METRICS_FILE).exists() else []
 
@@ -209,7 +207,7 @@ class Run:
         with handed(self._code.objects), stop_signals() as signals, self._told():
             self._preflight()
             from nemo_rl_mcore.driver.run import Watch, train  # brings in torch, and Ray as it is to be
-            from nemo_rl_mcore.tools.report.command import page_of_run
+            from nemo_rl_mcore.tools.report.page import page_of_run
 
             self._code.require_portable()
             steps = train(self._config, watch=Watch(page_of_run), refuse_changes=True)

@@ -11,21 +11,21 @@ from pathlib import Path
 
 from nemo_rl_mcore.cli.arguments import parse
 from nemo_rl_mcore.config import ConfigError, RunConfig
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Code, Problem
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.driver.output import command, write_line
-from nemo_rl_mcore.driver.saved_run import RECIPE_FILE
+from nemo_rl_mcore.driver.run_folder import RECIPE_FILE
 from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
 from nemo_rl_mcore.rank.checkpoints import NotACheckpointError, require_checkpoint
 from nemo_rl_mcore.recipe.load import load_with_warnings
 from nemo_rl_mcore.tools.check import Plan, preflight
-from nemo_rl_mcore.tools.check.evaluation import as_evaluated
-from nemo_rl_mcore.tools.check.given_weights import load_over_given_weights
+from nemo_rl_mcore.tools.check.given_weights import as_evaluated, load_over_given_weights
 
 EXIT_CONFIG_ERROR = 2
 """Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
 EXIT_RUN_WOULD_STOP = 1
 """Exit status of a recipe whose code does what a run stops at."""
+_WITHOUT_A_PLAN = ("doctor", "migrate", "rehearse", "recipes", "report")
 _OVER_WEIGHTS = ("eval", "generate", "export")
 """The commands over weights that are given; nothing is trained."""
 
@@ -34,9 +34,9 @@ def run_command(arguments: Sequence[str] | None) -> int:
     """Run the command of a command line (None: of the process); see `cli.main`."""
     options, overrides = parse(arguments)
     try:
-        if options.command in _WITHOUT_A_RUN:
+        if options.command in _WITHOUT_A_PLAN:
             gc.enable()
-            return _WITHOUT_A_RUN[options.command](options, overrides)
+            return _without_a_plan(options, overrides)
         config, warnings = _load(options, overrides)
         of_a_run = options.command not in _OVER_WEIGHTS
         # A recipe for CPUs runs here too; one for GPUs is mostly checked where there are none.
@@ -47,42 +47,47 @@ def run_command(arguments: Sequence[str] | None) -> int:
         write_line(sys.stderr, str(error))
         return EXIT_CONFIG_ERROR
     gc.enable()
-    match options.command:
-        case "check" if options.resolved:
-            return _resolved(config, options, overrides)
-        case "check":
-            return _check(config, plan, options, overrides)
-        case "eval":
-            return _eval(config)
-        case "generate":
-            return _generate(config, options)
-        case "export":
-            return _export(config, options)
-        case "replay":
-            return _replay(config, options)
-        case _:
-            for warning in plan.warnings:
-                write_line(sys.stderr, f"warning: {warning}")
-            return _run(config)
+    if options.command == "check":
+        return _check(config, plan, options, overrides)
+    if options.command in _OVER_WEIGHTS:
+        return _over_weights(config, options)
+    if options.command == "replay":
+        from nemo_rl_mcore.tools.replay import run_replay
+
+        after, last = options.steps or (0, None)
+        return run_replay(config, Path(options.run), after, last)
+    for warning in plan.warnings:
+        write_line(sys.stderr, f"warning: {warning}")
+    # Brings in Ray and torch, which the preflight does without.
+    from nemo_rl_mcore.driver.run import run
+    from nemo_rl_mcore.tools.report.page import page_of_run
+
+    return run(config, page_of_run)
+
+
+def _refused(code: Code, path: str, what: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(code, path, what, remedy)])
 
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
     if options.command in _OVER_WEIGHTS:
         return _load_over_weights(options, overrides), ()
-    load = _migrated if getattr(options, "migrate", False) else load_with_warnings
-    config, warnings = load(_recipe(options), overrides)
+    if options.command == "replay":
+        recipe = Path(options.run) / RECIPE_FILE
+        if not recipe.is_file():
+            remedy = "name the log_dir of an asynchronous run"
+            raise _refused("not-found", "RUN_DIR", f"{recipe} is not there", remedy)
+        return load_with_warnings(str(recipe), overrides)
+    if options.migrate:
+        from nemo_rl_mcore.tools.migrate.command import run_in_memory
+
+        config, warnings = run_in_memory(options.config, overrides)
+    else:
+        config, warnings = load_with_warnings(options.config, overrides)
     if options.command in RUN_CONFIGS and options.command != config.algorithm:
         what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
-        raise ConfigError(
-            [Problem("wrong-kind", options.config, what, f"call nemo-rl-mcore {config.algorithm}")]
-        )
+        raise _refused("wrong-kind", options.config, what, f"call nemo-rl-mcore {config.algorithm}")
     return config, warnings
-
-
-def _migrated(recipe: str, overrides: Sequence[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
-    from nemo_rl_mcore.tools.migrate.command import run_in_memory
-
-    return run_in_memory(recipe, overrides)
 
 
 def _load_over_weights(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
@@ -91,86 +96,38 @@ def _load_over_weights(options: argparse.Namespace, overrides: Sequence[str]) ->
     if checkpoint is not None:
         if (Path(checkpoint) / "config.json").is_file():
             what = f"{checkpoint!r} is a Hugging Face folder, and no checkpoint of a run"
-            raise ConfigError([Problem("wrong-kind", "--checkpoint", what, f"write --hf {checkpoint}")])
+            raise _refused("wrong-kind", "--checkpoint", what, f"write --hf {checkpoint}")
         # Its checksums are compared when the recipe has said whether they are to be.
         require_checkpoint(Path(checkpoint), "--checkpoint", verify_checksums=False)
-    elif options.config is None and (missing := _nothing_asked(options)):
-        raise ConfigError([missing])
+    elif named["config"] is None and options.command == "eval":
+        raise _refused("missing", "--config", "missing", "name a recipe with a section eval")
+    elif named["config"] is None and not (options.prompt or options.prompt_file):
+        remedy = "write --prompt TEXT or --prompt-file FILE, or name a recipe: --config"
+        raise _refused("missing", "--prompt", "missing", remedy)
     config = load_over_given_weights(overrides, **named, few_ranks=options.command == "generate")
     return as_evaluated(config) if options.command == "eval" else config
 
 
-def _nothing_asked(options: argparse.Namespace) -> Problem | None:
-    """Return what is wrong with a command that has no recipe which says what to ask."""
-    if options.command == "eval":
-        return Problem("missing", "--config", "missing", "name a recipe with a section eval")
-    if options.prompt or options.prompt_file:
-        return None
-    return Problem(
-        "missing",
-        "--prompt",
-        "missing",
-        "write --prompt TEXT or --prompt-file FILE, or name a recipe: --config",
-    )
-
-
-def _recipe(options: argparse.Namespace) -> str:
-    if options.command != "replay":
-        return options.config
-    recipe = Path(options.run) / RECIPE_FILE
-    if not recipe.is_file():
-        raise ConfigError(
-            [
-                Problem(
-                    "not-found",
-                    "RUN_DIR",
-                    f"{recipe} is not there",
-                    "name the log_dir of an asynchronous run",
-                )
-            ]
-        )
-    return str(recipe)
-
-
-def _recipes(options: argparse.Namespace, _: Sequence[str]) -> int:
-    from nemo_rl_mcore.recipe.copy_recipes import copy_recipes, list_recipes
-
-    copies = options.action == "copy"
-    lines = map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes()
-    for line in lines:
-        write_line(sys.stdout, line)
-    return 0
-
-
-def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from nemo_rl_mcore.tools.check.doctor_command import run_doctor
-
-    return run_doctor(options.config, overrides, as_json=options.json, deadline_s=options.timeout)
-
-
-def _resolved(config: RunConfig, options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from nemo_rl_mcore.tools.check.resolved import resolved_lines
-
-    for line in resolved_lines(config, options.config, overrides):
-        write_line(sys.stdout, line)
-    return 0
-
-
 def _check(config: RunConfig, plan: Plan, options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from nemo_rl_mcore.driver.console import open_console
-    from nemo_rl_mcore.tools.check.render import render
+    if options.resolved:
+        from nemo_rl_mcore.tools.check.render import resolved_lines
 
-    in_full = list[tuple[str, str]]()
+        for line in resolved_lines(config, options.config, overrides):
+            write_line(sys.stdout, line)
+        return 0
+    from nemo_rl_mcore.driver.output import open_console
+    from nemo_rl_mcore.tools.check.render import Finding, render, sections_of
+
+    in_full = list[Finding]()
     if options.full:
-        from nemo_rl_mcore.tools.check.full_check import full_check  # brings in torch and Ray
+        from nemo_rl_mcore.tools.check.full import full_check  # brings in torch and Ray
 
         try:
             in_full = [*full_check(config, plan)]
         except RunStoppedError as error:
             write_line(sys.stderr, str(error))
             return EXIT_RUN_WOULD_STOP if isinstance(error, CustomCodeError) else EXIT_CONFIG_ERROR
-    console = open_console(highlight=False)
-    console.print(render(plan, in_full), soft_wrap=True)
+    open_console(highlight=False).print(render(sections_of(plan, in_full)), soft_wrap=True)
     migrated = ["--migrate"] * options.migrate
     run = command(config.algorithm, *migrated, "--config", options.config, *overrides)
     rehearse = command("rehearse", options.config, *overrides)
@@ -179,75 +136,56 @@ def _check(config: RunConfig, plan: Plan, options: argparse.Namespace, overrides
     return 0
 
 
-def _report(options: argparse.Namespace, _: Sequence[str]) -> int:
-    from nemo_rl_mcore.tools.report.command import run_report
+def _over_weights(config: RunConfig, options: argparse.Namespace) -> int:
+    if options.command == "eval":
+        from nemo_rl_mcore.tools.evaluate.evaluate import run_eval
 
-    return run_report(options.runs, options.output)
+        return run_eval(config)
+    if options.command == "export":
+        from nemo_rl_mcore.tools.evaluate.export import run_export
 
-
-def _migrate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from nemo_rl_mcore.tools.migrate.command import EXIT_NO_FILE, run_migrate
-
-    try:
-        return run_migrate(options.recipe, options.output, overrides, _problems_of_check)
-    except ConfigError as error:
-        write_line(sys.stderr, str(error))
-        return EXIT_NO_FILE
-
-
-def _rehearse(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from nemo_rl_mcore.tools.rehearse.command import run_rehearse
-
-    return run_rehearse(options.recipe, options.ranks, options.json, overrides)
-
-
-def _problems_of_check(config: RunConfig) -> tuple[Problem, ...]:
-    try:
-        preflight(config, elsewhere=not config.cluster.on_cpu)
-    except ConfigError as error:
-        return error.problems
-    return ()
-
-
-def _run(config: RunConfig) -> int:
-    # Brings in Ray and torch, which the preflight does without.
-    from nemo_rl_mcore.driver.run import run
-    from nemo_rl_mcore.tools.report.command import page_of_run
-
-    return run(config, page_of_run)
-
-
-def _eval(config: RunConfig) -> int:
-    from nemo_rl_mcore.tools.evaluate.evaluate import run_eval
-
-    return run_eval(config)
-
-
-def _generate(config: RunConfig, options: argparse.Namespace) -> int:
+        return run_export(config, options.output)
     from nemo_rl_mcore.tools.evaluate.generate import Asked, run_generate
 
     asked = Asked(options.prompt, options.prompt_file, options.samples, options.greedy, options.output)
     return run_generate(config, asked)
 
 
-def _export(config: RunConfig, options: argparse.Namespace) -> int:
-    from nemo_rl_mcore.tools.evaluate.export import run_export
+def _without_a_plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if options.command == "doctor":
+        from nemo_rl_mcore.tools.check.doctor import run_doctor
 
-    return run_export(config, options.output)
+        return run_doctor(options.config, overrides, as_json=options.json, deadline_s=options.timeout)
+    if options.command == "rehearse":
+        from nemo_rl_mcore.tools.rehearse.command import run_rehearse
+
+        return run_rehearse(options.recipe, options.ranks, options.json, overrides)
+    if options.command == "report":
+        from nemo_rl_mcore.tools.report.page import run_report
+
+        return run_report(options.runs, options.output)
+    if options.command == "migrate":
+        return _migrate(options, overrides)
+    from nemo_rl_mcore.recipe.copy_recipes import copy_recipes, list_recipes
+
+    copies = options.action == "copy"
+    for line in map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes():
+        write_line(sys.stdout, line)
+    return 0
 
 
-def _replay(config: RunConfig, options: argparse.Namespace) -> int:
-    from nemo_rl_mcore.tools.replay.replay import run_replay
+def _migrate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from nemo_rl_mcore.tools.migrate.command import EXIT_NO_FILE, run_migrate
 
-    after, last = options.steps or (0, None)
-    return run_replay(config, Path(options.run), after, last)
+    def problems_of_check(config: RunConfig) -> tuple[Problem, ...]:
+        try:
+            preflight(config, elsewhere=not config.cluster.on_cpu)
+        except ConfigError as error:
+            return error.problems
+        return ()
 
-
-_WITHOUT_A_RUN = {
-    "doctor": _doctor,
-    "migrate": _migrate,
-    "rehearse": _rehearse,
-    "recipes": _recipes,
-    "report": _report,
-}
-"""The commands that no plan of a run is made for."""
+    try:
+        return run_migrate(options.recipe, options.output, overrides, problems_of_check)
+    except ConfigError as error:
+        write_line(sys.stderr, str(error))
+        return EXIT_NO_FILE

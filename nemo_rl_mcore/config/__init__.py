@@ -1,58 +1,62 @@
 """The sections of a recipe: passive, without I/O, and importable by every process; they refuse unknown keys."""
 
-from nemo_rl_mcore.config.algorithm import (
-    AdvantageEstimatorConfig,
-    DistillationConfig,
-    GRPOConfig,
-    LoopConfig,
-    PPOConfig,
-    RewardScalingConfig,
-    RewardShapingConfig,
-    RolloutConfig,
-)
-from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
-from nemo_rl_mcore.config.base import ConfigError, Problem, checked
-from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
-from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
-from nemo_rl_mcore.config.engines import EmbeddedConfig, EngineConfig
-from nemo_rl_mcore.config.generation import GenerationConfig
-from nemo_rl_mcore.config.logger import (
-    LoggerConfig,
-    MLflowConfig,
-    RolloutsConfig,
-    TensorBoardConfig,
-    WandbConfig,
-)
-from nemo_rl_mcore.config.loss import (
-    ClippedPGLossConfig,
-    DistillationLossConfig,
-    DPOLossConfig,
-    MseValueLossConfig,
-    NLLLossConfig,
-)
-from nemo_rl_mcore.config.master import (
-    DistillationMasterConfig,
-    DPOMasterConfig,
-    GRPOMasterConfig,
-    PPOMasterConfig,
-    SFTMasterConfig,
-)
-from nemo_rl_mcore.config.megatron import (
-    DistributedDataParallelConfig,
-    MegatronConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-)
-from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
-from nemo_rl_mcore.config.policy import (
-    DynamicBatchingConfig,
-    PolicyConfig,
-    SequencePackingConfig,
-    TokenizerConfig,
-)
-from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.config.run_models import ModelPlan, Role, TeacherConfig, ValueConfig
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.config.algorithm import (
+        AdvantageEstimatorConfig,
+        AsyncRolloutsConfig,
+        DistillationConfig,
+        DPOConfig,
+        GRPOConfig,
+        LoopConfig,
+        PPOConfig,
+        RewardScalingConfig,
+        RewardShapingConfig,
+        RolloutConfig,
+        SFTConfig,
+    )
+    from nemo_rl_mcore.config.base import ConfigError, Problem, checked
+    from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
+    from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
+    from nemo_rl_mcore.config.generation import EmbeddedConfig, EngineConfig, GenerationConfig
+    from nemo_rl_mcore.config.logger import (
+        LoggerConfig,
+        MLflowConfig,
+        RolloutsConfig,
+        TensorBoardConfig,
+        WandbConfig,
+    )
+    from nemo_rl_mcore.config.loss import (
+        ClippedPGLossConfig,
+        DistillationLossConfig,
+        DPOLossConfig,
+        MseValueLossConfig,
+        NLLLossConfig,
+    )
+    from nemo_rl_mcore.config.master import (
+        DistillationMasterConfig,
+        DPOMasterConfig,
+        GRPOMasterConfig,
+        PPOMasterConfig,
+        SFTMasterConfig,
+    )
+    from nemo_rl_mcore.config.megatron import (
+        DistributedDataParallelConfig,
+        MegatronConfig,
+        OptimizerConfig,
+        SchedulerConfig,
+    )
+    from nemo_rl_mcore.config.model import ModelConfig
+    from nemo_rl_mcore.config.policy import (
+        DynamicBatchingConfig,
+        PolicyConfig,
+        Role,
+        SequencePackingConfig,
+        TokenizerConfig,
+    )
+    from nemo_rl_mcore.config.run_config import ModelPlan, RunConfig, TeacherConfig, ValueConfig
 
 __all__ = [
     "AdvantageEstimatorConfig",
@@ -107,3 +111,50 @@ __all__ = [
     "WandbConfig",
     "checked",
 ]
+
+_MODULES = {
+    "algorithm": (
+        "AdvantageEstimatorConfig",
+        "AsyncRolloutsConfig",
+        "DistillationConfig",
+        "DPOConfig",
+        "GRPOConfig",
+        "LoopConfig",
+        "PPOConfig",
+        "RewardScalingConfig",
+        "RewardShapingConfig",
+        "RolloutConfig",
+        "SFTConfig",
+    ),
+    "base": ("ConfigError", "Problem", "checked"),
+    "cluster": ("CheckpointingConfig", "ClusterConfig"),
+    "data": ("ArithmeticEnvConfig", "DataConfig", "EnvConfig"),
+    "generation": ("EmbeddedConfig", "EngineConfig", "GenerationConfig"),
+    "logger": ("LoggerConfig", "MLflowConfig", "RolloutsConfig", "TensorBoardConfig", "WandbConfig"),
+    "loss": (
+        "ClippedPGLossConfig",
+        "DistillationLossConfig",
+        "DPOLossConfig",
+        "MseValueLossConfig",
+        "NLLLossConfig",
+    ),
+    "master": (
+        "DistillationMasterConfig",
+        "DPOMasterConfig",
+        "GRPOMasterConfig",
+        "PPOMasterConfig",
+        "SFTMasterConfig",
+    ),
+    "megatron": ("DistributedDataParallelConfig", "MegatronConfig", "OptimizerConfig", "SchedulerConfig"),
+    "model": ("ModelConfig",),
+    "policy": ("DynamicBatchingConfig", "PolicyConfig", "Role", "SequencePackingConfig", "TokenizerConfig"),
+    "run_config": ("ModelPlan", "RunConfig", "TeacherConfig", "ValueConfig"),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a section when it is first asked for: a process loads what it reads."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"nemo_rl_mcore.config.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,10 @@
 """Configurations of the loops that sample, and of the advantage estimators."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
 
-from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
 from nemo_rl_mcore.config.base import (
     Float,
     Fraction,
@@ -13,11 +12,66 @@ from nemo_rl_mcore.config.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Problem,
+    Rule,
+    Seconds,
     Seed,
     StrictModel,
 )
-from nemo_rl_mcore.config.imports import Arguments, ImportPath
+from nemo_rl_mcore.config.custom_code import Arguments, ImportPath
+from nemo_rl_mcore.config.loss import DPOLossConfig
+
+
+class AsyncRolloutsConfig(StrictModel):
+    """Engines answer the prompts of later steps while the ranks train; a group is the answers to one prompt."""
+
+    enabled: bool = False
+    """Whether sampling and training go on side by side."""
+    max_trajectory_age_steps: NonNegativeInt = 1
+    """Training steps that a group may be older than the weights it trains; 0 keeps the synchronous pace (ours)."""
+    order: Literal["in_order", "as_completed"] = "in_order"
+    """In which order groups train (ours): that of their draw, or as they are answered, none older than allowed."""
+    max_generation_failures: NonNegativeInt = 0
+    """Failures in a row, over all groups, that are answered by trying again; the next one ends the run."""
+    in_flight_weight_updates: bool = True
+    """Give engines new weights while they answer; false first waits until no group is being answered."""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Read begun answers again with new weights; vLLM always does, the embedded engine else keeps its cache."""
+    min_groups_for_streaming_train: PositiveInt | None = None
+    """Groups at least that a step trains on as soon as they are there; null waits for the whole step."""
+    max_inflight_prompts: PositiveInt | None = None
+    """Groups that are being answered at most; null is (max_trajectory_age_steps + 1) * num_prompts_per_step."""
+    rollout_timeout_s: Seconds | None = None
+    """Time in which a group must be answered, each turn, or it is given up and tried again (ours); null: no limit."""
+    stall_timeout_s: Seconds | None = None
+    """Time without an answered group or a finished step that ends the run; saves and validations do not count."""
+    keep_groups: bool | None = None
+    """Write the groups of each step into the folder of the log, which `replay` trains on (ours); null: yes."""
+    keep_groups_gb: PositiveFloat = 10.0
+    """Disk for kept groups, 1e9 bytes each (ours): the oldest are removed, none that is newer than the last checkpoint.
+
+    Without checkpoints the first steps are kept, and no more than that: a replay begins with them.
+    """
+
+    @property
+    def off_policy(self) -> bool:
+        """Return whether groups may be older than the weights that they train."""
+        return self.enabled and self.max_trajectory_age_steps > 0
+
+    rules = (
+        Rule(
+            "too-small",
+            "stall_timeout_s",
+            lambda own: (
+                own.enabled
+                and own.rollout_timeout_s is not None
+                and own.stall_timeout_s is not None
+                and own.stall_timeout_s <= own.rollout_timeout_s
+            ),
+            ("rollout_timeout_s",),
+            "raise it, or lower rollout_timeout_s",
+            "a slow group would end the run before it is given up",
+        ),
+    )
 
 
 class AdvantageEstimatorConfig(StrictModel):
@@ -65,16 +119,14 @@ class RewardScalingConfig(StrictModel):
     target_max: Float = 1.0
     """Upper end of the result."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield an empty source interval."""
-        if self.enabled and self.source_max <= self.source_min:
-            yield Problem(
-                "too-small",
-                "source_max",
-                f"{self.source_max} is not above source_min: {self.source_min}",
-                "give an interval with source_max > source_min",
-                ("source_min",),
-            )
+    rules = (
+        Rule(
+            "too-small",
+            "source_max",
+            lambda own: own.enabled and own.source_max <= own.source_min,
+            ("source_min",),
+        ),
+    )
 
 
 class RewardShapingConfig(StrictModel):
@@ -89,22 +141,20 @@ class RewardShapingConfig(StrictModel):
     max_response_length: PositiveInt | None = None
     """Response length with the full penalty; needed when enabled."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a missing length, or a buffer longer than the response."""
-        if not self.enabled:
-            return
-        if self.max_response_length is None:
-            yield Problem(
-                "missing", "max_response_length", "is null with enabled: true", "set it", ("enabled",)
-            )
-        elif self.overlong_buffer_length > self.max_response_length:
-            yield Problem(
-                "too-large",
-                "overlong_buffer_length",
-                f"{self.overlong_buffer_length} is above max_response_length: {self.max_response_length}",
-                "lower it",
-                ("max_response_length",),
-            )
+    rules = (
+        Rule(
+            "missing",
+            "max_response_length",
+            lambda own: own.enabled and not own.max_response_length,
+            ("enabled",),
+        ),
+        Rule(
+            "too-large",
+            "overlong_buffer_length",
+            lambda own: own.enabled and 0 < (own.max_response_length or 0) < own.overlong_buffer_length,
+            ("max_response_length",),
+        ),
+    )
 
 
 AsyncSection = Annotated[AsyncRolloutsConfig, BeforeValidator(lambda given: {} if given is None else given)]
@@ -194,24 +244,24 @@ class RolloutConfig(LoopConfig):
 
     read_unless = (("batch_multiplier", "use_dynamic_sampling", False),)
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield contradictions of dynamic sampling, and validations that answer the same several times."""
-        if self.val_greedy and self.val_num_generations_per_prompt > 1:
-            yield Problem(
-                "incompatible",
-                "val_num_generations_per_prompt",
-                f"{self.val_num_generations_per_prompt} with val_greedy: true gives the same answer as often",
-                "set val_greedy: false, or val_num_generations_per_prompt: 1",
-                ("val_greedy",),
-            )
-        if self.use_dynamic_sampling and self.num_generations_per_prompt == 1:
-            yield Problem(
-                "no-signal",
-                "use_dynamic_sampling",
-                "true with num_generations_per_prompt: 1 drops every group (one reward has no variance)",
-                "set num_generations_per_prompt to 2 or more, or use_dynamic_sampling: false",
-                ("num_generations_per_prompt",),
-            )
+    rules = (
+        Rule(
+            "incompatible",
+            "val_num_generations_per_prompt",
+            lambda own: own.val_greedy and own.val_num_generations_per_prompt > 1,
+            ("val_greedy",),
+            {"val_greedy": False, "val_num_generations_per_prompt": 1},
+            "the likeliest answer is the same each time",
+        ),
+        Rule(
+            "no-signal",
+            "use_dynamic_sampling",
+            lambda own: own.use_dynamic_sampling and own.num_generations_per_prompt == 1,
+            ("num_generations_per_prompt",),
+            "set num_generations_per_prompt to 2 or more, or use_dynamic_sampling: false",
+            "one reward has no variance, so that every group is dropped",
+        ),
+    )
 
 
 class EpisodesConfig(RolloutConfig):
@@ -221,6 +271,9 @@ class EpisodesConfig(RolloutConfig):
     """Answers of an episode at most; the environment may end it before. One that it has not ended is truncated.
 
     An episode whose next answer may not fit into policy.max_total_sequence_length is, too."""
+
+
+_SHORTHANDS = ("normalize_rewards", "use_leave_one_out_baseline")
 
 
 class GRPOConfig(EpisodesConfig):
@@ -255,53 +308,49 @@ class GRPOConfig(EpisodesConfig):
         section["adv_estimator"] = shorthands | dict(cast("Mapping[str, object]", estimator))
         return section
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield contradictions between the loop, the estimator and dynamic sampling."""
-        for key in _SHORTHANDS:
-            short, read = getattr(self, key), getattr(self.adv_estimator, key)
-            if short is not None and short != read:
-                yield Problem(
-                    "contradicts",
-                    key,
-                    f"{str(short).lower()} contradicts adv_estimator.{key}: {str(read).lower()}",
-                    "give both the same value, or remove one",
-                    (f"adv_estimator.{key}",),
-                )
-        low, high = self.advantage_clip_low, self.advantage_clip_high
-        if low is not None and high is not None and low >= high:
-            yield Problem(
-                "too-large",
-                "advantage_clip_low",
-                f"{low:g} is not below advantage_clip_high: {high:g}, so that all advantages are one",
-                "lower it",
-                ("advantage_clip_high",),
+    rules = (
+        *(
+            Rule(
+                "contradicts",
+                key,
+                lambda own, key=key: getattr(own, key) not in (None, getattr(own.adv_estimator, key)),
+                (f"adv_estimator.{key}",),
             )
-        if self.adv_estimator.name == "gae":
-            yield Problem(
-                "incompatible",
-                "adv_estimator.name",
-                "gae needs a critic, and GRPO has none",
-                "set adv_estimator.name: grpo or reinforce_plus_plus",
-            )
-        if self._compares_nothing and not self.use_dynamic_sampling:
-            yield Problem(
-                "no-signal",
-                "num_generations_per_prompt",
-                "1 leaves a reward nothing to be compared with, so that every advantage is 0",
-                "set it to 2 or more",
-                ("adv_estimator.name",),
-            )
-        yield from super().problems()
-
-    @property
-    def _compares_nothing(self) -> bool:
-        """Return whether the baseline of an answer is the answer's own reward."""
-        name, minus = self.adv_estimator.name, self.adv_estimator.minus_baseline
-        built_in = self.adv_estimator.type is None and (name == "grpo" or minus)
-        return built_in and self.num_generations_per_prompt == 1
-
-
-_SHORTHANDS = ("normalize_rewards", "use_leave_one_out_baseline")
+            for key in _SHORTHANDS
+        ),
+        Rule(
+            "too-large",
+            "advantage_clip_low",
+            lambda own: (
+                own.advantage_clip_low is not None
+                and own.advantage_clip_high is not None
+                and own.advantage_clip_low >= own.advantage_clip_high
+            ),
+            ("advantage_clip_high",),
+            why="all advantages would be one",
+        ),
+        Rule(
+            "incompatible",
+            "adv_estimator.name",
+            lambda own: own.adv_estimator.name == "gae",
+            fix="set adv_estimator.name: grpo or reinforce_plus_plus",
+            why="gae needs a critic, and GRPO has none",
+        ),
+        Rule(
+            "no-signal",
+            "num_generations_per_prompt",
+            lambda own: (
+                own.num_generations_per_prompt == 1
+                and not own.use_dynamic_sampling
+                and own.adv_estimator.type is None
+                and (own.adv_estimator.name == "grpo" or own.adv_estimator.minus_baseline)
+            ),
+            ("adv_estimator.name",),
+            "set it to 2 or more",
+            "the baseline of an answer is its own reward, so that every advantage is 0",
+        ),
+        *EpisodesConfig.rules,
+    )
 
 
 class PPOConfig(EpisodesConfig):
@@ -318,16 +367,16 @@ class PPOConfig(EpisodesConfig):
 
     async_key = "async_ppo"
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield an estimator without a critic, and what holds of every rollout."""
-        yield from super().problems()
-        if self.adv_estimator.name != "gae":
-            yield Problem(
-                "incompatible",
-                "adv_estimator.name",
-                f"{self.adv_estimator.name} leaves the critic of PPO without use",
-                "set adv_estimator.name: gae",
-            )
+    rules = (
+        *EpisodesConfig.rules,
+        Rule(
+            "incompatible",
+            "adv_estimator.name",
+            lambda own: own.adv_estimator.name != "gae",
+            fix={"adv_estimator.name": "gae"},
+            why="it leaves the critic of PPO without use",
+        ),
+    )
 
 
 class DistillationConfig(RolloutConfig):
@@ -344,21 +393,76 @@ class DistillationConfig(RolloutConfig):
 
     async_key = "async_distillation"
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield an estimator that needs a critic, and answers that nobody samples."""
-        yield from super().problems()
-        if self.adv_estimator.name == "gae":
-            yield Problem(
-                "incompatible",
-                "adv_estimator.name",
-                "gae needs a critic, and distillation has none",
-                "set adv_estimator.name: grpo or reinforce_plus_plus",
-            )
-        if not self.on_policy and self.num_generations_per_prompt != 1:
-            yield Problem(
-                "incompatible",
-                "num_generations_per_prompt",
-                f"{self.num_generations_per_prompt} with on_policy: false, where each prompt has its one given answer",
-                "set it to 1",
-                ("on_policy",),
-            )
+    rules = (
+        *RolloutConfig.rules,
+        Rule(
+            "incompatible",
+            "adv_estimator.name",
+            lambda own: own.adv_estimator.name == "gae",
+            fix="set adv_estimator.name: grpo or reinforce_plus_plus",
+            why="gae needs a critic, and distillation has none",
+        ),
+        Rule(
+            "incompatible",
+            "num_generations_per_prompt",
+            lambda own: not own.on_policy and own.num_generations_per_prompt != 1,
+            ("on_policy",),
+            {"num_generations_per_prompt": 1},
+            "each prompt has its one given answer",
+        ),
+    )
+
+
+class GivenRowsConfig(LoopConfig):
+    """The loop of algorithms that learn from given rows, of which a sample is one, or a pair."""
+
+    val_batches: Literal[-1] | PositiveInt = 1
+    """Batches of held-out samples of which a validation takes the loss, at most as many as there are; -1 is all."""
+    val_global_batch_size: PositiveInt | None = None
+    """Samples of such a batch, the last of which may have fewer; null is policy.train_global_batch_size."""
+    val_micro_batch_size: PositiveInt | None = None
+    """Samples per forward pass of one rank there; null is policy.train_micro_batch_size."""
+
+
+class SFTConfig(GivenRowsConfig):
+    """Supervised fine-tuning: a step is policy.train_global_batch_size answers of the data set."""
+
+
+class DPOConfig(GivenRowsConfig, DPOLossConfig):
+    """Direct preference optimization: a step is policy.train_global_batch_size pairs. The loss has its keys here."""
+
+    online: bool = False
+    """Make the pairs: the best against the worst of several answers of the policy; false takes the data set's."""
+    num_generations_per_prompt: PositiveInt | None = None
+    """Answers that a pair is picked from; read when online."""
+    async_dpo: AsyncSection = AsyncRolloutsConfig()
+    """Asynchronous rollouts (ours): the answers of later steps are sampled while one trains; online only."""
+
+    async_key = "async_dpo"
+
+    read_unless = (*DPOLossConfig.read_unless, ("num_generations_per_prompt", "online", False))
+
+    rules = (
+        *DPOLossConfig.rules,
+        Rule(
+            "too-small",
+            "num_generations_per_prompt",
+            lambda own: own.online and (own.num_generations_per_prompt or 0) < 2,
+            ("online",),
+            "set it to 2 or more, or online: false",
+            "one answer makes no pair",
+        ),
+        Rule(
+            "too-small",
+            "max_val_samples",
+            lambda own: own.online and own.validates and own.max_val_samples == 0,
+            ("online",),
+            "set it to 1 or more, or turn validation off (val_period: 0)",
+            "a validation has nothing to do",
+        ),
+    )
+
+    @property
+    def loss(self) -> DPOLossConfig:
+        """Return the keys of the loss alone."""
+        return DPOLossConfig(**{name: getattr(self, name) for name in DPOLossConfig.model_fields})

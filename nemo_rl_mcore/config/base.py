@@ -1,9 +1,9 @@
 """Strict frozen models, and problems that are collected instead of thrown one by one."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -69,23 +69,116 @@ class Problem:
 
     def below(self, prefix: str) -> "Problem":
         """Return the same problem seen from the parent section `prefix`."""
-        return replace(
-            self,
-            path=join_path(prefix, self.path),
-            related=tuple(join_path(prefix, key) for key in self.related),
+        return self.at(lambda path: join_path(prefix, path))
+
+    def at(self, key: "Key") -> "Problem":
+        """Return the same problem with its paths where `key` says that they are."""
+        return replace(self, path=key(self.path), related=tuple(map(key, self.related)))
+
+
+type Key = Callable[[str], str]
+"""Where the recipe has what is at a path of a section; `str` leaves the path as it is."""
+type Text[S] = str | Callable[[S], str]
+type Fix[S] = str | Mapping[str, object] | Callable[[S], str | Mapping[str, object]]
+
+
+@dataclass(frozen=True)
+class Rule[S]:
+    """A row of what does not go together in a section: its kind, the key, when, the other keys, and the way out.
+
+    The message is made of the values at `path` and `related`, and names them where `Key` says that they are.
+    fix: keys and values to set, any of them; or words. why: a reason, told in brackets. says: what is told in place of
+    all that, where values do not say it.
+    """
+
+    code: Code
+    path: str
+    when: Callable[[S], object] | int
+    related: tuple[str, ...] = ()
+    fix: Fix[S] = ""
+    why: Text[S] = ""
+    says: Text[S] = ""
+
+    def problem(self, section: S, key: Key = str) -> Problem | None:
+        """Return the problem of a section that breaks the rule."""
+        if not (self.when(section) if callable(self.when) else self.when):
+            return None
+        says = self.says(section) if callable(self.says) else self.says
+        why = self.why(section) if callable(self.why) else self.why
+        fix = self.fix(section) if callable(self.fix) else self.fix
+        if not says:
+            others = _listed(
+                [_setting(key(one), value_at(section, one)) for one in self.related if one != self.path]
+            )
+            alone, together = _SENTENCES[self.code]
+            says = (together if others else alone).format(as_yaml(value_at(section, self.path)), others)
+        if isinstance(fix, Mapping):
+            fix = "set " + ", or ".join(_setting(key(path), value) for path, value in fix.items())
+        return Problem(
+            self.code,
+            key(self.path),
+            says + (f" ({why})" if why else ""),
+            fix or _FIXES.get(self.code, ""),
+            tuple(map(key, self.related)),
         )
 
 
-def has_no_effect(path: str, value: object, because: str, *related: str) -> Problem:
-    """Return the warning of a key that nothing reads, such as one with a switch that is off."""
-    return Problem("has-no-effect", path, f"{_as_yaml(value)} has no effect {because}", "remove it", related)
+type Rules[S] = tuple[Rule[S] | Callable[[S], Iterable[Rule[S] | Problem]], ...]
+"""Rows; a function makes those of a section whose keys are the user's own, such as sources."""
+
+_SENTENCES: Mapping[Code, tuple[str, str]] = {
+    "contradicts": ("{0} contradicts itself", "{0} contradicts {1}"),
+    "has-no-effect": ("{0} has no effect here", "{0} has no effect with {1}"),
+    "incompatible": ("{0} does not go with this recipe", "{0} does not go with {1}"),
+    "missing": ("missing", "missing with {1}"),
+    "no-signal": ("{0} leaves nothing to learn from", "{0} leaves nothing to learn from with {1}"),
+    "not-allowed": ("{0} is not allowed", "{0} is not allowed with {1}"),
+    "not-divisible": ("{0} does not divide evenly", "{0} does not divide evenly with {1}"),
+    "not-supported": ("{0} is not supported", "{0} is not supported with {1}"),
+    "requires": ("{0} is not possible here", "{0} is not possible with {1}"),
+    "too-large": ("{0} is too large", "{0} is too large for {1}"),
+    "too-small": ("{0} is too small", "{0} is too small for {1}"),
+}
+"""What is told of a value, alone and with the other keys."""
+_FIXES: Mapping[Code, str] = {
+    "contradicts": "remove one, or make them agree",
+    "has-no-effect": "remove it",
+    "incompatible": "change one of them",
+    "missing": "set it",
+    "not-supported": "remove it",
+    "requires": "change one of them",
+    "too-large": "lower it",
+    "too-small": "raise it",
+}
 
 
-def _as_yaml(value: object) -> str:
+def broken[S](rules: Rules[S], section: S, key: Key = str) -> Iterator[Problem]:
+    """Yield the problem of each rule that a section breaks."""
+    for row in rules:
+        for one in (cast("Rule[S]", row),) if isinstance(row, Rule) else row(section):
+            problem = one.at(key) if isinstance(one, Problem) else one.problem(section, key)
+            if problem is not None:
+                yield problem
+
+
+def as_yaml(value: object) -> str:
+    """Return a value as a recipe has it, in short."""
+    if value is None or isinstance(value, bool):
+        return str({None: "null", True: "true", False: "false"}[value])
     if isinstance(value, BaseModel | dict):
         return "the section"
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    if isinstance(value, tuple):
+        value = list(cast("tuple[object, ...]", value))
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _setting(path: str, value: object) -> str:
+    return path if isinstance(value, BaseModel | dict) else f"{path}: {as_yaml(value)}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else "".join(words)
 
 
 class ConfigError(ValueError):
@@ -113,37 +206,30 @@ class ConfigError(ValueError):
 class StrictModel(BaseModel):
     """A frozen section: unknown keys are errors, and nothing is coerced from one type into another.
 
-    Construction checks each field alone. The rules between its own fields are `problems`, which `checked` raises;
-    those between sections are in recipe/rules. `recipe.validate` reports all of them for a recipe.
+    Construction checks each field alone. The rules between its own fields are `rules`, which `checked` applies; those
+    between sections are in recipe/rules. `recipe.validate` reports all of them for a recipe.
     """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    rules: ClassVar[Rules[Any]] = ()
+    """What does not go together in the section; paths are relative to it."""
     read_unless: ClassVar[tuple[tuple[str, str, object], ...]] = ()
     """A key, another key of the section, and the value of that with which nothing reads the first."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield what is wrong between fields that are each valid; paths are relative to this section."""
-        yield from ()
 
-    def idle(self) -> Iterator[Problem]:
-        """Yield a warning for each key that is given and not read."""
-        found: set[str] = set()
-        for key, switch, off in self.read_unless:
-            value, default = getattr(self, key), type(self).model_fields[key].default
-            if key not in found and getattr(self, switch) == off and value != default:
-                found.add(key)
-                yield has_no_effect(key, value, f"with {switch}: {_as_yaml(off)}", switch)
-
-
-def collect_problems(section: StrictModel, prefix: str = "") -> Iterator[Problem]:
-    """Yield what is wrong within a section and within each section inside it, with full paths."""
-    for problem in (*section.problems(), *section.idle()):
-        yield problem.below(prefix)
-    for name in type(section).model_fields:
-        yield from _problems_inside(getattr(section, name), join_path(prefix, name))
+def collect_problems(section: StrictModel, key: Key = str) -> Iterator[Problem]:
+    """Yield what is wrong within a section and within each section inside it, and the keys that nothing reads."""
+    yield from broken(section.rules, section, key)
+    fields, idle = type(section).model_fields, dict[str, Rule[StrictModel]]()
+    for name, switch, off in section.read_unless:
+        if getattr(section, switch) == off and getattr(section, name) != fields[name].default:
+            idle.setdefault(name, Rule("has-no-effect", name, when=True, related=(switch,)))
+    yield from broken(tuple(idle.values()), section, key)
+    for name in fields:
+        yield from _problems_inside(getattr(section, name), name, key)
 
 
 def checked[Section: StrictModel](kind: type[Section], given: Section | Mapping[str, object]) -> Section:
@@ -157,15 +243,15 @@ def checked[Section: StrictModel](kind: type[Section], given: Section | Mapping[
     return section
 
 
-def _problems_inside(value: object, path: str) -> Iterator[Problem]:
+def _problems_inside(value: object, path: str, key: Key) -> Iterator[Problem]:
     if isinstance(value, StrictModel):
-        yield from collect_problems(value, path)
+        yield from collect_problems(value, lambda inner: key(join_path(path, inner)))
     elif isinstance(value, tuple):
         for place, one in enumerate(cast("tuple[object, ...]", value)):
-            yield from _problems_inside(one, join_path(path, str(place)))
+            yield from _problems_inside(one, join_path(path, str(place)), key)
     elif isinstance(value, dict):
-        for key, one in cast("dict[str, object]", value).items():
-            yield from _problems_inside(one, join_path(path, str(key)))
+        for name, one in cast("dict[str, object]", value).items():
+            yield from _problems_inside(one, join_path(path, str(name)), key)
 
 
 Tree = dict[str, object]

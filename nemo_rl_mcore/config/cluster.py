@@ -1,12 +1,18 @@
 """Configurations of where a run happens, and of its checkpoints."""
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from nemo_rl_mcore.config.base import FolderName, NonNegativeInt, PositiveInt, Problem, Seconds, StrictModel
+from nemo_rl_mcore.config.base import (
+    FolderName,
+    NonNegativeInt,
+    PositiveInt,
+    Rule,
+    Seconds,
+    StrictModel,
+)
 
 
 def _seconds(duration: str) -> float:
@@ -43,8 +49,6 @@ class ClusterConfig(StrictModel):
     """Ranks per machine when gpus_per_node is 0; not read otherwise."""
     max_trainer_restarts: NonNegativeInt = 0
     """Times in a run that ranks which died or hang are restarted, and do again what no checkpoint holds (ours)."""
-    elastic: Literal["none", "shrink"] = "none"
-    """What a run does without a machine that stays gone: `none` ends, `shrink` goes on with fewer copies (ours)."""
     node_wait_s: Seconds = 300.0
     """Time in which a machine that is gone may come back, or another one in its place (ours)."""
 
@@ -62,6 +66,9 @@ class ClusterConfig(StrictModel):
     def world_size(self) -> int:
         """Return all ranks."""
         return self.num_nodes * self.workers_per_node
+
+
+_METRIC_SOURCES = {"val": "validation", "train": "train"}
 
 
 class CheckpointingConfig(StrictModel):
@@ -100,29 +107,28 @@ class CheckpointingConfig(StrictModel):
         """Return the seconds of checkpoint_must_save_by."""
         return None if self.checkpoint_must_save_by is None else _seconds(self.checkpoint_must_save_by)
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a metric without its source, and what is not read where nothing is saved."""
-        source, _, name = (self.metric_name or "train:loss").partition(":")
-        if source not in _METRIC_SOURCES or not name:
-            yield Problem(
-                "not-allowed",
-                "metric_name",
-                f"{self.metric_name!r} does not say where the metric comes from",
-                "write val: or train: before its name, such as val:accuracy",
-            )
-        if self.enabled:
-            return
-        if self.resume not in ("auto", "never"):
-            yield Problem(
-                "requires",
-                "resume",
-                f"{self.resume!r} needs enabled: true",
-                "set enabled: true; or policy.init_checkpoint, to start from the weights alone",
-                ("enabled",),
-            )
-        if self.checkpoint_must_save_by is not None:
-            what = f"{self.checkpoint_must_save_by!r} asks for a checkpoint with enabled: false"
-            yield Problem("requires", "checkpoint_must_save_by", what, "set enabled: true", ("enabled",))
-
-
-_METRIC_SOURCES = {"val": "validation", "train": "train"}
+    rules = (
+        Rule(
+            "not-allowed",
+            "metric_name",
+            lambda own: (
+                own.metric_name
+                and not re.match(f"({'|'.join(_METRIC_SOURCES)}):.", own.metric_name, re.DOTALL)
+            ),
+            fix="write val: or train: before its name, such as val:accuracy",
+        ),
+        Rule(
+            "requires",
+            "resume",
+            lambda own: not own.enabled and own.resume not in ("auto", "never"),
+            ("enabled",),
+            "set enabled: true; or policy.init_checkpoint, to start from the weights alone",
+        ),
+        Rule(
+            "requires",
+            "checkpoint_must_save_by",
+            lambda own: not own.enabled and own.checkpoint_must_save_by is not None,
+            ("enabled",),
+            {"enabled": True},
+        ),
+    )

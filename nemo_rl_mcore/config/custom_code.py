@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -15,9 +16,30 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from nemo_rl_mcore.errors import CustomCodeError, RefusedError
+
+_NAME = r"[^\W\d]\w*"
+_IMPORT_PATH = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")
+
+
+def _checked(path: str) -> str:
+    if not _IMPORT_PATH.fullmatch(path):
+        raise ValueError(
+            f"{path!r} is no import path; write package.module:Name, as in my_pkg.losses:MyLossFn"
+        )
+    return path
+
+
+ImportPath = Annotated[str, AfterValidator(_checked)]
+"""`package.module:Name`, of a class at the top level of a module."""
+
+Arguments = dict[str, Any]
+"""Keyword arguments of such a class, as YAML gives them."""
+
 
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")

@@ -1,16 +1,15 @@
 """Configurations of the prompts and of the environment that scores the answers."""
 
+import math
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Literal, cast
 
 from pydantic import Field, model_validator
 
-from nemo_rl_mcore.config.answers import AnswerConfig
-from nemo_rl_mcore.config.base import Float, PositiveInt, Problem, StrictModel, has_no_effect, join_path
-from nemo_rl_mcore.config.endpoint import EndpointConfig
-from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
-from nemo_rl_mcore.config.imports import Arguments, ImportPath
+from nemo_rl_mcore.config.base import Float, PositiveInt, Rule, StrictModel, join_path
+from nemo_rl_mcore.config.custom_code import Arguments, ImportPath
+from nemo_rl_mcore.config.environment import AnswerConfig, EndpointConfig, EnvPoolConfig
 from nemo_rl_mcore.config.shares import MOST_TURNS, whole_weights
 from nemo_rl_mcore.config.source import (
     SourceConfig,
@@ -44,6 +43,56 @@ class RowKind(Enum):
     PROMPTS = "a prompt and the answer to score against"
     ANSWERS = "an answer to imitate: prompt and answer, or a conversation"
     PAIRS = "a prompt, a better answer and a worse one"
+
+
+def _of_data_sets(key: str, reader: str, example: str) -> "Iterator[Rule[DataConfig]]":
+    """Yield the rules of a key that one kind of data set reads; example: what to set, where that needs it."""
+
+    def is_given(data: "DataConfig") -> bool:
+        # The embedded tasks of several turns read default as well.
+        default = DataConfig.model_fields[key].default
+        return getattr(data, key) not in (default, {}) and not (key == "default" and data.has_turns)
+
+    yield Rule(
+        "incompatible",
+        key,
+        lambda own: is_given(own) and own.dataset_name != reader,
+        ("dataset_name",),
+        f"remove it, or set dataset_name: {reader}",
+    )
+    if example:
+        yield Rule(
+            "missing",
+            key,
+            lambda own: not is_given(own) and own.dataset_name == reader,
+            ("dataset_name",),
+            example,
+        )
+
+
+def _weight_rules(data: "DataConfig") -> "Iterator[Rule[DataConfig]]":
+    """Yield rules of weights without others beside them, and such as have no order that starts over."""
+    weights = {path: source.weight for path, source in data.train_sources.items()}
+    given = [weight for weight in weights.values() if weight is not None]
+    for path, weight in weights.items():
+        fix = "give all sources a weight, or none"
+        yield Rule(
+            "missing", f"{path}.weight", bool(given) and weight is None, fix=fix, why="other sources have one"
+        )
+        alone = weight is not None and len(weights) == 1
+        yield Rule("has-no-effect", f"{path}.weight", alone, why="there is one source")
+    turns = sum(whole_weights(given)) if len(given) == len(weights) > 1 else 0
+    yield Rule(
+        "too-large",
+        "train",
+        turns > MOST_TURNS,
+        fix="give the weights fewer digits",
+        says=f"the weights are in the ratio of integers with the sum {turns}, and {MOST_TURNS} is the most",
+    )
+    for place, source in each(data.validation).items():
+        path, why = join_path("validation", place), "a validation takes as many rows of each source"
+        weighs = isinstance(source, SourceConfig) and source.weight is not None
+        yield Rule("has-no-effect", f"{path}.weight", weighs, why=why)
 
 
 class DataConfig(StrictModel):
@@ -175,102 +224,51 @@ class DataConfig(StrictModel):
             return self.prompt_length
         return self.max_input_seq_length
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield keys that the data set lacks or does not read, and prompts that are longer than the maximum."""
-        yield from self._source_problems()
-        yield from self._weight_problems()
-        yield from self._text_problems()
-        if self.has_turns and self.num_digits % 2:
-            yield Problem(
-                "not-divisible",
-                "num_digits",
-                f"{self.num_digits} is odd, and a prompt of dataset_name: {self.dataset_name} has two numbers of as "
-                "many digits",
-                f"set it to {self.num_digits + 1} or {self.num_digits - 1}",
-                ("dataset_name",),
+    rules = (
+        *(
+            row
+            for key, reader, example in (
+                ("train", "files", "set train: {data_path: train.jsonl}"),
+                ("default", "files", ""),
+                ("validation", "files", ""),
+                ("shuffle", "files", ""),
+                ("type", "custom", "set type: my_pkg.my_mod:MyData"),
+                ("args", "custom", ""),
             )
-        if self.embedded and not self.has_turns and self.apply_chat_template:
-            yield Problem(
-                "incompatible",
-                "apply_chat_template",
-                f"true does not go with dataset_name: {self.dataset_name}, whose prompts are no conversations",
-                "set it to false, or name a data set of conversations in data.train",
-                ("dataset_name",),
-            )
-        longest = self.max_input_seq_length
-        if self.embedded and longest is not None and longest < self.prompt_length:
-            yield Problem(
-                "too-small",
-                "max_input_seq_length",
-                f"{longest} is shorter than the prompts of {self.dataset_name} with "
-                f"num_digits: {self.num_digits}, which have {self.prompt_length} tokens",
-                f"set max_input_seq_length to {self.prompt_length} or more, or lower num_digits",
-                ("num_digits",),
-            )
-
-    def _source_problems(self) -> Iterator[Problem]:
-        read_by = (
-            ("train", self.train is not None, "files", True),
-            ("default", self.default is not None and not self.has_turns, "files", False),
-            ("validation", self.validation is not None, "files", False),
-            ("shuffle", not self.shuffle, "files", False),
-            ("type", self.type is not None, "custom", True),
-            ("args", bool(self.args), "custom", False),
-        )
-        for key, given, reader, needed in read_by:
-            if given and self.dataset_name != reader:
-                yield Problem(
-                    "incompatible",
-                    key,
-                    f"does not go with dataset_name: {self.dataset_name}",
-                    f"remove it, or set dataset_name: {reader}",
-                    ("dataset_name",),
-                )
-            if needed and not given and self.dataset_name == reader:
-                example = (
-                    "train: {data_path: train.jsonl}" if key == "train" else "type: my_pkg.my_mod:MyData"
-                )
-                yield Problem(
-                    "missing",
-                    key,
-                    f"missing with dataset_name: {reader}",
-                    f"set {example}",
-                    ("dataset_name",),
-                )
-
-    def _text_problems(self) -> Iterator[Problem]:
-        """Yield a reader of rows where there are none."""
-        if self.has_turns and self.default is not None and self.default.processor is not None:
-            because = f"with dataset_name: {self.dataset_name}"
-            yield has_no_effect("default.processor", self.default.processor, because, "dataset_name")
-
-    def _weight_problems(self) -> Iterator[Problem]:
-        """Yield weights without others beside them, and such as have no order that starts over."""
-        weights = {path: source.weight for path, source in self.train_sources.items()}
-        given = [weight for weight in weights.values() if weight is not None]
-        for path, weight in weights.items():
-            if given and weight is None:
-                yield Problem(
-                    "missing",
-                    f"{path}.weight",
-                    "missing, and other sources have one",
-                    "give all of them one, or none",
-                )
-            if weight is not None and len(weights) == 1:
-                yield has_no_effect(f"{path}.weight", weight, "where there is one source")
-        if len(given) == len(weights) > 1 and (turns := sum(whole_weights(given))) > MOST_TURNS:
-            yield Problem(
-                "too-large",
-                "train",
-                f"the weights are in the ratio of integers with the sum {turns}, and {MOST_TURNS} is the most",
-                "give them fewer digits",
-            )
-        for place, source in each(self.validation).items():
-            if isinstance(source, SourceConfig) and source.weight is not None:
-                path = join_path(join_path("validation", place), "weight")
-                yield has_no_effect(
-                    path, source.weight, "on a validation, which takes as many rows of each source"
-                )
+            for row in _of_data_sets(key, reader, example)
+        ),
+        lambda own: _weight_rules(own),
+        Rule(
+            "has-no-effect",
+            "default.processor",
+            lambda own: own.has_turns and own.default is not None and own.default.processor is not None,
+            ("dataset_name",),
+        ),
+        Rule(
+            "not-divisible",
+            "num_digits",
+            lambda own: own.has_turns and own.num_digits % 2,
+            ("dataset_name",),
+            "make it even",
+            "a prompt has two numbers of as many digits",
+        ),
+        Rule(
+            "incompatible",
+            "apply_chat_template",
+            lambda own: own.embedded and not own.has_turns and own.apply_chat_template,
+            ("dataset_name",),
+            "set it to false, or name a data set of conversations in data.train",
+            "its prompts are no conversations",
+        ),
+        Rule(
+            "too-small",
+            "max_input_seq_length",
+            lambda own: own.embedded and (own.max_input_seq_length or math.inf) < own.prompt_length,
+            ("num_digits",),
+            lambda own: f"set it to {own.prompt_length} or more, or lower num_digits",
+            lambda own: f"prompts of {own.dataset_name} have {own.prompt_length} tokens",
+        ),
+    )
 
 
 class ArithmeticEnvConfig(StrictModel):
@@ -369,35 +367,55 @@ class EnvConfig(StrictModel):
         """Return the environments that there are sections of."""
         return [name for name in ENVIRONMENTS if getattr(self, name) is not None]
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a second environment, agents of none or of two kinds, and rewards without a function or a name."""
-        yield from self._agent_problems()
-        if self.rewards is not None and not self.rewards:
-            yield Problem("missing", "rewards", "names no function", "write NAME: package.module:function")
-        for name in self.rewards or ():
-            if not name or not name.isprintable():
-                yield Problem(
-                    "not-allowed", "rewards", f"a reward is called {name!r:.80}", "name it in printable text"
-                )
-        given = self.given
-        if len(given) > 1:
-            yield Problem(
-                "one-of",
-                given[-1],
-                f"a run has one environment, and {' and '.join(given)} are given",
-                f"set {given[0]}: null",
-                tuple(given),
+    rules = (
+        Rule(
+            "missing",
+            "endpoint.command",
+            lambda own: own.endpoint and own.nemo_gym is None and not any(own.endpoint.command[:1]),
+            fix="write [program, argument, ...]",
+            says="names no program",
+        ),
+        Rule(
+            "one-of",
+            "endpoint.command",
+            lambda own: own.endpoint and own.nemo_gym is not None and own.endpoint.command,
+            ("nemo_gym",),
+            "remove it, or nemo_gym",
+            says="names a program, and NeMo Gym's agents play the episodes",
+        ),
+        Rule(
+            "missing",
+            "nemo_gym.config_paths",
+            lambda own: own.endpoint and own.nemo_gym is not None and not own.nemo_gym.get("config_paths"),
+            fix="write a list of its files",
+            says="names no configuration of NeMo Gym's servers",
+        ),
+        Rule(
+            "missing",
+            "rewards",
+            lambda own: own.rewards is not None and not own.rewards,
+            fix="write NAME: package.module:function",
+            says="names no function",
+        ),
+        lambda own: (
+            Rule(
+                "not-allowed",
+                "rewards",
+                when=not name or not name.isprintable(),
+                fix="name it in printable text",
+                says=f"a reward is called {name!r:.80}",
             )
-
-    def _agent_problems(self) -> Iterator[Problem]:
-        if self.endpoint is None:
-            return
-        command = self.endpoint.command
-        if self.nemo_gym is None and not (command and command[0]):
-            yield Problem("missing", "endpoint.command", "names no program", "write [program, argument, ...]")
-        elif self.nemo_gym is not None and command:
-            what = "names a program, and NeMo Gym's agents play the episodes"
-            yield Problem("one-of", "endpoint.command", what, "remove it, or nemo_gym", ("nemo_gym",))
-        if self.nemo_gym is not None and not self.nemo_gym.get("config_paths"):
-            what = "names no configuration of NeMo Gym's servers"
-            yield Problem("missing", "nemo_gym.config_paths", what, "write a list of its files")
+            for name in own.rewards or ()
+        ),
+        lambda own: (
+            Rule(
+                "one-of",
+                name,
+                related=tuple(own.given),
+                when=True,
+                fix=f"set {own.given[0]}: null",
+                says=f"a run has one environment, and {' and '.join(own.given)} are given",
+            )
+            for name in own.given[1:][-1:]
+        ),
+    )

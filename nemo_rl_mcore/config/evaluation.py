@@ -1,11 +1,10 @@
 """Configuration of evaluations: named sets of prompts, and how their answers are drawn and counted."""
 
-from collections.abc import Iterator
 from typing import Annotated, cast
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl_mcore.config.base import Float, IntTuple, NonNegativeFloat, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import Float, IntTuple, NonNegativeFloat, PositiveInt, Rule, StrictModel
 from nemo_rl_mcore.config.source import SourceConfig
 
 
@@ -37,42 +36,47 @@ class EvalConfig(StrictModel):
     save_path: str | None = None
     """The folder of the results; null is `eval` in logger.log_dir."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a section without sets, answers that are all the same, and a k that is not drawn."""
-        if not self.sets:
-            yield Problem(
-                "missing",
-                "sets",
-                "holds no set",
-                "name one, such as gsm8k: {dataset_name: gsm8k, split: test}",
-            )
-        for name in self.sets:
-            if not name.replace("-", "_").isidentifier():
-                yield Problem(
-                    "not-allowed",
-                    f"sets.{name}",
-                    "is no name of a set",
-                    "take letters, digits, - and _, and no digit first",
-                )
-        for name, source in self.sets.items():
-            if source.repeat > 1:
-                what = f"{source.repeat} takes each prompt for another one as often"
-                remedy = "remove it, and set num_tests_per_prompt"
-                yield Problem("incompatible", f"sets.{name}.repeat", what, remedy)
-        if self.num_tests_per_prompt > 1 and self.temperature == 0:
-            yield Problem(
-                "incompatible",
-                "temperature",
-                f"0 gives the same answer num_tests_per_prompt: {self.num_tests_per_prompt} times",
-                "set it above 0, or num_tests_per_prompt: 1",
-                ("num_tests_per_prompt",),
-            )
-        wrong = [k for k in self.k_values if not 1 <= k <= self.num_tests_per_prompt]
-        if wrong:
-            yield Problem(
+    rules = (
+        Rule(
+            "missing",
+            "sets",
+            lambda own: not own.sets,
+            fix="name one, such as gsm8k: {dataset_name: gsm8k, split: test}",
+            says="holds no set",
+        ),
+        lambda own: (
+            Rule(
                 "not-allowed",
-                "k_values",
-                f"{', '.join(map(str, wrong))} is not from 1 to num_tests_per_prompt: {self.num_tests_per_prompt}",
-                "lower it, or raise num_tests_per_prompt",
-                ("num_tests_per_prompt",),
+                f"sets.{name}",
+                when=not name.replace("-", "_").isidentifier(),
+                fix="take letters, digits, - and _, and no digit first",
+                says="is no name of a set",
             )
+            for name in own.sets
+        ),
+        lambda own: (
+            Rule(
+                "incompatible",
+                f"sets.{name}.repeat",
+                when=source.repeat > 1,
+                fix="remove it, and set num_tests_per_prompt",
+                why="it takes each prompt for another one as often",
+            )
+            for name, source in own.sets.items()
+        ),
+        Rule(
+            "incompatible",
+            "temperature",
+            lambda own: own.num_tests_per_prompt > 1 and own.temperature == 0,
+            ("num_tests_per_prompt",),
+            "set it above 0, or num_tests_per_prompt: 1",
+            "all answers would be the same",
+        ),
+        Rule(
+            "not-allowed",
+            "k_values",
+            lambda own: any(not 1 <= k <= own.num_tests_per_prompt for k in own.k_values),
+            ("num_tests_per_prompt",),
+            "give numbers from 1 to num_tests_per_prompt, or raise that",
+        ),
+    )

@@ -1,7 +1,6 @@
 """Configurations of what a run records: its own files, and the loggers that get the same."""
 
 import re
-from collections.abc import Iterator
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -11,7 +10,7 @@ from nemo_rl_mcore.config.base import (
     FolderName,
     NonNegativeInt,
     PositiveFloat,
-    Problem,
+    Rule,
     Seconds,
     StrictModel,
     StrTuple,
@@ -62,16 +61,18 @@ class WandbConfig(StrictModel):
     mode: Literal["online", "offline", "disabled"] | None = None
     """Whether the run is sent, or written to log_dir/wandb for `wandb sync`; null takes WANDB_MODE, else online."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a tag that the service does not take."""
-        for tag in self.tags:
-            if not 0 < len(tag) <= _WANDB_TAG_LENGTH:
-                yield Problem(
-                    "too-large",
-                    "tags",
-                    f"{tag!r} has {len(tag)} characters",
-                    f"write 1 to {_WANDB_TAG_LENGTH}",
-                )
+    rules = (
+        lambda own: (
+            Rule(
+                "too-large",
+                "tags",
+                when=not 0 < len(tag) <= _WANDB_TAG_LENGTH,
+                fix=f"write 1 to {_WANDB_TAG_LENGTH}",
+                says=f"{tag!r} has {len(tag)} characters",
+            )
+            for tag in own.tags
+        ),
+    )
 
 
 class MLflowConfig(StrictModel):
@@ -88,24 +89,28 @@ class MLflowConfig(StrictModel):
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the run (ours)."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield an address that no store is at, or that has a password in it."""
-        if self.tracking_uri is None:
-            return
-        if re.search("//[^/]*@", self.tracking_uri):
-            yield Problem(
-                "not-allowed",
-                "tracking_uri",
-                "has a user or a password in it, which would be saved with the recipe",
-                "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
-            )
-        elif not _is_store(self.tracking_uri):
-            yield Problem(
-                "not-allowed",
-                "tracking_uri",
-                f"{self.tracking_uri!r} is no store",
-                "write http://HOST:PORT, https://HOST or sqlite:///FILE, or null for log_dir/mlflow.db",
-            )
+    rules = (
+        Rule(
+            "not-allowed",
+            "tracking_uri",
+            lambda own: own.holds_a_user,
+            fix="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+            says="has a user or a password in it, which would be saved with the recipe",
+        ),
+        Rule(
+            "not-allowed",
+            "tracking_uri",
+            lambda own: (
+                own.tracking_uri is not None and not own.holds_a_user and not _is_store(own.tracking_uri)
+            ),
+            fix="write http://HOST:PORT, https://HOST or sqlite:///FILE, or null for log_dir/mlflow.db",
+        ),
+    )
+
+    @property
+    def holds_a_user(self) -> bool:
+        """Return whether the address has a user or a password in it."""
+        return re.search("//[^/]*@", self.tracking_uri or "") is not None
 
 
 class LoggerConfig(StrictModel):

@@ -1,16 +1,19 @@
 """Configurations of the loss functions; each can be built alone and refuses its forbidden combinations."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from nemo_rl_mcore.config.base import Float, NonNegativeFloat, PositiveFloat, Problem, StrictModel
-from nemo_rl_mcore.config.imports import Arguments, ImportPath
+from nemo_rl_mcore.config.base import Float, NonNegativeFloat, PositiveFloat, Rule, StrictModel
+from nemo_rl_mcore.config.custom_code import Arguments, ImportPath
 
 KLType = Literal["k1", "k2", "k3"]
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 DivergenceType = Literal["forward", "reverse", "mixed", "jsd"]
+
+_TRUNCATION, _UPPER_BOUND = "truncated_importance_sampling_type", "truncated_importance_sampling_ratio"
+_LOWER_BOUND = "truncated_importance_sampling_ratio_min"
 
 
 class CustomLossConfig(StrictModel):
@@ -44,16 +47,15 @@ class DPOLossConfig(StrictModel):
 
     read_unless = (("sft_average_log_probs", "sft_loss_weight", 0),)
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a loss that is nothing."""
-        if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
-            yield Problem(
-                "no-signal",
-                "preference_loss_weight",
-                "0 together with sft_loss_weight: 0 leaves no loss",
-                "raise one of the two",
-                ("sft_loss_weight",),
-            )
+    rules = (
+        Rule(
+            "no-signal",
+            "preference_loss_weight",
+            lambda own: own.preference_loss_weight == 0 and own.sft_loss_weight == 0,
+            ("sft_loss_weight",),
+            "raise one of the two",
+        ),
+    )
 
 
 class MseValueLossConfig(CustomLossConfig):
@@ -107,73 +109,63 @@ class ClippedPGLossConfig(CustomLossConfig):
     entropy_coef: Float = 0.0
     """Coefficient of the entropy bonus, which is subtracted from the loss."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield the forbidden combinations."""
-        yield from super().problems()
-        if self.sequence_level_importance_ratios and self.token_level_loss:
-            yield Problem(
+    rules = (
+        Rule(
+            "incompatible",
+            "sequence_level_importance_ratios",
+            lambda own: own.sequence_level_importance_ratios and own.token_level_loss,
+            ("token_level_loss",),
+            {"token_level_loss": False, "sequence_level_importance_ratios": False},
+            "a ratio per row needs a loss per row",
+        ),
+        *(
+            Rule(
                 "incompatible",
-                "sequence_level_importance_ratios",
-                "true does not go with token_level_loss: true (a ratio per row needs a loss per row)",
-                "set token_level_loss: false, or sequence_level_importance_ratios: false",
-                ("token_level_loss",),
-            )
-        if self.use_cispo:
-            yield from self._cispo_problems()
-        yield from self._truncation_problems()
-
-    def _cispo_problems(self) -> Iterator[Problem]:
-        conflicts = (
-            ("disable_ppo_ratio", self.disable_ppo_ratio, "false"),
-            ("force_on_policy_ratio", self.force_on_policy_ratio, "false"),
-            ("sequence_level_importance_ratios", self.sequence_level_importance_ratios, "false"),
-            ("ratio_clip_c", self.ratio_clip_c is not None, "null"),
-            ("token_level_loss", not self.token_level_loss, "true"),
-        )
-        for key, conflicting, neutral in conflicts:
-            if conflicting:
-                given = str(getattr(self, key)).lower()
-                yield Problem(
-                    "incompatible",
-                    "use_cispo",
-                    f"true does not go with {key}: {given}",
-                    f"set {key}: {neutral}, or use_cispo: false",
-                    (key,),
-                )
-
-    def _truncation_problems(self) -> Iterator[Problem]:
-        kind = self.truncated_importance_sampling_type
-        low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
-        if low is not None and high is not None and low > high:
-            yield Problem(
-                "too-large",
-                "truncated_importance_sampling_ratio_min",
-                f"{low} is above truncated_importance_sampling_ratio: {high}",
-                "lower the one or raise the other",
-                ("truncated_importance_sampling_ratio",),
-            )
-        if kind is None:
-            return
-        if not self.use_importance_sampling_correction:
-            yield Problem(
-                "requires",
-                "truncated_importance_sampling_type",
-                f"{kind} needs use_importance_sampling_correction: true",
-                "set use_importance_sampling_correction: true, or truncated_importance_sampling_type: null and no "
-                "bounds",
-                ("use_importance_sampling_correction",),
-            )
-        needed = ["truncated_importance_sampling_ratio"] if high is None else []
-        if low is None and kind != "tis":
-            needed.append("truncated_importance_sampling_ratio_min")
-        for key in needed:
-            yield Problem(
-                "requires",
-                "truncated_importance_sampling_type",
-                f"{kind} needs {key}, which is null",
-                f"set {key}, or truncated_importance_sampling_type: null",
+                "use_cispo",
+                lambda own, key=key, neutral=neutral: own.use_cispo and getattr(own, key) != neutral,
                 (key,),
+                {key: neutral, "use_cispo": False},
             )
+            for key, neutral in (
+                ("disable_ppo_ratio", False),
+                ("force_on_policy_ratio", False),
+                ("sequence_level_importance_ratios", False),
+                ("ratio_clip_c", None),
+                ("token_level_loss", True),
+            )
+        ),
+        Rule(
+            "too-large",
+            _LOWER_BOUND,
+            lambda own: (
+                (own.truncated_importance_sampling_ratio_min or 0)
+                > (own.truncated_importance_sampling_ratio or math.inf)
+            ),
+            (_UPPER_BOUND,),
+        ),
+        Rule(
+            "requires",
+            _TRUNCATION,
+            lambda own: own.truncated_importance_sampling_type and not own.use_importance_sampling_correction,
+            ("use_importance_sampling_correction",),
+            "set use_importance_sampling_correction: true, or truncated_importance_sampling_type: null and no bounds",
+        ),
+        *(
+            Rule(
+                "requires",
+                _TRUNCATION,
+                lambda own, key=key, kinds=kinds: (
+                    own.truncated_importance_sampling_type in kinds and getattr(own, key) is None
+                ),
+                (key,),
+                f"set {key}, or {_TRUNCATION}: null",
+            )
+            for key, kinds in (
+                (_UPPER_BOUND, get_args(TruncationType)),
+                (_LOWER_BOUND, ("icepop", "seq-mask-tis")),
+            )
+        ),
+    )
 
 
 class DistillationLossConfig(CustomLossConfig):
@@ -194,29 +186,29 @@ class DistillationLossConfig(CustomLossConfig):
 
     read_unless = (*CustomLossConfig.read_unless, ("rl", "rl_weight", 0))
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a divergence that is always 0, and a policy gradient that cannot be added to it."""
-        if self.rl.type is not None:
-            yield Problem(
-                "incompatible",
-                "rl.type",
-                f"{self.rl.type} has no place beside the divergence",
-                "remove it, or set type to the import path of a loss that holds both",
-                ("type",),
-            )
-        if self.kl_type == "jsd" and not 0 < self.jsd_beta < 1:
-            yield Problem(
-                "no-signal",
-                "jsd_beta",
-                f"{self.jsd_beta} makes the mixture equal to one side, so that the divergence is always 0",
-                "set it above 0 and below 1, or kl_type: forward or reverse, the limits after division by the weight",
-                ("kl_type",),
-            )
-        if self.rl_weight > 0 and not self.rl.token_level_loss:
-            yield Problem(
-                "incompatible",
-                "rl.token_level_loss",
-                f"false does not go with rl_weight: {self.rl_weight} (the divergence is a mean over tokens)",
-                "set rl.token_level_loss: true, or rl_weight: 0",
-                ("rl_weight",),
-            )
+    rules = (
+        Rule(
+            "incompatible",
+            "rl.type",
+            lambda own: own.rl.type is not None,
+            ("type",),
+            "remove it, or set type to the import path of a loss that holds both",
+            "a class of one's own has no place beside the divergence",
+        ),
+        Rule(
+            "no-signal",
+            "jsd_beta",
+            lambda own: own.kl_type == "jsd" and not 0 < own.jsd_beta < 1,
+            ("kl_type",),
+            "set it above 0 and below 1, or kl_type: forward or reverse, the limits after division by the weight",
+            "the mixture is equal to one side, so that the divergence is always 0",
+        ),
+        Rule(
+            "incompatible",
+            "rl.token_level_loss",
+            lambda own: own.rl_weight > 0 and not own.rl.token_level_loss,
+            ("rl_weight",),
+            {"rl.token_level_loss": True, "rl_weight": 0},
+            "the divergence is a mean over tokens",
+        ),
+    )

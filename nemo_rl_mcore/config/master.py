@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from nemo_rl_mcore.config.algorithm import DistillationConfig, GRPOConfig, PPOConfig
+from nemo_rl_mcore.config.algorithm import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.loss import (
     ClippedPGLossConfig,
@@ -10,9 +10,7 @@ from nemo_rl_mcore.config.loss import (
     MseValueLossConfig,
     NLLLossConfig,
 )
-from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
-from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.config.run_models import ModelPlan, TeacherConfig, ValueConfig
+from nemo_rl_mcore.config.run_config import ModelPlan, RunConfig, TeacherConfig, ValueConfig
 
 
 class GRPOMasterConfig(RunConfig):
@@ -24,6 +22,11 @@ class GRPOMasterConfig(RunConfig):
     """The loop."""
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
     """The loss."""
+
+    @property
+    def gradient_key(self) -> str:
+        """Return the path of the loss."""
+        return "loss_fn"
 
     @property
     def needs_reference(self) -> bool:
@@ -44,6 +47,11 @@ class PPOMasterConfig(RunConfig):
     """The critic."""
     value_loss_fn: MseValueLossConfig = MseValueLossConfig()
     """The critic's loss."""
+
+    @property
+    def gradient_key(self) -> str:
+        """Return the path of the loss."""
+        return "loss_fn"
 
     @property
     def models(self) -> dict[str, ModelPlan]:
@@ -67,6 +75,11 @@ class DistillationMasterConfig(RunConfig):
     """The divergence, and what goes beside it."""
     teacher: TeacherConfig
     """The model to learn from."""
+
+    @property
+    def gradient_key(self) -> str:
+        """Return the path of the loss beside the divergence, if it has a weight."""
+        return "loss_fn.rl" if self.loss_fn.rl_weight else ""
 
     @property
     def learns_from_samples(self) -> bool:

@@ -1,6 +1,7 @@
 """Configuration of Megatron-Core: parallel layout, optimizer, scheduler, data-parallel buckets."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
@@ -11,7 +12,7 @@ from nemo_rl_mcore.config.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Problem,
+    Rule,
     Seconds,
     StrictModel,
     StrTuple,
@@ -39,6 +40,8 @@ UNDIVIDED = {
 """The keys that say how ranks share a model, as they are where one rank holds all of it."""
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 _EMBEDDING, _LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+
+_DDP = "distributed_data_parallel_config"
 
 
 class OptimizerConfig(StrictModel):
@@ -69,12 +72,7 @@ class OptimizerConfig(StrictModel):
     clip_grad: NonNegativeFloat | None = None
     """NeMo RL's other spelling of policy.max_grad_norm, which it gives where that is left out."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a floor above the peak."""
-        if self.min_lr > self.lr:
-            yield Problem(
-                "too-large", "min_lr", f"{self.min_lr} is above lr: {self.lr}", "lower min_lr", ("lr",)
-            )
+    rules = (Rule("too-large", "min_lr", lambda own: own.min_lr > own.lr, ("lr",)),)
 
 
 class SchedulerConfig(StrictModel):
@@ -95,33 +93,31 @@ class SchedulerConfig(StrictModel):
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape between the two weight decays."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a schedule that is not defined."""
-        if self.lr_decay_iters is None and self.lr_decay_style != "constant":
-            yield Problem(
-                "missing",
-                "lr_decay_iters",
-                f"is null with lr_decay_style: {self.lr_decay_style}",
-                "set the number of steps, or lr_decay_style: constant",
-                ("lr_decay_style",),
-            )
-        if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
-            yield Problem(
-                "too-large",
-                "lr_warmup_iters",
-                f"{self.lr_warmup_iters} is not below lr_decay_iters: {self.lr_decay_iters}",
-                "shorten the warm-up",
-                ("lr_decay_iters",),
-            )
-        if self.weight_decay_incr_style == "constant" and self.start_weight_decay != self.end_weight_decay:
-            yield Problem(
-                "contradicts",
-                "end_weight_decay",
-                f"{self.end_weight_decay} differs from start_weight_decay: {self.start_weight_decay} "
-                "with weight_decay_incr_style: constant",
-                "make them equal, or set weight_decay_incr_style: linear",
-                ("start_weight_decay", "weight_decay_incr_style"),
-            )
+    rules = (
+        Rule(
+            "missing",
+            "lr_decay_iters",
+            lambda own: own.lr_decay_iters is None and own.lr_decay_style != "constant",
+            ("lr_decay_style",),
+            "set the number of steps, or lr_decay_style: constant",
+        ),
+        Rule(
+            "too-large",
+            "lr_warmup_iters",
+            lambda own: own.lr_warmup_iters >= (own.lr_decay_iters or math.inf),
+            ("lr_decay_iters",),
+            "shorten the warm-up",
+        ),
+        Rule(
+            "contradicts",
+            "end_weight_decay",
+            lambda own: (
+                own.weight_decay_incr_style == "constant" and own.start_weight_decay != own.end_weight_decay
+            ),
+            ("start_weight_decay", "weight_decay_incr_style"),
+            "make them equal, or set weight_decay_incr_style: linear",
+        ),
+    )
 
 
 def fill_weight_decay(given: object) -> object:
@@ -295,48 +291,52 @@ class MegatronConfig(StrictModel):
         ("recompute_modules", "recompute_granularity", "full"),
     )
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield settings that Megatron cannot run together."""
-        schedule = self.scheduler
-        constant = schedule.weight_decay_incr_style == "constant"
-        if constant and schedule.start_weight_decay != self.optimizer.weight_decay:
-            yield Problem(
-                "contradicts",
-                "scheduler.start_weight_decay",
-                f"{schedule.start_weight_decay} contradicts optimizer.weight_decay: "
-                f"{self.optimizer.weight_decay} with scheduler.weight_decay_incr_style: constant",
-                "remove it, or make them equal",
-                ("optimizer.weight_decay", "scheduler.weight_decay_incr_style"),
-            )
-        if schedule.lr_warmup_init > self.optimizer.lr:
-            yield Problem(
-                "too-large",
-                "scheduler.lr_warmup_init",
-                f"{schedule.lr_warmup_init} is above optimizer.lr: {self.optimizer.lr}",
-                "lower lr_warmup_init",
-                ("optimizer.lr",),
-            )
-        if not self.enabled:
-            yield Problem(
-                "not-supported", "enabled", "Megatron is the only backend of the policy", "set enabled: true"
-            )
-        ddp = self.distributed_data_parallel_config
-        if ddp.overlap_param_gather and not self.optimizer.use_distributed_optimizer:
-            yield Problem(
-                "requires",
-                "distributed_data_parallel_config.overlap_param_gather",
-                "true needs policy.megatron_cfg.optimizer.use_distributed_optimizer: true",
-                # The sharded state of sgd cannot be saved.
-                "set overlap_param_gather: false"
-                if self.optimizer.optimizer == "sgd"
-                else "set that, or overlap_param_gather: false",
-                ("optimizer.use_distributed_optimizer", "optimizer.optimizer"),
-            )
-        if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
-            yield Problem(
-                "requires",
-                "distributed_data_parallel_config.overlap_param_gather",
-                "true needs distributed_data_parallel_config.overlap_grad_reduce: true",
-                "set that, or overlap_param_gather: false",
-                ("distributed_data_parallel_config.overlap_grad_reduce",),
-            )
+    rules = (
+        Rule(
+            "contradicts",
+            "scheduler.start_weight_decay",
+            lambda own: (
+                own.scheduler.weight_decay_incr_style == "constant"
+                and own.scheduler.start_weight_decay != own.optimizer.weight_decay
+            ),
+            ("optimizer.weight_decay", "scheduler.weight_decay_incr_style"),
+            "remove it, or make them equal",
+        ),
+        Rule(
+            "too-large",
+            "scheduler.lr_warmup_init",
+            lambda own: own.scheduler.lr_warmup_init > own.optimizer.lr,
+            ("optimizer.lr",),
+        ),
+        Rule(
+            "not-supported",
+            "enabled",
+            lambda own: not own.enabled,
+            fix={"enabled": True},
+            why="Megatron is the only backend of the policy",
+        ),
+        Rule(
+            "requires",
+            f"{_DDP}.overlap_param_gather",
+            lambda own: (
+                own.distributed_data_parallel_config.overlap_param_gather
+                and not own.optimizer.use_distributed_optimizer
+            ),
+            ("optimizer.use_distributed_optimizer", "optimizer.optimizer"),
+            # The sharded state of sgd cannot be saved.
+            lambda own: {
+                f"{_DDP}.overlap_param_gather": False,
+                **({} if own.optimizer.optimizer == "sgd" else {"optimizer.use_distributed_optimizer": True}),
+            },
+        ),
+        Rule(
+            "requires",
+            f"{_DDP}.overlap_param_gather",
+            lambda own: (
+                own.distributed_data_parallel_config.overlap_param_gather
+                and not own.distributed_data_parallel_config.overlap_grad_reduce
+            ),
+            (f"{_DDP}.overlap_grad_reduce",),
+            {f"{_DDP}.overlap_grad_reduce": True, f"{_DDP}.overlap_param_gather": False},
+        ),
+    )

@@ -1,20 +1,119 @@
 """Configuration of the architecture: for random weights, and what loaded ones must fit."""
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from nemo_rl_mcore.config.base import (
     Counted,
+    Float,
     IntTuple,
     NonNegativeFloat,
     PositiveFloat,
-    Problem,
+    Rule,
     Size,
     StrictModel,
 )
-from nemo_rl_mcore.config.hybrid_layers import MAMBA, MLP, pattern_problems
-from nemo_rl_mcore.config.rope_scaling import RopeScalingConfig
-from nemo_rl_mcore.config.windows_and_biases import clamped_problems, sink_problems, window_problems
+from nemo_rl_mcore.errors import quoted
+
+_OF_YARN = ("beta_slow", "beta_fast", "mscale", "mscale_all_dim", "truncate")
+
+
+class RopeScalingConfig(StrictModel):
+    """Rotary frequencies stretched for long contexts."""
+
+    rope_type: Literal["llama3", "yarn"] = "llama3"
+    """How: as Llama 3.1 and later, or by YaRN, which also makes the attention more peaked."""
+    factor: Annotated[Float, Field(gt=0, le=1e6)]
+    """Frequencies of the slowest rotations are divided by it."""
+    low_freq_factor: PositiveFloat | None = None
+    """llama3: rotations with at most this many turns in the original context count as slow."""
+    high_freq_factor: PositiveFloat | None = None
+    """llama3: rotations with at least this many turns in the original context stay as they are."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: rotations with at most this many turns in the original context count as slow."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: rotations with at least this many turns in the original context stay as they are."""
+    mscale: NonNegativeFloat = 1.0
+    """yarn with multi_latent_attention: how much the factor adds to the rotated parts of queries and keys."""
+    mscale_all_dim: NonNegativeFloat = 0.0
+    """The same: how much it adds to whole queries and keys, of which mscale leaves the rotated parts out."""
+    truncate: bool = True
+    """yarn: round the first and the last of the channel pairs between slow and fast outwards (gpt-oss does not)."""
+    original_max_position_embeddings: Size
+    """The original context: the longest sequence before the stretching."""
+
+    read_unless = (
+        *((key, "rope_type", "yarn") for key in ("low_freq_factor", "high_freq_factor")),
+        *((key, "rope_type", "llama3") for key in _OF_YARN),
+    )
+
+    @property
+    def scales(self) -> bool:
+        """Return whether queries and keys are scaled otherwise than in a model without latent attention."""
+        return (self.mscale, self.mscale_all_dim) != (1.0, 0.0)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys that its kind has, in config.json too."""
+        turns = (
+            ("low_freq_factor", "high_freq_factor")
+            if self.rope_type == "llama3"
+            else ("beta_fast", "beta_slow")
+        )
+        scales = ("mscale", "mscale_all_dim") if self.scales else ()
+        exact = () if self.truncate else ("truncate",)
+        return ("factor", *turns, *scales, *exact, "original_max_position_embeddings")
+
+    @property
+    def slow_and_fast(self) -> tuple[float, float]:
+        """Return the turns in the original context up to which rotations are slow, and from which on they are fast."""
+        if self.rope_type == "yarn":
+            return self.beta_slow, self.beta_fast
+        return self.low_freq_factor or 1.0, self.high_freq_factor or 1.0
+
+    rules = (
+        Rule(
+            "too-small",
+            "factor",
+            lambda own: own.rope_type == "yarn" and own.factor < 1,
+            fix="set it to 1 or more",
+        ),
+        Rule(
+            "too-large",
+            "beta_slow",
+            lambda own: own.rope_type == "yarn" and own.beta_slow >= own.beta_fast,
+            ("beta_fast",),
+        ),
+        Rule(
+            "not-supported",
+            "mscale",
+            lambda own: own.rope_type == "yarn" and own.scales and not (own.mscale and own.mscale_all_dim),
+            ("mscale_all_dim",),
+            "set both, or neither",
+            "others read that in another way",
+        ),
+        *(
+            Rule(
+                "missing",
+                key,
+                lambda own, key=key: own.rope_type == "llama3" and getattr(own, key) is None,
+                ("rope_type",),
+            )
+            for key in ("low_freq_factor", "high_freq_factor")
+        ),
+        Rule(
+            "too-large",
+            "low_freq_factor",
+            lambda own: (
+                own.rope_type == "llama3" and (own.low_freq_factor or 0) >= (own.high_freq_factor or math.inf)
+            ),
+            ("high_freq_factor",),
+        ),
+    )
+
 
 _OF_LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
@@ -54,6 +153,40 @@ _WITH_LATENT_ATTENTION: Mapping[str, object] = {
     "sliding_window": None,
 }
 """What goes with latent attention: its heads have sizes of their own, and its latents are normalised."""
+
+_PATTERN = "hybrid_layer_pattern"
+
+MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
+_KINDS = (MAMBA, ATTENTION, MLP, EXPERTS)
+"""The layers of a hybrid model, one character each."""
+
+
+def _expert_rules(model: "ModelConfig") -> "Iterator[Rule[ModelConfig]]":
+    """Yield rules of groups of experts, and of layers that have none."""
+    experts, groups, chosen = model.num_moe_experts, model.moe_router_num_groups, model.moe_router_group_topk
+    if experts is None:
+        return
+    given, missing = ("moe_router_num_groups", "moe_router_group_topk")[:: 1 if groups else -1]
+    if (groups is None) != (chosen is None):
+        yield Rule("requires", given, True, (missing,), f"set {missing}")
+    elif groups and experts % groups:
+        yield Rule("not-divisible", "num_moe_experts", True, (given,), "make it a multiple")
+    elif groups and chosen and chosen > groups:
+        yield Rule("too-large", "moe_router_group_topk", True, (given,), f"set it to {groups} at most")
+    elif groups and chosen and not chosen <= model.moe_router_topk <= chosen * (experts // groups):
+        fix = f"set it to {chosen} at least and {chosen * (experts // groups)} at most"
+        yield Rule(
+            "not-allowed", "moe_router_topk", True, ("moe_router_group_topk", "moe_router_num_groups"), fix
+        )
+    if (layers := model.moe_layer_freq) is None:
+        return
+    dense = layers.count(0)
+    if layers != (0,) * dense + (1,) * (model.num_layers - dense):
+        fix = "give dense layers (0), then layers with experts (1), or set it to null"
+        yield Rule("not-supported", "moe_layer_freq", True, ("num_layers",), fix)
+    elif 1 not in layers:
+        fix, why = "set num_moe_experts: null", "no layer has experts"
+        yield Rule("contradicts", "moe_layer_freq", True, ("num_moe_experts",), fix, why)
 
 
 class ModelConfig(StrictModel):
@@ -245,6 +378,13 @@ class ModelConfig(StrictModel):
             and self.moe_aux_loss_coeff > 0
         )
 
+    @property
+    def experts_alone(self) -> bool:
+        """Return whether every layer has attention of its own, experts, and nothing else."""
+        plain = self.hybrid_layer_pattern is None and not self.multi_latent_attention
+        alone = self.num_moe_experts is not None and not self.dense_layers
+        return plain and alone and not self.moe_shared_expert_intermediate_size and not self.mtp_num_layers
+
     read_unless = (
         ("mtp_loss_scaling_factor", "mtp_num_layers", None),
         *((key, "num_moe_experts", None) for key in _OF_EXPERTS),
@@ -257,140 +397,217 @@ class ModelConfig(StrictModel):
         ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "none"),
     )
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield sizes that do not divide, and settings of experts that cannot train."""
-        yield from self._latent_problems() if self.multi_latent_attention else self._size_problems()
-        yield from pattern_problems(self)
-        yield from window_problems(self)
-        yield from sink_problems(self)
-        yield from clamped_problems(self)
-        if self.num_moe_experts is not None:
-            yield from self._expert_problems(self.num_moe_experts)
-
-    def _latent_problems(self) -> Iterator[Problem]:
-        for key, only in _WITH_LATENT_ATTENTION.items():
-            if (given := getattr(self, key)) != only:
-                what = f"{given} does not go with multi_latent_attention: true"
-                yield Problem("incompatible", key, what, f"set it to {only}", ("multi_latent_attention",))
-        if self.qk_pos_emb_head_dim % 2:
-            what = f"{self.qk_pos_emb_head_dim} is odd, and rotary positions rotate pairs"
-            yield Problem("not-divisible", "qk_pos_emb_head_dim", what, "make it even")
-        if self.rope_scaling is not None and self.rope_scaling.rope_type != "yarn":
-            what = f"{self.rope_scaling.rope_type} does not go with multi_latent_attention: true"
-            related = ("multi_latent_attention",)
-            yield Problem("incompatible", "rope_scaling.rope_type", what, "use yarn, or none", related)
-        elif self.rope_scaling is not None and not self.rope_scaling.truncate:
-            what = "false does not go with multi_latent_attention: true"
-            related = ("multi_latent_attention",)
-            yield Problem("incompatible", "rope_scaling.truncate", what, "set it to true", related)
-
-    def _size_problems(self) -> Iterator[Problem]:
-        if self.rope_scaling is not None and self.rope_scaling.scales:
-            what = "has no meaning without multi_latent_attention: true"
-            yield Problem("requires", "rope_scaling.mscale", what, "remove it", ("multi_latent_attention",))
-        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            yield Problem(
-                "not-divisible",
-                "hidden_size",
-                f"{self.hidden_size} is not divisible by num_attention_heads: {self.num_attention_heads}",
-                "make it a multiple, or set kv_channels",
-                ("num_attention_heads", "kv_channels"),
+    rules = (
+        *(
+            Rule(
+                "incompatible",
+                key,
+                lambda own, key=key, only=only: own.multi_latent_attention and getattr(own, key) != only,
+                ("multi_latent_attention",),
+                {key: only, "multi_latent_attention": False},
             )
-        if self.num_attention_heads % self.query_groups:
-            yield Problem(
+            for key, only in _WITH_LATENT_ATTENTION.items()
+        ),
+        Rule(
+            "not-divisible",
+            "qk_pos_emb_head_dim",
+            lambda own: own.multi_latent_attention and own.qk_pos_emb_head_dim % 2,
+            fix="make it even",
+            why="rotary positions rotate pairs",
+        ),
+        Rule(
+            "incompatible",
+            "rope_scaling.rope_type",
+            lambda own: (
+                own.multi_latent_attention and own.rope_scaling and own.rope_scaling.rope_type != "yarn"
+            ),
+            ("multi_latent_attention",),
+            "use yarn, or none",
+        ),
+        Rule(
+            "incompatible",
+            "rope_scaling.truncate",
+            lambda own: (
+                own.multi_latent_attention
+                and own.rope_scaling
+                and own.rope_scaling.rope_type == "yarn"
+                and not own.rope_scaling.truncate
+            ),
+            ("multi_latent_attention",),
+            {"rope_scaling.truncate": True},
+        ),
+        Rule(
+            "requires",
+            "rope_scaling.mscale",
+            lambda own: not own.multi_latent_attention and own.rope_scaling and own.rope_scaling.scales,
+            ("multi_latent_attention",),
+            "remove it",
+        ),
+        Rule(
+            "not-divisible",
+            "hidden_size",
+            lambda own: (
+                not own.multi_latent_attention
+                and own.kv_channels is None
+                and own.hidden_size % own.num_attention_heads
+            ),
+            ("num_attention_heads", "kv_channels"),
+            "make it a multiple of num_attention_heads, or set kv_channels",
+        ),
+        Rule(
+            "not-divisible",
+            "num_attention_heads",
+            lambda own: not own.multi_latent_attention and own.num_attention_heads % own.query_groups,
+            ("num_query_groups",),
+            "make it a multiple, or set num_query_groups: null",
+        ),
+        *(
+            Rule(
                 "not-divisible",
-                "num_attention_heads",
-                f"{self.num_attention_heads} is not divisible by num_query_groups: {self.num_query_groups}",
-                "make it a multiple, or set num_query_groups: null",
-                ("num_query_groups",),
-            )
-        if self.head_dim % 2 and self.position_embedding_type == "rope":
-            yield Problem(
-                "not-divisible",
-                "kv_channels" if self.kv_channels else "num_attention_heads",
-                f"the head size {self.head_dim} is odd, and rotary positions rotate pairs",
-                "make the head size even",
+                key,
+                lambda own, given=key == "kv_channels": (
+                    not own.multi_latent_attention
+                    and bool(own.kv_channels) == given
+                    and own.position_embedding_type == "rope"
+                    and own.head_dim % 2
+                ),
                 ("hidden_size", "num_attention_heads", "kv_channels"),
+                "make the size of a head even",
+                lambda own: f"a head of {own.head_dim} is odd, and rotary positions rotate pairs",
             )
-
-    def _group_problems(self, experts: int) -> Iterator[Problem]:
-        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
-        given, missing = ("moe_router_num_groups", "moe_router_group_topk")[:: 1 if groups else -1]
-        if groups is None and chosen is None:
-            return
-        if groups is None or chosen is None:
-            yield Problem("requires", given, f"needs {missing}, which is null", f"set {missing}", (missing,))
-        elif experts % groups:
-            what = f"{experts} is not divisible by moe_router_num_groups: {groups}"
-            yield Problem("not-divisible", "num_moe_experts", what, "make it a multiple", (given,))
-        elif chosen > groups:
-            what = f"{chosen} is above moe_router_num_groups: {groups}"
-            yield Problem("too-large", "moe_router_group_topk", what, f"set it to {groups} at most", (given,))
-        elif not chosen <= self.moe_router_topk <= chosen * (experts // groups):
-            yield Problem(
-                "not-allowed",
-                "moe_router_topk",
-                f"{self.moe_router_topk} experts of {chosen} groups with {experts // groups} each",
-                f"set it to {chosen} at least and {chosen * (experts // groups)} at most",
-                ("moe_router_group_topk", "moe_router_num_groups"),
+            for key in ("kv_channels", "num_attention_heads")
+        ),
+        Rule(
+            "not-supported",
+            _PATTERN,
+            lambda own: {*(own.hybrid_layer_pattern or "")} - {*_KINDS},
+            fix=f"write {', '.join(_KINDS)}, one for each layer",
+            says=lambda own: (
+                f"{quoted(sorted({*(own.hybrid_layer_pattern or '')} - {*_KINDS}))} are no layers that are built"
+            ),
+        ),
+        Rule(
+            "contradicts",
+            "num_layers",
+            lambda own: (
+                own.hybrid_layer_pattern is not None and len(own.hybrid_layer_pattern) != own.num_layers
+            ),
+            (_PATTERN,),
+            lambda own: {"num_layers": len(own.hybrid_layer_pattern or "")},
+            "each character is a layer",
+        ),
+        Rule(
+            "contradicts",
+            "num_moe_experts",
+            lambda own: (
+                own.hybrid_layer_pattern is not None
+                and (EXPERTS in own.hybrid_layer_pattern) != (own.num_moe_experts is not None)
+            ),
+            (_PATTERN,),
+            f"set it where the pattern has an {EXPERTS}, and only there",
+        ),
+        Rule(
+            "missing",
+            "mamba_num_heads",
+            lambda own: own.has_mamba and own.mamba_num_heads is None,
+            (_PATTERN,),
+        ),
+        Rule(
+            "not-divisible",
+            "mamba_num_heads",
+            lambda own: own.has_mamba and (own.mamba_num_heads or 0) % own.mamba_num_groups,
+            ("mamba_num_groups",),
+            "make it a multiple",
+        ),
+        Rule(
+            "not-allowed",
+            "window_attn_skip_freq",
+            lambda own: (
+                own.window_attn_skip_freq is not None
+                and (
+                    len(own.window_attn_skip_freq) != own.num_layers or {*own.window_attn_skip_freq} - {0, 1}
+                )
+            ),
+            ("num_layers",),
+            "give a 0 or a 1 for each layer, or set it to null",
+        ),
+        Rule(
+            "contradicts",
+            "window_attn_skip_freq",
+            lambda own: own.window_attn_skip_freq == (0,) * own.num_layers,
+            ("sliding_window",),
+            "set sliding_window: null",
+            "no layer has the window",
+        ),
+        *(
+            Rule(
+                "incompatible",
+                key,
+                lambda own, key=key, plain=plain, other=other: (
+                    getattr(own, key) != plain and getattr(own, other) is not None
+                ),
+                (other,),
+                {key: plain, other: None},
             )
-
-    def _expert_problems(self, experts: int) -> Iterator[Problem]:
-        yield from self._group_problems(experts)
-        layers = self.moe_layer_freq
-        if layers is not None and layers != (0,) * layers.count(0) + (1,) * (
-            self.num_layers - layers.count(0)
-        ):
-            what = f"{list(layers)} is not dense layers (0), then layers with experts (1), {self.num_layers} in all"
-            yield Problem(
-                "not-supported", "moe_layer_freq", what, "change it, or set it to null", ("num_layers",)
-            )
-        elif layers is not None and 1 not in layers:
-            what = "no layer has experts"
-            yield Problem(
-                "contradicts", "moe_layer_freq", what, "set num_moe_experts: null", ("num_moe_experts",)
-            )
-        if self.moe_router_topk > experts:
-            yield Problem(
-                "too-large",
-                "moe_router_topk",
-                f"{self.moe_router_topk} is above num_moe_experts: {experts}",
-                f"set it to {experts} at most",
-                ("num_moe_experts",),
-            )
-        if (self.moe_router_topk, self.moe_router_score_function) == (1, "softmax") and (
-            not self.moe_router_pre_softmax
-        ):
-            yield Problem(
-                "no-signal",
-                "moe_router_topk",
-                "1 leaves a softmax over one expert, which is constant, so that the router has no gradient",
-                "set moe_router_pre_softmax: true, or moe_router_score_function: sigmoid",
-                ("moe_router_pre_softmax", "moe_router_score_function"),
-            )
-        if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
-            yield Problem(
+            for key, plain in (("softmax_type", "vanilla"), ("sliding_window", None))
+            for other in (_PATTERN, "mtp_num_layers")
+        ),
+        *(
+            Rule(
                 "requires",
-                "moe_router_enable_expert_bias",
-                f"true needs moe_router_score_function: sigmoid, and it is {self.moe_router_score_function}",
-                "set that, or moe_router_enable_expert_bias: false",
-                ("moe_router_score_function",),
+                key,
+                lambda own, key=key, needing=needing: getattr(own, key) == needing and not own.experts_alone,
+                ("num_moe_experts", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
+                "remove it, or set num_moe_experts",
+                "every layer needs attention of its own and experts, and nothing else",
             )
-        if self.load_balancing_loss and self.moe_router_enable_expert_bias:
-            yield Problem(
-                "incompatible",
-                "moe_aux_loss_coeff",
-                f"{self.moe_aux_loss_coeff} does not go with moe_router_enable_expert_bias: true (such routers "
-                "cannot be told what is padding, and would balance it)",
-                "set moe_aux_loss_coeff: 0, or moe_router_enable_expert_bias: false",
-                ("moe_router_enable_expert_bias",),
-            )
-        if self.load_balancing_loss and self.mtp_num_layers:
-            yield Problem(
-                "incompatible",
-                "moe_aux_loss_coeff",
-                f"{self.moe_aux_loss_coeff} does not go with mtp_num_layers: {self.mtp_num_layers} (the routers "
-                "of those layers count one padding token of each row)",
-                "set moe_aux_loss_coeff: 0, or mtp_num_layers: null",
-                ("mtp_num_layers",),
-            )
+            for key, needing in (("add_bias_linear", True), ("activation_func", "quick_gelu"))
+        ),
+        _expert_rules,
+        Rule(
+            "too-large",
+            "moe_router_topk",
+            lambda own: own.moe_router_topk > (own.num_moe_experts or math.inf),
+            ("num_moe_experts",),
+        ),
+        Rule(
+            "no-signal",
+            "moe_router_topk",
+            lambda own: (
+                own.num_moe_experts is not None
+                and own.moe_router_topk == 1
+                and own.moe_router_score_function == "softmax"
+                and not own.moe_router_pre_softmax
+            ),
+            ("moe_router_pre_softmax", "moe_router_score_function"),
+            {"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"},
+            "a softmax over one expert is constant, so that the router has no gradient",
+        ),
+        Rule(
+            "requires",
+            "moe_router_enable_expert_bias",
+            lambda own: (
+                own.num_moe_experts is not None
+                and own.moe_router_enable_expert_bias
+                and own.moe_router_score_function != "sigmoid"
+            ),
+            ("moe_router_score_function",),
+            {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": False},
+        ),
+        Rule(
+            "incompatible",
+            "moe_aux_loss_coeff",
+            lambda own: own.load_balancing_loss and own.moe_router_enable_expert_bias,
+            ("moe_router_enable_expert_bias",),
+            {"moe_aux_loss_coeff": 0, "moe_router_enable_expert_bias": False},
+            "such routers cannot be told what is padding, and would balance it",
+        ),
+        Rule(
+            "incompatible",
+            "moe_aux_loss_coeff",
+            lambda own: own.load_balancing_loss and own.mtp_num_layers,
+            ("mtp_num_layers",),
+            {"moe_aux_loss_coeff": 0, "mtp_num_layers": None},
+            "the routers of those layers count one padding token of each row",
+        ),
+    )

@@ -1,27 +1,35 @@
 """Configuration of the policy: model, tokenizer, batch sizes, microbatches sized by tokens, Megatron, generation."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
 
 from nemo_rl_mcore.config.base import (
+    CHAR_TOKENIZER,
     FolderOrName,
     FolderPath,
     NonNegativeFloat,
     PositiveInt,
-    Problem,
+    Rule,
     Seconds,
     StrictModel,
     Tree,
     value_at,
     with_other_spellings,
 )
+from nemo_rl_mcore.config.custom_code import Arguments
 from nemo_rl_mcore.config.generation import GenerationConfig
-from nemo_rl_mcore.config.imports import Arguments
 from nemo_rl_mcore.config.megatron import MegatronConfig
 from nemo_rl_mcore.config.model import ModelConfig
+
+
+class Role(Enum):
+    """What the model of a worker is for: to say how probable tokens are, or how much is to be expected of a state."""
+
+    POLICY = "policy"
+    VALUE = "value"
 
 
 class TokenBudgetConfig(StrictModel):
@@ -96,13 +104,17 @@ class TokenizerConfig(StrictModel):
     chat_template_kwargs: Arguments | None = None
     """Variables of the chat template, such as enable_thinking; `check` tells those that it does not read."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a template of a tokenizer that shows no conversations."""
-        for key in ("chat_template", "chat_template_kwargs"):
-            if self.name == "char" and getattr(self, key):
-                yield Problem(
-                    "incompatible", key, "the tokenizer char has no chat template", "remove it", ("name",)
-                )
+    rules = tuple(
+        Rule(
+            "incompatible",
+            key,
+            lambda own, key=key: own.name == CHAR_TOKENIZER and getattr(own, key),
+            ("name",),
+            "remove it",
+            "that tokenizer has no chat template",
+        )
+        for key in ("chat_template", "chat_template_kwargs")
+    )
 
 
 class PolicyConfig(StrictModel):

@@ -1,23 +1,151 @@
 """What the recipes of all algorithms have in common, and what follows from it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, cast
 
 from pydantic import model_validator
 
-from nemo_rl_mcore.config.algorithm import EpisodesConfig, LoopConfig, RolloutConfig
-from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
-from nemo_rl_mcore.config.base import PositiveInt, Seed, join_path, with_other_spellings
+from nemo_rl_mcore.config.algorithm import (
+    AsyncRolloutsConfig,
+    EpisodesConfig,
+    GivenRowsConfig,
+    LoopConfig,
+    RolloutConfig,
+)
+from nemo_rl_mcore.config.base import (
+    FolderOrName,
+    FolderPath,
+    NonNegativeFloat,
+    PositiveInt,
+    Rule,
+    Seed,
+    StrictModel,
+    join_path,
+    value_at,
+    with_other_spellings,
+)
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
+from nemo_rl_mcore.config.custom_code import Arguments
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.logger import LoggerConfig
-from nemo_rl_mcore.config.loss import CustomLossConfig
-from nemo_rl_mcore.config.offline import GivenRowsConfig
-from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.loss import ClippedPGLossConfig, CustomLossConfig
+from nemo_rl_mcore.config.megatron import OptimizerConfig, SchedulerConfig, fill_weight_decay
+from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.policy import PolicyConfig, Role
 from nemo_rl_mcore.config.references import WithReferences
-from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defaults
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model of a run; it has ranks of its own.
+
+    name: its section of the recipe and, if it is trained, its folder in a checkpoint.
+    policy: the configuration of its workers, which has met the rules of a policy (those that concern a frozen one).
+    reference: whether the weights of the start are kept beside it.
+    own_keys: keys of the policy that the recipe sets elsewhere for this model, and where.
+    """
+
+    name: str
+    policy: PolicyConfig
+    role: Role = Role.POLICY
+    trained: bool = True
+    reference: bool = False
+    own_keys: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def saved_in_background(self) -> bool:
+        """Return whether its checkpoints are written in the background."""
+        return self.trained and self.policy.megatron_cfg.checkpoint.async_save
+
+    def key(self, path: str) -> str:
+        """Return where the recipe sets for this model what `path`, such as policy.precision, is for the policy."""
+        for shared, own in self.own_keys.items():
+            if path == shared or path.startswith(f"{shared}."):
+                return own + path.removeprefix(shared)
+        return path
+
+
+class ValueConfig(StrictModel):
+    """The critic: the policy's architecture and start weights, with a value head and an optimizer of its own."""
+
+    optimizer: OptimizerConfig
+    """The critic's optimizer."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """The critic's learning rate and weight decay over its optimizer steps."""
+    max_grad_norm: NonNegativeFloat | None = None
+    """The critic's gradients are scaled down to this norm; null is policy.max_grad_norm."""
+    train_micro_batch_size: PositiveInt | None = None
+    """Samples per forward and backward pass of one rank; null is policy.train_micro_batch_size."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_other_spellings(cls, given: object) -> object:
+        return with_other_spellings(fill_weight_decay(given), ("max_grad_norm", "optimizer.clip_grad"))
+
+    def plan(self, policy: PolicyConfig) -> ModelPlan:
+        """Return the critic beside a policy."""
+        of_megatron = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+        own: dict[str, object] = {
+            key: getattr(self, key)
+            for key in ("max_grad_norm", "train_micro_batch_size")
+            if getattr(self, key) is not None
+        }
+        megatron = policy.megatron_cfg.model_copy(update=of_megatron)
+        return ModelPlan(
+            "value",
+            policy.model_copy(update={"megatron_cfg": megatron, **own}),
+            role=Role.VALUE,
+            own_keys={f"policy.megatron_cfg.{key}": f"value.{key}" for key in of_megatron}
+            | {f"policy.{key}": f"value.{key}" for key in own},
+        )
+
+
+class TeacherConfig(StrictModel):
+    """The teacher: a frozen model with the policy's tokenizer, of the same size or another one."""
+
+    model: ModelConfig | None = None
+    """The teacher's architecture; null is policy.model."""
+    model_name: FolderOrName | None = None
+    """Its weights: a Hugging Face folder or hub id."""
+    hf_config_overrides: Arguments | None = None
+    """Keys of its config.json and their values in its place, as of policy.hf_config_overrides."""
+    init_checkpoint: FolderPath | None = None
+    """Its weights: a checkpoint of this package."""
+
+    def plan(self, policy: PolicyConfig) -> ModelPlan:
+        """Return the teacher beside a policy."""
+        # There is no backward pass to overlap with, and Megatron asks more of a model that would have one.
+        megatron = policy.megatron_cfg.model_copy(update={"overlap_moe_expert_parallel_comm": False})
+        of_weights = ("model_name", "hf_config_overrides", "init_checkpoint")
+        own: dict[str, object] = {key: getattr(self, key) for key in of_weights}
+        if self.model is not None:
+            own["model"] = self.model
+        return ModelPlan(
+            "teacher",
+            policy.model_copy(update={"megatron_cfg": megatron, **own}),
+            trained=False,
+            own_keys={f"policy.{key}": f"teacher.{key}" for key in own},
+        )
+
+    rules = (
+        Rule(
+            "one-of",
+            "init_checkpoint",
+            lambda own: len(own.sources) != 1,
+            ("model_name",),
+            "set one of model_name and init_checkpoint",
+            says=lambda own: f"one source of weights is needed; given: {' and '.join(own.sources) or 'none'}",
+        ),
+    )
+
+    @property
+    def sources(self) -> list[str]:
+        """Return the keys that name weights."""
+        return [key for key in ("model_name", "init_checkpoint") if getattr(self, key)]
+
 
 _Tree = dict[str, object]
 
@@ -32,8 +160,6 @@ class RunConfig(WithReferences):
     """Seed of the weights, the prompts and the sampling; left out, it is the seed of the algorithm's section."""
     max_consecutive_skips: PositiveInt = 5
     """Optimizer steps skipped in a row, for a loss or gradient that is not finite, that end the run."""
-    warm_start: str | None = None
-    """A recipe that is run first (ours), relative to this one; its last weights are those that the run starts from."""
     policy: PolicyConfig
     """The model that is trained."""
     data: DataConfig
@@ -155,6 +281,22 @@ class RunConfig(WithReferences):
         """Return the losses whose place a class of the user's own can take, by the name of their section."""
         sections = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: loss for name, loss in sections.items() if isinstance(loss, CustomLossConfig)}
+
+    @property
+    def gradient_key(self) -> str:
+        """Return the path of the policy-gradient loss; empty where there is none."""
+        return ""
+
+    @property
+    def gradient(self) -> ClippedPGLossConfig | None:
+        """Return that loss."""
+        return cast("ClippedPGLossConfig", value_at(self, self.gradient_key)) if self.gradient_key else None
+
+    def key(self, path: str) -> str:
+        """Return the path in a recipe of what is here at `loop`, `asynchrony` or `gradient`, or below it."""
+        places = {"loop": self.algorithm, "asynchrony": self.asynchrony_key, "gradient": self.gradient_key}
+        first, dot, rest = path.partition(".")
+        return f"{places.get(first, first)}{dot}{rest}"
 
     @property
     def asynchrony(self) -> AsyncRolloutsConfig:

@@ -1,12 +1,20 @@
 """A source of rows: where it lies, its columns, and how its prompts are shown."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from nemo_rl_mcore.config.answers import AnswerConfig
-from nemo_rl_mcore.config.base import Float, PositiveFloat, PositiveInt, Problem, StrictModel, StrTuple
+from nemo_rl_mcore.config.base import (
+    Float,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    StrictModel,
+    StrTuple,
+    broken,
+)
+from nemo_rl_mcore.config.environment import AnswerConfig
 from nemo_rl_mcore.config.known_data import (
     KNOWN,
     PROCESSORS,
@@ -29,10 +37,7 @@ class SourceAnswerConfig(AnswerConfig):
     key: str | None = None
     """A column that holds it, where it is another one than output_key (ours)."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a section that says no way to find the answer, or several in one text."""
-        if self.key is None or self.in_text:
-            yield from super().problems()
+    rules = (lambda own: broken(AnswerConfig.rules, own) if own.key is None or own.in_text else (),)
 
     @property
     def in_text(self) -> bool:
@@ -50,16 +55,15 @@ class SourceDefaults(StrictModel):
     processor: str | None = None
     """NeMo RL's name of how a row is read; null, as each name that is accepted, has the row and the algorithm say."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a processor that is not one of those."""
-        if self.processor is not None and self.processor not in PROCESSORS:
-            why = REFUSED_PROCESSORS.get(self.processor)
-            yield Problem(
-                "not-supported",
-                "processor",
-                f"{self.processor!r} is not supported" + (f": {why}" if why else ""),
-                f"remove it, or give one of {', '.join(PROCESSORS)}",
-            )
+    rules = (
+        Rule(
+            "not-supported",
+            "processor",
+            lambda own: own.processor is not None and own.processor not in PROCESSORS,
+            fix=f"remove it, or give one of {', '.join(PROCESSORS)}",
+            why=lambda own: REFUSED_PROCESSORS.get(own.processor or "", ""),
+        ),
+    )
 
 
 class SourceConfig(SourceDefaults):
@@ -119,27 +123,35 @@ class SourceConfig(SourceDefaults):
         filled = {key: value for key, value in KNOWN[known].items() if key not in left_out}
         return {**filled, **keys}
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a data set without a place, and names that are not known."""
-        yield from super().problems()
+    rules = (
+        *SourceDefaults.rules,
+        Rule(
+            "not-supported",
+            "dataset_name",
+            lambda own: own.is_unknown,
+            fix=lambda own: (
+                (
+                    f"did you mean {nearest}? else "
+                    if (nearest := nearest_name(own.dataset_name or ""))
+                    else ""
+                )
+                + f"remove it and set data_path to a file, a folder or a name on the hub; known: {', '.join(KNOWN)}"
+            ),
+        ),
+        Rule(
+            "missing",
+            "data_path",
+            lambda own: not own.data_path and not own.is_unknown,
+            ("dataset_name",),
+            "name files, a folder or a data set of the hub",
+        ),
+    )
+
+    @property
+    def is_unknown(self) -> bool:
+        """Return whether the data set has a name that is not known here."""
         name = self.dataset_name
-        if name is not None and known_name(name) is None and name not in ROW_FORMATS:
-            nearest = nearest_name(name)
-            hint = f"did you mean {nearest}? else" if nearest else f"known: {', '.join(KNOWN)}; else"
-            yield Problem(
-                "not-supported",
-                "dataset_name",
-                f"{name!r} is no data set known here",
-                f"{hint} remove it and set data_path to a file, a folder or a name on the hub",
-            )
-        elif not self.data_path:
-            yield Problem(
-                "missing",
-                "data_path",
-                "missing",
-                "name files, a folder or a data set of the hub",
-                ("dataset_name",),
-            )
+        return name is not None and known_name(name) is None and name not in ROW_FORMATS
 
     @property
     def paths(self) -> tuple[str, ...]:

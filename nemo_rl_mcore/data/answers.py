@@ -3,13 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import batched
+
+import torch
 
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
-from nemo_rl_mcore.data.chat import conversation_row
-from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.literal_text import Rendered
-from nemo_rl_mcore.data.token_rows import TokenRow, plain_row, rows_as_batch
+from nemo_rl_mcore.data.chat import (
+    ASSISTANT,
+    SHOWN_TEXT,
+    asked,
+    first_difference,
+    is_begun,
+    rendered,
+    rewritten,
+)
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.data.messages import NO_EXTRAS, Extras, Message, Rendered, Tools, literal_spans
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.errors import RefusedError
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Tokens, and whether each is to be trained on."""
+
+    ids: Sequence[int]
+    trained: Sequence[bool]
+
+
+def content_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a text that data or an environment says."""
+    return tokenizer.encode(text, literal_spans(text, tokenizer.special_tokens))
+
+
+def rows_as_batch(rows: Sequence[TokenRow], indices: Sequence[int], pad_token_id: int) -> BatchedDataDict:
+    """Return right-padded rows.
+
+    Returns input_ids [B, S], input_lengths [B], token_mask [B, S], sample_mask [B], prompt_index and sample_index [B].
+    """
+    lengths = torch.tensor([len(row.ids) for row in rows])
+    input_ids = torch.full((len(rows), int(lengths.max())), pad_token_id)
+    token_mask = torch.zeros(input_ids.shape)
+    for place, row in enumerate(rows):
+        input_ids[place, : len(row.ids)] = torch.tensor(row.ids)
+        token_mask[place, : len(row.ids)] = torch.tensor(row.trained).float()
+    return BatchedDataDict(
+        input_ids=input_ids,
+        input_lengths=lengths,
+        token_mask=token_mask,
+        sample_mask=torch.ones(len(rows)),
+        prompt_index=torch.tensor(list(indices)),
+        sample_index=torch.zeros(len(rows), dtype=torch.long),
+    )
 
 
 def given_answers(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> BatchedDataDict:
@@ -19,13 +65,213 @@ def given_answers(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> BatchedDat
 
 
 def answer_row(prompt: Prompt, tokenizer: Tokenizer) -> TokenRow:
-    """Return a prompt with its answer, by the chat template where the prompt is a conversation."""
-    if not prompt.context:
-        return plain_row(Rendered(prompt.text, prompt.literal), prompt.imitated, tokenizer)
-    return conversation_row(
-        prompt.context,
-        prompt.extras.answer or prompt.imitated,
-        tokenizer,
-        imitate_all=prompt.imitate_all,
-        extras=prompt.extras,
+    """Return a prompt with its answer, by the chat template where the prompt is a conversation.
+
+    Else its tokens, the answer's and the end of sequence, of which the last two are to be trained on.
+    """
+    if prompt.context:
+        answer, extras = prompt.extras.answer or prompt.imitated, prompt.extras
+        return conversation_row(
+            prompt.context, answer, tokenizer, imitate_all=prompt.imitate_all, extras=extras
+        )
+    before = tokenizer.encode(prompt.text, prompt.literal)
+    after = [*content_ids(prompt.imitated, tokenizer), tokenizer.eos_token_id]
+    return TokenRow([*before, *after], [False] * len(before) + [True] * len(after))
+
+
+def pair_rows(prompt: Prompt, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRow]:
+    """Return a prompt with its better answer, and with its worse one; ValueError where it has none of these."""
+    if prompt.rejected is None:
+        raise RefusedError(
+            f"prompt {prompt.index} has no rejected answer, which DPO needs unless dpo.online: true",
+            code="no-rejected-answer",
+        )
+    better = replace(prompt, imitate_all=False)
+    extras = replace(prompt.extras, answer=prompt.extras.rejected)
+    worse = replace(better, answer=prompt.rejected, solution=None, extras=extras)
+    return answer_row(better, tokenizer), answer_row(worse, tokenizer)
+
+
+class PreferenceSource:
+    """Where the pairs of a DPO run come from: one of each prompt, in 2 rows, chosen then rejected."""
+
+    def __init__(self, prompts: PromptSource, tokenizer: Tokenizer) -> None:
+        self.prompts = prompts
+        self._tokenizer = tokenizer
+
+    def train_batch(self, step: int, pairs: int) -> BatchedDataDict:
+        """Draw different pairs; the same (seed, step) gives the same ones."""
+        return self.rows(self.prompts.train_batch(step, pairs))
+
+    def first_steps(self, step: int, pairs: int) -> Sequence[int] | None:
+        """Return the first step of each pair of a step, see `PromptSource.first_steps`."""
+        return self.prompts.first_steps(step, pairs)
+
+    def rows(self, prompts: Sequence[Prompt]) -> BatchedDataDict:
+        """Return the pairs of prompts, see `rows_as_batch`; ValueError where a prompt has none."""
+        rows = [row for prompt in prompts for row in pair_rows(self.pair(prompt), self._tokenizer)]
+        indices = [prompt.index for prompt in prompts for _ in range(2)]
+        return rows_as_batch(rows, indices, self._tokenizer.pad_token_id)
+
+    def pair(self, prompt: Prompt) -> Prompt:
+        """Return a prompt with both answers: those of the data set."""
+        return prompt
+
+
+class WrongAnswerPairs(PreferenceSource):
+    """Pairs of an embedded task: the right answer against one with its first and last character changed places.
+
+    Where these are equal, the last digit is another one.
+    """
+
+    def pair(self, prompt: Prompt) -> Prompt:
+        right = prompt.answer
+        wrong = right[-1] + right[1:-1] + right[0]
+        if len(right) == 1 or wrong == right:
+            wrong = right[:-1] + str((int(right[-1]) + 1) % 10)
+        return replace(prompt, rejected=wrong)
+
+
+_OTHERS = ("0", "1")
+"""Contents, one of which begins in another way than any content."""
+
+
+def conversation_row(
+    context: Sequence[Message],
+    answer: str | Message,
+    tokenizer: Tokenizer,
+    *,
+    imitate_all: bool,
+    extras: Extras = NO_EXTRAS,
+) -> TokenRow:
+    """Tokens of a conversation that ends with the answer; trained on are the assistant's, the answer's alone or all.
+
+    A turn is trained on from after the generation prompt to the last end of an answer, or to its end where the template
+    writes none; `GivenAnswers.imitated` may take in what the template writes around that, and `add_eos` an end of
+    sequence at the end of the row. Where a turn begins and ends is found in the text: a template that shows a turn in
+    another way once others follow it, so that its tokens are not those that the model answers with, is refused by a
+    ValueError.
+    """
+    turn = Message(ASSISTANT, answer) if isinstance(answer, str) else answer
+    messages = [*context, turn]
+    if is_begun(context, extras):
+        messages = [*context[:-1], replace(turn, content=context[-1].content + turn.content, null=False)]
+    shown = rendered(messages, tokenizer, add_generation_prompt=False, tools=extras.tools)
+    own_turn, borders = replace(extras, own_turn=True), list[int]()
+    for place, message in enumerate(messages):
+        last = place == len(messages) - 1
+        if message.role == ASSISTANT and message.trained and (imitate_all or last):
+            prompt = (
+                asked(context, tokenizer, extras) if last else asked(messages[:place], tokenizer, own_turn)
+            )
+            borders += _borders(shown, messages, place, prompt, tokenizer, extras.tools)
+    ids, places = _parted(shown, borders, tokenizer)
+    trained = [False] * len(ids)
+    for start, end in batched(places, 2):
+        if tokenizer.answers.imitated == "answer":
+            ends = [place + 1 for place in range(start, end) if ids[place] in tokenizer.ends]
+            end = ends[-1] if ends else end
+        trained[start:end] = [True] * (end - start)
+    ended = shown.text.rstrip("\n").endswith(tokenizer.text_of([tokenizer.eos_token_id]))
+    if tokenizer.answers.add_eos and not ended:
+        ids, trained = [*ids, tokenizer.eos_token_id], [*trained, turn.trained]
+    return TokenRow(ids, trained)
+
+
+def _borders(
+    shown: Rendered,
+    messages: Sequence[Message],
+    place: int,
+    prompt: Rendered,
+    tokenizer: Tokenizer,
+    tools: Tools,
+) -> tuple[int, int]:
+    """Return where in the text a turn begins and ends; prompt: what is shown before it is answered."""
+    before = rendered(messages[:place], tokenizer, add_generation_prompt=False, tools=tools)
+    opening, start = prompt.text.removeprefix(before.text), prompt
+    if tokenizer.answers.imitated == "turn":
+        start = _turns(shown, messages[:place], tokenizer, tools, opening) or before
+    if not shown.begins_with(start):
+        raise _rewrites(start, shown, place)
+    if (ended := _turns(shown, messages[: place + 1], tokenizer, tools, opening)) is not None:
+        return len(start.text), len(ended.text)
+    if tokenizer.answers.imitated == "answer":
+        end, turn = _end_before_next(shown, messages, place, tokenizer, tools), messages[place]
+        said = shown.text[len(start.text) : end]
+        if said and all(text.strip() in said for text in (turn.content, turn.reasoning)):
+            return len(start.text), end
+    alone = rendered(messages[: place + 1], tokenizer, add_generation_prompt=False, tools=tools)
+    raise _rewrites(alone, shown, place + 1)
+
+
+def _turns(
+    shown: Rendered, messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools, opening: str
+) -> Rendered | None:
+    """Return the beginning of a conversation that is these messages; None where they are shown in another way alone.
+
+    opening: the generation prompt. Some templates end the last turn of all in another way than those before it; how a
+    turn ends that others follow is then seen from what stands before the next generation prompt.
+    """
+    alone = rendered(messages, tokenizer, add_generation_prompt=False, tools=tools)
+    if shown.begins_with(alone):
+        return alone
+    followed = rendered(messages, tokenizer, add_generation_prompt=True, tools=tools)
+    followed = followed.part(0, len(followed.text.removesuffix(opening)))
+    return followed if opening and shown.begins_with(followed) else None
+
+
+def _end_before_next(
+    shown: Rendered, messages: Sequence[Message], place: int, tokenizer: Tokenizer, tools: Tools
+) -> int:
+    """Return where the last end of sequence before the content of the next message ends; 0 where there is none.
+
+    Templates that write a thought of no words into the last turn of all show no other turn alone as they show it here.
+    """
+    said = messages[place + 1].content
+    other = replace(messages[place + 1], content=_OTHERS[said.strip()[:1] == _OTHERS[0]], frame=(0, 0))
+    changed = [*messages[: place + 1], other, *messages[place + 2 :]]
+    others = rendered(changed, tokenizer, add_generation_prompt=False, tools=tools)
+    token = tokenizer.text_of([tokenizer.eos_token_id])
+    start = shown.text.rfind(token, 0, first_difference(shown.text, others.text))
+    return (
+        0 if start < 0 or any(first <= start < last for first, last in shown.literal) else start + len(token)
     )
+
+
+def _rewrites(before: Rendered, shown: Rendered, count: int) -> RefusedError:
+    difference = rewritten(before.text, shown.text) or "the special tokens that messages spell are others"
+    return RefusedError(
+        f"data.apply_chat_template: the chat template does not show the first {count} messages of a conversation as it "
+        f"shows them alone, so that the assistant's tokens cannot be told: {difference}; use a template that keeps "
+        "earlier turns as they were",
+        code="rewritten-turns",
+    )
+
+
+def _parted(shown: Rendered, borders: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids of a text, and how many stand before each border of it, which are in order.
+
+    The text is encoded as one, but for a border that a token would join: what stands before it is encoded as a prompt
+    is, and what stands behind it as an answer.
+    """
+
+    def encoded(start: int, end: int | None = None) -> list[int]:
+        part = shown.part(start, end)
+        return tokenizer.encode(part.text, part.literal)
+
+    ids, places, start, rest = list[int](), list[int](), 0, encoded(0)
+    for border in borders:
+        before = encoded(start, border)
+        if rest[: len(before)] != before:
+            behind = encoded(border)
+            if tokenizer.text_of([*before, *behind]) not in (shown.text[start:], tokenizer.text_of(rest)):
+                raise RefusedError(
+                    f"data.apply_chat_template: the tokenizer joins what the chat template writes, "
+                    f"{shown.text[:border][-SHOWN_TEXT:]!r}, to what the assistant says, "
+                    f"{shown.text[border:][:SHOWN_TEXT]!r}, and gives other text for the two apart; use a template "
+                    "that ends with no blank before an answer",
+                    code="joined-tokens",
+                )
+            ids, start, rest, before = [*ids, *before], border, behind, []
+        places.append(len(ids) + len(before))
+    return [*ids, *rest], places

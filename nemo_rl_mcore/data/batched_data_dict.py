@@ -1,11 +1,17 @@
 """The batch that travels between driver, workers and losses."""
 
+from __future__ import annotations
+
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import batched, pairwise
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nemo_rl_mcore.errors import RefusedError
 
@@ -252,11 +258,19 @@ def _concatenate(key: str, values: list[Any], pad_value: PadValue) -> Any:
     if values[0].ndim < 2:
         return torch.cat(values)
     longest = max(value.shape[1] for value in values)
-    return torch.cat([_pad_columns(value, longest, pad_value) for value in values])
+    # pad() takes the sizes of the last dimension first.
+    behind = [(0, 0) * (value.ndim - 2) + (0, longest - value.shape[1]) for value in values]
+    return torch.cat([pad(value, more, value=pad_value) for value, more in zip(values, behind, strict=True)])
 
 
-def _pad_columns(value: Tensor, length: int, pad_value: PadValue) -> Tensor:
-    missing = length - value.shape[1]
-    if missing == 0:
-        return value
-    return torch.cat([value, value.new_full((value.shape[0], missing, *value.shape[2:]), pad_value)], dim=1)
+def digest_of_ids(ids: Sequence[int] | NDArray[np.int64]) -> int:
+    """Return the first 8 bytes of blake2b over the ids as little-endian int64, as an int64."""
+    found = hashlib.blake2b(np.asarray(ids, dtype="<i8").tobytes(), digest_size=8)
+    return int.from_bytes(found.digest(), "little", signed=True)
+
+
+def digests_of_rows(tokens_BT: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Of the first tokens of each row, int64 [B]; all are int64 on the CPU."""
+    lengths: list[int] = lengths_B.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    rows = zip(tokens_BT.numpy(), lengths, strict=True)
+    return torch.tensor([digest_of_ids(ids[:length]) for ids, length in rows], dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Fetch a model of the Hugging Face hub.
+"""Models and tokenizers of Hugging Face: where they lie, what their files say, and fetching them.
 
 `huggingface_hub` is imported only where something has to be fetched.
 """
@@ -8,12 +8,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import cast
 
-from nemo_rl_mcore.data.hub_cache import is_hub_id, local_folder
-from nemo_rl_mcore.data.weight_files import INDEX, ONE_FILE, read_weight_map
-from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.data.strict_json import open_regular, parse_json, read_json
+from nemo_rl_mcore.errors import RefusedError, quoted, shortened
 
+CHAR_TOKENIZER_NAME = "char"
+# The position of a character is its id. Letters carry no meaning: they are what a fresh model babbles.
+CHAR_VOCABULARY = "0123456789+=>#^$_abcdefghijklmno"
+CHAR_EOS = "$"
+GENERATION = "generation_config.json"
+EOS = "eos_token_id"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LENGTH = 8
+"""Bytes at the beginning of a safetensors file that say how long its header is, which JSON is and comes next."""
+_LONGEST_HEADER = 100_000_000
+"""As in the library safetensors."""
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _OF_TOKENIZERS = (
     "tokenizer*",
     "*.jinja",
@@ -21,11 +37,65 @@ _OF_TOKENIZERS = (
     "vocab*",
     "merges.txt",
     "added_tokens.json",
-    "generation_config.json",
 )
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+_OF_MODELS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 # Copies of the weights in other formats.
 _UNWANTED = ("consolidated*", "original/*")
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name may be that of a model on the hub: `organisation/model`."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def local_folder(name: str) -> Path | None:
+    """Return the folder of that path or, for a hub id, the newest snapshot in the local cache; None without one."""
+    if (folder := Path(name)).is_dir():
+        return folder
+    if not is_hub_id(name):
+        return None
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    cache = str(Path(os.environ.get("HF_HOME", f"{caches}/huggingface")) / "hub")
+    cache = os.environ.get("HF_HUB_CACHE", os.environ.get("HUGGINGFACE_HUB_CACHE", cache))
+    cached = Path(cache).expanduser() / f"models--{name.replace('/', '--')}"
+    newest = cached / "refs" / "main"
+    if not newest.is_file():
+        return None
+    snapshot = cached / "snapshots" / newest.read_text(encoding="utf-8").strip()
+    return snapshot if snapshot.is_dir() else None
+
+
+def read_object(path: Path, key: str) -> dict[str, object]:
+    """Return the object that a JSON file of transformers holds; raises ConfigError with a problem of the key."""
+    try:
+        config = read_json(path, finite=False)  # transformers writes Infinity
+    except (OSError, ValueError) as error:
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is not JSON: {error}"
+        raise ConfigError([Problem("not-readable", key, f"{str(path)!r} {why}")]) from error
+    if not isinstance(config, dict):
+        raise ConfigError([Problem("not-readable", key, f"{str(path)!r} does not hold an object")])
+    return cast("dict[str, object]", config)
+
+
+def end_ids(model_name: str | None, tokenizer: str) -> tuple[int, ...]:
+    """Return each id of `eos_token_id` in generation_config.json and config.json of these folders or hub ids.
+
+    A checkpoint has the former beside its tokenizer. What is not on this machine yet says nothing.
+    Raises ConfigError for what is no id, and for a file that cannot be read.
+    """
+    found = list[int]()
+    for key, name in (("policy.model_name", model_name), ("policy.tokenizer.name", tokenizer)):
+        folder = None if name in (None, CHAR_TOKENIZER_NAME) else local_folder(name)
+        for file in () if folder is None else (folder / GENERATION, folder / "config.json"):
+            given = read_object(file, key).get(EOS) if file.is_file() else None
+            for one in cast("list[object]", given if isinstance(given, list) else [given]):
+                if isinstance(one, int) and not isinstance(one, bool) and one >= 0:
+                    found.append(one)
+                elif given is not None:
+                    what = f"{str(file)!r}: {EOS} holds {quoted(one)}, which is no id of a token"
+                    remedy = "write one id, or a list of them"
+                    raise ConfigError([Problem("not-readable", key, what, remedy)])
+    return tuple(dict.fromkeys(found))
 
 
 def fetched_folder(name: str) -> Path:
@@ -37,15 +107,10 @@ def fetched_folder(name: str) -> Path:
     folder = local_folder(name)
     if folder is not None and (folder == Path(name) or _is_complete(folder)):
         return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=[*_WANTED], ignore_patterns=[*_UNWANTED]))
-    except Exception as error:
-        # Offline, an unknown name, a gated model, a full disk: the library raises classes of four other libraries.
-        raise _not_here(name, f"{type(error).__name__}: {str(error).partition('\n')[0]}") from error
+    what, code = f"policy.model_name: {name!r} is not complete", "incomplete-model"
+    folder = _fetched(name, _OF_MODELS, what, code)
     if not _is_complete(folder):  # offline the library is content with what there is
-        raise _not_here(name, "offline, or a model without safetensors files")
+        raise _not_here(what, "offline, or a model without safetensors files", code)
     return folder
 
 
@@ -55,26 +120,27 @@ def fetch_tokenizer(name: str) -> None:
     Raises ValueError when it is not here and cannot be fetched.
     """
     folder = local_folder(name)
-    if not is_hub_id(name) or (folder is not None and any(folder.glob("tokenizer*"))):
-        return
+    if is_hub_id(name) and (folder is None or not any(folder.glob("tokenizer*"))):
+        what = f"policy.tokenizer.name: {name!r} is not"
+        _fetched(name, (*_OF_TOKENIZERS, GENERATION), what, "no-tokenizer")
+
+
+def _fetched(name: str, wanted: tuple[str, ...], what: str, code: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=[*_OF_TOKENIZERS]))
-    except Exception as error:  # see above
+        return Path(snapshot_download(name, allow_patterns=[*wanted], ignore_patterns=[*_UNWANTED]))
+    except Exception as error:
+        # Offline, an unknown name, a gated model, a full disk: the library raises classes of four other libraries.
         reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
-        raise RefusedError(
-            f"policy.tokenizer.name: {name!r} is not in the local Hugging Face cache and cannot be fetched ({reason}); "
-            "fetch it where there is a network, or name a local folder",
-            code="no-tokenizer",
-        ) from error
+        raise _not_here(what, reason, code) from error
 
 
-def _not_here(name: str, reason: str) -> RefusedError:
+def _not_here(what: str, reason: str, code: str) -> RefusedError:
     return RefusedError(
-        f"policy.model_name: {name!r} is not complete in the local Hugging Face cache and cannot be fetched "
-        f"({reason}); fetch it where there is a network, or name a local folder",
-        code="incomplete-model",
+        f"{what} in the local Hugging Face cache and cannot be fetched ({reason}); fetch it where there is a network, "
+        "or name a local folder",
+        code=code,
     )
 
 
@@ -83,3 +149,93 @@ def _is_complete(snapshot: Path) -> bool:
     index = snapshot / INDEX
     weights = {*read_weight_map(index).values()} if index.is_file() else {ONE_FILE}
     return all((snapshot / file).is_file() for file in ("config.json", *weights))
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor, which need not exist where an index names it; raises ValueError."""
+    index = folder / INDEX
+    if index.is_file():
+        return {name: weight_file(folder, file) for name, file in read_weight_map(index).items()}
+    if not (folder / ONE_FILE).is_file():
+        what = f"{str(folder)!r} holds neither {ONE_FILE} nor {INDEX}; other formats are not read"
+        raise RefusedError(what, code="no-weights")
+    path = weight_file(folder, ONE_FILE)
+    return dict.fromkeys(tensors_of(path), path)
+
+
+def require_whole_weights(folder: Path) -> None:
+    """Raise ValueError where a file of the weights is missing or cut, or lacks a tensor that the index finds in it."""
+    file_of = tensor_files(folder)
+    held = {path: tensors_of(path) for path in dict.fromkeys(file_of.values())}
+    for name, path in file_of.items():
+        if name not in held[path]:
+            what = f"{str(path)!r} does not hold the tensor {shortened(name)}"
+            raise RefusedError(what, code="missing-tensors")
+
+
+def tensors_of(path: Path) -> frozenset[str]:
+    """Return the names of a safetensors file's tensors; raises ValueError where it is broken, longer or cut."""
+    end, names = 0, set[str]()
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size - _LENGTH
+            length = int.from_bytes(file.read(_LENGTH), "little")
+            if length > min(size, _LONGEST_HEADER):
+                raise ValueError(f"it says that its header has {length} bytes, and it has {size} more")
+            header = parse_json(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
+        for name, described in cast("dict[str, object]", header).items():
+            if name == "__metadata__":
+                continue
+            match described:
+                case {"data_offsets": [int(begin), int(stop)]} if 0 <= begin <= stop:
+                    end = max(end, stop)
+                    names.add(name)
+                case _:
+                    what = f"where the tensor {shortened(name)} begins and ends"
+                    raise ValueError(f"its header does not say {what}")
+        if end != size - length:
+            raise ValueError(f"its header says {end} bytes of tensors, and it holds {size - length}")
+    except (OSError, ValueError) as error:
+        raise RefusedError(f"{str(path)!r} cannot be read: {error}", code="unreadable-file") from error
+    return frozenset(names)
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, as an index names it; raises ValueError when it is no index."""
+    found: object = None
+    try:
+        content = read_json(index, finite=False)
+        found = cast("dict[str, object]", content).get("weight_map") if isinstance(content, dict) else None
+        why = "it has no weight_map"
+    except (OSError, ValueError) as error:
+        why = str(error)
+    if not isinstance(found, dict):
+        raise RefusedError(f"{str(index)!r} is not an index of safetensors files: {why}", code="no-index")
+    file_of = cast("dict[str, object]", found)
+    for name, file in file_of.items():
+        if not isinstance(file, str):
+            what = f"{str(index)!r}: weight_map.{shortened(name)} is no name of a file"
+            raise RefusedError(what, code="no-index")
+    return cast("dict[str, str]", file_of)
+
+
+def weight_file(folder: Path, name: str) -> Path:
+    """Return the path of a file of weights, which need not exist; raises ValueError when it leads out of the folder.
+
+    A snapshot in the hub's cache (`snapshots/REVISION`) is made of links into `blobs` beside it; those are its own.
+    """
+    path, inside = folder / name, PurePosixPath(name)
+    home, end = folder.resolve(), path.resolve()
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes.append((home.parent.parent / "blobs").resolve())
+    if inside.is_absolute() or ".." in inside.parts or not any(end.is_relative_to(one) for one in homes):
+        raise RefusedError(
+            f"{str(path)!r} leads out of the folder, to {str(end)!r}; name the folder of the weights itself",
+            code="outside-folder",
+        )
+    if end.exists() and not end.is_file():
+        raise RefusedError(f"{str(path)!r} cannot be read: no regular file", code="not-a-regular-file")
+    return path

@@ -1,10 +1,16 @@
-"""The turns of a conversation."""
+"""The turns of a conversation, and texts for a model in which content spells special tokens.
+
+Where these stand is kept, for they are to be encoded as text.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import takewhile
 from typing import Any, cast
 
 from nemo_rl_mcore.errors import RefusedError
@@ -29,8 +35,16 @@ class ToolCall:
             return self.arguments
         return cast("dict[str, Any]", found) if isinstance(found, dict) else self.arguments
 
+    def with_texts(self, change: Callable[[str], str]) -> ToolCall:
+        """See `Message.with_texts`."""
+        parsed = self.parsed
+        if isinstance(parsed, str):
+            arguments = change(parsed)
+        else:
+            arguments = json.dumps(with_strings(parsed, change), ensure_ascii=False)
+        return ToolCall(change(self.id), change(self.name), arguments)
+
     def fields(self, *, parsed: bool) -> dict[str, Any]:
-        """See `Message.fields`."""
         function = {"name": self.name, "arguments": self.parsed if parsed else self.arguments}
         return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
 
@@ -65,7 +79,7 @@ class Message:
             self,
             role=change(self.role),
             content=f"{self.content[:start]}{change(self.content[start:end])}{self.content[end:]}",
-            tool_calls=tuple(_call_with_texts(call, change) for call in self.tool_calls),
+            tool_calls=tuple(call.with_texts(change) for call in self.tool_calls),
             tool_call_id=change(self.tool_call_id),
             name=change(self.name),
             reasoning=change(self.reasoning),
@@ -98,15 +112,6 @@ class Extras:
 
 
 NO_EXTRAS = Extras()
-
-
-def _call_with_texts(call: ToolCall, change: Callable[[str], str]) -> ToolCall:
-    parsed = call.parsed
-    if isinstance(parsed, str):
-        arguments = change(parsed)
-    else:
-        arguments = json.dumps(with_strings(parsed, change), ensure_ascii=False)
-    return ToolCall(change(call.id), change(call.name), arguments)
 
 
 def with_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -176,15 +181,15 @@ def _text(content: object, path: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise MessageError(path, "must be a text, or a list of parts")
-    texts = [_as_object(part).get("text") for part in cast("list[object]", content)]
+    texts = [as_object(part).get("text") for part in cast("list[object]", content)]
     if not all(isinstance(text, str) for text in texts):
         raise MessageError(path, "may have parts of text alone")
     return "".join(map(str, texts))
 
 
 def _tool_call(given: object, path: str) -> ToolCall:
-    call = _as_object(given)
-    function = _as_object(call.get("function", call))
+    call = as_object(given)
+    function = as_object(call.get("function", call))
     name, arguments = function.get("name"), function.get("arguments", "{}")
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -210,6 +215,90 @@ def _of_type[T](values: Mapping[str, Any], name: str, kind: type[T], path: str) 
     raise MessageError(f"{path}.{name}", f"must be of type {kind.__name__}, got {given!r:.100}")
 
 
-def _as_object(value: object) -> Mapping[str, Any]:
+def as_object(value: object) -> Mapping[str, Any]:
     """Return a mapping as it is; nothing else holds keys here."""
     return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+type Spans = Sequence[tuple[int, int]]
+"""Places of a text, each from its first character to after its last one, in order."""
+MASK = "\ue000"
+"""A character that no special token has."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text for the model; `literal` are the special tokens in it that content spells."""
+
+    text: str
+    literal: tuple[tuple[int, int], ...] = ()
+
+    def begins_with(self, beginning: Rendered) -> bool:
+        """Return whether it begins with another text, the special tokens that content spells in both alike."""
+        within = takewhile(lambda span: span[1] <= len(beginning.text), self.literal)
+        return self.text.startswith(beginning.text) and tuple(within) == beginning.literal
+
+    def part(self, start: int, end: int | None = None) -> Rendered:
+        """Return what stands between two places of it."""
+        end = len(self.text) if end is None else end
+        inside = ((first - start, last - start) for first, last in self.literal if start <= first < end)
+        return Rendered(self.text[start:end], tuple(inside))
+
+
+def contents(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
+    """Return what messages say that no file of the recipe does, their roles among it, and what tools say."""
+    said = list[str]()
+
+    def keep(text: str) -> str:
+        said.append(text)
+        return text
+
+    for message in messages:
+        message.with_texts(keep)
+    with_strings([*tools], keep)
+    return [*filter(None, said)]
+
+
+def literal_spans(
+    text: str, tokens: Sequence[str], frame: tuple[int, int] = (0, 0)
+) -> tuple[tuple[int, int], ...]:
+    """Find the special tokens that a text spells; frame: what a file of the recipe says of it, see `Message.frame`."""
+    if not tokens:
+        return ()
+    found = pattern_of(tuple(tokens)).finditer(text, frame[0], len(text) - frame[1])
+    return tuple(one.span() for one in found)
+
+
+@lru_cache(maxsize=16)
+def pattern_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what finds special tokens as tokenizers do: from the left, the longest one."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+
+
+class Seal:
+    """Puts marks in the place of special tokens while a chat template renders, and the tokens back after it."""
+
+    def __init__(self, tokens: Sequence[str], texts: Sequence[str]) -> None:
+        """Choose marks that no one of `texts` holds."""
+        self._pattern, self._places = pattern_of(tuple(tokens)), {token: i for i, token in enumerate(tokens)}
+        self._tokens = tokens
+        number = 0
+        while any(f"{MASK}{number}." in text for text in texts):
+            number += 1
+        self._mark = f"{MASK}{number}."
+
+    def close(self, text: str) -> str:
+        """Put a mark in the place of each special token."""
+        return self._pattern.sub(lambda found: f"{self._mark}{self._places[found[0]]}.", text)
+
+    def open(self, text: str) -> Rendered:
+        """Put the tokens back."""
+        parts = re.split(rf"{re.escape(self._mark)}(\d+)\.", text)
+        opened, literal, length = list[str](), list[tuple[int, int]](), 0
+        for place, part in enumerate(parts):
+            piece = self._tokens[int(part)] if place % 2 else part
+            if place % 2:
+                literal.append((length, length + len(piece)))
+            opened.append(piece)
+            length += len(piece)
+        return Rendered("".join(opened), tuple(literal))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import accumulate
 from typing import Protocol, Self
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.errors import RefusedError
 
 Groups = list[list[int]]
 
@@ -105,7 +108,6 @@ class FixedRows:
         return groups
 
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
-        """See `BatchingStrategy.build`."""
         columns = round_up(data["input_ids"].shape[1], self.column_multiple)
         rows = max([self.row_count, *map(len, groups)])
         return [
@@ -127,12 +129,12 @@ def take_rows(data: BatchedDataDict, places: Sequence[int], rows: int, columns: 
     tensors = BatchedDataDict({key: value for key, value in data.items() if isinstance(value, Tensor)})
     length = tensors["input_ids"].shape[1]
     missing = rows - len(places)
-    return BatchedDataDict(
-        {
-            key: _resize(value, missing, columns - length if _has_columns(value, length) else 0)
-            for key, value in tensors.select_indices(places).items()
-        }
-    )
+    taken = BatchedDataDict()
+    for key, value in tensors.select_indices(places).items():
+        if value.ndim > 1 and value.shape[1] == length != columns:
+            value = pad(value, (0, 0) * (value.ndim - 2) + (0, columns - length))
+        taken[key] = pad(value, (0, 0) * (value.ndim - 1) + (0, missing)) if missing else value
+    return taken
 
 
 def in_batch_order(parts: Iterable[tuple[Tensor, Tensor]], rows: int, columns: int) -> Tensor:
@@ -145,11 +147,194 @@ def in_batch_order(parts: Iterable[tuple[Tensor, Tensor]], rows: int, columns: i
     return result
 
 
-def _has_columns(value: Tensor, length: int) -> bool:
-    return value.ndim > 1 and value.shape[1] == length
+@dataclass(frozen=True)
+class TokenBudget:
+    """A number of tokens; `data.validation` has refused rows that are longer.
+
+    length_round: padded lengths are rounded up to a multiple of this where the budget has room, so that few different
+        shapes occur.
+    column_multiple: what the layout cuts a padded length into; rounding up to it may pass the budget.
+    """
+
+    tokens: int
+    length_round: int = 1
+    column_multiple: int = 1
+
+    def padded(self, length: int, *, at_most: int | None = None) -> int:
+        """Return what `length` tokens are padded to; not beyond `at_most`, or the budget if that is less.
+
+        What is above the budget, as a sample of several rows may be, is not rounded up.
+        """
+        limit = self.tokens if at_most is None else min(self.tokens, at_most)
+        rounded = min(round_up(max(length, 1), self.length_round), max(limit, length))
+        return round_up(rounded, self.column_multiple)
 
 
-def _resize(value: Tensor, more_rows: int, more_columns: int) -> Tensor:
-    if more_columns:
-        value = pad(value, (0, 0) * (value.ndim - 2) + (0, more_columns))
-    return pad(value, (0, 0) * (value.ndim - 1) + (0, more_rows)) if more_rows else value
+def balanced(lengths: Sequence[int], shards: int) -> Groups:
+    """Return the samples of each shard: about equally many tokens, and as many samples but for one.
+
+    lengths: tokens of each sample. The longest that is left goes to the shard with the fewest tokens that is not full.
+    """
+    least, more = divmod(len(lengths), shards)
+    room = [least + (shard < more) for shard in range(shards)]
+    shares: Groups = [[] for _ in room]
+    open_shards = [(0, shard) for shard in range(shards) if room[shard]]  # a heap, by their tokens
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        tokens, emptiest = heappop(open_shards)
+        shares[emptiest].append(sample)
+        if len(shares[emptiest]) < room[emptiest]:
+            heappush(open_shards, (tokens + lengths[sample], emptiest))
+    return shares
+
+
+def split_balanced(data: BatchedDataDict, shards: int, rows_per_sample: int = 1) -> list[BatchedDataDict]:
+    """As `BatchedDataDict.split`, but so that the shards hold about equally many tokens."""
+    samples, lengths = data.samples(rows_per_sample), data["input_lengths"].tolist()
+    shares = balanced([sum(lengths[row] for row in sample) for sample in samples], shards)
+    return [data.select_indices([row for sample in shard for row in samples[sample]]) for shard in shares]
+
+
+@dataclass(frozen=True)
+class DynamicRows:
+    """Microbatches of as many samples as fit the budget when padded to the longest row, longest samples first.
+
+    A sample of several rows that is above the budget by itself is a microbatch of its own.
+    """
+
+    budget: TokenBudget
+    rows_per_sample: int = 1
+
+    def groups(self, data: BatchedDataDict) -> Groups:
+        lengths: list[int] = data["input_lengths"].tolist()
+        groups: Groups = []
+        columns = 0
+        longest = {
+            sample: max(lengths[row] for row in sample) for sample in data.samples(self.rows_per_sample)
+        }
+        # Longest first: what needs the most memory comes first, and the columns are known when a group begins.
+        for sample in sorted(longest, key=lambda sample: -longest[sample]):
+            if not groups or (len(groups[-1]) + len(sample)) * columns > self.budget.tokens:
+                groups.append([])
+                columns = self._columns(data, longest[sample])
+            groups[-1].extend(sample)
+        return groups
+
+    def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
+        microbatches = list[Microbatch]()
+        for group in groups:
+            places = torch.tensor(group, dtype=torch.long)
+            longest = int(data["input_lengths"][places].max()) if group else 0
+            rows = take_rows(data, group, max(len(group), self.rows_per_sample), self._columns(data, longest))
+            microbatches.append(Microbatch(rows, places))
+        return microbatches
+
+    def _columns(self, data: BatchedDataDict, longest: int) -> int:
+        return self.budget.padded(longest, at_most=data["input_ids"].shape[1])
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Groups:
+    """Return bins of indices whose lengths add up to at most `capacity`.
+
+    The longest first, each goes into the first bin with room; equal ones in the order given. Raises ValueError when a
+    length alone is above the capacity.
+    """
+    bins: Groups = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        if length > capacity:
+            raise RefusedError(f"a length of {length} does not fit a capacity of {capacity}", code="capacity")
+        place = next((place for place, left in enumerate(room) if length <= left), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[place].append(index)
+        room[place] -= length
+    return bins
+
+
+@dataclass(frozen=True)
+class PackedMicrobatch(Microbatch):
+    """Rows that pass through the model as one, one after the other without padding between them.
+
+    Losses never learn of it: what the model says of the packed row's L tokens is laid out as rows before they see it.
+
+    sources: int64, where each token of the packed row stands in the flattened [B, S] rows; padding follows them.
+    lengths: the tokens of each row of `rows`, with the padding after them.
+    columns: L, the length of the packed row.
+    """
+
+    sources: Tensor
+    lengths: tuple[int, ...]
+    columns: int
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """0, the end of each sample, and L; what padding follows the samples stands alone too."""
+        ends = accumulate(length for length in self.lengths if length)
+        padding = (self.columns,) if len(self.sources) < self.columns else ()
+        return (0, *ends, *padding)
+
+    def to_model(self, values_BS: Tensor) -> Tensor:
+        """[B, S, ...] to [1, L, ...], 0 on the padding."""
+        packed = values_BS.flatten(0, 1).index_select(0, self.sources)
+        behind = (0, 0) * (packed.ndim - 1) + (0, self.columns - len(self.sources))
+        return pad(packed, behind).unsqueeze(0)
+
+    def from_model(self, values: Tensor) -> Tensor:
+        """[1, L, ...] to [B, S, ...], 0 where no token is; gradients flow back."""
+        rows, columns = self.rows["input_ids"].shape
+        flat = values.new_zeros(rows * columns, *values.shape[2:])
+        return flat.index_copy(0, self.sources, values[0, : len(self.sources)]).view(
+            rows, columns, *values.shape[2:]
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """Return the microbatch on a device."""
+        return replace(super().to(device), sources=self.sources.to(device))
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Microbatches of one row each, packed by first-fit decreasing up to the budget.
+
+    A sample of several rows that is above the budget by itself raises the budget of its batch.
+    equal_columns: pad all packed rows of a batch to the longest of them, as pipeline stages need it.
+    row_multiple: pad each row in them to a multiple of so many tokens, as context parallelism needs it.
+    """
+
+    budget: TokenBudget
+    equal_columns: bool = False
+    rows_per_sample: int = 1
+    row_multiple: int = 1
+
+    def groups(self, data: BatchedDataDict) -> Groups:
+        lengths = self._padded(data["input_lengths"].tolist())
+        samples = data.samples(self.rows_per_sample)
+        tokens = [sum(lengths[row] for row in sample) for sample in samples]
+        bins = first_fit_decreasing(tokens, max(self.budget.tokens, *tokens, 0))
+        return [[row for sample in packed for row in samples[sample]] for packed in bins]
+
+    def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
+        # An empty group is a sample of filling, for losses to have something to read.
+        filling = (0,) * self.rows_per_sample
+        lengths = [tuple(self._padded(data["input_lengths"][group].tolist())) or filling for group in groups]
+        columns = [self.budget.padded(sum(of_group)) for of_group in lengths]
+        if self.equal_columns:
+            columns = [max(columns)] * len(columns)
+        return [_packed(data, *microbatch) for microbatch in zip(groups, lengths, columns, strict=True)]
+
+    def _padded(self, lengths: list[int]) -> list[int]:
+        return [round_up(length, self.row_multiple) for length in lengths]
+
+
+def _packed(data: BatchedDataDict, group: list[int], lengths: tuple[int, ...], columns: int) -> Microbatch:
+    row_columns = max(*lengths, 1)
+    real = torch.arange(row_columns) < torch.tensor(lengths).unsqueeze(1)
+    return PackedMicrobatch(
+        rows=take_rows(data, group, len(lengths), row_columns),
+        places=torch.tensor(group, dtype=torch.long),
+        sources=real.flatten().nonzero().flatten(),
+        lengths=lengths,
+        columns=columns,
+    )

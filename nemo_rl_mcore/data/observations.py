@@ -11,11 +11,10 @@ from functools import cached_property, lru_cache
 from itertools import pairwise, takewhile
 from typing import Protocol
 
+from nemo_rl_mcore.data.answers import content_ids
 from nemo_rl_mcore.data.chat import ASSISTANT, USER, asked, joined, rendered, rewritten
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.literal_text import Rendered
-from nemo_rl_mcore.data.messages import Extras, Message, Tools
-from nemo_rl_mcore.data.token_rows import content_ids
+from nemo_rl_mcore.data.messages import Extras, Message, Rendered, Tools
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RefusedError
 
@@ -64,7 +63,6 @@ class _PlainText:
     tokenizer: Tokenizer
 
     def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
-        """See `Observer.ids_of`."""
         return [token for message in observation for token in content_ids(message.content, self.tokenizer)]
 
     def whole_prompt(
@@ -93,7 +91,6 @@ class _Chat:
     def whole_prompt(
         self, prompt: Prompt, messages: Sequence[Message], observation: Sequence[Message]
     ) -> list[int] | None:
-        """See `Observer.whole_prompt`."""
         tools = prompt.extras.tools
         if not (self.rewrites or tools):
             return None
@@ -148,7 +145,11 @@ class Conversation:
         answered = self._beginning(place + 1, add_generation_prompt=False)
         if not (self.shown.begins_with(before) and self.shown.begins_with(answered)):
             return None
-        if _thought(self.messages[place]) not in answered.text[len(before.text) :]:
+        said, thought = self.messages[place], self.messages[place].reasoning.strip()
+        in_content, ends, _ = said.content.partition(_THOUGHT_ENDS)
+        if ends and not thought:
+            thought = in_content.strip().removeprefix(_THOUGHT_BEGINS).strip()
+        if thought not in answered.text[len(before.text) :]:
             return None
         end = self._end_of(answered, behind=len(before.text))
         if end is None:
@@ -229,12 +230,6 @@ def _behind_answer(
     shown = rendered(messages, tokenizer, add_generation_prompt=add_generation_prompt)
     before, answer, _ = shown.text.partition(_ANSWER)
     return shown.part(len(before) + len(answer))
-
-
-def _thought(message: Message) -> str:
-    """Return what an answer thinks before it says something."""
-    before, end, _ = message.content.partition(_THOUGHT_ENDS)
-    return message.reasoning.strip() or (before.strip().removeprefix(_THOUGHT_BEGINS).strip() if end else "")
 
 
 def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendered, end: str) -> list[int]:

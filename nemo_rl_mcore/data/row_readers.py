@@ -8,71 +8,30 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import (
-    NO_EXTRAS,
     Context,
     Extras,
     Message,
     MessageError,
     Tools,
+    as_object,
     read_row_message,
 )
-from nemo_rl_mcore.data.row import Row
+from nemo_rl_mcore.data.rows import Row
 from nemo_rl_mcore.data.strict_json import parse_json
 from nemo_rl_mcore.errors import RefusedError, code_of, shortened
-
-
-@dataclass(frozen=True)
-class RankedAnswers:
-    """A prompt with a better and a worse answer; `tied` says that neither is better, and both may be the first."""
-
-    context: object
-    chosen: object
-    rejected: object
-    tied: bool = False
-
-
-def ranked_answers(row: Mapping[str, object]) -> RankedAnswers | None:
-    """Return the answers of a row whose columns say which is better; None for any other row."""
-    if {"context", "response1", "response2", "overall_preference"} <= row.keys():
-        first, second, preference = (row[key] for key in ("response1", "response2", "overall_preference"))
-        if not isinstance(preference, int | float):
-            raise ValueError(f"overall_preference is {preference!r:.40}, and must be a number")
-        tied = preference == 0
-        better, worse = (second, first) if preference > 0 else (first, first if tied else second)
-        return RankedAnswers(row["context"], better, worse, tied)
-    if {"context", "completions"} <= row.keys():
-        return _by_rank(row)
-    return None
-
-
-def _by_rank(row: Mapping[str, object]) -> RankedAnswers:
-    given = row["completions"]
-    answers = [_as_answer(one) for one in cast("list[object]", given)] if isinstance(given, list) else []
-    if len(answers) != 2 or None in answers:
-        raise RefusedError(
-            "completions are not two of a rank, which is a number, and a completion", code="completions"
-        )
-    first, second = sorted(filter(None, answers), key=lambda one: cast("int", one["rank"]))
-    tied = first["rank"] == second["rank"]
-    return RankedAnswers(row["context"], first["completion"], second["completion"], tied)
-
-
-def _as_answer(given: object) -> Mapping[str, object] | None:
-    """Return a completion with its rank; None for anything else."""
-    one = cast("Mapping[str, object]", given if isinstance(given, Mapping) else {})
-    return one if "completion" in one and isinstance(one.get("rank"), int | float) else None
-
 
 _ASSISTANT = "assistant"
 GYM_COLUMN = "responses_create_params"
 """The column of a row of NeMo Gym's that has the first call of its agent."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": _ASSISTANT}
+_NEEDS_TEMPLATE = "which needs data.apply_chat_template: true"
 
 
 class RowError(RefusedError):
@@ -87,20 +46,6 @@ class ColumnError(RowError):
         self.setting = setting
 
 
-@dataclass(frozen=True)
-class Read:
-    """What was read of a row, before its prompt gets its texts; `unscored` says why it cannot be scored against."""
-
-    context: Context
-    answer: str
-    rejected: str | None = None
-    imitate_all: bool = False
-    solution: str | None = None
-    unscored: str = ""
-    columns: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
-    extras: Extras = NO_EXTRAS
-
-
 class RowReader:
     """Reads the rows of a source for an algorithm; `chat` allows conversations."""
 
@@ -109,28 +54,28 @@ class RowReader:
         self._kind = kind
         self._chat = chat
 
-    def read(self, row: Row) -> Read | None:
-        """Return a row's prompt and answers; None for a pair without a better answer. Raises RowError."""
+    def read(self, row: Row) -> Prompt | None:
+        """Return a row before it gets its texts and its index; None for a pair without a better answer.
+
+        Raises RowError.
+        """
         if row.wrong:
             raise RowError(row.wrong)
-        values = row.values if row.of_lines else self._as_written(row.values)
-        try:
-            ranked = ranked_answers(values)
-        except ValueError as error:
-            raise RowError(str(error), code=code_of(error)) from error
-        if GYM_COLUMN in values and self._source.input_key not in values and ranked is None:
-            return self._of_gym(values)
-        if ranked is not None and self._source.prompt_key not in values:
-            read = self._ranked(ranked)
+        source, values = self._source, row.values if row.of_lines else self._as_written(row.values)
+        ranked = _ranked_answers(values)
+        if GYM_COLUMN in values and source.input_key not in values and ranked is None:
+            return replace(self._of_gym(values), place=row.place)
+        if ranked is not None and source.prompt_key not in values:
+            read = self._ranked(*ranked)
         elif self._kind is RowKind.PAIRS:
             read = self._pair(values)
         else:
             read = self._answered(values)
-            read = read if self._source.answer is None else self._with_answer(read, values)
-            columns = {name: _value(row.values, "columns", name) for name in self._source.columns}
+            read = read if source.answer is None else self._with_answer(read, values)
+            columns = {name: _value(row.values, "columns", name) for name in source.columns}
             read = replace(read, columns=columns)
         tools = self._tools(values)
-        return replace(read, extras=replace(read.extras, tools=tools)) if read and tools else read
+        return read and replace(read, place=row.place, extras=replace(read.extras, tools=tools))
 
     def _as_written(self, values: Mapping[str, object]) -> dict[str, object]:
         """Return a row without the nulls that a library fills in for fields that a message or tool has not."""
@@ -148,16 +93,14 @@ class RowReader:
                 given = parse_json(given)
         if not given:
             return ()
-        if not isinstance(given, list) or not all(
-            isinstance(one, dict) for one in cast("list[object]", given)
-        ):
+        if not _as_list(given) or not all(isinstance(one, dict) for one in _as_list(given)):
             raise RowError(
                 f"{key} is {_shown(values[str(key)])}, and must be a list of functions; "
                 "set tool_key to another column, or to null"
             )
         return cast("Tools", given)
 
-    def _answered(self, values: Mapping[str, object]) -> Read:
+    def _answered(self, values: Mapping[str, object]) -> Prompt:
         source = self._source
         # A library that knows columns has a null where a row of this one has none.
         if self._kind is RowKind.ANSWERS and (
@@ -168,14 +111,14 @@ class RowReader:
             if len(turns) < 2 or turns[-1].role != _ASSISTANT:
                 raise RowError(f"{source.chat_key} does not end with an assistant's answer to a message")
             extras = Extras(answer=_beyond_text(turns[-1]), own_turn=True)
-            return Read(turns[:-1], turns[-1].content, imitate_all=True, extras=extras)
+            return _prompt(turns[:-1], turns[-1].content, imitate_all=True, extras=extras)
         context = self._context(_value(values, "input_key", source.input_key), source.input_key)
         if source.output_key is None:
-            return Read(context, "")
+            return _prompt(context, "")
         answer = self._answer(_value(values, "output_key", source.output_key), source.output_key)
-        return Read(context, answer.content, extras=Extras(answer=_beyond_text(answer)))
+        return _prompt(context, answer.content, extras=Extras(answer=_beyond_text(answer)))
 
-    def _with_answer(self, read: Read, values: Mapping[str, object]) -> Read:
+    def _with_answer(self, read: Prompt, values: Mapping[str, object]) -> Prompt:
         """Return the row with what is scored against beside what is imitated."""
         how = self._source.answer
         assert how is not None
@@ -190,57 +133,64 @@ class RowReader:
             return replace(read, unscored=f"the answer {shown!r} {lacking}")
         return replace(read, answer=found, solution=read.answer if self._kind is RowKind.ANSWERS else None)
 
-    def _of_gym(self, values: Mapping[str, object]) -> Read:
-        """Return what an agent of NeMo Gym's begins with, as far as the row has it, and all columns for the agent."""
-        if not self._chat:
-            raise RowError(f"{GYM_COLUMN} is a conversation, which needs data.apply_chat_template: true")
-        asked = _as_section(values[GYM_COLUMN]).get("input")
-        given = [{"role": "user", "content": asked}] if isinstance(asked, str) else _as_list(asked)
-        messages = [message for one in given if (message := _of_response(one)) is not None]
-        return Read(tuple(messages) or (Message("user", ""),), "", columns=values)
+    def _of_gym(self, values: Mapping[str, object]) -> Prompt:
+        """Return what an agent of NeMo Gym's begins with, as far as the row has it, and all columns for the agent.
 
-    def _pair(self, values: Mapping[str, object]) -> Read:
+        Of the items of OpenAI's Responses API that are the texts of messages; calls of tools and the like are left out.
+        """
+        if not self._chat:
+            raise RowError(f"{GYM_COLUMN} is a conversation, {_NEEDS_TEMPLATE}")
+        asked = as_object(values[GYM_COLUMN]).get("input")
+        messages = list[Message]()
+        for item in [{"role": "user", "content": asked}] if isinstance(asked, str) else _as_list(asked):
+            role, content = as_object(item).get("role"), as_object(item).get("content")
+            parts = (
+                [content]
+                if isinstance(content, str)
+                else [as_object(one).get("text") for one in _as_list(content)]
+            )
+            if role in _ROLES:
+                text = "".join(part for part in parts if isinstance(part, str))
+                messages.append(Message(_ROLES[str(role)], text))
+        return _prompt(tuple(messages) or (Message("user", ""),), "", columns=values)
+
+    def _pair(self, values: Mapping[str, object]) -> Prompt:
         source = self._source
         chosen = _value(values, "chosen_key", source.chosen_key)
         rejected = _value(values, "rejected_key", source.rejected_key)
-        if len(_as_list(chosen)) > 1 and _as_list(rejected):
-            return self._two_conversations(chosen, rejected)
-        context = self._context(_value(values, "prompt_key", source.prompt_key), source.prompt_key)
-        better, worse = self._answer(chosen, source.chosen_key), self._answer(rejected, source.rejected_key)
-        return _pair_of(context, better, worse, own_turn=False)
-
-    def _two_conversations(self, chosen: object, rejected: object) -> Read:
-        better = self._messages(chosen, self._source.chosen_key)
-        worse = self._messages(rejected, self._source.rejected_key)
+        if len(_as_list(chosen)) <= 1 or not _as_list(rejected):
+            context = self._context(_value(values, "prompt_key", source.prompt_key), source.prompt_key)
+            better = self._answer(chosen, source.chosen_key)
+            return _pair_of(context, better, self._answer(rejected, source.rejected_key), own_turn=False)
+        better = self._messages(chosen, source.chosen_key)
+        worse = self._messages(rejected, source.rejected_key)
         if better[:-1] != worse[:-1]:
             raise RowError("the two conversations differ before their last message")
         if {better[-1].role, worse[-1].role} != {_ASSISTANT}:
             raise RowError("a conversation does not end with an assistant's answer")
         return _pair_of(better[:-1], better[-1], worse[-1], own_turn=True)
 
-    def _ranked(self, ranked: RankedAnswers) -> Read | None:
-        if ranked.tied and self._kind is RowKind.PAIRS and self._source.ties == "drop":
+    def _ranked(self, asked: object, better: object, worse: object, tied: bool) -> Prompt | None:
+        if tied and self._kind is RowKind.PAIRS and self._source.ties == "drop":
             return None
-        context = self._context(ranked.context, "context")
-        chosen = self._answer(ranked.chosen, "the better answer")
+        context, chosen = self._context(asked, "context"), self._answer(better, "the better answer")
         if self._kind is not RowKind.PAIRS:
-            return Read(context, chosen.content, extras=Extras(answer=_beyond_text(chosen)))
-        return _pair_of(context, chosen, self._answer(ranked.rejected, "the worse answer"), own_turn=False)
+            return _prompt(context, chosen.content, extras=Extras(answer=_beyond_text(chosen)))
+        return _pair_of(context, chosen, self._answer(worse, "the worse answer"), own_turn=False)
 
     def _context(self, given: object, key: str) -> Context:
-        if _as_list(given) or given == []:
-            return self._messages(given, key)
+        if isinstance(given, list):
+            return self._messages(cast("object", given), key)
         if not isinstance(given, str) or not given:
             raise RowError(f"{key} is {_shown(given)}, and must be text")
         return given
 
     def _messages(self, given: object, key: str) -> tuple[Message, ...]:
         if not self._chat:
-            raise RowError(f"{key} is a conversation, which needs data.apply_chat_template: true")
-        messages = _as_list(given)
-        if not messages:
+            raise RowError(f"{key} is a conversation, {_NEEDS_TEMPLATE}")
+        if not _as_list(given):
             raise RowError(f"{key} is {_shown(given)}, and must be a list of messages")
-        turns = tuple(_message(message, key, place) for place, message in enumerate(messages))
+        turns = tuple(_message(message, key, place) for place, message in enumerate(_as_list(given)))
         if turns[0].role == _ASSISTANT:
             raise RowError(f"{key} begins with an assistant's message, which answers nothing")
         return turns
@@ -251,18 +201,45 @@ class RowReader:
             message = _message(messages[0], key, 0)
             if message.role == _ASSISTANT:
                 if not self._chat and _beyond_text(message):
-                    raise RowError(f"{key} is {_shown(given)}, which needs data.apply_chat_template: true")
+                    raise RowError(f"{key} is {_shown(given)}, {_NEEDS_TEMPLATE}")
                 return message
         if isinstance(given, bool) or not isinstance(given, str | int | float):
             raise RowError(f"{key} is {_shown(given)}, and must be text or a number")
         return Message(_ASSISTANT, str(given))
 
 
-def _pair_of(context: Context, better: Message, worse: Message, *, own_turn: bool) -> Read:
+def _ranked_answers(row: Mapping[str, object]) -> tuple[object, object, object, bool] | None:
+    """Return the prompt, the better answer, the worse one, and whether neither is; None for rows without ranks."""
+    if {"context", "response1", "response2", "overall_preference"} <= row.keys():
+        first, second, preference = (row[key] for key in ("response1", "response2", "overall_preference"))
+        if not isinstance(preference, int | float):
+            raise RowError(f"overall_preference is {preference!r:.40}, and must be a number")
+        tied = preference == 0
+        better, worse = (second, first) if preference > 0 else (first, first if tied else second)
+        return row["context"], better, worse, tied
+    if not {"context", "completions"} <= row.keys():
+        return None
+    given = [as_object(one) for one in _as_list(row["completions"])]
+    if len(given) != 2 or not all(
+        "completion" in one and isinstance(one.get("rank"), int | float) for one in given
+    ):
+        raise RowError(
+            "completions are not two of a rank, which is a number, and a completion", code="completions"
+        )
+    first, second = sorted(given, key=lambda one: one["rank"])
+    return row["context"], first["completion"], second["completion"], first["rank"] == second["rank"]
+
+
+def _prompt(context: Context, answer: str, **more: Any) -> Prompt:
+    text, messages = (context, ()) if isinstance(context, str) else ("", context)
+    return Prompt(0, text, answer, context=messages, **more)
+
+
+def _pair_of(context: Context, better: Message, worse: Message, *, own_turn: bool) -> Prompt:
     if not (better.trained and worse.trained):
         raise RowError("an answer of the pair has weight 0, and there is nothing else to train on")
     extras = Extras((), _beyond_text(better), _beyond_text(worse), own_turn)
-    return Read(context, better.content, worse.content, extras=extras)
+    return _prompt(context, better.content, rejected=worse.content, extras=extras)
 
 
 def _beyond_text(message: Message) -> Message | None:
@@ -285,7 +262,7 @@ def _value(values: Mapping[str, object], setting: str, key: str) -> object:
         return values[key]
     inner: object = values
     for part in key.split("."):
-        there = _as_section(inner)
+        there = as_object(inner)
         if part not in there:
             has = shortened(", ".join(map(repr, there or values)), 200) or "none"
             raise ColumnError(setting, f"no key {key!r}; it has {has}")
@@ -298,29 +275,12 @@ def _as_list(value: object) -> Sequence[object]:
     return cast("list[object]", value) if isinstance(value, list) else ()
 
 
-def _as_section(value: object) -> Mapping[str, object]:
-    """Return a mapping as it is; nothing else holds keys here."""
-    return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
-
-
 def _message(given: object, key: str, place: int) -> Message:
     try:
         return read_row_message(given, f"{key}[{place}]")
     except MessageError as error:
         what = f"{key} holds {_shown(given)}, which is no message: {error}"
         raise RowError(what, code=code_of(error)) from error
-
-
-def _of_response(given: object) -> Message | None:
-    """Return an item of OpenAI's Responses API as a message, of its texts; None for a call of a tool and the like."""
-    values = _as_section(given)
-    role, content = values.get("role"), values.get("content")
-    if role not in _ROLES:
-        return None
-    parts = (
-        [content] if isinstance(content, str) else [_as_section(one).get("text") for one in _as_list(content)]
-    )
-    return Message(_ROLES[str(role)], "".join(part for part in parts if isinstance(part, str)))
 
 
 def _shown(value: object) -> str:

@@ -9,20 +9,26 @@ Importing this module is cheap; `tokenizers` and `transformers` are imported whe
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from copy import copy
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from inspect import signature
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from nemo_rl_mcore.data.ends import CHAR_EOS, CHAR_TOKENIZER_NAME, CHAR_VOCABULARY, EOS, GENERATION
-from nemo_rl_mcore.data.hub_cache import local_folder
-from nemo_rl_mcore.data.literal_encoder import LiteralEncoder
-from nemo_rl_mcore.data.literal_text import Spans
-from nemo_rl_mcore.data.messages import Message, Tools
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.data.hub import (
+    CHAR_EOS,
+    CHAR_TOKENIZER_NAME,
+    CHAR_VOCABULARY,
+    EOS,
+    GENERATION,
+    local_folder,
+)
+from nemo_rl_mcore.data.messages import MASK, Message, Spans, Tools, pattern_of
 from nemo_rl_mcore.errors import RefusedError, shortened
 
 if TYPE_CHECKING:
@@ -35,42 +41,29 @@ _LEFT_OUT, _RUN = " \n\0\u0301\ue000", 16
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer."""
+    """What the rest of the package needs of a tokenizer.
+
+    vocab_size: the number of ids, special tokens included. pad_token_id: fills rows on the right. eos_token_id: ends a
+    response, as the tokenizer's own files say. ends: of the ids that end a response and are no part of its text the
+    tokenizer's own is the first. opening: what prompts begin with that do not say it themselves, text of the begin of
+    sequence, or nothing. answers: how given answers in a conversation are shown and trained on. special_tokens: texts
+    of the tokens that content must not stand for; none where content is parsed, too.
+    """
 
     @property
-    def vocab_size(self) -> int:
-        """Return the number of ids, special tokens included."""
-        ...
-
+    def vocab_size(self) -> int: ...
     @property
-    def pad_token_id(self) -> int:
-        """Return the id that fills rows on the right."""
-        ...
-
+    def pad_token_id(self) -> int: ...
     @property
-    def eos_token_id(self) -> int:
-        """Return the id that ends a response, as the tokenizer's own files say."""
-        ...
-
+    def eos_token_id(self) -> int: ...
     @property
-    def ends(self) -> tuple[int, ...]:
-        """Return the ids that end a response and are no part of its text; the tokenizer's own is the first."""
-        ...
-
+    def ends(self) -> tuple[int, ...]: ...
     @property
-    def opening(self) -> str:
-        """Return what prompts begin with that do not say it themselves: text of the begin of sequence, or nothing."""
-        ...
-
+    def opening(self) -> str: ...
     @property
-    def answers(self) -> GivenAnswers:
-        """Return how given answers in a conversation are shown and trained on."""
-        ...
-
+    def answers(self) -> GivenAnswers: ...
     @property
-    def special_tokens(self) -> Sequence[str]:
-        """Return the texts of the tokens that content must not stand for; none where content is parsed, too."""
-        ...
+    def special_tokens(self) -> Sequence[str]: ...
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
         """Ids of the text, without any special token added; those at `literal` are encoded as what they spell."""
@@ -203,7 +196,6 @@ class CharTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def fewest_tokens(self, characters: int) -> int:
-        """See `Tokenizer.fewest_tokens`."""
         return characters
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -211,7 +203,6 @@ class CharTokenizer:
         return self.text_of(strip_response(ids, self.pad_token_id, self.ends))
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.text_of`."""
         return self._tokenizer.decode(ids)
 
     def render_chat(
@@ -232,7 +223,6 @@ class CharTokenizer:
         return self
 
     def save_as_hugging_face(self, folder: Path) -> None:
-        """See `Tokenizer.save_as_hugging_face`."""
         from transformers import PreTrainedTokenizerFast
 
         saved = PreTrainedTokenizerFast(
@@ -285,13 +275,11 @@ class HuggingFaceTokenizer:
         self.pad_token_id = pad_token_id if isinstance(pad_token_id, int) else eos_token_id
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
-        """See `Tokenizer.encode`."""
         if literal:
             return self._literal.encode(text, literal)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def fewest_tokens(self, characters: int) -> int:
-        """See `Tokenizer.fewest_tokens`."""
         return -(-characters // self._longest_token) if self._longest_token else 0
 
     @cached_property
@@ -309,7 +297,6 @@ class HuggingFaceTokenizer:
         return self.text_of(strip_response(ids, self.pad_token_id, self.ends))
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.text_of`."""
         text = self._tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
@@ -322,7 +309,6 @@ class HuggingFaceTokenizer:
         tools: Tools = (),
         goes_on: bool = False,
     ) -> str:
-        """See `Tokenizer.render_chat`."""
         conversation = [message.fields(parsed=True) for message in messages]
         if self._tokenizer.chat_template is None:
             raise RefusedError(
@@ -347,7 +333,6 @@ class HuggingFaceTokenizer:
         return text if text.startswith(self.opening) else self.opening + text
 
     def with_variables(self, variables: Mapping[str, Any]) -> HuggingFaceTokenizer:
-        """See `Tokenizer.with_variables`."""
         shows: Any = self._tokenizer.apply_chat_template
         others = signature(shows).parameters
         if wrong := [name for name in variables if name in others]:
@@ -359,7 +344,6 @@ class HuggingFaceTokenizer:
         return changed
 
     def save_as_hugging_face(self, folder: Path) -> None:
-        """See `Tokenizer.save_as_hugging_face`."""
         self._tokenizer.save_pretrained(folder)
         _save_ends(self.ends, folder)
 
@@ -370,11 +354,11 @@ def _save_ends(ends: Sequence[int], folder: Path) -> None:
 
 
 def _load_pretrained(directory: str) -> PreTrainedTokenizerBase:
-    folder = local_folder(directory)
+    key, folder = "policy.tokenizer.name", local_folder(directory)
     if folder is None:
         raise RefusedError(
-            f"policy.tokenizer.name: {directory!r} is not a directory; give {CHAR_TOKENIZER_NAME!r} "
-            "or the path of a local Hugging Face tokenizer (or the hub id of a model in the local cache)",
+            f"{key}: {directory!r} is not a directory; give {CHAR_TOKENIZER_NAME!r} or the path of a local "
+            "Hugging Face tokenizer (or the hub id of a model in the local cache)",
             code="no-tokenizer",
         )
     from transformers import AutoTokenizer
@@ -384,10 +368,8 @@ def _load_pretrained(directory: str) -> PreTrainedTokenizerBase:
     except Exception as error:
         # `tokenizers` raises Exception itself for a file it cannot read, and transformers whatever the absence of
         # a key or a wrong type leads to (KeyError, TypeError, AttributeError): no narrower class holds them.
-        raise RefusedError(
-            f"policy.tokenizer.name: cannot load a tokenizer from {directory!r}: {type(error).__name__}: {error}",
-            code="unreadable-tokenizer",
-        ) from error
+        what = f"cannot load a tokenizer from {directory!r}: {type(error).__name__}: {error}"
+        raise RefusedError(f"{key}: {what}", code="unreadable-tokenizer") from error
 
 
 _NO_CHARACTER = "\ufffd"
@@ -422,3 +404,109 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 def _is_next(text: str, whole: str, start: int) -> bool:
     """Return whether a text is all that some tokens stand for, and not the beginning of a character."""
     return bool(text) and not text.endswith(_NO_CHARACTER) and whole.startswith(text, start)
+
+
+_MARK_ENDS = "\ue001"
+_BREAK = f"{MASK}-{_MARK_ENDS}"
+_MARKS = re.compile(f"{MASK}(?:[0-9]+|-){_MARK_ENDS}")
+
+
+class LiteralEncoder:
+    """Encodes texts of which some special tokens are content, with a tokenizer of transformers.
+
+    A copy of it takes all of them for text, by its own `split_special_tokens`; those of the text around the content
+    stand in it as marks, which the copy knows as tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._added = {
+            token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special
+        }
+        names = (*self._added, *map(str, tokenizer.all_special_tokens))
+        self.tokens: tuple[str, ...] = tuple(dict.fromkeys(names))
+        """The texts of the special tokens."""
+        known: dict[str, int] = tokenizer.get_vocab()
+        self._ids = {token: known[token] for token in self.tokens if token in known}
+
+    def encode(self, text: str, literal: Spans) -> list[int]:
+        """Return the ids; ValueError for a token that the tokenizer knows no other ids for than its control id."""
+        if _MARKS.search(text):
+            raise ValueError(
+                "the tokenizer cannot encode a text that holds what stands for special tokens here"
+            )
+        real, ends = pattern_of(tuple(self._ids)), [0, *(end for _, end in literal)]
+        starts = [*(start for start, _ in literal), len(text)]
+        around = [
+            real.sub(lambda found: _mark(self._ids[found[0]]), text[end:start])
+            for end, start in zip(ends, starts, strict=True)
+        ]
+        spelt = [*(text[slice(*span)] for span in literal), ""]
+        # A vocabulary may hold a token as a word, too: of its parts there is none.
+        for parted in (spelt, [f"{token[:1]}{_BREAK}{token[1:]}" if token else "" for token in spelt]):
+            whole = "".join(map("".join, zip(around, parted, strict=True)))
+            if (ids := self._encoded(whole)) is not None:
+                return ids
+        raise ValueError(f"the tokenizer cannot encode the special token {spelt[0]!r} as text")
+
+    def _encoded(self, marked: str) -> list[int] | None:
+        """Return the ids of a text with marks; None where a control id is among those of what is no mark."""
+        copied, meant = self._copy
+        ids = copied.encode(marked, add_special_tokens=False, split_special_tokens=True)
+        control = {self._ids[token] for token in self._ids if token != self._tokenizer.unk_token}
+        found = sum(token in meant for token in ids)
+        if not control.isdisjoint(ids) or found != len(_MARKS.findall(marked)):
+            return None
+        return [token for one in ids if (token := meant.get(one, one)) is not None]
+
+    @cached_property
+    def _copy(self) -> tuple[PreTrainedTokenizerBase, dict[int, int | None]]:
+        """Return a copy that knows the marks, and the id that each stands for; None for a break."""
+        from tokenizers import AddedToken
+
+        marks = [AddedToken(_BREAK, normalized=False, special=False)]
+        for name, one in self._ids.items():
+            added = self._added.get(name)
+            strips = {"lstrip": bool(added and added.lstrip), "rstrip": bool(added and added.rstrip)}
+            marks.append(AddedToken(_mark(one), normalized=False, special=False, **strips))
+        copied: Any = deepcopy(self._tokenizer)
+        copied.add_tokens(marks)
+        known: dict[str, int] = copied.get_vocab()
+        return copied, {known[_BREAK]: None, **{known[_mark(one)]: one for one in self._ids.values()}}
+
+
+def _mark(token: int) -> str:
+    return f"{MASK}{token}{_MARK_ENDS}"
+
+
+_tokenizer = cache(load_tokenizer)
+
+
+@dataclass(frozen=True)
+class StopConditions:
+    """Ids and texts that end a response, and belong to it; texts need the tokenizer."""
+
+    ids: frozenset[int] = frozenset()
+    strings: tuple[str, ...] = ()
+    tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, ids: Iterable[int], more: Sequence[str] = ()) -> Self:
+        """Return these ids, the texts of the configuration, and `more` of them.
+
+        Raises ValueError when the tokenizer is needed and cannot be loaded.
+        """
+        strings = (*(policy.generation.stop_strings or ()), *more)
+        return cls(frozenset(ids), strings, _tokenizer(policy.tokenizer.name) if strings else None)
+
+    def met_by(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last of a response's tokens ends it."""
+        if tokens[-1] in self.ids:
+            return True
+        if self.tokenizer is None:
+            return False
+        # A token is a byte at least, so that a text of n bytes lies within as many tokens; and a decoder may drop
+        # the space that begins the first one.
+        longest = max(len(string.encode()) for string in self.strings) + 1
+        text = self.tokenizer.text_of(tokens[-longest:])
+        return any(string in text for string in self.strings)

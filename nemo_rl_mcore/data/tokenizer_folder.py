@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, cast
 
 from nemo_rl_mcore.config.base import Problem, Tree
 from nemo_rl_mcore.config.policy import PolicyConfig
-from nemo_rl_mcore.data.ends import CHAR_EOS, CHAR_TOKENIZER_NAME, CHAR_VOCABULARY, end_ids
-from nemo_rl_mcore.data.hub_cache import is_hub_id, local_folder
+from nemo_rl_mcore.data.hub import (
+    CHAR_EOS,
+    CHAR_TOKENIZER_NAME,
+    CHAR_VOCABULARY,
+    end_ids,
+    is_hub_id,
+    local_folder,
+)
 from nemo_rl_mcore.data.strict_json import read_json, read_regular
 
 if TYPE_CHECKING:

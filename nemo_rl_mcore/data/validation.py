@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,25 @@ from nemo_rl_mcore.config.policy import TokenBudgets
 from nemo_rl_mcore.data.batched_data_dict import EPISODE, BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.errors import RefusedError
+
+
+def check_lengths(input_lengths: Tensor, policy: PolicyConfig) -> None:
+    """Refuse prompts that leave no room for a whole response: training, and an engine's cache, end there.
+
+    input_lengths: tokens of each prompt [B].
+    Raises ValueError, naming row, lengths and keys.
+    """
+    new, longest = policy.reserved_tokens, policy.max_total_sequence_length
+    lengths = cast("list[int]", input_lengths.tolist())  # pyright: ignore[reportUnknownMemberType]
+    for row, length in enumerate(lengths):
+        if length + new > longest:
+            raise RefusedError(
+                f"row {row} has a prompt of {length} tokens, which {new} of policy.generation.max_new_tokens take "
+                f"to {length + new}, past policy.max_total_sequence_length: {longest}; shorten the prompt or change "
+                "one of the two",
+                code="prompt-length",
+            )
+
 
 _SHOWN_ROWS = 8
 
@@ -221,16 +240,14 @@ class BatchCheck:
             found.wrong_dtype(column.key, values, "integers" if of_ids else "floating-point numbers")
         elif counts is not None:
             allowed = self._vocabulary if of_ids else column.kind.value
-            wrong = self._wrong(column.kind, values) & counts.of(column)
+            wrong = ~torch.isfinite(values)
+            if of_ids:
+                wrong = self._outside(values)
+            elif column.kind is ColumnKind.BELOW_INFINITY:
+                wrong = torch.isnan(values) | (values == torch.inf)
+            wrong = wrong & counts.of(column)
             code = "vocabulary" if of_ids else column.kind.name.lower().replace("_", "-")
             found.values(code, column.key, values, wrong, f"{allowed}, wherever a token counts")
-
-    def _wrong(self, kind: ColumnKind, values: Tensor) -> Tensor:
-        if kind is ColumnKind.TOKEN_IDS:
-            return self._outside(values)
-        if kind is ColumnKind.FINITE:
-            return ~torch.isfinite(values)
-        return torch.isnan(values) | (values == torch.inf)
 
 
 class _Counts:

@@ -8,11 +8,8 @@ from dataclasses import replace
 
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.data.datasets import Prompt, PromptSource
-from nemo_rl_mcore.data.epochs import EpochSource
-from nemo_rl_mcore.driver.data_files import scored_examples
+from nemo_rl_mcore.data.datasets import EpochSource, Prompt, PromptSource
 from nemo_rl_mcore.driver.output import write_line
-from nemo_rl_mcore.driver.warm_start import recipes_run_first
 from nemo_rl_mcore.environment.registry import math_environment
 
 _LOOKED_AT = 1000
@@ -61,14 +58,6 @@ def require_answers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError for answers of the prompts that env.math cannot score against, unless the recipe takes them."""
     if config.env.math is not None and config.env.math.unparsable == "refuse":
         math_environment(config.env.math).require_answers(prompts)
-
-
-def require_golds_run_first(config: RunConfig) -> None:
-    """Hold the files of the recipes that a run has run first to the same; raises ConfigError."""
-    for recipe in recipes_run_first(config):
-        if recipe.env.math is not None and recipe.env.math.unparsable == "refuse":
-            prompts = [Prompt(row.index, "", row.answer, place=row.place) for row in scored_examples(recipe)]
-            math_environment(recipe.env.math).require_answers(prompts)
 
 
 def _scored(config: RunConfig, source: PromptSource) -> Iterator[Prompt]:

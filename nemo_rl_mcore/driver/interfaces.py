@@ -1,140 +1,15 @@
-"""What an algorithm needs of models, generation engines and environments; no framework is named here.
+"""What rollouts need of generation engines and environments; no framework is named here.
 
-B rows, P prompt length, S sequence length, T new tokens.
+B rows, P prompt length, T new tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.turns import Reply, Turn
-
-if TYPE_CHECKING:
-    from nemo_rl_mcore.losses.base import LossFunction
-
-
-class TrainedModel(Protocol):
-    """A model over all its ranks: whole batches in, whole batches out."""
-
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: LossFunction,
-        *,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, Any]:
-        """Take optimizer steps over the batch; the keys are those of `MegatronPolicyWorker.finish_train_step`.
-
-        gbs, mbs: rows of an optimizer step and of a microbatch, whole samples of the loss; None is the config's, which
-        counts samples. Under `eval_mode` nothing is updated, and all rows are one batch, whatever gbs.
-        """
-        ...
-
-    def begin_train_step(
-        self,
-        loss_fn: LossFunction,
-        *,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        step_id: str | None = None,
-    ) -> None:
-        """Open one optimizer step, to which chunks are then added; a `step_id` that was committed is refused.
-
-        gbs, mbs: see `train`; the scheduler advances by the samples of `gbs` rows, whatever the chunks hold.
-        """
-        ...
-
-    def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
-        """Add a chunk of any number of whole samples to the open step; a `chunk_id` that was added is refused."""
-        ...
-
-    def finish_train_step(self) -> dict[str, Any]:
-        """Update the weights by the mean over all chunks' tokens (or sequences); the keys are those of `train`."""
-        ...
-
-    def abort_train_step(self) -> None:
-        """Drop the open or failed step, which then leaves no trace; nothing to do when none is open."""
-        ...
-
-    def save_checkpoint(self, folder: str, *, wait: bool = True) -> None:
-        """Write all that the next step depends on into a folder that every rank sees.
-
-        Without `wait` a copy is taken, and written while other calls go on; see `checkpoint_written`. The next save
-        waits for it.
-        """
-        ...
-
-    def checkpoint_written(self, *, wait: bool = True) -> float | None:
-        """Return the seconds that writing the last copy took, None while it goes on; `wait` until it is written.
-
-        Raises what writing it raised.
-        """
-        ...
-
-    def load_checkpoint(self, folder: str, *, weights_only: bool = False) -> None:
-        """Set everything back that `save_checkpoint` wrote; with `weights_only` moments and schedule stay as they are.
-
-        The layout may be another one. Raises when the folder does not hold a checkpoint of this model.
-        """
-        ...
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps, skipped ones too, whose results were given since the start or the last `load_checkpoint`."""
-        ...
-
-    def has_unknown_update(self) -> bool:
-        """Return whether a rank took an optimizer step whose result was not given, since it or another one raised."""
-        ...
-
-    def serves(self) -> bool:
-        """Return whether all ranks answer."""
-        ...
-
-    def restart(self) -> None:
-        """Put new ranks in place of those there are, with the weights that the run began with."""
-        ...
-
-
-class ValueInterface(TrainedModel, Protocol):
-    """A critic."""
-
-    def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
-        """Return {"values": fp32 [B, S]}, column i of the state before token i."""
-        ...
-
-
-class PolicyInterface(TrainedModel, Protocol):
-    """A policy."""
-
-    def get_logprobs(self, data: BatchedDataDict, *, trained_only: bool = False) -> BatchedDataDict:
-        """Return {"logprobs": fp32 [B, S]}, column i about token i.
-
-        trained_only, here and below: only of tokens that token_mask [B, S] marks; 0 elsewhere, where no loss reads.
-        """
-        ...
-
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict, *, trained_only: bool = False
-    ) -> BatchedDataDict:
-        """Return {"reference_logprobs": fp32 [B, S]} of the weights at the start of the run."""
-        ...
-
-    def get_topk_logits(
-        self, data: BatchedDataDict, k: int, *, trained_only: bool = False
-    ) -> BatchedDataDict:
-        """Return the k most probable next tokens at each position; the keys are those of `MegatronPolicyWorker`."""
-        ...
-
-    def generate(
-        self, data: BatchedDataDict, *, step: int, stop_ids: Sequence[int], greedy: bool
-    ) -> BatchedDataDict:
-        """Answer prompts; see `GenerationInterface.generate`."""
-        ...
 
 
 class GenerationInterface(Protocol):

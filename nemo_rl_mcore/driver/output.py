@@ -1,6 +1,6 @@
 """What is written for a person to see, as far as somebody is there: a terminal may be closed, a pipe have no reader.
 
-What a run leaves behind does not depend on it.
+What a run leaves behind does not depend on it. Tables and panels have a console of rich, whose own colours pass.
 """
 
 from __future__ import annotations
@@ -9,8 +9,13 @@ import os
 import shlex
 import sys
 import unicodedata
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO, Any, cast
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
 _ESCAPED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Categories of Unicode: control and format characters, halves of pairs, separators of lines and paragraphs."""
@@ -91,3 +96,27 @@ def say_aside(line: str) -> None:
 def count_of(number: int, noun: str) -> str:
     """Return the number with its noun."""
     return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
+class VisibleConsole(Console):
+    """A console of rich that shows every text as `visible` spells it, on a terminal and in a file alike."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Spell a text out before it is measured, so that tables keep their columns."""
+        return super().render_str(visible(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Spell out what came as anything but a text."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+def open_console(file: IO[str] | None = None, **options: Any) -> Console:
+    """Open a console on standard output, or on `file`, that drops what cannot be written.
+
+    A notebook is no terminal, although its standard output says so: nothing moves up there to be drawn again. It gets
+    plain text, which rich would show in place of writing it.
+    """
+    stream = cast("IO[str]", BestEffortStream(file or sys.stdout))
+    plain: dict[str, Any] = {"force_jupyter": False, "force_terminal": False} if Console().is_jupyter else {}
+    return VisibleConsole(file=stream, **(plain | options))

@@ -1,19 +1,35 @@
-"""What a run needs beside its ranks: tokenizer, prompts, environment, opened and judged before any rank starts."""
+"""What a run needs beside its ranks: tokenizer, prompts, environment, opened and judged before any rank starts.
+
+What it rests on besides its recipe, rows and code of the user's own, is kept as digests, by their keys. Code is a
+function's source, with that of whatever of the user's own it names, and the values that it holds.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from glob import glob
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, cast
 
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
 from nemo_rl_mcore.config.base import ConfigError
+from nemo_rl_mcore.config.custom_code import imported, is_library
 from nemo_rl_mcore.config.data import DataConfig, RowKind
-from nemo_rl_mcore.data.datasets import PromptSource
-from nemo_rl_mcore.data.ends import end_ids
-from nemo_rl_mcore.data.epochs import EpochSource
-from nemo_rl_mcore.data.hub import fetch_tokenizer, fetched_folder
-from nemo_rl_mcore.data.limits import Limits
+from nemo_rl_mcore.config.source import TEXT_FILES
+from nemo_rl_mcore.data.datasets import EpochSource, Prompt, PromptSource
+from nemo_rl_mcore.data.examples import last_step
+from nemo_rl_mcore.data.hub import end_ids, fetch_tokenizer, fetched_folder
 from nemo_rl_mcore.data.observations import make_observer, require_append_only
-from nemo_rl_mcore.data.sources import open_prompts
+from nemo_rl_mcore.data.sources import RowLimits, open_prompts
 from nemo_rl_mcore.data.tokenizer import (
     CHAR_TOKENIZER_NAME,
     ChatTemplate,
@@ -22,10 +38,8 @@ from nemo_rl_mcore.data.tokenizer import (
     load_tokenizer,
 )
 from nemo_rl_mcore.data.tokenizer_folder import too_large
-from nemo_rl_mcore.driver.algorithms.custom_estimator import check_estimator
-from nemo_rl_mcore.driver.data_files import DataPlan, last_step
-from nemo_rl_mcore.driver.golds import hold_to_golds, require_golds_run_first
-from nemo_rl_mcore.driver.inputs import with_inputs
+from nemo_rl_mcore.driver.algorithms.advantages import check_estimator
+from nemo_rl_mcore.driver.golds import hold_to_golds
 from nemo_rl_mcore.driver.rollouts.episodes import ONE_ANSWER, EpisodeForm
 from nemo_rl_mcore.environment.functions import RewardFunctions, require_columns
 from nemo_rl_mcore.environment.interface import Environment
@@ -39,7 +53,6 @@ class Parts:
     """What a run needs beside its ranks; it is all there before they start. `config` ends when the data set does.
 
     ended_by: the paths of the keys that say so.
-    name: of a run for whose weights another one waits, such as warm_start.
     """
 
     config: RunConfig
@@ -48,7 +61,6 @@ class Parts:
     environment: Environment
     ended_by: tuple[str, ...]
     form: EpisodeForm = ONE_ANSWER
-    name: str = ""
 
 
 def open_parts(config: RunConfig) -> Parts:
@@ -61,9 +73,13 @@ def open_parts(config: RunConfig) -> Parts:
         environment = make_environment(config.env)
         _require_turns(config, environment)
         if isinstance(environment, RewardFunctions) and not config.data.type:
-            require_columns(environment, _columns(config))
+            # The columns that are kept of each source whose prompts are answered; of an embedded task none.
+            sources = config.validation_sources
+            if config.row_kind is RowKind.PROMPTS:
+                sources = config.train_sources | sources
+            columns = {path: source.columns for path, source in sources.items()}
+            require_columns(environment, columns or {"data.train": ()})
         prompts = hold_to_golds(config, open_prompts(config, tokenizer))
-        require_golds_run_first(config)
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
     ended_by: tuple[str, ...] = (f"{config.algorithm}.max_num_steps",)
@@ -72,13 +88,6 @@ def open_parts(config: RunConfig) -> Parts:
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
     return Parts(with_inputs(config), tokenizer, prompts, environment, ended_by, form)
-
-
-def _columns(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Return the columns that are kept of each source whose prompts are answered; of an embedded task none."""
-    trained = config.train_sources if config.row_kind is RowKind.PROMPTS else {}
-    sources = trained | config.validation_sources
-    return {path: source.columns for path, source in sources.items()} or {"data.train": ()}
 
 
 def _require_turns(config: RunConfig, environment: Environment) -> None:
@@ -143,29 +152,24 @@ def open_tokenizer(policy: PolicyConfig, data: DataConfig | None = None) -> Toke
             ends=end_ids(policy.model_name, given.name),
             stops=policy.generation.stop_token_ids or (),
         )
-        _require_room(policy, tokenizer)
+        rows = policy.model.vocab_size
+        if tokenizer.vocab_size > rows:
+            without = range(rows, tokenizer.vocab_size)[:_NAMED]
+            lacking = [tokenizer.text_of([token]) for token in without]
+            raise ConfigError([too_large(policy, tokenizer.vocab_size, lacking)])
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
     return tokenizer
 
 
-def first_prompt(config: RunConfig, data: DataPlan | None, tokenizer: Tokenizer) -> str | None:
-    """Return the first prompt of the rows as the model is shown it; RunStoppedError for one that does not fit."""
+def first_prompt(config: RunConfig, rows: Sequence[Prompt], tokenizer: Tokenizer) -> str | None:
+    """Return the first prompt of rows as the model is shown it; RunStoppedError for one that does not fit."""
     sampled = config.row_kind is RowKind.PROMPTS
     try:
-        shown = Limits(config, tokenizer).fitting(data.first if data else (), sampled=sampled)
+        shown = RowLimits(config, tokenizer).fitting(rows, sampled=sampled)
         return next((prompt.text for prompt in shown), None)
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
-
-
-def _require_room(policy: PolicyConfig, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for a tokenizer with more tokens than the model has rows of embeddings."""
-    rows = policy.model.vocab_size
-    if tokenizer.vocab_size > rows:
-        without = range(rows, tokenizer.vocab_size)[:_NAMED]
-        lacking = [tokenizer.text_of([token]) for token in without]
-        raise ConfigError([too_large(policy, tokenizer.vocab_size, lacking)])
 
 
 _NAMED = 3
@@ -175,3 +179,137 @@ _NAMED = 3
 def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the token ids that end a response: those of the files, then those of the recipe."""
     return tuple(dict.fromkeys((*tokenizer.ends, *(config.policy.generation.stop_token_ids or ()))))
+
+
+_BLOCK = 1 << 20
+_BLOCKS = 256
+"""Of a larger file no more are read, spread evenly: the start of a run does not wait for a whole disk."""
+_DIGITS = 12
+_PLAIN = (str, bytes, int, float, complex, type(None))
+
+
+def with_inputs(config: RunConfig) -> RunConfig:
+    """Return a recipe with the digests of what a run of it reads now; its code is importable."""
+    found = {key: _digest("content", _content(paths)) for key, paths in _files_of(config).items()}
+    for key, path in config.import_paths.items():
+        found[key] = _digest(
+            "code", (part.encode("utf-8", "replace") for part in _code(imported(path, key), {}))
+        )
+    return config.model_copy(update={"input_digests": found})
+
+
+def _digest(what: str, parts: Iterable[bytes]) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(len(part).to_bytes(8) + part)
+    return f"{what} {total.hexdigest()[:_DIGITS]}"
+
+
+def _files_of(config: RunConfig) -> dict[str, list[Path]]:
+    """Return the files of rows, of prompts and of agents that are on this machine, by their keys."""
+    named: dict[str, Iterable[str]] = {}
+    for key, source in (config.train_sources | config.validation_sources).items():
+        named[f"{key}.data_path"] = [file for path in source.paths for file in sorted(glob(path)) or [path]]
+        named |= {f"{key}.{name}": [path] for name in TEXT_FILES if (path := getattr(source, name))}
+    if config.env.endpoint is not None:
+        named["env.endpoint.command"] = config.env.endpoint.command[1:]
+    found = {key: [file for one in paths for file in _files_at(Path(one))] for key, paths in named.items()}
+    return {key: files for key, files in found.items() if files}
+
+
+def _files_at(path: Path) -> list[Path]:
+    """Return the file, or those in a folder that are neither hidden nor another user's."""
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    inside = (one for one in sorted(path.rglob("[!.]*")) if one.is_file() and os.access(one, os.R_OK))
+    return [one for one in inside if not any(part.startswith(".") for part in one.relative_to(path).parts)]
+
+
+def _content(paths: Iterable[Path]) -> Iterator[bytes]:
+    for path in paths:
+        size = path.stat().st_size
+        blocks = -(-size // _BLOCK)
+        yield size.to_bytes(8)
+        with path.open("rb") as file:
+            for block in (*range(0, blocks, max(1, -(-blocks // _BLOCKS))), max(0, blocks - 1)):
+                file.seek(block * _BLOCK)
+                yield file.read(_BLOCK)
+
+
+def _code(value: object, seen: dict[int, object]) -> Iterator[str]:
+    """Yield what decides what a value does; of what is neither plain nor the user's own, nothing."""
+    if isinstance(value, _PLAIN):
+        yield repr(value)
+    elif isinstance(value, set | frozenset):
+        yield from sorted("".join(_code(one, seen)) for one in cast("set[object]", value))
+    elif id(value) not in seen:
+        seen[id(value)] = value  # held, so that no other object has its id
+        made_of = next(parts for kind, parts in _MADE_OF.items() if isinstance(value, kind))
+        for one in made_of(value):
+            yield from _code(one, seen)
+
+
+def _of_function(function: FunctionType) -> Iterator[object]:
+    """Yield its source, or its code where it has none alone; its defaults; what it encloses; the globals it names."""
+    source: object = function.__code__
+    if function.__name__ != "<lambda>":  # whose lines may hold anything else
+        with suppress(OSError, TypeError):
+            source = inspect.getsource(function)
+    yield source
+    yield function.__defaults__
+    yield function.__kwdefaults__
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty one
+            yield cell.cell_contents
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            yield function.__globals__[name]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _of_module(module: ModuleType) -> Iterable[object]:
+    file = module.__file__ or "<frozen"
+    return () if is_library(file) else (Path(file).read_bytes(),)
+
+
+def _of_instance(one: object) -> Iterable[object]:
+    """Return the class of an instance, and what it holds; of one that a library has made around a function, that."""
+    held: dict[str, object] = getattr(one, "__dict__", {})
+    return (one.__class__, held) if _is_own(one.__class__) else (held.get("__wrapped__"),)
+
+
+def _members(kind: type) -> dict[str, object]:
+    """Return what a class defines, without what Python notes of it, such as its line."""
+    named = vars(kind).items()
+    return {name: one for name, one in named if not name.startswith("__") or callable(one)}
+
+
+def _is_own(kind: type) -> bool:
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    return kind.__module__ == "__main__" or not is_library(file or "<frozen")
+
+
+_MADE_OF: dict[type, Callable[[Any], Iterable[object]]] = {
+    dict: lambda one: (part for pair in one.items() for part in pair),
+    list: iter,
+    tuple: iter,
+    re.Pattern: lambda one: (one.pattern, one.flags),
+    partial: lambda one: (one.func, one.args, one.keywords),
+    MethodType: lambda one: (one.__func__, one.__self__),
+    staticmethod: lambda one: (one.__func__,),
+    classmethod: lambda one: (one.__func__,),
+    property: lambda one: (one.fget, one.fset),
+    CodeType: lambda one: (one.co_code, one.co_names, one.co_consts),
+    FunctionType: lambda one: () if is_library(one.__code__.co_filename) else _of_function(one),
+    ModuleType: _of_module,
+    type: lambda one: (one.__qualname__, one.__bases__, _members(one)) if _is_own(one) else (),
+    object: _of_instance,
+}
+"""What the code of a value is made of, by the first kind that it is of."""

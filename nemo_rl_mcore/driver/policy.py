@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,24 +15,24 @@ import torch
 from nemo_rl_mcore.config import PolicyConfig, Role, RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
-from nemo_rl_mcore.data.lengths import check_lengths
-from nemo_rl_mcore.data.token_budget import split_balanced
-from nemo_rl_mcore.data.validation import BatchCheck
-from nemo_rl_mcore.driver.actors.environment import hub_token
+from nemo_rl_mcore.data.microbatch import split_balanced
+from nemo_rl_mcore.data.validation import BatchCheck, check_lengths
 from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.driver.actors.one_process import InProcessRank, OneProcess
-from nemo_rl_mcore.driver.actors.placement import Placement
+from nemo_rl_mcore.driver.actors.places import Placement, hub_token
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.rank.batch_sizes import BatchSizes
+from nemo_rl_mcore.rank.refit.digests import Digests
 from nemo_rl_mcore.rank.refit.sender import BroadcastRendezvous, Engines, RefitSettings
-from nemo_rl_mcore.rank.refit.verification import Digests
 from nemo_rl_mcore.rank.train_step import Phase, out_of_order
 from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 from nemo_rl_mcore.recipe.rules.policies import checked_policy
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.driver.actors.cluster import RayCluster
-    from nemo_rl_mcore.driver.actors.gang import WorkerGroup
+    from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
+
+    type WorkerGroup = RayWorkerGroup | InProcessRank
 
 _ANSWERS_S = 10.0
 _NOBODY: Collection[int] = ()
@@ -39,7 +40,10 @@ _FIRST: Collection[int] = (0,)
 
 
 class Policy:
-    """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
+    """A model over a group of `MegatronPolicyWorker`s, a policy or in that role a critic; a context manager.
+
+    B rows, S sequence length. trained_only: only of tokens that token_mask [B, S] marks; 0 elsewhere, where no loss
+    reads.
 
     trained, temperature, verify_checksums: see `MegatronPolicyWorker`.
     name: what errors call it, such as "teacher".
@@ -104,12 +108,12 @@ class Policy:
         self._shards = max(self._shard_of_rank) + 1
         self._first_of_shard = [self._shard_of_rank.index(shard) for shard in range(self._shards)]
         self.updates = 0
-        """See `interfaces.TrainedModel.updates`."""
+        """Optimizer steps, skipped ones too, whose results were given since the start or the last `load_checkpoint`."""
         self._calls: dict[str, int] = {}
         self._open_loss: LossFunction | None = None  # of the step that was begun last
 
     def restart(self) -> None:
-        """See `interfaces.TrainedModel.restart`; engines are to be connected again.
+        """Put new ranks in place of those there are, with the weights that the run began with; engines reconnect.
 
         Where their machines are all there they keep their places, and with them engines that share these. Else it waits
         for machines, see `RayCluster.await_machines`; one beside another model goes where that is.
@@ -123,7 +127,7 @@ class Policy:
         self._start(kept or self._placed_beside())
 
     def serves(self) -> bool:
-        """See `interfaces.TrainedModel.serves`; one that hangs for some seconds does not."""
+        """Return whether all ranks answer; one that hangs for some seconds does not."""
         try:
             self._workers.run_all(
                 "data_parallel_rank", context="after a failure", timeout_s=_ANSWERS_S, key=""
@@ -133,33 +137,33 @@ class Policy:
         return True
 
     def get_logprobs(self, data: BatchedDataDict, *, trained_only: bool = False) -> BatchedDataDict:
-        """See `interfaces.PolicyInterface.get_logprobs`."""
+        """Return {"logprobs": fp32 [B, S]}, column i about token i."""
         self._check.reading(data, trained_only=trained_only)
         return self._map("get_logprobs", data, trained_only=trained_only)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, *, trained_only: bool = False
     ) -> BatchedDataDict:
-        """See `interfaces.PolicyInterface.get_reference_policy_logprobs`."""
+        """Return {"reference_logprobs": fp32 [B, S]} of the weights at the start of the run."""
         self._check.reading(data, trained_only=trained_only)
         return self._map("get_reference_policy_logprobs", data, trained_only=trained_only)
 
     def get_topk_logits(
         self, data: BatchedDataDict, k: int, *, trained_only: bool = False
     ) -> BatchedDataDict:
-        """See `interfaces.PolicyInterface.get_topk_logits`."""
+        """Return the k most probable next tokens at each position; the keys are those of `MegatronPolicyWorker`."""
         self._check.reading(data, k=k, trained_only=trained_only)
         return self._map("get_topk_logits", data, k=k, trained_only=trained_only)
 
     def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
-        """See `interfaces.ValueInterface.get_values`; for the role value."""
+        """Return {"values": fp32 [B, S]}, column i of the state before token i."""
         self._check.reading(data)
         return self._map("get_values", data)
 
     def generate(
         self, data: BatchedDataDict, *, step: int, stop_ids: Sequence[int], greedy: bool
     ) -> BatchedDataDict:
-        """See `interfaces.GenerationInterface.generate`."""
+        """Answer prompts; see `GenerationInterface.generate`."""
         self._check.prompts(data)
         check_lengths(data["input_lengths"], self._config)
         return self._map("generate", data, step=step, stop_ids=list(stop_ids), greedy=greedy)
@@ -172,7 +176,13 @@ class Policy:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """See `interfaces.TrainedModel.train`; the totals are equal on every rank."""
+        """Take optimizer steps over the batch; the keys are those of `MegatronPolicyWorker.finish_train_step`.
+
+        gbs, mbs: rows of an optimizer step and of a microbatch, whole samples of the loss; None is the config's, which
+        counts samples. Under `eval_mode` nothing is updated, and all rows are one batch, whatever gbs.
+
+        The totals are equal on every rank.
+        """
         self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
         sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
         if not eval_mode:
@@ -199,13 +209,16 @@ class Policy:
         mbs: int | None = None,
         step_id: str | None = None,
     ) -> None:
-        """See `interfaces.PolicyInterface.begin_train_step`."""
+        """Open one optimizer step, to which chunks are then added; a `step_id` that was committed is refused.
+
+        gbs, mbs: see `train`; the scheduler advances by the samples of `gbs` rows, whatever the chunks hold.
+        """
         sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
         self._run_all("begin_train_step", loss_fn=loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id)
         self._open_loss = loss_fn
 
     def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
-        """See `interfaces.PolicyInterface.train_microbatch`."""
+        """Add a chunk of any number of whole samples to the open step; a `chunk_id` that was added is refused."""
         if self._open_loss is None:
             raise out_of_order("train_microbatch", Phase.IDLE)
         loss_fn = self._open_loss
@@ -220,7 +233,7 @@ class Policy:
         return split_balanced(data, self._shards, loss_fn.rows_per_sample)
 
     def finish_train_step(self) -> dict[str, Any]:
-        """See `interfaces.PolicyInterface.finish_train_step`; the totals are equal on every rank."""
+        """Update the weights by the mean over all chunks' tokens (or sequences); the keys are those of `train`."""
         answers = self._workers.run_all(
             "finish_train_step",
             answering=self._answering(self._open_loss),
@@ -240,15 +253,22 @@ class Policy:
         return results[0] | {"row_table": torch.cat(tables)} if len(tables) > 1 else results[0]
 
     def abort_train_step(self) -> None:
-        """See `interfaces.PolicyInterface.abort_train_step`."""
+        """Drop the open or failed step, which then leaves no trace; nothing to do when none is open."""
         self._run_all("abort_train_step")
 
     def save_checkpoint(self, folder: str, *, wait: bool = True) -> None:
-        """See `interfaces.PolicyInterface.save_checkpoint`."""
+        """Write all that the next step depends on into a folder that every rank sees.
+
+        Without `wait` a copy is taken, and written while other calls go on; see `checkpoint_written`. The next save
+        waits for it.
+        """
         self._run_all("save_checkpoint", folder=str(Path(folder).absolute()), wait=wait)
 
     def checkpoint_written(self, *, wait: bool = True) -> float | None:
-        """See `interfaces.PolicyInterface.checkpoint_written`."""
+        """Return the seconds that writing the last copy took, None while it goes on; `wait` until it is written.
+
+        Raises what writing it raised.
+        """
         of_ranks: Sequence[float | None] = self._workers.run_all(
             "checkpoint_written", wait=wait, context=self._next_call("checkpoint_written")
         )
@@ -256,18 +276,20 @@ class Policy:
         return max(taken) if len(taken) == len(of_ranks) else None
 
     def load_checkpoint(self, folder: str, *, weights_only: bool = False) -> None:
-        """See `interfaces.PolicyInterface.load_checkpoint`."""
+        """Set everything back that `save_checkpoint` wrote; with `weights_only` moments and schedule stay as they are.
+
+        The layout may be another one. Raises when the folder does not hold a checkpoint of this model.
+        """
         self._run_all("load_checkpoint", folder=str(Path(folder).absolute()), weights_only=weights_only)
         self.updates = 0
 
     def has_unknown_update(self) -> bool:
-        """See `interfaces.TrainedModel.has_unknown_update`."""
+        """Return whether a rank took an optimizer step whose result was not given, since it or another one raised."""
         taken = self._workers.run_all("updates", context=self._next_call("updates"))
         return any(count != self.updates for count in taken)
 
     @property
     def placement(self) -> Placement:
-        """Return where the ranks run."""
         return self._workers.placement
 
     @property
@@ -285,7 +307,6 @@ class Policy:
         return [gpu for gpu in found if gpu]
 
     def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
-        """Get ready to send weights to these engines; says where to meet for a broadcast."""
         return self._first_of_all("connect_engines", engines=engines, settings=settings)
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -293,18 +314,16 @@ class Policy:
         return self._first_of_all("prepare_refit_info")
 
     def weights_digest(self, held_as: str | None = None) -> str:
-        """Of all weights as a refit sends them; see `refit.verification.of_all`."""
+        """Of all weights as a refit sends them; see `refit.digests.of_all`."""
         return self._first_of_all("weights_digest", held_as=held_as)
 
     def prepare_for_training(self) -> None:
-        """See `MegatronPolicyWorker.prepare_for_training`."""
         self._run_all("prepare_for_training")
 
     def finish_training(self) -> None:
         """Do nothing, as in NeMo RL: by policy.offload the next call takes what it does not need from the device."""
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """See `MegatronPolicyWorker.prepare_for_lp_inference`."""
         self._run_all("prepare_for_lp_inference", keep_train_buffers=keep_train_buffers)
 
     def send_weights(self) -> Digests:
@@ -316,17 +335,14 @@ class Policy:
         self._run_all("export_hf", folder=folder, origin=origin)
 
     def shutdown(self) -> None:
-        """End every rank; idempotent."""
         self._workers.shutdown()
 
     def __enter__(self) -> Self:
-        """Return the policy."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Shut down."""
         self.shutdown()
 
     def _map(self, method: str, data: BatchedDataDict, **kwargs: Any) -> BatchedDataDict:
@@ -392,3 +408,23 @@ def start_frozen(config: RunConfig, cluster: OneProcess | RayCluster) -> Policy:
         trained=False,
         verify_checksums=config.checkpointing.verify_checksums,
     )
+
+
+@dataclass(frozen=True)
+class EmbeddedGeneration:
+    """Generation on the training model. The decode loop lives in `rank.megatron.generation`.
+
+    stop_ids: token ids that end a response and belong to it.
+    """
+
+    policy: Policy
+    stop_ids: tuple[int, ...]
+
+    def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
+        return self.policy.generate(data, step=step, stop_ids=self.stop_ids, greedy=greedy)
+
+    def update_weights(self, version: int) -> None:
+        """Nothing to do: the weights are those of training."""
+
+    def offload(self) -> None:
+        """Nothing to do: the memory is that of training."""

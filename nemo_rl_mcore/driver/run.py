@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,6 @@ from nemo_rl_mcore.config import (
     DPOMasterConfig,
     GRPOMasterConfig,
     ModelPlan,
-    PolicyConfig,
     PPOMasterConfig,
     RunConfig,
     SFTMasterConfig,
@@ -32,43 +31,34 @@ from nemo_rl_mcore.data.sources import open_pairs
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
-from nemo_rl_mcore.driver.actors.environment import agent_environment
-from nemo_rl_mcore.driver.actors.environment_actor import given_variables
 from nemo_rl_mcore.driver.actors.environment_pool import EnvironmentPool
-from nemo_rl_mcore.driver.actors.session_processes import marked_processes
+from nemo_rl_mcore.driver.actors.places import agent_environment, given_variables
+from nemo_rl_mcore.driver.actors.session import marked_processes
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepObserver
-from nemo_rl_mcore.driver.algorithms.distillation import Distillation
-from nemo_rl_mcore.driver.algorithms.dpo import DPO
+from nemo_rl_mcore.driver.algorithms.distillation import DistillationTrainer
+from nemo_rl_mcore.driver.algorithms.dpo import DPOTrainer
 from nemo_rl_mcore.driver.algorithms.engine_comparison import compare_at_start, prompts_to_compare
-from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop
-from nemo_rl_mcore.driver.algorithms.ppo import PPO
-from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
-from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
-from nemo_rl_mcore.driver.algorithms.sft import SFT
-from nemo_rl_mcore.driver.embedded_generation import EmbeddedGeneration
+from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
+from nemo_rl_mcore.driver.algorithms.sft import SFTTrainer
 from nemo_rl_mcore.driver.interfaces import Environments, GenerationInterface
 from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, finish_report
 from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.output import count_of, write_line
 from nemo_rl_mcore.driver.parts import Parts, open_parts, stop_ids_of
-from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.driver.policy import EmbeddedGeneration, Policy
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
-from nemo_rl_mcore.driver.rollouts.saved_rollouts import SavedRollouts
+from nemo_rl_mcore.driver.rollouts.saved import SavedRollouts
 from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
 from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved
-from nemo_rl_mcore.driver.rollouts.steps import StepSource
-from nemo_rl_mcore.driver.run_folders import leave_recipe, run_folders
-from nemo_rl_mcore.driver.saved_run import changes_since, read_recipe_of
+from nemo_rl_mcore.driver.run_folder import leave_recipe, run_folders
 from nemo_rl_mcore.driver.signals import current_stop_signals
-from nemo_rl_mcore.driver.warm_start import warm_start_recipe
 from nemo_rl_mcore.engine.kinds import engine_kind
 from nemo_rl_mcore.environment.interface import Environment
 from nemo_rl_mcore.environment.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, code_of
-from nemo_rl_mcore.rank.checkpoints import CheckpointStore
-from nemo_rl_mcore.recipe.rules.losses import policy_gradient
-from nemo_rl_mcore.recipe.rules.runs import shrunk
 
 
 def run(config: RunConfig, write_page: Callable[[Path], object] | None = None) -> int:
@@ -76,7 +66,12 @@ def run(config: RunConfig, write_page: Callable[[Path], object] | None = None) -
 
     However it ends, the ranks are gone, and the metrics and the report hold every finished step.
     """
-    return exit_status(lambda: _finish(train(config, watch=Watch(write_page))))
+
+    def to_its_end() -> None:
+        for _ in train(config, watch=Watch(write_page)):
+            pass
+
+    return exit_status(to_its_end)
 
 
 class Watch:
@@ -115,22 +110,7 @@ def train(
     Nothing starts before the first step is asked for. Where the generator is closed before the last one, the last
     finished step is saved, as after a signal. Raises ConfigError and RunStoppedError.
     """
-    yield from _run(open_parts(config), session, watch, refuse_changes=refuse_changes)
-
-
-def _finish(run: Iterable[object]) -> None:
-    for _ in run:
-        pass
-
-
-def _run(
-    parts: Parts,
-    outer: RayCluster | None = None,
-    watch: Watch = _NOBODY_WATCHES,
-    *,
-    refuse_changes: bool = False,
-) -> Generator[Mapping[str, float]]:
-    """Run what has its parts; outer: a session that another one has started, such as the run that waits for weights."""
+    parts = open_parts(config)
     config = parts.config
     with run_folders(config):
         checkpoints = open_checkpoints(
@@ -144,9 +124,9 @@ def _run(
             finish_report(config.logger, watch.write_page)
             return
         try:
-            yield from _run_from(checkpoints, parts, outer, watch)
+            yield from _run_from(checkpoints, parts, session, watch)
         except BaseException as error:
-            error.add_note(f"{parts.name and parts.name + ': '}{checkpoints.standing()}")
+            error.add_note(checkpoints.standing())
             raise
 
 
@@ -164,7 +144,7 @@ def _run_from(
             config.algorithm,
             config.model_dump(mode="json"),
             checkpoints.resumed_step,
-            rewards_teach=policy_gradient(config) is not None,
+            rewards_teach=config.gradient is not None,
         ),
         write_page=watch.write_page,
         summary=watch.summary,
@@ -173,20 +153,12 @@ def _run_from(
         session.enter_context(_cores_left_to_ranks(config.cluster))
         if outer is None:
             with recorder.startup("ray", "starting Ray"):
-                opened = RayCluster(
-                    config.cluster, more_cpus=config.env.pool_cpus, fewer=fewer_machines(config)
-                )
-                cluster = session.enter_context(opened)
+                cluster = session.enter_context(RayCluster(config.cluster, more_cpus=config.env.pool_cpus))
         else:  # one for all runs of a command: only who has started it knows its servers and its processes
-            cluster = outer.shared_with(config.cluster, fewer=fewer_machines(config))
-        if config.warm_start is not None and checkpoints.resumed_step is None:
-            weights = _weights_of(config.warm_start, config, "warm_start", cluster)
-            config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
+            cluster = outer.shared_with(config.cluster)
         leave_recipe(config)
         with ExitStack() as stack:
-            yield from _train(
-                replace(parts, config=config), cluster, checkpoints, recorder, stack, saved, watch
-            )
+            yield from _train(parts, cluster, checkpoints, recorder, stack, saved, watch)
 
 
 @contextmanager
@@ -201,40 +173,6 @@ def _cores_left_to_ranks(cluster: ClusterConfig) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def fewer_machines(config: RunConfig) -> Callable[[int], ClusterConfig | None]:
-    """Return what gives the machines, of at most so many, that a run goes on with when others stay gone, or None."""
-
-    def fewer(nodes: int) -> ClusterConfig | None:
-        smaller = shrunk(config, nodes) if config.cluster.elastic == "shrink" else None
-        return smaller and smaller.cluster
-
-    return fewer
-
-
-def _weights_of(recipe: str, config: RunConfig, name: str, cluster: RayCluster) -> str:
-    """Return the last checkpoint of a recipe that is run first, in a folder of this run; it is not run twice.
-
-    One that another seed or recipe left there is set aside.
-    """
-    first = open_parts(warm_start_recipe(recipe, config, Path(config.logger.log_dir) / name))
-    store = CheckpointStore(Path(first.config.checkpointing.checkpoint_dir))
-    last = store.latest()
-    if last is not None and changes_since(read_recipe_of(last.folder), first.config):
-        anew = first.config.checkpointing.model_copy(update={"resume": "never"})
-        first, last = replace(first, config=first.config.model_copy(update={"checkpointing": anew})), None
-    if last is None or last.step < first.config.loop.max_num_steps:
-        write_line(sys.stdout, f"{name}: running {recipe}")
-        _finish(_run(replace(first, name=name), cluster))
-        current_stop_signals().limit_time(config.checkpointing.must_save_by_s)  # which ended with that run
-        last = store.latest()
-    assert last is not None
-    return str(last.folder.absolute())
-
-
-def _starting_from(checkpoint: str, policy: PolicyConfig) -> PolicyConfig:
-    return policy.model_copy(update={"init_checkpoint": checkpoint})
-
-
 def _train(
     parts: Parts,
     cluster: RayCluster,
@@ -246,7 +184,8 @@ def _train(
 ) -> Generator[Mapping[str, float]]:
     """Start ranks, engine and recorder, which end with the stack, and train; saved: the rollouts of the checkpoint."""
     config, tokenizer = parts.config, parts.tokenizer
-    of_policy, *others = [with_weights(plan, config, cluster) for plan in config.models.values()]
+    fetch_weights(config)
+    of_policy, *others = config.models.values()
     policy = _start(of_policy, config, cluster, recorder, stack)
     stack.enter_context(recorder)
     first_step = (checkpoints.resumed_step or 0) + 1
@@ -277,7 +216,8 @@ def _train(
     algorithm = algorithm_of(parts, models, collector, recorder, scheduler)
     trained = {name: model for name, model in models.items() if config.models[name].trained}
     frozen = {name: model for name, model in models.items() if name not in trained}
-    for _ in TrainingLoop(config, trained, generation, recorder, checkpoints, frozen).steps(algorithm):
+    loop = TrainingLoop(config, algorithm, trained, generation, recorder, checkpoints, frozen)
+    for _ in loop.steps():
         yield recorder.last_row
 
 
@@ -286,38 +226,35 @@ def algorithm_of(
     models: Mapping[str, Policy],
     collector: RolloutCollector,
     observer: StepObserver,
-    rollouts: StepSource | None,
+    rollouts: Scheduler[Any] | None,
 ) -> Algorithm[Any]:
     """Return the algorithm that the recipe asks for, over its parts; one that samples has rollouts."""
     config, prompts = parts.config, parts.prompts
     common = models["policy"], collector, prompts, observer
     match config:
         case GRPOMasterConfig():
-            return GRPO(config, *common, rollouts=rollouts)
+            return GRPOTrainer(config, *common, rollouts=rollouts)
         case PPOMasterConfig():
-            return PPO(config, *common, critic=models["value"], rollouts=rollouts)
+            return PPOTrainer(config, *common, critic=models["value"], rollouts=rollouts)
         case DPOMasterConfig():
             pairs = None if config.dpo.online else open_pairs(config, prompts, parts.tokenizer)
-            return DPO(config, *common, pairs=pairs, rollouts=rollouts)
+            return DPOTrainer(config, *common, pairs=pairs, rollouts=rollouts)
         case SFTMasterConfig():
-            return SFT(config, *common)
+            return SFTTrainer(config, *common)
         case DistillationMasterConfig():
-            return Distillation(config, *common, teacher=models["teacher"], rollouts=rollouts)
+            return DistillationTrainer(config, *common, teacher=models["teacher"], rollouts=rollouts)
         case _:
             raise NotImplementedError(config.algorithm)
 
 
-def with_weights(plan: ModelPlan, config: RunConfig, cluster: RayCluster) -> ModelPlan:
-    """Return a model of the run, whose start weights then are on this machine."""
-    if plan.policy.model_name is not None:
-        try:
-            fetched_folder(plan.policy.model_name)
-        except ValueError as error:
-            raise RunStoppedError(str(error), code=code_of(error)) from error
-    if plan.warm_start is None:
-        return plan
-    weights = _weights_of(plan.warm_start, config, plan.name, cluster)
-    return replace(plan, policy=_starting_from(weights, plan.policy))
+def fetch_weights(config: RunConfig) -> None:
+    """Have the weights that the models of a run begin with on this machine; raises RunStoppedError."""
+    for plan in config.models.values():
+        if plan.policy.model_name is not None:
+            try:
+                fetched_folder(plan.policy.model_name)
+            except ValueError as error:
+                raise RunStoppedError(str(error), code=code_of(error)) from error
 
 
 def _start(

@@ -71,7 +71,6 @@ class StopSignals:
         return EXIT_STATUS_OF_A_SIGNAL + (self._asked[0] if self._asked else signal.SIGINT)
 
     def arrive(self, number: int, _frame: FrameType | None = None) -> None:
-        """Handle a signal."""
         now = time.monotonic()
         if number == _FROM_A_THREAD:
             if self._failure is not None and not self._cuts:
@@ -232,7 +231,6 @@ def kept_stop_handlers() -> Generator[None]:
 
 
 def _wake_main_thread() -> None:
-    """From a wait, too."""
     signal.pthread_kill(threading.main_thread().ident or 0, _FROM_A_THREAD)
 
 

@@ -5,20 +5,21 @@ B rows, P prompt length, T new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.token_digests import digest_of_ids
+from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.rank.policy_backend import bound_of
-from nemo_rl_mcore.rank.refit.verification import Digests
+from nemo_rl_mcore.ops.sampling import bound_of
+from nemo_rl_mcore.rank.refit.digests import Digests
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.config import PolicyConfig
 
 type Eventually[Result] = Result | Awaitable[Result]
 type NextLogprobs = NDArray[np.float32]
@@ -114,7 +115,7 @@ class Response:
 class Engine(Protocol):
     """The class of an engine's actor. Where its methods are coroutines, calls overlap, and weights change in between.
 
-    A refit is `begin_refit`, buckets (see `refit.buckets`), `finish_refit`; before the first one, and after one that
+    A refit is `begin_refit`, buckets (see `refit.transports`), `finish_refit`; before the first one, and after one that
     did not come to its end, the engine holds weights of no version.
     """
 
@@ -279,41 +280,37 @@ class HeldWeights:
         return self.version
 
 
-def as_requests(data: BatchedDataDict) -> list[Request]:
-    """Return the rows of input_ids [B, P] and input_lengths [B] without padding, with seeds [B] and stop_strings."""
-    rows = zip(
-        data["input_ids"].tolist(),
-        data["input_lengths"].tolist(),
-        data["seeds"].tolist(),
-        data["stop_strings"],
-        strict=True,
-    )
-    return [Request(ids[:length], seed, strings) for ids, length, seed, strings in rows]
+_NUMBER, _COUNT, _OWN = "NODE_RANK", "NNODES", "NODE_ADDR"
+_FIRST, _PORT = "MASTER_ADDR", "MASTER_PORT"
 
 
-def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
-    """Return what `GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 after the end.
+@dataclass(frozen=True)
+class EngineMachines:
+    """The machines of an engine, as one of them sees them.
 
-    The digests are those that came with the responses.
+    first, own: addresses of the first one, where they meet, and of this one. number: of this one. count: how many there
+    are. port: where they meet, which the first one finds free when it starts.
     """
-    tokens_BT = torch.zeros(len(responses), max_new_tokens, dtype=torch.long)
-    logprobs_BT = torch.zeros(len(responses), max_new_tokens)
-    versions_BT = torch.full_like(tokens_BT, -1)
-    # numpy reads lists several times as fast as torch does.
-    columns = [column.numpy() for column in (tokens_BT, logprobs_BT, versions_BT)]
-    for row, response in enumerate(responses):
-        of_tokens = (response.tokens, response.logprobs, response.versions)
-        for column, values in zip(columns, of_tokens, strict=True):
-            column[row, : len(response.tokens)] = values
-    return BatchedDataDict(
-        tokens=tokens_BT,
-        logprobs=logprobs_BT,
-        lengths=_integers(len(response.tokens) for response in responses),
-        finished=_integers(response.finished for response in responses).bool(),
-        weight_versions=versions_BT,
-        digests=_integers(response.digest for response in responses),
-    )
 
+    first: str
+    own: str
+    number: int
+    count: int
+    port: int = 0
 
-def _integers(values: Iterable[int]) -> torch.Tensor:
-    return torch.tensor([*values], dtype=torch.long)
+    def environment(self) -> dict[str, str]:
+        """Return what tells a process which one of them it is on; the port comes when it is known."""
+        return {_FIRST: self.first, _OWN: self.own, _NUMBER: str(self.number), _COUNT: str(self.count)}
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Self | None:
+        """Return what a process was told; None for an engine that is on one machine."""
+        if _COUNT not in environ:
+            return None
+        number, count = int(environ[_NUMBER]), int(environ[_COUNT])
+        return cls(environ[_FIRST], environ[_OWN], number, count, int(environ[_PORT]))
+
+    @classmethod
+    def here(cls) -> Self | None:
+        """Return what this process was told."""
+        return cls.of(os.environ)

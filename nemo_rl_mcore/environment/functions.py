@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from nemo_rl_mcore.config.custom_code import custom_code, function_at
 from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
 from nemo_rl_mcore.data.datasets import Prompt
@@ -30,11 +28,9 @@ class _Function:
 
     def __call__(self, given: Mapping[str, Sequence[Any]]) -> Any:
         """Return what the function gives, or the coroutine that will."""
+        taken = {name: values for name, values in given.items() if self.takes_all or name in self.takes}
         with custom_code(self.key):
-            return self.call(**{name: values for name, values in given.items() if self._takes(name)})
-
-    def _takes(self, name: str) -> bool:
-        return self.takes_all or name in self.takes
+            return self.call(**taken)
 
 
 class RewardFunctions:
@@ -80,7 +76,7 @@ class RewardFunctions:
             metadata=nothing,
             next_stop_strings=nothing,
             rewards=rewards,
-            terminateds=torch.ones(len(last), dtype=torch.bool),
+            terminateds=[True] * len(last),
         )
 
     def score(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, SupportsFloat, runtime_checkable
 
 from nemo_rl_mcore.data.datasets import Prompt
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-type Rewards = Tensor | Sequence[float | None]
+type Rewards = Iterable[SupportsFloat | None]
+"""A list, a tensor or an array, of a number an answer."""
 
 
 class EnvironmentReturn(NamedTuple):
@@ -19,7 +18,7 @@ class EnvironmentReturn(NamedTuple):
     observations: a message each, with `role` and `content`; not read where the episode ends. metadata: given back with
     the next answer. next_stop_strings: end the next answer besides those of the recipe. rewards: fp [B] of these
     answers, or several such by name; an episode's is their sum. None among them ends the episode, which is then not
-    scored, where the recipe has `env.unscored: drop`. terminateds: bool [B], the episode is over. answers:
+    scored, where the recipe has `env.unscored: drop`. terminateds: a truth value each, the episode is over. answers:
     what was read of the texts.
     """
 
@@ -27,7 +26,7 @@ class EnvironmentReturn(NamedTuple):
     metadata: Sequence[Any]
     next_stop_strings: Sequence[Sequence[str] | None]
     rewards: Rewards | Mapping[str, Rewards]
-    terminateds: Tensor
+    terminateds: Iterable[object]
     answers: Sequence[str | None] | None = None
 
 
@@ -60,3 +59,30 @@ class ScoresAnswers(Protocol):
 
 
 type Environment = EnvironmentInterface | ScoresAnswers
+
+
+@dataclass(frozen=True)
+class Vote:
+    """The answer that is read of a response, and the number of the first response that gives an equal one.
+
+    Both are None for a response without an answer.
+    """
+
+    answer: str | None
+    first: int | None
+
+
+@runtime_checkable
+class ReadsAnswers(Protocol):
+    """An environment that looks for the answer in a response."""
+
+    def votes(self, responses: Sequence[str]) -> list[Vote]:
+        """Return the vote of each response to one prompt."""
+        ...
+
+
+def votes_of(environment: Environment, responses: Sequence[str]) -> list[Vote]:
+    """Return the votes of responses to one prompt; where the environment reads no answers, equal texts are equal."""
+    if isinstance(environment, ReadsAnswers):
+        return environment.votes(responses)
+    return [Vote(response, responses.index(response)) for response in responses]

@@ -7,31 +7,25 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
-from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
-from nemo_rl_mcore.config.base import ConfigError
+from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.environment import AnswerConfig, last_boxed, stated_answer
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.environment.answer_kinds import (
-    as_quantity,
-    as_words,
-    bare,
-    gold_answer,
-    gold_problems,
-    is_plain_number,
-    ungrouped,
-    wrong_answer,
-)
-from nemo_rl_mcore.environment.votes import Vote
+from nemo_rl_mcore.environment.interface import Vote
 from nemo_rl_mcore.errors import RefusedError, RunStoppedError, shortened
 
 type Unparsable = Literal["refuse", "drop", "zero"]
+_SHOWN_ANSWERS = 5
+"""Bad answers of a data set that are told one by one."""
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Meaning:
     """What a text means: the letters of words, and what math-verify reads of it, the best reading first.
 
     alone: the text is the answer and no more, so that other words are another answer.
@@ -53,7 +47,7 @@ class _Answer:
         return self.words or next(iter([*texts, *map(str, self.readings)]), None)
 
 
-_NOTHING = _Answer(None, [])
+_NOTHING = _Meaning(None, [])
 _BOXED = AnswerConfig(boxed=True)
 
 
@@ -80,19 +74,17 @@ class MathEnvironment:
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
         """1 or 0 for each response, in their order; RunStoppedError for an answer that is refused."""
-        golds: dict[str, _Answer] = {}
+        golds: dict[str, _Meaning] = {}
         for prompt in prompts:
             if prompt.answer not in golds:
                 golds[prompt.answer], why = self._gold(prompt.answer)
                 if why is not None and self.unparsable == "refuse":
-                    raise RunStoppedError(
-                        f"env.math.gold: {wrong_answer(_place(prompt), prompt.answer, why)}"
-                    )
+                    raise RunStoppedError(f"env.math.gold: {_wrong_answer(prompt, why)}")
         rows = zip(prompts, responses, strict=True)
         return [float(self._equal(golds[prompt.answer], self._said(response))) for prompt, response in rows]
 
     def votes(self, responses: Sequence[str]) -> list[Vote]:
-        """See `ReadsAnswers.votes`; answers are equal as they are for scores, each to the first of its kind."""
+        """Return the vote of each response; answers are equal as for scores, each to the first of its kind."""
         said = [self._said(response) for response in responses]
         kinds: list[int] = []
         votes: list[Vote] = []
@@ -107,69 +99,144 @@ class MathEnvironment:
     def require_answers(self, prompts: Sequence[Prompt]) -> None:
         """Raise ConfigError for answers that cannot be scored against, naming where the data has them."""
         why = self.wrong_answers(prompts)
-        wrong = [
-            wrong_answer(_place(prompt), prompt.answer, why[prompt.answer])
-            for prompt in prompts
-            if prompt.answer in why
-        ]
-        if wrong:
-            raise ConfigError(gold_problems(wrong))
+        wrong = [_wrong_answer(one, why[one.answer]) for one in prompts if one.answer in why]
+        remedy = (
+            "take it from the answer with env.math.gold or, for one source, with its key answer "
+            '({after: "####"}, {boxed: true} or {regex: ...}), or mend the row'
+        )
+        problems = [Problem("wrong-row", "env.math.gold", text, remedy) for text in wrong[:_SHOWN_ANSWERS]]
+        if (rest := len(wrong) - _SHOWN_ANSWERS) > 0:
+            what = f"{rest} more answers cannot be scored against"
+            problems.append(Problem("wrong-row", "env.math.gold", what))
+        if problems:
+            raise ConfigError(problems)
 
     def wrong_answers(self, prompts: Sequence[Prompt]) -> dict[str, str]:
         """Return why nothing can equal answers, of those where nothing can; each is read once, in some milliseconds."""
         why = {answer: self._why_unequal(answer) for answer in dict.fromkeys(p.answer for p in prompts)}
         return {answer: reason for answer, reason in why.items() if reason is not None}
 
-    def _gold(self, given: str) -> tuple[_Answer, str | None]:
+    def _gold(self, given: str) -> tuple[_Meaning, str | None]:
         """Return what an answer of the data means, and why nothing can be compared with it, if so."""
-        text, why = gold_answer(given, self.gold)
-        if why is not None:
-            return _NOTHING, why
+        text = given.strip() if self.gold is None else self.gold.extract(given)
+        if text is None:
+            assert self.gold is not None
+            return _NOTHING, self.gold.lacking
+        if is_sentence(text):
+            return _NOTHING, "is a sentence, whose words would be read as products of their letters"
         answer = self._read(text)
         unread = answer.words is None and not answer.expressions
         return answer, f"holds no expression that math-verify reads in {self.timeout_s} s" if unread else None
 
     def _why_unequal(self, given: str) -> str | None:
         """Return why nothing, or not even itself, equals an answer of the data; None where all is well."""
-        text, why = gold_answer(given, self.gold)
-        if why is not None or is_plain_number(text):
-            return why
+        text = given.strip() if self.gold is None else self.gold.extract(given)
+        if text is not None and _PLAIN_NUMBER.fullmatch(text):
+            return None
         gold, why = self._gold(given)
         if why is not None or gold.words is not None:
             return why
-        if self._equal(_Answer(None, gold.expressions), self._read(text)):
+        if self._equal(_Meaning(None, gold.expressions), self._read(text or "")):
             return None
         return f"does not equal itself, as math-verify compares it in {self.timeout_s} s"
 
-    def _said(self, response: str) -> _Answer:
+    def _said(self, response: str) -> _Meaning:
         """Return the answer that a response gives."""
         where = self.response or (_BOXED if last_boxed(response) is not None else None)
         if where is not None:
             text = where.extract(response)
             return _NOTHING if text is None else self._read(text)
-        return _Answer(as_words(stated_answer(response)), self._parse(ungrouped(response)), alone=False)
+        return _Meaning(as_words(stated_answer(response)), self._parse(ungrouped(response)), alone=False)
 
-    def _read(self, text: str) -> _Answer:
+    def _read(self, text: str) -> _Meaning:
         """Return the answer that a text is."""
         number = as_quantity(text)
         if number is not None and number.endswith("%"):
-            return _Answer(None, self._parse(number))
+            return _Meaning(None, self._parse(number))
         _, _, boxed = _library()
-        return _Answer(as_words(text), self._parse(f"\\boxed{{{number or bare(text)}}}", boxed))
+        return _Meaning(as_words(text), self._parse(f"\\boxed{{{number or bare(text)}}}", boxed))
 
     def _parse(self, text: str, *how: Any) -> list[Any]:
         read, _, _ = _library()
         return read(text, *how, parsing_timeout=self.timeout_s)
 
-    def _equal(self, gold: _Answer, said: _Answer) -> bool:
+    def _equal(self, gold: _Meaning, said: _Meaning) -> bool:
         if gold.words is not None and said.words is not None and (said.alone or gold.words == said.words):
             return gold.words == said.words
         _, equal, _ = _library()
         return equal(gold.readings, said.readings, timeout_seconds=self.timeout_s)
 
 
-def _place(prompt: Prompt) -> str:
-    return prompt.place or f"prompt {prompt.index}"
+def _wrong_answer(prompt: Prompt, why: str) -> str:
+    """Describe an answer that cannot be scored against."""
+    shown = " ".join(prompt.answer.split())
+    shown = shown if len(shown) <= 60 else f"...{shown[-57:]}"
+    return f"{prompt.place or f'prompt {prompt.index}'}: the answer {shown!r} {why}"
+
+
+# What math-verify would misread
+
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_SEPARATOR = r"(?:\\[,;: ]|~|\{,\}|,\\!)"
+_GROUPED = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
+_NUMBER = (
+    r"(?P<sign>[-+\u2212]?)(?:\\?\$|[€£¥])?(?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?P<power>[eE][-+]?\d{1,3})?"
+)
+_SCALES = "hundred|thousand|million|billion|trillion|dozen"
+_FUNCTIONS = "sin|cos|tan|cot|arcsin|arccos|arctan|log|exp|sqrt|mod|gcd|lcm"
+# A word of two letters may be a product of variables.
+_UNIT = (
+    r"(?:\s*(?P<percent>\\?%|percent\b)"
+    rf"|\s+(?!(?i:{_SCALES}|{_FUNCTIONS})s?\b)(?P<unit>[^\W\d_]{{3,}}(?:\s+[^\W\d_]+)*))"
+)
+_QUANTITY = re.compile(f"{_NUMBER}{_UNIT}?")
+_PLAIN_NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,10})?")
+"""Digits alone, of which there is nothing to doubt."""
+_WORD = re.compile(rf"(?<!\S)(?!(?:{_FUNCTIONS})\b)[^\W\d_]{{3,}}(?=[\s.,;:!?]|$)", re.IGNORECASE)
+_SENTENCE = 3
+"""So many words beside a number, outside of \\text, are a sentence."""
+
+
+def ungrouped(text: str) -> str:
+    r"""Return a text with numbers such as 1\,234 in one piece, of which math-verify would make a sum."""
+    return _GROUPED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+
+
+def bare(answer: str) -> str:
+    """Return an answer without what only sets it off: dollar signs around it, stars, a full stop, gaps in numbers."""
+    text = ungrouped(answer).strip(" \t\n*").removesuffix(".").strip(" \t\n*")
+    inner = text[1:-1]
+    return inner.strip() if text[:1] == text[-1:] == "$" and inner and "$" not in inner else text
+
+
+def as_words(answer: str) -> str | None:
+    r"""Return the letters of an answer that is a word, several, or a choice such as (A) or \text{Yes}; case aside."""
+    text = bare(_TEXT.sub(r"\1", bare(answer)))
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
+    letters = "".join(text.split())
+    return letters.casefold() if letters.isalpha() else None
+
+
+def as_quantity(answer: str) -> str | None:
+    """Return the number of an answer such as 72 clips, 50%, 1,234 or 1.5e3, as digits, with a % where it has one."""
+    match = _QUANTITY.fullmatch(bare(_TEXT.sub(r"\1", bare(answer))))
+    if match is None:
+        return None
+    sign = "-" if match["sign"] in ("-", "\u2212") else ""
+    number = Decimal(match["digits"].replace(",", "") + (match["power"] or ""))
+    return f"{sign}{number:f}{'%' if match['percent'] else ''}"
+
+
+def is_sentence(answer: str) -> bool:
+    """Return whether an answer is a sentence with a number in it, as a whole solution is."""
+    if as_words(answer) or as_quantity(answer) or last_boxed(answer) is not None:
+        return False
+    return bool(re.search(r"\d", answer)) and len(_WORD.findall(_TEXT.sub(" ", answer))) >= _SENTENCE
+
+
+# The library
 
 
 def _library() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:

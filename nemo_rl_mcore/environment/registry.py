@@ -1,19 +1,23 @@
-"""From the section `env` to the environment."""
+"""From the section `env` to the environment, and to what runs one in a process of its own."""
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from nemo_rl_mcore.config import EnvConfig
-from nemo_rl_mcore.config.custom_code import build, custom_code
+from nemo_rl_mcore.config.custom_code import build, custom_code, hand_over
 from nemo_rl_mcore.config.data import MathEnvConfig
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.environment.arithmetic import ArithmeticEnvironment
-from nemo_rl_mcore.environment.calculator import CalculatorEnvironment
+from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.environment.functions import RewardFunctions
-from nemo_rl_mcore.environment.guess_number import GuessNumberEnvironment
+from nemo_rl_mcore.environment.games import (
+    ArithmeticEnvironment,
+    CalculatorEnvironment,
+    GuessNumberEnvironment,
+)
 from nemo_rl_mcore.environment.interface import (
     Environment,
     EnvironmentInterface,
@@ -21,10 +25,12 @@ from nemo_rl_mcore.environment.interface import (
     ScoresAnswers,
 )
 from nemo_rl_mcore.environment.mathematics import MathEnvironment
-from nemo_rl_mcore.environment.replies import number_each, number_of, read_return
+from nemo_rl_mcore.environment.replies import number_each, number_of, read_return, replies_of
 from nemo_rl_mcore.errors import CustomCodeError
 
 _KEY = "env.custom.type"
+_STACK_AT = 0.9
+"""Share of the deadline after which a process writes to its standard error where it stands."""
 
 
 def make_environment(config: EnvConfig) -> Environment:
@@ -98,3 +104,23 @@ class _OwnScores:
         with custom_code(f"{name}.score"):
             given = self.environment.score(prompts, responses, finished)
         return number_each(name, given, [prompt.index for prompt in prompts], unscored=self.unscored)
+
+
+class EnvironmentProcess:
+    """Runs in a process of its own, in the main thread: math-verify keeps its limits by a signal.
+
+    code: of the user's that no module holds, by its import path.
+    """
+
+    def __init__(self, config: EnvConfig, code: Mapping[str, object]) -> None:
+        hand_over(code)
+        self._environment = make_environment(config)
+        self._weights, self._max_chars = config.reward_weights or {}, config.max_observation_chars
+
+    def replies(self, turns: Sequence[Turn], within_s: float) -> list[Reply]:
+        """See `replies_of`; within_s: after which the process will be killed."""
+        faulthandler.dump_traceback_later(_STACK_AT * within_s)
+        try:
+            return replies_of(self._environment, turns, self._weights, self._max_chars)
+        finally:
+            faulthandler.cancel_dump_traceback_later()

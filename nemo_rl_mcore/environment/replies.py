@@ -14,6 +14,7 @@ from nemo_rl_mcore.environment.interface import (
     Environment,
     EnvironmentInterface,
     EnvironmentReturn,
+    Rewards,
     ScoresAnswers,
 )
 from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
@@ -35,7 +36,6 @@ class LocalEnvironments:
     max_chars: int | None = None
 
     def replies(self, turns: Sequence[Turn]) -> list[Reply]:
-        """See `interfaces.Environments.replies`."""
         return replies_of(self.environment, turns, self.weights or {}, self.max_chars)
 
     async def replies_soon(self, turns: Sequence[Turn]) -> list[Reply]:
@@ -43,12 +43,10 @@ class LocalEnvironments:
         return self.replies(turns)
 
     def take_counts(self) -> dict[str, float]:
-        """See `interfaces.Environments.take_counts`."""
         return {}
 
     @property
     def drop_reasons(self) -> dict[str, int]:
-        """See `interfaces.Environments.drop_reasons`."""
         return {}
 
 
@@ -66,9 +64,8 @@ def replies_of(
     if not turns:
         return []
     if hasattr(environment, "step"):
-        returned = cast("EnvironmentInterface", environment).step(
-            [_log(turn) for turn in turns], [_metadata(turn) for turn in turns]
-        )
+        logs, metadata = (list(of_turns) for of_turns in zip(*map(_shown, turns), strict=True))
+        returned = cast("EnvironmentInterface", environment).step(logs, metadata)
         return [_cut(reply, max_chars) for reply in read_return(returned, len(turns), weights)]
     _require_rewards(weights, ())
     scores = cast("ScoresAnswers", environment).score(
@@ -88,30 +85,32 @@ def _cut(reply: Reply, max_chars: int | None) -> Reply:
     return replace(reply, observation=kept, cut=cut)
 
 
-def _log(turn: Turn) -> list[dict[str, Any]]:
+def _shown(turn: Turn) -> tuple[list[dict[str, Any]], Any]:
+    """Return the log and the metadata that a turn is to an environment."""
     log: list[dict[str, Any]] = [
         {**message.fields(parsed=False), "content": message.content} for message in turn.messages
     ]
     log[-1]["finished"] = turn.finished
-    return log
-
-
-def _metadata(turn: Turn) -> Any:
     if turn.metadata is not None:
-        return turn.metadata
+        return log, turn.metadata
     prompt = turn.prompt
     known = {"prompt": prompt.text, "answer": prompt.answer, "index": prompt.index, "source": prompt.source}
-    return known | ({"columns": prompt.columns} if prompt.columns else {})
+    return log, known | ({"columns": prompt.columns} if prompt.columns else {})
 
 
 def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, float]) -> list[Reply]:
     """Return the replies that a return holds; raises as `replies_of`."""
-    given = returned.rewards if isinstance(returned.rewards, Mapping) else {_ONE: returned.rewards}
+    named = isinstance(returned.rewards, Mapping)
+    given = cast("Mapping[str, Rewards]", returned.rewards if named else {_ONE: returned.rewards})
     rewards = {
         name: [*map(number_or_none, _one_each(f"rewards {name}".strip(), values, turns))]
         for name, values in given.items()
     }
-    _require_names(rewards)
+    names = cast("Iterable[object]", rewards)  # of the user's own; they stand in tables, files and keys
+    if wrong := [name for name in names if not isinstance(name, str) or not name.isprintable()]:
+        raise RunStoppedError(
+            f"a reward of the environment is called {wrong[0]!r:.80}: name it in printable text"
+        )
     _require_rewards(weights, rewards)
     terminateds = _one_each("terminateds", returned.terminateds, turns)
     observations = _one_each("observations", returned.observations, turns)
@@ -136,14 +135,6 @@ def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, f
             )
         )
     return replies
-
-
-def _require_names(rewards: Iterable[object]) -> None:
-    """Refuse names that no metric can have: they stand in tables, files and keys."""
-    if wrong := [name for name in rewards if not isinstance(name, str) or not name.isprintable()]:
-        raise RunStoppedError(
-            f"a reward of the environment is called {wrong[0]!r:.80}: name it in printable text"
-        )
 
 
 def _require_rewards(weights: Mapping[str, float], rewards: Collection[str]) -> None:

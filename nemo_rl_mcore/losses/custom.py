@@ -1,7 +1,9 @@
 """The loss of a section: the one it is named for, or a class of the user's own in its place."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_mcore.config.custom_code import build
 from nemo_rl_mcore.config.loss import (
@@ -11,13 +13,15 @@ from nemo_rl_mcore.config.loss import (
     MseValueLossConfig,
     NLLLossConfig,
 )
-from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import LossFunction, LossInputType
 from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
 from nemo_rl_mcore.losses.distillation import DistillationLossFn
 from nemo_rl_mcore.losses.nll import NLLLossFn
 from nemo_rl_mcore.losses.value import MseValueLossFn
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.config.run_config import RunConfig
 
 _STANDARD: dict[type[CustomLossConfig], tuple[Callable[[Any, bool], LossFunction], LossInputType]] = {
     ClippedPGLossConfig: (ClippedPGLossFn, LossInputType.LOGPROB),

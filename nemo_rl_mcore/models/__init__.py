@@ -50,7 +50,7 @@ def missing_family(model: ModelConfig) -> str:
         features["moe_router_pre_softmax"] = True  # of some families it is a setting
     if model.hybrid_layer_pattern is not None:
         features = {"hybrid_layer_pattern": model.hybrid_layer_pattern} | features
-    described = " with ".join(f"policy.model.{name}: {value}" for name, value in features.items())
+    described = " with ".join(f"{name}: {value}" for name, value in features.items())
     return f"no supported Hugging Face family has {described} (known: {', '.join(FAMILIES)})"
 
 

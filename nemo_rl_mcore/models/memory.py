@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from nemo_rl_mcore.config.logits_cache import LogitsCache
 from nemo_rl_mcore.config.megatron import MegatronConfig
-from nemo_rl_mcore.config.policy import REFERENCE_SHARE, PolicyConfig
-from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.config.run_models import ModelPlan, Role
+from nemo_rl_mcore.config.policy import REFERENCE_SHARE, PolicyConfig, Role
+from nemo_rl_mcore.config.run_config import ModelPlan, RunConfig
 from nemo_rl_mcore.models import all_layers, count_parameters, layer_slots, outside_of_layers
 from nemo_rl_mcore.models.frozen import frozen_of
 from nemo_rl_mcore.models.weights import Slot, Weight

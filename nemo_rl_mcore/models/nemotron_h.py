@@ -10,8 +10,15 @@ from dataclasses import replace
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.hybrid_layers import ATTENTION, EXPERTS, MAMBA, MLP
-from nemo_rl_mcore.config.model import MAMBA_NORM_EPSILON, MAMBA_TAPS, ModelConfig
+from nemo_rl_mcore.config.model import (
+    ATTENTION,
+    EXPERTS,
+    MAMBA,
+    MAMBA_NORM_EPSILON,
+    MAMBA_TAPS,
+    MLP,
+    ModelConfig,
+)
 from nemo_rl_mcore.errors import quoted
 from nemo_rl_mcore.models.family import MLP_BIAS, OUTPUT_BIAS, WINDOW, Family, HFConfig, Refusal
 from nemo_rl_mcore.models.weights import ATTENTION as LLAMA_ATTENTION

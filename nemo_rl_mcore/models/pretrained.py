@@ -1,17 +1,123 @@
 """What `policy.model_name` settles: the architecture, and the tokenizer where none is named."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import cast
 
 from pydantic import ValidationError
 
 from nemo_rl_mcore.config.base import Code, ConfigError, Problem
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.data.hub_cache import is_hub_id, local_folder, read_object
+from nemo_rl_mcore.data.hub import is_hub_id, local_folder, read_object
+from nemo_rl_mcore.data.strict_json import read_json
 from nemo_rl_mcore.models.config_json import model_config_from_hf
 from nemo_rl_mcore.models.family import HFConfig
-from nemo_rl_mcore.models.known_models import KNOWN_MODELS
-from nemo_rl_mcore.models.overrides import OVERRIDES, is_of_overrides, overridden
+
+MODEL, TOKENIZER = "policy.model_name", "policy.tokenizer.name"
+_TEMPLATE = "chat_template.jinja"
+
+
+def other_tokenizer(model: str | None, tokenizer: str) -> Problem | None:
+    """Return what is wrong with a tokenizer which is not that of the model, where the model has one."""
+    if model is None or model == tokenizer or not _has_another(model, tokenizer):
+        return None
+    return Problem(
+        "contradicts",
+        TOKENIZER,
+        f"{tokenizer!r} is not the tokenizer of {MODEL}: {model!r}",
+        f"set it to {model!r}, or set both in one file if this one is meant",
+        (MODEL,),
+    )
+
+
+def inherited(set_in: Mapping[str, int]) -> bool:
+    """Return whether the tokenizer comes from a file below which another file sets the model.
+
+    set_in: for each key the place of the file that sets it; a file comes after those that it names in `defaults:`.
+    """
+    return set_in.get(MODEL, -1) > set_in.get(TOKENIZER, len(set_in))
+
+
+def _has_another(model: str, tokenizer: str) -> bool:
+    theirs, ours = local_folder(model), local_folder(tokenizer)
+    if theirs is None:  # every model of the hub has one
+        return True
+    if not (theirs / "tokenizer.json").exists() and not (theirs / "tokenizer_config.json").exists():
+        return False
+    return ours is None or _contents(theirs) != _contents(ours)
+
+
+def _contents(folder: Path) -> tuple[object, ...]:
+    """Return what decides how text becomes tokens: a copy that was saved again has the same."""
+    tokens, settings = (_object(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    template = folder / _TEMPLATE
+    written = template.read_bytes() if template.is_file() else str(settings.get("chat_template")).encode()
+    keys = ("model", "added_tokens", "normalizer", "pre_tokenizer")
+    return *(tokens.get(key) for key in keys), written.strip()
+
+
+def _object(path: Path) -> dict[str, object]:
+    try:
+        found = read_json(path, finite=False)
+    except (OSError, ValueError):  # reported where the tokenizer is examined
+        return {}
+    return cast("dict[str, object]", found) if isinstance(found, dict) else {}
+
+
+OVERRIDES = "hf_config_overrides"
+_ROTATIONS = ("rope_scaling", "rope_theta")
+_ALLOWED = ("max_position_embeddings", *_ROTATIONS)
+_SAID_OF_ROTATIONS = ("rope_type", "rope_parameters", "rotary_base", *_ROTATIONS)
+"""Keys that what is wrong with rotations names."""
+
+
+def overridden(config: HFConfig, overrides: HFConfig) -> HFConfig:
+    """Return a config.json with the keys of a recipe in place of its own, as transformers' from_pretrained has it.
+
+    rope_scaling takes the place of the whole section, but for the base where it names none; null is no scaling.
+    """
+    given = {key: value for key, value in overrides.items() if key in _ALLOWED}
+    if not isinstance(given.get("rope_scaling"), Mapping | None):
+        del given["rope_scaling"]  # which is told by `override_problems`
+    changed = {**config, **given}
+    if "rope_scaling" in given:
+        section = changed.pop("rope_parameters", None)
+        changed.pop("original_max_position_embeddings", None)  # of the section, though it stands beside it
+        rope = dict(cast("HFConfig", section)) if isinstance(section, Mapping) else {}
+        base = given.get("rope_theta") or rope.get("rope_theta") or config.get("rope_theta")
+        own = cast("HFConfig", given["rope_scaling"] or {"rope_type": "default"})
+        changed["rope_scaling"] = {**({} if base is None else {"rope_theta": base}), **own}
+    elif "rope_theta" in given:
+        for key in ("rope_parameters", "rope_scaling"):
+            section = config.get(key)
+            if isinstance(section, Mapping) and "rope_theta" in section:
+                changed[key] = {**cast("HFConfig", section), "rope_theta": given["rope_theta"]}
+    return changed
+
+
+def is_of_overrides(path: str, overrides: HFConfig) -> bool:
+    """Return whether a key of config.json is one that a recipe has written over."""
+    key = path.partition(".")[0]
+    return key in overrides or (key in _SAID_OF_ROTATIONS and any(one in overrides for one in _ROTATIONS))
+
+
+def override_problems(overrides: HFConfig | None, *, named: bool) -> Iterator[Problem]:
+    """Yield keys that may not be written over, and overrides of no config.json; named: whether there is model_name."""
+    for key in overrides or {}:
+        if key not in _ALLOWED:
+            what = "is of the weights, or of what trains them, and no key to write over"
+            yield Problem("not-supported", f"{OVERRIDES}.{key}", what, f"known: {', '.join(_ALLOWED)}")
+    if overrides and not named:
+        what = "writes over config.json of model_name, which is not given"
+        yield Problem("requires", OVERRIDES, what, "say it in model", ("model_name",))
+    scaling = (overrides or {}).get("rope_scaling")
+    if scaling is not None and not isinstance(scaling, Mapping):
+        yield Problem(
+            "not-allowed", f"{OVERRIDES}.rope_scaling", f"{scaling!r} is no section", "give one, or null"
+        )
+
 
 Section = dict[str, object]
 
@@ -85,6 +191,16 @@ def pretrained_model(name: str, overrides: HFConfig | None = None) -> ModelConfi
         ) from error
 
 
+@cache
+def known_models() -> Mapping[str, HFConfig]:
+    """Return what is known of models of the hub, by name: their config.json, as far as it says how they are built.
+
+    With it a recipe that names one is checked before anything is downloaded; the downloaded config.json is compared
+    when the weights are loaded.
+    """
+    return json.loads(Path(__file__).with_name("known_models.json").read_text("utf-8"))
+
+
 def read_hf_config(name: str) -> HFConfig | None:
     """Return the config.json of a local folder or a hub id; None for a hub id that is neither cached nor known."""
     folder = local_folder(name)
@@ -93,11 +209,11 @@ def read_hf_config(name: str) -> HFConfig | None:
             raise ConfigError(
                 [_problem("not-found", f"no folder {name!r}", "name a Hugging Face folder or a hub id")]
             )
-        return KNOWN_MODELS.get(name)
+        return known_models().get(name)
     path = folder / "config.json"
     if not path.is_file():
-        if name in KNOWN_MODELS:  # a cache may hold other files of the model
-            return KNOWN_MODELS[name]
+        if name in known_models():  # a cache may hold other files of the model
+            return known_models()[name]
         raise ConfigError([_problem("not-readable", f"the folder {str(folder)!r} holds no config.json")])
     return read_object(path, MODEL_NAME)
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.config.rope_scaling import RopeScalingConfig
+from nemo_rl_mcore.config.model import ModelConfig, RopeScalingConfig
 from nemo_rl_mcore.errors import quoted
 from nemo_rl_mcore.models.family import Family, HFConfig
 

@@ -106,3 +106,8 @@ def _wrap(value: int) -> int:
     """Return the int64 with the low 64 bits of a Python int."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def bound_of(new_tokens: int, longest: int | None, prompt_tokens: int) -> int:
+    """Tokens of a response at most: so many new ones, and no more than the prompt leaves of the longest sequence."""
+    return new_tokens if longest is None else min(new_tokens, longest - prompt_tokens)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.stop_conditions import StopConditions
+from nemo_rl_mcore.data.tokenizer import StopConditions
 from nemo_rl_mcore.losses.base import LossFunction
-from nemo_rl_mcore.ops.sampling import SamplingParams
+from nemo_rl_mcore.ops.sampling import SamplingParams, bound_of
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.checkpoints import BackgroundWrite
 from nemo_rl_mcore.rank.sums import StepTotals
@@ -115,11 +115,6 @@ class GenerationRequest:
     def bound(self, place: int) -> int:
         """Return the most tokens of the response to a prompt."""
         return bound_of(self.max_new_tokens, self.longest, len(self.prompts[place]))
-
-
-def bound_of(new_tokens: int, longest: int | None, prompt_tokens: int) -> int:
-    """Tokens of a response at most: so many new ones, and no more than the prompt leaves of the longest sequence."""
-    return new_tokens if longest is None else min(new_tokens, longest - prompt_tokens)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from typing import Any
 
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.lengths import check_lengths
-from nemo_rl_mcore.data.stop_conditions import StopConditions
-from nemo_rl_mcore.data.validation import BatchCheck
+from nemo_rl_mcore.data.tokenizer import StopConditions
+from nemo_rl_mcore.data.validation import BatchCheck, check_lengths
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import sample_keys
@@ -29,7 +28,7 @@ from nemo_rl_mcore.rank.policy_backend import (
     OnDevice,
     open_backend,
 )
-from nemo_rl_mcore.rank.refit.digests import Digester
+from nemo_rl_mcore.rank.refit.digests import Digester, Digests, of_all
 from nemo_rl_mcore.rank.refit.sender import (
     BroadcastRendezvous,
     Engines,
@@ -37,7 +36,6 @@ from nemo_rl_mcore.rank.refit.sender import (
     WeightSender,
     open_sender,
 )
-from nemo_rl_mcore.rank.refit.verification import Digests, of_all
 from nemo_rl_mcore.rank.results import as_result, evaluate
 from nemo_rl_mcore.rank.train_step import (
     Phase,

@@ -8,8 +8,6 @@ from nemo_rl_mcore.recipe.shipped import shipped_recipe
 
 FILES = ("data_path", "prompt_file", "system_prompt_file", "tokenizer.name", "endpoint.command", "gym.python")
 """Keys, wherever they stand, whose file is looked for beside the recipe, and else where the command is started."""
-RECIPES = ("warm_start",)
-"""Keys of other recipes: beside this one, and else one that is shipped."""
 
 
 def recipe_file(folder: Path, name: str | Path) -> Path:
@@ -30,7 +28,5 @@ def _anchored(node: object, folder: Path, path: str) -> object:
         return [_anchored(value, folder, path) for value in cast("list[object]", node)]
     if not isinstance(node, str):
         return node
-    if path.endswith(tuple(f".{key}" for key in RECIPES)):
-        return str(recipe_file(folder, node).absolute())
     names_a_file = node and path.endswith(tuple(f".{key}" for key in FILES))
     return str((folder / node).absolute()) if names_a_file and glob(node, root_dir=folder) else node

@@ -102,10 +102,10 @@ def value_now(text: str) -> str | None:
 # Showing
 
 
-def without_values(text: str, references: References, path: str = "") -> str:
-    """Return a text for people with references in place of values. path: the key that it is about, if one is."""
+def without_values(text: str, references: References, *paths: str) -> str:
+    """Return a text for people with references in place of values. paths: the keys that it is about, if any are."""
     for key, reference in references.items():
-        judged = path == key or key.startswith(f"{path}.") if path else False
+        judged = any(path and f"{key}.".startswith(f"{path}.") for path in paths)
         for one in _inner(reference.value):
             if len(one) >= (1 if judged else HIDDEN_ANYWHERE):
                 text = _without(text, one, reference.text)

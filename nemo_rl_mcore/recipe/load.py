@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.models.own_tokenizer import MODEL, TOKENIZER, inherited, other_tokenizer
+from nemo_rl_mcore.models.pretrained import MODEL, TOKENIZER, inherited, other_tokenizer
 from nemo_rl_mcore.recipe.environment_values import (
     Reference,
     References,
@@ -19,8 +19,8 @@ from nemo_rl_mcore.recipe.environment_values import (
     read_value,
     without_values,
 )
-from nemo_rl_mcore.recipe.foreign.recognised import names_foreign, recipe_of_nemo_rl
 from nemo_rl_mcore.recipe.interpolations import as_written, for_our_resolvers, register, unreadable
+from nemo_rl_mcore.recipe.of_nemo_rl import names_foreign, recipe_of_nemo_rl
 from nemo_rl_mcore.recipe.sources import Recipe, apply_overrides, origins, places, read_recipe
 from nemo_rl_mcore.recipe.validate import validate
 
@@ -122,7 +122,8 @@ def _is_inherited(recipe: Recipe, overridden: Iterable[str]) -> bool:
 
 def hidden(problem: Problem, references: References) -> Problem:
     """Return the problem with references in place of values from the environment."""
-    what, remedy = (without_values(text, references, problem.path) for text in (problem.what, problem.remedy))
+    paths = (problem.path, *problem.related)
+    what, remedy = (without_values(text, references, *paths) for text in (problem.what, problem.remedy))
     return replace(problem, what=what, remedy=remedy)
 
 

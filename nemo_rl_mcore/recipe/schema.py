@@ -177,16 +177,6 @@ def _number(limit: float) -> str:
     return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
-def placeholder(field: FieldInfo) -> object:
-    """Return the simplest value that a required field takes."""
-    annotation: Any = field.annotation
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)[0]
-    if get_origin(annotation) is dict or issubclass(annotation, StrictModel):
-        return {}
-    return "char" if annotation is str else 1
-
-
 def field_help(path: str, kind: Kind = GRPOMasterConfig) -> str:
     """Return the beginning of a field's description without its full stop; an ellipsis at its end stays."""
     field = field_at(path, kind)

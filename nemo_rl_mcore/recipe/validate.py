@@ -1,10 +1,9 @@
 """From a plain tree to a checked configuration, or to every problem it has."""
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
+from typing import cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -22,8 +21,6 @@ from nemo_rl_mcore.recipe.schema import (
     field_path,
     fields,
     holds_names,
-    nearest_path,
-    placeholder,
     section_of,
     suggestion,
 )
@@ -39,31 +36,28 @@ class Validated:
 
 
 def validate(written: Tree) -> Validated:
-    """Check fields first, then what goes together; a wrong field does not hide the problems of the others."""
+    """Check fields, each alone; where all of them are right, check what goes together."""
     kind = kind_of(written)
-    tree, unread = with_pretrained_model(written)
-    problems = [*unread]
-    for problem in unread:  # already reported; construction would read it once more
+    tree, problems = with_pretrained_model(written)
+    for problem in tuple(problems):  # construction would read it once more
         cast("Tree", tree[problem.path.partition(".")[0]]).pop("model_name", None)
     try:
         config = kind.model_validate(tree)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        translated = chain.from_iterable(_translate(details, tree, kind) for details in found)
-        field_problems = list(dict.fromkeys(translated))  # a union says it once for each of its branches
+        found = chain.from_iterable(_translate(one, tree, kind) for one in error.errors(include_url=False))
+        wrong = dict.fromkeys(found)  # a union says it once for each of its branches
         # A model that could not be read is missing for that reason alone.
-        problems += [problem for problem in field_problems if not (unread and _covers(_MODEL, problem.path))]
-        config = _stand_in(tree, kind)
-    else:
-        field_problems = []
-    if config is not None:
-        wrong = {problem.path for problem in [*field_problems, *unread]} | _meant(field_problems, kind)
-        problems += [problem for problem in run_problems(config) if not _rests_on(problem, wrong)]
-    errors = [problem for problem in problems if not problem.warns]
-    return Validated(None if errors else config, errors, [problem for problem in problems if problem.warns])
+        return Validated(None, problems + [one for one in wrong if not (problems and _is_of_model(one))], [])
+    if problems:
+        return Validated(None, problems, [])
+    found = list(run_problems(config))
+    errors = [problem for problem in found if not problem.warns]
+    return Validated(None if errors else config, errors, [problem for problem in found if problem.warns])
 
 
-_MODEL = "policy.model"
+def _is_of_model(problem: Problem) -> bool:
+    return f"{problem.path}.".startswith("policy.model.")
+
 
 Key = int | str
 """A key of a section, or a place in a list."""
@@ -132,49 +126,3 @@ def _shown(value: object) -> str:
         return "a section"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _meant(problems: list[Problem], kind: Kind) -> set[str]:
-    """Return the keys that misspelt ones were meant to set; what rests on them is not judged either."""
-    typos = (problem.path for problem in problems if problem.what == "unknown key")
-    return {nearest for path in typos if (nearest := nearest_path(path, kind)) is not None}
-
-
-def _rests_on(problem: Problem, wrong: set[str]) -> bool:
-    keys = (problem.path, *problem.related)
-    return any(_covers(key, path) or _covers(path, key) for key in keys for path in wrong)
-
-
-def _covers(outer: str, inner: str) -> bool:
-    return inner == outer or inner.startswith(f"{outer}.")
-
-
-_PASSES = 8
-"""Sections are nested less deeply than this; each pass may uncover what a new section lacks."""
-
-
-def _stand_in(tree: Tree, kind: Kind) -> RunConfig | None:
-    """Return the configuration with stand-ins for the wrong fields, so that the rules between the others can run."""
-    tree = copy.deepcopy(tree)
-    for _ in range(_PASSES):
-        try:
-            return kind.model_validate(tree)
-        except ValidationError as error:
-            for details in error.errors(include_url=False):
-                _replace(tree, _as_written(details["loc"], tree), kind)
-    return None
-
-
-def _replace(tree: Tree, keys: list[Key], kind: Kind) -> None:
-    """Remove a wrong field, or give a required one the simplest value of its type."""
-    node: object = tree
-    for key in keys[:-1]:
-        node = cast("Any", node)[key]
-    if not isinstance(node, dict):
-        return
-    section, last = cast("Tree", node), str(keys[-1])
-    field = field_at(".".join(map(str, keys)), kind)
-    if field is not None and field.is_required():
-        section[last] = placeholder(field)
-    else:
-        section.pop(last, None)

@@ -5,19 +5,21 @@ Run as a module, it writes the pages into the folder that it is given.
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from nemo_rl_mcore.config.base import StrictModel, join_path
+from nemo_rl_mcore.config.base import Key, Rule, StrictModel, as_yaml, join_path
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.recipe.foreign.judgement import ANY, OFF, ON, AnyUnless, Judgement, SameAs
-from nemo_rl_mcore.recipe.foreign.translated import TRANSLATED
-from nemo_rl_mcore.recipe.foreign.unsupported import UNSUPPORTED
+from nemo_rl_mcore.recipe.rules.policies import POLICY_RULES
+from nemo_rl_mcore.recipe.rules.runs import RUN_RULES
 from nemo_rl_mcore.recipe.schema import allowed, section_of
+from nemo_rl_mcore.tools.migrate.judgements import JUDGEMENTS, Judgement
+from nemo_rl_mcore.tools.migrate.renamed import RENAMED
 
 _INTRODUCTION = """\
 # Reference of the keys
@@ -36,11 +38,11 @@ _UNSUPPORTED_INTRODUCTION = """\
 
 A migration leaves such a key out at a neutral value, where it changes nothing. What another value does stands in the
 last columns: it is refused with an advice, or, where it costs speed or memory alone, left out and reported. The table
-stands in `nemo_rl_mcore/config/foreign/`.
+stands in `nemo_rl_mcore/tools/migrate/judgements.yaml`.
 """
 
 
-_TRANSLATED_INTRODUCTION = """\
+_RENAMED_INTRODUCTION = """\
 # Keys of NeMo RL
 
 What [`migrate` and `--migrate`](../migrating.md) make of them; a recipe that is run without has none.
@@ -50,10 +52,21 @@ What [`migrate` and `--migrate`](../migrating.md) make of them; a recipe that is
 They become the key next to them, and `async_rl`, which NeMo RL has for GRPO alone, makes the run asynchronous.
 """
 
+_COMBINATIONS_INTRODUCTION = """\
+# What does not go together
+
+`check`, and each run before it starts, refuses these combinations by the names of their keys, with the values that the
+recipe gives them. `ALGORITHM` is the section of the recipe's algorithm, `ASYNC` that of its asynchronous rollouts; what
+stands at one section holds of each that has the same keys, such as a teacher's model. What depends on sizes, such as a
+layout that does not divide, is told where it happens.
+"""
+
 _PAGES_OF_THEIR_OWN = ("policy.model", "policy.megatron_cfg", "policy.generation")
 """Sections inside others that are long enough for a page."""
 
-_FOREIGN_PAGE = "nemo_rl"
+_FOREIGN_PAGE, _COMBINATIONS_PAGE = "nemo_rl", "combinations"
+_PLACES = {"loop": "ALGORITHM", "asynchrony": "ALGORITHM.ASYNC", "gradient": "loss_fn"}
+"""What stands on a page for the paths of rules that depend on the algorithm."""
 
 type _Section = tuple[str, str]
 """A section's path, and its text."""
@@ -68,16 +81,16 @@ def reference_pages() -> dict[str, str]:
     pages |= {name: list(_sections_of_its_own(kind)) for name, kind in RUN_CONFIGS.items()}
     titles = {name: ", ".join(f"`{path}`" for path, _ in sections) for name, sections in pages.items()}
     texts = {name: _page(name, sections) for name, sections in pages.items()}
-    foreign = _TRANSLATED_INTRODUCTION + "\n" + _translated_table() + "\n" + _unsupported_section()
     contents = (
         *((f"[{name}]({name}.md)", title) for name, title in titles.items()),
         (
             f"[{_FOREIGN_PAGE}]({_FOREIGN_PAGE}.md)",
             "keys of NeMo RL that have another name here, or do nothing",
         ),
+        (f"[{_COMBINATIONS_PAGE}]({_COMBINATIONS_PAGE}.md)", "what does not go together"),
     )
     index = "\n".join((_INTRODUCTION, _table(("page", "sections"), iter(contents)), top[1]))
-    texts |= {"index": index, _FOREIGN_PAGE: foreign}
+    texts |= {"index": index, _FOREIGN_PAGE: _page_of_nemo_rl(), _COMBINATIONS_PAGE: _combinations()}
     return {f"{name}.md": text for name, text in texts.items()}
 
 
@@ -124,31 +137,26 @@ def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
     return f"`{name}`", allowed(field), default, " ".join((field.description or "").split())
 
 
-def _translated_table() -> str:
-    rows = ((f"`{foreign}`", f"`{own}`") for foreign, own in TRANSLATED.items())
-    return _table(("key", "becomes"), rows)
+def _page_of_nemo_rl() -> str:
+    renamed = ((f"`{theirs}`", f"`{own}`") for theirs, own in RENAMED.items())
+    judged = (_judged_row(path, known) for path, known in JUDGEMENTS.items())
+    columns = ("key", "neutral", "otherwise", "what is said")
+    tables = (_table(("key", "becomes"), renamed), _UNSUPPORTED_INTRODUCTION, _table(columns, judged))
+    return "\n".join((_RENAMED_INTRODUCTION, *tables))
 
 
-def _unsupported_section() -> str:
-    rows = (_unsupported_row(path, known) for path, known in UNSUPPORTED.items())
-    return _UNSUPPORTED_INTRODUCTION + "\n" + _table(("key", "neutral", "otherwise", "what is said"), rows)
-
-
-def _unsupported_row(path: str, known: Judgement) -> tuple[str, ...]:
-    otherwise = "" if known.neutral == (ANY,) else "reported" if known.warns else "refused"
-    return f"`{path}`", " or ".join(_neutral(value) for value in known.neutral), otherwise, known.remedy
-
-
-def _neutral(value: object) -> str:
-    if isinstance(value, SameAs):
-        return f"the value of `{value.other}`"
-    if isinstance(value, AnyUnless):
-        return f"any value where `{value.path}` is off"
-    if value is ANY:
-        return "any value; it is not read"
-    if value is OFF or value is ON:
-        return "off (`enabled: false`)" if value is OFF else "on, or left out"
-    return f"`{_yaml(value)}`"
+def _judged_row(path: str, known: Judgement) -> tuple[str, ...]:
+    neutral = [f"`{_yaml(value)}`" for value in known.neutral]
+    if known.unread:
+        neutral.append("any value; it is not read")
+    if known.switched_off:
+        neutral.append("off (`enabled: false`)")
+    if known.unless:
+        neutral.append(f"any value where `{known.unless}` is off")
+    if known.same_as:
+        neutral.append(f"the value of `{known.same_as}`")
+    otherwise = "" if known.unread else "reported" if known.told else "refused"
+    return f"`{path}`", " or ".join(neutral), otherwise, known.told or known.refused
 
 
 def _yaml(value: object) -> str:
@@ -156,6 +164,47 @@ def _yaml(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
+
+
+def _combinations() -> str:
+    sections = (row for kind in RUN_CONFIGS.values() for row in _rules_of_sections(kind, ""))
+    policy = ((row, lambda path: join_path("policy", path)) for row in POLICY_RULES if isinstance(row, Rule))
+    runs = ((row, _place) for row in RUN_RULES if isinstance(row, Rule))
+    rows: dict[int, tuple[str, ...]] = {}
+    for row, key in (*policy, *runs, *sections):
+        if row.code in ("incompatible", "not-supported"):
+            rows.setdefault(id(row), _combination(row, key))
+    table = _table(("key", "does not go with", "because", "instead"), iter(sorted(rows.values())))
+    return _COMBINATIONS_INTRODUCTION + "\n" + table
+
+
+def _place(path: str) -> str:
+    first, dot, rest = path.partition(".")
+    return f"{_PLACES.get(first, first)}{dot}{rest}"
+
+
+def _rules_of_sections(section: type[StrictModel], path: str) -> Iterator[tuple[Rule[Any], Key]]:
+    for row in section.rules:
+        if isinstance(row, Rule):
+            yield row, lambda inner: join_path(path, inner)
+    for name, field in section.model_fields.items():
+        inside, inner = join_path(path, name), section_of(field)
+        if inner and (inner is not SourceConfig or inside == "data.train"):
+            yield from _rules_of_sections(inner, inside)
+
+
+def _combination(rule: Rule[Any], key: Key) -> tuple[str, ...]:
+    """Return a row of the table; what a rule computes of a recipe's values is left out."""
+    fix = rule.fix
+    if isinstance(fix, Mapping):
+        fix = ", or ".join(f"`{key(path)}: {as_yaml(value)}`" for path, value in fix.items())
+    because = rule.why or rule.says
+    return (
+        f"`{key(rule.path)}`",
+        ", ".join(f"`{key(path)}`" for path in rule.related if path != rule.path),
+        because if isinstance(because, str) else "",
+        fix if isinstance(fix, str) else "",
+    )
 
 
 def _table(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:

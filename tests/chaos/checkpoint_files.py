@@ -96,7 +96,7 @@ def table(title: str, findings: list[Finding]) -> str:
 def _saved(worker: Any, root: Path) -> Path:
     from chat_tokenizer import save_chat_tokenizer
 
-    from nemo_rl_mcore.driver.saved_run import recipe_text
+    from nemo_rl_mcore.driver.run_folder import recipe_text
     from nemo_rl_mcore.rank.checkpoints import CheckpointStore
     from nemo_rl_mcore.recipe.load import load_config
 

@@ -21,12 +21,12 @@ from algorithm_fakes import Notes, train_result  # noqa: E402
 from journals import Journal, answered_rows, digest, rows_of  # noqa: E402
 
 from nemo_rl_mcore.data import BatchedDataDict  # noqa: E402
-from nemo_rl_mcore.driver.algorithms.distillation import Distillation  # noqa: E402
-from nemo_rl_mcore.driver.algorithms.dpo import DPO  # noqa: E402
-from nemo_rl_mcore.driver.algorithms.grpo import GRPO  # noqa: E402
+from nemo_rl_mcore.driver.algorithms.distillation import DistillationTrainer  # noqa: E402
+from nemo_rl_mcore.driver.algorithms.dpo import DPOTrainer  # noqa: E402
+from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer  # noqa: E402
 from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop  # noqa: E402
-from nemo_rl_mcore.driver.algorithms.ppo import PPO  # noqa: E402
-from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints  # noqa: E402
+from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer  # noqa: E402
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints  # noqa: E402
 from nemo_rl_mcore.driver.parts import open_parts  # noqa: E402
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector  # noqa: E402
 from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved  # noqa: E402
@@ -85,7 +85,7 @@ class OneDeath(Chance):
 
 @dataclass
 class FakeTrainer:
-    """A `PolicyInterface` or `ValueInterface` of one rank, a journal for each of its lives.
+    """A `Policy` of one rank, a journal for each of its lives.
 
     raise: before anything; the ranks are as they were. fail: half way, so that an open step is to be aborted. die: half
     way. die_after, raise_after: all is done, and nobody is told. restart: the new ranks die at once.
@@ -373,7 +373,7 @@ def recipe(
     )
     name = "grpo_copy" if algorithm == "grpo" else algorithm
     if age is None:
-        return load_config(EXAMPLES / f"{name}_cpu.yaml", [*given])
+        return _without_weights(load_config(EXAMPLES / f"{name}_cpu.yaml", [*given]))
     section = f"{one}.async_{one}"
     beside = (
         f"{section}.max_trajectory_age_steps={age}",
@@ -381,7 +381,14 @@ def recipe(
         *(f"{section}.min_groups_for_streaming_train={size}" for size in [chunk] if size),
         f"{section}.order={order}",
     )
-    return load_config(EXAMPLES / f"{name}_async_cpu.yaml", [*given, *beside])
+    return _without_weights(load_config(EXAMPLES / f"{name}_async_cpu.yaml", [*given, *beside]))
+
+
+def _without_weights(config):
+    """A fake teacher has none."""
+    if config.algorithm != "distillation":
+        return config
+    return config.model_copy(update={"teacher": config.teacher.model_copy(update={"init_checkpoint": None})})
 
 
 def start(root: Path, config, chance: Chance, lives: count) -> None:
@@ -409,15 +416,15 @@ def start(root: Path, config, chance: Chance, lives: count) -> None:
         algorithm = _algorithm(config, models, (trainer, collector, parts.prompts, notes), scheduler)
         trained = {name: model for name, model in models.items() if config.models[name].trained}
         frozen = {name: model for name, model in models.items() if name not in trained}
-        TrainingLoop(config, trained, scheduler, notes, checkpoints, frozen).run(algorithm)
+        TrainingLoop(config, algorithm, trained, scheduler, notes, checkpoints, frozen).run()
 
 
 def _algorithm(config, models, common, scheduler):
     kind, more = {
-        "grpo": (GRPO, {}),
-        "ppo": (PPO, {"critic": models.get("value")}),
-        "dpo": (DPO, {"pairs": None}),
-        "distillation": (Distillation, {"teacher": models.get("teacher")}),
+        "grpo": (GRPOTrainer, {}),
+        "ppo": (PPOTrainer, {"critic": models.get("value")}),
+        "dpo": (DPOTrainer, {"pairs": None}),
+        "distillation": (DistillationTrainer, {"teacher": models.get("teacher")}),
     }[config.algorithm]
     return kind(config, *common, rollouts=scheduler, **more)
 

@@ -27,8 +27,7 @@ class Expected:
     many others, of which each has its turn.
     exact: whether the same rows give the same weights to the bit.
     repeats: whether a command that goes on gives the rows, too, that the one before it had after the checkpoint.
-    finished: whether the run came to its end. gone: ranks that nothing took the place of; the others have all rows
-    from the checkpoint on to which they then went back.
+    finished: whether the run came to its end.
     """
 
     prompts: Mapping[int, Sequence[int]]
@@ -44,7 +43,6 @@ class Expected:
     repeats: bool = True
     in_order: bool = True
     finished: bool = True
-    gone: frozenset[str] = frozenset()
 
     @property
     def groups(self) -> int:
@@ -118,21 +116,14 @@ def model_of(who: str) -> str:
 
 
 def _of_model(journals: Journals, replays: Sequence[RankReplay], expected: Expected) -> list[str]:
-    found: list[str] = []
-    if expected.gone:
-        found += _redone_by_fewer(replays, expected)
-        there = next(one for one in replays if one.who not in expected.gone)
-        for one in (one for one in replays if one.who in expected.gone):
-            one.history = one.history[: there.loaded]
-    else:
-        found += _redone(journals, replays, expected)
     model = model_of(replays[0].who)
+    found = [*_redone(journals, replays, expected)]
     return [*found, *(f"{model}: {one}" for one in _histories(replays, expected))]
 
 
 def _histories(replays: Sequence[RankReplay], expected: Expected) -> Iterator[str]:
     """Each step once, on all ranks, with each answer to each of its prompts once."""
-    lengths = {len(rank.history) for rank in replays if rank.who not in expected.gone}
+    lengths = {len(rank.history) for rank in replays}
     last = max(expected.prompts) * expected.passes
     if len(lengths) > 1 or (expected.finished and lengths != {last}):
         yield f"the weights of the ranks have {sorted(lengths)} steps behind them, of {last}"
@@ -175,18 +166,6 @@ def _redone(journals: Journals, replays: Sequence[RankReplay], expected: Expecte
             before = {(one.rows, one.weights) for one in times}
             if expected.exact and len(before) > len({rows for rows, _ in before}):
                 yield f"{rank.who}: step {step} was done again with the same rows, and gave other weights"
-
-
-def _redone_by_fewer(replays: Sequence[RankReplay], expected: Expected) -> Iterator[str]:
-    """What all ranks trained together, before some were gone, is what those that are left have trained again."""
-    left = [rank for rank in replays if rank.who not in expected.gone]
-    for step in sorted({*left[0].ever}):
-        first = [rank.ever[step][0] for rank in replays if rank.ever.get(step)]
-        if len(first) == len(replays) and left[0].loaded < step:
-            before = sorted(row for one in first for row in one.rows)
-            after = sorted(row for rank in left for row in rank.history[step - 1].rows)
-            if before != after:
-                yield f"step {step} was done again with other rows"
 
 
 def redone_steps(folder: Path) -> int:

@@ -60,13 +60,9 @@ class Kind:
 _KL = "loss_fn.reference_policy_kl_penalty=0.05"
 KINDS = {
     "grpo": Kind("grpo_copy_cpu.yaml", more=(_KL,)),
-    "ppo": Kind(
-        "ppo_cpu.yaml", ("policy", "value"), passes=2, optimizer_steps=2, more=(_KL, "warm_start=null")
-    ),
-    "dpo": Kind("dpo_cpu.yaml", chosen=2, corrects=False, more=("warm_start=null",)),
-    "distillation": Kind(
-        "distillation_cpu.yaml", frozen=("teacher",), corrects=False, more=("teacher.warm_start=null",)
-    ),
+    "ppo": Kind("ppo_cpu.yaml", ("policy", "value"), passes=2, optimizer_steps=2, more=(_KL,)),
+    "dpo": Kind("dpo_cpu.yaml", chosen=2, corrects=False),
+    "distillation": Kind("distillation_cpu.yaml", frozen=("teacher",), corrects=False),
 }
 
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_mcore.config import Role
-from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine
-from nemo_rl_mcore.rank.refit.verification import of_all
+from nemo_rl_mcore.engine.embedded import EmbeddedEngine
+from nemo_rl_mcore.rank.refit.digests import of_all
 from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
 FOLDER = "MEGATRON_TEST_JOURNALS"  # a variable that the product hands to ranks and engines

@@ -48,15 +48,13 @@ STREAMED, DYNAMIC = Recipe(1, chunk=2), Recipe(1, dynamic=True)
 OTHERS = tuple(Recipe(age, one, steps=9) for one in ("ppo", "dpo", "distillation") for age in (None, 1))
 JOINED_S = 60.0
 TWO_MACHINES = Recipe(None, machines=2, more=(f"cluster.node_wait_s={JOINED_S:g}",))
-FEWER = Recipe(None, machines=2, more=("cluster.node_wait_s=3", "cluster.elastic=shrink"))
 
 
 @dataclass(frozen=True)
 class Row:
     """faults: strike from inside. strike: from outside. machine: strikes the second of two. within_s: until it is told.
 
-    again: the fault ends the command, and the same one goes on. redoes: whether steps must have been done again. gone:
-    ranks in whose place there are none.
+    again: the fault ends the command, and the same one goes on. redoes: whether steps must have been done again.
     """
 
     name: str
@@ -67,11 +65,6 @@ class Row:
     within_s: float = DETECTED_S
     again: bool = False
     redoes: bool = False
-    gone: frozenset[str] = frozenset()
-
-    @property
-    def exact(self) -> bool:
-        return self.recipe.exact and not self.gone
 
 
 @dataclass
@@ -115,13 +108,9 @@ def raylet_killed(run: JournaledRun) -> None:
     run.strike("raylet", raylets[0])
 
 
-def machine_gone(run: JournaledRun, raylets: Raylets, second: str) -> None:
+def machine_replaced(run: JournaledRun, raylets: Raylets, second: str) -> None:
     run.wait_for_step(6)
     run.strike("machine", raylets.raylet(second))
-
-
-def machine_replaced(run: JournaledRun, raylets: Raylets, second: str) -> None:
-    machine_gone(run, raylets, second)
     raylets.join()
 
 
@@ -168,13 +157,6 @@ def rows() -> tuple[Row, ...]:
     ]
     of_machines = [
         Row("machine gone, another joins", TWO_MACHINES, machine=machine_replaced, redoes=True),
-        Row(
-            "machine gone for good, shrink",
-            FEWER,
-            machine=machine_gone,
-            redoes=True,
-            gone=frozenset({"rank_1"}),
-        ),
     ]
     return (
         *of_ranks,
@@ -308,7 +290,7 @@ def _judge(row: Row, run: JournaledRun, found: Found, *, finished: bool) -> None
         found.wrong.append(
             f"the log has groups that were not used {unused.total()} times, {len(unused)} of them"
         )
-    expected = row.recipe.expected({*unused}, finished=finished, gone=row.gone)
+    expected = row.recipe.expected({*unused}, finished=finished)
     found.wrong += broken(run.journals, expected)
     found.redone = redone_steps(run.journals)
     if row.redoes and not found.redone:
@@ -321,7 +303,7 @@ def _judge(row: Row, run: JournaledRun, found: Found, *, finished: bool) -> None
             if number
         ]
         found.asked = " + ".join([f"{asked.begun} = {asked.ended}", *lost])
-    if finished and row.exact:
+    if finished and row.recipe.exact:
         now = final_tensors(run, row.recipe)
         wanted = undisturbed(replace(row.recipe, machines=1, more=(), background=False))
         different = [name for name in wanted if name not in now or not wanted[name].equal(now[name])]

@@ -33,8 +33,6 @@ class RankReplay:
     problems: list[str] = field(default_factory=list)
     went_on: list[Finished] = field(default_factory=list)
     """Those after which something was called that needs the step: its end was known."""
-    loaded: int = 0
-    """The steps, or passes, behind what was loaded last."""
     _weights: str = ""
     _first_weights: str = ""
     _saved: dict[int, tuple[list[Finished], str]] = field(default_factory=dict)
@@ -120,7 +118,7 @@ class RankReplay:
         history, weights = self._saved[step]
         if entry["weights"] != weights:
             self._say(f"holds other weights after loading step {step} than it saved")
-        self.history, self._weights, self.loaded = [*history], entry["weights"], len(history)
+        self.history, self._weights = [*history], entry["weights"]
         self._open, self._failed = None, False
 
 

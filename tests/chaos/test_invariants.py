@@ -335,33 +335,6 @@ def test_a_line_that_was_cut_off_is_none(turns):
     assert turns.problems() == []
 
 
-def alone(script, steps, leave_out=()):
-    """One rank goes back to the checkpoint of step 1, without the other, and trains all rows."""
-    script.write("rank_0", "start", weights="w0")
-    script.write("rank_0", "load_checkpoint", step=1, weights="w1")
-    for step in steps:
-        rows = [row for row in script.rows(step, range(SAMPLES)) if tuple(row[:2]) not in leave_out]
-        script.write("rank_0", "train", rows=rows, weights=f"alone {step}")
-
-
-@pytest.mark.parametrize(
-    ("steps", "leave_out", "told"),
-    [
-        ((2, 3), (), None),
-        ((2, 3), ((7, 1),), "step 2 was done again with other rows"),
-        ((2,), (), "steps behind them"),
-    ],
-)
-def test_fewer_ranks_train_again_what_all_of_them_had(turns, steps, leave_out, told):
-    train_all(turns, (1,))
-    turns.save(1)
-    train_all(turns, (2,))
-    turns.die("rank_0", "rank_1")
-    alone(turns, steps, leave_out)
-    problems = turns.problems(gone=frozenset({"rank_1"}))
-    assert problems == [] if told is None else any(told in one for one in problems)
-
-
 def twice(script, steps=(1, 2, 3), leave_out=None):
     """Two models that are trained twice on the rows of a step."""
     for who in ("rank_0", "rank_1", "value_rank_0", "value_rank_1"):

@@ -9,7 +9,7 @@ from random_schedules import fake_run, fake_schedule, real_schedule
 from refusals import refused
 
 from nemo_rl_mcore.driver.algorithms.algorithm import StepOutcome
-from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.rollouts import ledger
 from nemo_rl_mcore.driver.rollouts.event_log import read_events
 from nemo_rl_mcore.driver.rollouts.order import AsCompleted
@@ -121,8 +121,8 @@ def test_a_model_that_comes_back_wrongly_is_told(method, wrongly, how, tmp_path,
 
 def redo_without_a_group(algorithm, redo, step):
     whole = algorithm.rollouts.known_step(step)
-    of_chunks = {name: [chunk[1:] for chunk in getattr(whole, name)] for name in ("groups", "batches")}
-    fewer = SimpleNamespace(known_step=lambda of: replace(whole, **of_chunks))
+    chunks = [(groups[1:], batches[1:]) for groups, batches in whole.known]
+    fewer = SimpleNamespace(known_step=lambda of: replace(whole, known=chunks))
     return redo(replace(algorithm, rollouts=fewer), step)
 
 
@@ -137,8 +137,8 @@ def redo_nothing(algorithm, redo, step):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("wrongly", [redo_without_a_group, redo_another, redo_nothing])
 def test_a_product_that_redoes_wrongly_is_told(wrongly, tmp_path, monkeypatch):
-    rightly = GRPO.redo
-    monkeypatch.setattr(GRPO, "redo", lambda self, step: wrongly(self, rightly, step))
+    rightly = GRPOTrainer.redo
+    monkeypatch.setattr(GRPOTrainer, "redo", lambda self, step: wrongly(self, rightly, step))
     problems, line = fake_run(tmp_path, OneDeath("train", 6), 0, None)
     assert problems, line
 

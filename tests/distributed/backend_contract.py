@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import pad
 
-from nemo_rl_mcore.data.token_digests import digests_of_rows
+from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.rank.policy_backend import OnDevice
 from nemo_rl_mcore.rank.train_step import TrainStepError

@@ -3,7 +3,7 @@
 import torch
 from torch_backend import TorchBackend
 
-from nemo_rl_mcore.data.stop_conditions import StopConditions
+from nemo_rl_mcore.data.tokenizer import StopConditions
 
 
 def nothing(*_args): ...

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.models.pretrained import fill_from_model_name
 
 LENGTH = 40
 
@@ -20,7 +21,7 @@ def policy_of(folder, megatron, **policy):
         "generation": {"max_new_tokens": 4, "temperature": 1.0},
         "megatron_cfg": {"optimizer": {"lr": 1e-2, "weight_decay": 0.0}} | megatron,
     }
-    return PolicyConfig.model_validate(sections | policy)
+    return PolicyConfig.model_validate(fill_from_model_name(sections | policy)[0])
 
 
 def loaded_logprobs(folder, megatron, ids, lengths, **policy):

@@ -35,7 +35,7 @@ _sizes: tuple[int | None, ...] | None = None
 
 
 class _Pickler(pickle.Pickler):
-    """Sends tensors as arrays, as `workers.tensor_transport` does: else the driver would import Megatron."""
+    """Sends tensors as arrays, as `driver.actors.supervised` does: else the driver would import Megatron."""
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, torch.Tensor):

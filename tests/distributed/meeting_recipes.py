@@ -229,8 +229,8 @@ class Material:
             keys[f"data.{name}.data_path"] = str(self.folder / f"{file}.jsonl")
         weights = self.weights(case)
         if ALGORITHMS[case["algorithm"]].shipped.algorithm == "distillation":
-            keys |= {"teacher.warm_start": None, "teacher.init_checkpoint": str(weights / "step_2")}
-        return keys | {"warm_start": None, "policy.init_checkpoint": str(weights / "step_1")}
+            keys |= {"teacher.init_checkpoint": str(weights / "step_2")}
+        return keys | {"policy.init_checkpoint": str(weights / "step_1")}
 
     def weights(self, case: Case) -> Path:
         """The folder of checkpoints of the run whose weights a combination starts from."""

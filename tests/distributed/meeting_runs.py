@@ -21,20 +21,19 @@ import torch
 from rank_pool import RankPool
 
 from nemo_rl_mcore.agents import endpoint
-from nemo_rl_mcore.agents.agents import Ended
+from nemo_rl_mcore.agents.agents import AgentEnd
 from nemo_rl_mcore.agents.session import NoRoomError, Session
 from nemo_rl_mcore.config import ClusterConfig, RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.driver import run as launch
-from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.driver.observability import Sample
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts import start
-from nemo_rl_mcore.driver.rollouts.draw import DrawnGroup, GroupDraw
-from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE, read_events
-from nemo_rl_mcore.driver.rollouts.timeline import Timeline
+from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroup
+from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE, Timeline, read_events
 
 TOKENIZER = load_tokenizer("char")
 REWARDS = (0.1, 1.0, 0.3, 0.7)
@@ -113,8 +112,6 @@ class Observer:
         return nullcontext()
 
     def checkpointed(self, _step: int) -> None: ...
-
-    def give_back_room(self) -> None: ...
 
     def startup(self, _part: str, _told_as: str = "") -> nullcontext[dict[str, float]]:
         return nullcontext({})
@@ -243,7 +240,7 @@ class RecordedAgents:
 
     def __init__(self, *_args: Any) -> None: ...
 
-    async def run(self, session: Session, _url: str, _task: Mapping[str, Any]) -> Ended:
+    async def run(self, session: Session, _url: str, _task: Mapping[str, Any]) -> AgentEnd:
         shown = TOKENIZER.encode(session.prompt.text)
         call = await session.ask(shown)
         if session.sample % 3:
@@ -252,7 +249,7 @@ class RecordedAgents:
             with suppress(NoRoomError):
                 await session.ask([*call.ids, TOKENIZER.eos_token_id], max_tokens=1)
         session.close(_reward(session.prompt.index, session.sample))
-        return Ended()
+        return AgentEnd()
 
 
 type Metrics = dict[str, float]
@@ -261,7 +258,7 @@ type Trained = dict[int, list[int]]
 
 
 @dataclass(frozen=True)
-class DrawnLike(GroupDraw):
+class DrawnLike(Draw):
     """Draws for each step the groups that another run has trained there."""
 
     trained: Trained = field(default_factory=dict, kw_only=True)
@@ -325,7 +322,7 @@ def run(
         stack.enter_context(patch.object(launch, "open_generation", _recorded))
         stack.enter_context(patch.object(endpoint, "Agents", RecordedAgents))
         if like is not None:
-            stack.enter_context(patch.object(start, "GroupDraw", partial(DrawnLike, trained=like)))
+            stack.enter_context(patch.object(start, "Draw", partial(DrawnLike, trained=like)))
         saved = start.read_saved(config, checkpoints.start)
         for _ in launch._train(parts, NoCluster(config.cluster), checkpoints, observer, stack, saved):  # type: ignore[arg-type]
             pass

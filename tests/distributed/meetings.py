@@ -33,7 +33,7 @@ from meeting_runs import Metrics, Outcome, PoolGroup, Trained, run
 from rank_pool import RankPool, Ranks
 
 from nemo_rl_mcore.config import ConfigError, OptimizerConfig, RunConfig, SchedulerConfig
-from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.errors import RunStoppedError
 
 

@@ -8,7 +8,7 @@ import pytest
 def open_engine(**generation):
     import tiny
 
-    from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
     from nemo_rl_mcore.rank import rendezvous
 
     tiny.leave()
@@ -44,7 +44,8 @@ def answers_of_both():
     from engine_contract import load
 
     from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.engine.engine import Sampling, as_batch, as_requests
+    from nemo_rl_mcore.driver.actors.engine_generation import as_batch, as_requests
+    from nemo_rl_mcore.engine.engine import Sampling
     from nemo_rl_mcore.ops.sampling import sample_keys
 
     data = BatchedDataDict(
@@ -187,7 +188,7 @@ def test_without_the_comparison_only_names_and_shapes_are_told(ranks):
 def layers_held(stages):
     import tiny
 
-    from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
     from nemo_rl_mcore.rank import rendezvous
 
     tiny.leave()

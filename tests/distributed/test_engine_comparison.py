@@ -27,7 +27,7 @@ def trained(policy, temperature):
 
 
 class Told:
-    """A `PolicyInterface` that has been asked before: one process holds one model."""
+    """A `Policy` that has been asked before: one process holds one model."""
 
     def __init__(self, told):
         self.told = told
@@ -86,7 +86,7 @@ def _compared(
     from engine_contract import load
 
     from nemo_rl_mcore.driver.algorithms.engine_comparison import compare
-    from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
     from nemo_rl_mcore.rank import rendezvous
 
     tensors, told = trained(tiny.policy_config(precision=precision, model=common), trained_at)

@@ -79,7 +79,7 @@ def losses():
 
 def dealt(policy, batch):
     """This rank's episodes, as the driver deals them."""
-    from nemo_rl_mcore.data.token_budget import split_balanced
+    from nemo_rl_mcore.data.microbatch import split_balanced
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
     ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()

@@ -10,8 +10,7 @@ from meeting_runs import NoCluster, _Groups, run
 from nemo_rl_mcore.driver import policy
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.tools.check.evaluation import as_evaluated
-from nemo_rl_mcore.tools.check.given_weights import load_over_given_weights
+from nemo_rl_mcore.tools.check.given_weights import as_evaluated, load_over_given_weights
 from nemo_rl_mcore.tools.evaluate import evaluate, export
 
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"

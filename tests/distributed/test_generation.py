@@ -371,7 +371,7 @@ def a_session_of_two_requests():
     import tiny
     import torch
 
-    from nemo_rl_mcore.data.stop_conditions import StopConditions
+    from nemo_rl_mcore.data.tokenizer import StopConditions
     from nemo_rl_mcore.ops.sampling import SamplingParams
     from nemo_rl_mcore.rank.megatron.generation import DecodingSession, GenerationRequest, generate
 
@@ -438,7 +438,7 @@ def logprobs_across_new_weights(reread):
     import torch
 
     from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.data.stop_conditions import StopConditions
+    from nemo_rl_mcore.data.tokenizer import StopConditions
     from nemo_rl_mcore.ops.sampling import SamplingParams
     from nemo_rl_mcore.rank.megatron.generation import DecodingSession, GenerationRequest
 
@@ -473,7 +473,7 @@ def logprobs_after_a_head_of_zeros():
     import tiny
     import torch
 
-    from nemo_rl_mcore.data.stop_conditions import StopConditions
+    from nemo_rl_mcore.data.tokenizer import StopConditions
     from nemo_rl_mcore.ops.sampling import SamplingParams
     from nemo_rl_mcore.rank.megatron.generation import DecodingSession, GenerationRequest
 

@@ -21,7 +21,7 @@ from meeting_recipes import (
 )
 
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.driver.algorithms import run_start
+from nemo_rl_mcore.driver.algorithms import run_checkpoints as run_start
 
 PLAIN = {name: values[0] for name, values in FACTORS.items()}
 

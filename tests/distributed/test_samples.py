@@ -69,7 +69,7 @@ def config(way, megatron):
 
 def dealt(worker_config, batch):
     """This rank's pairs, as the driver deals them."""
-    from nemo_rl_mcore.data.token_budget import split_balanced
+    from nemo_rl_mcore.data.microbatch import split_balanced
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
     ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()

@@ -49,8 +49,9 @@ def of_engine(policy, stop_ids, drawn):
     from played_episodes import NEW_TOKENS, SEED, TEMPERATURE
 
     from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine, EmbeddedSettings
-    from nemo_rl_mcore.engine.engine import Sampling, as_batch, as_requests
+    from nemo_rl_mcore.driver.actors.engine_generation import as_batch, as_requests
+    from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.engine.engine import Sampling
     from nemo_rl_mcore.ops.sampling import sample_keys
     from nemo_rl_mcore.rank import rendezvous
 
@@ -86,7 +87,7 @@ def played(kind, who, folder, samples):
 
     import played_episodes as episodes
 
-    from nemo_rl_mcore.driver.rollouts.sampled_ids import require_sampled_ids
+    from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
 
     name, chat = tokenizer_of(kind, Path(folder) / "tokenizer")
     tokenizer, policy = config_of(name, 128)

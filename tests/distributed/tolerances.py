@@ -3,7 +3,7 @@
 Those that a rehearsal holds a recipe to are the package's.
 """
 
-from nemo_rl_mcore.tools.rehearse.tolerances import (
+from nemo_rl_mcore.tools.rehearse.proofs import (
     FIVE_STEPS,
     GENERATION,
     LEARNING_RATE,

@@ -4,21 +4,11 @@ from pathlib import Path
 
 import pytest
 from checkpoint_tensors import tensors_in
-from grpo_run import RECIPE, Run, compared
+from grpo_run import RECIPE, Run, compared, teacher
 
 STEPS = 5
 CONFIGS = RECIPE.parent
-COLD = ("warm_start=null",)
 EXHAUSTIVE, NIGHTLY = pytest.mark.exhaustive, pytest.mark.nightly
-
-
-def teacher(folder: Path) -> str:
-    """Write the recipe of a teacher that has hardly learned; return the override that names it."""
-    path = folder / "teacher.yaml"
-    path.write_text(
-        f"defaults: {CONFIGS / 'sft_teacher_cpu.yaml'}\nsft: {{max_num_steps: 2, val_period: 0, val_at_end: false}}\n"
-    )
-    return f"teacher.warm_start={path}"
 
 
 @pytest.mark.parametrize(
@@ -30,8 +20,8 @@ def teacher(folder: Path) -> str:
         pytest.param(
             "grpo", "grpo_copy_async_cpu", ("grpo.use_dynamic_sampling=true",), ("policy",), marks=EXHAUSTIVE
         ),
-        pytest.param("ppo", "ppo_async_cpu", COLD, ("policy", "value"), marks=EXHAUSTIVE),
-        pytest.param("dpo", "dpo_async_cpu", COLD, ("policy",), marks=NIGHTLY),
+        pytest.param("ppo", "ppo_async_cpu", (), ("policy", "value"), marks=EXHAUSTIVE),
+        pytest.param("dpo", "dpo_async_cpu", (), ("policy",), marks=NIGHTLY),
         pytest.param("distillation", "distillation_async_cpu", (), ("policy",), marks=NIGHTLY),
     ],
     ids=["two optimizer steps", "dynamic sampling", "ppo", "dpo", "distillation"],

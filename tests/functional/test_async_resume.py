@@ -166,12 +166,12 @@ def of_recipe(algorithm: str, *overrides: str) -> tuple[str, ...]:
         ("grpo", "grpo_copy_async_cpu", of_recipe("grpo", *DYNAMIC_SAMPLING), ["policy"]),
         (
             *("ppo", "ppo_async_cpu"),
-            of_recipe("ppo", "warm_start=null", "ppo.async_ppo.max_trajectory_age_steps=0"),
+            of_recipe("ppo", "ppo.async_ppo.max_trajectory_age_steps=0"),
             ["policy", "value"],
         ),
         (
             *("dpo", "dpo_async_cpu"),
-            of_recipe("dpo", "warm_start=null", "dpo.async_dpo.max_trajectory_age_steps=0"),
+            of_recipe("dpo", "dpo.async_dpo.max_trajectory_age_steps=0"),
             ["policy"],
         ),
     ],

@@ -11,7 +11,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 from nemo_rl_mcore.driver.policy import Policy
-from nemo_rl_mcore.engine.embedded.kind import embedded_kind
+from nemo_rl_mcore.engine.kinds import embedded_kind
 from nemo_rl_mcore.losses import ClippedPGLossFn
 
 LOSS = ClippedPGLossFn(

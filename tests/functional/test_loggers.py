@@ -10,7 +10,7 @@ from grpo_run import Run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_file import config_of, exit_code_of, rows_of, run_of
 
-from nemo_rl_mcore.driver.observability.loggers.mlflow import RUN_ID_FILE
+from nemo_rl_mcore.driver.observability.services import MLFLOW_ID_FILE
 
 pytestmark = [pytest.mark.nightly, pytest.mark.needs("wandb", "mlflow")]
 STEPS = 4
@@ -59,7 +59,7 @@ def test_every_logger_has_one_whole_run_after_a_kill_and_a_resume(tmp_path) -> N
     assert exit_code_of(second) == 0
 
     client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
-    run = client.get_run((folder / RUN_ID_FILE).read_text())
+    run = client.get_run((folder / MLFLOW_ID_FILE).read_text())
     assert run.info.status == "FINISHED"
     logged = {
         metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/reward")

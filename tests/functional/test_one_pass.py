@@ -52,7 +52,7 @@ def test_a_run_is_the_same_to_the_bit(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "recipe", "overrides"),
     [
-        ("ppo", "ppo_cpu.yaml", ("warm_start=null", "policy.logprob_batch_size=128")),
+        ("ppo", "ppo_cpu.yaml", ("policy.logprob_batch_size=128",)),
         ("grpo", "grpo_guess_number_cpu.yaml", ("loss_fn.reference_policy_kl_penalty=0.05",)),
         (
             "grpo",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_tensors import tensors_in
-from grpo_run import Run
+from grpo_run import Run, teacher
 from refusals import assert_holds
 
 RECIPES = Path(__file__).parents[2] / "examples/configs"
@@ -21,7 +21,7 @@ SMALL_GRPO = (
     *("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=8", "grpo.val_at_end=false"),
     *("policy.train_global_batch_size=64", "policy.train_micro_batch_size=32"),
 )
-COLD_PPO = ("warm_start=null", "ppo.num_prompts_per_step=16", "policy.train_global_batch_size=16")
+COLD_PPO = ("ppo.num_prompts_per_step=16", "policy.train_global_batch_size=16")
 TWO_RANKS = "cluster.cpu_workers_per_node=2"
 
 
@@ -79,6 +79,7 @@ def run_of(case: Case, folder: Path) -> Run:
         f"checkpointing.checkpoint_dir={folder}/saved",
         *COMMON,
         *case.overrides,
+        *([teacher(folder)] if case.algorithm == "distillation" else []),
         algorithm=case.algorithm,
         recipe=RECIPES / case.recipe,
     )

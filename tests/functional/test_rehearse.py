@@ -13,8 +13,7 @@ from typing import Any, cast
 import pytest
 
 from nemo_rl_mcore.tools.rehearse import command
-from nemo_rl_mcore.tools.rehearse.killed import Killer
-from nemo_rl_mcore.tools.rehearse.recorded import Recorder
+from nemo_rl_mcore.tools.rehearse.runs import Killer, Recorder
 
 REPO = Path(__file__).parents[2]
 THEIRS = REPO / "tests/fixtures/nemo_rl"

@@ -8,8 +8,7 @@ import sys
 import pytest
 from grpo_run import RECIPE, Run
 
-from nemo_rl_mcore.driver.rollouts.group_store import digest_of_group, versions_of
-from nemo_rl_mcore.driver.rollouts.saved_groups import load_groups, save_groups
+from nemo_rl_mcore.driver.rollouts.saved import digest_of_group, load_groups, save_groups, versions_of
 
 STEPS = 8
 RECIPE_ASYNC = RECIPE.with_name("grpo_copy_async_cpu.yaml")

@@ -22,10 +22,9 @@ from torch import Tensor
 from trained_worker import weights
 
 from nemo_rl_mcore.rank import accelerator
-from nemo_rl_mcore.rank.refit.buckets import Bucket
 from nemo_rl_mcore.rank.refit.digests import digests as refit_digests
 from nemo_rl_mcore.rank.refit.sender import EngineLostError, RefitSettings, open_sender
-from nemo_rl_mcore.rank.refit.transports import CudaIpcReceiver, ReceivingEnd, SharedMemoryReceiver
+from nemo_rl_mcore.rank.refit.transports import Bucket, CudaIpcReceiver, ReceivingEnd, SharedMemoryReceiver
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

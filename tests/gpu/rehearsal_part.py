@@ -14,7 +14,7 @@ from report import Report
 from runs import ONE_RANK, Steps, command
 from trained_worker import TOLERANCES
 
-from nemo_rl_mcore.tools.rehearse.portable import unpacked
+from nemo_rl_mcore.tools.rehearse.runs import unpacked
 
 GROUP = "a rehearsal as on the CPU"
 LAYERS = "policy.megatron_cfg.transformer_impl=local"

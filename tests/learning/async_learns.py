@@ -15,14 +15,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from nemo_rl_mcore.driver.observability import read_history
 from nemo_rl_mcore.recipe.load import load_config
 
 CONFIGS = Path(__file__).parents[2] / "examples/configs"
 BELOW = 0.05
-FIRST_RUNS = ("warm_start", "teacher")
-"""Folders of runs whose weights a run begins with or learns from: the same for each staleness."""
+FIRST_RUNS = {
+    "ppo_async_cpu": ("sft_cpu", 80, "policy.init_checkpoint"),
+    "dpo_async_cpu": ("sft_cpu", 80, "policy.init_checkpoint"),
+    "distillation_async_cpu": ("sft_teacher_cpu", 400, "teacher.init_checkpoint"),
+}
+"""The recipes whose last weights a run begins with or learns from, their last steps, and what names the weights."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +94,24 @@ def outcome(folder: Path, case: Case, seed: int, age: int | None, steps: int | N
     log_dir = folder / f"{stem}-{'synchronous' if age is None else f'age{age}'}"
     if not (log_dir / "done").exists():
         shutil.rmtree(log_dir, ignore_errors=True)
-        for name in FIRST_RUNS if age is not None else ():
-            if (known := folder / f"{stem}-synchronous" / name).is_dir():
-                shutil.copytree(known, log_dir / name)
-        command = case.command(log_dir, seed, age, steps)
         with (folder / f"{log_dir.name}.log").open("w") as log:
+            given = first_weights(folder, case.recipe, seed, log)
+            command = [*case.command(log_dir, seed, age, steps), *given]
             subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
         (log_dir / "done").touch()
     return Outcome.of(log_dir)
+
+
+def first_weights(folder: Path, recipe: str, seed: int, log: IO[str]) -> list[str]:
+    """Train what a recipe begins with, unless that was done, the same for each staleness; returns its override."""
+    if recipe not in FIRST_RUNS:
+        return []
+    first, last, key = FIRST_RUNS[recipe]
+    run = folder / f"{first}-seed{seed}"
+    overrides = [f"seed={seed}", f"logger.log_dir={run}", "checkpointing.enabled=true"]
+    command = [sys.executable, "-m", "nemo_rl_mcore", "sft", "--config", str(CONFIGS / f"{first}.yaml")]
+    subprocess.run([*command, *overrides], check=True, stdout=log, stderr=subprocess.STDOUT)
+    return [f"{key}={run}/checkpoints/step_{last}"]
 
 
 def rows_of(case: Case, folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, bool]]:

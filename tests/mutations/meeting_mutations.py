@@ -84,7 +84,7 @@ def schedule_counts_rows() -> AbstractContextManager[Any]:
 def deviation_by_cancelling_sums() -> AbstractContextManager[Any]:
     """The mean of squares less the square of the mean, with the row taken out of the sums of its group."""
     from nemo_rl_mcore.driver.algorithms import advantages
-    from nemo_rl_mcore.driver.rollouts.rewards import GroupStatistics
+    from nemo_rl_mcore.driver.algorithms.advantages import GroupStatistics
 
     def statistics(_prompt_ids: Any, rewards: Any, *, leave_one_out: bool) -> GroupStatistics:
         rewards = rewards.double()

@@ -86,12 +86,13 @@ def test_every_problem_goes_to_stderr_with_status_2(capsys):
 
 def test_a_package_that_a_recipe_needs_here_is_a_problem(capsys, monkeypatch):
     """It runs on this machine's CPUs; a recipe for GPUs is checked for another one."""
-    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: False)
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: False)
     here = [
         "check",
         "--config",
         EXEMPLAR,
         "policy.generation.backend=vllm",
+        "+policy.model.kv_channels=32",
         "policy.megatron_cfg.transformer_impl=local",
     ]
     assert cli.main(here) == 2
@@ -103,6 +104,7 @@ def test_a_package_that_a_recipe_needs_here_is_a_problem(capsys, monkeypatch):
 def test_gpus_are_looked_for_where_a_run_starts(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)  # other tests of this process may have a session
     of_gpus = ["--config", EXEMPLAR, "cluster.gpus_per_node=2"]
     assert cli.main(["check", *of_gpus]) == 0
     assert cli.main(["grpo", *of_gpus]) == 2
@@ -243,9 +245,9 @@ def test_check_notes_that_transformer_engine_is_not_on_this_machine(capsys):
     assert noted not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", command_line._EXAMPLES)
+@pytest.mark.parametrize("command", command_line.COMMANDS)
 def test_the_example_of_each_command_is_one(command, capsys):
-    example = command_line._EXAMPLES[command]
+    example = command_line.COMMANDS[command].example
     with pytest.raises(SystemExit):
         command_line.parse([command, "--help"])
     assert f"nemo-rl-mcore {example}" in capsys.readouterr().out

@@ -19,11 +19,11 @@ from nemo_rl_mcore.driver.observability.report import REPORT_FILE
 from nemo_rl_mcore.driver.observability.rollouts import ROLLOUTS_FOLDER
 from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE
-from nemo_rl_mcore.driver.saved_run import RECIPE_FILE
-from nemo_rl_mcore.recipe.foreign.recognised import is_foreign
+from nemo_rl_mcore.driver.run_folder import RECIPE_FILE
 from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.recipe.of_nemo_rl import is_foreign
 from nemo_rl_mcore.recipe.schema import is_known
-from nemo_rl_mcore.tools.evaluate.folder import IDENTITY_FILE, RESULTS_FILE
+from nemo_rl_mcore.tools.evaluate.samples import IDENTITY_FILE, RESULTS_FILE
 from nemo_rl_mcore.tools.reference import reference_pages
 
 pytestmark = pytest.mark.stage("docs")

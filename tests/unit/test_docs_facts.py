@@ -16,7 +16,8 @@ import nemo_rl_mcore
 from nemo_rl_mcore.config.base import Code
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.rank import accelerator
-from nemo_rl_mcore.rank.sums import StepTotals, as_result
+from nemo_rl_mcore.rank.results import as_result
+from nemo_rl_mcore.rank.sums import StepTotals
 from nemo_rl_mcore.rank.train_step import OptimizerOutcome, StepResult
 from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 from nemo_rl_mcore.recipe.load import load_config

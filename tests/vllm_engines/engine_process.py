@@ -31,8 +31,8 @@ PROMPT_LENGTHS = (3, 40, LONGER_THAN_A_BLOCK)
 
 def prepare_engine(_rank: int) -> None:
     """Get the environment ready that the workers give an engine."""
-    from nemo_rl_mcore.driver.actors.environment import rank_environment
-    from nemo_rl_mcore.engine.vllm.kind import vllm_environment
+    from nemo_rl_mcore.driver.actors.places import rank_environment
+    from nemo_rl_mcore.engine.kinds import vllm_environment
 
     os.environ.update(rank_environment(os.environ, on_cpu=True) | vllm_environment(os.environ, on_cpu=True))
 
@@ -93,8 +93,7 @@ def messages(
     tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = 40_000
 ) -> Iterable[dict[str, Any]]:
     """The tensors in buckets of shared memory that take turns; a bucket is valid until the next but one."""
-    from nemo_rl_mcore.rank.refit.buckets import Bucket, Packer
-    from nemo_rl_mcore.rank.refit.transports import SharedMemorySender
+    from nemo_rl_mcore.rank.refit.transports import Bucket, Packer, SharedMemorySender
 
     sender = SharedMemorySender(bucket_bytes)
     packers = [Packer(slot) for slot in sender.slots]

@@ -190,7 +190,7 @@ def endings_of_bytes(folder):
     import engine_process as tiny
     from chat_templates import byte_tokenizer
 
-    from nemo_rl_mcore.data.stop_conditions import StopConditions
+    from nemo_rl_mcore.data.tokenizer import StopConditions
     from nemo_rl_mcore.engine.engine import Request, Sampling
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 

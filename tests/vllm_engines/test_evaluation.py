@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from nemo_rl_mcore.tools.check.evaluation import as_evaluated
-from nemo_rl_mcore.tools.check.given_weights import load_over_given_weights
+from nemo_rl_mcore.tools.check.given_weights import as_evaluated, load_over_given_weights
 from nemo_rl_mcore.tools.evaluate.evaluate import run_eval
 
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_vllm_cpu.yaml"

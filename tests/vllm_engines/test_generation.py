@@ -16,9 +16,9 @@ from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.driver.algorithms.engine_comparison import BOUNDS, EnginesDifferError, compare
-from nemo_rl_mcore.driver.algorithms.logprobs import model_inputs
+from nemo_rl_mcore.driver.algorithms.mismatch import model_inputs
 from nemo_rl_mcore.driver.policy import Policy
-from nemo_rl_mcore.driver.rollouts.sampled_ids import require_sampled_ids
+from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
 from nemo_rl_mcore.losses import ClippedPGLossFn
 
 LOGPROBS = 1e-4
@@ -58,7 +58,7 @@ class Run:
         reads_texts: their requests have stop strings of their own.
         """
         from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
-        from nemo_rl_mcore.engine.vllm.kind import vllm_kind
+        from nemo_rl_mcore.engine.kinds import vllm_kind
 
         config = policy_config(**generation)
         other = config.model_copy(update={"model": config.model.model_copy(update=model or {})})

@@ -78,8 +78,7 @@ def complaints(folder):
 
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
     from nemo_rl_mcore.rank.refit import transports
-    from nemo_rl_mcore.rank.refit.digests import Digester
-    from nemo_rl_mcore.rank.refit.verification import IncompleteRefitError
+    from nemo_rl_mcore.rank.refit.digests import Digester, IncompleteRefitError
 
     tiny.model_folder(folder, "qwen3")
     # The engine casts what it is sent.
@@ -168,8 +167,7 @@ def experts_refitted(folder, kernel):
     from nemo_rl_mcore.engine.vllm import held_weights
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
     from nemo_rl_mcore.models.config_json import hf_config_of
-    from nemo_rl_mcore.rank.refit.digests import digests
-    from nemo_rl_mcore.rank.refit.verification import IncompleteRefitError
+    from nemo_rl_mcore.rank.refit.digests import IncompleteRefitError, digests
 
     model = ModelConfig.model_validate(EXPERTS)
     folder.mkdir()

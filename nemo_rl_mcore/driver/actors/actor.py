@@ -1,43 +1,34 @@
-"""One supervised Ray actor: its start, its health, the wait for its answers, its end, and why it died.
+"""One supervised Ray actor, as the driver sees it: its start, its health, the wait for its answers, its end.
 
-Ranks, engines and environments are all such actors. `gang.py` says what becomes of several that are called, and end, as
-a whole (ranks, and an engine alone); `pool.py` replaces one by one those that are lost (engines, environments).
-
-`actor_class`, `Construction`, `Health` and `identity_of_this_process` are at home in the actor's process: its methods
-run in one thread, `_health` in another. All else is the driver's: `HealthWatch` belongs to the thread that waits, and
-any thread may call `Actor.end`.
+Ranks, engines and environments are all such actors; `supervised.py` is what runs in their processes. `gang.py` says
+what becomes of several that are called, and end, as a whole (ranks, and an engine alone); `pool.py` replaces one by one
+those that are lost (engines, environments). `HealthWatch` belongs to the thread that waits, and any thread may call
+`Actor.end`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from nemo_rl_mcore.driver.actors.failures import RankFailure, RankIdentity, identity_in
-from nemo_rl_mcore.driver.actors.tensor_transport import use_arrays_for_tensors
-from nemo_rl_mcore.rank import activity
-from nemo_rl_mcore.rank.activity import Progress, stack_of
-from nemo_rl_mcore.rank.rendezvous import LISTENING_SOCKET, listen_at
+from nemo_rl_mcore.driver.actors.supervised import Health
+from nemo_rl_mcore.rank.activity import Progress
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.driver.actors.cluster import RayCluster
-    from nemo_rl_mcore.driver.actors.placement import RankSlot
+    from nemo_rl_mcore.driver.actors.places import RankSlot
 
 LOOK_EVERY_S = 1.0
 """Between two looks at whether a wait goes on."""
-_HEALTH = "health"
-_RAY_FOLDER = str(Path(ray.__file__).parent)
 
 
 class GivenUpError(Exception):
@@ -74,7 +65,6 @@ class Actor:
         return cls(slot.rank, noun, options.remote(), cluster, lost)
 
     def __str__(self) -> str:
-        """Return noun, number and process."""
         return f"{self.noun} {self.number} ({self.identity or 'starting'})"
 
     def end(self) -> None:
@@ -84,7 +74,6 @@ class Actor:
             self.cluster.kill(self.handle, self.identity)
 
     def failure(self, error: BaseException) -> RankFailure:
-        """Return what Ray reports of a call."""
         return failure_of(self.number, self.identity or identity_in(str(error)), error)
 
 
@@ -112,7 +101,6 @@ async def settled(answer: Any, over: Callable[[], str | None], every_s: float = 
 
 
 def failure_of(number: int, identity: RankIdentity, error: BaseException) -> RankFailure:
-    """Return what Ray reports of an actor."""
     raised = isinstance(error, RayTaskError)
     return RankFailure(number, identity, str(error), error.cause if raised else None, died=not raised)
 
@@ -140,7 +128,6 @@ class HealthWatch:
         self._ticked_at = now
 
     def due(self, every_s: float) -> bool:
-        """Say whether the last look is so long ago."""
         return self._clock_s - self._looked_at >= every_s
 
     def moved(self) -> None:
@@ -176,90 +163,3 @@ class HealthWatch:
     def doing(self, rank: int) -> str:
         """Return what a rank began last, as far as is known."""
         return self.progress[rank].doing if rank in self.progress else ""
-
-
-@dataclass(frozen=True)
-class Health:
-    """Says how far an actor is. stack: Python's, of the thread that works; empty if unasked."""
-
-    progress: activity.Progress
-    stack: str = ""
-
-
-@dataclass(frozen=True)
-class Construction:
-    """Holds what an actor needs to run its worker's constructor.
-
-    environment: added to that of the process. secrets: variables that it has while the constructor runs. They travel as
-    an argument: what stands in Ray's `runtime_env` is written into Ray's logs.
-    """
-
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    environment: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-
-
-def identity_of_this_process() -> RankIdentity:
-    """Say which process of Ray's this one is."""
-    context = ray.get_runtime_context()
-    host = ray.util.get_node_ip_address()
-    return RankIdentity(host, os.getpid(), context.get_worker_id(), context.get_node_id())
-
-
-def actor_class(worker_class: type, *, with_health: bool = True) -> Any:
-    """Make an actor of `worker_class`, with further methods for its supervisor.
-
-    with_health: whether it has `_health`; without, its methods run in the main thread of the process, as code needs
-    that handles signals.
-
-    _identify: which process it is. _listen: take a port where the ranks are to meet. _build: run the worker's
-    constructor, which the actor's own cannot do, because no actor answers before that is over. _only_run: a method
-    whose answer nobody wants, and which is no coroutine. _health: answered by a second thread, whatever the worker
-    does.
-    """
-
-    class Supervised(worker_class):
-        def __init__(self) -> None:
-            pass
-
-        def _identify(self) -> RankIdentity:
-            use_arrays_for_tensors()
-            return identity_of_this_process()
-
-        def _listen(self, address: str) -> int:
-            # The port is free because this process, which is to listen there, has it already.
-            listener = listen_at(address)
-            port: int = listener.getsockname()[1]
-            os.environ[LISTENING_SOCKET] = str(listener.detach())
-            return port
-
-        def _build(self, construction: Construction) -> None:
-            self._worker_thread = threading.get_ident()
-            os.environ.update(construction.environment)
-            os.environ.update(construction.secrets)
-            try:
-                super().__init__(*construction.args, **construction.kwargs)
-            finally:
-                for name in construction.secrets:
-                    os.environ.pop(name, None)
-
-        def _only_run(self, method: str, *args: Any, **kwargs: Any) -> None:
-            getattr(self, method)(*args, **kwargs)
-
-    if not with_health:
-        return ray.remote(_named(Supervised, worker_class))
-
-    class Watched(Supervised):
-        @ray.method(concurrency_group=_HEALTH)
-        def _health(self, with_stack: bool) -> Health:
-            thread = vars(self).get("_worker_thread")
-            return Health(activity.current(), stack_of(thread, _RAY_FOLDER) if with_stack and thread else "")
-
-    as_actor: Any = ray.remote(concurrency_groups={_HEALTH: 1})  # type: ignore[reportCallIssue]
-    return as_actor(_named(Watched, worker_class))
-
-
-def _named(actor: type, worker_class: type) -> type:
-    actor.__name__ = actor.__qualname__ = worker_class.__name__
-    return actor

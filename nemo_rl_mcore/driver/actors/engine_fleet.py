@@ -2,27 +2,38 @@
 
 Runs in the driver. Who restarts an engine: `lose`, called by whoever has found it dead, hung or without weights, ends
 it, and a thread of `pool.Pool` starts another one, as long as the kind's `max_restarts` lasts. The thread that trains
-makes the calls that reach all engines (`run`), that of asynchronous rollouts asks single ones (`engine_requests`).
+makes the calls that reach all engines (`run`), that of asynchronous rollouts asks single ones (`EngineRequests`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
-from nemo_rl_mcore.driver.actors.actor import Actor, HealthWatch
+from ray.exceptions import RayError
+
+from nemo_rl_mcore.driver.actors.actor import LOOK_EVERY_S, Actor, GivenUpError, HealthWatch, settled
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.failures import WorkerError
+from nemo_rl_mcore.driver.actors.failures import RankFailure, WorkerCall, WorkerError
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
-from nemo_rl_mcore.driver.actors.placement import Placement
+from nemo_rl_mcore.driver.actors.places import Placement
 from nemo_rl_mcore.driver.actors.pool import Budget, Pool
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals
-from nemo_rl_mcore.engine.engine import EngineKind
+from nemo_rl_mcore.engine.engine import (
+    EngineDiedError,
+    EngineFailedError,
+    EngineKind,
+    Request,
+    Response,
+    Sampling,
+)
 
-HEALTH_S = 10.0
+_HEALTH_S = 10.0
 """Within which an engine that is well says so."""
 _LONGEST_BACKOFF_S = 60.0
 
@@ -45,11 +56,9 @@ class StartedEngine:
 
     @property
     def number(self) -> int:
-        """See `Member.number`."""
         return self.process.number
 
     def end(self) -> None:
-        """See `Member.end`."""
         self.group.shutdown()
 
 
@@ -69,7 +78,8 @@ class EngineFleet(Pool[StartedEngine]):
         place: Callable[[], Placement],
         changed: Callable[[], None],
     ) -> None:
-        self._kind, self._cluster, self._place = kind, cluster, place
+        self.kind = kind
+        self._cluster, self._place = cluster, place
         self._placement: Placement | None = None
         budget = Budget(
             kind.max_restarts,
@@ -79,14 +89,12 @@ class EngineFleet(Pool[StartedEngine]):
             self._report_restart,
             spent=f"{kind.section}.max_restarts: {kind.max_restarts} in a run, of which none is left",
         )
-        waits = kind.sleeps
         super().__init__(
-            kind.noun, self._start_engine, budget, lost=cluster.lost, changed=changed, in_wait=waits
+            kind.noun, self._start_engine, budget, lost=cluster.lost, changed=changed, in_wait=kind.sleeps
         )
 
     @property
     def started(self) -> bool:
-        """Say whether `start_all` has been called."""
         return self._placement is not None
 
     def start_all(self) -> None:
@@ -135,19 +143,18 @@ class EngineFleet(Pool[StartedEngine]):
     def illness(self, engine: StartedEngine, after: str) -> WorkerError | None:
         """Ask an engine for its health after a failure, and return what is wrong with it; None if it is well."""
         try:
-            engine.group.run_all("health", context=f"after a failure of {after}", timeout_s=HEALTH_S, key="")
+            engine.group.run_all("health", context=f"after a failure of {after}", timeout_s=_HEALTH_S, key="")
         except WorkerError as error:
             return error
         return None
 
     def shutdown(self) -> None:
-        """See `Pool.shutdown`; gives the engines' places back."""
         super().shutdown()
         if self._placement is not None and self._cluster.lost() is None:
             self._placement.release()
 
     def _start_engine(self, number: int) -> StartedEngine:
-        kind = self._kind
+        kind = self.kind
         assert self._placement is not None  # `start_all` has made it
         slots = tuple(slot for slot in self._placement.slots if slot.rank == number)
         group = RayWorkerGroup(
@@ -169,6 +176,90 @@ class EngineFleet(Pool[StartedEngine]):
     def _report_restart(self, number: int, delay_s: float, error: Exception) -> None:
         write_line(
             sys.stderr,
-            f"{self._kind.noun} {number} restarts in {delay_s:g} s, {self.budget.left()} restarts left "
-            f"({self._kind.section}.max_restarts): {str(error).splitlines()[0]}",
+            f"{self.kind.noun} {number} restarts in {delay_s:g} s, {self.budget.left()} restarts left "
+            f"({self.kind.section}.max_restarts): {str(error).splitlines()[0]}",
         )
+
+
+class EngineRequests:
+    """Sends groups of requests, each to the engine that answers the fewest; one asyncio loop at a time asks.
+
+    Several calls of a group, such as those of agents that play its samples, may be under way at once.
+    An engine that dies, or makes no progress for `call_timeout_s` of its kind, is lost to the fleet. A task that is
+    cancelled gives its group up.
+    """
+
+    def __init__(self, fleet: EngineFleet) -> None:
+        self._fleet, self._kind = fleet, fleet.kind
+        self._asked: dict[str, tuple[str, StartedEngine]] = {}
+        """By the name that the engine knows a call by, its ticket and its engine."""
+        self._calls = count(1)
+
+    async def respond(self, requests: Sequence[Request], sampling: Sampling, ticket: str) -> list[Response]:
+        """Answer a group with whatever weights the engine holds while it draws.
+
+        Raises EngineFailedError, naming the engine: EngineDiedError where that one is gone or none is there, but others
+        start; what ends the run where none does.
+        """
+        busy = [engine for _, engine in self._asked.values()]
+        if not (engines := [engine for engine in self._fleet.live if engine.joined]):
+            raise self._fleet.failure or EngineDiedError(
+                f"no {self._kind.noun} has weights: all of them restart"
+            )
+        engine, name = min(engines, key=busy.count), f"{ticket}, call {next(self._calls)}"
+        self._asked[name] = ticket, engine
+        try:
+            answer = engine.process.handle.generate.remote(requests, sampling, None, name)
+            return await self._answered(engine, answer)
+        except asyncio.CancelledError:
+            engine.process.handle.cancel.remote(name)
+            raise
+        except RayError as error:
+            raise await self._failed(engine, engine.process.failure(error)) from None
+        finally:
+            del self._asked[name]
+
+    def whereabouts(self, ticket: str) -> str:
+        """Return the engines that a group was sent to, and what they said last; empty where it is with none."""
+        engines = dict.fromkeys(engine for asked, engine in (*self._asked.values(),) if asked == ticket)
+        return "; ".join(f"{one.process}, at {one.watch.doing(0) or 'nothing'!r}" for one in engines)
+
+    async def _answered(self, engine: StartedEngine, answer: Any) -> list[Response]:
+        """Return what the engine gives, as long as it gets on."""
+        watch, limit_s = engine.watch, self._kind.call_timeout_s
+        watch.tick()
+        watch.moved()
+
+        def over() -> str | None:
+            if engine.version is not None:  # else it waits for the end of a refit, which it cannot help
+                watch.tick()
+            if watch.due(LOOK_EVERY_S / 2):
+                watch.look([0])
+                if (lost := engine.process.lost()) is not None:
+                    return lost
+            if not watch.stalled([0], limit_s):
+                return None
+            key = f"{self._kind.section}.call_timeout_s"
+            return f"made no progress for {limit_s:g} s ({key}), at {watch.doing(0) or 'nothing'!r}"
+
+        try:
+            return (await settled(answer, over)).result()
+        except GivenUpError as why:
+            raise self._gone(engine, f"{engine.process}: {why}") from None
+
+    async def _failed(self, engine: StartedEngine, failure: RankFailure) -> Exception:
+        """Return what a failed answer means: an engine that is gone, or one that has raised."""
+        died = failure.died
+        if not died:
+            try:
+                async with asyncio.timeout(_HEALTH_S):
+                    await asyncio.wrap_future(engine.process.handle.health.remote().future())
+            except (RayError, TimeoutError):
+                died = True
+        what = f"{'died: ' if failure.died else ''}{failure.headline()}"
+        message = "\n".join(filter(None, [f"{engine.process}: {what}", failure.details()]))
+        return self._gone(engine, message) if died else EngineFailedError(message)
+
+    def _gone(self, engine: StartedEngine, message: str) -> Exception:
+        self._fleet.lose(engine, WorkerError(message, WorkerCall("generate", group=self._kind.name)))
+        return self._fleet.failure or EngineDiedError(message)

@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
+
+import torch
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.lengths import check_lengths
-from nemo_rl_mcore.data.validation import BatchCheck
+from nemo_rl_mcore.data.validation import BatchCheck, check_lengths
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.engine_fleet import EngineFleet, StartedEngine
-from nemo_rl_mcore.driver.actors.engine_placement import place_engines
-from nemo_rl_mcore.driver.actors.engine_refits import EngineRefits, WeightSource
-from nemo_rl_mcore.driver.actors.engine_requests import EngineRequests
+from nemo_rl_mcore.driver.actors.engine_fleet import EngineFleet, EngineRequests, StartedEngine
+from nemo_rl_mcore.driver.actors.engine_placement import place_engines, transport_of
+from nemo_rl_mcore.driver.actors.failures import WorkerCall, WorkerError
+from nemo_rl_mcore.driver.actors.places import Placement
+from nemo_rl_mcore.driver.actors.ray_engines import RayEngines
 from nemo_rl_mcore.engine.engine import (
     EngineKind,
     NextLogprobs,
+    Request,
     Response,
     Sampling,
     WrongWeightsError,
-    as_batch,
-    as_requests,
 )
 from nemo_rl_mcore.ops.sampling import sample_keys
+from nemo_rl_mcore.rank.refit.digests import Digests, of_all
+from nemo_rl_mcore.rank.refit.sender import BroadcastRendezvous, EngineLostError, Engines, RefitSettings
+
+
+class WeightSource(Protocol):
+    """What engines need of who has the weights; `Policy` is one, and says what its methods do."""
+
+    incarnation: int
+
+    @property
+    def placement(self) -> Placement: ...
+
+    def gpus(self) -> Sequence[str]: ...
+
+    def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None: ...
+
+    def prepare_for_lp_inference(self) -> None: ...
+
+    def send_weights(self) -> Digests: ...
 
 
 class EngineGeneration:
@@ -36,17 +56,9 @@ class EngineGeneration:
     next to the others, as often as the kind's restarts allow; then the run ends with a WorkerError. It gets the weights
     with the next update, or in `rejoin`. The noise of a row does not depend on who answers it, nor on when.
 
-    Args:
-        kind: what the engines are.
-        config: the policy section.
-        cluster: the session that places the engines.
-        source: where the weights come from.
-        stop_ids: token ids that end a response and belong to it.
-        seed: of the noise.
-        starting: entered around the first start of the engines.
-        check: called once, when the engines first have weights, before anybody is answered; what it raises ends that
-            first `update_weights`.
-
+    source: where the weights come from. stop_ids: token ids that end a response and belong to it. seed: of the noise.
+    starting: entered around the first start of the engines. check: called once, when the engines first have weights,
+    before anybody is answered; what it raises ends that first `update_weights`.
     """
 
     def __init__(
@@ -71,24 +83,22 @@ class EngineGeneration:
             ),
             lambda: self._changed(),
         )
-        self._refits = EngineRefits(self._fleet, kind, config, cluster, source)
-        self._requests = EngineRequests(self._fleet, kind)
+        self._refits = EngineRefits(self._fleet, config, cluster, source)
+        self._requests = EngineRequests(self._fleet)
         self._version: int | None = None
         self._starting, self._check = starting, check
         self._changed: Callable[[], None] = lambda: None
 
     @property
     def weights_digest(self) -> str:
-        """Return the digest of the weights given last, where refits are verified; see `refit.verification.of_all`."""
+        """Return the digest of the weights given last, where refits are verified; see `refit.digests.of_all`."""
         return self._refits.digest
 
     @property
     def weights_version(self) -> int | None:
-        """Return the version of the weights given last; None before the first."""
         return self._version
 
     def update_weights(self, version: int) -> None:
-        """See `interfaces.GenerationInterface.update_weights`."""
         self._version = version
         self._ready()
         if self._check is not None:
@@ -105,7 +115,10 @@ class EngineGeneration:
         sampling = Sampling.of(self._config, self._stop_ids, greedy=greedy)
         answered: dict[int, Response] = {}
         while missing := [row for row in range(asked.size) if row not in answered]:
-            rows = _shares(missing, self._ready())
+            engines = self._ready()
+            bounds = [len(missing) * place // len(engines) for place in range(len(engines) + 1)]
+            shares = (missing[first:end] for first, end in pairwise(bounds))
+            rows = {engine: share for engine, share in zip(engines, shares, strict=True) if share}
             answers = self._fleet.run(
                 rows,
                 "generate",
@@ -138,53 +151,44 @@ class EngineGeneration:
         return as_batch(responses, sampling.max_new_tokens)
 
     def whereabouts(self, ticket: str) -> str:
-        """See `interfaces.RolloutEngines.whereabouts`."""
         return self._requests.whereabouts(ticket)
 
     @property
     def answering(self) -> bool:
-        """See `interfaces.RolloutEngines.answering`."""
         return any(engine.joined for engine in self._fleet.live)
 
     @property
     def joining(self) -> bool:
-        """See `interfaces.RolloutEngines.joining`."""
         return self._fleet.failure is not None or not all(engine.joined for engine in self._fleet.live)
 
     @property
     def restarts(self) -> int:
-        """See `interfaces.RolloutEngines.restarts`."""
         return self._fleet.restarts
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """See `interfaces.RolloutEngines.listen`."""
         self._changed = changed
 
     def rejoin(self) -> None:
-        """See `interfaces.RolloutEngines.rejoin`."""
         while behind := self._behind(self._fleet.live):
             self._refits.send(behind, self._held_version())
         self._fleet.raise_failure()
 
     def offload(self) -> None:
-        """See `interfaces.GenerationInterface.offload`: engines that share the ranks' GPUs give their memory back."""
+        """Have engines that share the ranks' GPUs give their memory back."""
         if self._kind.sleeps:
             awake = [engine for engine in self._fleet.live if not engine.asleep]
             for engine in self._fleet.run(awake, "sleep"):
                 engine.asleep, engine.version = True, None
 
     def shutdown(self) -> None:
-        """End the engines; idempotent."""
         self._fleet.shutdown()
 
     def __enter__(self) -> Self:
-        """Return the handle."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Shut down."""
         self.shutdown()
 
     def _keyed(self, data: BatchedDataDict, step: int) -> BatchedDataDict:
@@ -222,8 +226,150 @@ class EngineGeneration:
         return engines
 
 
-def _shares(rows: Sequence[int], engines: Sequence[StartedEngine]) -> dict[StartedEngine, Sequence[int]]:
-    """Give a share of the rows, in order, to each engine that gets any."""
-    bounds = [len(rows) * place // len(engines) for place in range(len(engines) + 1)]
-    shares = (rows[first:end] for first, end in pairwise(bounds))
-    return {engine: share for engine, share in zip(engines, shares, strict=True) if share}
+def as_requests(data: BatchedDataDict) -> list[Request]:
+    """Return the rows of input_ids [B, P] and input_lengths [B] without padding, with seeds [B] and stop_strings."""
+    rows = zip(
+        data["input_ids"].tolist(),
+        data["input_lengths"].tolist(),
+        data["seeds"].tolist(),
+        data["stop_strings"],
+        strict=True,
+    )
+    return [Request(ids[:length], seed, strings) for ids, length, seed, strings in rows]
+
+
+def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
+    """Return what `GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 after the end.
+
+    The digests are those that came with the responses.
+    """
+    tokens_BT = torch.zeros(len(responses), max_new_tokens, dtype=torch.long)
+    logprobs_BT = torch.zeros(len(responses), max_new_tokens)
+    versions_BT = torch.full_like(tokens_BT, -1)
+    # numpy reads lists several times as fast as torch does.
+    columns = [column.numpy() for column in (tokens_BT, logprobs_BT, versions_BT)]
+    for row, response in enumerate(responses):
+        of_tokens = (response.tokens, response.logprobs, response.versions)
+        for column, values in zip(columns, of_tokens, strict=True):
+            column[row, : len(response.tokens)] = values
+    return BatchedDataDict(
+        tokens=tokens_BT,
+        logprobs=logprobs_BT,
+        lengths=torch.tensor([len(response.tokens) for response in responses], dtype=torch.long),
+        finished=torch.tensor([response.finished for response in responses], dtype=torch.bool),
+        weight_versions=versions_BT,
+        digests=torch.tensor([response.digest for response in responses], dtype=torch.long),
+    )
+
+
+class EngineRefits:
+    """Sends the weights of a source to engines of a fleet; only the thread that calls the source's ranks calls it."""
+
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        config: PolicyConfig,
+        cluster: RayCluster,
+        source: WeightSource,
+    ) -> None:
+        self.digest = ""
+        """Of what was sent last, where refits are verified; see `refit.digests.of_all`."""
+        self._fleet, self._kind, self._source = fleet, fleet.kind, source
+        self._makes_room = config.offload != "none" and config.generation.takes_turns
+        self._transport, self._verify = (
+            transport_of(cluster, config.generation),
+            config.generation.verify_refit,
+        )
+        self._connected: tuple[int, list[StartedEngine]] | None = None
+        self._succeeded = False
+
+    def make_room(self) -> None:
+        """Have ranks that share the engines' devices keep there what a refit needs, and no more, if they are to."""
+        if self._makes_room:
+            self._source.prepare_for_lp_inference()
+
+    def send(self, engines: Sequence[StartedEngine], version: int) -> None:
+        """Try once to give these engines the source's weights; those that hold them afterwards have the version.
+
+        What is lost meanwhile is for the fleet to restart, and for the caller to go on without: the engines that
+        are left take the same version once more. Raises what fails while all engines are well, such as ranks.
+        """
+        context = f"weights of version {version}"
+        for engine in engines:
+            engine.version = None
+        ready = self._wake(engines, "weights", context)
+        if not self._connect(ready):
+            return
+        begun = self._fleet.run(ready, "begin_refit", version, context=context)
+        if len(begun) < len(ready):
+            return  # the ranks would send to the dead
+        try:
+            sent = self._source.send_weights()
+        except (WorkerError, EngineLostError) as error:
+            if not self._lose_whom_it_names(ready, error, context):
+                self._connected = None  # who is to meet for the next refit is not sure any more
+                raise
+            return
+        # What fails in the first refit of a run would fail in another process, too.
+        again = self._succeeded and self._fleet.budget.left() > 0
+        finished = self._fleet.run(ready, "finish_refit", version, sent, or_lose=again, context=context)
+        for engine in self._wake(finished, "kv_cache", context):
+            engine.version, engine.joined, engine.asleep = version, True, False
+            self._succeeded = True
+        self.digest = of_all(sent)
+
+    def _wake(self, engines: Iterable[StartedEngine], tag: str, context: str) -> list[StartedEngine]:
+        """Return those that live, after what slept has taken memory for the weights or the cache."""
+        asleep = [engine for engine in engines if engine.asleep]
+        woken = self._fleet.run(asleep, "wake_up", [tag], context=context) if asleep else {}
+        return [engine for engine in engines if not engine.asleep or engine in woken]
+
+    def _lose_whom_it_names(
+        self, engines: Sequence[StartedEngine], error: WorkerError | EngineLostError, context: str
+    ) -> bool:
+        """Lose the engines that a refit has failed for; says whether there are any."""
+        cause = error.cause if isinstance(error, WorkerError) else error
+        if isinstance(error, WorkerError) and not error.usable:
+            return False  # ranks are gone
+        lost = False
+        for engine in engines:
+            ill = self._fleet.illness(engine, "send_weights")
+            if ill is None and isinstance(cause, EngineLostError) and cause.engine == engine.number:
+                ill = WorkerError(str(cause), WorkerCall("load_bucket", context, group=self._kind.name))
+            if ill is not None:
+                self._fleet.lose(engine, ill)
+                lost = True
+        return lost
+
+    def _connect(self, engines: Sequence[StartedEngine]) -> bool:
+        """Tell the ranks whom to send to, unless they know; false when one was lost meanwhile, or none is left."""
+        wanted = (self._source.incarnation, [*engines])
+        if not engines or self._connected == wanted:
+            return bool(engines)
+        self._connected = None
+        kind, key = self._kind, f"{self._kind.section}.call_timeout_s"
+        settings = RefitSettings(
+            self._transport,
+            kind.bucket_bytes,
+            kind.call_timeout_s,
+            receivers=len(engines) * kind.processes,
+            verify=self._verify,
+            held_as=kind.precision,
+        )
+        numbers = [engine.number for engine in engines]
+        reached = RayEngines([engine.process.handle for engine in engines], kind.noun, key, numbers)
+        rendezvous = self._source.connect_engines(reached, settings)
+        if rendezvous is not None:
+            joined = self._fleet.run(
+                engines,
+                "join_broadcast",
+                own={engine: {"first_rank": 1 + at * kind.processes} for at, engine in enumerate(engines)},
+                address=rendezvous.address,
+                port=rendezvous.port,
+                world_size=rendezvous.world_size,
+                timeout_s=settings.timeout_s,
+            )
+            if len(joined) < len(engines):
+                return False
+        self._connected = wanted
+        return True

@@ -7,30 +7,33 @@ that gives pieces to actors and takes their replies; each start of an actor has 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
+from dataclasses import dataclass, field
 from itertools import batched, chain
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import ray
 
 from nemo_rl_mcore.config import EnvConfig
-from nemo_rl_mcore.config.custom_code import RAISED
+from nemo_rl_mcore.config.custom_code import RAISED, handed_objects
+from nemo_rl_mcore.config.environment import EnvPoolConfig
 from nemo_rl_mcore.data.turns import Reply, Turn
-from nemo_rl_mcore.driver.actors.actor import LOOK_EVERY_S
+from nemo_rl_mcore.driver.actors.actor import LOOK_EVERY_S, Actor, GivenUpError, settled
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.environment_actor import (
-    EnvironmentActor,
-    EnvironmentFailedError,
-    given_variables,
-)
-from nemo_rl_mcore.driver.actors.environment_pieces import Pieces
-from nemo_rl_mcore.driver.actors.failures import Call
+from nemo_rl_mcore.driver.actors.failures import WorkerCall, stderr_tail
+from nemo_rl_mcore.driver.actors.places import RankSlot, given_variables, rank_environment
 from nemo_rl_mcore.driver.actors.pool import Budget, Pool
+from nemo_rl_mcore.driver.actors.supervised import Construction, actor_class
 from nemo_rl_mcore.driver.loop_thread import LoopThread
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.signals import deferred_stop_signals
+from nemo_rl_mcore.environment.registry import EnvironmentProcess
 from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError
 from nemo_rl_mcore.rank import activity
 
@@ -83,7 +86,6 @@ class EnvironmentPool:
         self._started = False
 
     def start(self) -> None:
-        """Have the actors start, in the background."""
         self._thread.begin(self._start())
 
     def replies(self, turns: Sequence[Turn]) -> list[Reply]:
@@ -99,18 +101,15 @@ class EnvironmentPool:
             asked.cancel()
 
     async def replies_soon(self, turns: Sequence[Turn]) -> list[Reply]:
-        """See `interfaces.Environments.replies_soon`."""
         return await asyncio.wrap_future(self._thread.call(self._replies(turns)))
 
     def take_counts(self) -> dict[str, float]:
-        """See `interfaces.Environments.take_counts`."""
         now = Counter({**self._counts, _RESTARTS: self._pool.restarts})
         new, self._taken = now - self._taken, now
         return {name: float(new[name]) for name in (_DROPPED, _RETRIED, _RESTARTS)}
 
     @property
     def drop_reasons(self) -> Mapping[str, int]:
-        """See `interfaces.Environments.drop_reasons`."""
         return dict(self._reasons)
 
     def close(self) -> None:
@@ -123,13 +122,11 @@ class EnvironmentPool:
                 self._pool.shutdown()
 
     def __enter__(self) -> Self:
-        """Return the pool."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
         self.close()
 
     # What runs in the thread of the loop
@@ -142,13 +139,11 @@ class EnvironmentPool:
 
     async def _replies(self, turns: Sequence[Turn]) -> list[Reply]:
         await self._start()
-        parts = [self._reply(part) for part in batched(turns, self._piece_length(len(turns)))]
-        return [*chain.from_iterable(await asyncio.gather(*parts))]
-
-    def _piece_length(self, turns: int) -> int:
+        length = max(1, min(_LONGEST_PIECE, len(turns) // (_PIECES_AN_ACTOR * self._size)))
         if not self._limits.retries:
-            return 1  # one that fails is not taken apart any more
-        return max(1, min(_LONGEST_PIECE, turns // (_PIECES_AN_ACTOR * self._size)))
+            length = 1  # one that fails is not taken apart any more
+        parts = [self._reply(part) for part in batched(turns, length)]
+        return [*chain.from_iterable(await asyncio.gather(*parts))]
 
     async def _reply(
         self, turns: Sequence[Turn], tries: int = 1, avoided: int | None = None
@@ -191,31 +186,43 @@ class EnvironmentPool:
         self._fail(stopped := RunStoppedError(told, code=RAISED))
         raise stopped
 
-    async def _serve(self, actor: EnvironmentActor) -> None:
+    async def _serve(self, actor: SupervisedEnvironment) -> None:
         """Have an actor answer pieces, one after another, until it is lost."""
         while True:
             piece = await self._pieces.next(actor.number)
             try:
-                piece.give(await actor.ask(piece.turns, self._limits.timeout_s))
+                replies = await actor.ask(piece.turns, self._limits.timeout_s)
             except EnvironmentFailedError as failure:
                 piece.fail(failure)
                 if failure.lost:
                     self._pool.lose(actor, failure)
                     return
+            else:
+                if not piece.replies.done():  # else nobody waits any more
+                    piece.replies.set_result(replies)
 
     async def _attend(self) -> None:
         """Give pieces to actors that have started; raise why there will be no more of them."""
-        if (failure := self._pool.failure) is not None:
-            raise self._not_started(failure)
+        if isinstance(failure := self._pool.failure, EnvironmentFailedError):
+            retries = self._limits.retries
+            raise RunStoppedError(
+                failure.report(f" did not start, as {retries + 1} in a row (env.pool.retries: {retries})")
+            )
+        if failure is not None:
+            raise failure
         for actor in self._pool.live:
             if not actor.serves:
                 actor.serves = True
                 self._thread.begin(self._serve(actor))
 
-    # What runs in the thread of a start
-
-    def _build(self, number: int) -> EnvironmentActor:
-        actor = EnvironmentActor.of(number, self._cluster, self._limits, self._ended)
+    def _build(self, number: int) -> SupervisedEnvironment:
+        """Start an actor, in the thread of the start."""
+        actor = SupervisedEnvironment.of(
+            number,
+            self._cluster,
+            self._limits,
+            lambda: "the run ends" if self._pool.closed else self._cluster.lost(),
+        )
         try:
             asyncio.run(actor.start(self._config))
         except BaseException:
@@ -223,22 +230,9 @@ class EnvironmentPool:
             raise
         return actor
 
-    # What any thread may ask
-
-    def _ended(self) -> str | None:
-        return "the run ends" if self._pool.closed else self._cluster.lost()
-
     def _pool_changed(self) -> None:
         if not self._pool.closed:  # else the loop ends before it would run
             self._thread.begin(self._attend())
-
-    def _not_started(self, failure: Exception) -> Exception:
-        if not isinstance(failure, EnvironmentFailedError):
-            return failure
-        retries = self._limits.retries
-        return RunStoppedError(
-            failure.report(f" did not start, as {retries + 1} in a row (env.pool.retries: {retries})")
-        )
 
     async def _watch(self) -> None:
         """Raise the end of the Ray session, for those who wait."""
@@ -252,7 +246,7 @@ class EnvironmentPool:
 
     def _session_lost(self) -> RanksFailedError | None:
         lost = self._cluster.lost()
-        return None if lost is None else Call("replies", group="environments").end_of_session(lost)
+        return None if lost is None else WorkerCall("replies", group="environments").end_of_session(lost)
 
     def _report_restart(self, _number: int, _delay_s: float, failure: Exception) -> None:
         assert isinstance(failure, EnvironmentFailedError)  # others are final
@@ -263,3 +257,153 @@ class EnvironmentPool:
         if str(failure) not in self._reported and len(self._reported) < _MOST_REASONS:
             self._reported.add(str(failure))
             write_line(sys.stderr, failure.report("", f"; {what}"))
+
+
+class EnvironmentFailedError(Exception):
+    """An environment gave no reply. The message says why in a line, equal for equal failures.
+
+    number, actor: which one was asked. lost: whether that one is to be replaced. details: what else is known.
+    """
+
+    def __init__(self, reason: str, actor: Actor, *, lost: bool, details: str = "") -> None:
+        super().__init__(reason)
+        self.number, self.actor = actor.number, str(actor)
+        self.lost, self.details = lost, details
+
+    def report(self, before: str, after: str = "") -> str:
+        """Return the reason between two texts, and the details in lines below."""
+        return "\n".join(filter(None, [f"{self.actor}{before}: {self}{after}", self.details]))
+
+
+@dataclass(eq=False)
+class SupervisedEnvironment(Actor):
+    """The driver's handle of an `EnvironmentProcess`, for one asyncio loop at a time: that of the thread that starts
+    it, then that of the environments' thread. A `Member` of a pool; it is on any machine that has what it asks for.
+
+    serves: whether the pool gives it turns. From then on it is the pool that reports the end of Ray: no reply is
+    dropped for it.
+    """
+
+    serves: bool = field(default=False, init=False)
+
+    @classmethod
+    def of(
+        cls, number: int, cluster: RayCluster, pool: EnvPoolConfig, lost: Callable[[], str | None]
+    ) -> Self:
+        options = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus, "scheduling_strategy": "SPREAD"}
+        slot = RankSlot(number, rank_environment(os.environ, on_cpu=not pool.num_gpus), options)
+        remote_class = actor_class(EnvironmentProcess, with_health=False)
+        return cls.begin(remote_class, slot, "environment actor", cluster, lost)
+
+    async def start(self, config: EnvConfig) -> None:
+        """Build the environment of a recipe. Raises EnvironmentFailedError, also for a start that takes too long."""
+        limit_s = config.pool.start_timeout_s
+        deadline = time.monotonic() + limit_s
+        late = f"did not start within {limit_s:g} s (env.pool.start_timeout_s)"
+        keys = {"num_cpus": config.pool.num_cpus, "num_gpus": config.pool.num_gpus}
+        if asked := [f"env.pool.{key}: {number:g}" for key, number in keys.items() if number]:
+            late += f"; it asks for {' and '.join(asked)}"  # which may not have been free
+        self.identity = await self._result(self.handle._identify.remote(), limit_s, late)
+        construction = Construction((config, handed_objects()), environment=given_variables(config.pool))
+        built = self.handle._build.remote(ray.put(construction))
+        await self._result(built, deadline - time.monotonic(), late)
+
+    async def ask(self, turns: Sequence[Turn], within_s: float) -> list[Reply]:
+        """Return the reply to each turn.
+
+        Raises EnvironmentFailedError, and what ends the run: a RunStoppedError but what the user's code has raised.
+        """
+        late = f"no reply within {within_s:g} s (env.pool.timeout_s)"
+        return await self._result(self.handle.replies.remote(turns, within_s), within_s, late)
+
+    async def _result(self, ref: Any, within_s: float, late: str) -> Any:
+        """Return what a call gives. late: what to say of one that gives nothing in time."""
+        deadline = time.monotonic() + within_s
+
+        def over() -> str | None:
+            lost = None if self.serves else self.lost()
+            return lost or (late if time.monotonic() >= deadline else None)
+
+        try:
+            answer = await settled(ref, over, min(LOOK_EVERY_S, max(within_s / 8, 0.01)))
+        except GivenUpError as why:
+            raise EnvironmentFailedError(str(why), self, lost=True, details=self._stderr()) from None
+        if (error := answer.exception()) is None:
+            return answer.result()
+        raise self._failed(error)
+
+    def _failed(self, error: BaseException) -> Exception:
+        failure = self.failure(error)
+        if failure.died:
+            details = "\n".join(filter(None, [failure.details(), self._stderr()]))
+            return EnvironmentFailedError("its process died", self, lost=True, details=details)
+        if isinstance(failure.cause, RunStoppedError):
+            if failure.cause.code != RAISED:
+                return failure.cause
+            reason, _, details = str(failure.cause).partition("\n")
+            return EnvironmentFailedError(reason, self, lost=False, details=details)
+        return EnvironmentFailedError(failure.headline(), self, lost=False, details=failure.details())
+
+    def _stderr(self) -> str:
+        tail = stderr_tail(self.cluster.log_dir, self.identity) if self.identity else ""
+        return tail and f"--- end of its standard error ---\n{tail}"
+
+
+@dataclass(frozen=True, eq=False)
+class TurnPiece:
+    """Turns that one call of an environment shows it. avoided: the actor that has failed with them, if one has."""
+
+    turns: Sequence[Turn]
+    avoided: int | None
+    replies: asyncio.Future[list[Reply]]
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error where the piece was asked for, unless nobody waits any more."""
+        if not self.replies.done():
+            self.replies.set_exception(error)
+
+
+class Pieces:
+    """First in, first out, but for pieces that are tried again: they come first, and go to another actor.
+
+    actors: how many take pieces; a single one takes all.
+    """
+
+    def __init__(self, actors: int) -> None:
+        self._actors = actors
+        self._waiting: deque[TurnPiece] = deque()
+        self._open: set[TurnPiece] = set()
+        self._changed = asyncio.Condition()
+        self._failure: BaseException | None = None
+
+    async def replies(self, turns: Sequence[Turn], avoided: int | None) -> list[Reply]:
+        """Return what an actor gives for turns, or raise what it has failed with; see `fail`."""
+        if self._failure is not None:
+            raise self._failure
+        piece = TurnPiece(turns, avoided, asyncio.get_running_loop().create_future())
+        self._open.add(piece)
+        (self._waiting.append if avoided is None else self._waiting.appendleft)(piece)
+        try:
+            async with self._changed:
+                self._changed.notify_all()
+            return await piece.replies
+        finally:
+            self._open.discard(piece)
+            if piece in self._waiting:  # nobody waits for it any more
+                self._waiting.remove(piece)
+
+    async def next(self, actor: int) -> TurnPiece:
+        """Return the piece that this actor is to answer next, as soon as there is one."""
+        async with self._changed:
+            while True:
+                for piece in self._waiting:
+                    if self._actors == 1 or piece.avoided != actor:
+                        self._waiting.remove(piece)
+                        return piece
+                await self._changed.wait()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise this wherever a piece is, or will be, asked for; called in the loop."""
+        self._failure = self._failure or error
+        for piece in self._open:
+            piece.fail(error)

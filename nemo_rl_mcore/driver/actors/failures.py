@@ -36,17 +36,12 @@ class RankIdentity:
 
 def identity_in(report: str) -> RankIdentity:
     """Read host and process from the text of Ray's error, for a rank that never introduced itself."""
-    host, pid, node = (pattern.search(report) for pattern in (_HOST, _PID, _NODE))
-    return RankIdentity(
-        host[1] if host else "unknown",
-        int(pid[1]) if pid else 0,
-        ray_worker_id="",
-        node_id=node[1] if node else "",
-    )
+    host, pid, node = ((found := pattern.search(report)) and found[1] for pattern in (_HOST, _PID, _NODE))
+    return RankIdentity(host or "unknown", int(pid or 0), ray_worker_id="", node_id=node or "")
 
 
 @dataclass(frozen=True)
-class Call:
+class WorkerCall:
     """Says what the ranks of a group are asked.
 
     timeout_s: seconds without progress. key: of the recipe, that has the deadline. group: see `WorkerError`.
@@ -61,6 +56,10 @@ class Call:
     def __str__(self) -> str:
         return f"{self.method} ({self.context})" if self.context else self.method
 
+    def not_started(self, why: str, code: str, *, final: bool = False) -> WorkerError:
+        """Return the failure of a call that a group refuses."""
+        return WorkerError(f"{self} was not started: {why}", self, final=final, code=code)
+
     def end_of_session(self, lost: str) -> WorkerError:
         """Return the failure of this call where Ray itself is gone; lost: what of it."""
         message = f"{self} did not end: {lost}, and the Ray session with it; its ranks are stopped"
@@ -70,25 +69,18 @@ class Call:
 class WorkerError(RanksFailedError):
     """One rank of a worker group failed; the message is complete, with the traceback of that rank.
 
-    Attributes:
-        rank: the rank that failed first, or -1 when no rank did and a deadline passed.
-        host: its machine.
-        method: what the group was asked to do.
-        context: what the caller said it was for, such as "step 12".
-        cause: the exception that the rank raised, when it raised one that could be sent back.
-        code: that of the cause; of others rank-died, node-lost, no-progress, session-lost, interrupted, shut-down, or
-            ended-before for a group that an earlier failure ended.
-        group: the name of the group, such as "policy"; empty for one that was given none.
-        usable: whether the group can still be called, since every rank has answered; if not, only its end is left.
-        final: whether Ray itself is gone.
-        lost_node: the machine of a rank, by Ray's id and its address, where it is gone, as opposed to the rank alone.
-
+    rank, host: the one that failed first, -1 when none did and a deadline passed. method, context: what the group was
+    asked to do, and what for, such as "step 12". group: its name, such as "policy". cause: the exception that the rank
+    raised, where it could be sent back. code: that of the cause; of others rank-died, node-lost, no-progress,
+    session-lost, interrupted, shut-down, or ended-before for a group that an earlier failure ended. usable: whether the
+    group can still be called, since every rank has answered. final: whether Ray itself is gone. lost_node: the machine
+    of a rank, by Ray's id and its address, where it is gone, as opposed to the rank alone.
     """
 
     def __init__(
         self,
         message: str,
-        call: Call,
+        call: WorkerCall,
         failure: RankFailure | None = None,
         *,
         usable: bool = False,
@@ -122,18 +114,16 @@ class RankFailure:
 
     @property
     def code(self) -> str:
-        """See `WorkerError`."""
         if self.lost_node is not None:
             return "node-lost"
         return "rank-died" if self.died else code_of(self.cause)
 
     @property
     def is_of_a_peer(self) -> bool:
-        """Say whether the rank only says that another one is gone, or what another one has raised."""
+        """Return whether the rank only tells that another one is gone, or what another one has raised."""
         return isinstance(self.cause, PeerLostError) or _OF_A_PEER.match(str(self.cause)) is not None
 
     def headline(self) -> str:
-        """Return one line of what happened."""
         if self.cause is not None:
             lines = str(self.cause).strip().splitlines() or [""]
             return f"{type(self.cause).__name__}: {lines[0]}"
@@ -191,7 +181,6 @@ class Stall:
         return f"last began {self.doing!r}" if self.doing else "has not begun"
 
     def as_lost(self) -> RankFailure | None:
-        """Return the failure of a rank whose machine is gone."""
         if self.lost_node is None or self.identity is None:
             return None
         report = "the Ray server of its machine does not listen any more"
@@ -204,7 +193,7 @@ def hung_first(stalls: Sequence[Stall]) -> list[Stall]:
 
 
 def describe_stall(
-    stalls: Sequence[Stall], ranks: int, call: Call, noun: str = "rank", *, stopping: bool = False
+    stalls: Sequence[Stall], ranks: int, call: WorkerCall, noun: str = "rank", *, stopping: bool = False
 ) -> str:
     """Write the message of a `WorkerError` about a deadline: who did not return, and where each of them stood.
 

@@ -1,67 +1,53 @@
-"""A gang of supervised actors, lost as a whole: the ranks of a policy, and one engine alone.
+"""A gang of supervised actors, lost as a whole: the ranks of a policy, and one engine alone; and a call to it.
 
 Ranks are called as a whole; of an engine on several machines the first actor alone.
 
-Runs in the driver, in the thread that calls; `shutdown` may come from any other. There is no health thread: progress is
-heard while somebody waits (`gang_call.py`). Nothing is restarted here: `Policy.restart` makes another gang of ranks.
+Runs in the driver, in the thread that calls; `shutdown` may come from any other. There is no health thread: answers are
+taken, progress is heard and deadlines pass while somebody waits for a `PendingCall`, in that thread alone. Nothing is
+restarted here: `Policy.restart` makes another gang of ranks.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 
-from nemo_rl_mcore.driver.actors.actor import Actor, Construction, actor_class
+from nemo_rl_mcore.driver.actors.actor import LOOK_EVERY_S, Actor, HealthWatch
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.failures import Call, RankIdentity, WorkerError
-from nemo_rl_mcore.driver.actors.gang_call import GroupInUseError, PendingCall
-from nemo_rl_mcore.driver.actors.placement import Placement
-from nemo_rl_mcore.driver.actors.tensor_transport import use_arrays_for_tensors
-from nemo_rl_mcore.driver.signals import deferred_stop_signals
+from nemo_rl_mcore.driver.actors.failures import (
+    RankIdentity,
+    Stall,
+    WorkerCall,
+    WorkerError,
+    describe,
+    describe_stall,
+    root_cause,
+)
+from nemo_rl_mcore.driver.actors.places import Placement
+from nemo_rl_mcore.driver.actors.supervised import Construction, actor_class, use_arrays_for_tensors
+from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals
 from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.rank import activity
+from nemo_rl_mcore.rank.activity import Progress
 
 _MASTER_ADDRESS, _MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
-
-
-class WorkerGroup(Protocol):
-    """Answers what `Policy` asks of its ranks; see `RayWorkerGroup`, and `InProcessRank` for a single one."""
-
-    @property
-    def placement(self) -> Placement:
-        """Return where the ranks run."""
-        ...
-
-    @property
-    def identities(self) -> Mapping[int, RankIdentity]:
-        """Return the host and process of each rank."""
-        ...
-
-    def share(self, value: Any) -> Any:
-        """Return what to give a call in place of a large value that several ranks get."""
-        ...
-
-    def run_all(
-        self,
-        method: str,
-        *,
-        per_rank_kwargs: Sequence[Mapping[str, Any]] = (),
-        answering: Collection[int] | None = None,
-        context: str = "",
-        **kwargs: Any,
-    ) -> list[Any]:
-        """Call a method on every rank, with arguments common to all and each rank's own; see `RayWorkerGroup.call`."""
-        ...
-
-    def shutdown(self, *, keep_places: bool = False) -> None:
-        """End every rank; keep_places: for others, which take over the placement."""
-        ...
+# Python hears of signals between two waits, and of two signals that came during one it hears once.
+_WAKE_EVERY_S = 0.2
+_KILL_WAIT_S = 2.0
+_GRACE_S = 5.0
+_GRACE_AFTER_A_DEATH_S = 1.0  # what died is the cause, whatever the others report
+_STACKS_WITHIN_S = 2.0
+_ANSWERS_WITHIN_S = 3.0
 
 
 class RayWorkerGroup:
@@ -77,26 +63,17 @@ class RayWorkerGroup:
     Deadlines are seconds without progress: of `rank.activity`, whose counter each rank reports while it works.
     A first Ctrl-C or SIGTERM waits until the call is over.
 
-    Args:
-        worker_class: a plain class; it becomes an actor here and nowhere else.
-        share_class: of all workers but the first, where that one alone is called. The others live with it: it is ended
-            once `serve` of one of them returns or raises.
-        cluster: the session that places the ranks.
-        args: positional arguments of every worker's constructor.
-        kwargs: keyword arguments of every worker's constructor.
-        start_timeout_s: deadline for all constructors.
-        call_timeout_s: deadline of calls that do not give their own.
-        deadline_keys: the section of a recipe that has these two keys, for messages.
-        placement: where the workers run; left out, the cluster places one for each of its ranks.
-        name: of the group, such as "policy", for messages and `WorkerError.group`.
-        noun: what messages call a worker, after the name.
-        secrets: environment variables that constructors need and nobody else is to see.
-        lost: says what has ended without which no worker can be reached, None while nothing has; left out, it is the
-            cluster's.
+    worker_class: a plain class; it becomes an actor here and nowhere else. args, kwargs: of every worker's constructor.
+    share_class: of all workers but the first, where that one alone is called. The others live with it: it is ended once
+    `serve` of one of them returns or raises.
+    start_timeout_s: deadline for all constructors. call_timeout_s: of calls that do not give their own.
+    deadline_keys: the section of a recipe that has these two keys, for messages.
+    placement: where the workers run; left out, the cluster places one for each of its ranks.
+    name: of the group, such as "policy", for messages and `WorkerError.group`. noun: of a worker, after the name.
+    secrets: environment variables that constructors need and nobody else is to see.
+    lost: says what has ended without which no worker can be reached, None while nothing has; left out, the cluster's.
 
-    Raises:
-        WorkerError: a constructor failed, or not all finished in time.
-
+    Raises WorkerError: a constructor failed, or not all finished in time.
     """
 
     def __init__(
@@ -138,33 +115,34 @@ class RayWorkerGroup:
             construction = Construction(args, kwargs or {}, secrets=secrets or {})
             self._build(construction, f"{worker_class.__name__}()", start_timeout_s)
             self._called = self._members if share_class is None else self._members[:1]
-            self._serving = [self._end_with(one) for one in self._members if one not in self._called]
+            # Where a share ends, however that comes about, so does the first worker.
+            self._serving = [one.handle.serve.remote().future() for one in self._members[len(self._called) :]]
+            for serving in self._serving:
+                # In a thread: in Ray's own, which tells of answers, no call of Ray's ever returns.
+                serving.add_done_callback(
+                    lambda _: threading.Thread(target=self._called[0].end, daemon=True).start()
+                )
         except BaseException:
             self.shutdown(keep_places=placement is not None)  # they are for whoever has given them
             raise
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
         return len(self._placement.slots)
 
     @property
     def members(self) -> Sequence[Actor]:
-        """Return the actor of each rank."""
         return tuple(self._members)
 
     @property
     def placement(self) -> Placement:
-        """Return where the ranks run."""
         return self._placement
 
     @property
     def identities(self) -> Mapping[int, RankIdentity]:
-        """Return the host and process of each rank."""
         return {rank: one.identity for rank, one in enumerate(self._members) if one.identity is not None}
 
     def share(self, value: Any) -> Any:
-        """Put a value into the object store once, for the calls of several ranks."""
         return ray.put(value)
 
     def call(
@@ -184,17 +162,15 @@ class RayWorkerGroup:
         timeout_s: the deadline; None is the group's. key: of the deadline, in the section of a recipe that the group
         knows. context: what the call is for, such as "step 12", for messages.
 
-        Raises:
-            GroupInUseError: the result of the call before has not been taken.
-            WorkerError: the group cannot be called any more.
-
+        Raises GroupInUseError where the result of the call before has not been taken, WorkerError where the group
+        cannot be called any more.
         """
         if per_rank_kwargs and len(per_rank_kwargs) != self.world_size:
             raise RefusedError(
                 f"{method}: per_rank_kwargs has {len(per_rank_kwargs)} entries for {self.world_size} ranks",
                 code="entries-per-rank",
             )
-        call = Call(method, context, timeout_s or self._call_timeout_s, self._key(key), self._name)
+        call = WorkerCall(method, context, timeout_s or self._call_timeout_s, self._key(key), self._name)
         own = per_rank_kwargs or [{}] * self.world_size
         with self._starting, deferred_stop_signals():
             self._refuse(call)
@@ -209,9 +185,7 @@ class RayWorkerGroup:
     def run_all(self, method: str, *args: Any, **options: Any) -> list[Any]:
         """Return the result of `call`, in the order of the ranks.
 
-        Raises:
-            WorkerError: see the class; also after `timeout_s` without progress, naming the ranks that did not return.
-
+        Raises WorkerError: see the class; also after `timeout_s` without progress, naming ranks that did not return.
         """
         with deferred_stop_signals():
             return self.call(method, *args, **options).result()
@@ -228,18 +202,16 @@ class RayWorkerGroup:
             self._placement.release()
 
     def __enter__(self) -> Self:
-        """Return the group."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Shut down."""
         self.shutdown()
 
     def _build(self, construction: Construction, name: str, timeout_s: float) -> None:
         """Run the constructors: once all processes are there, and rank 0 has a port where they can meet."""
-        call = Call(name, "start of the workers", timeout_s, self._key("start_timeout_s"), self._name)
+        call = WorkerCall(name, "start of the workers", timeout_s, self._key("start_timeout_s"), self._name)
         members, actors = self._members, [member.handle for member in self._members]
 
         def answers(refs: Mapping[Any, int]) -> list[Any]:
@@ -255,35 +227,252 @@ class RayWorkerGroup:
         shared = ray.put(construction)
         answers({actor._build.remote(shared): rank for rank, actor in enumerate(actors)})
 
-    def _end_with(self, share: Actor) -> Future[None]:
-        """Have the first worker end once a share does, however that comes about."""
-        [first] = self._called
-        serving: Future[None] = share.handle.serve.remote().future()
-        # In a thread: in Ray's own, which tells of answers, no call of Ray's ever returns.
-        serving.add_done_callback(lambda _: threading.Thread(target=first.end, daemon=True).start())
-        return serving
-
     def _key(self, name: str) -> str:
         return f"{self._deadline_keys}.{name}" if self._deadline_keys and name else ""
 
-    def _refuse(self, call: Call) -> None:
+    def _refuse(self, call: WorkerCall) -> None:
         """Raise what keeps the group from being called, if anything does."""
         if self._shut:
-            raise WorkerError(
-                f"{call} was not started: the worker group is shut down", call, code="shut-down"
-            )
-        if self._last is not None and not self._last.over:
+            raise call.not_started("the worker group is shut down", "shut-down")
+        if (last := self._last) is not None and not last.over:
             raise GroupInUseError(
-                f"{call} was not started: {self._name or 'the worker group'} is at {self._last}, whose result has not "
+                f"{call} was not started: {self._name or 'the worker group'} is at {last}, whose result has not "
                 "been taken; one thread at a time makes one call at a time"
             )
-        if self._last is not None and self._last.error is not None and not self._last.error.usable:
-            headline, _, details = str(self._last.error).partition("\n")
-            raise WorkerError(
-                f"{call} was not started: the worker group ended with an earlier failure: {headline}\n{details}",
-                call,
-                final=self._last.error.final,
-                code="ended-before",
-            )
+        if last is not None and last.error is not None and not last.error.usable:
+            why = f"the worker group ended with an earlier failure: {last.error}"
+            raise call.not_started(why, "ended-before", final=last.error.final)
         if (lost := self._lost()) is not None:
             raise call.end_of_session(lost)
+
+
+class CallEnd(Enum):
+    """Names why a call is over."""
+
+    ANSWERED = "all ranks answered"
+    FAILED = "a rank failed"
+    STALLED = "no progress"
+    SILENT = "a rank does not answer, and the run is to stop"
+    LOST = "Ray is gone"
+    GONE = "the machine of a rank is gone"
+
+
+class GroupInUseError(RuntimeError):
+    """A group was called while a call to it was pending, or two threads asked for the result of one at once."""
+
+
+class PendingCall:
+    """Waits for what `RayWorkerGroup.call` has begun; one thread at a time asks it.
+
+    It is pending until `result` has given or raised what came of it, and the group takes no other call before. Calls to
+    several groups are waited for together by asking each whether it is `done`, about every second: progress is heard,
+    and deadlines pass, only while somebody asks or waits.
+
+    refs: rank by Ray's reference of its answer.
+    """
+
+    def __init__(self, call: WorkerCall, members: Sequence[Actor], refs: Mapping[Any, int]) -> None:
+        self.over = False
+        """Whether `result` has given or raised what came of it."""
+        self.error: WorkerError | None = None
+        """What `result` has raised."""
+        self._call, self._members, self._refs = call, members, dict(refs)
+        self._watch = HealthWatch([member.handle for member in members])
+        self._results: dict[int, Any] = {}
+        self._errors: list[tuple[int, RayError]] = []  # with their ranks, in the order of their arrival
+        self._failed_at = 0.0
+        self._ended: CallEnd | None = None
+        self._asking = threading.Lock()
+
+    def __str__(self) -> str:
+        return str(self._call)
+
+    @property
+    def timeout_s(self) -> float:
+        return self._call.timeout_s
+
+    @property
+    def progress(self) -> Mapping[int, Progress]:
+        """Return what each rank said last, of those that have said anything; any thread may ask."""
+        return dict(self._watch.progress)
+
+    def done(self) -> bool:
+        """Say whether `result` has no more to wait for: the ranks have answered, or the call has failed. Never waits.
+
+        Raises GroupInUseError when another thread asks, too.
+        """
+        with self._one_thread():
+            return self._poll(0)
+
+    def result(self) -> list[Any]:
+        """Wait for the answers, in the order of the ranks; a first Ctrl-C or SIGTERM waits until the call is over.
+
+        Raises WorkerError: see `RayWorkerGroup`. GroupInUseError when another thread asks, too.
+        """
+        with deferred_stop_signals():
+            return self.interruptible_result()
+
+    def interruptible_result(self) -> list[Any]:
+        """Do as `result`, but no signal has to wait: for workers that nobody else has heard of yet."""
+        with self._one_thread(), activity.at(self._at):
+            try:
+                while not self.over and not self._poll(_WAKE_EVERY_S):
+                    pass
+                if not self.over:
+                    self.error = None if self._ended is CallEnd.ANSWERED else self._failure()
+            except BaseException:  # a second Ctrl-C: nobody knows where the ranks are
+                self.error = WorkerError(f"{self} was interrupted", self._call, code="interrupted")
+                raise
+            finally:
+                self.over = True
+            if self.error is not None:
+                raise self.error
+            return [answer for _, answer in sorted(self._results.items(), key=lambda item: item[0])]
+
+    def _at(self) -> str:
+        """Return the call, and what each rank that is waited for said last."""
+        said = self.progress
+        ranks = [
+            f"{rank} at {said[rank].doing!r}" if rank in said else f"{rank} silent" for rank in self._waiting
+        ]
+        return f"{self}: {self._members[0].noun} {', '.join(ranks) or 'none'}"
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        if not self._asking.acquire(blocking=False):
+            raise GroupInUseError(f"{self}: another thread asks for its result; one at a time")
+        try:
+            yield
+        finally:
+            self._asking.release()
+
+    def _poll(self, wait_s: float) -> bool:
+        if self._ended is None:
+            self._ended = self._ending(wait_s)
+        return self._ended is not None
+
+    @property
+    def _waiting(self) -> list[int]:
+        return sorted(self._refs.values())
+
+    def _ending(self, wait_s: float) -> CallEnd | None:
+        """Take the answers that come within so many seconds; says why the call is over, None while it is not.
+
+        After the first failure the other ranks have a grace to report theirs.
+        """
+        self._watch.tick()
+        self._take(wait_s)
+        if not self._refs:
+            return CallEnd.FAILED if self._errors else CallEnd.ANSWERED
+        if self._errors:
+            died = any(not isinstance(error, RayTaskError) for _, error in self._errors)
+            grace_s = _GRACE_AFTER_A_DEATH_S if died else _GRACE_S
+            return CallEnd.FAILED if time.monotonic() - self._failed_at >= grace_s else None
+        if self._watch.due(min(LOOK_EVERY_S, self.timeout_s / 4)):
+            if self._members[0].lost() is not None:
+                return CallEnd.LOST
+            if self._gone(self._waiting):  # Ray says so some seconds later
+                return CallEnd.GONE
+            self._watch.look(self._waiting)
+            if self._watch.stalled(self._waiting, self.timeout_s):
+                return CallEnd.STALLED
+            # What hangs would never hear of the stop; what only takes long answers, and is waited for.
+            if current_stop_signals().asked and self._watch.silent(self._waiting, _ANSWERS_WITHIN_S):
+                return CallEnd.SILENT
+        return None
+
+    def _take(self, wait_s: float) -> None:
+        """Take the answers that are there, if need be wait so long for one."""
+        wanted = 1
+        while self._refs and (ready := ray.wait(list(self._refs), num_returns=wanted, timeout=wait_s)[0]):
+            for ref in ready:
+                self._take_one(ref)
+            wait_s, wanted = 0, len(self._refs)  # one by one it would cost the square of the ranks
+
+    def _take_one(self, ref: Any) -> None:
+        rank = self._refs[ref]
+        self._watch.moved()
+        try:
+            self._results[rank] = ray.get(ref)
+        except RayError as error:
+            if not self._errors:
+                self._failed_at = time.monotonic()
+            self._errors.append((rank, error))
+        del self._refs[ref]  # last: a Ctrl-C before it has the answer taken once more
+
+    def _failure(self) -> WorkerError:
+        """Return what went wrong; ranks that do not return are killed."""
+        call, cluster = self._call, self._members[0].cluster
+        failures = [self._members[rank].failure(error) for rank, error in self._errors]
+        # Ranks that all answered, if only by raising, still serve: an open train step can be aborted.
+        usable = not self._waiting and not any(failure.died for failure in failures)
+        if not usable and (lost := self._members[0].lost()) is not None:
+            return call.end_of_session(lost)
+        lost_nodes = cluster.lost_nodes({failure.identity.node_id for failure in failures if failure.died})
+        failures = [
+            replace(one, lost_node=lost_nodes.get(one.identity.node_id)) if one.died else one
+            for one in failures
+        ]
+        stalls = self._stalls()
+        for rank in self._waiting:
+            self._members[rank].end()
+        if stalls and _lost_node(stalls) is None:
+            # Else Ray logs the answers of the dead; that of one whose machine is gone takes it long.
+            deadline = time.monotonic() + _KILL_WAIT_S
+            while self._refs and (left := deadline - time.monotonic()) > 0:
+                self._take(left)
+        if self._ended is CallEnd.GONE:
+            failures = [failure for stall in stalls if (failure := stall.as_lost()) is not None]
+            stalls = [stall for stall in stalls if stall.lost_node is None]
+        noun = self._members[0].noun
+        if self._ended in (CallEnd.STALLED, CallEnd.SILENT):
+            stopping = self._ended is CallEnd.SILENT
+            message = describe_stall(stalls, len(self._members), call, noun, stopping=stopping)
+            return WorkerError(message, call, lost_node=_lost_node(stalls), code="no-progress")
+        message = describe(failures, stalls, str(call), cluster.log_dir, noun)
+        return WorkerError(message, call, root_cause(failures), usable=usable, lost_node=_lost_node(stalls))
+
+    def _stalls(self) -> list[Stall]:
+        """Return what is known of the ranks that have not answered; it is asked for before they are killed."""
+        cluster = self._members[0].cluster
+        gone = self._gone(self._waiting)
+        stacks = self._stacks(gone) if self._waiting else {}
+        return [
+            Stall(
+                (member := self._members[rank]).number,
+                member.identity,
+                doing=self._watch.doing(rank),
+                stack=stacks.get(rank, ""),
+                silent=None if rank in stacks else cluster.process_state(member.identity),
+                lost_node=gone.get(rank),
+            )
+            for rank in self._waiting
+        ]
+
+    def _stacks(self, gone: Collection[int]) -> dict[int, str]:
+        """Return where those that have not answered stand in their code, if they say so; those that are gone do not."""
+        answering = [
+            rank
+            for rank in self._waiting
+            if rank not in gone and not self._watch.silent([rank], _ANSWERS_WITHIN_S)
+        ]
+        asked = {self._members[rank].handle._health.remote(True): rank for rank in answering}
+        ready, _ = (
+            ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_WITHIN_S) if asked else ([], [])
+        )
+        stacks: dict[int, str] = {}
+        for ref in ready:
+            with suppress(RayError):
+                stacks[asked[ref]] = ray.get(ref).stack
+        return stacks
+
+    def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return those whose machine is gone, and which it is."""
+        identities = {rank: self._members[rank].identity for rank in ranks}
+        asked = {rank: one.node_id for rank, one in identities.items() if one is not None}
+        lost = self._members[0].cluster.lost_nodes({*asked.values()})
+        return {rank: lost[node] for rank, node in asked.items() if node in lost}
+
+
+def _lost_node(stalls: Iterable[Stall]) -> str | None:
+    return next((stall.lost_node for stall in stalls if stall.lost_node is not None), None)

@@ -19,17 +19,16 @@ import numpy as np
 import torch
 
 from nemo_rl_mcore.config import ClusterConfig
-from nemo_rl_mcore.driver.actors.environment import only_environment, rank_environment
 from nemo_rl_mcore.driver.actors.failures import (
-    Call,
     RankFailure,
     RankIdentity,
     Stall,
+    WorkerCall,
     WorkerError,
     describe,
     describe_stall,
 )
-from nemo_rl_mcore.driver.actors.placement import Placement
+from nemo_rl_mcore.driver.actors.places import Placement, only_environment, rank_environment
 from nemo_rl_mcore.driver.signals import FailedFromOutsideError, current_stop_signals
 from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.rendezvous import LISTENING_SOCKET, listen_at
@@ -50,35 +49,34 @@ class OneProcess:
         self._as_before = ExitStack()
 
     def __enter__(self) -> Self:
-        """Become a rank."""
-        inherited = rank_environment(os.environ, on_cpu=self.config.on_cpu)
+        on_cpu, undo = self.config.on_cpu, self._as_before
         rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         place = {"MASTER_ADDR": _LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
-        self._as_before.enter_context(only_environment({**os.environ, **place, **inherited, **rank}))
-        if self.config.on_cpu:
-            self._as_before.callback(torch.set_num_threads, torch.get_num_threads())
+        inherited = rank_environment(os.environ, on_cpu=on_cpu)
+        undo.enter_context(only_environment({**os.environ, **place, **inherited, **rank}))
+        if on_cpu:
+            undo.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-        self._as_before.callback(setattr, sys, "excepthook", sys.excepthook)
-        self._as_before.callback(random.setstate, random.getstate())
-        self._as_before.callback(np.random.set_state, np.random.get_state())
-        self._as_before.enter_context(accelerator.kept_generators())
+        undo.callback(setattr, sys, "excepthook", sys.excepthook)
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())
+        undo.enter_context(accelerator.kept_generators())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Be what it was."""
         self._as_before.close()
 
+    # What `RayCluster` has, of this machine, which is there.
+
     def lost_nodes(self, ids: Collection[str]) -> dict[str, str]:
-        """Return none: this machine is there."""
         return {}
 
     def await_machines(self) -> None:
-        """Return at once: this machine is there."""
+        pass
 
     def place_colocated(self, ranks: Placement, gpus: Sequence[str]) -> Placement:
-        """Return the same place."""
         return ranks
 
 
@@ -104,6 +102,7 @@ class InProcessRank:
         secrets: Mapping[str, str] | None = None,
     ) -> None:
         self._name, self._call_timeout_s, self._deadline_keys = name, call_timeout_s, deadline_keys
+        self._noun = f"{name} rank".strip()
         self._worker: Any = None
         self._ended: WorkerError | None = None
         self.placement = placement or Placement()
@@ -117,7 +116,6 @@ class InProcessRank:
         self._worker = self._answer(call, worker_class, *args, **kwargs or {})
 
     def share(self, value: Any) -> Any:
-        """Return the value, which is here."""
         return value
 
     def run_all(
@@ -131,38 +129,28 @@ class InProcessRank:
         context: str = "",
         **kwargs: Any,
     ) -> list[Any]:
-        """See `RayWorkerGroup.call`."""
         call = self._call(method, context, timeout_s or self._call_timeout_s, key)
         if self._worker is None:
-            raise WorkerError(
-                f"{call} was not started: the worker group is shut down", call, code="shut-down"
-            )
+            raise call.not_started("the worker group is shut down", "shut-down")
         if self._ended is not None:
             headline = str(self._ended).partition("\n")[0]
-            raise WorkerError(
-                f"{call} was not started: the worker group ended with an earlier failure: {headline}",
-                call,
-                code="ended-before",
+            raise call.not_started(
+                f"the worker group ended with an earlier failure: {headline}", "ended-before"
             )
         own = per_rank_kwargs[0] if per_rank_kwargs else {}
         answer = self._answer(call, getattr(self._worker, method), *args, **kwargs, **own)
         return [answer if answering is None or 0 in answering else None]
 
     def shutdown(self, *, keep_places: bool = False) -> None:
-        """Leave the process groups; idempotent."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown()
 
-    @property
-    def _noun(self) -> str:
-        return f"{self._name} rank".strip()
-
-    def _call(self, method: str, context: str, timeout_s: float, key: str) -> Call:
+    def _call(self, method: str, context: str, timeout_s: float, key: str) -> WorkerCall:
         named = f"{self._deadline_keys}.{key}" if self._deadline_keys and key else ""
-        return Call(method, context, timeout_s, named, self._name)
+        return WorkerCall(method, context, timeout_s, named, self._name)
 
-    def _answer(self, call: Call, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _answer(self, call: WorkerCall, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what it gives; raises WorkerError, with the traceback, for what it raises."""
         try:
             with activity.at(str(call)), _quiet(), self._watched(call):
@@ -176,7 +164,7 @@ class InProcessRank:
             raise WorkerError(message, call, failure, usable=self._worker is not None) from error
 
     @contextmanager
-    def _watched(self, call: Call) -> Generator[None]:
+    def _watched(self, call: WorkerCall) -> Generator[None]:
         """Raise WorkerError in the block when it makes no progress for as long as the call may take."""
         found: list[WorkerError] = []
         over, thread = threading.Event(), threading.get_ident()

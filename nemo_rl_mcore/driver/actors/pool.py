@@ -21,9 +21,7 @@ class Member(Protocol):
     """A process of a pool that runs; the one in its place is another member with the same number."""
 
     @property
-    def number(self) -> int:
-        """Return its place."""
-        ...
+    def number(self) -> int: ...
 
     def end(self) -> None:
         """End the process at once; idempotent."""
@@ -83,15 +81,10 @@ class Pool[Living: Member]:
     A lost member is ended at once; nobody waits for the one in its place unless asked to. Any thread may call any
     method.
 
-    Args:
-        noun: what messages call a member.
-        build: starts the member with a number and gives it once it serves, or raises why not. It has its own deadline,
-            and gives up soon after `closed`.
-        budget: see `Budget`.
-        lost: says what has ended without which no member can be reached; then nothing is replaced.
-        changed: called from any thread, with nothing locked, when a member has started, is lost, or the pool failed.
-        in_wait: members are replaced only in `wait`, when the caller has made room for them.
-
+    noun: what messages call a member. build: starts the member with a number and gives it once it serves, or raises why
+    not; it has its own deadline, and gives up soon after `closed`. lost: says what has ended without which no member
+    can be reached; then nothing is replaced. changed: called from any thread, with nothing locked, when a member has
+    started, is lost, or the pool failed. in_wait: members are replaced only in `wait`, when the caller has made room.
     """
 
     def __init__(
@@ -117,7 +110,6 @@ class Pool[Living: Member]:
 
     @property
     def live(self) -> list[Living]:
-        """Return the members that run, as far as is known."""
         return sorted([*self._live.values()], key=lambda member: member.number)
 
     @property
@@ -148,7 +140,6 @@ class Pool[Living: Member]:
         return self.live
 
     def raise_failure(self) -> None:
-        """Raise `failure`, if there is one."""
         if self.failure is not None:
             raise self.failure
 
@@ -221,17 +212,14 @@ class Pool[Living: Member]:
                 if delay_s is None:
                     break
             else:
-                self._join(member)
+                with self._changed:
+                    if joins := not self.closed:
+                        self._live[number] = member
+                        self.budget.started(number)
+                if not joins:
+                    member.end()
                 break
         self._notify()
-
-    def _join(self, member: Living) -> None:
-        with self._changed:
-            if not self.closed:
-                self._live[member.number] = member
-                self.budget.started(member.number)
-                return
-        member.end()
 
     def _notify(self) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""Engines that are Ray actors, as a refit reaches them."""
+"""Engines that are Ray actors, as the first rank reaches them in a refit; a rank imports no more of the driver."""
 
 from __future__ import annotations
 
@@ -33,27 +33,22 @@ class RayEngines:
         self._noun, self._deadline_key = noun, deadline_key
 
     def load_bucket(self, message: dict[str, Any]) -> list[Any]:
-        """See `Engines.load_bucket`."""
         shared = ray.put(message)  # once for all engines, also where the message brings the bytes
         return [actor.load_bucket.remote(shared) for actor in self._actors]
 
     def wait(self, loading: list[Any], timeout_s: float) -> None:
-        """See `Engines.wait`."""
-        for engine, acknowledgement in zip(self._numbers, loading, strict=True):
-            self._wait(acknowledgement, engine, timeout_s)
-
-    def _wait(self, acknowledgement: Any, number: int, timeout_s: float) -> None:
-        engine = f"{self._noun} {number}"
-        deadline = time.monotonic() + timeout_s
-        while not ray.wait([acknowledgement], timeout=min(LOOK_EVERY_S, timeout_s))[0]:
-            # This wait has its own deadline: the engine is late, not this rank.
-            activity.advance(f"waiting for {engine}")
-            if time.monotonic() >= deadline:
-                key = self._deadline_key and f" ({self._deadline_key})"
-                raise EngineLostError(
-                    f"{engine} did not acknowledge a bucket of weights within {timeout_s:g} s{key}", number
-                )
-        try:
-            ray.get(acknowledgement)
-        except RayActorError as error:
-            raise EngineLostError(f"{engine} died during a refit", number) from error
+        for number, acknowledgement in zip(self._numbers, loading, strict=True):
+            engine, deadline = f"{self._noun} {number}", time.monotonic() + timeout_s
+            while not ray.wait([acknowledgement], timeout=min(LOOK_EVERY_S, timeout_s))[0]:
+                # This wait has its own deadline: the engine is late, not this rank.
+                activity.advance(f"waiting for {engine}")
+                if time.monotonic() >= deadline:
+                    key = self._deadline_key and f" ({self._deadline_key})"
+                    raise EngineLostError(
+                        f"{engine} did not acknowledge a bucket of weights within {timeout_s:g} s{key}",
+                        number,
+                    )
+            try:
+                ray.get(acknowledgement)
+            except RayActorError as error:
+                raise EngineLostError(f"{engine} died during a refit", number) from error

@@ -9,25 +9,83 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
+from nemo_rl_mcore.config.custom_code import build, custom_code
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows
 from nemo_rl_mcore.driver.rollouts.player import Rollout
-from nemo_rl_mcore.driver.rollouts.rewards import group_statistics
-from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.errors import CustomCodeError, RefusedError
 from nemo_rl_mcore.losses.base import require
 from nemo_rl_mcore.losses.kl import kl_estimate
 
 VARIANCE_FLOOR = 1e-8
 STD_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Per row, in fp64: the mean and the unbiased standard deviation of the rewards it is compared with."""
+
+    baseline: Tensor
+    std: Tensor
+
+
+def group_numbers(prompt_ids: Tensor) -> Tensor:
+    """Return [B] the number of each row's group, counted from 0."""
+    rows = None if prompt_ids.ndim == 1 else 0  # numbers are sorted, rows compared one by one
+    _, numbers = cast("tuple[Tensor, Tensor]", torch.unique(prompt_ids, dim=rows, return_inverse=True))  # pyright: ignore[reportUnknownMemberType]
+    return numbers
+
+
+def group_statistics(prompt_ids: Tensor, rewards: Tensor, *, leave_one_out: bool) -> GroupStatistics:
+    """Return the statistics of each row's group, without the row itself when `leave_one_out`.
+
+    A group of one has its reward as baseline; a deviation that is not defined is 0. Computed in fp64 from what the
+    row is compared with alone: sums of the group less the row's share would cancel, and leave a deviation of rounding
+    errors to divide by where the others are equal.
+    """
+    rewards = rewards.to(torch.float64)
+    baseline, std = rewards.clone(), torch.zeros_like(rewards)
+    groups = group_numbers(prompt_ids)
+    order = groups.argsort(stable=True)
+    sizes = groups.bincount()[groups[order]]
+    for size in sorted(set(cast("list[int]", sizes.tolist()))):  # pyright: ignore[reportUnknownMemberType]
+        rows_GN = order[sizes == size].view(-1, size)
+        compared = rewards[rows_GN].unsqueeze(1)
+        if leave_one_out:  # [G,N,N-1]: for each member those before it, and those after
+            members = torch.arange(size, device=rewards.device)
+            compared = rewards[rows_GN][:, members[:-1] + (members[:-1] >= members.unsqueeze(1))]
+        if compared.shape[-1]:
+            first = compared[..., :1]
+            shifted = compared - first  # exactly 0 where all are equal, whatever the rounding of their sum
+            mean = shifted.mean(-1, keepdim=True)
+            squares = (shifted - mean).square().sum(-1)
+            baseline[rows_GN] = (first + mean).squeeze(-1).expand_as(rows_GN)
+            std[rows_GN] = (squares / max(compared.shape[-1] - 1, 1)).sqrt().expand_as(rows_GN)
+    return GroupStatistics(baseline, std)
+
+
+def rows_with_signal(prompt_ids: Tensor, rewards: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Return [B] bool: whether the row's group has two different rewards, as dynamic sampling asks.
+
+    counted: bool [B], the rows whose rewards are looked at; None is all.
+    """
+    groups = group_numbers(prompt_ids)
+    start = torch.zeros_like(rewards)
+    of_counted, given = (groups, rewards) if counted is None else (groups[counted], rewards[counted])
+    largest = start.scatter_reduce(0, of_counted, given, "amax", include_self=False)
+    smallest = start.scatter_reduce(0, of_counted, given, "amin", include_self=False)
+    return (largest != smallest)[groups]
 
 
 class AdvantageEstimator(Protocol):
@@ -162,7 +220,12 @@ class GeneralizedAdvantageEstimator:
         dtype = values.dtype
         # The sum of errors telescopes: in fp32, returns that do not vary would vary by its rounding.
         values = values.to(torch.float64)
-        token_rewards = _token_rewards(rewards.to(torch.float64), mask, penalty)
+        # Minus the penalty on each mask token, plus the row's reward on the last of them.
+        counts = mask != 0
+        later = counts.flip(1).cumsum(1).flip(1)  # mask tokens from here to the end of the row
+        token_rewards = torch.where(counts & (later == 1), rewards.to(torch.float64)[:, None], 0.0)
+        if penalty is not None:
+            token_rewards = token_rewards - torch.where(counts, penalty, 0.0)
         value_lambda = self.cfg.gae_lambda if self.cfg.gae_lambda_value is None else self.cfg.gae_lambda_value
         gamma = self.cfg.gae_gamma
         returns = values + discounted_errors(token_rewards, values, mask, gamma=gamma, lam=value_lambda)
@@ -266,6 +329,78 @@ def make_advantage_estimator(
     return _ESTIMATORS[cfg.name](cfg, loss_cfg)
 
 
+class ComputesAdvantage(Protocol):
+    """What a class of the user's own has to have; its signature is that of the built-in estimators."""
+
+    def compute_advantage(self, *args: Any, **kwargs: Any) -> Any:
+        """See `WithoutCritic.compute_advantage`, and for PPO `GeneralizedAdvantageEstimator.compute_advantage`."""
+        ...
+
+
+def estimator_of(config: RunConfig, loss_cfg: ClippedPGLossConfig) -> AdvantageEstimator:
+    """Return the advantage estimator of a recipe: the one that it names, or a class of the user's own.
+
+    The class is called with its section and that of the loss, as built-in ones are, then with `args`. It is built again
+    in every step, so that a run can resume: nothing may be kept in it. Raises ValueError, naming the key, for a class
+    that is not there or has no `compute_advantage`.
+    """
+    cfg: AdvantageEstimatorConfig = getattr(config.loop, "adv_estimator")  # noqa: B009
+    if cfg.type is None:
+        return make_advantage_estimator(cfg, loss_cfg)
+    key = f"{config.algorithm}.adv_estimator.type"
+    own = build(cfg.type, key, cfg.args, cfg, loss_cfg, needs=("compute_advantage",))
+    kind = _OwnWithCritic if cfg.name == "gae" else _OwnWithoutCritic
+    return kind(cast("ComputesAdvantage", own), f"{key}: {cfg.type}.compute_advantage")
+
+
+def check_estimator(config: RunConfig) -> None:
+    """Build an estimator of the user's own, for the ValueError that `estimator_of` may raise."""
+    if config.loop.estimator_type is not None:
+        estimator_of(config, ClippedPGLossConfig())
+
+
+class _OwnWithoutCritic(WithoutCritic):
+    def __init__(self, own: ComputesAdvantage, name: str) -> None:
+        self._own, self._name = own, name
+
+    def compute_advantage(self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **logprobs: Any) -> Tensor:
+        """Return what the user's class gives, which must be finite on the tokens of the mask."""
+        with custom_code(self._name):
+            given = self._own.compute_advantage(prompt_ids, rewards, mask, **logprobs)
+        return _checked(self._name, [given], mask)[0]
+
+
+class _OwnWithCritic(GeneralizedAdvantageEstimator):
+    def __init__(self, own: ComputesAdvantage, name: str) -> None:
+        self._own, self._name = own, name
+
+    def compute_advantage(
+        self, prompt_ids: Tensor | None, rewards: Tensor, mask: Tensor, **columns: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the user's class gives: advantages and returns."""
+        with custom_code(self._name):
+            given = self._own.compute_advantage(prompt_ids, rewards, mask, **columns)
+        if not isinstance(given, tuple) or len(cast("tuple[object, ...]", given)) != 2:
+            raise CustomCodeError(
+                f"{self._name} gave no pair of advantages and returns", code="estimator-result"
+            )
+        advantages, returns = _checked(self._name, cast("tuple[object, ...]", given), mask)
+        return advantages, returns
+
+
+def _checked(name: str, given: Sequence[object], mask: Tensor) -> list[Tensor]:
+    """Return tensors [B,S] that are finite where the mask counts."""
+    for one in given:
+        if not isinstance(one, Tensor) or one.shape != mask.shape:
+            found = tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__
+            raise CustomCodeError(
+                f"{name} gave {found} in place of a tensor {tuple(mask.shape)}", code="estimator-result"
+            )
+        if not torch.isfinite(one[mask != 0]).all():
+            raise CustomCodeError(f"{name} gave a number that is not finite", code="estimator-result")
+    return [cast("Tensor", one) for one in given]
+
+
 def _valid_tokens(batch: BatchedDataDict) -> Tensor:
     return batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
 
@@ -276,14 +411,6 @@ def _joined(episodes: EpisodeRows, batch: BatchedDataDict, key: str) -> Tensor |
 
 def _to_columns(per_row: Tensor, mask: Tensor) -> Tensor:
     return per_row[:, None].expand(mask.shape).clone()
-
-
-def _token_rewards(rewards: Tensor, mask: Tensor, penalty: Tensor | None) -> Tensor:
-    """Return [B,S]: minus the penalty on each mask token, plus the row's reward on the last of them."""
-    counts = mask != 0
-    later = counts.flip(1).cumsum(1).flip(1)  # mask tokens from here to the end of the row
-    token_rewards = torch.where(counts & (later == 1), rewards[:, None], 0.0)
-    return token_rewards if penalty is None else token_rewards - torch.where(counts, penalty, 0.0)
 
 
 USUAL_LIMIT = 100.0

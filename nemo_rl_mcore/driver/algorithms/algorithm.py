@@ -13,16 +13,17 @@ from typing import Any, Protocol
 import torch
 
 from nemo_rl_mcore.config import RunConfig
-from nemo_rl_mcore.config.offline import GivenRowsConfig
+from nemo_rl_mcore.config.algorithm import GivenRowsConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch
+from nemo_rl_mcore.driver.algorithms.samples import samples_of
 from nemo_rl_mcore.driver.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
-from nemo_rl_mcore.driver.interfaces import PolicyInterface
 from nemo_rl_mcore.driver.observability import Sample
+from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.episode_rows import first_rows, uncounted_rows
 from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
-from nemo_rl_mcore.driver.rollouts.samples import samples_of
-from nemo_rl_mcore.driver.rollouts.steps import StepGroups, StepSource
+from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler, Step
 from nemo_rl_mcore.losses import LossFunction
 from nemo_rl_mcore.rank import activity
 
@@ -48,10 +49,6 @@ class StepObserver(Protocol):
 
     def checkpointed(self, step: int) -> None:
         """Take note that the checkpoint of a step is whole."""
-        ...
-
-    def give_back_room(self) -> None:
-        """Free what is kept on the disk for the end of the run."""
         ...
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
@@ -80,11 +77,22 @@ class QuietObserver:
     def checkpointed(self, step: int) -> None:
         """See `StepObserver.checkpointed`."""
 
-    def give_back_room(self) -> None:
-        """See `StepObserver.give_back_room`."""
-
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """See `StepObserver.add_samples`."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a step trains on, with all that the loss needs besides.
+
+    batch: its rows. rollout: the answers among them, None where the data set gives the rows. mismatch: of each chunk
+    the comparison with the engine, where a pass before training makes it. metrics: what the choice of the rows tells.
+    """
+
+    batch: BatchedDataDict
+    rollout: Rollout | None = None
+    mismatch: Sequence[Mismatch] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -104,49 +112,46 @@ class StepOutcome:
 class Algorithm[Config: RunConfig](ABC):
     """An algorithm over its parts; `TrainingLoop` runs it.
 
-    A subclass writes `train`, and extends `validate` where there is more to judge than the policy's answers. A further
-    model is a separate field. rollouts: where the groups of a step come from; None where the data set gives answers.
+    A subclass writes `judge` and `update`, and extends `validate` where there is more to judge than the policy's
+    answers. A further model is a separate field. rollouts: where the groups of a step come from; None where the data
+    set gives answers.
     """
 
     config: Config
-    policy: PolicyInterface
+    policy: Policy
     collector: RolloutCollector
     prompts: PromptSource
     observer: StepObserver
-    rollouts: StepSource | None = field(default=None, kw_only=True)
+    rollouts: Scheduler[Any] | None = field(default=None, kw_only=True)
 
     @abstractmethod
-    def train(self, step: int, groups: StepGroups | None, begin_update: Callable[[], None]) -> StepOutcome:
-        """Train the models on the groups of a step; None where the data set gives the rows.
+    def judge(self, step: Step) -> Judged:
+        """Take the rows of a step, and add what the loss needs: log-probabilities, values, advantages.
 
-        `begin_update` is called before the first change of a weight, `groups.finish` after the last.
+        No weight changes: the step may be dropped. An engine that shares the ranks' memory sleeps when its answers are
+        there.
         """
 
-    def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
-        """Train the models one step further.
+    @abstractmethod
+    def update(self, step: Step, judged: Judged) -> StepOutcome:
+        """Train the models; `step.finish` is called behind the last change of a weight."""
 
-        `begin_update` is called before the first change of a weight: until then the step may be dropped, and from
-        then on a stop waits until it is finished and recorded. An engine that shares the ranks' memory sleeps when its
-        answers are there.
-        """
+    @contextmanager
+    def open_step(self, number: int) -> Generator[Step]:
+        """Open a step; where the block fails its groups can be trained again, else those of no use are recorded."""
         if self.rollouts is None:
-            return self.train(step, None, begin_update)
-        with self.rollouts.open_step(step) as groups:
-
-            def begin() -> None:
-                begin_update()
-                groups.finishing()
-
-            outcome = self.train(step, groups, begin)
-            for rollout in groups.unused():
+            yield Step(number)
+            return
+        with self.rollouts.open_step(number) as step:
+            yield step
+            for rollout in self.rollouts.take_unused():
                 rollout.batch["sample_mask"] = torch.zeros(rollout.batch.size)
-                self.record(step, rollout, trained=False)
-            return outcome
+                self.record(number, rollout, trained=False)
 
-    def redo(self, step: int) -> StepOutcome:
+    def redo(self, number: int) -> StepOutcome:
         """Train a finished step again, from the same answers, on models that are as they were before it."""
-        groups = None if self.rollouts is None else self.rollouts.known_step(step)
-        return self.train(step, groups, lambda: None)
+        step = Step(number) if self.rollouts is None else self.rollouts.known_step(number)
+        return self.update(step, self.judge(step))
 
     def checkpointed(self, step: int) -> None:
         """Hear that the checkpoint of a finished step is whole: none up to it will be trained again."""
@@ -208,13 +213,17 @@ class Algorithm[Config: RunConfig](ABC):
             by_source["validation"].append(sample.reward)
             if prompt.source:
                 by_source.setdefault(f"validation/{prompt.source}", []).append(sample.reward)
-        means = {
-            f"{name}/{metric}": value
-            for name, some in by_source.items()
-            if some
-            for metric, value in _means(some).items()
-        }
-        return means | (_pass_k([one.reward for one in judged], kept, answers) if answers > 1 else {})
+        metrics: dict[str, float] = {}
+        for name, rewards in by_source.items():
+            if rewards:
+                metrics[f"{name}/reward"] = sum(rewards) / len(rewards)
+                metrics[f"{name}/accuracy"] = sum(reward >= 1.0 for reward in rewards) / len(rewards)
+        if answers > 1 and prompts:
+            # The share of prompts with at least one rewarded answer, counted as in NeMo RL; dropped ones have none.
+            given = [one.reward > 0 and counts for one, counts in zip(judged, kept, strict=True)]
+            passed = [any(given[first : first + answers]) for first in range(0, len(given), answers)]
+            metrics["validation/pass_k"] = sum(passed) / len(passed)
+        return metrics
 
     def evaluate(
         self,
@@ -239,15 +248,3 @@ class Algorithm[Config: RunConfig](ABC):
                 batch = rows(held_out[first : first + size])
                 results.append(self.policy.train(batch, loss_fn, eval_mode=True, mbs=mbs))
         return train_metrics(join_results(results), "validation")
-
-
-def _pass_k(rewards: Sequence[float], kept: Sequence[bool], answers: int) -> dict[str, float]:
-    """Return the share of prompts with at least one rewarded answer, counted as in NeMo RL; dropped ones have none."""
-    given = [reward > 0 and counts for reward, counts in zip(rewards, kept, strict=True)]
-    prompts = [any(given[first : first + answers]) for first in range(0, len(given), answers)]
-    return {"validation/pass_k": sum(prompts) / len(prompts)} if prompts else {}
-
-
-def _means(rewards: Sequence[float]) -> dict[str, float]:
-    perfect = sum(reward >= 1.0 for reward in rewards)
-    return {"reward": sum(rewards) / len(rewards), "accuracy": perfect / len(rewards)}

@@ -7,58 +7,138 @@ its worst. P pairs are 2 P rows: chosen, rejected, chosen, ...
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from nemo_rl_mcore.config import DPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.answers import PreferenceSource
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.preference import PreferenceSource
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepOutcome
-from nemo_rl_mcore.driver.algorithms.logprobs import trained_inputs
-from nemo_rl_mcore.driver.algorithms.reference_blocks import ReferenceBlocks
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
+from nemo_rl_mcore.driver.algorithms.mismatch import trained_inputs
 from nemo_rl_mcore.driver.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.driver.rollouts.episode_rows import uncounted_rows
 from nemo_rl_mcore.driver.rollouts.player import Rollout
-from nemo_rl_mcore.driver.rollouts.sampled_ids import require_sampled_ids
-from nemo_rl_mcore.driver.rollouts.steps import StepGroups
-from nemo_rl_mcore.driver.rollouts.transcript import trained_columns
+from nemo_rl_mcore.driver.rollouts.scheduler import Step
+from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses import DPOLossFn
 
 _ROWS_PER_PAIR = DPOLossFn.rows_per_sample
 
 
+KEPT_BYTES = 2**30
+"""The memory of the driver for what is kept, at 4 bytes a token: 131,000 pairs of two answers of 1,024 tokens."""
+
+Block = Mapping[int, list[torch.Tensor]]
+"""The rows of each pair by its prompt_index, [tokens of the row] each."""
+
+
+@dataclass
+class ReferenceBlocks:
+    """The reference's log-probabilities of given answers, which come again with every pass over the data set.
+
+    The last bits of a row's numbers depend on what passes through the model with it: its neighbours, their widths, how
+    they are packed, the rank that has it. So a row is always computed in the same block of rows, and the numbers are
+    the same whether they were kept or are computed again, as a resumed run has to.
+
+    A pair's block is the batch of the step that draws it first, as long as KEPT_BYTES hold the blocks up to it.
+    Later passes then ask for nothing. A run that is resumed in one of them asks for each block once more, when it
+    first meets a pair of it. Pairs of the other blocks, and those of a source without passes, are asked for at
+    every step, in the batch of that step.
+
+    ask: gives the reference's log-probabilities [B, S] of a batch, 0 where token_mask is.
+    count: pairs of a step. longest: tokens of a row at most.
+    """
+
+    pairs: PreferenceSource
+    ask: Callable[[BatchedDataDict], torch.Tensor]
+    count: int
+    longest: int
+    _kept: dict[int, Block] = field(default_factory=dict[int, Block], init=False, repr=False)
+    _held_out: dict[tuple[int, ...], torch.Tensor] = field(
+        default_factory=dict[tuple[int, ...], torch.Tensor], init=False, repr=False
+    )
+
+    def of_step(self, step: int, batch: BatchedDataDict) -> torch.Tensor:
+        """Return [B, S], of the pairs that a step takes: those of `batch`."""
+        first = self.pairs.first_steps(step, self.count)
+        if first is None:
+            return self.ask(batch)
+        of_pair = [block if block <= self._kept_steps() else step for block in first]
+        blocks = {number: self._block(number, step, batch) for number in sorted({*of_pair})}
+        indices: list[int] = batch["prompt_index"].tolist()
+        found = torch.zeros(batch["input_ids"].shape)
+        for row, index in enumerate(indices):
+            logprobs = blocks[of_pair[row // _ROWS_PER_PAIR]][index][row % _ROWS_PER_PAIR]
+            found[row, : len(logprobs)] = logprobs
+        return found
+
+    def of_validation(self, batch: BatchedDataDict) -> torch.Tensor:
+        """Return [B, S], of a batch of held-out pairs, which are the same ones at every validation."""
+        pairs = tuple[int, ...](batch["prompt_index"].tolist())
+        if pairs in self._held_out:
+            return self._held_out[pairs]
+        found = self.ask(batch)
+        if sum(kept.nbytes for kept in (*self._held_out.values(), found)) <= KEPT_BYTES:
+            self._held_out[pairs] = found
+        return found
+
+    def _kept_steps(self) -> int:
+        """Return how many blocks are kept at most."""
+        return KEPT_BYTES // (self.count * _ROWS_PER_PAIR * self.longest * torch.float32.itemsize)
+
+    def _block(self, number: int, step: int, batch: BatchedDataDict) -> Block:
+        if number in self._kept:
+            return self._kept[number]
+        asked = batch if number == step else self.pairs.train_batch(number, self.count)
+        block = _by_pair(asked, self.ask(asked))
+        if number <= self._kept_steps():
+            self._kept[number] = block
+        return block
+
+
+def _by_pair(batch: BatchedDataDict, logprobs: torch.Tensor) -> Block:
+    rows: dict[int, list[torch.Tensor]] = {}
+    lengths: list[int] = batch["input_lengths"].tolist()
+    indices: list[int] = batch["prompt_index"].tolist()
+    for index, length, values in zip(indices, lengths, logprobs, strict=True):
+        rows.setdefault(index, []).append(values[:length].clone())
+    return rows
+
+
 @dataclass(frozen=True)
-class DPO(Algorithm[DPOMasterConfig]):
+class DPOTrainer(Algorithm[DPOMasterConfig]):
     """Direct preference optimization, https://arxiv.org/abs/2305.18290. `pairs` is None where they are made online."""
 
     pairs: PreferenceSource | None
 
-    def train(self, step: int, groups: StepGroups | None, begin_update: Callable[[], None]) -> StepOutcome:
-        """Make pairs of the groups, or take those of the data set, and train on them."""
+    def judge(self, step: Step) -> Judged:
+        """Make pairs of the groups, or take those of the data set; add what the reference makes of them."""
         rollout, paired = None, dict[str, float]()
-        if groups is not None:
+        if self.pairs is None:
             with self.observer.phase("generation"):
-                rollout = groups.whole()
+                rollout = step.whole()
             batch, with_signal = best_against_worst(rollout, self.config.dpo.num_generations_per_prompt or 0)
             paired["train/pairs_with_signal"] = with_signal
         else:
-            assert self.pairs is not None
-            batch = self.pairs.train_batch(step, self.config.policy.train_global_batch_size)
+            batch = self.pairs.train_batch(step.number, self.config.policy.train_global_batch_size)
         with self.observer.phase("reference"):
             known = self._reference
-            _add_reference(batch, known.of_step(step, batch) if known else self._ask_reference(batch))
+            _add_reference(batch, known.of_step(step.number, batch) if known else self._ask_reference(batch))
         require_sampled_ids(batch)
-        begin_update()
-        with self.training(step, rollout) as metrics:
+        return Judged(batch, rollout, metrics=paired)
+
+    def update(self, step: Step, judged: Judged) -> StepOutcome:
+        """Train on the pairs."""
+        batch = judged.batch
+        with self.training(step.number, judged.rollout) as metrics:
             result = self.policy.train(trained_columns(batch), self._loss_fn)
-        metrics |= paired
-        if groups is not None:
-            metrics |= groups.finish()
+        metrics |= judged.metrics
+        metrics |= step.finish()
         metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
         trained = train_metrics(result)
         trained |= preference_metrics(trained, "train")

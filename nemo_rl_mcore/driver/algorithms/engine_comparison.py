@@ -21,7 +21,7 @@ from nemo_rl_mcore.config import PolicyConfig, RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.driver.interfaces import PolicyInterface
+from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.errors import RunStoppedError
 
 
@@ -104,7 +104,7 @@ class Comparison:
 
 
 def compare(
-    policy: PolicyInterface,
+    policy: Policy,
     engines: ComparedEngines,
     prompts: Sequence[Sequence[int]],
     *,
@@ -127,7 +127,7 @@ def compare(
 
 def compare_at_start(
     config: RunConfig,
-    policy: PolicyInterface,
+    policy: Policy,
     engines: ComparedEngines,
     prompts: Sequence[Sequence[int]],
 ) -> Comparison:
@@ -166,7 +166,7 @@ def rows_to_compare(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tok
     return [ids[:longest] or [tokenizer.eos_token_id] for ids in encoded]
 
 
-def _training_logprobs(policy: PolicyInterface, prompt: Sequence[int], vocabulary: int) -> Tensor:
+def _training_logprobs(policy: Policy, prompt: Sequence[int], vocabulary: int) -> Tensor:
     """Float64 [V]. Training has logits only where a real token follows: here any does, for none sees the next."""
     ids = torch.tensor([[*prompt, prompt[-1]]])
     batch = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([ids.shape[1]]))

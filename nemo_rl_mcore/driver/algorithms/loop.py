@@ -1,31 +1,33 @@
-"""The loop that all algorithms share: a step, validation, the records, the checkpoint; then the next step."""
+"""The training loop: what happens in a run, in order, and who does it.
+
+A step is drawn and played when it is judged (`Algorithm.judge`), trained on (`Algorithm.update`), published,
+validated, recorded and saved. Every part of it goes through `Recovery.surviving`: where ranks are lost meanwhile,
+there others take their place, and the part is tried again.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepObserver, StepOutcome
 from nemo_rl_mcore.driver.algorithms.recovery import Recovery
-from nemo_rl_mcore.driver.algorithms.run_checkpoints import NOT_WRITTEN, Completed, RunCheckpoints
-from nemo_rl_mcore.driver.algorithms.skip_guard import SkipGuard, TooManySkippedStepsError
-from nemo_rl_mcore.driver.algorithms.time_limit import TimeLimit
-from nemo_rl_mcore.driver.folders import too_full
-from nemo_rl_mcore.driver.interfaces import GenerationInterface, TrainedModel
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import Completed, RunCheckpoints
+from nemo_rl_mcore.driver.algorithms.stops import SkipGuard, TimeLimit, TooManySkippedStepsError
+from nemo_rl_mcore.driver.interfaces import GenerationInterface
 from nemo_rl_mcore.driver.observability import STARTUP_PREFIX
+from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals
-from nemo_rl_mcore.errors import RunStoppedError, code_of, run_stopped_by
-
-_SECOND_SIGNAL = "a second signal came before they were saved"
+from nemo_rl_mcore.errors import RunStoppedError
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingLoop:
     """The loop over its parts.
 
@@ -34,18 +36,29 @@ class TrainingLoop:
     """
 
     config: RunConfig
-    models: Mapping[str, TrainedModel]
+    algorithm: Algorithm[Any]
+    models: Mapping[str, Policy]
     engine: GenerationInterface
     observer: StepObserver
     checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
-    frozen: Mapping[str, TrainedModel] = field(default_factory=dict[str, TrainedModel])
+    frozen: Mapping[str, Policy] = field(default_factory=dict[str, Policy])
 
-    def run(self, algorithm: Algorithm[Any]) -> None:
+    def __post_init__(self) -> None:
+        self._recovery = Recovery(
+            *(self.config, self.algorithm, self.models, self.engine),
+            *(self.observer, self.checkpoints, self.frozen),
+        )
+        self._guard = SkipGuard(self.config.max_consecutive_skips)
+        self._limit = TimeLimit(self.config.checkpointing.must_save_by_s)
+        self._awake = True
+        """Whether the engine has the weights of the last step, and the memory that it may share with the ranks."""
+
+    def run(self) -> None:
         """Take all `steps`."""
-        for _ in self.steps(algorithm):
+        for _ in self.steps():
             pass
 
-    def steps(self, algorithm: Algorithm[Any]) -> Generator[int]:
+    def steps(self) -> Generator[int]:
         """Train up to the loop's `max_num_steps`, from the first step or from where the checkpoints say.
 
         Yields the number of each step when it is finished, logged, and saved where a checkpoint is due. Where a signal,
@@ -56,135 +69,93 @@ class TrainingLoop:
         skipped.
         """
         try:
-            yield from self._steps(algorithm)
+            with self._limit, _settled_heap():
+                behind = self._start()
+                for step in range(behind + 1, self.config.loop.max_num_steps + 1):
+                    current_stop_signals().stop_if_asked()
+                    with self._limit.step():
+                        outcome = self._step(step)
+                    self._guard.stop_if_too_many(step, outcome.batch)
+                    if self.config.asynchronous:  # engines at work are not to wait for what comes next here
+                        self._recovery.surviving(partial(self._publish, step))
+                    self._save_if_due(step)
+                    yield step
         except TooManySkippedStepsError:
-            self._settle()
+            self._recovery.settle()
             raise
         except (RunStoppedError, GeneratorExit) as error:
-            self._save_at_the_end(error)
+            self._recovery.save_at_the_end(error)
             raise
         except KeyboardInterrupt as stop:
-            if (failure := self._save_at_the_end(stop)) is not None:
+            if (failure := self._recovery.save_at_the_end(stop)) is not None:
                 raise stop from failure
             raise
 
-    def _steps(self, algorithm: Algorithm[Any]) -> Generator[int]:
+    def _start(self) -> int:
+        """Return how many steps are behind the run, whose weights models and engine then have."""
         behind = self.checkpoints.resumed_step
         with self._startup("restore", needed=behind is not None):
-            guard = SkipGuard(self.config.max_consecutive_skips, **self.checkpoints.restore(self.models))
-        survive = partial(self._recovery.surviving, algorithm)
-        with TimeLimit(self.config.checkpointing.must_save_by_s) as limit, _settled_heap():
-            with self._startup("weights", needed=not self.config.policy.generation.decodes_on_ranks):
-                survive(lambda: self.engine.update_weights(behind or 0))
-            awake = True
-            if self.config.loop.val_at_start and behind is None:
-                self.observer.log(0, survive(lambda: algorithm.validate(0)))
-                awake = False
-            for step in range((behind or 0) + 1, self.config.loop.max_num_steps + 1):
-                current_stop_signals().stop_if_asked()
-                with limit.step():
-                    outcome = self._step(algorithm, step, guard, awake=awake)
-                awake = False
-                guard.stop_if_too_many(step, outcome.batch)
-                if self.config.asynchronous:
-                    survive(
-                        partial(self._wake, step)
-                    )  # engines at work are not to wait for what comes next here
-                self._save_if_due(algorithm, step, limit)
-                yield step
-
-    @cached_property
-    def _recovery(self) -> Recovery:
-        one_step = self.config.samples_per_step == self.config.policy.train_global_batch_size
-        return Recovery(
-            self.models,
-            self.frozen,
-            self.checkpoints,
-            self.observer,
-            self.config.cluster.max_trainer_restarts,
-            undone_by_abort=one_step and len(self.models) == 1,
-        )
+            counters = self.checkpoints.restore(self.models)
+            self._guard = SkipGuard(self.config.max_consecutive_skips, **counters)
+        with self._startup("weights", needed=not self.config.policy.generation.decodes_on_ranks):
+            self._recovery.surviving(lambda: self.engine.update_weights(behind or 0))
+        if self.config.loop.val_at_start and behind is None:
+            self.observer.log(0, self._recovery.surviving(lambda: self.algorithm.validate(0)))
+            self._awake = False
+        return behind or 0
 
     def _startup(self, part: str, *, needed: bool) -> AbstractContextManager[None]:
         """Time a part of the start, apart from the first step."""
         return self.observer.phase(f"{STARTUP_PREFIX}{part}") if needed else nullcontext()
 
-    def _save_if_due(self, algorithm: Algorithm[Any], step: int, limit: TimeLimit) -> None:
-        checkpoints, last = self.checkpoints, step == self.config.loop.max_num_steps
-        with deferred_stop_signals():
-            if checkpoints.begun:
-                self._surviving_a_save(algorithm, limit, partial(self._complete, wait=checkpoints.due(step)))
-            if checkpoints.due(step):
-                self._surviving_a_save(algorithm, limit, partial(self._save, wait=last))
-        if not last:
-            limit.stop_if_the_next_step_does_not_fit()
+    def _step(self, step: int) -> StepOutcome:
+        """Train, validate and record a step."""
+        loop, surviving = self.config.loop, self._recovery.surviving
+        last = loop.max_num_steps
+        with self._recorded(step) as row:
+            with ExitStack() as until_recorded:
+                outcome = surviving(partial(self._train, step, until_recorded))
+                self._awake = False
+                self._guard.record(outcome.skip_reasons)
+                row |= outcome.metrics
+                row |= {"train/skipped_steps": self._guard.total, "train/empty_steps": self._guard.empty}
+                self.checkpoints.finish(step, row, self._guard.counters())
+                self._recovery.finished(step, row)
+            if (loop.val_period and step % loop.val_period == 0) or (step == last and loop.val_at_end):
+                row |= surviving(partial(self._validate, step))
+            row |= self._recovery.metrics()
+        return outcome
 
-    def _save(self, *, wait: bool) -> Completed | None:
-        """Save the finished step, unless that was begun; wait: until it is complete, however often it is begun."""
-        if self.checkpoints.unsaved:
-            self.checkpoints.save_finished(self.models)
-        return self._complete(wait=wait)
+    def _train(self, step: int, until_recorded: ExitStack) -> StepOutcome:
+        """Draw, play, judge, train; until_recorded: what is left when the step is recorded, or tried again.
 
-    def _complete(self, *, wait: bool) -> Completed | None:
-        return self.checkpoints.complete(self.models, wait=wait)
+        Up to the first change of a weight the step may be dropped; from then on a stop waits until it is recorded.
+        """
+        until_recorded.close()  # a stop that has waited for ranks to be brought back waits no longer
+        if self.config.row_kind is RowKind.PROMPTS:
+            if not self._awake:
+                self._publish(step - 1)
+        elif self._awake:
+            self.engine.offload()
+        with self.algorithm.open_step(step) as opened:
+            judged = self.algorithm.judge(opened)
+            until_recorded.enter_context(deferred_stop_signals())
+            self.checkpoints.begin_update()
+            opened.finishing()
+            return self.algorithm.update(opened, judged)
 
-    def _surviving_a_save(
-        self, algorithm: Algorithm[Any], limit: TimeLimit, part: Callable[[], Completed | None]
-    ) -> None:
-        with self.observer.phase("checkpoint"):  # of the step that follows
-            completed = self._recovery.surviving(algorithm, part)
-        if completed is not None:
-            limit.saved(completed.seconds)
-            algorithm.checkpointed(completed.step)
-            self._recovery.checkpointed(completed.step)
-            self.observer.checkpointed(completed.step)
-        limit.saving(self.checkpoints.begun)
-
-    def _wake_for(self, step: int, *, awake: bool) -> None:
-        """Leave the engine awake for a step that samples, asleep for one that is given its answers."""
-        if self.config.row_kind is not RowKind.PROMPTS:
-            if awake:
-                self.engine.offload()
-        elif not awake:
-            self._wake(step - 1)
-
-    def _wake(self, version: int) -> None:
+    def _publish(self, version: int) -> None:
+        """Give the engine the weights, and wake it."""
         with self.observer.phase("weight_sync"):
             self.engine.update_weights(version)
 
-    def _step(self, algorithm: Algorithm[Any], step: int, guard: SkipGuard, *, awake: bool) -> StepOutcome:
-        loop, recovery = self.config.loop, self._recovery
-        with self._row_of(step) as row:
-            with ExitStack() as until_recorded:
-
-                def begin_update() -> None:
-                    until_recorded.enter_context(deferred_stop_signals())
-                    self.checkpoints.begin_update()
-
-                def train() -> StepOutcome:
-                    until_recorded.close()  # a stop that has waited for ranks to be brought back waits no longer
-                    self._wake_for(step, awake=awake)
-                    return algorithm.step(step, begin_update)
-
-                outcome = recovery.surviving(algorithm, train)
-                guard.record(outcome.skip_reasons)
-                row |= outcome.metrics
-                row |= {"train/skipped_steps": guard.total, "train/empty_steps": guard.empty}
-                self.checkpoints.finish(step, row, guard.counters())
-                recovery.finished(step, row)
-            last = step == loop.max_num_steps
-            if (loop.val_period and step % loop.val_period == 0) or (last and loop.val_at_end):
-                row |= recovery.surviving(algorithm, partial(self._validate, algorithm, step))
-            row |= recovery.metrics()
-        return outcome
-
-    def _validate(self, algorithm: Algorithm[Any], step: int) -> dict[str, float]:
-        self._wake(step)
+    def _validate(self, step: int) -> dict[str, float]:
+        self._publish(step)
         with self.observer.phase("validation"):
-            return algorithm.validate(step)
+            return self.algorithm.validate(step)
 
     @contextmanager
-    def _row_of(self, step: int) -> Generator[dict[str, float]]:
+    def _recorded(self, step: int) -> Generator[dict[str, float]]:
         """Hold the metrics of a step, and log them once it is finished, however the block ends."""
         row: dict[str, float] = {}
         try:
@@ -194,67 +165,33 @@ class TrainingLoop:
                 with deferred_stop_signals(hold=True):
                     self.observer.log(step, row)
 
-    def _save_at_the_end(self, stop: BaseException) -> RunStoppedError | None:
-        """Save the last finished step, unless that was done or tried; the checkpoints report why it cannot be.
+    def _save_if_due(self, step: int) -> None:
+        """Complete the checkpoint that is being written, if one is, and begin that of this step, if it is due."""
+        checkpoints, models, last = self.checkpoints, self.models, step == self.config.loop.max_num_steps
 
-        Returns what the attempt failed with.
-        """
-        reason = run_stopped_by(stop)
-        self.checkpoints.note_failure(_first_line(reason))
-        try:
-            if not current_stop_signals().insisted:
-                return self._save_after(reason)
-        except KeyboardInterrupt:
-            self.checkpoints.note_failure(_SECOND_SIGNAL)
-            raise
-        self.checkpoints.note_failure(_SECOND_SIGNAL)
-        return None
+        def begin() -> Completed | None:
+            if checkpoints.unsaved:  # else it was begun before ranks were lost
+                checkpoints.save_finished(models)
+            return checkpoints.complete(models, wait=last)
 
-    def _save_after(self, reason: RunStoppedError | None) -> RunStoppedError | None:
-        """Do so; reason: why the run ends, and the ranks no longer serve, if they do not."""
-        checkpoints = self.checkpoints
-        self.observer.give_back_room()  # weights come first, the page has what they leave
-        if (failure := self._settle()) is not None or not checkpoints.unsaved:
-            return failure
-        if code_of(reason) == NOT_WRITTEN and too_full(self.config):
-            return None
-        if checkpoints.updating and not self._recovery.undone_by_abort:
-            checkpoints.note_failure("the step after them had begun to change the weights")
-            return None
-        if checkpoints.going_back:
-            checkpoints.note_failure("the ranks were being brought back to them")
-            return None
         with deferred_stop_signals():
-            try:
-                if not self._recovery.undone():
-                    checkpoints.note_failure("the step after them has changed the weights")
-                    return None
-                reason = None
-                if self.config.policy.offload != "none":
-                    with suppress(
-                        RunStoppedError
-                    ):  # lost ones have left the room that the ranks need to save
-                        self.engine.offload()
-                checkpoints.save_finished(self.models)
-                checkpoints.complete(self.models, wait=True)
-            except RunStoppedError as error:
-                checkpoints.note_failure(_first_line(reason or error))
-                return error
-        return None
+            if checkpoints.begun:
+                due = checkpoints.due(step)
+                self._save(lambda: checkpoints.complete(models, wait=due))
+            if checkpoints.due(step):
+                self._save(begin)
+        if not last:
+            self._limit.stop_if_the_next_step_does_not_fit()
 
-    def _settle(self) -> RunStoppedError | None:
-        """Complete the checkpoint that was begun, at the end; returns why its folder cannot be written to."""
-        with deferred_stop_signals():
-            try:
-                self.checkpoints.settle(self.models)
-            except RunStoppedError as error:
-                self.checkpoints.note_failure(_first_line(error))
-                return error
-        return None
-
-
-def _first_line(error: RunStoppedError | None) -> str:
-    return str(error or "").partition("\n")[0]
+    def _save(self, part: Callable[[], Completed | None]) -> None:
+        with self.observer.phase("checkpoint"):  # of the step that follows
+            completed = self._recovery.surviving(part)
+        if completed is not None:
+            self._limit.saved(completed.seconds)
+            self.algorithm.checkpointed(completed.step)
+            self._recovery.checkpointed(completed.step)
+            self.observer.checkpointed(completed.step)
+        self._limit.saving(self.checkpoints.begun)
 
 
 @contextmanager

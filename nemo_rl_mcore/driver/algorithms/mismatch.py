@@ -1,4 +1,4 @@
-"""Measure how far the engine's log-probabilities are from those that training computes, and what follows from it.
+"""Log-probabilities of a rollout, and how far the engine's are from those that training computes.
 
 Every step is checked: so is the first one of a run, and the first one after a resume, when weights that reached the
 engine wrong would show. What `mask` and `stop` act on is computed before the step trains; else the training pass may be
@@ -15,14 +15,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from nemo_rl_mcore.config import ClippedPGLossConfig, GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_mcore.config.generation import MismatchConfig
 from nemo_rl_mcore.config.loss import KLType
-from nemo_rl_mcore.config.vllm import MismatchConfig
+from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.output import write_line
+from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows
-from nemo_rl_mcore.driver.rollouts.metrics import correction_metrics
 from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS
 from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.losses import ClippedPGLossFn, LossFunction, make_loss
 from nemo_rl_mcore.losses.sampler_table import COLUMNS, ROW_NUMBER, sampler_table
 
 _NAMED_SAMPLES = 4
@@ -35,19 +38,49 @@ class MismatchError(RunStoppedError):
     """The engine and training disagree by more than policy.generation.mismatch allows."""
 
 
+def model_inputs(batch: BatchedDataDict) -> BatchedDataDict:
+    """Return what a pass without a loss needs of a batch."""
+    return BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
+
+
+def trained_inputs(batch: BatchedDataDict) -> BatchedDataDict:
+    """Return what a pass needs that is asked about the trained tokens alone."""
+    return BatchedDataDict(model_inputs(batch) | {"token_mask": batch["token_mask"]})
+
+
+def policy_loss(config: GRPOMasterConfig | PPOMasterConfig) -> LossFunction:
+    """Return the policy's loss; one without prev_logprobs where no pass before training gives them."""
+    fused = config.policy.megatron_cfg.use_fused_linear_logprobs
+    if reader_of_prev_logprobs(config) is not None:
+        return make_loss(config.loss_fn, fused)
+    return ClippedPGLossFn(config.loss_fn, fused, own_previous=True)
+
+
+def add_logprobs(
+    batch: BatchedDataDict, policy: Policy, loss: ClippedPGLossConfig, *, previous: bool = True
+) -> None:
+    """Add prev_logprobs, if asked for, and, where a KL penalty needs them, reference_policy_logprobs, fp32 [B, S].
+
+    Both are 0 where token_mask is.
+    """
+    inputs = trained_inputs(batch)
+    if previous:
+        batch["prev_logprobs"] = policy.get_logprobs(inputs, trained_only=True)["logprobs"]
+    if loss.reference_policy_kl_penalty != 0:
+        reference = policy.get_reference_policy_logprobs(inputs, trained_only=True)
+        batch["reference_policy_logprobs"] = reference["reference_logprobs"]
+
+
 def table_of_batch(batch: BatchedDataDict, kl_type: KLType = "k3") -> Tensor:
     """Return the `sampler_table` of prev_logprobs, where token_mask and sample_mask are set."""
     compared = BatchedDataDict({name: batch[name] for name in _COMPARED})
-    parts = [
-        _table_of_rows(compared.slice(start, min(start + _ROWS_AT_A_TIME, batch.size)), kl_type)
-        for start in range(0, batch.size, _ROWS_AT_A_TIME)
-    ]
-    return torch.cat(parts) if parts else _empty_table(0)
-
-
-def _table_of_rows(batch: BatchedDataDict, kl_type: KLType) -> Tensor:
-    trained = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1))[:, 1:] > 0
-    return sampler_table(batch["generation_logprobs"][:, 1:], batch["prev_logprobs"][:, 1:], trained, kl_type)
+    parts = [_empty_table(0)]
+    for start in range(0, batch.size, _ROWS_AT_A_TIME):
+        rows = compared.slice(start, min(start + _ROWS_AT_A_TIME, batch.size))
+        trained = (rows["token_mask"] * rows["sample_mask"].unsqueeze(1))[:, 1:] > 0
+        drawn, trains = rows["generation_logprobs"][:, 1:], rows["prev_logprobs"][:, 1:]
+        parts.append(sampler_table(drawn, trains, trained, kl_type))
+    return torch.cat(parts)
 
 
 def table_of_training(result: Mapping[str, Any], rows: int) -> Tensor:
@@ -133,6 +166,21 @@ def drawn_by(version: int, batch: BatchedDataDict) -> Tensor:
     return drawn_B
 
 
+def add_compared_logprobs(
+    config: GRPOMasterConfig | PPOMasterConfig, policy: Policy, step: int, batch: BatchedDataDict
+) -> list[Mismatch]:
+    """Add the log-probabilities that the loss needs, of a rollout that the policy has sampled.
+
+    Returns the comparison with the engine where a pass before training makes it; else `train` does.
+    """
+    passes_before = reader_of_prev_logprobs(config) is not None
+    add_logprobs(batch, policy, config.loss_fn, previous=passes_before)
+    if not passes_before:
+        return []
+    table = table_of_batch(batch, config.loss_fn.reference_policy_kl_type)
+    return [compare_with_engine(step, batch, table, config.policy.generation.mismatch)]
+
+
 def compare_with_engine(step: int, batch: BatchedDataDict, table: Tensor, config: MismatchConfig) -> Mismatch:
     """Compare the responses of a step that its own weights sampled, and do what `action` says; see `act_on_mismatch`.
 
@@ -151,6 +199,23 @@ def comparison_metrics(
         return found.metrics(threshold)
     of_engine = found.metrics(threshold) if found.rows.any() else {}
     return of_engine | correction_metrics(found.table[batch["sample_mask"] > 0])
+
+
+def correction_metrics(table: Tensor) -> dict[str, float]:
+    """Measure how far the weights that train are from those that sampled, from the `sampler_table` of the trained rows.
+
+    async/ess: effective sample size of the importance weights, as a share of the tokens; NaN where all of them are 0.
+    async/behaviour_kl: the k3 estimate (https://joschu.net/blog/kl-approx.html) of the divergence of the weights that
+    train from those that sampled.
+    """
+    tokens, _, _, ratio, ratio_squares, behaviour_kl = (float(total) for total in table[:, :-1].sum(0))
+    if not tokens:
+        return {}
+    return {
+        "async/ess": ratio / ratio_squares * ratio / tokens if ratio_squares else float("nan"),
+        "async/importance_ratio_max": float(table[:, -1].max()),
+        "async/behaviour_kl": behaviour_kl / tokens,
+    }
 
 
 def act_on_mismatch(step: int, batch: BatchedDataDict, found: Mismatch, config: MismatchConfig) -> None:

@@ -5,82 +5,71 @@ https://arxiv.org/abs/1707.06347; advantages are those of https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nemo_rl_mcore.config import PPOMasterConfig
-from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.advantages import warn_of_large_advantages
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepOutcome
-from nemo_rl_mcore.driver.algorithms.custom_estimator import estimator_of
-from nemo_rl_mcore.driver.algorithms.logprobs import add_logprobs, model_inputs, policy_loss
+from nemo_rl_mcore.driver.algorithms.advantages import estimator_of, warn_of_large_advantages
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
 from nemo_rl_mcore.driver.algorithms.mismatch import (
-    Mismatch,
+    add_compared_logprobs,
     compare_with_engine,
     comparison_metrics,
-    table_of_batch,
+    model_inputs,
+    policy_loss,
     table_of_training,
     with_row_numbers,
 )
 from nemo_rl_mcore.driver.algorithms.step_metrics import join_results, train_metrics
-from nemo_rl_mcore.driver.interfaces import ValueInterface
-from nemo_rl_mcore.driver.rollouts.player import Rollout
-from nemo_rl_mcore.driver.rollouts.sampled_ids import require_sampled_ids
-from nemo_rl_mcore.driver.rollouts.steps import StepGroups
-from nemo_rl_mcore.driver.rollouts.transcript import trained_columns
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.driver.rollouts.scheduler import Step
+from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns
 from nemo_rl_mcore.losses import make_loss
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
 
 @dataclass(frozen=True)
-class PPO(Algorithm[PPOMasterConfig]):
+class PPOTrainer(Algorithm[PPOMasterConfig]):
     """Proximal policy optimization with a critic."""
 
-    critic: ValueInterface
+    critic: Policy
 
-    def train(self, step: int, groups: StepGroups | None, begin_update: Callable[[], None]) -> StepOutcome:
-        """Judge the groups, train on them `ppo_epochs` times."""
-        assert groups is not None
+    def judge(self, step: Step) -> Judged:
+        """Add log-probabilities, the critic's values and advantages."""
         with self.observer.phase("generation"):
-            rollout = groups.whole()
-        found = self._judge(step, rollout)
-        batch, config = rollout.batch, self.config
-        begin_update()
-        with self.training(step, rollout) as metrics:
-            of_policy, of_critic = self._train(step, batch)
-        metrics |= groups.finish() | train_metrics(of_critic, "value")
+            rollout = step.whole()
+        batch = rollout.batch
+        with self.observer.phase("logprobs"):
+            mismatch = add_compared_logprobs(self.config, self.policy, step.number, batch)
+        with self.observer.phase("values"):
+            batch["values"] = self.critic.get_values(model_inputs(batch))["values"]
+        estimator_of(self.config, self.config.loss_fn).add_to(batch)
+        warn_of_large_advantages(step.number, rollout)
+        require_sampled_ids(batch)
+        return Judged(batch, rollout, mismatch)
+
+    def update(self, step: Step, judged: Judged) -> StepOutcome:
+        """Train `ppo_epochs` times; the policy once the critic is warm."""
+        batch, config = judged.batch, self.config
+        with self.training(step.number, judged.rollout) as metrics:
+            of_policy, of_critic = self._train(step.number, batch)
+        metrics |= step.finish() | train_metrics(of_critic, "value")
         metrics["value/explained_variance"] = explained_variance(batch)
-        reasons, mismatch = of_critic["skip_reasons"], config.policy.generation.mismatch
+        reasons, settings = of_critic["skip_reasons"], config.policy.generation.mismatch
+        found = judged.mismatch[0] if judged.mismatch else None
         if of_policy is not None:
             if found is None:
                 table = table_of_training(of_policy, batch.size)
-                found = compare_with_engine(step, batch, table, mismatch)
+                found = compare_with_engine(step.number, batch, table, settings)
             metrics |= train_metrics(of_policy)
             reasons = skip_reasons_of_both(of_policy["skip_reasons"], reasons)
         if found is not None:
-            metrics |= comparison_metrics(found, batch, mismatch.threshold, asynchronous=config.asynchronous)
+            metrics |= comparison_metrics(found, batch, settings.threshold, asynchronous=config.asynchronous)
         return StepOutcome(metrics, reasons, batch)
-
-    def _judge(self, step: int, rollout: Rollout) -> Mismatch | None:
-        """Add log-probabilities, values and advantages; see `GRPO._judge`."""
-        config, loss, batch = self.config, self.config.loss_fn, rollout.batch
-        passes_before = reader_of_prev_logprobs(config) is not None
-        with self.observer.phase("logprobs"):
-            add_logprobs(batch, self.policy, loss, previous=passes_before)
-        found = None
-        if passes_before:
-            table = table_of_batch(batch, loss.reference_policy_kl_type)
-            found = compare_with_engine(step, batch, table, config.policy.generation.mismatch)
-        with self.observer.phase("values"):
-            batch["values"] = self.critic.get_values(model_inputs(batch))["values"]
-        estimator_of(config, loss).add_to(batch)
-        warn_of_large_advantages(step, rollout)
-        require_sampled_ids(batch)
-        return found
 
     def _train(self, step: int, batch: BatchedDataDict) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
         """Return the results of the policy, None while only the critic warms up, and of the critic, over all epochs."""

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 
 from nemo_rl_mcore.config import SFTMasterConfig
 from nemo_rl_mcore.data.answers import given_answers
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepOutcome
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
 from nemo_rl_mcore.driver.algorithms.step_metrics import train_metrics
-from nemo_rl_mcore.driver.rollouts.steps import StepGroups
+from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.losses import LossFunction, make_loss
 
 
-class SFT(Algorithm[SFTMasterConfig]):
+class SFTTrainer(Algorithm[SFTMasterConfig]):
     """The likelihood of given answers."""
 
-    def train(self, step: int, groups: StepGroups | None, begin_update: Callable[[], None]) -> StepOutcome:
-        """Train on the step's answers."""
-        prompts = self.prompts.train_batch(step, self.config.policy.train_global_batch_size)
-        batch = given_answers(prompts, self.collector.tokenizer)
-        begin_update()
+    def judge(self, step: Step) -> Judged:
+        """Take the step's answers."""
+        prompts = self.prompts.train_batch(step.number, self.config.policy.train_global_batch_size)
+        return Judged(given_answers(prompts, self.collector.tokenizer))
+
+    def update(self, step: Step, judged: Judged) -> StepOutcome:
+        """Train on them."""
+        batch = judged.batch
         with self.observer.phase("train"):
             result = self.policy.train(batch, self._loss_fn)
         tokens = {"train/total_num_tokens": float(batch["input_lengths"].sum())}

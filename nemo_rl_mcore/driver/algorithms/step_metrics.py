@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from nemo_rl_mcore.driver.rollouts.episode_metrics import episode_metrics
+from nemo_rl_mcore.driver.algorithms.advantages import group_statistics, rows_with_signal
 from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows
+from nemo_rl_mcore.driver.rollouts.metrics import episode_metrics
 from nemo_rl_mcore.driver.rollouts.player import Rollout, prompt_lengths
-from nemo_rl_mcore.driver.rollouts.rewards import group_statistics, rows_with_signal
 from nemo_rl_mcore.rank.sums import EXTREMA, combine_steps, neutral_value
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
@@ -74,7 +74,8 @@ def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str,
         for norm, reason in zip(result["grad_norm"].tolist(), result["skip_reasons"], strict=True)
         if reason != EMPTY_STEP
     ]
-    combined |= {"grad_norm": _mean(norms), "update_successful": float(result["update_successful"])}
+    combined["grad_norm"] = sum(norms) / len(norms) if norms else 0.0
+    combined["update_successful"] = float(result["update_successful"])
     metrics = {f"{prefix}/{name}": value for name, value in combined.items()}
     if (peak := result.get("peak_memory_gib")) is not None:
         metrics[f"performance/{'' if prefix == 'train' else f'{prefix}_'}peak_memory_gib"] = peak
@@ -103,7 +104,3 @@ def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_memory_gib": results[-1].get("peak_memory_gib"),
         "skip_reasons": [reason for result in results for reason in result["skip_reasons"]],
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

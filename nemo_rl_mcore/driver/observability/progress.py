@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from datetime import timedelta
+from itertools import pairwise
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
-from nemo_rl_mcore.driver.console import open_console
-from nemo_rl_mcore.driver.observability.series import Best, best_of, shown_metrics, sparkline
-from nemo_rl_mcore.driver.observability.startup import STARTUP_PREFIX
-from nemo_rl_mcore.driver.observability.timing import TIMING_PREFIX
+from nemo_rl_mcore.driver.output import open_console
 
+VALIDATION_PREFIX, TIMING_PREFIX = "validation/", "timing/"
+STARTUP_PREFIX = "startup/"
+"""Of the phases that are parts of the start."""
 _REWARD, _STEP_TIME = "train/reward", f"{TIMING_PREFIX}total"
 _DRAWN = {_REWARD: 1.0, _STEP_TIME: 0.0}
 """Metrics that are shown as a line over all steps so far, and where their scale ends at least."""
@@ -38,7 +37,7 @@ HEADLINE_METRICS: tuple[tuple[str, str], ...] = (
     ("KL", "train/kl_penalty"),
     ("tokens/s", "performance/tokens_per_sec"),
 )
-_PANEL_METRICS = (
+PANEL_METRICS = (
     ("reward spread", "train/reward_std"),
     ("clipped", "train/probs_ratio_clipfrac"),
     ("learning rate", "train/lr"),
@@ -46,15 +45,39 @@ _PANEL_METRICS = (
 )
 """What is shown in the panel besides: a plain line has no room for it."""
 # Label, metrics and text of what a run with asynchronous rollouts shows besides.
-_SIDE_BY_SIDE: tuple[tuple[str, tuple[str, ...], str], ...] = (
+SIDE_BY_SIDE: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("buffer", ("async/buffer_ready", "async/inflight"), "{:.0f} ready, {:.0f} in flight"),
     ("age", ("async/age_mean", "async/age_max"), "{:.2f}, at most {:.0f}"),
     ("idle", ("async/trainer_idle", "async/engine_idle"), "trainer {:.0%}, engines {:.0%}"),
 )
+_ZERO_WHERE_UNUSED = ("train/kl_penalty", "train/probs_ratio_clipfrac")
+"""Metrics of a loss that are 0 all along where the recipe has nothing to penalise or to clip."""
+_SPARK = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 40
+
+
+class Best(NamedTuple):
+    """A value, and the step that had it."""
+
+    step: int
+    value: float
+
+
+def best_of(name: str, points: Iterable[Best]) -> Best:
+    """Return the best value of a metric, the earliest of equal ones: of validations the highest, but for losses."""
+    highest = name.startswith(VALIDATION_PREFIX) and not name.endswith("loss")
+    return max(points, key=lambda point: point.value if highest else -point.value)
+
+
+def shown_metrics(*rows: Mapping[str, float]) -> frozenset[str]:
+    """Return the metrics that are worth a line in what a person sees, as some row has them."""
+    return frozenset(
+        name for row in rows for name, value in row.items() if value or name not in _ZERO_WHERE_UNUSED
+    )
 
 
 class ProgressDisplay:
-    """A context manager and metric sink that shows how a run goes; it never changes the outcome of the block.
+    """A metric sink that shows how a run goes.
 
     On a terminal it redraws one panel, from `begin` on. Elsewhere it prints a line for the first step, every
     `plain_every`-th and the last, without control characters. `steps_before` are those that an earlier run has done.
@@ -69,40 +92,31 @@ class ProgressDisplay:
         plain_every: int = 10,
         steps_before: int = 0,
     ) -> None:
-        self._total_steps = total_steps
-        self._steps_before = steps_before
-        self._title = title
+        self._title, self._plain_every, self._first = title, plain_every, steps_before + 1
         self._console = console or open_console()
-        self._plain_every = plain_every
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(30))
+        clocks = (TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        # Steps may take minutes: what is left is told by all of this run's, not by those of the last seconds.
+        self._bar = Progress(*columns, *clocks, console=self._console, speed_estimate_period=math.inf)
+        task = self._bar.add_task("", start=False, total=total_steps, completed=steps_before)
+        self._steps = self._bar.tasks[task]
         self._latest: dict[str, float] = {}
-        self._step = steps_before
         self._series: dict[str, list[float]] = {name: [] for name in _DRAWN}
         self._best: dict[str, Best] = {}
         self._varies: frozenset[str] = frozenset()
         self._saved: int | None = None
-        self._started: float | None = None
         self._live: Live | None = None
-
-    def __enter__(self) -> Self:
-        """Return the display."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the last state on the screen."""
-        self.close()
 
     @property
     def begun(self) -> bool:
         """Return whether the first step has begun."""
-        return self._started is not None
+        return self._steps.started
 
     def begin(self) -> None:
         """Start the clock and, on a terminal, the live panel; idempotent."""
         if self.begun:
             return
-        self._started = time.monotonic()
+        self._bar.start_task(self._steps.id)
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._render)
             self._live.start()
@@ -116,8 +130,8 @@ class ProgressDisplay:
         """Show a step; metrics that it does not have keep their last value."""
         self.begin()
         self._take(step, metrics)
-        self._step = step
-        if self._live is None and self._is_plain_step(step):
+        self._bar.update(self._steps.id, completed=step)
+        if self._live is None and (step in (self._first, self._steps.total) or step % self._plain_every == 0):
             self._print(self._plain_line(metrics))
 
     def saved(self, step: int) -> None:
@@ -136,10 +150,13 @@ class ProgressDisplay:
         # Replaced, never changed: the live panel reads them from a thread of its own.
         self._latest = {**self._latest, **metrics}
         self._varies |= shown_metrics(metrics)
-        self._best = self._best | {
-            name: best_of(name, self._best.get(name), Best(step, metrics[name]))
+        found = {
+            name: Best(step, metrics[name])
             for _, name in HEADLINE_METRICS
-            if name.startswith("validation/") and math.isfinite(metrics.get(name, math.nan))
+            if name.startswith(VALIDATION_PREFIX) and math.isfinite(metrics.get(name, math.nan))
+        }
+        self._best = self._best | {
+            name: best_of(name, (self._best.get(name, new), new)) for name, new in found.items()
         }
         for name in _DRAWN:
             if name in metrics:
@@ -148,72 +165,44 @@ class ProgressDisplay:
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _is_plain_step(self, step: int) -> bool:
-        return step == self._steps_before + 1 or step % self._plain_every == 0 or step == self._total_steps
-
     def _plain_line(self, metrics: Mapping[str, float]) -> str:
-        parts = [f"step {self._step}/{self._total_steps}"]
-        parts += [f"{label} {self._value(name)}" for label, name in self._known(HEADLINE_METRICS, metrics)]
-        parts += [f"{label} {text}" for label, text in _side_by_side(metrics)]
+        parts = [f"step {self._steps.completed}/{self._steps.total}"]
+        parts += [f"{label} {text}" for label, text in self._told(HEADLINE_METRICS, metrics)]
         parts += [f"{phase} {seconds:.2f} s" for phase, seconds in _phases(metrics).items()]
-        return "  ".join([*parts, f"elapsed {_clock(self._elapsed())}"])
+        return "  ".join([*parts, f"elapsed {timedelta(seconds=int(self._steps.elapsed or 0))}"])
 
-    def _known(
+    def _told(
         self, headlines: Sequence[tuple[str, str]], metrics: Mapping[str, float]
     ) -> Iterator[tuple[str, str]]:
+        """Yield label and text of what there is, of a validation with the best one so far."""
         for label, name in headlines:
-            if name in metrics and name in self._varies:
-                yield label, name
-
-    def _value(self, name: str) -> str:
-        """Return the latest value, of a validation with the best one so far."""
-        best, value = self._best.get(name), _number(self._latest[name])
-        if best is None or best.value == self._latest[name]:
-            return value
-        return f"{value} (best {_number(best.value)} at step {best.step})"
+            if name not in metrics or name not in self._varies:
+                continue
+            value = self._latest[name]
+            best = self._best.get(name, Best(0, value))
+            more = f" (best {_number(best.value)} at step {best.step})" if best.value != value else ""
+            yield label, _number(value) + more
+        for label, names, template in SIDE_BY_SIDE:
+            if all(name in metrics for name in names):
+                yield label, template.format(*(metrics[name] for name in names))
 
     def _render(self) -> RenderableType:
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim")
         rows.add_column()
-        for label, name in self._known((*HEADLINE_METRICS, *_PANEL_METRICS), self._latest):
-            rows.add_row(label, self._value(name) + (self._trend(name) if name == _REWARD else ""))
-        for label, text in _side_by_side(self._latest):
-            rows.add_row(label, text)
+        for label, text in self._told((*HEADLINE_METRICS, *PANEL_METRICS), self._latest):
+            rows.add_row(label, text + (self._trend(_REWARD) if label == "reward" else ""))
         if phases := _phases(self._latest):
             seconds = "  ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
             rows.add_row("seconds", seconds + self._trend(_STEP_TIME))
         if self._saved is not None:
             rows.add_row("checkpoint", f"step {self._saved} is saved")
-        bar = Table.grid(padding=(0, 2))
-        bar.add_row(Text(f"step {self._step}/{self._total_steps}"), self._bar(), Text(self._clocks()))
-        return Panel(Group(bar, rows), title=self._title or None, title_align="left")
-
-    def _bar(self) -> ProgressBar:
-        return ProgressBar(total=self._total_steps, completed=self._step, width=30)
-
-    def _elapsed(self) -> float:
-        return 0.0 if self._started is None else time.monotonic() - self._started
-
-    def _clocks(self) -> str:
-        elapsed = self._elapsed()
-        done = self._step - self._steps_before
-        if done <= 0 or self._step >= self._total_steps:
-            return f"elapsed {_clock(elapsed)}"
-        left = elapsed / done * (self._total_steps - self._step)
-        return f"elapsed {_clock(elapsed)}, about {_clock(left)} left"
+        return Panel(Group(self._bar, rows), title=self._title or None, title_align="left")
 
     def _trend(self, name: str) -> str:
         series = self._series[name]
         drawn = series and self._console.encoding.startswith("utf")
-        return f"  {sparkline(series, _DRAWN[name])}" if drawn else ""
-
-
-def _side_by_side(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Label and text of how training and the engines get on; nothing for a run in which they take turns."""
-    for label, names, template in _SIDE_BY_SIDE:
-        if all(name in metrics for name in names):
-            yield label, template.format(*(metrics[name] for name in names))
+        return f"  {_sparkline(series, _DRAWN[name])}" if drawn else ""
 
 
 def _phases(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -231,6 +220,17 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+def _sparkline(values: Sequence[float], at_least: float) -> str:
+    """Draw a series as at most 40 characters, each the mean of its share; NaN is a gap.
+
+    The scale goes from 0 to the highest value, or to `at_least`, and from the lowest one where that is below 0.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min([0.0, *finite]), max([at_least, *finite])
+    if len(values) > _SPARK_WIDTH:
+        edges = [position * len(values) // _SPARK_WIDTH for position in range(_SPARK_WIDTH + 1)]
+        shares = [[value for value in values[a:b] if not math.isnan(value)] for a, b in pairwise(edges)]
+        values = [sum(share) / len(share) if share else math.nan for share in shares]
+    scale = (len(_SPARK) - 1) / ((high - low) or 1.0)
+    heights = [(min(max(value, low), high) - low) * scale for value in values]
+    return "".join(" " if math.isnan(height) else _SPARK[round(height)] for height in heights)

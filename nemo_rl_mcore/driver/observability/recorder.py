@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,44 +15,37 @@ from typing import Self, TextIO, cast
 from rich.console import Console
 
 from nemo_rl_mcore.config import LoggerConfig
-from nemo_rl_mcore.driver.console import open_console
-from nemo_rl_mcore.driver.observability.loggers import Loggers, RunFacts
-from nemo_rl_mcore.driver.observability.progress import ProgressDisplay
-from nemo_rl_mcore.driver.observability.report import REPORT_FILE, HistorySink, print_report, read_history
+from nemo_rl_mcore.driver.observability.loggers import Loggers
+from nemo_rl_mcore.driver.observability.progress import STARTUP_PREFIX, TIMING_PREFIX, ProgressDisplay
+from nemo_rl_mcore.driver.observability.report import REPORT_FILE, print_report
 from nemo_rl_mcore.driver.observability.rollouts import RolloutSink, Sample
+from nemo_rl_mcore.driver.observability.services import RunFacts
 from nemo_rl_mcore.driver.observability.sinks import (
     METRICS_FILE,
     EqualRewardsSink,
     JsonlSink,
-    MetricSink,
     complete_rows,
+    read_history,
 )
-from nemo_rl_mcore.driver.observability.startup import STARTUP_PREFIX, Startup
-from nemo_rl_mcore.driver.observability.timing import TIMING_PREFIX, PhaseTimer
-from nemo_rl_mcore.driver.output import BestEffortStream, write_line
-from nemo_rl_mcore.driver.own_files import open_to_append
+from nemo_rl_mcore.driver.output import BestEffortStream, open_console, write_line
 from nemo_rl_mcore.driver.signals import deferred_stop_signals
 from nemo_rl_mcore.errors import FolderError, folder_error
 from nemo_rl_mcore.rank import activity
 
+type MetricSink = RolloutSink | JsonlSink | ProgressDisplay | EqualRewardsSink | Loggers
+"""What takes the metrics of each step."""
 _KEY = "logger.log_dir"
-_RESERVED_BYTES = 1 << 19
-"""Kept free for the last row, should the disk be full one day."""
-_RESERVED_FOR_THE_PAGE = 6 << 20
-"""Kept free for report.html, of which the library that draws takes 4.7 MB."""
-_RESERVE_FILE = ".reserve"
 _TOKENS = "train/total_num_tokens"
+_TOLD_AS = {"restore": "restoring the checkpoint", "weights": "sending the weights to the engines"}
+_TOLD_AT_ITS_END = "weights"
+"""The engines start with the first weights that they are given, and are told first."""
 
 
 def finish_report(config: LoggerConfig, write_page: Callable[[Path], object] | None) -> None:
-    """Do what a run that was killed after its last step still had to: give back the room, and make the page.
-
-    Raises FolderError.
-    """
+    """Make the page of a run that was killed after its last step; raises FolderError."""
     folder = Path(config.log_dir)
     page, metrics = folder / REPORT_FILE, folder / METRICS_FILE
     try:
-        (folder / _RESERVE_FILE).unlink(missing_ok=True)
         if write_page is None or not (config.html_report_enabled and metrics.is_file()):
             return
         if page.is_file() and page.stat().st_mtime_ns >= metrics.stat().st_mtime_ns:
@@ -62,6 +55,55 @@ def finish_report(config: LoggerConfig, write_page: Callable[[Path], object] | N
             write_line(sys.stdout, str(page))
     except OSError as failure:
         raise folder_error(_KEY, folder, failure) from failure
+
+
+class Startup:
+    """The parts of the start of a run, each told as it begins, with its seconds as it ends.
+
+    They may lie inside each other; each second counts in the innermost one.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._unfinished = ""
+        self._inner_s = 0.0
+        self.seconds: dict[str, float] = {}
+        """Of each part that has ended."""
+
+    @contextmanager
+    def part(self, name: str, told_as: str = "") -> Generator[dict[str, float]]:
+        """Time the block, which may add the seconds of pieces of it, by name."""
+        told_as = told_as or _TOLD_AS[name]
+        pieces: dict[str, float] = {}
+        if name != _TOLD_AT_ITS_END:
+            self._begin(told_as)
+        began, inner_before = time.perf_counter(), self._inner_s
+        try:
+            yield pieces
+        except BaseException:
+            self._end_line()
+            raise
+        whole = time.perf_counter() - began
+        own = whole - (self._inner_s - inner_before)
+        self._inner_s = inner_before + whole
+        self.seconds |= {name: own, **pieces}
+        if self._unfinished != told_as:
+            self._begin(told_as)
+        named = ", ".join(f"{piece.replace('_', ' ')} {part:.1f} s" for piece, part in pieces.items())
+        self._end_line(f" {own:.1f} s" + (f" ({named})" if named else ""))
+
+    def _begin(self, told_as: str) -> None:
+        self._end_line()
+        self._print(f"{told_as} ...", end="")
+        self._unfinished = told_as
+
+    def _end_line(self, text: str = "") -> None:
+        if self._unfinished:
+            self._print(text)
+            self._unfinished = ""
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        self._console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
 
 
 class RunRecorder:
@@ -89,56 +131,51 @@ class RunRecorder:
         write_page: Callable[[Path], object] | None = None,
         summary: bool = True,
     ) -> None:
-        run = run or RunFacts()
-        self._config = config
+        self._config, self._run = config, run or RunFacts()
         self._log_dir = Path(config.log_dir)
-        self._reserve = self._log_dir / _RESERVE_FILE
         self._console = console or open_console()
         self._console.file = cast(TextIO, BestEffortStream(self._console.file))
-        self._history = HistorySink()
-        self._resumed_step, self._rewards_teach = run.resumed_step, run.rewards_teach
         self._write_page, self._summary = write_page, summary
+        steps_before = self._run.resumed_step or 0
         self._progress = ProgressDisplay(
-            total_steps, title=title, console=self._console, steps_before=run.resumed_step or 0
+            total_steps, title=title, console=self._console, steps_before=steps_before
         )
         self._startup = Startup(self._console)
         self._shown: deque[Sample] = deque(maxlen=config.num_val_samples_to_print)
+        self._loggers = Loggers(config, self._run, self._say)
         self._rollouts: RolloutSink | None = None
-        self._loggers = Loggers(config, run, self._say)
         self._sinks: list[MetricSink] = []
+        self._rows: list[dict[str, float]] = []
         self._attempted: list[Sample] | None = None
         self._redoing = False
         self._opened = ExitStack()
         self._step_began = time.perf_counter()
+        self._phases: dict[str, float] = defaultdict(float)
         self.last_row: Mapping[str, float] = {}
         """The metrics that were logged last, and their `step`."""
-        self.timer = PhaseTimer()
 
     def __enter__(self) -> Self:
         """Open the sinks and start the display."""
-        with self._written(), self._room_given_back_on_failure():
-            self._rollouts = RolloutSink(self._log_dir, self._config.rollouts, self._resumed_step, self._say)
-            metrics = JsonlSink(self._log_dir, self._resumed_step)
-            self.give_back_room()
-            self._keep_room()
-            if self._resumed_step is not None:
-                self._history.rows += read_history(self._log_dir)
-                self._progress.recall(self._history.rows)
+        resumed_step = self._run.resumed_step
+        with self._written():
+            self._rollouts = RolloutSink(self._log_dir, self._config.rollouts, resumed_step, self._say)
+            metrics = JsonlSink(self._log_dir, resumed_step)
+            if resumed_step is not None:
+                self._rows += read_history(self._log_dir)
+                self._progress.recall(self._rows)
         # The answers of a step are there before its row tells of it.
-        self._sinks = [
-            self._history,
-            self._rollouts,
-            metrics,
-            self._progress,
-            *([EqualRewardsSink(self._say)] if self._rewards_teach else []),
-            self._loggers,
-        ]
+        self._sinks = [self._rollouts, metrics, self._progress]
+        if self._run.rewards_teach:
+            self._sinks.append(EqualRewardsSink(self._say))
+        self._sinks.append(self._loggers)
         with ExitStack() as opened:
             for sink in self._sinks:
                 opened.callback(sink.close)
             opened.enter_context(self._loggers)
             self._startup.seconds |= self._loggers.startup_s
-            opened.enter_context(self._progress)
+            opened.callback(
+                self._progress.close
+            )  # the panel first: what loggers say at their end stands below it
             self._opened = opened.pop_all()
         self._step_began = time.perf_counter()
         return self
@@ -157,71 +194,31 @@ class RunRecorder:
 
     def _end(self, close: Callable[[], object]) -> Iterator[OSError]:
         """Yield what fails; each part is tried."""
-        for part in (
-            self.give_back_room,
-            self._complete_answers,
-            close,
-            self._complete,
-            self._page,
-            self._report,
-        ):
+        for part in (close, self._complete_rows, self._page, self._report):
             try:
                 part()
             except OSError as failure:
                 yield failure
 
-    def give_back_room(self) -> None:
-        """Free what is kept on the disk for the end of the run."""
-        with suppress(OSError):  # a folder that takes nothing any more is told by what is written there next
-            self._reserve.unlink(missing_ok=True)
-
-    def _complete_answers(self) -> None:
-        assert self._rollouts is not None
-        try:
-            self._rollouts.complete()
-        except OSError:
-            for path in self._rollouts.unwritten:
-                write_line(sys.stderr, f"{path} cannot be written: these answers are lost")
-            raise
-
-    def _complete(self) -> None:
-        if self._history.rows:
-            complete_rows(self._log_dir, self._history.rows)
+    def _complete_rows(self) -> None:
+        if self._rows:
+            complete_rows(self._log_dir, self._rows)
 
     def _page(self) -> None:
-        if self._history.rows and self._write_page is not None and self._config.html_report_enabled:
+        if self._rows and self._write_page is not None and self._config.html_report_enabled:
             self._write_page(self._log_dir)
 
     def _report(self) -> None:
         if self._summary:
-            print_report(self._log_dir, self._history.rows, list(self._shown), console=self._console)
+            print_report(self._log_dir, self._rows, list(self._shown), console=self._console)
         for place in self._loggers.places:
             self._say(place)
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _keep_room(self) -> None:
-        """Keep as much free as the end will need: twice the answers of the largest step, its row and the report."""
-        assert self._rollouts is not None
-        wanted = _RESERVED_BYTES + 2 * self._rollouts.largest_step
-        if self._write_page is not None and self._config.html_report_enabled:
-            wanted += _RESERVED_FOR_THE_PAGE
-        with open_to_append(self._reserve) as file:
-            while (missing := wanted - file.tell()) > 0:
-                file.write(bytes(min(missing, _RESERVED_FOR_THE_PAGE)))
-
-    @contextmanager
-    def _room_given_back_on_failure(self) -> Generator[None]:
-        try:
-            yield
-        except BaseException:
-            self.give_back_room()
-            raise
-
     @contextmanager
     def _written(self) -> Generator[None]:
-        """Raise FolderError for what fails."""
         try:
             yield
         except OSError as failure:
@@ -243,7 +240,11 @@ class RunRecorder:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Time a phase of the step, or, where its name begins with `startup/`, a part of the start."""
+        """Time a phase of the step, or, where its name begins with `startup/`, a part of the start.
+
+        Phases may repeat within a step, and are added; one inside another counts in both, one that raises as well.
+        CPU seconds are those of this process alone, all its threads together.
+        """
         if name.startswith(STARTUP_PREFIX):
             with self.startup(name.removeprefix(STARTUP_PREFIX)):
                 yield
@@ -252,8 +253,13 @@ class RunRecorder:
             yield
             return
         self._progress.begin()
-        with self.timer.phase(name), activity.at(name):
-            yield
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            with activity.at(name):
+                yield
+        finally:
+            self._phases[name] += time.perf_counter() - wall
+            self._phases[f"{name}_cpu"] += time.process_time() - cpu
 
     def checkpointed(self, step: int) -> None:
         """Say that the checkpoint of a step is whole."""
@@ -285,16 +291,18 @@ class RunRecorder:
         """Record a finished step everywhere."""
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
-        row = {**metrics, **self.timer.end_step(), f"{TIMING_PREFIX}total": seconds}
+        row = {**metrics, **{f"{TIMING_PREFIX}{name}": s for name, s in self._phases.items()}}
+        row[f"{TIMING_PREFIX}total"] = seconds
         row |= {f"{TIMING_PREFIX}{STARTUP_PREFIX}{part}": s for part, s in self._startup.seconds.items()}
+        self._phases.clear()
         self._startup.seconds.clear()
         if _TOKENS in row:
             row["performance/tokens_per_sec"] = row[_TOKENS] / seconds
         self.last_row = {"step": step, **row}
+        self._rows.append({"step": step, **row})
         with self._written():
             for sink in self._sinks:
                 sink.log(step, row)
-            self._keep_room()
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """Take the answers of the step at hand, which are written when it is logged."""

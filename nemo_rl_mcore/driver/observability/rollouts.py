@@ -13,7 +13,7 @@ from typing import NotRequired, TypedDict
 
 from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.data.strict_json import open_regular
-from nemo_rl_mcore.driver.own_files import TEMPORARY, next_free, replacing
+from nemo_rl_mcore.driver.run_folder import TEMPORARY, next_free, replacing
 
 ROLLOUTS_FOLDER = "rollouts"
 VALIDATION_FOLDER = "validation"
@@ -25,7 +25,7 @@ _GIB = 1 << 30
 _COMPRESSION = 1
 
 
-class Said(TypedDict):
+class TurnRecord(TypedDict):
     """An answer or an observation, by its role; reward: of an answer that was replied to."""
 
     role: str
@@ -79,7 +79,7 @@ class Sample:
     advantage: float | None = None
     advantage_first: float | None = None
     rewards: dict[str, float | None] | None = None
-    turns: list[Said] | None = None
+    turns: list[TurnRecord] | None = None
     tokens: TokenTable | None = None
 
     @property
@@ -94,7 +94,6 @@ class RolloutSink:
     Files that an earlier run left are put aside in a folder `rollouts.1`, or the next free number; a resumed run goes
     on with them, and it is those of the steps after `resumed_step` that are put aside. Above `max_gib` the oldest
     steps are removed, but for every tenth and for validations, which stay; `say` is told so once.
-    largest_step: the bytes that the answers of a step took at most so far.
     """
 
     def __init__(
@@ -103,9 +102,7 @@ class RolloutSink:
         self._folder = log_dir / ROLLOUTS_FOLDER
         self._config, self._say = config, say
         self._added: list[Sample] = []
-        self._unwritten: list[tuple[Path, list[Sample]]] = []
         self._told = False
-        self.largest_step = 0
         _put_aside(self._folder, resumed_step)
         self._sizes = {path: path.stat().st_size for path in _files(self._folder)}
 
@@ -115,30 +112,15 @@ class RolloutSink:
             self._added += samples
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write what was added; raises OSError, and then leaves nothing of the file, whose answers `complete` takes."""
+        """Write what was added; raises OSError, and then leaves nothing of the file."""
         del metrics
         added, self._added = self._added, []
         for folder, of_validation in ((self._folder, False), (self._folder / VALIDATION_FOLDER, True)):
             samples = [sample for sample in added if sample.of_validation is of_validation]
             if samples:
-                self._unwritten.append((folder / f"step_{step}.jsonl.gz", samples))
-        self.complete()
+                path = folder / f"step_{step}.jsonl.gz"
+                self._sizes[path] = _write(path, samples)
         self._keep_to_the_bound(step)
-
-    def complete(self) -> None:
-        """Write the answers of finished steps that are not on disk yet; raises OSError, and keeps what is left."""
-        written = 0
-        while self._unwritten:
-            path, samples = self._unwritten[0]
-            self._sizes[path] = _write(path, samples)
-            written += self._sizes[path]
-            del self._unwritten[0]
-        self.largest_step = max(self.largest_step, written)
-
-    @property
-    def unwritten(self) -> list[Path]:
-        """Return the files whose answers are in memory alone."""
-        return [path for path, _ in self._unwritten]
 
     def close(self) -> None:
         """Forget the answers of a step that was not finished."""

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
-from nemo_rl_mcore.driver.own_files import next_free, open_to_append, replacing
+from nemo_rl_mcore.driver.run_folder import next_free, open_to_append, replacing
+from nemo_rl_mcore.errors import RefusedError
 
 METRICS_FILE = "metrics.jsonl"
+_STEPS = 10
 
-
-class MetricSink(Protocol):
-    """A place that takes the metrics of one step at a time."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step."""
-        ...
-
-    def close(self) -> None:
-        """Write what is left and release the place; idempotent."""
-        ...
+Row = Mapping[str, float]
+"""The metrics of one step, with its number under "step"."""
 
 
 class JsonlSink:
@@ -46,14 +40,14 @@ class JsonlSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line; raises OSError, also when the file is no longer there."""
         self._path.stat()  # a file without a name takes every row
-        _write_whole(self._file, _line({"step": step, **metrics}))
+        _write_row(self._file, {"step": step, **metrics})
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def complete_rows(log_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:
+def complete_rows(log_dir: Path, rows: Sequence[Row]) -> None:
     """Make the file of these rows whole: one that was cut off, and those after it, are written again."""
     log_dir.mkdir(parents=True, exist_ok=True)
     with open_to_append(log_dir / METRICS_FILE) as file:
@@ -62,17 +56,13 @@ def complete_rows(log_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:
         if len(whole) < len(text):
             file.truncate(len(whole))
         for row in rows[whole.count(b"\n") :]:
-            _write_whole(file, _line(row))
+            _write_row(file, row)
 
 
-def _line(row: Mapping[str, float]) -> bytes:
-    finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    return json.dumps(finite, allow_nan=False).encode() + b"\n"
-
-
-def _write_whole(file: BinaryIO, line: bytes) -> None:
+def _write_row(file: BinaryIO, row: Row) -> None:
     """Write all of a line; a disk that is nearly full takes a part of it and fails at the rest."""
-    left = memoryview(line)
+    finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+    left = memoryview(json.dumps(finite, allow_nan=False).encode() + b"\n")
     while left:
         left = left[file.write(left) or 0 :]
 
@@ -82,26 +72,61 @@ def _put_aside_after(step: int, path: Path) -> None:
 
     They are copied first, and the file is replaced at once: wherever the process dies, no row is lost.
     """
+
+    def is_kept(line: str) -> bool:
+        try:
+            return line.endswith("\n") and int(json.loads(line)["step"]) <= step
+        except (ValueError, TypeError, KeyError):
+            return False
+
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    parts: dict[bool, list[str]] = {True: [], False: []}
-    for line in lines:
-        parts[_is_row_up_to(step, line)].append(line)
-    if not parts[False]:
+    later = [line for line in lines if not is_kept(line)]
+    if not later:
         return
-    for kept, file_path in ((False, next_free(path)), (True, path)):
-        with replacing(file_path) as file:
-            file.write("".join(parts[kept]).encode())
+    for written, of_lines in ((next_free(path), later), (path, filter(is_kept, lines))):
+        with replacing(written) as file:
+            file.write("".join(of_lines).encode())
 
 
-def _is_row_up_to(step: int, line: str) -> bool:
+def read_history(
+    log_dir: Path, damaged: Callable[[ValueError], object] | None = None
+) -> list[dict[str, float]]:
+    """Read the rows of a run from its folder; null comes back as NaN.
+
+    damaged: is told of each line that is not a row, which is then left out.
+
+    Raises:
+        ValueError: the folder has no metrics.jsonl, or a line of it is not a row and there is no `damaged`. A last
+            line that was cut off, as in a run that is being written or was killed, is left out.
+
+    """
+    path = log_dir / METRICS_FILE
+    if not path.is_file():
+        raise RefusedError(
+            f"{path} does not exist; give the folder of a run (its logger.log_dir)", code="no-run"
+        )
+    *complete, _ = path.read_bytes().split(b"\n")
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(complete, start=1):
+        try:
+            rows.append(_row(line, f"{path}:{number}"))
+        except ValueError as error:
+            if damaged is None:
+                raise
+            damaged(error)
+    return rows
+
+
+def _row(line: bytes, where: str) -> dict[str, float]:
     try:
-        row: Any = json.loads(line)
-        return line.endswith("\n") and int(row["step"]) <= step
-    except (ValueError, TypeError, KeyError):
-        return False
-
-
-_STEPS = 10
+        values: dict[str, Any] = json.loads(line)
+        if not math.isfinite(values.get("step", math.nan)):
+            raise ValueError("its step is no number")
+        return {
+            sys.intern(name): math.nan if value is None else float(value) for name, value in values.items()
+        }
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise RefusedError(f"{where} is not a row of metrics: {error}", code="broken-row") from error
 
 
 class EqualRewardsSink:

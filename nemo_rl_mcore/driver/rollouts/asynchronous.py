@@ -11,10 +11,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 
-from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
+from nemo_rl_mcore.config.algorithm import AsyncRolloutsConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.interfaces import RolloutEngines
 from nemo_rl_mcore.driver.loop_thread import LoopThread
@@ -34,10 +33,7 @@ from nemo_rl_mcore.rank import activity
 class AsynchronousScheduler(Scheduler[RolloutEngines]):
     """Asks engines apart from the ranks for groups as soon as the ledger admits them; see `Scheduler`.
 
-    Args:
-        section: the keys of asynchronous rollouts.
-        key: the path of the section in a recipe, for messages.
-
+    section: the keys of asynchronous rollouts. key: their path in a recipe, for messages.
     """
 
     section: AsyncRolloutsConfig = field(kw_only=True)
@@ -67,8 +63,14 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
         The first call begins to answer groups. One with weights that the engines hold waits for nothing.
         """
         if self.ledger.step is StepState.COMMITTED and not self.section.in_flight_weight_updates:
-            self._drain()
-        self._refit(version)
+            with self._changed:  # the next groups are asked for with the new weights
+                self._paused = True
+                self._wait(lambda: not self.ledger.count(GroupState.INFLIGHT), "groups in flight to end")
+        # One that breaks off leaves the engines waiting for the next, maybe of new ranks.
+        broke_off, self._refitting = self._refitting, True
+        self.engine.update_weights(version)
+        self._halts += broke_off
+        self._refitting = False
         with self._changed:
             self._paused = False
             self._publish(version, self.engine.weights_digest)
@@ -83,7 +85,7 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
         """Do nothing: the engines go on answering."""
 
     def finish(self) -> Pace:
-        """See `Scheduler.finish`."""
+        """Take note that the optimizer has stepped; returns what happened since the last step."""
         with self._changed:
             self._count_idle()
             pace = super().finish()
@@ -94,17 +96,10 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
             return pace
 
     def report(self, pace: Pace, trained: Sequence[Rollout]) -> dict[str, float]:
-        """See `Scheduler.report`; how old the tokens are, and which side waited for the other."""
+        """Report also how old the tokens are, and which side waited for the other."""
         batches = [rollout.batch for rollout in trained]
         ages = age_metrics(batches, self.ledger.version - 1, self.ledger.limits.max_age)
         return super().report(pace, trained) | ages | pace_metrics(pace, time.monotonic())
-
-    def _refit(self, version: int) -> None:
-        """Give the engines the weights; one that breaks off leaves them waiting for the next, maybe of new ranks."""
-        broke_off, self._refitting = self._refitting, True
-        self.engine.update_weights(version)
-        self._halts += broke_off
-        self._refitting = False
 
     def _wait_for_ready(self, groups: int) -> None:
         """Wait for groups; engines that restarted meanwhile are given the weights."""
@@ -113,22 +108,15 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
                 self._wait(lambda: self._are_ready(groups) or self.engine.joining, "groups to train on")
                 if self._are_ready(groups):
                     return
-            self._rejoin()
-
-    def _rejoin(self) -> None:
-        """Have engines that restarted answer; the open step has not changed the published weights yet."""
-        self.engine.rejoin()
-        with self._changed:
-            self._watch.moved()
-        self._dispatch()
+            self.engine.rejoin()  # the open step has not changed the published weights yet
+            with self._changed:
+                self._watch.moved()
+            self._dispatch()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give up what is in flight, end the threads, and put away a step whose weights no engine was given any more.
-
-        Raises the RunStoppedError of a stall by which the block has ended.
-        """
+        """Give up what is in flight, end the threads; raises the RunStoppedError of a stall that ended the block."""
         self._watch.close()
         with self._changed:
             self._ended = True
@@ -152,39 +140,36 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
                 self._changed.wait()
         self._pace.trainer_idle_s += time.monotonic() - began_at
 
-    def _drain(self) -> None:
-        """Wait until no group is in flight; the next ones are asked for with the new weights."""
-        with self._changed:
-            self._paused = True
-            self._wait(lambda: not self.ledger.count(GroupState.INFLIGHT), "groups in flight to end")
-
     def _dispatch(self) -> None:
         """Ask for all groups that the ledger admits; called by whichever thread has made room."""
+        ledger = self.ledger
         with self._changed:
-            while self._may_dispatch():
-                token = self.ledger.dispatch()
+            while (
+                not (self._paused or self._ended)
+                and self._error is None
+                and self.engine.answering
+                and ledger.may_dispatch()
+                and ledger.count(GroupState.INFLIGHT) < self._limit
+                and ledger.next_position in self._drawn
+            ):
+                token = ledger.dispatch()
                 self._thread.begin(self._answer(token, self._drawn[token.position]))
             self._count_idle()
-
-    def _may_dispatch(self) -> bool:
-        ledger = self.ledger
-        return (
-            not (self._paused or self._ended)
-            and self._error is None
-            and self.engine.answering
-            and ledger.may_dispatch()
-            and ledger.count(GroupState.INFLIGHT) < self._limit
-            and ledger.next_position in self._drawn
-        )
 
     # The thread that asks
 
     async def _answer(self, token: Token, group: DrawnGroup) -> None:
         ticket = f"group {token.position}, attempt {token.incarnation}.{token.attempt}"
         halts = self._halts
+
+        async def respond(asked: BatchedDataDict) -> BatchedDataDict:
+            """Return the answers of a turn, in time; environments have their deadline."""
+            async with asyncio.timeout(self.section.rollout_timeout_s):
+                return await self.engine.respond(asked, step=group.step, ticket=ticket)
+
         try:
             with self._watch.asking(ticket):
-                batch = await self.draw.play(group, partial(self._respond, group.step, ticket))
+                batch = await self.draw.collector.play([group.prompt], group.asked, respond)
         except TimeoutError:
             if self._refitting or halts != self._halts:  # its engine could not answer
                 self._cancel(token, "timeout")
@@ -204,14 +189,13 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
             else:
                 self._fail(token, type(error).__name__, error)
         else:
-            self._take(token, batch)
+            with self._changed:
+                self._commit(token, batch)
+                self._failures = 0
+                self._watch.moved()
+                self._changed.notify_all()
         finally:
             self._dispatch()
-
-    async def _respond(self, step: int, ticket: str, asked: BatchedDataDict) -> BatchedDataDict:
-        """Return the answers of a turn, in time; environments have their deadline."""
-        async with asyncio.timeout(self.section.rollout_timeout_s):
-            return await self.engine.respond(asked, step=step, ticket=ticket)
 
     def _engines_changed(self) -> None:
         with self._changed:
@@ -221,13 +205,6 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
         """Have the thread that trains raise this when it next waits."""
         with self._changed:
             self._error = self._error or error
-            self._changed.notify_all()
-
-    def _take(self, token: Token, batch: BatchedDataDict) -> None:
-        with self._changed:
-            self._commit(token, batch)
-            self._failures = 0
-            self._watch.moved()
             self._changed.notify_all()
 
     def _cancel(self, token: Token, reason: str) -> None:

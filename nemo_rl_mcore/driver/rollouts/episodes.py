@@ -136,20 +136,18 @@ class Episodes:
         """
         for row, reply in zip(self._open, replies, strict=True):
             row.take(reply)
-            row.ending = self._ending(row, reply)
-            if row.ending is None:
+            if reply.dropped is not None:
+                row.ending = Ending.DROPPED
+            elif reply.unscored:
+                row.ending = Ending.UNSCORED
+            elif not row.finished:
+                row.ending = Ending.ANSWER_LIMIT
+            elif reply.terminated:
+                row.ending = Ending.TERMINATED
+            elif row.turns == self._form.turns:
+                row.ending = Ending.TURN_LIMIT
+            else:
                 self._observe(row, reply.observation)
-
-    def _ending(self, row: _Episode, reply: Reply) -> Ending | None:
-        if reply.dropped is not None:
-            return Ending.DROPPED
-        if reply.unscored:
-            return Ending.UNSCORED
-        if not row.finished:
-            return Ending.ANSWER_LIMIT
-        if reply.terminated:
-            return Ending.TERMINATED
-        return Ending.TURN_LIMIT if row.turns == self._form.turns else None
 
     def _observe(self, row: _Episode, observation: tuple[Message, ...]) -> None:
         assert self._form.observer is not None  # an episode of one answer has ended

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl_mcore.data.strict_json import parse_json, read_regular
-from nemo_rl_mcore.driver.own_files import next_free, open_own
-from nemo_rl_mcore.driver.rollouts.events import Checkpointed, Event, Finished, from_line, to_line
+from nemo_rl_mcore.driver.rollouts.events import (
+    EVENT,
+    Checkpointed,
+    Committed,
+    Event,
+    Finished,
+    Published,
+    Segment,
+    Started,
+)
+from nemo_rl_mcore.driver.run_folder import next_free, open_own
 from nemo_rl_mcore.errors import FolderError, RefusedError, RunStoppedError, code_of, folder_error, quoted
 
 EVENTS_FILE = "groups.jsonl"
 """Of a run, in its log_dir."""
-_FORMER_FILE = "rollouts.jsonl"
-"""Its name in runs of earlier versions."""
 _BLOCK = 1 << 20
 
 
@@ -32,20 +40,6 @@ class LogMark(BaseModel):
 
 
 BEGINNING = LogMark(size=0, sha256=hashlib.sha256().hexdigest())
-
-
-def log_in(folder: Path) -> Path:
-    """Return the path of the log in the folder of a run, which may have its former name."""
-    former = folder / _FORMER_FILE
-    return former if former.exists() and not (folder / EVENTS_FILE).exists() else folder / EVENTS_FILE
-
-
-def opened_log(folder: Path) -> Path:
-    """Return the path of the log in a folder that a run goes on in; one with its former name is renamed."""
-    path, found = folder / EVENTS_FILE, log_in(folder)
-    if found != path:
-        found.rename(path)
-    return path
 
 
 class EventLog:
@@ -71,9 +65,10 @@ class EventLog:
 
     def append(self, event: Event) -> None:
         """Write an event, and wait for the disk where a train step or a checkpoint has ended."""
-        line = to_line(event) + b"\n"
+        line, written = EVENT.dump_json(event) + b"\n", 0
         try:
-            self._write(line)
+            while written < len(line):
+                written += os.pwrite(self._descriptor, line[written:], self._size + written)
             if isinstance(event, Finished | Checkpointed):
                 os.fsync(self._descriptor)
         except BaseException as error:  # a second Ctrl-C, too: a part of a line is damage
@@ -96,19 +91,10 @@ class EventLog:
             self._descriptor = -1
 
     def __enter__(self) -> Self:
-        """Return the log."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
+    def __exit__(self, *_error: object) -> None:
         self.close()
-
-    def _write(self, line: bytes) -> None:
-        written = 0
-        while written < len(line):
-            written += os.pwrite(self._descriptor, line[written:], self._size + written)
 
 
 def read_events(path: Path) -> list[Event]:
@@ -174,7 +160,7 @@ def set_aside_after(path: Path, mark: LogMark) -> bool:
 def _event(line: bytes, place: str) -> Event:
     try:
         parse_json(line.decode())  # stricter than what follows: a key that is there twice is damage, too
-        return from_line(line)
+        return EVENT.validate_json(line, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -182,8 +168,9 @@ def _event(line: bytes, place: str) -> Event:
             f"{place}: it is no event: {where and f'{where}: '}{first['msg']}", code="broken-event"
         ) from error
     except ValueError as error:
-        shown = quoted(line)
-        raise RefusedError(f"{place}: it is no event: {error} ({shown})", code="broken-event") from error
+        raise RefusedError(
+            f"{place}: it is no event: {error} ({quoted(line)})", code="broken-event"
+        ) from error
 
 
 def _whole_lines(descriptor: int) -> int:
@@ -196,3 +183,57 @@ def _whole_lines(descriptor: int) -> int:
             return start + found + 1
         end = start
     return 0
+
+
+@dataclass(frozen=True)
+class LoggedGroup:
+    """From which token on which version sampled a group, and the digest of what was drawn."""
+
+    segments: Sequence[Segment]
+    digest: str
+
+    @property
+    def oldest(self) -> int:
+        """Return the version of its first tokens."""
+        return min(self.versions)
+
+    @property
+    def versions(self) -> list[int]:
+        """Return the versions that sampled it."""
+        return [segment.version for segment in self.segments]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What an asynchronous run trained on and which weights had drawn it, of the steps that no resume has taken back.
+
+    chunks: positions by step. groups: by position. weights: the digest of each version that engines were given.
+    """
+
+    chunks: dict[int, Sequence[Sequence[int]]] = field(default_factory=dict[int, Sequence[Sequence[int]]])
+    groups: dict[int, LoggedGroup] = field(default_factory=dict[int, LoggedGroup])
+    weights: dict[int, str] = field(default_factory=dict[int, str])
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Timeline:
+        """Read a log from its beginning."""
+        found = cls()
+        for event in events:
+            match event:
+                case Started():
+                    for step in [step for step in found.chunks if step > event.version]:
+                        del found.chunks[step]
+                        found.weights.pop(step, None)
+                case Committed():
+                    found.groups[event.token.position] = LoggedGroup(event.segments, event.digest)
+                case Finished():
+                    found.chunks[event.step] = event.chunks
+                case Published():
+                    found.weights[event.version] = event.digest
+                case _:
+                    pass
+        return found
+
+    def positions(self, steps: range) -> list[int]:
+        """Return the groups of these steps, in the order in which they were trained."""
+        return [position for step in steps for chunk in self.chunks[step] for position in chunk]

@@ -22,7 +22,7 @@ from typing import Any, Self
 from nemo_rl_mcore.driver.rollouts import events
 from nemo_rl_mcore.driver.rollouts.events import Event, Segment, Token
 from nemo_rl_mcore.driver.rollouts.order import ORDERS, Room
-from nemo_rl_mcore.driver.rollouts.saved_ledger import SavedGroup, SavedLedger
+from nemo_rl_mcore.driver.rollouts.saved import SavedGroup, SavedLedger
 from nemo_rl_mcore.driver.rollouts.states import Group, GroupState, LedgerError, Limits, StepState
 from nemo_rl_mcore.errors import RefusedError
 

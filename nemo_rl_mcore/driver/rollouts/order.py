@@ -49,7 +49,7 @@ class InOrder:
     """
 
     def taken(self, groups: Sequence[Group], room: Room) -> list[Group]:
-        """See `Order.taken`."""
+        """Take those that are answered of the next groups."""
         return [group for group in groups[: room.groups] if group.state is GroupState.READY]
 
     def fits(self, groups: Sequence[Group], room: Room) -> bool:

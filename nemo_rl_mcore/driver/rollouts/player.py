@@ -19,8 +19,8 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.driver.interfaces import Environments, GenerationInterface
-from nemo_rl_mcore.driver.rollouts.episode_metrics import check_drops
 from nemo_rl_mcore.driver.rollouts.episodes import ONE_ANSWER, EpisodeForm, Episodes
+from nemo_rl_mcore.driver.rollouts.metrics import check_drops
 from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES, WEIGHT_VERSIONS, with_equal_columns
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import activity
@@ -44,14 +44,6 @@ class Rollout:
     batch: BatchedDataDict
     prompts: list[Prompt]
     responses: list[str]
-
-    def select(self, rows: Sequence[int]) -> Rollout:
-        """Return these rows, in this order."""
-        return Rollout(
-            self.batch.select_indices(rows),
-            [self.prompts[i] for i in rows],
-            [self.responses[i] for i in rows],
-        )
 
     @property
     def environment_rewards(self) -> torch.Tensor:
@@ -112,7 +104,13 @@ class Responder:
     def ask(self, prompts: Sequence[Prompt], samples: int) -> BatchedDataDict:
         """Return what `GenerationInterface.generate` takes, for `samples` answers to each prompt; see `respond`."""
         ids = [self._encode(prompt) for prompt in prompts]
-        asked = self._as_batch(prompts, ids).repeat_interleave(samples)
+        lengths = torch.tensor([len(row) for row in ids])
+        input_ids = torch.full((len(ids), int(lengths.max())), self.tokenizer.pad_token_id)
+        for row, tokens in enumerate(ids):
+            input_ids[row, : len(tokens)] = torch.tensor(tokens)
+        indices = torch.tensor([prompt.index for prompt in prompts])
+        batch = BatchedDataDict(input_ids=input_ids, input_lengths=lengths, prompt_index=indices)
+        asked = batch.repeat_interleave(samples)
         asked["sample_index"] = torch.arange(samples).repeat(len(prompts))
         return asked
 
@@ -127,10 +125,7 @@ class Responder:
         episodes = batch.samples()
         samples = len(episodes) // len(prompts)
         of_rows = [prompts[number // samples] for number, rows in enumerate(episodes) for _ in rows]
-        return Rollout(batch, of_rows, self._responses(batch))
-
-    def _responses(self, batch: BatchedDataDict) -> list[str]:
-        """Return the text of each row's answer, or of all after its prompt, where observations stand in between."""
+        # The text of each row's answer, or of all after its prompt, where observations stand in between.
         ids_BS, sampled_BS = batch["input_ids"].numpy(), batch["token_mask"].numpy() != 0
         first_B, end_B = sampled_BS.argmax(1), sampled_BS.shape[1] - sampled_BS[:, ::-1].argmax(1)
         spans = zip(ids_BS, first_B.tolist(), end_B.tolist(), sampled_BS.sum(1).tolist(), strict=True)
@@ -140,7 +135,8 @@ class Responder:
             return decode(ids_S[first:end].tolist()) if count else ""
 
         known: Sequence[str | None] = batch.get(RESPONSES, [None] * batch.size)
-        return [read(*span) if text is None else text for text, span in zip(known, spans, strict=True)]
+        responses = [read(*span) if text is None else text for text, span in zip(known, spans, strict=True)]
+        return Rollout(batch, of_rows, responses)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt.text, prompt.literal)
@@ -151,14 +147,6 @@ class Responder:
                 code="prompt-length",
             )
         return ids
-
-    def _as_batch(self, prompts: Sequence[Prompt], ids: list[list[int]]) -> BatchedDataDict:
-        lengths = torch.tensor([len(row) for row in ids])
-        input_ids = torch.full((len(ids), int(lengths.max())), self.tokenizer.pad_token_id)
-        for row, tokens in enumerate(ids):
-            input_ids[row, : len(tokens)] = torch.tensor(tokens)
-        indices = torch.tensor([prompt.index for prompt in prompts])
-        return BatchedDataDict(input_ids=input_ids, input_lengths=lengths, prompt_index=indices)
 
 
 @dataclass(frozen=True)

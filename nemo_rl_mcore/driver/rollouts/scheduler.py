@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,82 +21,100 @@ from nemo_rl_mcore.driver.interfaces import GenerationInterface
 from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroup, DrawnGroups
 from nemo_rl_mcore.driver.rollouts.event_log import LogMark
 from nemo_rl_mcore.driver.rollouts.events import Token
-from nemo_rl_mcore.driver.rollouts.group_store import GroupStore, Retention, digest_of_group, versions_of
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.metrics import Pace, sampling_metrics
+from nemo_rl_mcore.driver.rollouts.metrics import Pace
 from nemo_rl_mcore.driver.rollouts.player import Rollout
-from nemo_rl_mcore.driver.rollouts.saved_ledger import SavedLedger
-from nemo_rl_mcore.driver.rollouts.saved_rollouts import SavedRollouts
+from nemo_rl_mcore.driver.rollouts.saved import (
+    GroupArchive,
+    SavedLedger,
+    SavedRollouts,
+    digest_of_group,
+    versions_of,
+)
 from nemo_rl_mcore.driver.rollouts.states import StepState
-from nemo_rl_mcore.driver.rollouts.steps import KnownStep
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.rank import activity
 
+SURPLUS = "the step is full"
+"""Why a group that was answered is answered again by the next step."""
+
+type Chunk = tuple[Sequence[DrawnGroup], Sequence[BatchedDataDict]]
+"""Groups as they were drawn, and their data."""
+
 
 @dataclass
-class OpenStep:
-    """Implements `steps.StepGroups` for the step that a scheduler has open."""
+class Step:
+    """A train step as an algorithm sees it: its number and, where it samples, its groups.
+
+    draw: None where the data set gives the rows. scheduler: that has the step open; None for one that is trained
+    again, of which nothing is recorded: `known` are its chunks as they were.
+    """
 
     number: int
-    scheduler: Scheduler[Any]
+    draw: Draw | None = None
+    known: Sequence[Chunk] = ()
+    scheduler: Scheduler[Any] | None = None
     _taken: list[Rollout] = field(default_factory=list[Rollout], init=False)
 
     def chunks(self, at_least: int) -> Iterator[Rollout]:
-        """See `StepGroups.chunks`."""
-        draw, answered = self.scheduler.draw, list[BatchedDataDict]()
-        for positions in self.scheduler.leases(at_least):
-            groups, batches = self.scheduler.groups_at(positions)
+        """Yield groups in their order as soon as so many more are answered, until the step is full.
+
+        Raises RunStoppedError where too many episodes of the whole step were dropped.
+        """
+        draw, scheduler, answered = self.draw, self.scheduler, list[BatchedDataDict]()
+        assert draw is not None
+        chunks: Iterable[Chunk] = self.known
+        if scheduler is not None:
+            chunks = map(scheduler.groups_at, scheduler.leases(at_least))
+        for groups, batches in chunks:
             answered += batches  # as they are: a chunk that is trained on has more columns than the next one
             self._taken.append(draw.rollout_of(groups, batches))
-            if not self.scheduler.ledger.room():
-                draw.check_drops(self.number, answered)
+            if scheduler is not None and not scheduler.ledger.room():
+                draw.collector.check_drops(self.number, answered)
             yield self._taken[-1]
 
     def whole(self) -> Rollout:
-        """See `StepGroups.whole`."""
-        [rollout] = self.chunks(self.scheduler.ledger.limits.groups_per_step)
-        return rollout
+        """Return all groups of the step at once."""
+        assert self.draw is not None
+        chunks = [*self.chunks(self.draw.groups_per_step)]
+        return Rollout.concatenate(chunks, self.draw.collector.tokenizer.pad_token_id)
 
     def finishing(self) -> None:
-        """See `StepGroups.finishing`."""
-        self.scheduler.finishing()
+        """Take note that the optimizer is about to step."""
+        if self.scheduler is not None:
+            self.scheduler.finishing()
 
     def finish(self) -> dict[str, float]:
-        """See `StepGroups.finish`."""
+        """Take note that it has; returns what the step reports of how its groups came to be."""
+        if self.scheduler is None:
+            return {}
         reported = self.scheduler.report(self.scheduler.finish(), self._taken)
-        return {**reported, **self.scheduler.draw.take_counts()}
-
-    def unused(self) -> Sequence[Rollout]:
-        """See `StepGroups.unused`."""
-        return self.scheduler.take_unused()
+        return {**reported, **self.scheduler.draw.collector.environments.take_counts()}
 
 
 @dataclass(eq=False)
 class Scheduler[Engine: GenerationInterface](ABC):
-    """Keeps the ledger of groups and their data; implements `steps.StepSource` for algorithms.
+    """Keeps the ledger of groups and their data, and opens train steps.
 
     For the training loop it is the engine (`interfaces.GenerationInterface`): it publishes the updates of the weights.
     A context manager: what is under way is given up at its end.
 
-    Args:
-        ledger: the state of every group and of the train step.
-        groups: their data.
-        engine: what answers.
-        draw: what draws prompts and plays episodes.
-        retention: how long groups are kept that have been trained.
-        most_unused: groups with equal rewards after which a step of dynamic sampling gives up.
-
+    groups: the data of those that are answered, by position, until nobody needs them any more. until_checkpoint:
+    whether trained ones are kept until a checkpoint holds what they taught, not only until their step is published.
+    archive: what writes trained groups down; None writes none. most_unused: groups with equal rewards after which a
+    step of dynamic sampling gives up.
     """
 
     ledger: Ledger
-    groups: GroupStore
+    groups: dict[int, BatchedDataDict]
     engine: Engine
     draw: Draw
-    retention: Retention
+    until_checkpoint: bool = False
+    archive: GroupArchive | None = None
     most_unused: int | None = None
 
     def __post_init__(self) -> None:
-        self._drawn = DrawnGroups(self.draw, self.ledger.limits.groups_per_step)
+        self._drawn = DrawnGroups(self.draw)
         self._changed = threading.Condition()
         self._pace = Pace()
         self._unused: list[tuple[int, BatchedDataDict]] = []
@@ -116,35 +135,61 @@ class Scheduler[Engine: GenerationInterface](ABC):
     def offload(self) -> None:
         """See `interfaces.GenerationInterface.offload`."""
 
-    # What the train step asks
+    # What the training loop asks for its steps
 
     @contextmanager
-    def open_step(self, step: int) -> Generator[OpenStep]:
-        """See `steps.StepSource.open_step`."""
+    def open_step(self, step: int) -> Generator[Step]:
+        """Open the next step; where the block fails it leaves no trace, and its groups can be trained again."""
         with self._changed:
             assert self.ledger.begin() == step
         try:
-            yield OpenStep(step, self)
+            yield Step(step, self.draw, scheduler=self)
         except BaseException as error:
-            self._give_up(type(error).__name__)
+            with self._changed:
+                if self.ledger.step is StepState.OPEN:
+                    self.ledger.abort(type(error).__name__)
+                elif self.ledger.step is StepState.FINISHING:
+                    self.ledger.lost(type(error).__name__)
             raise
 
-    def known_step(self, step: int) -> KnownStep:
-        """See `steps.StepSource.known_step`; raises LedgerError once the step is forgotten."""
+    def known_step(self, step: int) -> Step:
+        """Return a finished step, to train it again; raises LedgerError once it is forgotten."""
         with self._changed:
             chunks = [self.groups_at(positions) for positions in self.ledger.chunks_of(step)]
-        return KnownStep(
-            step, self.draw, [groups for groups, _ in chunks], [batches for _, batches in chunks]
-        )
+        return Step(step, self.draw, chunks)
+
+    def take_unused(self) -> list[Rollout]:
+        """Return groups that were answered since the last call and that no step trains on."""
+        with self._changed:
+            unused, self._unused = self._unused, []
+            return [self.draw.rollout_of([self._drawn[position]], [group]) for position, group in unused]
 
     def checkpointed(self, step: int) -> None:
-        """See `steps.StepSource.checkpointed`."""
+        """Take note that the checkpoint of a step is whole: what was trained up to it is not needed any more."""
         with self._changed:
             self.ledger.checkpointed(step)
-            if self.retention.archive is not None:
-                self.retention.archive.checkpointed(step)
-            if self.retention.until_checkpoint:  # else later steps may be forgotten by then
+            if self.archive is not None:
+                self.archive.checkpointed(step)
+            if self.until_checkpoint:  # else later steps may be forgotten by then
                 self._forget(step)
+
+    def saved(self, mark_log: Callable[[], LogMark]) -> SavedRollouts:
+        """Return what a checkpoint between two steps is to hold, as it is now; groups may be answered meanwhile."""
+        with self._changed:
+            ledger = SavedLedger.model_validate(self.ledger.to_json())
+            return SavedRollouts(
+                ledger, mark_log(), {position: self.groups[position] for position in ledger.ready}
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Put away a step whose weights no engine was given any more."""
+        if self.ledger.step is StepState.COMMITTED:
+            self._put_away(self.ledger.version)
 
     # What an open step asks
 
@@ -161,10 +206,10 @@ class Scheduler[Engine: GenerationInterface](ABC):
                 self._filled()
             yield positions
 
-    def groups_at(self, positions: Sequence[int]) -> tuple[list[DrawnGroup], list[BatchedDataDict]]:
+    def groups_at(self, positions: Sequence[int]) -> Chunk:
         """Return groups as they were drawn, and their data."""
         with self._changed:
-            return [self._drawn[one] for one in positions], [self.groups.get(one) for one in positions]
+            return [self._drawn[one] for one in positions], [self.groups[one] for one in positions]
 
     def finishing(self) -> None:
         """Take note that the optimizer is about to step."""
@@ -182,31 +227,9 @@ class Scheduler[Engine: GenerationInterface](ABC):
         """Return what a step reports of how its groups came to be. trained: its chunks."""
         if self.most_unused is None:
             return {}
-        return sampling_metrics(pace, self.ledger.limits.groups_per_step)
-
-    def take_unused(self) -> list[Rollout]:
-        """Return groups that were answered since the last call and that no step trains on."""
-        with self._changed:
-            unused, self._unused = self._unused, []
-            return [self.draw.rollout_of([self._drawn[position]], [group]) for position, group in unused]
-
-    def saved(self, mark_log: Callable[[], LogMark]) -> SavedRollouts:
-        """Return what a checkpoint between two steps is to hold, as it is now; groups may be answered meanwhile."""
-        with self._changed:
-            ledger = SavedLedger.model_validate(self.ledger.to_json())
-            ready = {position: self.groups.get(position) for position in ledger.ready}
-            return SavedRollouts(ledger, mark_log(), ready)
-
-    def __enter__(self) -> Self:
-        """Return the scheduler."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Put away a step whose weights no engine was given any more."""
-        if self.ledger.step is StepState.COMMITTED:
-            self._put_away(self.ledger.version)
+        n = self.ledger.limits.groups_per_step
+        rounds = {"train/dynamic_sampling_rounds": float(pace.rounds)} if pace.rounds else {}
+        return {**rounds, "train/dynamic_sampling_kept": n / (n + pace.unused)}
 
     # What subclasses do
 
@@ -217,11 +240,6 @@ class Scheduler[Engine: GenerationInterface](ABC):
     @abstractmethod
     def _filled(self) -> None:
         """Hear that the open step has all its groups."""
-
-    def _publish(self, version: int, digest: str = "") -> None:
-        if self.ledger.step is StepState.COMMITTED:
-            self.ledger.publish(digest)
-            self._put_away(version)
 
     def _are_ready(self, groups: int) -> bool:
         return len(self.ledger.leasable()) >= groups
@@ -239,46 +257,89 @@ class Scheduler[Engine: GenerationInterface](ABC):
         if not self.ledger.commit(token, versions_of(batch, self.ledger.published), digest_of_group(batch)):
             return
         if (reason := self.draw.unused_for(batch)) is None:
-            self.groups.put(token.position, batch)
+            assert token.position not in self.groups
+            self.groups[token.position] = batch
             return
         self.ledger.unused(token.position, reason)
         self._pace.unused += 1
         self._unused.append((token.position, batch))
         ahead = self.ledger.limits.max_age + 1  # steps whose groups may be answered between two
         if self.most_unused is not None and self._pace.unused > self.most_unused * ahead:
-            raise self._too_few_groups()
+            step, ready = self.ledger.version + 1, len(self.ledger.leasable())
+            raise RunStoppedError(
+                f"step {step}: {self._pace.unused} groups have equal rewards, {ready} of the "
+                f"{self.ledger.limits.groups_per_step} of a step (num_prompts_per_step) have not, and that is as many "
+                "as dynamic_sampling_max_gen_batches and batch_multiplier allow: raise one of the two or "
+                "num_generations_per_prompt, or set use_dynamic_sampling: false",
+                code="too-few-groups",
+            )
 
-    def _too_few_groups(self) -> RunStoppedError:
-        step, ready = self.ledger.version + 1, len(self.ledger.leasable())
-        return RunStoppedError(
-            f"step {step}: {self._pace.unused} groups have equal rewards, {ready} of the "
-            f"{self.ledger.limits.groups_per_step} of a step (num_prompts_per_step) have not, and that is as many as "
-            "dynamic_sampling_max_gen_batches and batch_multiplier allow: raise one of the two or "
-            "num_generations_per_prompt, or set use_dynamic_sampling: false",
-            code="too-few-groups",
-        )
-
-    def _give_up(self, reason: str) -> None:
-        with self._changed:
-            match self.ledger.step:
-                case StepState.OPEN:
-                    self.ledger.abort(reason)
-                case StepState.FINISHING:
-                    self.ledger.lost(reason)
-                case StepState.IDLE | StepState.COMMITTED:
-                    pass
+    def _publish(self, version: int, digest: str = "") -> None:
+        if self.ledger.step is StepState.COMMITTED:
+            self.ledger.publish(digest)
+            self._put_away(version)
 
     def _put_away(self, step: int) -> None:
         """Write the groups of a finished step down, and forget them, as far as that is asked for; raises FolderError.
 
         Not when it is finished: only what is recorded outlives a folder that cannot be written to.
         """
-        if (archive := self.retention.archive) is not None:
+        if self.archive is not None:
             positions = sorted(position for chunk in self.ledger.chunks_of(step) for position in chunk)
-            archive.keep(step, {position: self.groups.get(position) for position in positions})
-        if not self.retention.until_checkpoint:
+            self.archive.keep(step, {position: self.groups[position] for position in positions})
+        if not self.until_checkpoint:
             self._forget(step)
 
     def _forget(self, step: int) -> None:
         self.ledger.forget(step)
-        self.groups.forget_all_but(self.ledger.retained(step))
+        retained = self.ledger.retained(step)
+        self.groups = {position: self.groups[position] for position in retained if position in self.groups}
+
+
+@dataclass(eq=False)
+class SynchronousScheduler(Scheduler[GenerationInterface]):
+    """Sampling and training take turns: the groups of a step are answered in one call, then the step trains on them.
+
+    The largest staleness is 0, and there is one thread. The engine may be the ranks themselves, or engines that share
+    their devices: it is asleep while the ranks compute.
+
+    groups_per_round: asked for at a time. Where dynamic sampling leaves some out, a further round is as large as the
+    first: ranks decode many groups in the time of a few. Those that the step then has no place for are answered again
+    by the next.
+    """
+
+    groups_per_round: int = field(kw_only=True)
+
+    def offload(self) -> None:
+        """See `interfaces.GenerationInterface.offload`."""
+        self.engine.offload()
+
+    def _wait_for_ready(self, groups: int) -> None:
+        while not self._are_ready(groups):
+            self._draw_ahead()
+            tokens: list[Token] = []
+            while len(tokens) < self.groups_per_round and self.ledger.may_dispatch():
+                tokens.append(self.ledger.dispatch())
+            assert tokens, "nothing is admitted, and the step is not full"
+            self._pace.rounds += 1
+            try:
+                # The noise is of the step that drew a prompt: those of two steps are asked for one after the other.
+                for _, same_step in groupby(tokens, lambda token: self._drawn[token.position].step):
+                    self._answer([*same_step], groups)
+            except BaseException as error:
+                for token in tokens:
+                    self.ledger.requeue(token, type(error).__name__)
+                raise
+
+    def _answer(self, tokens: list[Token], groups: int) -> None:
+        batches = self.draw.play_now([self._drawn[token.position] for token in tokens])
+        for token, batch in zip(tokens, batches, strict=True):
+            if self._are_ready(groups):
+                self.ledger.requeue(token, SURPLUS)
+                self._unused.append((token.position, batch))
+            else:
+                self._commit(token, batch)
+
+    def _filled(self) -> None:
+        """Have the engine sleep: the ranks have its memory from here on."""
+        self.engine.offload()

@@ -11,8 +11,7 @@ from nemo_rl_mcore.driver.signals import current_stop_signals
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.rank import activity
 
-_LOOK_EVERY_S = 1.0
-_END_WITHIN_S = 5.0
+_LOOK_EVERY_S, _END_WITHIN_S = 1.0, 5.0
 _GROUPS_SHOWN = 8
 
 
@@ -86,21 +85,17 @@ class StallWatch:
                 continue
             still_s += every_s  # as far as this process ran meanwhile
             if still_s >= limit_s:
-                self._stall = RunStoppedError(self._message(thread, limit_s), code="stalled")
+                message = [
+                    f"no group was answered and no step ended for {limit_s:g} s ({self._key})",
+                    f"training: {activity.describe(thread) or 'between two parts of a step'}",
+                    f"engines: {self._flights()}",
+                    f"--- training, where it stood ---\n{activity.stack_of(thread)}",
+                ]
+                self._stall = RunStoppedError("\n".join(message), code="stalled")
                 of_signals = trainer is threading.main_thread() and current_stop_signals()
                 if not (of_signals and of_signals.fail(self._stall)):
                     self._stop(self._stall)
                 return
-
-    def _message(self, thread: int, limit_s: float) -> str:
-        return "\n".join(
-            [
-                f"no group was answered and no step ended for {limit_s:g} s ({self._key})",
-                f"training: {activity.describe(thread) or 'between two parts of a step'}",
-                f"engines: {self._flights()}",
-                f"--- training, where it stood ---\n{activity.stack_of(thread)}",
-            ]
-        )
 
     def _flights(self) -> str:
         now, flights = time.monotonic(), [*self._in_flight.items()]

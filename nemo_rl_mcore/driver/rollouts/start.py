@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Generator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from nemo_rl_mcore.config import RolloutConfig, RunConfig
+from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.driver.interfaces import GenerationInterface, RolloutEngines
 from nemo_rl_mcore.driver.output import write_line
-from nemo_rl_mcore.driver.rollouts.archive import GroupArchive
 from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
-from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroup, GroupDraw
+from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroup
 from nemo_rl_mcore.driver.rollouts.episode_rows import dropped_rows
-from nemo_rl_mcore.driver.rollouts.event_log import (
-    BEGINNING,
-    LogMark,
-    RunLog,
-    opened_log,
-    set_aside_after,
-)
+from nemo_rl_mcore.driver.rollouts.event_log import BEGINNING, EVENTS_FILE, LogMark, RunLog, set_aside_after
 from nemo_rl_mcore.driver.rollouts.events import Committed, Started, Token
-from nemo_rl_mcore.driver.rollouts.group_store import GroupStore, Retention, digest_of_group, versions_of
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
-from nemo_rl_mcore.driver.rollouts.saved_ledger import SavedLedger
-from nemo_rl_mcore.driver.rollouts.saved_rollouts import SavedRollouts
-from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
+from nemo_rl_mcore.driver.rollouts.saved import (
+    GroupArchive,
+    SavedLedger,
+    SavedRollouts,
+    digest_of_group,
+    versions_of,
+)
+from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler, SynchronousScheduler
 from nemo_rl_mcore.driver.rollouts.states import Limits
-from nemo_rl_mcore.driver.rollouts.synchronous import SynchronousScheduler
-from nemo_rl_mcore.driver.rollouts.timeline import Timeline
-from nemo_rl_mcore.driver.saved_run import changes_of_answers, read_recipe_of
+from nemo_rl_mcore.driver.run_folder import changes_of_answers, read_recipe_of
 from nemo_rl_mcore.errors import RunStoppedError, code_of, folder_error
 from nemo_rl_mcore.rank.checkpoints import ROLLOUTS_FOLDER, Checkpoint, free_name
 
@@ -56,51 +52,54 @@ def open_rollouts(
     engine: what answers; of asynchronous rollouts `RolloutEngines`. collector: asks it. saved: what `read_saved` gave.
     extra_parts: writes further parts of a checkpoint, by their folder; the rollouts are added.
     """
-    limits, folder, groups = limits_of(config), Path(config.logger.log_dir), GroupStore()
+    limits, folder, groups = limits_of(config), Path(config.logger.log_dir), dict[int, BatchedDataDict]()
     draw = draw_of(config, prompts, collector)
     goes_on = set_aside(folder, step, saved and saved.log)
     with RunLog(folder) as log:
         if saved is None:
-            ledger = resumed_ledger(limits, log, step)
+            starts = sum(isinstance(event, Started) for event in log.before)
+            ledger = Ledger(limits, log.append, version=step, incarnation=starts)
         else:
             ledger = restored_ledger(limits, log, without_strangers(saved, draw), groups, goes_on=goes_on)
         if step and config.asynchronous:
-            _report_where_answers_begin(ledger, len(groups))
+            kept = f"the answers to {len(groups)} prompts are kept" if groups else "no answers were kept"
+            write_line(sys.stdout, f"prompts are answered from number {ledger.next_position} on: {kept}")
         with scheduler_of(config, ledger, groups, engine, draw) as scheduler:
             extra_parts[ROLLOUTS_FOLDER] = lambda folder: scheduler.saved(log.mark).save(folder)
             yield scheduler
 
 
-def draw_of(config: RunConfig, prompts: PromptSource, collector: RolloutCollector) -> GroupDraw:
+def draw_of(config: RunConfig, prompts: PromptSource, collector: RolloutCollector) -> Draw:
     """Return what draws the prompts of a run and plays its episodes."""
     section = config.loop if isinstance(config.loop, RolloutConfig) else None
-    return GroupDraw(prompts, collector, config.prompts_per_step, config.generations_per_prompt, section)
+    return Draw(prompts, collector, config.prompts_per_step, config.generations_per_prompt, section)
 
 
 def scheduler_of(
-    config: RunConfig, ledger: Ledger, groups: GroupStore, engine: GenerationInterface, draw: Draw
+    config: RunConfig,
+    ledger: Ledger,
+    groups: dict[int, BatchedDataDict],
+    engine: GenerationInterface,
+    draw: Draw,
 ) -> Scheduler[Any]:
     """Return the scheduler that the recipe asks for."""
-    retention = Retention(config.redoes_steps, _archive_of(config, ledger.version))
-    loop, most_unused, per_round = config.loop, None, groups_per_round(config)
+    archive, most_unused = None, None
+    if config.keeps_groups:
+        folder, most = Path(config.logger.log_dir) / KEPT_GROUPS, config.asynchrony.keep_groups_gb * 1e9
+        archive = GroupArchive(folder, most, checkpoints=config.checkpointing.enabled, step=ledger.version)
+    loop, per_round = config.loop, groups_per_round(config)
     if isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling:
         most_unused = loop.dynamic_sampling_max_gen_batches * per_round - loop.num_prompts_per_step
     if not config.asynchronous:
         return SynchronousScheduler(
-            ledger, groups, engine, draw, retention, most_unused, groups_per_round=per_round
+            *(ledger, groups, engine, draw, config.redoes_steps, archive, most_unused),
+            groups_per_round=per_round,
         )
     return AsynchronousScheduler(
-        *(ledger, groups, cast("RolloutEngines", engine), draw, retention, most_unused),
+        *(ledger, groups, cast("RolloutEngines", engine), draw, config.redoes_steps, archive, most_unused),
         section=config.asynchrony,
         key=config.asynchrony_key,
     )
-
-
-def _archive_of(config: RunConfig, step: int) -> GroupArchive | None:
-    if not config.keeps_groups:
-        return None
-    folder, most = Path(config.logger.log_dir) / KEPT_GROUPS, config.asynchrony.keep_groups_gb * 1e9
-    return GroupArchive(folder, most, checkpoints=config.checkpointing.enabled, step=step)
 
 
 def groups_per_round(config: RunConfig) -> int:
@@ -127,18 +126,12 @@ def limits_of(config: RunConfig) -> Limits:
     )
 
 
-def _report_where_answers_begin(ledger: Ledger, kept: int) -> None:
-    answers = f"the answers to {kept} prompts are kept" if kept else "no answers were kept"
-    write_line(sys.stdout, f"prompts are answered from number {ledger.next_position} on: {answers}")
-
-
 def read_saved(config: RunConfig, start: Checkpoint | None) -> SavedRollouts | None:
     """Return what a checkpoint holds of the rollouts, for a run that goes on from it; None where it holds nothing.
 
-    That is a checkpoint of an earlier version, or one from which a run with other steps goes on while no group is
-    answered ahead: its prompts begin with the next step. Groups that are none of the run any more, since
-    it draws answers in another way or takes no such old ones, are to be answered again, which is printed. Raises
-    RunStoppedError for damage, naming the file, and for what the run cannot go on with.
+    Nothing is of use from a run whose data set gave the answers, or of other steps while no group is answered ahead.
+    Groups that are none of the run any more are to be answered again, which is printed. Raises RunStoppedError for
+    damage, naming the file, and for what the run cannot go on with.
     """
     if start is None or not config.generations_per_prompt:
         return None
@@ -150,9 +143,10 @@ def read_saved(config: RunConfig, start: Checkpoint | None) -> SavedRollouts | N
         changes = changes_of_answers(read_recipe_of(start.folder), config)
         if saved.ledger.groups_per_step != limits.groups_per_step and not saved.ledger.groups:
             return None
-        saved = _answered_again(saved, saved.ready if changes else (), ", ".join(map(str, changes)))
+        if changes:
+            saved = saved.answered_again(saved.ready, ", ".join(map(str, changes)))
         if not config.asynchronous:
-            saved = _answered_again(saved, saved.ready, "each step answers its own")
+            saved = saved.answered_again(saved.ready, "each step answers its own")
         SavedLedger.parse(saved.ledger.model_dump(), limits)
     except ValueError as error:
         raise RunStoppedError(f"checkpointing.resume: {error}", code=code_of(error)) from error
@@ -167,19 +161,13 @@ def without_strangers(saved: SavedRollouts, draw: Draw) -> SavedRollouts:
         step, place = divmod(position, saved.ledger.groups_per_step)
         if step not in of_steps:
             of_steps[step] = draw.groups_of(step + 1)
-        same_prompts = draw.is_answer_to(of_steps[step][place], group)
+        same_prompts = draw.collector.is_answer_to(of_steps[step][place].asked, group)
         # What an environment did not reply to may be replied to now.
         if not same_prompts or "rewards" not in group or bool(dropped_rows(group).any()):
             strangers.append(position)
-    return _answered_again(
-        saved, strangers, "they are not the run's prompts, not as many answers to them, or not scored"
+    return saved.answered_again(
+        strangers, "they are not the run's prompts, not as many answers to them, or not scored"
     )
-
-
-def _answered_again(saved: SavedRollouts, positions: Collection[int], why: str) -> SavedRollouts:
-    if positions:
-        write_line(sys.stdout, f"{len(positions)} prompts are answered again: {why}")
-    return saved.without(positions)
 
 
 def set_aside(folder: Path, step: int, mark: LogMark | None) -> bool:
@@ -193,14 +181,14 @@ def set_aside(folder: Path, step: int, mark: LogMark | None) -> bool:
             number = kept.name.removeprefix("step_")
             if number.isdecimal() and int(number) > step:
                 kept.rename(free_name(kept.with_name(f"aside_{kept.name}")))
-        path, mark = opened_log(folder), mark if step else BEGINNING
-        return mark is None or set_aside_after(path, mark)
+        mark = mark if step else BEGINNING
+        return mark is None or set_aside_after(folder / EVENTS_FILE, mark)
     except OSError as error:
         raise folder_error("logger.log_dir", folder, error) from error
 
 
 def restored_ledger(
-    limits: Limits, log: RunLog, saved: SavedRollouts, groups: GroupStore, *, goes_on: bool
+    limits: Limits, log: RunLog, saved: SavedRollouts, groups: dict[int, BatchedDataDict], *, goes_on: bool
 ) -> Ledger:
     """Return the ledger of a checkpoint, whose ready groups are put into `groups`.
 
@@ -209,33 +197,9 @@ def restored_ledger(
     ledger = Ledger.from_json(saved.ledger.model_dump(), limits, log.append)
     attempts = {group.position: group.attempt for group in saved.ledger.groups}
     for position, group in saved.ready.items():
-        groups.put(position, group)
+        groups[position] = group
         if not goes_on:
             token = Token(saved.ledger.incarnation, position, attempts[position])
             segments = tuple(versions_of(group, saved.ledger.version))
             log.append(Committed(token=token, segments=segments, digest=digest_of_group(group)))
     return ledger
-
-
-def resumed_ledger(limits: Limits, log: RunLog, version: int) -> Ledger:
-    """Return the ledger of a run that goes on after a step without a saved one: after all groups trained up to it.
-
-    Where some were dropped before, the log says which; those that were not trained are generated again.
-    """
-    incarnation = sum(isinstance(event, Started) for event in log.before)
-    timeline = Timeline.of(log.before)
-    steps = range(1, version + 1)
-    trained = set(timeline.positions(steps)) if all(step in timeline.chunks for step in steps) else set[int]()
-    cursor = max(trained, default=-1) + 1
-    if cursor <= version * limits.groups_per_step or len(trained) != version * limits.groups_per_step:
-        return Ledger(limits, log.append, version=version, incarnation=incarnation)
-    dropped = {"before a resume": cursor - len(trained)}
-    saved = SavedLedger(
-        groups_per_step=limits.groups_per_step,
-        incarnation=incarnation - 1,
-        version=version,
-        cursor=cursor,
-        dropped=dropped,
-        groups=[],
-    )
-    return Ledger.from_json(saved.model_dump(), limits, log.append, incarnation=incarnation)

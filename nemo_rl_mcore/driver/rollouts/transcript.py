@@ -11,12 +11,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.batched_data_dict import EPISODE
+from nemo_rl_mcore.data.batched_data_dict import EPISODE, digest_of_ids
 from nemo_rl_mcore.data.turns import Ending, Reply
+from nemo_rl_mcore.errors import RunStoppedError
 
 WEIGHT_VERSIONS = "weight_versions"
 TURN_OF_TOKEN = "turn_of_token"
@@ -164,10 +166,7 @@ def _with_columns(batch: BatchedDataDict, names: Collection[str]) -> BatchedData
         EPISODE: lambda: torch.arange(batch.size),
         RESPONSES: lambda: [None] * batch.size,
         WEIGHT_VERSIONS: lambda: torch.full_like(batch["input_ids"], -1),
-    }
-    for name in names:
-        if name.startswith(REWARDS_PREFIX):
-            absent[name] = lambda: torch.zeros(batch.size)
+    } | {name: lambda: torch.zeros(batch.size) for name in names if name.startswith(REWARDS_PREFIX)}
     missing = {name: make() for name, make in absent.items() if name in names and name not in batch}
     return BatchedDataDict({**batch, **missing}) if missing else batch
 
@@ -181,3 +180,51 @@ def trained_columns(batch: BatchedDataDict) -> BatchedDataDict:
             if name not in _RECORDED and not name.startswith(REWARDS_PREFIX)
         }
     )
+
+
+def require_sampled_ids(batch: BatchedDataDict) -> None:
+    """Check that what is trained on was sampled: token ids against the digests that engines took of what they sampled.
+
+    Compared are the ids under token_mask, turn by turn, with sampled_digests int64 [B, turns], 0 where there was none.
+    batch: see `Rollout`; without turn_of_token there is one turn, and without sampled_digests, of an engine that gives
+    none, nothing is compared. An episode of several rows is compared as one. Raises RunStoppedError, naming the answer,
+    for the first one that differs.
+    """
+    if SAMPLED_DIGESTS not in batch:
+        return
+    episodes = batch.samples()
+    sampled_EN: NDArray[np.int64] = batch[SAMPLED_DIGESTS].numpy()[[rows.start for rows in episodes]]
+    found_EN = _digests_of_turns(batch, episodes)
+    turns = max(sampled_EN.shape[1] + 1, found_EN.shape[1])
+    expected_EN = np.pad(sampled_EN, ((0, 0), (1, turns - 1 - sampled_EN.shape[1])))
+    wrong = np.argwhere(np.pad(found_EN, ((0, 0), (0, turns - found_EN.shape[1]))) != expected_EN)
+    if not len(wrong):
+        return
+    episode, turn = map(int, wrong[0])
+    first = episodes[episode].start
+    prompt, sample = int(batch["prompt_index"][first]), int(batch["sample_index"][first])
+    what = f"answer {turn}" if turn else "an observation"
+    raise RunStoppedError(
+        f"prompt_index {prompt}, sample_index {sample}: {what} would be trained on as tokens that the engine "
+        "did not sample, by the digest of the ids that it sampled; what stands between generation and training "
+        "changes input_ids, token_mask or turn_of_token",
+        code="ids-differ",
+    )
+
+
+def _digests_of_turns(batch: BatchedDataDict, episodes: list[range]) -> NDArray[np.int64]:
+    """Of the trained ids of each turn, [E, 1 + N]; turn 0 is of observations, which nobody sampled."""
+    mask_BS: NDArray[np.bool_] = batch["token_mask"].numpy() != 0
+    turns_BS: NDArray[np.int64] = batch.get(TURN_OF_TOKEN, batch["token_mask"].long()).numpy()
+    episode_of_row = np.repeat(np.arange(len(episodes)), [len(rows) for rows in episodes])
+    # All trained tokens, one after the other: those of a turn together, in their order.
+    turn_T, id_T = turns_BS[mask_BS], np.ascontiguousarray(batch["input_ids"].numpy()[mask_BS])
+    turns = 1 + int(turn_T.max(initial=0))
+    group_T = episode_of_row[mask_BS.nonzero()[0]] * turns + turn_T
+    order = group_T.argsort(kind="stable")
+    group_T = group_T[order]
+    starts = np.flatnonzero(np.diff(group_T, prepend=-1))
+    parts = np.split(id_T[order], starts[1:])
+    found = np.zeros(len(episodes) * turns, dtype=np.int64)
+    found[group_T[starts]] = [digest_of_ids(ids) for ids in parts[: len(starts)]]
+    return found.reshape(len(episodes), turns)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,11 +21,10 @@ from nemo_rl_mcore.engine.engine import (
     Response,
     Sampling,
 )
-from nemo_rl_mcore.engine.vllm.refit_report import reads_back, require_refit
 from nemo_rl_mcore.engine.vllm.settings import WHOLE_VOCABULARY, EngineSettings, on_this_machine
 from nemo_rl_mcore.rank import activity
+from nemo_rl_mcore.rank.refit.digests import Digests, HeldBlock, joined, require_as_sent
 from nemo_rl_mcore.rank.refit.transports import MessageRelay
-from nemo_rl_mcore.rank.refit.verification import Digests
 
 _LARGEST_SEED = (1 << 63) - 1
 """vLLM seeds torch's generators, and takes -1 for no seed: keys lose their sign."""
@@ -62,7 +61,6 @@ class VllmEngine:
         ]
 
     def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
-        """See `Engine.next_logprobs`."""
         activity.advance("next_logprobs")
         self.weights.require(None)
         params = _next_params(temperature)
@@ -79,12 +77,10 @@ class VllmEngine:
         self._llm.collective_rpc("begin_refit")
 
     def load_bucket(self, message: Mapping[str, Any]) -> None:
-        """See `Engine.load_bucket`."""
         activity.advance("load_bucket")
         self._llm.collective_rpc("load_refit_bucket", args=(self._relay.relay(message),))
 
     def finish_refit(self, version: int, sent: Digests) -> int:
-        """See `Engine.finish_refit`."""
         activity.advance("finish_refit")
         self._relay.close()
         require_refit(sent, self._llm.collective_rpc("finish_refit", args=(reads_back(sent),)))
@@ -93,16 +89,13 @@ class VllmEngine:
         return self.weights.finish(version)
 
     def join_broadcast(self, **rendezvous: Any) -> None:
-        """See `Engine.join_broadcast`."""
         self._llm.collective_rpc("join_refit_broadcast", kwargs=rendezvous)
 
     def sleep(self) -> None:
-        """See `Engine.sleep`."""
         self.weights.drop()
         self._llm.sleep(level=2)
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """See `Engine.wake_up`."""
         activity.advance("wake_up")
         self._llm.wake_up([*tags])
 
@@ -110,7 +103,6 @@ class VllmEngine:
         """See `Engine.health`: the engine lives and dies with this process."""
 
     def shutdown(self) -> None:
-        """See `Engine.shutdown`."""
         self._llm.llm_engine.engine_core.shutdown()
 
 
@@ -157,7 +149,6 @@ class AsyncVllmEngine:
             self._asked.pop(ticket, None)
 
     async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
-        """See `Engine.next_logprobs`."""
         activity.advance("next_logprobs")
         self.weights.require(None)
         return list(await asyncio.gather(*(self._next(prompt, temperature) for prompt in prompts)))
@@ -171,7 +162,6 @@ class AsyncVllmEngine:
         return whole
 
     async def cancel(self, ticket: str) -> None:
-        """See `Engine.cancel`."""
         if (answers := self._asked.pop(ticket, None)) is not None:
             answers.cancel()
 
@@ -185,7 +175,6 @@ class AsyncVllmEngine:
         await self._llm.collective_rpc("begin_refit")
 
     async def load_bucket(self, message: Mapping[str, Any]) -> None:
-        """See `Engine.load_bucket`."""
         activity.advance("load_bucket")
         await self._llm.collective_rpc("load_refit_bucket", args=(self._relay.relay(message),))
 
@@ -200,7 +189,6 @@ class AsyncVllmEngine:
         return version
 
     async def join_broadcast(self, **rendezvous: Any) -> None:
-        """See `Engine.join_broadcast`."""
         await self._llm.collective_rpc("join_refit_broadcast", kwargs=rendezvous)
 
     async def sleep(self) -> None:
@@ -210,17 +198,14 @@ class AsyncVllmEngine:
         await self._llm.sleep(level=2)
 
     async def wake_up(self, tags: Sequence[str]) -> None:
-        """See `Engine.wake_up`."""
         activity.advance("wake_up")
         await self._llm.wake_up([*tags])
 
     async def health(self) -> None:
-        """See `Engine.health`."""
         if self._llm.errored:
             raise self._llm.dead_error
 
     async def shutdown(self) -> None:
-        """See `Engine.shutdown`."""
         self._llm.shutdown()
 
     async def _answer(self, request: Request, sampling: Sampling) -> Response:
@@ -307,3 +292,49 @@ def _logprobs(output: Any) -> list[float]:
 
 def _finished(output: Any) -> bool:
     return output.finish_reason == "stop"
+
+
+class VllmShare:
+    """Runs the processes that a `VllmEngine` has on one of its further machines; an `EngineShare`.
+
+    They take their work from the engine itself, over vLLM's own queues.
+    """
+
+    usage: ClassVar[str] = "LLM_CLASS"
+    """What vLLM calls the use of the engine, which decides the sizes that its processes have to agree on."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        from vllm import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        arguments = EngineArgs(**settings.arguments(on_this_machine()))
+        config = arguments.create_engine_config(UsageContext[self.usage], headless=True)
+        self._executor = MultiprocExecutor(config, monitor_workers=False)
+
+    def serve(self) -> None:
+        self._executor.start_worker_monitor(inline=True)
+
+
+class AsyncVllmShare(VllmShare):
+    """Runs the processes that an `AsyncVllmEngine` has on one of its further machines; an `EngineShare`."""
+
+    usage = "ENGINE_CONTEXT"
+
+
+def reads_back(sent: Digests) -> bool:
+    """Return whether there is something to compare."""
+    return any(digest is not None for digest in sent.values())
+
+
+def require_refit(sent: Digests, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Raise IncompleteRefitError, naming tensors, unless every process has what was sent.
+
+    reports: what `RefitExtension.finish_refit` has told, of all processes.
+    """
+    for report in reports:
+        require_as_sent(sent, dict.fromkeys(report["received"]), unwritten=report["unwritten"])
+    if reads_back(sent):
+        unreadable = dict.fromkeys(name for report in reports for name in report["unreadable"])
+        blocks = ([HeldBlock.from_message(block) for block in report["blocks"]] for report in reports)
+        require_as_sent(sent, joined(blocks), unreadable=unreadable)

@@ -24,8 +24,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from nemo_rl_mcore.rank.refit.digests import block_sum
-from nemo_rl_mcore.rank.refit.verification import HeldBlock
+from nemo_rl_mcore.rank.refit.digests import HeldBlock, block_sum
 
 _AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that read the experts' weights where and as they are loaded; others have rearranged copies."""

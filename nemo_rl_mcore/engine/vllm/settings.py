@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl_mcore.engine.machines import Machines
+from nemo_rl_mcore.engine.engine import EngineMachines
 from nemo_rl_mcore.rank import rendezvous
 
 _LOGPROBS_MODE = "processed_logprobs"
@@ -43,7 +43,7 @@ class EngineSettings:
     tokenizer: str | None = None
     further: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def arguments(self, machines: Machines | None = None) -> dict[str, Any]:
+    def arguments(self, machines: EngineMachines | None = None) -> dict[str, Any]:
         """Keyword arguments of vLLM's engines; machines: of an engine that is on several, as this process sees them."""
         processes = self.tensor_parallel_size * self.pipeline_parallel_size
         return {
@@ -75,7 +75,7 @@ class EngineSettings:
         }
 
 
-def _layout_over(machines: Machines | None) -> dict[str, Any]:
+def _layout_over(machines: EngineMachines | None) -> dict[str, Any]:
     if machines is None:
         return {}
     return {
@@ -86,9 +86,9 @@ def _layout_over(machines: Machines | None) -> dict[str, Any]:
     }
 
 
-def on_this_machine() -> Machines | None:
+def on_this_machine() -> EngineMachines | None:
     """Return what this process is told of the machines of its engine; vLLM is reached where the others look."""
-    machines = Machines.here()
+    machines = EngineMachines.here()
     if machines is not None:
         os.environ["VLLM_HOST_IP"] = machines.own
         rendezvous.give_up_port()  # vLLM listens there

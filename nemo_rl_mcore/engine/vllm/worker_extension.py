@@ -18,9 +18,9 @@ from vllm.distributed import get_pp_group
 from vllm.model_executor.layers import utils as vllm_linear
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from nemo_rl_mcore.engine.receivers import Receivers
 from nemo_rl_mcore.engine.vllm.held_weights import held_blocks
 from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank.refit.transports import Receivers
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -70,7 +70,7 @@ class RefitExtension:
         accelerator.synchronize(self.device)
 
     def finish_refit(self, read_back: bool) -> dict[str, Any]:
-        """Say what this process has: fields of `refit_report.ProcessReport`, in plain data.
+        """Say what this process has, in plain data, for `engine.require_refit`.
 
         read_back: whether what the model holds is read.
         """

@@ -14,10 +14,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl_mcore.config.policy import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
-from nemo_rl_mcore.data.dynamic_batching import DynamicRows
-from nemo_rl_mcore.data.microbatch import BatchingStrategy, FixedRows, Microbatch, round_up
-from nemo_rl_mcore.data.sequence_packing import PackedRows
-from nemo_rl_mcore.data.token_budget import TokenBudget
+from nemo_rl_mcore.data.microbatch import (
+    BatchingStrategy,
+    DynamicRows,
+    FixedRows,
+    Microbatch,
+    PackedRows,
+    TokenBudget,
+    round_up,
+)
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron import parallel_groups
 from nemo_rl_mcore.rank.megatron.context_parallel import ContextParallelMicrobatch, slices_of_a_sample

@@ -12,7 +12,7 @@ from nemo_rl_mcore.config import MegatronConfig
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron.layer_specs import use_transformer_engine
-from nemo_rl_mcore.recipe.rules.kernels import OF_ENGINE
+from nemo_rl_mcore.recipe.rules.model import OF_ENGINE
 
 _APEX = "fused_weight_gradient_mlp_cuda"
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from nemo_rl_mcore.data.stop_conditions import StopConditions
-from nemo_rl_mcore.data.token_digests import digests_of_rows
+from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
+from nemo_rl_mcore.data.tokenizer import StopConditions
 from nemo_rl_mcore.ops.sampling import SamplingParams, at_temperature, keyed_uniforms, sample_tokens
 from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.agreement import together

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from nemo_rl_mcore.config import ModelConfig, PolicyConfig
-from nemo_rl_mcore.config.rope_scaling import RopeScalingConfig
+from nemo_rl_mcore.config.model import RopeScalingConfig
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron.biases import mark_for_tensor_parallel
 from nemo_rl_mcore.rank.megatron.fusions import Kernels, fused_settings, recomputed_settings

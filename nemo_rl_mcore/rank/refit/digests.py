@@ -1,4 +1,4 @@
-"""Digests of weights: whether an engine holds the bits that the trainer has.
+"""Whether an engine holds the bits that the trainer has: digests of both sides, compared by the tensors' names.
 
 A tensor is read as a matrix of words: its last dimension is the columns, all others are the rows (one dimension alone
 is the rows of a single column), and a word is an entry's bits as an integer, two of 32 bits where it has 64. The digest
@@ -17,11 +17,12 @@ probability of at most 2^-56, over the choice of the weights; 2^-41 where the di
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
-
-from nemo_rl_mcore.models.weights import EXPERT_BIAS_NAME
 
 _ALL_BITS = (1 << 64) - 1
 _ROWS, _COLUMNS = 0x243F6A8885A308D3, 0x13198A2E03707344
@@ -51,13 +52,19 @@ class Digester:
     """
 
     def __init__(self, held_as: str | None = None) -> None:
-        self._dtype: torch.dtype | None = None if held_as is None else getattr(torch, held_as)
+        self._dtype: torch.dtype | None = None
+        self._kept: str | None = None
+        if held_as is not None:
+            # Here, since engines cast nothing, and know no families of models.
+            from nemo_rl_mcore.models.weights import EXPERT_BIAS_NAME
+
+            self._dtype, self._kept = getattr(torch, held_as), EXPERT_BIAS_NAME
         self._sums: dict[str, torch.Tensor] = {}
         self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Read a tensor, which may change afterwards."""
-        dtype = None if name.endswith(EXPERT_BIAS_NAME) else self._dtype
+        dtype = None if self._kept is not None and name.endswith(self._kept) else self._dtype
         self._sums[name] = block_sum(tensor, dtype=dtype)
         self._kinds[name] = dtype or tensor.dtype, tensor.shape
 
@@ -133,3 +140,98 @@ def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
+
+
+type Digests = Mapping[str, int | None]
+"""What was sent or is held, by Hugging Face name; None where only the name is told."""
+
+_NAMED = 20
+"""Tensors that a message names at most."""
+_OF_NO_TENSOR = -1
+
+
+class IncompleteRefitError(RuntimeError):
+    """What an engine holds at the end of a refit is not what was sent."""
+
+
+@dataclass(frozen=True)
+class HeldBlock:
+    """A block of a tensor, as one process of an engine holds it.
+
+    dtype, shape: of the whole tensor. corner, size: row and column at which the block begins, how many it has, as
+    `digests` counts them. total: its `digests.block_sum`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    corner: tuple[int, int]
+    size: tuple[int, int]
+    total: int
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Self:
+        """Of its fields, among which what carried them may have made lists of tuples."""
+        return cls(**{**message, **{name: tuple(message[name]) for name in ("shape", "corner", "size")}})
+
+
+def require_as_sent(
+    sent: Digests, held: Digests, *, unwritten: Iterable[str] = (), unreadable: Iterable[str] = ()
+) -> None:
+    """Raise IncompleteRefitError, naming the tensors, unless the same ones are held as were sent, bit for bit.
+
+    unwritten: weights of the engine that nothing was loaded into. unreadable: those that could not be compared, each
+    with the reason.
+    """
+    both = {name: (sent[name], held[name]) for name in sent if name in held}
+    different = [name for name, pair in both.items() if None not in pair and pair[0] != pair[1]]
+    found = {
+        "not as they were sent": different,
+        "sent and not found": [name for name in sent if name not in held],
+        "there and not sent": [name for name in held if name not in sent],
+        "without new weights": [*unwritten],
+        "not to be read back (policy.generation.verify_refit: false does without)": [*unreadable],
+    }
+    wrong = [f"{len(names)} {what}: {_some(names)}" for what, names in found.items() if names]
+    if wrong:
+        raise IncompleteRefitError(f"of {len(sent)} tensors " + "; ".join(wrong))
+
+
+def of_all(sent: Digests) -> str:
+    """Return one digest of all tensors together, 16 hexadecimal digits; empty where one of them has none."""
+    if None in sent.values():
+        return ""
+    lines = "".join(f"{name} {number}\n" for name, number in sorted(sent.items()))
+    return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
+
+
+def joined(processes: Iterable[Iterable[HeldBlock]]) -> dict[str, int]:
+    """Return the digests of the tensors whose blocks the processes of an engine hold; copies of a block count once.
+
+    Where copies differ, or blocks leave a part of their tensor out, it is one that no tensor has.
+    """
+    blocks: dict[str, list[HeldBlock]] = {}
+    for block in itertools.chain.from_iterable(processes):
+        blocks.setdefault(block.name, []).append(block)
+    return {name: _whole(of_tensor) for name, of_tensor in blocks.items()}
+
+
+def _whole(blocks: Sequence[HeldBlock]) -> int:
+    first = blocks[0]
+    totals = {(block.corner, block.size): block.total for block in blocks}
+    # Blocks are shards of one partition: two are the same, or do not overlap.
+    entries = sum(rows * columns for _, (rows, columns) in totals)
+    whole = entries == torch.Size(first.shape).numel()
+    alike = all(
+        (block.dtype, block.shape, block.total)
+        == (first.dtype, first.shape, totals[block.corner, block.size])
+        for block in blocks
+    )
+    if not (whole and alike):
+        return _OF_NO_TENSOR
+    return sealed(sum(totals.values()), getattr(torch, first.dtype), first.shape)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from nemo_rl_mcore.errors import RefusedError, RunStoppedError
 from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.agreement import together
-from nemo_rl_mcore.rank.refit.buckets import Bucket, Packer
 from nemo_rl_mcore.rank.refit.digests import Digester
 from nemo_rl_mcore.rank.refit.transports import (
     BroadcastSender,
+    Bucket,
     Bystander,
     CudaIpcSender,
     MessageSender,
+    Packer,
     SendingEnd,
     SharedMemorySender,
     join_broadcast_group,
@@ -43,7 +44,7 @@ class EngineLostError(RunStoppedError):
 
 
 class Engines(Protocol):
-    """The engines as a sender reaches them, in whatever process; `workers.ray_engines.RayEngines` are Ray actors."""
+    """The engines as a sender reaches them, in whatever process; `RayEngines` of the driver are Ray actors."""
 
     def load_bucket(self, message: dict[str, Any]) -> Any:
         """Have all of them load a bucket, without waiting for it; returns what `wait` takes."""

@@ -1,4 +1,4 @@
-"""How a filled buffer gets from a training rank into an engine; the two ends of each way stand together.
+"""How tensors, packed into buffers, get from a training rank into an engine; the two ends of each way stand together.
 
 A sender's end owns the slots that are filled in turn, so that one is filled while the engine reads the other. A
 receiver's end finds the buffer by the `location` that a bucket carries.
@@ -6,19 +6,157 @@ receiver's end finds the buffer by the `location` that a bucket carries.
 
 from __future__ import annotations
 
+import inspect
 import mmap
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from nemo_rl_mcore.rank import accelerator, rendezvous
-from nemo_rl_mcore.rank.refit.ipc_handle import IpcHandle
+
+_ALIGNMENT = 64
+"""Bytes that each tensor starts at a multiple of, so that every dtype can be viewed in place."""
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """Where a tensor lies in its bucket's buffer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def read(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, as a view of the buffer (uint8)."""
+        dtype = getattr(torch, self.dtype)
+        count = torch.Size(self.shape).numel()
+        return buffer[self.offset : self.offset + count * dtype.itemsize].view(dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A filled buffer as its receiver is told of it: where it is, in the words of its transport, and what it holds."""
+
+    location: dict[str, Any]
+    tensors: tuple[PackedTensor, ...]
+
+    def to_message(self) -> dict[str, Any]:
+        """Return plain data, which every serializer between the processes takes."""
+        return {"location": self.location, "tensors": [asdict(tensor) for tensor in self.tensors]}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Self:
+        """Undo `to_message`."""
+        tensors = (
+            PackedTensor(tensor["name"], tensor["dtype"], tuple(tensor["shape"]), tensor["offset"])
+            for tensor in message["tensors"]
+        )
+        return cls(message["location"], tuple(tensors))
+
+    def read(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of each, as views of the buffer."""
+        for tensor in self.tensors:
+            yield tensor.name, tensor.read(buffer)
+
+
+class Packer:
+    """Fills one buffer (uint8 [bytes])."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._tensors: list[PackedTensor] = []
+        self.used = 0
+        """Bytes taken so far."""
+
+    @property
+    def tensors(self) -> Sequence[PackedTensor]:
+        return tuple(self._tensors)
+
+    def add(self, name: str, tensor: torch.Tensor) -> bool:
+        """Copy a tensor after those before it; false, with nothing changed, when it does not fit."""
+        start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
+        end = start + tensor.nbytes
+        if end > self._buffer.numel():
+            return False
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        packed = PackedTensor(name, dtype, tuple(tensor.shape), start)
+        packed.read(self._buffer).copy_(tensor)
+        self._tensors.append(packed)
+        self.used = end
+        return True
+
+    def clear(self) -> None:
+        self._tensors.clear()
+        self.used = 0
+
+
+_IPC_ARGUMENTS = tuple(inspect.signature(rebuild_cuda_tensor).parameters)
+
+
+@dataclass(frozen=True)
+class IpcHandle:
+    """A tensor on a GPU as another process opens it: torch's handle in plain fields, which need no pickle to travel.
+
+    It is a flat uint8 tensor of `tensor_size` bytes; the other fields are arguments of torch's `rebuild_cuda_tensor`.
+    """
+
+    tensor_size: int
+    tensor_offset: int
+    storage_handle: bytes
+    storage_size_bytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+    @classmethod
+    def of(cls, slot: torch.Tensor) -> Self:
+        """Return the handle of a flat uint8 tensor of this process, which counts one receiver from then on."""
+        assert slot.dtype is torch.uint8
+        assert slot.is_contiguous()
+        _, arguments = reduce_tensor(slot)
+        given: dict[str, Any] = dict(zip(_IPC_ARGUMENTS, arguments, strict=True)) | {
+            "tensor_size": slot.numel()
+        }
+        return cls(**{field.name: given[field.name] for field in fields(cls)})
+
+    def to_message(self) -> dict[str, bytes | int | bool]:
+        """Return the fields, for receivers that are not counted.
+
+        torch would count one for each time that a process opens and closes the buffer; its counter is unsigned, and
+        below zero it keeps the memory for ever.
+        """
+        return asdict(self) | {"ref_counter_handle": b"/uncounted"}
+
+    def open(self, device: torch.device) -> torch.Tensor:
+        """Return the tensor, on what this process calls the device."""
+        given = asdict(self) | {
+            "tensor_cls": torch.Tensor,
+            "tensor_size": (self.tensor_size,),
+            "tensor_stride": (1,),
+            "storage_cls": torch.TypedStorage,
+            "dtype": torch.uint8,
+            "storage_device": device.index,
+            "requires_grad": False,
+        }
+        return rebuild_cuda_tensor(**{name: given[name] for name in _IPC_ARGUMENTS})
+
+    def release(self, device: torch.device) -> None:
+        """Count one receiver less, in the process that made the handle."""
+        torch.TypedStorage._release_ipc_counter(
+            self.ref_counter_handle, self.ref_counter_offset, device=device
+        )
+
 
 Location = dict[str, Any]
 SLOTS = 2
@@ -72,7 +210,6 @@ class SharedMemorySender:
         self.slots: Sequence[torch.Tensor] = memory.split(slot_bytes)
 
     def locate(self, slot: int, used: int) -> Location:
-        """See `SendingEnd.locate`."""
         path = f"/proc/{os.getpid()}/fd/{self._file}"
         start = slot * self._slot_bytes
         return {"kind": "shared_memory", "name": self._name, "path": path, "offset": start, "bytes": used}
@@ -81,7 +218,6 @@ class SharedMemorySender:
         """Nothing to do: the memory is shared."""
 
     def close(self) -> None:
-        """See `SendingEnd.close`."""
         self.slots = ()
         if self._file >= 0:
             os.close(self._file)
@@ -97,14 +233,13 @@ class Bystander:
         ]
 
     def locate(self, slot: int, used: int) -> Location:
-        """Nowhere."""
         return {}
 
     def transmit(self, slot: int, used: int) -> None:
         """Nothing to do: the first rank sends."""
 
     def close(self) -> None:
-        """Nothing to free."""
+        pass
 
 
 class SharedMemoryReceiver:
@@ -114,7 +249,6 @@ class SharedMemoryReceiver:
         self._mapped: dict[str, torch.Tensor] = {}
 
     def open(self, location: Location) -> torch.Tensor:
-        """See `ReceivingEnd.open`."""
         name: str = location["name"]
         if name not in self._mapped:
             with open(location["path"], "r+b") as file:
@@ -122,7 +256,6 @@ class SharedMemoryReceiver:
         return self._mapped[name][location["offset"] : location["offset"] + location["bytes"]]
 
     def close(self) -> None:
-        """See `ReceivingEnd.close`."""
         self._mapped.clear()
 
 
@@ -135,14 +268,12 @@ class MessageSender:
         ]
 
     def locate(self, slot: int, used: int) -> Location:
-        """See `SendingEnd.locate`."""
         return {"kind": "message", "data": self.slots[slot][:used].numpy()}
 
     def transmit(self, slot: int, used: int) -> None:
         """Nothing to do: who took the message has the bytes."""
 
     def close(self) -> None:
-        """See `SendingEnd.close`."""
         self.slots = ()
 
 
@@ -150,11 +281,10 @@ class MessageReceiver:
     """Takes the bytes out of the message itself."""
 
     def open(self, location: Location) -> torch.Tensor:
-        """See `ReceivingEnd.open`."""
         return torch.frombuffer(bytearray(location["data"]), dtype=torch.uint8)
 
     def close(self) -> None:
-        """Nothing to forget."""
+        pass
 
 
 class MessageRelay:
@@ -181,7 +311,6 @@ class MessageRelay:
         return {**message, "location": self._memory.locate(0, data.numel())}
 
     def close(self) -> None:
-        """Free the memory."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -207,7 +336,6 @@ class CudaIpcSender:
         }
 
     def locate(self, slot: int, used: int) -> Location:
-        """See `SendingEnd.locate`."""
         accelerator.synchronize(self.slots[slot].device)
         handles = {gpu: slots[slot] for gpu, slots in self._handles.items()}
         return {"kind": "cuda_ipc", "handles": handles, "bytes": used}
@@ -231,17 +359,15 @@ class CudaIpcReceiver:
         self._device = device
 
     def open(self, location: Location) -> torch.Tensor:
-        """See `ReceivingEnd.open`."""
         gpu = accelerator.device_uuid(self._device)
         if gpu not in location["handles"]:
             raise RuntimeError(
                 f"no training rank shares GPU {gpu} with this engine, which CUDA IPC needs (the ranks are on "
                 f"{sorted(location['handles'])}); set policy.generation.refit_transport: nccl"
             )
-        return IpcHandle.from_message(location["handles"][gpu]).open(self._device)[: location["bytes"]]
+        return IpcHandle(**location["handles"][gpu]).open(self._device)[: location["bytes"]]
 
     def close(self) -> None:
-        """See `ReceivingEnd.close`."""
         accelerator.free_shared_memory()
 
 
@@ -257,15 +383,12 @@ class BroadcastSender:
         ]
 
     def locate(self, slot: int, used: int) -> Location:
-        """See `SendingEnd.locate`."""
         return {"kind": "broadcast", "bytes": used}
 
     def transmit(self, slot: int, used: int) -> None:
-        """See `SendingEnd.transmit`."""
         broadcast_from_first(self.slots[slot][:used], self._group)
 
     def close(self) -> None:
-        """See `SendingEnd.close`."""
         self.slots = ()
 
 
@@ -276,13 +399,12 @@ class BroadcastReceiver:
         self._device, self._group = device, group
 
     def open(self, location: Location) -> torch.Tensor:
-        """See `ReceivingEnd.open`."""
         buffer = torch.empty(location["bytes"], dtype=torch.uint8, device=self._device)
         broadcast_from_first(buffer, self._group)
         return buffer
 
     def close(self) -> None:
-        """See `ReceivingEnd.close`."""
+        pass
 
 
 def broadcast_from_first(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -320,3 +442,49 @@ def join_broadcast_group(
     group._set_default_backend(kind)
     group._register_backend(torch.device(device_type), kind, backend)
     return group
+
+
+class Receivers:
+    """An engine's ends of all transports in one process, each opened when the first bucket comes that way.
+
+    device: what its model is on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open: dict[str, ReceivingEnd] = {}
+        self._group: dist.ProcessGroup | None = None
+
+    def join_broadcast(self, address: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
+        """Join the group in which the trainer's rank 0 broadcasts, in place of the one before."""
+        if (end := self._open.pop("broadcast", None)) is not None:
+            end.close()
+        timeout = timedelta(seconds=timeout_s)
+        self._group = join_broadcast_group(address, port, rank, world_size, timeout, self._device.type)
+
+    def read(self, message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of each in the bucket, as views that are valid until the bucket is acknowledged."""
+        bucket = Bucket.from_message(message)
+        yield from bucket.read(self._end(bucket.location["kind"]).open(bucket.location))
+
+    def close(self) -> None:
+        for end in self._open.values():
+            end.close()
+        self._open.clear()
+
+    def _end(self, kind: str) -> ReceivingEnd:
+        match kind:
+            case _ if kind in self._open:
+                pass
+            case "shared_memory":
+                self._open[kind] = SharedMemoryReceiver()
+            case "cuda_ipc":
+                self._open[kind] = CudaIpcReceiver(self._device)
+            case "message":
+                self._open[kind] = MessageReceiver()
+            case "broadcast":
+                assert self._group is not None
+                self._open[kind] = BroadcastReceiver(self._device, self._group)
+            case _:
+                raise ValueError(f"this engine has no end of the transport {kind!r}")
+        return self._open[kind]

@@ -1,5 +1,6 @@
-"""Rules between sections, a file for each feature.
+"""Rules between sections: rows of `config.base.Rule`, a file for each subject.
 
-A rule is a function that yields the problems of a model's policy section, or of a whole recipe, and is named in the
-RULES of its file, which `policies.py` or `runs.py` has. Sections know nothing of these rules.
+MODEL_RULES hold of every model of a run, one that is only read included; POLICY_RULES of the policy, and of every model
+that is trained as one is; their paths are relative to `policy`. RUN_RULES hold between the sections of a recipe, whose
+paths are those of `RunConfig.key`. `policies.py` and `runs.py` apply them. Sections know nothing of these rules.
 """

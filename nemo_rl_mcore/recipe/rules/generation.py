@@ -1,90 +1,378 @@
-"""What the generation engine cannot do, and what it is asked for that the model lacks."""
+"""What engines cannot do, with a policy and on machines, and what does not go with offloading beside them."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Rule, Rules
+from nemo_rl_mcore.config.generation import EmbeddedConfig, VllmConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
-from nemo_rl_mcore.config.run_config import RunConfig
+from nemo_rl_mcore.models import missing_family
 from nemo_rl_mcore.models.engine_sizes import largest_weight_bytes
-from nemo_rl_mcore.recipe.rules.feature import Rules
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.config.run_config import RunConfig
+
+SMALLEST_CPU_HEAD = 32
+"""Size of a head below which vLLM's attention on CPU has no kernel."""
+_BACKEND, _GPUS = "policy.generation.backend", "cluster.gpus_per_node"
+_COLOCATED = "policy.generation.colocated.enabled"
+_RESOURCES = "policy.generation.colocated.resources"
+_EMBEDDED, _VLLM = "policy.generation.embedded_cfg", "policy.generation.vllm_cfg"
+_OF_VLLM, _ROUNDING = "generation.vllm_cfg", ("precision", "kv_cache_dtype")
+_TRANSPORT, _OFFLOAD = "policy.generation.refit_transport", "policy.offload"
 
 
-def _stop_ids(policy: PolicyConfig) -> Iterator[Problem]:
-    vocabulary = policy.model.vocab_size
-    foreign = [stop for stop in policy.generation.stop_token_ids or () if not 0 <= stop < vocabulary]
-    if foreign:
-        yield Problem(
-            "too-large",
-            "generation.stop_token_ids",
-            f"{foreign} is outside 0 to {vocabulary - 1}, the ids of policy.model.vocab_size: {vocabulary}",
-            "remove them, or raise vocab_size" if policy.weights is None else "remove them",
-            ("model.vocab_size",),
-        )
+def _vllm(policy: PolicyConfig) -> VllmConfig | None:
+    engine = policy.generation.engine
+    return engine if isinstance(engine, VllmConfig) else None
 
 
-def _filters(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield filters of an engine that reports log-probabilities after them."""
-    generation = policy.generation
-    if generation.engine.reports_before_filters:
+def _on_cpu(config: RunConfig) -> VllmConfig | None:
+    return _vllm(config.policy) if config.cluster.on_cpu else None
+
+
+def _named(policy: PolicyConfig) -> bool:
+    """Say whether the weights are named; of those it is the key that names them which is told."""
+    return policy.model_name is not None
+
+
+def _rounded_by(policy: PolicyConfig) -> str | None:
+    """Return the key by which an engine holds fewer digits than it is sent."""
+    vllm = _vllm(policy)
+    if vllm is None or not vllm.rounds:
+        return None
+    return "precision" if vllm.precision == "fp8" else "kv_cache_dtype"
+
+
+def _heads_on_cpu(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    model, weights = config.policy.model, config.policy.weights
+    own_size = f"set kv_channels: {SMALLEST_CPU_HEAD}, use fewer heads, or set backend: embedded"
+    yield Rule(
+        "too-small",
+        f"policy.model.{'kv_channels' if model.kv_channels else 'num_attention_heads'}",
+        _on_cpu(config) is not None and model.head_dim < SMALLEST_CPU_HEAD,
+        ("policy.model", _BACKEND, _GPUS),
+        "set backend: embedded" if weights else own_size,
+        says=f"the head size {model.head_dim} is below {SMALLEST_CPU_HEAD}, the smallest of vLLM on CPU",
+    )
+
+
+def _engine_layout(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield engines that neither share a machine nor have some of their own, whole ones, or leave some over."""
+    cluster, resources = config.cluster, config.policy.generation.colocated.resources
+    if (vllm := _vllm(config.policy)) is None:
         return
-    for key, value, neutral in (("top_p", generation.top_p, 1.0), ("top_k", generation.top_k, None)):
-        if value != neutral:
-            yield Problem(
-                "incompatible",
-                f"generation.{key}",
-                f"{value} does not go with generation.backend: {generation.backend}, whose log-probabilities are those "
-                "after the filter while training computes them before it",
-                f"set {key}: {'null' if neutral is None else neutral}, or backend: embedded",
-                ("generation.backend",),
-            )
+    if cluster.on_cpu:
+        source, per_node, nodes = "cluster.cpu_workers_per_node", cluster.workers_per_node, cluster.num_nodes
+    elif config.policy.generation.colocated.enabled:
+        source, per_node, nodes = _GPUS, cluster.gpus_per_node, cluster.num_nodes
+    else:
+        source = f"{_RESOURCES}.gpus_per_node"
+        per_node, nodes = resources.gpus_per_node, resources.num_nodes or 1
+    if per_node is None:
+        fix, why = f"set {source}, or enabled: true", "engines apart need GPUs of their own"
+        yield Rule("requires", _COLOCATED, True, (_RESOURCES,), fix, why)
+        return
+    size, path, whole = vllm.processes, f"{_VLLM}.tensor_parallel_size", per_node * nodes
+    related = (source, f"{source.rpartition('.')[0]}.num_nodes")
+    stages = (f"{_VLLM}.pipeline_parallel_size",) if vllm.pipeline_parallel_size > 1 else ()
+    why = f"an engine has {size} processes, tensor_parallel_size x pipeline_parallel_size"
+    if per_node % size and size % per_node:
+        fix = f"make them a divisor or a multiple of {per_node}"
+        yield Rule("not-divisible", path, True, (related[0], *stages), fix, why)
+    elif whole % size:
+        fix = f"make the {whole} devices a multiple"
+        yield Rule("not-divisible", path, True, (*related, *stages), fix, why)
 
 
-def _buckets(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield a bucket without room for a weight, where weights are sent."""
-    given = policy.generation.refit_bucket_bytes
-    if not policy.generation.decodes_on_ranks and given is not None and given < largest_weight_bytes(policy):
-        yield Problem(
-            "too-small",
-            "generation.refit_bucket_bytes",
-            f"{given} is below the {largest_weight_bytes(policy)} bytes of the largest weight",
-            "set it to null, or raise it",
-            ("model",),
-        )
-
-
-def _transport(config: RunConfig) -> Iterator[Problem]:
-    """Yield a way for weights to travel that these machines lack, where they travel."""
+def _embedded_apart(config: RunConfig) -> bool:
     generation = config.policy.generation
-    if generation.decodes_on_ranks:
+    return isinstance(generation.engine, EmbeddedConfig) and not generation.decodes_on_ranks
+
+
+def _embedded_engines(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield GPUs that are not those of embedded engines of their own."""
+    policy, resources = config.policy, config.policy.generation.colocated.resources
+    if not _embedded_apart(config) or config.cluster.on_cpu:
         return
-    if config.cluster.on_cpu and generation.refit_transport in ("cuda_ipc", "nccl"):
-        yield Problem(
-            "requires",
-            "policy.generation.refit_transport",
-            f"{generation.refit_transport} needs GPUs, and cluster.gpus_per_node is 0",
-            "set it to null: shared_memory on one machine",
-            ("policy.generation.backend", "cluster.gpus_per_node"),
-        )
-    if generation.refit_transport == "shared_memory" and config.cluster.num_nodes > 1:
-        yield Problem(
+    nodes, per_node = resources.num_nodes or 1, resources.gpus_per_node
+    yield Rule(
+        "missing",
+        f"{_RESOURCES}.num_nodes",
+        per_node is None and nodes > 1,
+        (f"{_RESOURCES}.gpus_per_node",),
+        "set gpus_per_node, or remove num_nodes",
+        says=f"{nodes} with gpus_per_node: null does not say how many engines each has",
+    )
+    gpus = (per_node or 0) * nodes
+    yield Rule(
+        "contradicts",
+        f"{_EMBEDDED}.engines",
+        per_node is not None and gpus != policy.generation.embedded_cfg.engines,
+        (_RESOURCES,),
+        f"set it to {gpus}, or remove the section resources",
+        f"each engine has one of {gpus} GPUs",
+    )
+
+
+def _offloads_all(config: RunConfig, *, beside: bool) -> bool:
+    """Say whether weights leave the devices of ranks; beside: whether engines take turns with these there."""
+    turns = config.policy.generation.takes_turns
+    return config.policy.offload == "all" and turns == beside and not config.asynchronous
+
+
+POLICY_RULES: Rules[PolicyConfig] = (
+    Rule(
+        "too-large",
+        "generation.stop_token_ids",
+        lambda own: any(not 0 <= stop < own.model.vocab_size for stop in own.generation.stop_token_ids or ()),
+        ("model.vocab_size",),
+        lambda own: (
+            f"give ids from 0 to {own.model.vocab_size - 1}{'' if own.weights else ', or raise vocab_size'}"
+        ),
+    ),
+    *(
+        Rule[PolicyConfig](
             "incompatible",
-            "policy.generation.refit_transport",
-            f"shared_memory is that of one machine, and cluster.num_nodes is {config.cluster.num_nodes}",
-            "set it to null",
-            ("policy.generation.backend", "cluster.num_nodes"),
+            f"generation.{key}",
+            lambda own, key=key, neutral=neutral: (
+                not own.generation.engine.reports_before_filters and getattr(own.generation, key) != neutral
+            ),
+            ("generation.backend",),
+            {f"generation.{key}": neutral, "generation.backend": "embedded"},
+            "its log-probabilities are those after the filter, while training computes them before it",
         )
-    apart = not config.cluster.on_cpu and not generation.colocated.enabled
-    if apart and generation.refit_transport == "cuda_ipc":
-        yield Problem(
+        for key, neutral in (("top_p", 1.0), ("top_k", None))
+    ),
+    Rule(
+        "too-small",
+        "generation.refit_bucket_bytes",
+        lambda own: (
+            not own.generation.decodes_on_ranks
+            and own.generation.refit_bucket_bytes is not None
+            and own.generation.refit_bucket_bytes < largest_weight_bytes(own)
+        ),
+        ("model",),
+        "set it to null, or raise it",
+        lambda own: f"the largest weight has {largest_weight_bytes(own)} bytes",
+    ),
+    Rule(
+        "too-small",
+        "generation.vllm_cfg.max_model_len",
+        lambda own: (
+            _vllm(own) and (own.generation.vllm_cfg.max_model_len or math.inf) < own.max_total_sequence_length
+        ),
+        ("max_total_sequence_length",),
+        "set it to null, or raise it",
+    ),
+    Rule(
+        "not-supported",
+        f"{_OF_VLLM}.expert_parallel_size",
+        lambda own: (
+            _vllm(own)
+            and own.generation.vllm_cfg.expert_parallel_size
+            not in (1, own.generation.vllm_cfg.tensor_parallel_size)
+        ),
+        (f"{_OF_VLLM}.tensor_parallel_size",),
+        "set it to tensor_parallel_size, or to 1",
+        "experts are shared by the GPUs that cut the other layers",
+    ),
+    Rule(
+        "has-no-effect",
+        f"{_OF_VLLM}.expert_parallel_size",
+        lambda own: (
+            _vllm(own)
+            and not _named(own)
+            and own.model.num_moe_experts is None
+            and own.generation.vllm_cfg.expert_parallel_size
+            == own.generation.vllm_cfg.tensor_parallel_size
+            > 1
+        ),
+        ("model.num_moe_experts",),
+    ),
+    Rule(
+        "too-large",
+        f"{_OF_VLLM}.pipeline_parallel_size",
+        lambda own: (
+            _vllm(own)
+            and not _named(own)
+            and own.generation.vllm_cfg.pipeline_parallel_size > own.model.num_layers
+        ),
+        ("model.num_layers",),
+    ),
+    Rule(
+        "requires",
+        f"{_OF_VLLM}.precision",
+        lambda own: _rounded_by(own) == "precision" and own.precision != "bfloat16",
+        ("precision",),
+        {"precision": "bfloat16"},
+    ),
+    Rule(
+        "incompatible",
+        "generation.verify_refit",
+        lambda own: _rounded_by(own) == "precision" and own.generation.verify_refit,
+        (f"{_OF_VLLM}.precision",),
+        "set it to false: names alone are compared",
+        "the engine holds other bits than it is sent",
+    ),
+    *(
+        Rule[PolicyConfig](
+            "incompatible",
+            "generation.compare_at_start",
+            lambda own, key=key: _rounded_by(own) == key and own.generation.compare_at_start,
+            (f"{_OF_VLLM}.{key}",),
+            "set it to false: each step measures the mismatch",
+            "nobody has measured bounds for that",
+        )
+        for key in _ROUNDING
+    ),
+    Rule(
+        "not-supported",
+        "generation.backend",
+        lambda own: _vllm(own) and not _named(own) and missing_family(own.model),
+        ("model",),
+        {"generation.backend": "embedded"},
+        lambda own: missing_family(own.model),
+    ),
+)
+RUN_RULES: Rules[RunConfig] = (
+    Rule(
+        "requires",
+        _TRANSPORT,
+        lambda run: (
+            not run.policy.generation.decodes_on_ranks
+            and run.cluster.on_cpu
+            and run.policy.generation.refit_transport in ("cuda_ipc", "nccl")
+        ),
+        (_BACKEND, _GPUS),
+        "set it to null: shared_memory on one machine",
+    ),
+    Rule(
+        "incompatible",
+        _TRANSPORT,
+        lambda run: (
+            not run.policy.generation.decodes_on_ranks
+            and run.policy.generation.refit_transport == "shared_memory"
+            and run.cluster.num_nodes > 1
+        ),
+        (_BACKEND, "cluster.num_nodes"),
+        {_TRANSPORT: None},
+        "the memory is that of one machine",
+    ),
+    Rule(
+        "requires",
+        _TRANSPORT,
+        lambda run: (
+            not run.policy.generation.decodes_on_ranks
+            and not run.cluster.on_cpu
+            and not run.policy.generation.colocated.enabled
+            and run.policy.generation.refit_transport == "cuda_ipc"
+        ),
+        (_COLOCATED,),
+        "set it to null: nccl",
+        "its engines are on the ranks' GPUs",
+    ),
+    _heads_on_cpu,
+    Rule(
+        "not-supported",
+        _BACKEND,
+        lambda run: _on_cpu(run) and run.policy.model.num_moe_experts is not None,
+        ("policy.model.num_moe_experts", _GPUS),
+        "set backend: embedded, or run on GPUs",
+        "on CPU experts are packed when an engine starts, and take no new weights",
+    ),
+    *(
+        Rule["RunConfig"](
             "requires",
-            "policy.generation.refit_transport",
-            "cuda_ipc needs engines on the ranks' GPUs, and colocated.enabled is false",
-            "set it to null: nccl",
-            ("policy.generation.colocated.enabled",),
+            f"{_VLLM}.{key}",
+            lambda run, key=key: run.cluster.on_cpu and _rounded_by(run.policy) == key,
+            (_BACKEND, _GPUS),
+            "leave it out, or run on GPUs",
         )
-
-
-RULES = Rules(
-    of_policies=(_stop_ids, _filters, _buckets),
-    of_runs=(_transport,),
+        for key in _ROUNDING
+    ),
+    Rule(
+        "not-supported",
+        _BACKEND,
+        lambda run: _on_cpu(run) and run.policy.model.has_mamba,
+        ("policy.model.hybrid_layer_pattern", _GPUS),
+        "set backend: embedded, or run on GPUs",
+        "there are no kernels for Mamba layers on CPU",
+    ),
+    _engine_layout,
+    Rule(
+        "not-supported",
+        _COLOCATED,
+        lambda run: _embedded_apart(run) and not _named(run.policy) and missing_family(run.policy.model),
+        ("policy.model", _BACKEND),
+        # An asynchronous run would send whoever sets it to true back to false.
+        lambda run: (
+            ("" if run.policy.weights else "change policy.model, or ")
+            + (f"set {run.asynchrony_key}.enabled: false and " if run.asynchronous else "set ")
+            + "colocated.enabled: true"
+        ),
+        lambda run: missing_family(run.policy.model),
+    ),
+    _embedded_engines,
+    Rule(
+        "has-no-effect",
+        "policy.reference_on_device",
+        lambda run: run.policy.reference_on_device != "auto" and not run.needs_reference,
+        why="there is no reference policy",
+    ),
+    Rule(
+        "incompatible",
+        _OFFLOAD,
+        lambda run: run.policy.offload != "none" and run.asynchronous,
+        ("asynchrony.enabled",),
+        {_OFFLOAD: "none"},
+        "engines have devices of their own, and gradients stay between the chunks of a step",
+    ),
+    Rule(
+        "incompatible",
+        _OFFLOAD,
+        lambda run: (
+            run.policy.offload != "none" and run.algorithm == "sft" and not run.policy.generation.takes_turns
+        ),
+        (_BACKEND, _COLOCATED),
+        {_OFFLOAD: "none"},
+        "supervised fine-tuning reads no log-probabilities before it trains",
+    ),
+    Rule(
+        "incompatible",
+        _OFFLOAD,
+        lambda run: _offloads_all(run, beside=False),
+        (_BACKEND, _COLOCATED),
+        "set it to grads_optimizer, or policy.generation.backend: vllm with colocated.enabled: true",
+        "no engines take turns with the ranks on their devices",
+    ),
+    Rule(
+        "incompatible",
+        _OFFLOAD,
+        lambda run: _offloads_all(run, beside=True) and run.policy.generation.compare_at_start,
+        ("policy.generation.compare_at_start",),
+        {"policy.generation.compare_at_start": False, _OFFLOAD: "grads_optimizer"},
+        "ranks would read with all their weights while engines hold their caches",
+    ),
+    Rule(
+        "incompatible",
+        _OFFLOAD,
+        lambda run: _offloads_all(run, beside=True) and run.policy.generation.vllm_cfg.max_restarts,
+        (f"{_VLLM}.max_restarts",),
+        {f"{_VLLM}.max_restarts": 0, _OFFLOAD: "grads_optimizer"},
+        "an engine that restarts gets weights while others hold their caches",
+    ),
+    Rule(
+        "incompatible",
+        _OFFLOAD,
+        lambda run: (
+            run.policy.offload != "none" and run.algorithm == "ppo" and run.policy.generation.takes_turns
+        ),
+        (_BACKEND, _COLOCATED),
+        {_OFFLOAD: "none", _COLOCATED: False},
+        "the critic, which trained last, would keep its gradients and optimizer there while engines answer",
+    ),
 )

@@ -1,151 +1,145 @@
-"""What a loss, and the estimator of its advantages, ask of the loop."""
+"""What losses, and the estimators of their advantages, ask of the loop; what a teacher asks of its student."""
 
-from collections.abc import Iterator
-
-from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
-from nemo_rl_mcore.config.base import Problem, has_no_effect
-from nemo_rl_mcore.config.loss import ClippedPGLossConfig
-from nemo_rl_mcore.config.master import DistillationMasterConfig, GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_mcore.config.base import Rule, Rules, value_at
+from nemo_rl_mcore.config.master import DistillationMasterConfig, PPOMasterConfig
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.recipe.rules.feature import Rules
+
+_BATCH, _VOCABULARY = "policy.train_global_batch_size", "policy.model.vocab_size"
+_ON_POLICY, _PENALTY = "gradient.force_on_policy_ratio", "gradient.use_kl_in_reward"
+_BOUND, _TRUNCATION = (
+    "gradient.truncated_importance_sampling_ratio",
+    "gradient.truncated_importance_sampling_type",
+)
+_CORRECTION = "gradient.use_importance_sampling_correction"
+_GATHER = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
 
 
-def policy_gradient(config: RunConfig) -> tuple[str, ClippedPGLossConfig, AdvantageEstimatorConfig] | None:
-    """Return the policy-gradient loss of a run that has one: its section, itself, and what makes its advantages."""
-    match config:
-        case GRPOMasterConfig():
-            return "loss_fn", config.loss_fn, config.grpo.adv_estimator
-        case PPOMasterConfig():
-            return "loss_fn", config.loss_fn, config.ppo.adv_estimator
-        case DistillationMasterConfig() if config.loss_fn.rl_weight:
-            return "loss_fn.rl", config.loss_fn.rl, config.distillation.adv_estimator
-        case _:
-            return None
+def _as_if_on_policy(run: RunConfig) -> bool:
+    return run.gradient is not None and run.gradient.force_on_policy_ratio
 
 
-def one_step_per_rollout(config: RunConfig) -> bool:
-    """Say whether the run must take one optimizer step over a rollout: it trains on parts of it as they come, or its
-    loss treats the policy as the one that sampled.
-    """
-    of_loss = policy_gradient(config)
-    return config.streams or (of_loss is not None and of_loss[1].force_on_policy_ratio)
-
-
-def _one_step_per_rollout(config: RunConfig) -> Iterator[Problem]:
-    if (of_loss := policy_gradient(config)) is None:
-        return
-    section, loss, _ = of_loss
-    batch, samples = config.policy.train_global_batch_size, config.samples_per_step
-    # A batch that does not divide the samples is told in batch_sizes, with the size that serves here too.
-    if loss.force_on_policy_ratio and batch != samples and samples % batch == 0:
-        yield Problem(
-            "incompatible",
-            f"{section}.force_on_policy_ratio",
-            f"true needs one optimizer step per rollout, and policy.train_global_batch_size: {batch} "
-            f"is not the {samples} samples of a step",
-            f"set policy.train_global_batch_size: {samples}, or force_on_policy_ratio: false",
-            (
-                "policy.train_global_batch_size",
-                f"{config.algorithm}.num_prompts_per_step",
-                f"{config.algorithm}.num_generations_per_prompt",
-            ),
-        )
-    if isinstance(config, PPOMasterConfig) and loss.force_on_policy_ratio and config.ppo.ppo_epochs > 1:
-        yield Problem(
-            "incompatible",
-            f"{section}.force_on_policy_ratio",
-            f"true needs one optimizer step per rollout, and ppo.ppo_epochs: {config.ppo.ppo_epochs} makes more",
-            "set ppo.ppo_epochs: 1, or force_on_policy_ratio: false",
-            ("ppo.ppo_epochs",),
-        )
-
-
-def _bounds_of_nothing(config: RunConfig) -> Iterator[Problem]:
-    if (of_loss := policy_gradient(config)) is None:
-        return
-    section, loss, _ = of_loss
-    bounded = (
-        loss.truncated_importance_sampling_ratio is not None
-        or loss.truncated_importance_sampling_ratio_min is not None
-    )
-    if bounded and loss.truncated_importance_sampling_type is None:
-        yield Problem(
-            "requires",
-            f"{section}.truncated_importance_sampling_ratio",
-            f"a bound needs {section}.truncated_importance_sampling_type, which is null",
-            "set truncated_importance_sampling_type: tis, or the bounds to null"
-            if loss.use_importance_sampling_correction
-            else "set the bounds to null, or truncated_importance_sampling_type: tis with "
-            "use_importance_sampling_correction: true",
-            (
-                f"{section}.truncated_importance_sampling_type",
-                f"{section}.truncated_importance_sampling_ratio_min",
-            ),
-        )
-
-
-def _lost_penalty(config: RunConfig) -> Iterator[Problem]:
-    if (of_loss := policy_gradient(config)) is None or isinstance(config, PPOMasterConfig):
-        return
-    section, loss, estimator = of_loss
-    name = f"{config.algorithm}.adv_estimator.name"
-    if loss.use_kl_in_reward and estimator.name == "grpo" and estimator.type is None:
-        yield Problem(
-            "incompatible",
-            f"{section}.use_kl_in_reward",
-            f"true loses the KL penalty with {name}: grpo, which does not subtract it",
-            f"set use_kl_in_reward: false, or {name}: reinforce_plus_plus",
-            (name,),
-        )
-
-
-def _critic_warmup(config: RunConfig) -> Iterator[Problem]:
-    if isinstance(config, PPOMasterConfig) and config.ppo.critic_warmup_steps >= config.ppo.max_num_steps:
-        yield Problem(
-            "too-large",
-            "ppo.critic_warmup_steps",
-            f"{config.ppo.critic_warmup_steps} leaves the policy none of max_num_steps: {config.ppo.max_num_steps}",
-            "lower it",
-            ("ppo.max_num_steps",),
-        )
-
-
-def _distillation(config: RunConfig) -> Iterator[Problem]:
-    if not isinstance(config, DistillationMasterConfig):
-        return
-    loop, loss, vocabulary = config.distillation, config.loss_fn, config.policy.model.vocab_size
-    if (loop.topk_logits_k or 0) > vocabulary:
-        yield Problem(
-            "too-large",
-            "distillation.topk_logits_k",
-            f"{loop.topk_logits_k} is above policy.model.vocab_size: {vocabulary}",
-            "lower it; null is the whole vocabulary",
-            ("policy.model.vocab_size",),
-        )
-    if loss.rl_weight and not loop.on_policy:
-        yield Problem(
-            "requires",
-            "loss_fn.rl_weight",
-            f"{loss.rl_weight} needs answers of the student, and distillation.on_policy is false",
-            "set rl_weight: 0 and remove loss_fn.rl, or set distillation.on_policy: true",
-            ("distillation.on_policy",),
-        )
-
-
-def _prev_logprobs(config: RunConfig) -> Iterator[Problem]:
-    if config.policy.recompute_prev_logprobs == "always" and policy_gradient(config) is None:
-        without = " without loss_fn.rl_weight" if isinstance(config, DistillationMasterConfig) else ""
-        because = f"with {config.algorithm}{without}, which has no ratio to earlier weights"
-        yield has_no_effect("policy.recompute_prev_logprobs", "always", because)
-
-
-RULES = Rules(
-    of_runs=(
-        _one_step_per_rollout,
-        _bounds_of_nothing,
-        _lost_penalty,
-        _critic_warmup,
-        _prev_logprobs,
-        _distillation,
-    )
+RUN_RULES: Rules[RunConfig] = (
+    Rule(
+        "incompatible",
+        _ON_POLICY,
+        # A batch that does not divide the samples is told in batching, with the size that serves here too.
+        lambda run: (
+            _as_if_on_policy(run)
+            and run.samples_per_step > run.policy.train_global_batch_size
+            and run.samples_per_step % run.policy.train_global_batch_size == 0
+        ),
+        (_BATCH, "loop.num_prompts_per_step", "loop.num_generations_per_prompt"),
+        lambda run: {_BATCH: run.samples_per_step, _ON_POLICY: False},
+        "it needs one optimizer step per rollout",
+    ),
+    Rule(
+        "incompatible",
+        _ON_POLICY,
+        lambda run: _as_if_on_policy(run) and isinstance(run, PPOMasterConfig) and run.ppo.ppo_epochs > 1,
+        ("ppo.ppo_epochs",),
+        {"ppo.ppo_epochs": 1, _ON_POLICY: False},
+        "it needs one optimizer step per rollout",
+    ),
+    Rule(
+        "requires",
+        _BOUND,
+        lambda run: (
+            run.gradient is not None
+            and run.gradient.truncated_importance_sampling_type is None
+            and (
+                run.gradient.truncated_importance_sampling_ratio is not None
+                or run.gradient.truncated_importance_sampling_ratio_min is not None
+            )
+        ),
+        (_TRUNCATION, f"{_BOUND}_min"),
+        lambda run: (
+            "set the bounds to null, or truncated_importance_sampling_type: tis"
+            + (
+                ""
+                if run.gradient is not None and run.gradient.use_importance_sampling_correction
+                else f" with {run.key(_CORRECTION)}: true"
+            )
+        ),
+        "a bound needs a kind of truncation",
+    ),
+    Rule(
+        "incompatible",
+        _PENALTY,
+        lambda run: (
+            run.gradient is not None
+            and run.gradient.use_kl_in_reward
+            and run.algorithm != "ppo"
+            and value_at(run, "loop.adv_estimator.name") == "grpo"
+            and run.loop.estimator_type is None
+        ),
+        ("loop.adv_estimator.name",),
+        {_PENALTY: False, "loop.adv_estimator.name": "reinforce_plus_plus"},
+        "grpo does not subtract the KL penalty, which would be lost",
+    ),
+    Rule(
+        "too-large",
+        "ppo.critic_warmup_steps",
+        lambda run: isinstance(run, PPOMasterConfig) and run.ppo.critic_warmup_steps >= run.ppo.max_num_steps,
+        ("ppo.max_num_steps",),
+        why="the policy would have no step",
+    ),
+    Rule(
+        "has-no-effect",
+        "policy.recompute_prev_logprobs",
+        lambda run: run.policy.recompute_prev_logprobs == "always" and run.gradient is None,
+        why="no loss has a ratio to earlier weights",
+    ),
+    Rule(
+        "too-large",
+        "distillation.topk_logits_k",
+        lambda run: (
+            isinstance(run, DistillationMasterConfig)
+            and (run.distillation.topk_logits_k or 0) > run.policy.model.vocab_size
+        ),
+        (_VOCABULARY,),
+        "lower it; null is the whole vocabulary",
+    ),
+    Rule(
+        "requires",
+        "loss_fn.rl_weight",
+        lambda run: (
+            isinstance(run, DistillationMasterConfig)
+            and run.loss_fn.rl_weight
+            and not run.distillation.on_policy
+        ),
+        ("distillation.on_policy",),
+        "set rl_weight: 0 and remove loss_fn.rl, or set distillation.on_policy: true",
+        "it needs answers of the student",
+    ),
+    Rule(
+        "contradicts",
+        "teacher.model.vocab_size",
+        lambda run: (
+            isinstance(run, DistillationMasterConfig)
+            and run.teacher.model is not None
+            and run.teacher.model.vocab_size != run.policy.model.vocab_size
+        ),
+        (_VOCABULARY,),
+        lambda run: (
+            "name a teacher with the policy's vocabulary" if run.policy.weights else "make the two equal"
+        ),
+        "teacher and student name the same tokens",
+    ),
+    Rule(
+        "incompatible",
+        _GATHER,
+        lambda run: (
+            isinstance(run, DistillationMasterConfig)
+            and run.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
+        ),
+        fix={_GATHER: False},
+        why="distillation reads the output weight itself",
+    ),
+    Rule(
+        "contradicts",
+        "loop.seed",
+        lambda run: run.loop.seed not in (None, run.seed),
+        ("seed",),
+        "remove it; the seed of a run is the top-level seed",
+    ),
 )

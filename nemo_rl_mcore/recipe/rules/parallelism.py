@@ -1,94 +1,45 @@
-"""What the parallel layout asks of the machines and of the model's sizes."""
+"""What the parallel layout asks of the machines, and of the model's sizes."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.megatron import MegatronConfig
+from nemo_rl_mcore.config.base import Rule, Rules
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
-from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.recipe.rules.feature import Rules
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.config.run_config import RunConfig
 
 TENSOR = "megatron_cfg.tensor_model_parallel_size"
 PIPELINE = "megatron_cfg.pipeline_model_parallel_size"
 VIRTUAL = "megatron_cfg.virtual_pipeline_model_parallel_size"
+CONTEXT = "megatron_cfg.context_parallel_size"
 EXPERT = "megatron_cfg.expert_model_parallel_size"
 EXPERT_TENSOR = "megatron_cfg.expert_tensor_parallel_size"
 SEQUENCE = "megatron_cfg.sequence_parallel"
 OVERLAP = "megatron_cfg.overlap_moe_expert_parallel_comm"
 OF_THE_LAYOUT = (
-    "cluster.num_nodes",
-    "cluster.gpus_per_node",
-    "cluster.cpu_workers_per_node",
-    "policy.megatron_cfg.tensor_model_parallel_size",
-    "policy.megatron_cfg.pipeline_model_parallel_size",
-    "policy.megatron_cfg.context_parallel_size",
+    *("cluster.num_nodes", "cluster.gpus_per_node", "cluster.cpu_workers_per_node"),
+    *(f"policy.{key}" for key in (TENSOR, PIPELINE, CONTEXT)),
 )
+_COMMUNICATION = "megatron_cfg.cp_comm_type"
+_PREDICTION_LAYERS = "model.mtp_num_layers"
 
 
-def _even_cuts(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield what the layout cannot cut evenly; of loaded weights the sizes are given, and the layout must change."""
-    for cut in (_tensor_problems, _pipeline_problems, _expert_problems):
-        yield from cut(policy.model, policy.megatron_cfg, policy.weights)
-
-
-def _training(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield layouts under which a model is not trained, or that say nothing of it."""
-    model, megatron = policy.model, policy.megatron_cfg
-    if model.num_moe_experts is None and megatron.expert_model_parallel_size > 1:
-        yield Problem(
-            "requires",
-            EXPERT,
-            f"{megatron.expert_model_parallel_size} needs a model with experts, and policy.model.num_moe_experts "
-            "is null",
-            "set expert_model_parallel_size: 1",
-            ("model.num_moe_experts",),
-        )
-    split = megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel
-    if model.num_moe_experts is not None and split:
-        yield Problem(
-            "incompatible",
-            SEQUENCE,
-            f"false does not go with experts and policy.{TENSOR}: {megatron.tensor_model_parallel_size}",
-            "set sequence_parallel: true, or tensor_model_parallel_size: 1",
-            (TENSOR, "model.num_moe_experts"),
-        )
-    if megatron.overlap_moe_expert_parallel_comm:
-        yield from _overlap_problems(model, megatron)
-
-
-def _tensor_problems(model: ModelConfig, megatron: MegatronConfig, weights: str | None) -> Iterator[Problem]:
-    tensor = megatron.tensor_model_parallel_size
-    if megatron.sequence_parallel and tensor == 1:
-        yield Problem(
-            "requires",
-            SEQUENCE,
-            "true needs tensor_model_parallel_size above 1, and it is 1",
-            "set sequence_parallel: false, or raise tensor_model_parallel_size",
-            (TENSOR,),
-        )
-    sizes = dict(_tensor_parallel_sizes(model))
+def _tensor_cuts(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
+    """Yield sizes that the ranks cannot share evenly; of loaded weights they are given, and the layout must change."""
+    tensor, sizes = policy.megatron_cfg.tensor_model_parallel_size, dict(_tensor_parallel_sizes(policy.model))
     uneven = {key: size for key, size in sizes.items() if size % tensor}
-    if uneven and weights:
-        yield _too_many_ranks(TENSOR, tensor, uneven, weights, fits=math.gcd(*sizes.values()))
+    if uneven and policy.weights:
+        yield _too_many_ranks(TENSOR, tensor, uneven, policy.weights, fits=math.gcd(*sizes.values()))
         return
     for key, size in uneven.items():
-        yield Problem(
-            "not-divisible",
-            f"model.{key}",
-            f"{size} is not divisible by policy.{TENSOR}: {tensor}",
-            f"set it to {-(-size // tensor) * tensor}, or lower tensor_model_parallel_size",
-            (TENSOR, "model.num_attention_heads", "model.hidden_size"),
-        )
-
-
-def _too_many_ranks(layout: str, ranks: int, uneven: dict[str, int], weights: str, *, fits: int) -> Problem:
-    """Return a layout that loaded weights do not allow; it has to divide `fits`."""
-    sizes = " and ".join(f"{key}: {size}" for key, size in uneven.items())
-    largest = max(number for number in range(1, ranks) if fits % number == 0)
-    what = f"{ranks} does not divide the {sizes} of the weights (policy.{weights})"
-    return Problem("not-divisible", layout, what, f"set it to {largest}", (weights,))
+        fix = f"set it to {-(-size // tensor) * tensor}, or lower tensor_model_parallel_size"
+        related = (TENSOR, "model.num_attention_heads", "model.hidden_size")
+        yield Rule("not-divisible", f"model.{key}", True, related, fix)
 
 
 def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
@@ -110,187 +61,299 @@ def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
         yield "moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size
 
 
-def _pipeline_problems(
-    model: ModelConfig, megatron: MegatronConfig, weights: str | None
-) -> Iterator[Problem]:
-    stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
-    virtual = f" times policy.{VIRTUAL}: {chunks}" if chunks else ""
-    if megatron.own_stages:
-        yield from _own_stage_problems(model, megatron, weights or "model.num_layers")
-    elif megatron.counted_ends:
-        yield from _counted_end_problems(model, megatron, weights or "model.num_layers")
-    elif model.num_layers % megatron.layer_divisor and weights:
-        yield Problem(
-            "not-divisible",
-            PIPELINE,
-            f"{stages}{virtual} does not divide the num_layers: {model.num_layers} of the weights (policy.{weights})",
-            "use fewer stages",
-            (VIRTUAL, weights),
-        )
-    elif model.num_layers % megatron.layer_divisor:
-        yield Problem(
-            "not-divisible",
-            "model.num_layers",
-            f"{model.num_layers} is not divisible by policy.{PIPELINE}: {stages}{virtual}",
-            f"set num_layers to a multiple of {megatron.layer_divisor}, or use fewer stages",
-            (PIPELINE, VIRTUAL),
-        )
-    if chunks is None:
-        return
-    if stages == 1:
-        yield Problem(
-            "requires",
-            VIRTUAL,
-            f"{chunks} needs pipeline_model_parallel_size above 1, and it is 1",
-            "set virtual_pipeline_model_parallel_size: null",
-            (PIPELINE,),
-        )
-
-
-def _counted_end_problems(model: ModelConfig, megatron: MegatronConfig, source: str) -> Iterator[Problem]:
-    """Yield stages that are not even although embedding or output layer count, or that have nothing else."""
-    first, *others = megatron.counted_ends
-    if megatron.pipeline_model_parallel_size == 1:
-        what = "true needs pipeline_model_parallel_size above 1, and it is 1"
-        yield Problem("requires", f"megatron_cfg.{first}", what, "remove it", (PIPELINE,))
-        return
-    places, chunks = model.num_layers + 1 + len(others), megatron.layer_divisor
-    if places % chunks or places // chunks < 2:
-        what = f"true makes {places} places for {model.num_layers} layers, for {chunks} chunks of the model"
-        related = (*(f"megatron_cfg.{key}" for key in others), PIPELINE, VIRTUAL, source)
-        remedy = "have the places be a multiple of the chunks, at least two each, or remove it"
-        yield Problem("not-divisible", f"megatron_cfg.{first}", what, remedy, related)
-
-
-def _own_stage_problems(model: ModelConfig, megatron: MegatronConfig, source: str) -> Iterator[Problem]:
-    """Yield first and last stages that leave no even shares to those in between; source: what says the layers."""
-    own, stages = megatron.own_stages, megatron.pipeline_model_parallel_size
-    first, *others = own
-    if stages == 1:
-        what = f"{own[first]} needs pipeline_model_parallel_size above 1, and it is 1"
-        yield Problem("requires", f"megatron_cfg.{first}", what, "remove it", (PIPELINE,))
-        return
-    for key in megatron.counted_ends:
-        what = f"{own[first]} does not go with policy.megatron_cfg.{key}: true"
-        yield Problem(
-            "incompatible", f"megatron_cfg.{first}", what, "remove one of the two", (f"megatron_cfg.{key}",)
-        )
-    if megatron.virtual_pipeline_model_parallel_size is not None:
-        what = (
-            f"{own[first]} does not go with policy.{VIRTUAL}: {megatron.virtual_pipeline_model_parallel_size}"
-        )
-        yield Problem("incompatible", f"megatron_cfg.{first}", what, "set one of the two to null", (VIRTUAL,))
-    like, rest = stages - len(own), model.num_layers - sum(own.values())
-    if (rest < like or rest % like) if like else rest:
-        what = f"{own[first]} leaves {rest} of {model.num_layers} layers to {like} stages, with all keys of its kind"
-        related = (*(f"megatron_cfg.{key}" for key in others), PIPELINE, source)
-        remedy = "leave the same number of layers to each of the other stages, and at least one"
-        yield Problem("not-divisible", f"megatron_cfg.{first}", what, remedy, related)
-
-
-def _expert_problems(model: ModelConfig, megatron: MegatronConfig, weights: str | None) -> Iterator[Problem]:
-    experts, ranks = model.num_moe_experts, megatron.expert_model_parallel_size
-    if experts is None:
-        return
-    if experts % ranks and weights:
-        yield _too_many_ranks(EXPERT, ranks, {"num_moe_experts": experts}, weights, fits=experts)
-    elif experts % ranks:
-        yield Problem(
-            "not-divisible",
-            "model.num_moe_experts",
-            f"{experts} is not divisible by policy.{EXPERT}: {ranks}",
-            f"set it to {-(-experts // ranks) * ranks}, or lower expert_model_parallel_size",
-            (EXPERT,),
-        )
-    if megatron.expert_tensor_parallel_size > 1:
-        yield Problem(
-            "not-supported",
-            EXPERT_TENSOR,
-            f"{megatron.expert_tensor_parallel_size}: an expert that several ranks share is not supported yet",
-            "set expert_tensor_parallel_size: 1; expert_model_parallel_size spreads whole experts",
-        )
-
-
-def _overlap_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
-    """Yield what the schedule that overlaps expert communication cannot run; its precision is the run's to judge."""
-    if model.num_moe_experts is None:
-        # Megatron's plan of a dense model leaves out the final norm.
-        yield _no_overlap("needs a model with experts", "model.num_moe_experts", "null")
-    elif megatron.expert_model_parallel_size == 1:
-        yield _no_overlap("needs experts on several ranks", EXPERT, "1")
-    if megatron.activation_checkpointing:
-        yield _no_overlap("keeps activations", "megatron_cfg.activation_checkpointing", "true")
-    if megatron.pipeline_model_parallel_size > 1 and megatron.virtual_pipeline_model_parallel_size is None:
-        yield _no_overlap("needs an interleaved pipeline", VIRTUAL, "null")
-    if model.load_balancing_loss:
-        coefficient = str(model.moe_aux_loss_coeff)
-        yield _no_overlap("does not tell routers what is padding", "model.moe_aux_loss_coeff", coefficient)
-    if model.mtp_num_layers:
-        layers = str(model.mtp_num_layers)
-        yield _no_overlap("is not proven with prediction layers", "model.mtp_num_layers", layers)
-
-
-def _no_overlap(reason: str, other: str, value: str) -> Problem:
-    return Problem(
-        "incompatible",
-        OVERLAP,
-        f"true does not go with policy.{other}: {value} (the schedule {reason})",
-        "set overlap_moe_expert_parallel_comm: false, or change the other key",
-        (other,),
+def _too_many_ranks(
+    layout: str, ranks: int, uneven: dict[str, int], weights: str, *, fits: int
+) -> Rule[PolicyConfig]:
+    """Return a layout that loaded weights do not allow; it has to divide `fits`."""
+    largest = max(number for number in range(1, ranks) if fits % number == 0)
+    sizes = " and ".join(f"{key}: {size}" for key, size in uneven.items())
+    return Rule(
+        "not-divisible", layout, True, (weights,), f"set it to {largest}", f"the weights have {sizes}"
     )
 
 
-def _layout(config: RunConfig) -> Iterator[Problem]:
-    world, needed = config.cluster.world_size, config.policy.megatron_cfg.model_parallel_size
-    ranks = "cpu_workers_per_node" if config.cluster.on_cpu else "gpus_per_node"
+def _stage_cuts(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
+    """Yield stages that do not share the layers evenly, as far as the recipe does not share them itself."""
+    model, megatron, weights = policy.model, policy.megatron_cfg, policy.weights
+    if megatron.own_stages:
+        yield from _own_stages(policy, weights or "model.num_layers")
+    elif megatron.counted_ends:
+        yield from _counted_ends(policy, weights or "model.num_layers")
+    elif model.num_layers % megatron.layer_divisor and weights:
+        why = f"the weights have num_layers: {model.num_layers}"
+        yield Rule("not-divisible", PIPELINE, True, (VIRTUAL, weights), "use fewer stages", why)
+    elif model.num_layers % megatron.layer_divisor:
+        fix = f"set num_layers to a multiple of {megatron.layer_divisor}, or use fewer stages"
+        yield Rule("not-divisible", "model.num_layers", True, (PIPELINE, VIRTUAL), fix)
+
+
+def _counted_ends(policy: PolicyConfig, source: str) -> Iterator[Rule[PolicyConfig]]:
+    """Yield stages that are not even although embedding or output layer count, or that have nothing else."""
+    megatron, layers = policy.megatron_cfg, policy.model.num_layers
+    first, *others = (f"megatron_cfg.{key}" for key in megatron.counted_ends)
+    if megatron.pipeline_model_parallel_size == 1:
+        yield Rule("requires", first, True, (PIPELINE,), "remove it")
+        return
+    places, chunks = layers + 1 + len(others), megatron.layer_divisor
+    yield Rule(
+        "not-divisible",
+        first,
+        places % chunks or places // chunks < 2,
+        (*others, PIPELINE, VIRTUAL, source),
+        "have the places be a multiple of the chunks, at least two each, or remove it",
+        f"{places} places for {layers} layers, and {chunks} chunks of the model",
+    )
+
+
+def _own_stages(policy: PolicyConfig, source: str) -> Iterator[Rule[PolicyConfig]]:
+    """Yield first and last stages that leave no even shares to those in between; source: what says the layers."""
+    megatron, own = policy.megatron_cfg, policy.megatron_cfg.own_stages
+    first, *others = (f"megatron_cfg.{key}" for key in own)
+    if megatron.pipeline_model_parallel_size == 1:
+        yield Rule("requires", first, True, (PIPELINE,), "remove it")
+        return
+    for key in megatron.counted_ends:
+        yield Rule("incompatible", first, True, (f"megatron_cfg.{key}",), "remove one of the two")
+    both = megatron.virtual_pipeline_model_parallel_size is not None
+    yield Rule("incompatible", first, both, (VIRTUAL,), {first: None, VIRTUAL: None})
+    like, rest = megatron.pipeline_model_parallel_size - len(own), policy.model.num_layers - sum(own.values())
+    yield Rule(
+        "not-divisible",
+        first,
+        (rest < like or rest % like) if like else rest,
+        (*others, PIPELINE, source),
+        "leave the same number of layers to each of the other stages, and at least one",
+        f"{rest} of {policy.model.num_layers} layers are left to {like} stages",
+    )
+
+
+def _expert_cuts(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
+    experts, ranks = policy.model.num_moe_experts or 0, policy.megatron_cfg.expert_model_parallel_size
+    if experts % ranks and policy.weights:
+        yield _too_many_ranks(EXPERT, ranks, {"num_moe_experts": experts}, policy.weights, fits=experts)
+    elif experts % ranks:
+        fix = f"set it to {-(-experts // ranks) * ranks}, or lower expert_model_parallel_size"
+        yield Rule("not-divisible", "model.num_moe_experts", True, (EXPERT,), fix)
+
+
+def _nothing_to_share(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
+    """Yield a key that allows what the recipe does not do."""
+    megatron = policy.megatron_cfg
+    needed = {
+        CONTEXT: megatron.context_parallel_size > 1,
+        "megatron_cfg.use_fused_linear_logprobs": megatron.use_fused_linear_logprobs,
+    }
+    off = tuple(key for key, on in needed.items() if not on)
+    allows = megatron.fused_linear_logprobs_context_parallel
+    yield Rule(
+        "has-no-effect", "megatron_cfg.fused_linear_logprobs_context_parallel", allows and bool(off), off
+    )
+
+
+def _layout(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield ranks that do not make whole copies of the model, or whole groups of experts."""
+    megatron, world = config.policy.megatron_cfg, config.cluster.world_size
+    needed = megatron.model_parallel_size
     if world % needed:
-        yield Problem(
+        yield Rule(
             "not-divisible",
-            f"cluster.{ranks}",
-            f"num_nodes * {ranks} = {world} ranks do not divide into copies of the model of {needed} ranks "
-            f"(policy.megatron_cfg: tensor * pipeline * context parallel size)",
-            f"make the number of ranks a multiple of {needed}, or lower the parallel sizes",
+            f"cluster.{'cpu_workers_per_node' if config.cluster.on_cpu else 'gpus_per_node'}",
+            True,
             OF_THE_LAYOUT,
+            f"make the number of ranks a multiple of {needed}, or lower the parallel sizes",
+            says=f"{world} ranks do not make whole copies of the model of {needed} ranks each (tensor * pipeline * "
+            "context parallel size)",
         )
         return
-    stages = config.policy.megatron_cfg.pipeline_model_parallel_size
-    expert = config.policy.megatron_cfg.expert_model_parallel_size
-    expert *= config.policy.megatron_cfg.expert_tensor_parallel_size
-    if (world // stages) % expert:
-        yield Problem(
-            "not-divisible",
-            "policy.megatron_cfg.expert_model_parallel_size",
-            f"expert model * expert tensor parallel size = {expert} does not divide the "
-            f"{world // stages} ranks of a pipeline stage",
-            "lower it",
-            (*OF_THE_LAYOUT, "policy.megatron_cfg.expert_tensor_parallel_size"),
+    expert = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    of_a_stage = world // megatron.pipeline_model_parallel_size
+    yield Rule(
+        "not-divisible",
+        f"policy.{EXPERT}",
+        of_a_stage % expert,
+        (*OF_THE_LAYOUT, f"policy.{EXPERT_TENSOR}"),
+        "lower it",
+        says=f"expert model * expert tensor parallel size = {expert} does not divide the {of_a_stage} ranks of a "
+        "pipeline stage",
+    )
+
+
+_NO_OVERLAP: tuple[tuple[str, Callable[[PolicyConfig], object], str], ...] = (
+    # Megatron's plan of a dense model leaves out the final norm.
+    ("model.num_moe_experts", lambda own: own.model.num_moe_experts is None, "it needs a model with experts"),
+    (
+        EXPERT,
+        lambda own: (
+            own.model.num_moe_experts is not None and own.megatron_cfg.expert_model_parallel_size == 1
+        ),
+        "it needs experts on several ranks",
+    ),
+    (
+        "megatron_cfg.activation_checkpointing",
+        lambda own: own.megatron_cfg.activation_checkpointing,
+        "its schedule keeps activations",
+    ),
+    (
+        VIRTUAL,
+        lambda own: (
+            own.megatron_cfg.pipeline_model_parallel_size > 1
+            and own.megatron_cfg.virtual_pipeline_model_parallel_size is None
+        ),
+        "its schedule needs an interleaved pipeline",
+    ),
+    (
+        "model.moe_aux_loss_coeff",
+        lambda own: own.model.load_balancing_loss,
+        "its schedule does not tell routers what is padding",
+    ),
+    (
+        _PREDICTION_LAYERS,
+        lambda own: own.model.mtp_num_layers,
+        "its schedule is not proven with prediction layers",
+    ),
+)
+
+MODEL_RULES: Rules[PolicyConfig] = (
+    Rule(
+        "requires",
+        SEQUENCE,
+        lambda own: own.megatron_cfg.sequence_parallel and own.megatron_cfg.tensor_model_parallel_size == 1,
+        (TENSOR,),
+        "set sequence_parallel: false, or raise tensor_model_parallel_size",
+    ),
+    _tensor_cuts,
+    _stage_cuts,
+    Rule(
+        "requires",
+        VIRTUAL,
+        lambda own: (
+            own.megatron_cfg.virtual_pipeline_model_parallel_size is not None
+            and own.megatron_cfg.pipeline_model_parallel_size == 1
+        ),
+        (PIPELINE,),
+        {VIRTUAL: None},
+    ),
+    _expert_cuts,
+    Rule(
+        "not-supported",
+        EXPERT_TENSOR,
+        lambda own: (
+            own.model.num_moe_experts is not None and own.megatron_cfg.expert_tensor_parallel_size > 1
+        ),
+        fix={EXPERT_TENSOR: 1},
+        why="expert_model_parallel_size spreads whole experts",
+    ),
+    Rule(
+        "incompatible",
+        CONTEXT,
+        lambda own: own.megatron_cfg.context_parallel_size > 1 and own.model.mtp_num_layers,
+        (_PREDICTION_LAYERS,),
+        {CONTEXT: 1, _PREDICTION_LAYERS: None},
+        "a rank lacks the tokens after its own",
+    ),
+)
+POLICY_RULES: Rules[PolicyConfig] = (
+    Rule(
+        "requires",
+        EXPERT,
+        lambda own: own.model.num_moe_experts is None and own.megatron_cfg.expert_model_parallel_size > 1,
+        ("model.num_moe_experts",),
+        {EXPERT: 1},
+    ),
+    Rule(
+        "incompatible",
+        SEQUENCE,
+        lambda own: (
+            own.model.num_moe_experts is not None
+            and own.megatron_cfg.tensor_model_parallel_size > 1
+            and not own.megatron_cfg.sequence_parallel
+        ),
+        (TENSOR, "model.num_moe_experts"),
+        {SEQUENCE: True, TENSOR: 1},
+    ),
+    *(
+        Rule[PolicyConfig](
+            "incompatible",
+            OVERLAP,
+            lambda own, wrong=wrong: own.megatron_cfg.overlap_moe_expert_parallel_comm and wrong(own),
+            (other,),
+            "set overlap_moe_expert_parallel_comm: false, or change the other key",
+            why,
         )
-
-
-def _overlap_in_fp32(config: RunConfig) -> Iterator[Problem]:
-    if config.policy.megatron_cfg.overlap_moe_expert_parallel_comm and config.policy.precision == "float32":
-        yield Problem(
-            "requires",
-            f"policy.{OVERLAP}",
-            "true needs policy.precision: bfloat16, and it is float32",
-            "set overlap_moe_expert_parallel_comm: false, or policy.precision: bfloat16",
-            ("policy.precision",),
-        )
-
-
-def _layers_on_cpu(config: RunConfig) -> Iterator[Problem]:
-    if config.cluster.on_cpu and config.policy.megatron_cfg.transformer_impl == "transformer_engine":
-        yield Problem(
-            "requires",
-            "policy.megatron_cfg.transformer_impl",
-            "transformer_engine needs GPUs, and cluster.gpus_per_node is 0",
-            "set transformer_impl: auto or local",
-            ("cluster.gpus_per_node",),
-        )
-
-
-RULES = Rules(
-    of_models=(_even_cuts,),
-    of_policies=(_training,),
-    of_runs=(_layout, _overlap_in_fp32, _layers_on_cpu),
+        for other, wrong, why in _NO_OVERLAP
+    ),
+    _nothing_to_share,
+    Rule(
+        "incompatible",
+        CONTEXT,
+        lambda own: (
+            own.megatron_cfg.context_parallel_size > 1 and own.megatron_cfg.overlap_moe_expert_parallel_comm
+        ),
+        (OVERLAP,),
+        {CONTEXT: 1, OVERLAP: False},
+        "its schedule has been run with whole sequences alone",
+    ),
+    Rule(
+        "has-no-effect",
+        _COMMUNICATION,
+        lambda own: own.megatron_cfg.context_parallel_size == 1 and own.megatron_cfg.cp_comm_type != "p2p",
+        (CONTEXT,),
+    ),
+    Rule(
+        "not-divisible",
+        _COMMUNICATION,
+        lambda own: (
+            own.megatron_cfg.context_parallel_size > 1
+            and own.megatron_cfg.cp_comm_type == "a2a"
+            and own.model.query_groups
+            % (own.megatron_cfg.context_parallel_size * own.megatron_cfg.tensor_model_parallel_size)
+        ),
+        (CONTEXT, TENSOR),
+        "set it to p2p or all_gather",
+        lambda own: f"each rank has whole heads, and there are {own.model.query_groups} groups of them",
+    ),
+)
+RUN_RULES: Rules[RunConfig] = (
+    _layout,
+    Rule(
+        "requires",
+        f"policy.{OVERLAP}",
+        lambda run: (
+            run.policy.megatron_cfg.overlap_moe_expert_parallel_comm and run.policy.precision == "float32"
+        ),
+        ("policy.precision",),
+        {f"policy.{OVERLAP}": False, "policy.precision": "bfloat16"},
+    ),
+    Rule(
+        "requires",
+        "policy.megatron_cfg.transformer_impl",
+        lambda run: run.cluster.on_cpu and run.policy.megatron_cfg.transformer_impl == "transformer_engine",
+        ("cluster.gpus_per_node",),
+        "set transformer_impl: auto or local",
+    ),
+    Rule(
+        "requires",
+        f"policy.{CONTEXT}",
+        lambda run: (
+            run.policy.megatron_cfg.context_parallel_size > 1
+            and not run.cluster.on_cpu
+            and run.policy.megatron_cfg.transformer_impl == "local"
+        ),
+        ("policy.megatron_cfg.transformer_impl",),
+        "set transformer_impl: auto or transformer_engine, or context_parallel_size: 1",
+        "on GPUs sequences are shared by Transformer Engine's attention",
+    ),
+    Rule(
+        "requires",
+        f"policy.{_COMMUNICATION}",
+        lambda run: (
+            run.policy.megatron_cfg.context_parallel_size > 1
+            and not run.cluster.on_cpu
+            and run.policy.model.softmax_type != "vanilla"
+            and run.policy.megatron_cfg.cp_comm_type != "a2a"
+        ),
+        (f"policy.{CONTEXT}", "policy.model.softmax_type"),
+        {f"policy.{_COMMUNICATION}": "a2a", f"policy.{CONTEXT}": 1},
+        "on GPUs sinks need whole heads on each rank",
+    ),
 )

@@ -2,57 +2,29 @@
 
 from collections.abc import Iterator, Mapping
 
-from nemo_rl_mcore.config.base import ConfigError, Problem, collect_problems
+from nemo_rl_mcore.config.base import ConfigError, Key, Problem, Rules, broken, collect_problems
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.models.pretrained import fill_from_model_name
-from nemo_rl_mcore.recipe.rules import (
-    batch_sizes,
-    context_parallelism,
-    copies,
-    fused_logprobs,
-    generation,
-    kernels,
-    model_class,
-    packing,
-    parallelism,
-    vllm,
-    weights,
-)
-from nemo_rl_mcore.recipe.rules.feature import Rules
+from nemo_rl_mcore.recipe.rules import batching, generation, model, parallelism
 
-FEATURES: tuple[Rules, ...] = (
-    fused_logprobs.RULES,
-    parallelism.RULES,
-    context_parallelism.RULES,
-    model_class.RULES,
-    weights.RULES,
-    batch_sizes.RULES,
-    packing.RULES,
-    generation.RULES,
-    vllm.RULES,
-    copies.RULES,
-    kernels.RULES,
+MODEL_RULES: Rules[PolicyConfig] = (*parallelism.MODEL_RULES, *model.MODEL_RULES)
+"""What stops any model, one that is neither trained nor asked for answers included."""
+POLICY_RULES: Rules[PolicyConfig] = (
+    *MODEL_RULES,
+    *parallelism.POLICY_RULES,
+    *model.POLICY_RULES,
+    *batching.POLICY_RULES,
+    *generation.POLICY_RULES,
 )
 
 
-def model_problems(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield what stops any model, one that is neither trained nor asked for answers included."""
-    for feature in FEATURES:
-        for rule in feature.of_models:
-            yield from rule(policy)
-
-
-def policy_problems(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield what does not go together within and between the sections of a policy."""
-    yield from collect_problems(policy)
-    yield from between_sections(policy)
-
-
-def between_sections(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield what does not go together between the sections of a policy."""
-    for feature in FEATURES:
-        for rule in (*feature.of_models, *feature.of_policies):
-            yield from rule(policy)
+def policy_problems(policy: PolicyConfig, key: Key = str, *, only_read: bool = False) -> Iterator[Problem]:
+    """Yield what does not go together in a model; only_read: it is neither trained nor asked for answers."""
+    if only_read:
+        yield from broken(MODEL_RULES, policy, key)
+    else:
+        yield from collect_problems(policy, key)
+        yield from broken(POLICY_RULES, policy, key)
 
 
 def checked_policy(given: PolicyConfig | Mapping[str, object], *, only_read: bool = False) -> PolicyConfig:
@@ -61,13 +33,11 @@ def checked_policy(given: PolicyConfig | Mapping[str, object], *, only_read: boo
     A mapping is first completed by what its `model_name` says. only_read: hold it to the rules of a model that is
     neither trained nor asked for answers.
     """
-    problems: list[Problem] = []
     if not isinstance(given, PolicyConfig):
         section, problems = fill_from_model_name(given)
         if problems:
             raise ConfigError(problems)
         given = PolicyConfig.model_validate(section)
-    found = (model_problems if only_read else policy_problems)(given)
-    if wrong := tuple(problem for problem in found if not problem.warns):
+    if wrong := tuple(one for one in policy_problems(given, only_read=only_read) if not one.warns):
         raise ConfigError(wrong)
     return given

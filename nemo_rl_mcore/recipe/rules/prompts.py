@@ -4,216 +4,179 @@ import difflib
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
-from nemo_rl_mcore.config.base import Problem, has_no_effect, join_path
+from nemo_rl_mcore.config.base import Rule, Rules, join_path
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import each
-from nemo_rl_mcore.errors import shortened
-from nemo_rl_mcore.recipe.rules.feature import Rules
+
+_TASK, _DIGITS = "data.dataset_name", "data.num_digits"
+_PROMPTS, _VAL_SAMPLES = "loop.num_prompts_per_step", "loop.max_val_samples"
+_BATCH, _GOLD = "policy.train_global_batch_size", "env.math.gold"
 
 
-def _drawn_prompts(config: RunConfig) -> Iterator[Problem]:
-    name, data, loop = config.algorithm, config.data, config.loop
-    if not isinstance(loop, RolloutConfig):
-        return
-    drawn = loop.prompts_per_round
-    if drawn != int(drawn):
-        yield Problem(
-            "not-divisible",
-            f"{name}.batch_multiplier",
-            f"{loop.batch_multiplier} times num_prompts_per_step: {loop.num_prompts_per_step} is not whole",
-            "give a multiple that is",
-            (f"{name}.num_prompts_per_step",),
-        )
-    if data.embedded and loop.num_prompts_per_step > data.train_prompts:
-        yield Problem(
-            "too-large",
-            f"{name}.num_prompts_per_step",
-            f"{loop.num_prompts_per_step} is above the {data.train_prompts} different training prompts of "
-            f"data.num_digits: {data.num_digits}",
-            "lower it, or raise data.num_digits",
-            ("data.dataset_name", "data.num_digits"),
-        )
-
-
-def _given_rows(config: RunConfig) -> Iterator[Problem]:
-    """Yield a batch of an embedded task's rows that is larger than the task, where a step takes one such batch."""
-    data, batch = config.data, config.policy.train_global_batch_size
-    if not data.embedded or isinstance(config.loop, RolloutConfig):
-        return
-    if batch > data.train_prompts:
-        yield Problem(
-            "too-large",
-            "policy.train_global_batch_size",
-            f"{batch} is above the {data.train_prompts} different training prompts of data.num_digits: "
-            f"{data.num_digits}",
-            "lower it, or raise data.num_digits",
-            ("data.dataset_name", "data.num_digits"),
-        )
-
-
-def _held_out_prompts(config: RunConfig) -> Iterator[Problem]:
-    name, loop, data = config.algorithm, config.loop, config.data
-    if not loop.validates:
-        return
-    for key, given, count in (
-        ("max_val_samples", "null", loop.max_val_samples),
-        ("val_batches", "-1", config.val_loss_samples),
-    ):
-        if count is None and data.dataset_name != "files":
-            what = f"{given} takes all rows held out, which data.dataset_name: {data.dataset_name} has not counted"
-            yield Problem("incompatible", f"{name}.{key}", what, "give a number", ("data.dataset_name",))
-    if loop.max_val_samples is None:
-        return
-    if data.embedded and loop.max_val_samples > data.validation_prompts:
-        yield Problem(
-            "too-large",
-            f"{name}.max_val_samples",
-            f"{loop.max_val_samples} is above the {data.validation_prompts} held-out prompts of "
-            f"data.num_digits: {data.num_digits}",
-            "lower it, raise data.num_digits, or turn validation off (val_period: 0, val_at_start and "
-            "val_at_end: false)",
-            (
-                "data.dataset_name",
-                "data.num_digits",
-                f"{name}.val_period",
-                f"{name}.val_at_start",
-                f"{name}.val_at_end",
-            ),
-        )
-
-
-def _named_sets(config: RunConfig) -> Iterator[Problem]:
+def _named_sets(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     """Yield names in data.validation that are none of a set of eval.sets."""
     sets = config.eval.sets if config.eval else {}
     for place, name in each(config.data.validation).items():
-        if not isinstance(name, str) or name in sets:
-            continue
-        near = difflib.get_close_matches(name, sets, n=1, cutoff=0.5)
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"known: {', '.join(sets) or 'none'}; name it in eval.sets"
+        if isinstance(name, str) and name not in sets:
+            near = difflib.get_close_matches(name, sets, n=1, cutoff=0.5)
+            known = f"known: {', '.join(sets) or 'none'}; name it in eval.sets"
+            fix, says = f"did you mean {near[0]}?" if near else known, f"{name!r} is no set of eval.sets"
+            yield Rule("not-found", join_path("data.validation", place), True, ("eval.sets",), fix, says=says)
+
+
+def _gold_answers(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield a place of answers in what the rows' own place of an answer has already taken from them."""
+    gold = config.env.math is not None and config.env.math.gold is not None
+    sources = config.train_sources | config.validation_sources
+    taken = [path for path, source in sources.items() if source.answer is not None] if gold else []
+    for path in taken[:1]:
+        why = "it would look for an answer in what is already one"
+        yield Rule(
+            "incompatible", _GOLD, True, (f"{path}.answer", f"{path}.dataset_name"), {_GOLD: None}, why
         )
-        yield Problem(
-            "not-found",
-            join_path("data.validation", place),
-            f"{name!r} is no set of eval.sets",
-            hint,
-            ("eval.sets",),
-        )
 
 
-def _gold_answers(config: RunConfig) -> Iterator[Problem]:
-    if config.data.embedded and config.env.math is not None and config.env.math.gold is not None:
-        yield Problem(
-            "incompatible",
-            "env.math.gold",
-            f"does not go with data.dataset_name: {config.data.dataset_name}, whose answers are digits and no more",
-            "set it to null",
-            ("data.dataset_name",),
-        )
-    for path, source in (config.train_sources | config.validation_sources).items():
-        if source.answer is not None and config.env.math is not None and config.env.math.gold is not None:
-            yield Problem(
-                "incompatible",
-                "env.math.gold",
-                f"would look for an answer in what {path}.answer has already taken from the rows",
-                "set it to null",
-                (f"{path}.answer", f"{path}.dataset_name"),
-            )
-            return
-
-
-def _given_turns(config: RunConfig) -> Iterator[Problem]:
-    """Yield how given answers are shown where there are none, or no conversations."""
-    data = config.data
-    for key, default in (("add_eos", False), ("imitated", "answer")):
-        value = getattr(data, key)
-        if value != default and not data.apply_chat_template:
-            yield has_no_effect(f"data.{key}", value, "without a chat template", "data.apply_chat_template")
-        elif value != default and config.row_kind is RowKind.PROMPTS:
-            yield has_no_effect(f"data.{key}", value, "where no answers are given")
-
-
-def _idle_template(config: RunConfig) -> Iterator[Problem]:
-    """Yield what is said of a chat template where none is applied."""
-    tokenizer = config.policy.tokenizer
-    for key, given in (
-        ("chat_template", tokenizer.chat_template and shortened(tokenizer.chat_template)),
-        ("chat_template_kwargs", tokenizer.chat_template_kwargs),
-    ):
-        if given and not config.shows_chats:
-            path = f"policy.tokenizer.{key}"
-            yield has_no_effect(path, given, "where no chat template is applied", "data.apply_chat_template")
-
-
-def _repeated(config: RunConfig) -> Iterator[Problem]:
+def _repeated(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     """Yield held-out rows that are taken again, and answered again alike."""
     loop = config.loop
-    _, greedy = loop.validation_answers
-    if not loop.validates or loop.max_val_samples == 0 or not greedy:
-        return
+    answers, greedy = loop.validates and loop.max_val_samples != 0, loop.validation_answers[1]
     for path, source in config.validation_sources.items():
-        if source.repeat > 1:
-            own = f"{config.algorithm}.val_greedy"
-            sampled = f", or {own}: false" if isinstance(loop, RolloutConfig) else ""
-            what = f"{source.repeat} times the likeliest answer is the same answer as often"
-            yield Problem("incompatible", f"{path}.repeat", what, f"set it to 1{sampled}", (own,))
+        again = answers and greedy and source.repeat > 1
+        sampled = f", or {config.key('loop.val_greedy')}: false" if isinstance(loop, RolloutConfig) else ""
+        fix, why = f"set it to 1{sampled}", "the likeliest answer is the same each time"
+        yield Rule("incompatible", f"{path}.repeat", again, ("loop.val_greedy",), fix, why)
 
 
-def _streams(config: RunConfig) -> Iterator[Problem]:
+def _streams(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     """Yield what a stream of rows does not serve: it has one order, no end that is known, and nothing held out."""
-    sources = config.train_sources
-    streams = [path for path, source in sources.items() if source.streaming]
-    if not streams:
+    sources, loop = config.train_sources, config.loop
+    path = next((path for path, source in sources.items() if source.streaming), None)
+    if path is None:
         return
-    key, loop = f"{streams[0]}.streaming", config.loop
-    if len(sources) > 1:
-        yield Problem(
-            "incompatible",
-            key,
-            "true is for one source, and data.train has several",
-            "set it to false, or keep one source",
-        )
+    key, uncounted = f"{path}.streaming", "its rows are not counted"
+    fix, why = "set it to false, or keep one source", "it is for one source, and data.train has several"
+    yield Rule("incompatible", key, len(sources) > 1, (), fix, why)
     for one, all_rows in (("max_samples", None), ("repeat", 1)):
-        if getattr(sources[streams[0]], one) != all_rows:
-            what = f"does not go with {key}: true, whose rows are not counted"
-            yield Problem("incompatible", f"{streams[0]}.{one}", what, "remove one of the two", (key,))
-    if config.data.validation is None and loop.validates:
-        what = "true holds no rows out to validate with, and data.validation is null"
-        yield Problem(
-            "incompatible", key, what, "give data.validation, or turn validation off", ("data.validation",)
-        )
-    if (loop.max_num_epochs or 1) > 1:
-        because = f"with {key}: true, whose rows are not counted"
-        yield has_no_effect(f"{config.algorithm}.max_num_epochs", loop.max_num_epochs, because, key)
-    if isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling:
-        what = f"true draws rows of all the data set, which {key}: true does not have"
-        yield Problem(
-            "incompatible",
-            f"{config.algorithm}.use_dynamic_sampling",
-            what,
-            "set one of the two to false",
-            (key,),
-        )
-    if config.asynchronous:
-        what = f"true draws prompts of several steps at a time, and {key}: true reads them step after step"
-        yield Problem(
-            "incompatible", f"{config.asynchrony_key}.enabled", what, "set one of the two to false", (key,)
-        )
+        given = getattr(sources[path], one) != all_rows
+        yield Rule("incompatible", f"{path}.{one}", given, (key,), "remove one of the two", uncounted)
+    validates = config.data.validation is None and loop.validates
+    fix, why = "give data.validation, or turn validation off", "it holds no rows out to validate with"
+    yield Rule("incompatible", key, validates, ("data.validation",), fix, why)
+    epochs = (loop.max_num_epochs or 1) > 1
+    yield Rule("has-no-effect", "loop.max_num_epochs", epochs, (key,), why=uncounted)
+    dynamic, path = isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling, "loop.use_dynamic_sampling"
+    yield Rule("incompatible", path, dynamic, (key,), {path: False, key: False}, "it draws of all rows")
+    path, why = "asynchrony.enabled", "it draws prompts of several steps at a time"
+    yield Rule("incompatible", path, config.asynchronous, (key,), {path: False, key: False}, why)
 
 
-RULES = Rules(
-    of_runs=(
-        _drawn_prompts,
-        _given_rows,
-        _held_out_prompts,
-        _named_sets,
-        _gold_answers,
-        _given_turns,
-        _idle_template,
-        _repeated,
-        _streams,
-    )
+RUN_RULES: Rules[RunConfig] = (
+    Rule(
+        "not-divisible",
+        "loop.batch_multiplier",
+        lambda run: isinstance(run.loop, RolloutConfig) and run.loop.prompts_per_round % 1,
+        (_PROMPTS,),
+        "give a multiple that is whole",
+        "their product is the prompts of a round",
+    ),
+    Rule(
+        "too-large",
+        _PROMPTS,
+        lambda run: (
+            isinstance(run.loop, RolloutConfig)
+            and run.data.embedded
+            and run.loop.num_prompts_per_step > run.data.train_prompts
+        ),
+        (_TASK, _DIGITS),
+        "lower it, or raise data.num_digits",
+        lambda run: f"that task has {run.data.train_prompts} different training prompts",
+    ),
+    Rule(
+        "too-large",
+        _BATCH,
+        lambda run: (
+            not isinstance(run.loop, RolloutConfig)
+            and run.data.embedded
+            and run.policy.train_global_batch_size > run.data.train_prompts
+        ),
+        (_TASK, _DIGITS),
+        "lower it, or raise data.num_digits",
+        lambda run: f"that task has {run.data.train_prompts} different training prompts",
+    ),
+    Rule(
+        "incompatible",
+        _VAL_SAMPLES,
+        lambda run: (
+            run.loop.validates and run.loop.max_val_samples is None and run.data.dataset_name != "files"
+        ),
+        (_TASK,),
+        "give a number",
+        "that task has not counted the rows held out",
+    ),
+    Rule(
+        "incompatible",
+        "loop.val_batches",
+        lambda run: run.loop.validates and run.val_loss_samples is None and run.data.dataset_name != "files",
+        (_TASK,),
+        "give a number",
+        "that task has not counted the rows held out",
+    ),
+    Rule(
+        "too-large",
+        _VAL_SAMPLES,
+        lambda run: (
+            run.loop.validates
+            and run.data.embedded
+            and (run.loop.max_val_samples or 0) > run.data.validation_prompts
+        ),
+        (_TASK, _DIGITS, "loop.val_period", "loop.val_at_start", "loop.val_at_end"),
+        "lower it, raise data.num_digits, or turn validation off (val_period: 0, val_at_start and val_at_end: false)",
+        lambda run: f"that task has {run.data.validation_prompts} held-out prompts",
+    ),
+    _named_sets,
+    Rule(
+        "incompatible",
+        _GOLD,
+        lambda run: run.data.embedded and run.env.math is not None and run.env.math.gold is not None,
+        (_TASK,),
+        {_GOLD: None},
+        "its answers are digits and no more",
+    ),
+    _gold_answers,
+    *(
+        Rule[RunConfig](
+            "has-no-effect",
+            f"data.{key}",
+            lambda run, key=key, default=default: (
+                getattr(run.data, key) != default and not run.data.apply_chat_template
+            ),
+            ("data.apply_chat_template",),
+        )
+        for key, default in (("add_eos", False), ("imitated", "answer"))
+    ),
+    *(
+        Rule[RunConfig](
+            "has-no-effect",
+            f"data.{key}",
+            lambda run, key=key, default=default: (
+                getattr(run.data, key) != default
+                and run.data.apply_chat_template
+                and run.row_kind is RowKind.PROMPTS
+            ),
+            why="no answers are given",
+        )
+        for key, default in (("add_eos", False), ("imitated", "answer"))
+    ),
+    *(
+        Rule[RunConfig](
+            "has-no-effect",
+            f"policy.tokenizer.{key}",
+            lambda run, key=key: getattr(run.policy.tokenizer, key) and not run.shows_chats,
+            ("data.apply_chat_template",),
+        )
+        for key in ("chat_template", "chat_template_kwargs")
+    ),
+    _repeated,
+    _streams,
 )

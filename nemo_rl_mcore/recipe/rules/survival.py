@@ -1,70 +1,49 @@
-"""What a run needs to survive the loss of ranks and machines."""
+"""What a run needs to survive the loss of ranks and machines, and what a checkpoint needs of the run."""
 
 from collections.abc import Iterator
 
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Rule, Rules
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.recipe.rules.feature import Rules
-from nemo_rl_mcore.recipe.rules.parallelism import OF_THE_LAYOUT
 
 _RESTARTS = "cluster.max_trainer_restarts"
-_ELASTIC = "cluster.elastic"
-_CHECKPOINTS = "checkpointing.enabled"
+_CHECKPOINTS, _METRIC = "checkpointing.enabled", "checkpointing.metric_name"
 
 
-def _restarts(config: RunConfig) -> Iterator[Problem]:
-    restarts = config.cluster.max_trainer_restarts
-    if restarts and not config.checkpointing.enabled:
-        yield Problem(
-            "requires",
-            _RESTARTS,
-            f"{restarts} has new ranks begin at the last checkpoint, and {_CHECKPOINTS} is false",
-            f"set {_CHECKPOINTS}: true, or {_RESTARTS}: 0",
-            (_CHECKPOINTS,),
+def _saved_optimizers(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield optimizers of models that are trained whose state cannot be saved."""
+    for plan in config.models.values():
+        optimizer, path = plan.policy.megatron_cfg.optimizer, plan.key("policy.megatron_cfg.optimizer")
+        sharded = optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer
+        yield Rule(
+            "incompatible",
+            f"{path}.use_distributed_optimizer",
+            config.checkpointing.enabled and plan.trained and sharded,
+            (_CHECKPOINTS, f"{path}.optimizer"),
+            {f"{path}.use_distributed_optimizer": False},
+            "the sharded state of sgd cannot be saved",
         )
 
 
-def _shrinking(config: RunConfig) -> Iterator[Problem]:
-    cluster = config.cluster
-    if cluster.elastic == "none":
-        return
-    if cluster.num_nodes == 1:
-        yield _no_shrinking("has no machine to do without: cluster.num_nodes is 1", "cluster.num_nodes")
-    elif not cluster.max_trainer_restarts:
-        yield Problem(
-            "requires",
-            _ELASTIC,
-            f"shrink restarts ranks on the machines that are left, and {_RESTARTS} is 0",
-            f"set {_RESTARTS} to 1 or more, or {_ELASTIC}: none",
-            (_RESTARTS,),
-        )
-    elif _engines_on_gpus_of_ranks(config):
-        yield _no_shrinking(
-            "does not go with engines on the GPUs of the ranks (policy.generation.colocated.enabled: true), whose "
-            "number is fixed",
-            "policy.generation.colocated.enabled",
-            "policy.generation.backend",
-            "cluster.gpus_per_node",
-        )
-
-
-def _engines_on_gpus_of_ranks(config: RunConfig) -> bool:
-    generation = config.policy.generation
-    return generation.colocated.enabled and not generation.decodes_on_ranks and not config.cluster.on_cpu
-
-
-def no_fewer_machines(config: RunConfig) -> Problem:
-    """Return the refusal of a recipe that may shrink, and passes the rules on no smaller number of machines."""
-    return _no_shrinking(
-        f"finds no number of machines below cluster.num_nodes: {config.cluster.num_nodes} whose ranks make whole "
-        "copies of the model, among which the batch divides",
-        *OF_THE_LAYOUT,
-        "policy.train_global_batch_size",
-    )
-
-
-def _no_shrinking(reason: str, *related: str) -> Problem:
-    return Problem("incompatible", _ELASTIC, f"shrink {reason}", f"set {_ELASTIC}: none", related)
-
-
-RULES = Rules(of_runs=(_restarts, _shrinking))
+RUN_RULES: Rules[RunConfig] = (
+    Rule(
+        "requires",
+        _METRIC,
+        lambda run: (
+            run.checkpointing.enabled
+            and (run.checkpointing.metric_name or "").startswith("val:")
+            and (not run.loop.val_period or run.checkpointing.save_period % run.loop.val_period)
+        ),
+        ("checkpointing.save_period", "loop.val_period"),
+        "make save_period a multiple of val_period, or rank by a train: metric",
+        "it needs a validation at each checkpoint",
+    ),
+    Rule(
+        "requires",
+        _RESTARTS,
+        lambda run: run.cluster.max_trainer_restarts and not run.checkpointing.enabled,
+        (_CHECKPOINTS,),
+        {_CHECKPOINTS: True, _RESTARTS: 0},
+        "new ranks begin at the last checkpoint",
+    ),
+    _saved_optimizers,
+)

@@ -1,28 +1,31 @@
-"""The recipe of a command that trains nothing, over weights that it is given.
+"""The recipe of a command that trains nothing: over weights that it is given, and as an evaluation reads it.
 
-Those of a checkpoint, or of a Hugging Face folder, take the place of the recipe's own, with their architecture and
-tokenizer. Only the policy is started: what
-the recipe says of weights to begin with, and of other models, is left out.
+Weights of a checkpoint, or of a Hugging Face folder, take the place of the recipe's own, with their architecture and
+tokenizer. Only the policy is started: what the recipe says of weights to begin with, and of other models, is left out.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_rl_mcore.config.base import ConfigError, Problem, folder_or_name
+from nemo_rl_mcore.config.base import Code, ConfigError, Problem, folder_or_name
+from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.megatron import UNDIVIDED
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.driver.data_files import has_template
-from nemo_rl_mcore.driver.saved_run import RECIPE_FILE, TOKENIZER_FOLDER, read_recipe_of
+from nemo_rl_mcore.data.examples import read_set, special_token_problems
+from nemo_rl_mcore.data.rows import is_fetched
+from nemo_rl_mcore.data.tokenizer_folder import special_tokens_of
+from nemo_rl_mcore.driver.run_folder import RECIPE_FILE, TOKENIZER_FOLDER, read_recipe_of
 from nemo_rl_mcore.models import count_parameters
 from nemo_rl_mcore.models.memory import WEIGHT_BYTES, estimate_memory
 from nemo_rl_mcore.models.pretrained import pretrained_model, read_hf_config
 from nemo_rl_mcore.recipe.environment_values import value_now
 from nemo_rl_mcore.recipe.load import load_recipe
 from nemo_rl_mcore.recipe.sources import Recipe, read_recipe
-from nemo_rl_mcore.tools.check.gpus import visible_gpus
+from nemo_rl_mcore.tools.check.data import has_template, template_problems
+from nemo_rl_mcore.tools.check.machine import import_problems, visible_gpus
 
 _OTHER_MODELS = {"value": {"optimizer": {"lr": 1.0}}, "teacher": {"init_checkpoint": "none"}}
 """What leaves nothing of the sections of models that are not started to be wrong."""
@@ -55,9 +58,7 @@ def load_over_given_weights(
     if hf is not None:
         return load_over_hugging_face(hf, overrides, recipe=recipe, few_ranks=few_ranks)
     if recipe is None:
-        raise ConfigError(
-            [Problem("missing", "--config", "missing", "name a recipe, or weights: --checkpoint DIR")]
-        )
+        raise _refused("missing", "--config", "missing", "name a recipe, or weights: --checkpoint DIR")
     read = read_recipe(recipe)
     _without_other_models(read.tree)
     return load_recipe(read, overrides)
@@ -74,16 +75,14 @@ def load_recipe_of(
     try:
         saved = read_recipe_of(folder)
     except ValueError as error:
-        raise ConfigError(
-            [Problem("not-readable", str(path), str(error), "name another checkpoint")]
-        ) from error
+        raise _refused("not-readable", str(path), str(error), "name another checkpoint") from error
     read = read_recipe(recipe or path)
     section = cast("Mapping[str, object]", saved.get("policy") or {})
     if recipe is not None:
         _replace(read.tree, {f"policy.{key}": section.get(key) for key in ("model", "tokenizer")})
     _without_other_models(read.tree)
     # What the run itself began with, or learned from, may be gone by now.
-    _replace(read.tree, {"policy.model_name": None, "policy.init_checkpoint": None, "warm_start": None})
+    _replace(read.tree, {"policy.model_name": None, "policy.init_checkpoint": None})
     config = on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
     own, tokenizer = folder.absolute() / TOKENIZER_FOLDER, config.policy.tokenizer
     saved_name = cast("Mapping[str, object]", section.get("tokenizer") or {}).get("name")
@@ -109,7 +108,7 @@ def load_over_hugging_face(
     read = Recipe(_bare_recipe(folder), ()) if recipe is None else read_recipe(recipe)
     _without_other_models(read.tree)
     weights = {"model": None, "init_checkpoint": None, "model_name": folder, "tokenizer": {"name": folder}}
-    _replace(read.tree, {f"policy.{key}": value for key, value in weights.items()} | {"warm_start": None})
+    _replace(read.tree, {f"policy.{key}": value for key, value in weights.items()})
     return on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
 
 
@@ -165,30 +164,20 @@ def _bare_recipe(folder: str) -> DictConfig:
 def _require_hugging_face(folder: str) -> None:
     """Raise ConfigError for what is no folder of weights that can be loaded."""
     if not Path(folder).is_dir():
-        raise ConfigError(
-            [
-                Problem(
-                    "not-found", "--hf", f"no folder {folder!r} in {Path.cwd()}", "name a Hugging Face folder"
-                )
-            ]
-        )
+        what = f"no folder {folder!r} in {Path.cwd()}"
+        raise _refused("not-found", "--hf", what, "name a Hugging Face folder")
     if (Path(folder) / RECIPE_FILE).is_file():
-        raise ConfigError(
-            [
-                Problem(
-                    "wrong-kind",
-                    "--hf",
-                    f"{folder!r} is a checkpoint of a run",
-                    f"write --checkpoint {folder}",
-                )
-            ]
-        )
+        what = f"{folder!r} is a checkpoint of a run"
+        raise _refused("wrong-kind", "--hf", what, f"write --checkpoint {folder}")
     try:
         pretrained_model(folder)
     except ConfigError as error:
-        raise ConfigError(
-            [Problem(one.code, "--hf", one.what, one.remedy) for one in error.problems]
-        ) from error
+        problems = [Problem(one.code, "--hf", one.what, one.remedy) for one in error.problems]
+        raise ConfigError(problems) from error
+
+
+def _refused(code: Code, path: str, what: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(code, path, what, remedy)])
 
 
 def _without_other_models(tree: DictConfig) -> None:
@@ -198,3 +187,68 @@ def _without_other_models(tree: DictConfig) -> None:
 def _replace(tree: DictConfig, values: Mapping[str, object]) -> None:
     for key, value in values.items():
         OmegaConf.update(tree, key, value, merge=False, force_add=True)
+
+
+# Evaluation
+
+
+def as_evaluated(config: RunConfig) -> RunConfig:
+    """Return the configuration whose sampling, lengths and folder are those of its section eval.
+
+    A temperature of 0, which asks for greedy answers, leaves that of the recipe. Raises ConfigError.
+    """
+    if problems := [*_eval_problems(config)]:
+        raise ConfigError(problems)
+    section, policy = config.eval, config.policy
+    assert section is not None
+    new_tokens = _max_new_tokens(config)
+    sampling = {
+        "max_new_tokens": new_tokens,
+        "temperature": section.temperature or policy.generation.temperature,
+        "top_p": section.top_p,
+        "top_k": section.top_k,
+    }
+    generation = policy.generation.model_copy(update=sampling)
+    reserved = 1 if policy.generation.fit_to_sequence else new_tokens
+    longest = policy.max_total_sequence_length - reserved
+    folder = section.save_path or str(Path(config.logger.log_dir) / "eval")
+    changed = {
+        "policy": policy.model_copy(update={"generation": generation}),
+        "data": config.data.model_copy(update={"max_input_seq_length": longest}),
+        "logger": config.logger.model_copy(update={"log_dir": folder}),
+    }
+    return config.model_copy(update=changed)
+
+
+def _max_new_tokens(config: RunConfig) -> int:
+    asked = None if config.eval is None else config.eval.max_new_tokens
+    return asked or config.policy.generation.max_new_tokens
+
+
+def _eval_problems(config: RunConfig) -> Iterator[Problem]:
+    if config.eval is None:
+        remedy = "say what to evaluate on: eval.sets: {NAME: {data_path: FILE}}"
+        yield Problem("missing", "eval", "missing", remedy)
+        return
+    if config.env.endpoint is not None:
+        what = "is of episodes that agents play, and eval asks for one answer to each prompt"
+        remedy = "a validation of the run plays them; or override env.endpoint=null"
+        yield Problem("incompatible", "env.endpoint", what, remedy)
+    longest = config.policy.max_total_sequence_length
+    if _max_new_tokens(config) >= longest and not config.policy.generation.fit_to_sequence:
+        yield Problem(
+            "too-large",
+            "eval.max_new_tokens",
+            f"{_max_new_tokens(config)} leaves no room for a prompt in policy.max_total_sequence_length: {longest}",
+            "lower it, or raise max_total_sequence_length",
+            ("policy.max_total_sequence_length",),
+        )
+    yield from template_problems(config)
+    for name, source in config.eval.sets.items():
+        if not is_fetched(source):
+            rows, wrong = read_set(f"eval.sets.{name}", source, chat=config.data.apply_chat_template)
+            yield from wrong
+            tokens = special_tokens_of(config.policy.tokenizer.name)
+            yield from special_token_problems(config, f"eval.sets.{name}", rows, tokens, RowKind.PROMPTS)
+    paths = config.import_paths
+    yield from import_problems({key: path for key, path in paths.items() if key.startswith("env.")})

@@ -1,189 +1,347 @@
-"""The plan of a run as lines for the terminal."""
+"""What `check` and `doctor` have found, line by line, and how that is laid out for the terminal."""
 
+from __future__ import annotations
+
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+from pathlib import Path
 
+from pydantic import BaseModel
 from rich.console import Group
 from rich.text import Text
 
-from nemo_rl_mcore.models.memory import MemoryEstimate
-from nemo_rl_mcore.tools.check.asynchronous import AsyncPlan
-from nemo_rl_mcore.tools.check.device_memory import DeviceMemory
-from nemo_rl_mcore.tools.check.engines import EngineMemory
+from nemo_rl_mcore.config.algorithm import RolloutConfig
+from nemo_rl_mcore.config.base import StrictModel, join_path
+from nemo_rl_mcore.config.loss import DPOLossConfig
+from nemo_rl_mcore.config.prev_logprobs import source_of_prev_logprobs
+from nemo_rl_mcore.config.run_config import RunConfig
+from nemo_rl_mcore.config.source import SourceDefaults
+from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
+from nemo_rl_mcore.data.examples import read_texts
+from nemo_rl_mcore.data.tokenizer_folder import ends_of
+from nemo_rl_mcore.driver.folders import checkpoints_on_disk
+from nemo_rl_mcore.driver.output import visible
+from nemo_rl_mcore.driver.run_folder import leaves
+from nemo_rl_mcore.errors import shortened
+from nemo_rl_mcore.models.memory import MemoryEstimate, reference_place
+from nemo_rl_mcore.recipe.environment_values import without_values
+from nemo_rl_mcore.recipe.load import compute
+from nemo_rl_mcore.recipe.rules.rollouts import remarks
+from nemo_rl_mcore.recipe.sources import COMMAND_LINE, origins, read_recipe, taken_back
+from nemo_rl_mcore.tools.check.data import FIRST_ROWS, chat_template_told
 from nemo_rl_mcore.tools.check.plan import Plan
 
-Row = tuple[str, str]
+
+class Status(StrEnum):
+    """How a thing fares."""
+
+    OK = "ok"
+    MISSING = "missing"
+    WRONG = "wrong"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at, or settled: its name, and what there is.
+
+    mend: the command that mends it, or what to do. needed: whether a run does not go without it.
+    """
+
+    name: str
+    found: str
+    status: Status = Status.OK
+    mend: str = ""
+    needed: bool = False
+
+    @property
+    def stops(self) -> bool:
+        """Return whether something that is needed is missing, wrong or unknown."""
+        return self.needed and self.status is not Status.OK
+
+
+@dataclass(frozen=True)
+class Section:
+    """Findings of one kind."""
+
+    title: str
+    findings: Sequence[Finding]
+
+
 _NAME_WIDTH = 22
+_STYLES = {Status.MISSING: "yellow", Status.WRONG: "red", Status.UNKNOWN: "yellow"}
 
 
-def render(plan: Plan, in_full: Sequence[Row] = ()) -> Group:
-    """Lay out a plan: what is trained, parallel layout, batch arithmetic, guardrails, memory; print it with soft_wrap.
+def render(sections: Iterable[Section]) -> Group:
+    """Lay out sections; print them with soft_wrap: a line longer than the terminal is not broken inside a key."""
+    return Group(*(line for section in sections for line in _lines(section)))
 
-    A line longer than the terminal runs over instead of being broken inside a key.
+
+def _lines(section: Section) -> Iterator[Text]:
+    yield Text(section.title, style="bold")
+    width = max(_NAME_WIDTH, *(len(finding.name) for finding in section.findings))
+    for one in section.findings:
+        line = Text(f"  {one.name:<{width}}  ")
+        if one.status is not Status.OK:
+            line.append(one.status, style=_STYLES[one.status]).append(": ")
+        yield line.append(one.found)
+        if one.mend:
+            yield Text(f"  {'':<{width}}  mend: {one.mend}", style="bold" if one.needed else "")
+
+
+# A plan
+
+
+def sections_of(plan: Plan, in_full: Iterable[Finding] = ()) -> Iterator[Section]:
+    """Yield what is trained, parallel layout, batch arithmetic, guardrails, memory.
+
     in_full: what `check --full` has found besides.
     """
-    sections = (
-        ("What is trained", plan.subject),
-        ("Parallel layout", _layout_rows(plan)),
-        ("Batch arithmetic of a step", _batch_rows(plan)),
-        *_async_sections(plan),
-        ("Run", _run_rows(plan)),
-        ("Fused log-probabilities", _guardrail_rows(plan)),
-        *_memory_sections(plan),
-        *([("Data, in full", in_full)] if in_full else []),
-        *((("Warnings", _warning_rows(plan)),) if plan.warnings else ()),
-    )
-    return Group(*(line for title, rows in sections for line in (Text(title, style="bold"), *_lines(rows))))
+    warnings = (Finding(f"{number}.", str(one)) for number, one in enumerate(plan.warnings, start=1))
+    for title, findings in (
+        ("What is trained", subject_of(plan)),
+        ("Parallel layout", _layout(plan)),
+        ("Batch arithmetic of a step", _batch(plan)),
+        ("Asynchronous rollouts, in groups of answers to one prompt", _asynchronous(plan)),
+        ("Run", _run(plan)),
+        ("Fused log-probabilities", _guardrails(plan)),
+        *_memory(plan),
+        ("Data, in full", in_full),
+        ("Warnings", warnings),
+    ):
+        if there := [*findings]:
+            yield Section(title, there)
 
 
-def _lines(rows: Iterable[Row]) -> Iterator[Text]:
-    table = [*rows]
-    width = max(_NAME_WIDTH, *(len(name) for name, _ in table))
-    for name, value in table:
-        yield Text(f"  {name:<{width}}  {value}")
+def subject_of(plan: Plan) -> Iterator[Finding]:
+    """Yield what is trained: models, data, environment, loss, optimizer.
+
+    References stand in place of what is from the environment.
+    """
+    for name, value in _subject(plan.config, plan.data.first if plan.data else ()):
+        yield Finding(name, visible(without_values(value, plan.config.references)))
 
 
-def _warning_rows(plan: Plan) -> Iterator[Row]:
-    for number, warning in enumerate(plan.warnings, start=1):
-        yield f"{number}.", str(warning)
+def _subject(config: RunConfig, rows: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each line; rows: the first of the data set's files."""
+    yield "algorithm", f"{config.algorithm}{', asynchronous rollouts' if config.asynchronous else ''}"
+    for name, plan in config.models.items():
+        model, policy = plan.policy.model, plan.policy
+        shape = f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size}"
+        weights = policy.init_checkpoint or policy.model_name or "random weights"
+        yield name, f"{shape}, from {weights}"
+    yield "tokenizer", config.policy.tokenizer.name
+    if ends := ends_of(config.policy):
+        yield "answers end with", ", ".join(f"{text!r} ({token})" for token, text in ends.items())
+    if config.data.type is not None or not config.data.from_files:
+        yield "data", config.data.type or str(config.data.dataset_name)
+    for path, source in (config.train_sources | config.validation_sources).items():
+        yield path, ", ".join(map(str, source.paths))
+    for number, example in enumerate(rows or _first_of_task(config), start=1):
+        yield f"row {number}", _row(example)
+    if (told := chat_template_told(config)) is not None:
+        yield "chat template", told
+    if config.learns_from_samples or config.loop.validates:
+        yield "environment", _environment(config)
+    yield from _learning(config)
 
 
-def _layout_rows(plan: Plan) -> Iterator[Row]:
-    layout = plan.layout
-    yield "device", f"{layout.device}, {layout.transformer_impl} layers"
-    yield "ranks", f"{layout.num_nodes} node(s) x {layout.workers_per_node} = {layout.world_size}"
-    sequence = " with sequence parallelism" if layout.sequence_parallel else ""
-    yield "tensor parallel", f"{layout.tensor}{sequence}"
-    yield "pipeline parallel", str(layout.pipeline)
-    slice_pair = 2 * layout.context
-    # Of lengths that are as likely as each other.
-    padding = (
-        f"rows padded to multiples of {slice_pair} tokens, {(slice_pair - 1) / 2:g} more a row on average"
-    )
-    slices = f", {padding}" if layout.context > 1 else ""
-    yield "context parallel", f"{layout.context}{slices}"
-    yield "expert parallel", str(layout.expert)
-    model_ranks = layout.tensor * layout.pipeline * layout.context
-    yield "data parallel", f"{layout.world_size} / {model_ranks} = {layout.data}"
-    yield "generation", plan.engines.where
+def _learning(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(config.loop, DPOLossConfig):
+        yield "loss", _keys(config.loop, only=DPOLossConfig)
+    for path, loss in config.losses.items():
+        yield path, _keys(loss)
+    estimator = getattr(config.loop, "adv_estimator", None)
+    if isinstance(estimator, StrictModel) and config.learns_from_samples:
+        yield "advantage", _keys(estimator, "name")
+    for name, plan in config.models.items():
+        if plan.trained:
+            of = "" if name == "policy" else f" of the {name}"
+            optimizer, schedule = plan.policy.megatron_cfg.optimizer, plan.policy.megatron_cfg.scheduler
+            clipped = f"gradients clipped at {plan.policy.max_grad_norm:g}"
+            yield f"optimizer{of}", f"{_keys(optimizer, 'optimizer', 'lr')}, {clipped}"
+            yield f"schedule{of}", _keys(schedule, "lr_decay_style")
 
 
-def _batch_rows(plan: Plan) -> Iterator[Row]:
-    batch = plan.batch
-    yield "samples", f"{batch.prompts} prompts x {batch.generations_per_prompt} answers = {batch.samples}"
-    yield "samples per copy", f"{batch.samples} / {plan.layout.data} = {batch.samples_per_rank}"
-    yield "optimizer steps", str(batch.optimizer_steps)
-    budgets = batch.token_budgets
-    if budgets is None:
-        yield "microbatches", f"{batch.microbatches_per_optimizer_step} per rank and optimizer step"
-        yield "log-probability passes", f"{batch.logprob_passes} per rank"
+def _first_of_task(config: RunConfig) -> list[Prompt]:
+    """Return the first prompts of an embedded task."""
+    data = config.data
+    if data.from_files or data.type is not None:
+        return []
+    prompts = DigitTaskSource(data.dataset_name, data.num_digits, config.seed).train_batch(1, FIRST_ROWS)
+    texts, _ = read_texts(data.default or SourceDefaults())
+    chat = data.apply_chat_template
+    return [texts.shown(one, chat=chat) for one in prompts]
+
+
+def _row(row: Prompt) -> str:
+    """Spell what the model is shown and what is the answer, on one line."""
+    shown = " ".join(f"[{message.role}] {message.content}" for message in row.context) or row.text
+    texts = {"": shown, "answer ": row.solution or row.answer, "rejected ": row.rejected or ""}
+    return ", ".join(f"{name}{shortened(text, 100)!r}" for name, text in texts.items() if text or not name)
+
+
+def _environment(config: RunConfig) -> str:
+    env, turns = config.env, config.max_rollout_turns
+    named = [
+        name
+        for name in ("arithmetic", "guess_number", "calculator", "math")
+        if getattr(env, name) is not None
+    ]
+    named += [f"{name}: {path}" for name, path in (env.rewards or {}).items()]
+    if env.custom is not None:
+        named.append(env.custom.type)
+    if env.endpoint is not None:
+        of = ("NeMo Gym's",) if env.nemo_gym is not None else env.endpoint.command
+        named.append(f"agents, {' '.join(of)}")
+    return (", ".join(named) or "none") + (f", up to {turns} turns" if turns > 1 else "")
+
+
+def _keys(section: BaseModel, *always: str, only: type[BaseModel] | None = None) -> str:
+    """Spell the keys, of a class of the section's, that differ from their defaults or are always shown."""
+    fields = (only or type(section)).model_fields
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+    shown = [
+        f"{name}: {value}"
+        for name, default in defaults.items()
+        if (value := getattr(section, name)) != default or name in always
+    ]
+    return ", ".join(shown) or "all keys at their defaults"
+
+
+def _layout(plan: Plan) -> Iterator[Finding]:
+    cluster, megatron = plan.config.cluster, plan.config.policy.megatron_cfg
+    device = "CPU (gloo)" if cluster.on_cpu else "GPU (NCCL)"
+    yield Finding("device", f"{device}, {plan.transformer_impl} layers")
+    ranks = f"{cluster.num_nodes} node(s) x {cluster.workers_per_node} = {cluster.world_size}"
+    yield Finding("ranks", ranks)
+    sequence = " with sequence parallelism" if megatron.sequence_parallel else ""
+    yield Finding("tensor parallel", f"{megatron.tensor_model_parallel_size}{sequence}")
+    yield Finding("pipeline parallel", str(megatron.pipeline_model_parallel_size))
+    context, padding = megatron.context_parallel_size, ""
+    if context > 1:
+        more = (2 * context - 1) / 2  # of lengths that are as likely as each other
+        padding = f", rows padded to multiples of {2 * context} tokens, {more:g} more a row on average"
+    yield Finding("context parallel", f"{context}{padding}")
+    yield Finding("expert parallel", str(megatron.expert_model_parallel_size))
+    copies = f"{cluster.world_size} / {megatron.model_parallel_size * context}"
+    yield Finding("data parallel", f"{copies} = {plan.config.data_parallel_size}")
+    yield Finding("generation", plan.engines.where)
+
+
+def _batch(plan: Plan) -> Iterator[Finding]:
+    config, batch, policy = plan.config, plan.batch, plan.config.policy
+    answers = config.loop.num_generations_per_prompt if isinstance(config.loop, RolloutConfig) else 1
+    yield Finding("samples", f"{batch.samples // answers} prompts x {answers} answers = {batch.samples}")
+    per_copy = f"{batch.samples} / {config.data_parallel_size} = {batch.samples_per_rank}"
+    yield Finding("samples per copy", per_copy)
+    yield Finding("optimizer steps", str(batch.optimizer_steps))
+    if (budgets := policy.token_budgets) is None:
+        each = f"{batch.microbatches_per_optimizer_step} per rank and optimizer step"
+        passes = f"{batch.logprob_passes} per rank"
     else:
-        kind = "packed" if budgets.packed else "of like length"
-        yield "microbatches", f"up to {budgets.of_training(batch.rows_per_sample)} tokens, samples {kind}"
-        yield "log-probability passes", f"up to {budgets.logprob} tokens, samples {kind}"
-    if batch.prev_logprobs is not None:
-        yield "prev_logprobs", batch.prev_logprobs
-    if batch.longest_prompt + batch.max_new_tokens <= batch.max_sequence:
-        yield (
-            "tokens",
-            f"{batch.longest_prompt} prompt + {batch.max_new_tokens} new <= {batch.max_sequence}",
-        )
+        kind = f"tokens, samples {'packed' if budgets.packed else 'of like length'}"
+        each = f"up to {budgets.of_training(config.rows_per_sample)} {kind}"
+        passes = f"up to {budgets.logprob} {kind}"
+    yield Finding("microbatches", each)
+    yield Finding("log-probability passes", passes)
+    if (source := source_of_prev_logprobs(config)) is not None:
+        yield Finding("prev_logprobs", source)
+    prompt, new, longest = (
+        config.max_prompt_length,
+        policy.generation.max_new_tokens,
+        policy.max_total_sequence_length,
+    )
+    if prompt + new <= longest:
+        yield Finding("tokens", f"{prompt} prompt + {new} new <= {longest}")
     else:
-        left = f"{batch.max_new_tokens} new, as the prompt leaves them of {batch.max_sequence}"
-        yield "tokens", f"up to {batch.longest_prompt} prompt, and up to {left}"
+        left = f"up to {new} new, as the prompt leaves them of {longest}"
+        yield Finding("tokens", f"up to {prompt} prompt, and {left}")
 
 
-def _async_sections(plan: Plan) -> Iterator[tuple[str, Iterable[Row]]]:
-    if plan.asynchronous is not None:
-        yield "Asynchronous rollouts, in groups of answers to one prompt", _async_rows(plan.asynchronous)
+def _asynchronous(plan: Plan) -> Iterator[Finding]:
+    config, kept = plan.config, plan.asynchronous
+    if kept is None:
+        return
+    age, groups, live = config.max_age, config.prompts_per_step, config.max_live_groups
+    yield Finding("age", f"{age} training step(s) at most")
+    answered = f"of which {config.max_inflight_groups} are being answered at most"
+    yield Finding("groups under way", f"{age + 1} x {groups} = {live}, {answered}")
+    least = config.min_groups_per_chunk
+    chunks = "the whole step" if least == groups else f"at least {least} of {groups} groups"
+    yield Finding("chunks of a step", chunks)
+    in_flight = config.asynchrony.in_flight_weight_updates
+    yield Finding("new weights", "in the midst of answers" if in_flight else "between answers")
+    since = f"{kept.kept_groups} since a checkpoint + " if kept.kept_groups else ""
+    held = f"{since}{live} under way, {_bytes(kept.driver_bytes)} at most"
+    yield Finding("groups in the driver", held)
+    sizes = f"for a replay: {_bytes(kept.step_bytes)} a step, {_bytes(kept.disk_bytes)} at most"
+    yield Finding("groups on disk", sizes if kept.step_bytes else "none")
+    for remark in remarks(config):
+        yield Finding("note", remark)
 
 
-def _async_rows(plan: AsyncPlan) -> Iterator[Row]:
-    yield "age", f"{plan.max_age} training step(s) at most"
-    under_way = f"{plan.max_age + 1} x {plan.groups_per_step} = {plan.max_live_groups}"
-    yield "groups under way", f"{under_way}, of which {plan.max_inflight_groups} are being answered at most"
-    whole = plan.min_groups_per_chunk == plan.groups_per_step
-    least = (
-        "the whole step"
-        if whole
-        else f"at least {plan.min_groups_per_chunk} of {plan.groups_per_step} groups"
-    )
-    yield "chunks of a step", least
-    yield "new weights", "in the midst of answers" if plan.in_flight_weight_updates else "between answers"
-    kept = f"{plan.kept_groups} since a checkpoint + " if plan.kept_groups else ""
-    yield (
-        "groups in the driver",
-        f"{kept}{plan.max_live_groups} under way, {_bytes(plan.driver_bytes)} at most",
-    )
-    sizes = f"{_bytes(plan.step_bytes)} a step, {_bytes(plan.disk_bytes)} at most"
-    yield "groups on disk", f"for a replay: {sizes}" if plan.step_bytes else "none"
-    for remark in plan.remarks:
-        yield "note", remark
-
-
-def _run_rows(plan: Plan) -> Iterator[Row]:
+def _run(plan: Plan) -> Iterator[Finding]:
     if (data := plan.data) is not None:
-        yield "rows", f"{data.rows} to train on, {data.held_out} held out"
-        yield "a pass over the rows", f"{data.rows} / {data.rows_per_step} = {data.steps_per_epoch:g} steps"
+        yield Finding("rows", f"{data.rows} to train on, {data.held_out} held out")
+        steps = f"{data.rows} / {data.rows_per_step} = {data.rows / data.rows_per_step:g} steps"
+        yield Finding("a pass over the rows", steps)
     if plan.fetched:
-        yield "rows", f"{', '.join(plan.fetched)}: fetched and read when the run starts"
-    yield "steps", str(plan.steps) if not plan.fetched else f"{plan.steps} at most"
-    yield "reference policy", plan.reference_policy or "no (its KL penalty is 0)"
-    yield "log_dir", plan.log_dir
-    yield "checkpoints", plan.checkpoints
+        yield Finding("rows", f"{', '.join(plan.fetched)}: fetched and read when the run starts")
+    yield Finding("steps", f"{plan.steps} at most" if plan.fetched else str(plan.steps))
+    yield Finding("reference policy", reference_place(plan.config) or "no (its KL penalty is 0)")
+    yield Finding("log_dir", plan.config.logger.log_dir)
+    yield Finding("checkpoints", checkpoints_on_disk(plan.config))
     for problem in plan.missing:
-        yield "not on this machine", str(problem)
+        yield Finding("not on this machine", str(problem))
 
 
-def _guardrail_rows(plan: Plan) -> Iterator[Row]:
-    if not plan.fused_logprobs:
-        yield "use_fused_linear_logprobs", "off"
-    for guardrail in plan.guardrails:
-        verdict = "ok" if guardrail.ok else "refused"
-        yield verdict, f"policy.{guardrail.other}: {guardrail.value}"
+def _guardrails(plan: Plan) -> Iterator[Finding]:
+    if not plan.config.policy.megatron_cfg.use_fused_linear_logprobs:
+        yield Finding("use_fused_linear_logprobs", "off")
+    for setting, ok in plan.guardrails:
+        yield Finding("ok" if ok else "refused", setting)
 
 
-def _memory_sections(plan: Plan) -> Iterator[tuple[str, Iterable[Row]]]:
-    """Yield one for each model, and one for all where there are several."""
+def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[Finding]]]:
+    """Yield a section for each model, and one for all where there are several."""
     models = plan.memory.models
     for name, memory in models.items():
         of_which = f" of the {name}" if len(models) > 1 else ""
-        yield f"Memory per rank{of_which}, without activations and key-value cache", _memory_rows(memory)
+        yield f"Memory per rank{of_which}, without activations and key-value cache", _of_model(memory)
     if len(models) > 1:
-        yield "Memory per rank of all models", [("total", _bytes(plan.memory.total))]
+        yield "Memory per rank of all models", [Finding("total", _bytes(plan.memory.total))]
     if plan.device_memory is not None:
-        yield (
-            "Memory of a GPU, without CUDA's own and the key-value cache of ranks",
-            _device_rows(plan.device_memory),
-        )
+        yield "Memory of a GPU, without CUDA's own and the key-value cache of ranks", _of_gpu(plan)
     if (engine := plan.engines.memory) is not None:
-        yield "Memory per embedded engine, without key-value cache", _engine_rows(engine)
+        rows = [Finding("model", f"{engine.parameters:,} weights, the whole model")]
+        rows += [Finding(name, _bytes(getattr(engine, name))) for name in ("weights", "buckets", "total")]
+        yield "Memory per embedded engine, without key-value cache", rows
     if (share := plan.engines.share) is not None:
-        rows = [
-            ("model", f"{share.parameters:,} weights on the fullest process"),
-            ("weights", _bytes(share.weights)),
-        ]
+        rows = [Finding("model", f"{share.parameters:,} weights on the fullest process")]
+        rows.append(Finding("weights", _bytes(share.weights)))
         yield "Memory per process of a vLLM engine, without key-value cache", rows
 
 
-def _memory_rows(memory: MemoryEstimate) -> Iterator[Row]:
-    yield "model", f"{memory.parameters:,} weights, {memory.rank_parameters:,} on the fullest rank"
+def _of_model(memory: MemoryEstimate) -> Iterator[Finding]:
+    on_rank = f"{memory.rank_parameters:,} on the fullest rank"
+    yield Finding("model", f"{memory.parameters:,} weights, {on_rank}")
     for name in ("weights", "gradients", "optimizer", "reference", "logits", "total"):
-        yield name, _bytes(getattr(memory, name))
+        yield Finding(name, _bytes(getattr(memory, name)))
 
 
-def _device_rows(memory: DeviceMemory) -> Iterator[Row]:
-    yield "activations", f"{_bytes(memory.activations)} of {memory.tokens} tokens"
-    yield "while ranks train", _bytes(memory.training)
+def _of_gpu(plan: Plan) -> Iterator[Finding]:
+    memory = plan.device_memory
+    assert memory is not None
+    yield Finding("activations", f"{_bytes(memory.activations)} of {memory.tokens} tokens")
+    yield Finding("while ranks train", _bytes(memory.training))
     if memory.during_generation is not None:
-        share = f"at gpu_memory_utilization: {memory.engine_share:g}"
-        yield "while engines answer", f"{_bytes(memory.during_generation)}, and the engines' share {share}"
-    yield "a GPU needs", f"{_bytes(memory.smallest)} at least"
-
-
-def _engine_rows(memory: EngineMemory) -> Iterator[Row]:
-    yield "model", f"{memory.parameters:,} weights, the whole model"
-    for name in ("weights", "buckets", "total"):
-        yield name, _bytes(getattr(memory, name))
+        share = f"the engines' share at gpu_memory_utilization: {memory.engine_share:g}"
+        yield Finding("while engines answer", f"{_bytes(memory.during_generation)}, and {share}")
+    yield Finding("a GPU needs", f"{_bytes(memory.smallest)} at least")
 
 
 def _bytes(number: float) -> str:
@@ -192,3 +350,24 @@ def _bytes(number: float) -> str:
             return f"{number:.4g} {unit}"
         number /= 1024
     return f"{number:.4g} GiB"
+
+
+# Every key
+
+
+def resolved_lines(config: RunConfig, recipe: str | Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield "key: value  [file:line]" of each key, or [command line] or [default]; references stay references.
+
+    A value that another file's parents took back is named after it.
+    """
+    read = read_recipe(recipe)
+    lost = taken_back(read)
+    overridden = set(compute(read, overrides).overridden)
+    written = {key: origin.where for key, origin in origins(read.files).items()}
+    for path, value in leaves(config.model_dump(mode="json", exclude={"environment_values"})):
+        above = set(accumulate(path.split("."), join_path))
+        where = COMMAND_LINE if above & overridden else written.get(path, "default")
+        spelled = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+        text = visible(without_values(spelled, config.references, path))
+        took = lost.get(path) if where == written.get(path) else None
+        yield f"{path}: {text}  [{where}{f', in place of {took.text} of {took.where}' if took else ''}]"

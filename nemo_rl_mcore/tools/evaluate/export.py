@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_mcore.config import RunConfig
-from nemo_rl_mcore.data.hub_cache import local_folder
-from nemo_rl_mcore.driver.algorithms.run_start import require_whole
+from nemo_rl_mcore.data.hub import local_folder
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.output import say_aside, write_line
 from nemo_rl_mcore.driver.parts import tokenizer_of
 from nemo_rl_mcore.driver.policy import open_place, start_frozen
-from nemo_rl_mcore.driver.saved_run import read_recipe_of
+from nemo_rl_mcore.driver.run_folder import read_recipe_of
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.models import missing_family
 from nemo_rl_mcore.recipe.environment_values import value_now

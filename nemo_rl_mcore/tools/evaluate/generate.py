@@ -13,19 +13,15 @@ from typing import TextIO, cast
 
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.epochs import EpochSource
-from nemo_rl_mcore.data.limits import Limits
-from nemo_rl_mcore.data.prompt_file import prompt_of, read_prompts
-from nemo_rl_mcore.data.sources import open_prompts
-from nemo_rl_mcore.data.streams import StreamSource
+from nemo_rl_mcore.data.datasets import EpochSource, Prompt
+from nemo_rl_mcore.data.rows import prompt_of, read_prompts
+from nemo_rl_mcore.data.sources import RowLimits, StreamSource, open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.driver.algorithms.run_start import require_whole
-from nemo_rl_mcore.driver.embedded_generation import EmbeddedGeneration
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.output import say_aside, write_line
 from nemo_rl_mcore.driver.parts import stop_ids_of, tokenizer_of
-from nemo_rl_mcore.driver.policy import open_place, start_frozen
+from nemo_rl_mcore.driver.policy import EmbeddedGeneration, open_place, start_frozen
 from nemo_rl_mcore.driver.rollouts.player import Responder, Rollout
 from nemo_rl_mcore.errors import RunStoppedError, code_of, quoted
 
@@ -153,7 +149,7 @@ def _checked(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
     if prompt.context and not config.data.apply_chat_template:
         raise RunStoppedError(f"{prompt.place}: messages need data.apply_chat_template: true")
     try:
-        prompt = Limits(config, tokenizer, RowKind.PROMPTS).rendered(prompt)
+        prompt = RowLimits(config, tokenizer, RowKind.PROMPTS).rendered(prompt)
         length = len(tokenizer.encode(prompt.text, prompt.literal))
     except ValueError as error:
         raise RunStoppedError(f"{prompt.place}: {error}") from error

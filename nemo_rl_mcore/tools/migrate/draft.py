@@ -5,8 +5,7 @@ from enum import Enum
 from pathlib import Path
 from typing import cast
 
-from nemo_rl_mcore.config.base import Code, Problem, Tree, value_at
-from nemo_rl_mcore.recipe.foreign.judgement import shown
+from nemo_rl_mcore.config.base import Problem, Tree, value_at
 
 
 class Kind(Enum):
@@ -22,14 +21,9 @@ class Kind(Enum):
 
 ONLY_OURS = (
     *("data.apply_chat_template", "data.special_tokens_in_content", "data.overlong", "data.imitated"),
-    *(f"{loop}.val_greedy" for loop in ("grpo", "ppo", "distillation")),
-    *(
-        "loss_fn.tail_mass",
-        "env.math.response.regex",
-        "env.math.unparsable",
-        "policy.generation.fit_to_sequence",
-        "policy.megatron_cfg.optimizer.decay_norms_and_biases",
-    ),
+    *("grpo.val_greedy", "ppo.val_greedy", "distillation.val_greedy", "loss_fn.tail_mass"),
+    *("env.math.response.regex", "env.math.unparsable", "policy.generation.fit_to_sequence"),
+    "policy.megatron_cfg.optimizer.decay_norms_and_biases",
 )
 """Keys that a migration sets, and that no recipe of NeMo RL has."""
 
@@ -50,16 +44,14 @@ class Note:
 class Draft:
     """A recipe on its way from NeMo RL's keys to ours.
 
-    tree: the recipe, without interpolations. comments: lines to write above keys of ours.
-    refused: keys that are left out, with their values, as comments. dropped: those that say nothing here.
-    problems: why keys were refused. origins: which key of theirs gave which of ours. files: those of prompts that were
-    found, by the paths of their keys.
+    tree: the recipe, without interpolations. refused: keys that are left out, with their values and what to do.
+    dropped: those that say nothing here. problems: why keys were refused. origins: which key of theirs gave which of
+    ours. files: those of prompts that were found, by the paths of their keys.
     """
 
     algorithm: str
     tree: Tree
     notes: list[Note] = field(default_factory=list[Note])
-    comments: dict[str, str] = field(default_factory=dict[str, str])
     refused: dict[str, tuple[object, str]] = field(default_factory=dict[str, tuple[object, str]])
     dropped: list[str] = field(default_factory=list[str])
     problems: list[Problem] = field(default_factory=list[Problem])
@@ -77,13 +69,13 @@ class Draft:
 
     def section(self, path: str) -> Tree:
         """Return the section at a path; an empty one where there is none."""
-        value = self.get(path)
+        value = self.get(path) if path else self.tree
         return cast("Tree", value) if isinstance(value, dict) else {}
 
     def has(self, path: str) -> bool:
         """Return whether a key is written, though it be null."""
         parent, _, key = path.rpartition(".")
-        return key in (self.section(parent) if parent else self.tree)
+        return key in self.section(parent)
 
     def set(self, path: str, value: object) -> None:
         """Write a key, and the sections above it."""
@@ -99,7 +91,23 @@ class Draft:
     def pop(self, path: str) -> object:
         """Take a key out."""
         parent, _, key = path.rpartition(".")
-        return (self.section(parent) if parent else self.tree).pop(key, None)
+        return self.section(parent).pop(key, None)
+
+    def drop(self, path: str) -> None:
+        """Take a key out, if it is there, that says nothing here."""
+        if self.has(path):
+            self.pop(path)
+            self.dropped.append(path)
+
+    def rename(self, source: str, target: str, told: str = "") -> None:
+        """Move a key to its place here; told: what the report says that it became, if not the new key."""
+        self.set(target, self.pop(source))
+        self.origins[target] = source
+        self.note(Kind.RENAMED, source, told or target)
+
+    def note(self, kind: Kind, path: str, what: str) -> None:
+        """Say something of a key."""
+        self.notes.append(Note(kind, path, what))
 
     def change(self, path: str, value: object, why: str) -> None:
         """Set a key to what its value, or its absence, means here; the file and the report say why.
@@ -111,19 +119,25 @@ class Draft:
             return
         self.set(path, value)
         arrow = "" if before is None else f"{shown(before)} -> "
-        self.notes.append(Note(Kind.CHANGED, path, f"{arrow}{shown(value)}; {why}"))
-        self.comments[path] = why if before is None else f"NeMo RL: {shown(before)}. {_sentence(why)}"
+        self.note(Kind.CHANGED, path, f"{arrow}{shown(value)}; {why}")
 
-    def refuse(
-        self, path: str, value: object, remedy: str, what: str = "", code: Code = "not-supported"
-    ) -> None:
+    def refuse(self, path: str, value: object, remedy: str, what: str = "") -> None:
         """Leave a key out that asks for something that is missing here."""
+        self.pop(path)
         self.refused[path] = (value, remedy)
         self.problems.append(
             Problem("not-supported", path, what or f"{shown(value)} does not carry over", remedy)
         )
-        self.notes.append(Note(Kind.REFUSED, path, f"{shown(value)}; {remedy}" if remedy else shown(value)))
+        self.note(Kind.REFUSED, path, f"{shown(value)}; {remedy}" if remedy else shown(value))
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "."
+def shown(value: object) -> str:
+    """Return a value as a message names it."""
+    if isinstance(value, dict):
+        return "enabled: true" if cast("Tree", value).get("enabled") else "this section"
+    if isinstance(value, list):
+        return "this list"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Tree, value_at
@@ -24,22 +26,90 @@ from nemo_rl_mcore.tools.check.given_weights import ONE_RANK
 from nemo_rl_mcore.tools.migrate.draft import Kind
 from nemo_rl_mcore.tools.migrate.migrate import Migrated, migrate
 from nemo_rl_mcore.tools.rehearse import proofs
-from nemo_rl_mcore.tools.rehearse.compared import Found, Refused
-from nemo_rl_mcore.tools.rehearse.critic import critic_on_one_rank
-from nemo_rl_mcore.tools.rehearse.layouts import Layout, apart, layouts_of
-from nemo_rl_mcore.tools.rehearse.portable import packed
-from nemo_rl_mcore.tools.rehearse.ran import Ran, Row, loaded, resumed, run_in
-from nemo_rl_mcore.tools.rehearse.rates import raise_rates
-from nemo_rl_mcore.tools.rehearse.schedule import Schedule
-from nemo_rl_mcore.tools.rehearse.shrink import (
-    Shrink,
-    put,
-    rollout_steps,
-    shrinks,
-    shrunk,
-    teacher_folder,
+from nemo_rl_mcore.tools.rehearse.layouts import Sharing, apart, layouts_of
+from nemo_rl_mcore.tools.rehearse.proofs import Found, Refused, critic_on_one_rank
+from nemo_rl_mcore.tools.rehearse.runs import Ran, Row, loaded, packed, resumed, run_in
+from nemo_rl_mcore.tools.rehearse.schedule import Schedule, raise_rates
+from nemo_rl_mcore.tools.rehearse.shrink import Shrink, put, rollout_steps, shrinks, shrunk, teacher_folder
+
+
+class Verdict(Enum):
+    """What became of a proof."""
+
+    PROVEN = "proven"
+    REFUSED = "refused"
+    FAILED = "FAILED"
+    ON_GPU = "on a GPU"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was to be proven: in which layout, what came of it and why, and the seconds that it took."""
+
+    name: str
+    verdict: Verdict
+    why: str
+    layout: str = ""
+    seconds: float = 0.0
+
+
+ONLY_ON_GPUS = (
+    Line("kernels", Verdict.ON_GPU, "Transformer Engine, flash attention, Triton, bfloat16"),
+    Line("NCCL", Verdict.ON_GPU, "collectives between GPUs and machines, and their overlap"),
+    Line("memory", Verdict.ON_GPU, "nemo-rl-mcore check estimates it for the recipe at its size"),
+    Line("speed", Verdict.ON_GPU, "of a step, of engines, of a refit"),
+    Line("vLLM", Verdict.ON_GPU, "the recipe's engine, where it is that one"),
 )
-from nemo_rl_mcore.tools.rehearse.table import Line, Table, Verdict
+
+
+@dataclass
+class Table:
+    """All of a rehearsal. open: keys of a recipe of NeMo RL that have no counterpart, and are left out.
+
+    run: the first layout's, for another machine to repeat; see `portable`.
+    """
+
+    recipe: str
+    algorithm: str
+    layouts: list[str] = field(default_factory=list[str])
+    shrinks: list[Shrink] = field(default_factory=list[Shrink])
+    open: list[str] = field(default_factory=list[str])
+    lines: list[Line] = field(default_factory=list[Line])
+    seconds: float = 0.0
+    run: Tree | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Return whether anything was found that is not as it is to be."""
+        return any(line.verdict is Verdict.FAILED for line in self.lines)
+
+    def rows(self) -> Iterator[str]:
+        """Yield the table, a line each."""
+        lines = [*self.lines, *ONLY_ON_GPUS]
+        wide = max(len(line.name) for line in lines)
+        for line in lines:
+            where = f"[{line.layout}] " if len(self.layouts) > 1 and line.layout else ""
+            time = f"{line.seconds:6.1f} s" if line.seconds else " " * 8
+            yield f"{line.verdict.value:8} {line.name:{wide}} {time}  {where}{line.why}"
+        counts = [f"{sum(one.verdict is kind for one in lines)} {kind.value}" for kind in Verdict]
+        yield f"{', '.join(counts)}; {self.seconds:.0f} s"
+
+    def write(self, file: Path) -> None:
+        """Write it as JSON."""
+        lines: Sequence[Line] = (*self.lines, *ONLY_ON_GPUS)
+        written = {
+            "recipe": self.recipe,
+            "algorithm": self.algorithm,
+            "failed": self.failed,
+            "seconds": round(self.seconds, 1),
+            "layouts": self.layouts,
+            "open": self.open,
+            "shrinks": [vars(one) for one in self.shrinks],
+            "lines": [{**vars(line), "verdict": line.verdict.value} for line in lines],
+            **({"run": self.run} if self.run is not None else {}),
+        }
+        file.write_text(json.dumps(written, indent=2, default=str) + "\n", encoding="utf-8")
+
 
 EXIT_NOT_REHEARSED = 2
 """Exit status of a recipe that has problems, so that nothing ran."""
@@ -125,7 +195,9 @@ def _schedule(config: RunConfig) -> Schedule:
     return Schedule.of(config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler)
 
 
-def small_runs(read: Rehearsed, layouts: list[Layout], folder: Path, table: Table) -> tuple[list[Ran], float]:
+def small_runs(
+    read: Rehearsed, layouts: list[Sharing], folder: Path, table: Table
+) -> tuple[list[Ran], float]:
     """Make a recipe of each layout; return them, and what their learning rates are multiplied by.
 
     Raises ConfigError for what the rules, or this machine, do not allow.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nemo_rl_mcore.config.base import Tree
+from nemo_rl_mcore.config.base import Tree, value_at
 from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceConfig
 
 ROWS = 64
@@ -90,3 +91,34 @@ def _put(row: Tree, key: str, value: str) -> None:
         assert isinstance(inner, dict)
         section = inner
     section[last] = value
+
+
+def variety(responses: Sequence[str]) -> list[float]:
+    """Return for each response a number between 0 and 1 that depends on every character of it."""
+    return [sum(ord(character) % 7 for character in text) / (6 * max(1, len(text))) for text in responses]
+
+
+def data_keys(config: RunConfig, folder: Path) -> Tree:
+    """Return the keys of data; rows that are made are written into the folder."""
+    if not config.data.from_files:
+        return {}
+    trained = [_source(config, path, source, folder) for path, source in config.train_sources.items()]
+    validated = [_source(config, path, source, folder) for path, source in config.validation_sources.items()]
+    for section in validated:
+        section.pop("weight", None)
+    keys: Tree = {
+        "data.train": trained if isinstance(config.data.train, tuple) else trained[0],
+        "data.validation": validated or None,
+    }
+    return keys
+
+
+def _source(config: RunConfig, path: str, source: SourceConfig, folder: Path) -> Tree:
+    if is_here(source):
+        written = config.plain()
+        section = value_at(written, path)
+        assert isinstance(section, dict)
+        return {**section, "repeat": min(2, source.repeat)}
+    file = folder / f"{path}.jsonl"
+    made = made_source(source, config.row_kind, file, first=0 if path.startswith("data.train") else ROWS)
+    return {**made, "repeat": min(2, source.repeat)}

@@ -14,7 +14,7 @@ RANKS = (4, 8)
 
 
 @dataclass(frozen=True)
-class Layout:
+class Sharing:
     """Ranks, and how many of them share what; 1 where nobody does. virtual: chunks of a pipeline stage, or None."""
 
     data: int = 1
@@ -50,7 +50,7 @@ class Layout:
         }
 
 
-def layouts_of(config: RunConfig, ranks: int) -> list[Layout]:
+def layouts_of(config: RunConfig, ranks: int) -> list[Sharing]:
     """Return as few layouts of so many ranks as in which everything that the recipe shares is shared by two.
 
     Copies of the model, where the recipe has several, take the places that are left.
@@ -60,7 +60,7 @@ def layouts_of(config: RunConfig, ranks: int) -> list[Layout]:
     sizes["context"] = megatron.context_parallel_size
     left = [name for name in _SHARED if sizes[name] > 1]
     experts = megatron.expert_model_parallel_size > 1
-    found: list[Layout] = []
+    found: list[Sharing] = []
     while left or experts or not found:
         fits = left[: ranks.bit_length() - 1]
         if experts and not left and fits == []:  # nothing but experts: copies of the rest share them
@@ -77,10 +77,10 @@ def layouts_of(config: RunConfig, ranks: int) -> list[Layout]:
     return found
 
 
-def _layout(config: RunConfig, shared: list[str], data: int, expert: int) -> Layout:
+def _layout(config: RunConfig, shared: list[str], data: int, expert: int) -> Sharing:
     megatron = config.policy.megatron_cfg
     pipeline = "pipeline" in shared
-    return Layout(
+    return Sharing(
         data=data,
         **dict.fromkeys(shared, 2),
         expert=expert,
@@ -89,12 +89,12 @@ def _layout(config: RunConfig, shared: list[str], data: int, expert: int) -> Lay
     )
 
 
-def apart(layouts: list[Layout]) -> str:
+def apart(layouts: list[Sharing]) -> str:
     """Say that what a recipe shares at once is rehearsed one after the other; empty where it is not."""
     return "" if len(layouts) == 1 else f"in {len(layouts)} layouts: " + ", ".join(map(str, layouts))
 
 
-def stage_keys(config: RunConfig, layout: Layout) -> Tree:
+def stage_keys(config: RunConfig, layout: Sharing) -> Tree:
     """Return the layers of first and last pipeline stages of their own; the first has one, the last two."""
     own = config.policy.megatron_cfg.own_stages
     if layout.pipeline == 1:
@@ -104,7 +104,7 @@ def stage_keys(config: RunConfig, layout: Layout) -> Tree:
     return {first: 1 if first in own else None, last: 2 if last in own else None, **ends}
 
 
-def layers_of(config: RunConfig, layouts: list[Layout]) -> int:
+def layers_of(config: RunConfig, layouts: list[Sharing]) -> int:
     """Return the fewest layers, two at least, that every one of the layouts divides; of a hybrid one of each kind."""
     if config.policy.megatron_cfg.own_stages:
         return 3

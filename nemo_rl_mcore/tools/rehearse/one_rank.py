@@ -14,7 +14,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.actors.one_process import InProcessRank, OneProcess
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
-from nemo_rl_mcore.tools.rehearse.recorded import TrainCall
+from nemo_rl_mcore.tools.rehearse.runs import TrainCall
 
 Tensors = Mapping[str, torch.Tensor]
 

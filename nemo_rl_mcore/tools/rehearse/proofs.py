@@ -3,35 +3,123 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from nemo_rl_mcore.config.offline import DPOConfig
+import torch
+
+from nemo_rl_mcore.config.algorithm import DPOConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.losses.custom import make_loss
 from nemo_rl_mcore.losses.dpo import DPOLossFn
 from nemo_rl_mcore.models import missing_family
-from nemo_rl_mcore.tools.rehearse import tolerances
-from nemo_rl_mcore.tools.rehearse.compared import (
-    Found,
-    Refused,
-    require_close,
-    require_comparable_balance,
-    require_equal,
-    require_movement,
-    require_same_results,
-    require_several_ranks,
-    within,
-)
-from nemo_rl_mcore.tools.rehearse.one_rank import difference, one_rank
-from nemo_rl_mcore.tools.rehearse.ran import Ran, Row
+from nemo_rl_mcore.tools.rehearse.one_rank import Tensors, difference, one_rank
+from nemo_rl_mcore.tools.rehearse.runs import Ran, Row, TrainCall
 from nemo_rl_mcore.tools.rehearse.schedule import Schedule
-from nemo_rl_mcore.tools.rehearse.transformers_logprobs import transformers_logprobs
+
+# Parameters after up to three Adam steps at lr 1e-2, when the same sums were added in another order. Adam divides each
+# gradient by its own size, so the rounding of a tiny gradient reaches its weight in full.
+REORDERED = 5e-6
+# Parameters after five such steps, when another algorithm computed the log-probabilities.
+FIVE_STEPS = 1e-5
+# Generation's own log-probabilities against those of get_logprobs.
+GENERATION = 1e-4
+# The split step against train, over the same microbatches: parameters after three Adam steps.
+SPLIT_STEP = 1e-6
+# Log-probabilities beside those of transformers.
+TRANSFORMERS = 1e-4
+# Metrics of a step.
+METRICS = {"rel": 1e-4, "abs": 1e-5}
+# The learning rate of a step against the recipe's, a share of it.
+LEARNING_RATE = 1e-9
+
+
+_MOVED = 50
+"""Tolerances that a step has to move some weight by, if what it trains is to be compared."""
+
+
+class Refused(Exception):
+    """A reason why something is not proven: the recipe has no such thing, or it cannot be compared."""
+
+
+class Found(Exception):
+    """A difference where there must be none."""
+
+
+def require_movement(before: Tensors, after: Tensors, tolerance: float) -> None:
+    """Raise Refused for a step after which most weights would pass for those before it."""
+    moved = difference(before, after)
+    if moved < _MOVED * tolerance:
+        raise Refused(f"the step moved no weight by more than {moved:.1e}, which is too little to compare")
+
+
+def require_several_ranks(ranks: int) -> None:
+    """Refuse to compare the one rank of a recipe with itself."""
+    if ranks == 1:
+        raise Refused("the recipe has one rank")
+
+
+def require_comparable_balance(config: RunConfig) -> None:
+    """Raise Refused for a model whose loss depends on which rows share a microbatch."""
+    model = config.policy.model
+    if model.load_balancing_loss and model.moe_router_load_balancing_type == "aux_loss":
+        raise Refused(
+            "aux_loss balances a microbatch, and one rank has others (seq_aux_loss can be compared)"
+        )
+
+
+def require_same_results(calls: Sequence[TrainCall], results: Sequence[Mapping[str, Any]]) -> None:
+    """Compare loss and gradient norm of each call with those of one rank; raises Found."""
+    for call, result in zip(calls, results, strict=True):
+        for name in ("global_loss", "grad_norm"):
+            require_close(name, call.result[name], result[name])
+
+
+def within(left: Tensors, right: Tensors, tolerance: float) -> str:
+    """Compare all weights of two models; raises Found."""
+    found = difference(left, right)
+    if found > tolerance:
+        raise Found(f"a weight differs by {found:.2g}, and {tolerance:g} is allowed")
+    return f"weights within {found:.1e} of {tolerance:g}"
+
+
+def require_equal(left: Tensors, right: Tensors, what: str) -> None:
+    """Compare all weights of two models bit by bit; raises Found, naming one."""
+    if difference(left, right):
+        names = [name for name in left if name not in right or not left[name].equal(right[name])]
+        raise Found(f"{what}: {names[0] if names else 'names'} differs, of {len(names)}")
+
+
+def require_close(name: str, expected: Any, found: Any, where: str = "on one rank") -> None:
+    """Compare the numbers of a metric, within what metrics may differ by; raises Found."""
+    for left, right in zip(expected.flatten().tolist(), found.flatten().tolist(), strict=True):
+        allowed = METRICS
+        if not math.isclose(left, right, rel_tol=allowed["rel"], abs_tol=allowed["abs"]):
+            raise Found(f"{name} is {left:.6g}, and {right:.6g} {where}")
+
+
+def transformers_logprobs(folder: Path, rows: BatchedDataDict, temperature: float) -> torch.Tensor:
+    """Return log p of each token, fp32 [B, S], in the form of `MegatronPolicyWorker.get_logprobs`.
+
+    rows: input_ids [B, S], input_lengths [B]; column 0 and right padding are 0. temperature: divides the logits.
+    """
+    from transformers import AutoModelForCausalLM  # it takes seconds to import
+
+    load: Any = AutoModelForCausalLM.from_pretrained  # pyright: ignore[reportUnknownMemberType]
+    model: Any = load(str(folder), dtype=torch.float32, attn_implementation="eager")
+    ids, lengths = rows["input_ids"], rows["input_lengths"]
+    with torch.no_grad():
+        every: torch.Tensor = (model(ids).logits / temperature).log_softmax(-1)
+    found = every[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    found = torch.nn.functional.pad(found, (1, 0))
+    return found.masked_fill(torch.arange(ids.shape[1]) >= lengths.unsqueeze(1), 0.0)
+
 
 _OF_THE_MACHINE = ("timing/", "performance/", "async/")
 
@@ -43,7 +131,7 @@ def learning_rates(ran: Ran, schedule: Schedule, factor: float) -> str:
         raise Refused("the first step trained on nothing")
     for number, row in enumerate(ran.rows):
         expected = factor * schedule.rate(number * steps + steps - 1)
-        if not math.isclose(row["train/lr"], expected, rel_tol=tolerances.LEARNING_RATE, abs_tol=1e-15):
+        if not math.isclose(row["train/lr"], expected, rel_tol=LEARNING_RATE, abs_tol=1e-15):
             raise Found(
                 f"step {number + 1}: {row['train/lr'] / factor:.6g}, and {expected / factor:.6g} by the recipe"
             )
@@ -97,7 +185,7 @@ def sampled(ran: Ran) -> str:
     found = [math.log(row[name]) for row in ran.rows if name in row]
     if not found:
         raise Refused("the answers are given, not sampled")
-    if max(found) > tolerances.GENERATION:
+    if max(found) > GENERATION:
         step = found.index(max(found)) + 1
         raise Found(f"step {step}: a response differs by {max(found):.2g} nats a token")
     return f"{max(found):.1e} nats a token at most"
@@ -155,27 +243,25 @@ class Twins:
         """Compare the step of all ranks with that of one."""
         require_several_ranks(self.ran.layout.ranks)
         require_comparable_balance(self.ran.config)
-        self._require_movement(tolerances.REORDERED)
+        self._require_movement(REORDERED)
         require_same_results(self._calls, self._plain["results"])
-        return within(self._plain["saved 2"], self._plain["train"], tolerances.REORDERED)
+        return within(self._plain["saved 2"], self._plain["train"], REORDERED)
 
     def split(self) -> str:
         """Compare the split step with `train`, on one rank and on all."""
-        self._require_movement(tolerances.REORDERED)
-        alone = within(self._plain["train"], self._plain["split"], tolerances.REORDERED)
+        self._require_movement(REORDERED)
+        alone = within(self._plain["train"], self._plain["split"], REORDERED)
         if self.ran.layout.ranks == 1:
             return alone
         on_all = difference(self._plain["saved 2"], self._plain["split on all"])
-        if on_all > tolerances.REORDERED:
+        if on_all > REORDERED:
             ranks = self.ran.layout.ranks
-            raise Found(
-                f"a weight differs by {on_all:.2g} on {ranks} ranks, {tolerances.REORDERED:g} is allowed"
-            )
+            raise Found(f"a weight differs by {on_all:.2g} on {ranks} ranks, {REORDERED:g} is allowed")
         return f"{alone}; on all ranks {on_all:.1e}"
 
     def masked(self) -> str:
         """Compare the step with one whose numbers per token are others wherever the masks say that none counts."""
-        self._require_movement(tolerances.REORDERED)
+        self._require_movement(REORDERED)
         changed = [call.with_noise() for call in self._calls]
         if all(call is None for call in changed):
             raise Refused("no policy gradient, or every token counts")
@@ -186,7 +272,7 @@ class Twins:
                 require_close(
                     "global_loss", plain["global_loss"], noisy["global_loss"], "with other numbers there"
                 )
-            return within(self._plain["train"], one.tensors(), tolerances.REORDERED)
+            return within(self._plain["train"], one.tensors(), REORDERED)
 
     def refits(self) -> str:
         """Compare the digest of what engines were sent last with that of a checkpoint, read on one rank."""
@@ -210,7 +296,7 @@ class Twins:
         changes |= {
             f"megatron_cfg__fused_linear_logprobs_{name}": False for name in ("packed", "context_parallel")
         }
-        return self._beside(self._policy(**changes), tolerances.FIVE_STEPS, self._unfused_loss())
+        return self._beside(self._policy(**changes), FIVE_STEPS, self._unfused_loss())
 
     def _unfused_loss(self) -> LossFunction | None:
         config = self.ran.config
@@ -227,7 +313,7 @@ class Twins:
         require_comparable_balance(self.ran.config)
         padded = {"sequence_packing__enabled": False, "dynamic_batching__enabled": False}
         padded["megatron_cfg__fused_linear_logprobs_packed"] = False
-        return self._beside(self._policy(**padded), tolerances.REORDERED)
+        return self._beside(self._policy(**padded), REORDERED)
 
     def _beside(self, policy: PolicyConfig, tolerance: float, loss_fn: LossFunction | None = None) -> str:
         self._require_movement(tolerance)
@@ -251,12 +337,27 @@ class Twins:
         found = float(
             (expected - transformers_logprobs(self.ran.exported, rows, self._temperature)).abs().max()
         )
-        if not found <= tolerances.TRANSFORMERS:
-            raise Found(f"a token differs by {found:.2g} nats, and {tolerances.TRANSFORMERS:g} is allowed")
-        return f"{int(rows['input_lengths'].sum())} tokens within {found:.1e} of {tolerances.TRANSFORMERS:g} nats"
+        if not found <= TRANSFORMERS:
+            raise Found(f"a token differs by {found:.2g} nats, and {TRANSFORMERS:g} is allowed")
+        return f"{int(rows['input_lengths'].sum())} tokens within {found:.1e} of {TRANSFORMERS:g} nats"
 
 
 def make_teacher(policy: PolicyConfig, folder: Path) -> None:
     """Write random weights of an architecture as a Hugging Face folder."""
     with one_rank(policy, seed=7, trained=False) as one:
         one.export(folder)
+
+
+def critic_on_one_rank(ran: Ran) -> str:
+    """Train the critic's last step on one rank from the checkpoint before it; compare weights, loss and gradient norm.
+
+    Raises Refused where that cannot be compared, and Found where something differs.
+    """
+    require_several_ranks(ran.layout.ranks)
+    require_comparable_balance(ran.config)
+    plan = ran.on_one_rank().models["value"]
+    with one_rank(plan.policy, role=plan.role) as one:
+        after, before = one.load(ran.step(2)), one.load(ran.step(1))
+        require_movement(before, after, REORDERED)
+        require_same_results(ran.critic_calls[-1], one.train(ran.critic_calls[-1]))
+        return within(after, one.tensors(), REORDERED)

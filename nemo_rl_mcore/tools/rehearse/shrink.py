@@ -8,18 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from nemo_rl_mcore.config.algorithm import RolloutConfig
+from nemo_rl_mcore.config.algorithm import GivenRowsConfig, RolloutConfig
 from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path
+from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.config.offline import GivenRowsConfig
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.driver.saved_run import shown_value
-from nemo_rl_mcore.recipe.rules.kernels import OF_ENGINE
+from nemo_rl_mcore.config.source import SourceDefaults
+from nemo_rl_mcore.driver.run_folder import shown_value
+from nemo_rl_mcore.recipe.rules.model import OF_ENGINE
 from nemo_rl_mcore.recipe.shipped import SHIPPED
-from nemo_rl_mcore.tools.rehearse.batches import batch_keys
-from nemo_rl_mcore.tools.rehearse.layouts import Layout, layers_of, stage_keys
-from nemo_rl_mcore.tools.rehearse.lengths import length_keys
-from nemo_rl_mcore.tools.rehearse.rows import data_keys
+from nemo_rl_mcore.tools.rehearse.data import LONGEST, data_keys, is_here
+from nemo_rl_mcore.tools.rehearse.layouts import Sharing, layers_of, stage_keys
 
 STEPS = 2
 """Of a rehearsal: one before the save that it resumes from, and one after it."""
@@ -56,7 +55,7 @@ class Shrink:
         return f"{text} ({self.why})" if self.why else text
 
 
-def shrunk(config: RunConfig, layouts: list[Layout], number: int, folder: Path) -> Small:
+def shrunk(config: RunConfig, layouts: list[Sharing], number: int, folder: Path) -> Small:
     """Return the recipe in one of its layouts; folder: for its files, those of made rows among them."""
     layout = layouts[number]
     small = Small(copy.deepcopy(config.plain()))
@@ -73,7 +72,7 @@ def shrunk(config: RunConfig, layouts: list[Layout], number: int, folder: Path) 
         small.why["env.nemo_gym"] = "NeMo Gym's servers are not started: each sample is one answer"
     if config.env.nemo_gym is not None or config.env.math is not None:
         put(small.tree, "env.math", None)
-        put(small.tree, "env.rewards", {"variety": "nemo_rl_mcore.tools.rehearse.signal:variety"})
+        put(small.tree, "env.rewards", {"variety": "nemo_rl_mcore.tools.rehearse.data:variety"})
         small.why["env.rewards"] = "answers of random weights earn nothing else, and nothing would be trained"
     return small
 
@@ -121,7 +120,7 @@ def _why(why: Mapping[str, str], path: str) -> str:
 
 
 def _changes(
-    config: RunConfig, layouts: list[Layout], layout: Layout, folder: Path
+    config: RunConfig, layouts: list[Sharing], layout: Sharing, folder: Path
 ) -> Iterator[Mapping[str, object]]:
     yield _machine(config, layout)
     yield {f"policy.megatron_cfg.{key}": value for key, value in layout.keys.items()}
@@ -138,9 +137,9 @@ def _changes(
     yield _records(config, folder)
 
 
-def _machine(config: RunConfig, layout: Layout) -> Tree:
+def _machine(config: RunConfig, layout: Sharing) -> Tree:
     keys: Tree = {"num_nodes": 1, "gpus_per_node": 0, "cpu_workers_per_node": layout.ranks}
-    keys |= {"max_trainer_restarts": 0, "elastic": "none"}
+    keys |= {"max_trainer_restarts": 0}
     return {f"cluster.{key}": value for key, value in keys.items()}
 
 
@@ -224,7 +223,7 @@ def _loop(config: RunConfig) -> Tree:
     ):
         if (given := getattr(loop, key, None)) is not None:
             keys[key] = min(most, given)
-    return {f"{name}.{key}": value for key, value in keys.items()} | {"warm_start": None, "eval": None}
+    return {f"{name}.{key}": value for key, value in keys.items()} | {"eval": None}
 
 
 def _models(config: RunConfig, layers: int, longest: int, folder: Path) -> Iterator[Tree]:
@@ -236,7 +235,7 @@ def _models(config: RunConfig, layers: int, longest: int, folder: Path) -> Itera
         yield {"policy.tokenizer.name": str(TOKENIZER)}
     teacher = config.models.get("teacher")
     if teacher is not None:
-        yield {f"teacher.{key}": value for key, value in weights.items()} | {"teacher.warm_start": None}
+        yield {f"teacher.{key}": value for key, value in weights.items()}
         yield {"teacher.model": None, "teacher.model_name": str(teacher_folder(folder))}
 
 
@@ -340,3 +339,132 @@ def rollout_steps(config: RunConfig) -> int:
     if not isinstance(config.loop, RolloutConfig):
         return 1
     return max(1, config.loop.samples_per_step // config.policy.train_global_batch_size)
+
+
+_ROWS = 4
+"""Of an optimizer step, on each data-parallel rank."""
+_STEPS = 4
+"""Optimizer steps of a rollout at most."""
+
+
+def batch_keys(config: RunConfig, layout: Sharing, longest: int) -> Tree:
+    """Return the keys of batches; longest: tokens of a row."""
+    policy, loop = config.policy, config.loop
+    keys: Tree = {
+        "policy.train_micro_batch_size": min(2, policy.train_micro_batch_size),
+        "policy.logprob_batch_size": min(2, policy.logprob_batch_size),
+        "policy.generation_batch_size": policy.generation_batch_size and min(4, policy.generation_batch_size),
+    }
+    if value := getattr(config, "value", None):
+        keys["value.train_micro_batch_size"] = value.train_micro_batch_size and min(
+            2, value.train_micro_batch_size
+        )
+    keys |= _budgets(config, longest)
+    if isinstance(loop, RolloutConfig):
+        return keys | _of_rollouts(config, loop, layout)
+    answers = getattr(loop, "num_generations_per_prompt", None)
+    more: Tree = {"policy.train_global_batch_size": _ROWS * layout.data}
+    if answers:
+        more[f"{config.algorithm}.num_generations_per_prompt"] = min(4, answers)
+    return keys | more | _asynchrony(config, _ROWS * layout.data)
+
+
+def _of_rollouts(config: RunConfig, loop: RolloutConfig, layout: Sharing) -> Tree:
+    steps = max(1, loop.samples_per_step // config.policy.train_global_batch_size)
+    steps = steps if steps <= _STEPS else 2
+    answers = next(size for size in (4, 2, 1) if loop.num_generations_per_prompt >= size)
+    prompts = steps * layout.data * (_ROWS // answers)
+    streams = config.streams and prompts == 1
+    prompts *= 2 if streams else 1
+    keys: Tree = {
+        f"{config.algorithm}.num_prompts_per_step": prompts,
+        f"{config.algorithm}.num_generations_per_prompt": answers,
+        "policy.train_global_batch_size": prompts * answers // steps,
+    }
+    if loop.use_dynamic_sampling:
+        keys[f"{config.algorithm}.batch_multiplier"] = float(round(max(1.0, loop.batch_multiplier)))
+    return keys | _asynchrony(config, prompts)
+
+
+def _asynchrony(config: RunConfig, prompts: int) -> Tree:
+    section = config.asynchrony
+    if not section.enabled:
+        return {}
+    keys: Tree = {
+        "min_groups_for_streaming_train": max(1, prompts // 2) if config.streams else None,
+        "max_inflight_prompts": section.max_inflight_prompts and min(prompts, section.max_inflight_prompts),
+        "max_trajectory_age_steps": min(2, section.max_trajectory_age_steps),
+    }
+    return {f"{config.asynchrony_key}.{key}": value for key, value in keys.items()}
+
+
+def _budgets(config: RunConfig, longest: int) -> Tree:
+    """Scale token budgets with the longest row; they hold two at least, which may be a pair."""
+    policy, keys = config.policy, Tree()
+    for name in ("sequence_packing", "dynamic_batching"):
+        section = getattr(policy, name)
+        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+            given = getattr(section, key)
+            rows = given and given // policy.max_total_sequence_length
+            keys[f"policy.{name}.{key}"] = given and longest * max(2, min(4, rows))
+        keys[f"policy.{name}.sequence_length_round"] = min(16, section.sequence_length_round)
+    return keys
+
+
+_NEW = 8
+"""Tokens of a response."""
+_AROUND = 96
+"""Tokens that a chat template writes, at most."""
+_OBSERVED = 16
+"""Tokens of what an environment says between two turns."""
+_TURNS = 3
+_LONGEST_OWN = 512
+"""Tokens of a row of the recipe's own data, which is left out where it is longer."""
+
+
+def length_keys(config: RunConfig) -> Tree:
+    """Return the keys of lengths."""
+    keys: Tree = {
+        "policy.max_total_sequence_length": _total(config),
+        "policy.generation.max_new_tokens": min(_NEW, config.policy.generation.max_new_tokens),
+    }
+    if config.data.max_input_seq_length is not None and not config.data.embedded:
+        keys["data.max_input_seq_length"] = None
+    if config.data.from_files:
+        keys["data.overlong"] = "drop"
+    if isinstance(config.loop, RolloutConfig) and config.loop.reward_shaping.max_response_length:
+        shaping = f"{config.algorithm}.reward_shaping"
+        keys |= {f"{shaping}.max_response_length": _NEW, f"{shaping}.overlong_buffer_length": _NEW // 2}
+    return keys
+
+
+def _total(config: RunConfig) -> int:
+    policy = config.policy
+    turns = min(_TURNS, config.max_rollout_turns)
+    response = turns * (_NEW + _OBSERVED) if turns > 1 else _NEW
+    if config.data.from_files and all(map(is_here, config.train_sources.values())):
+        own = min(_LONGEST_OWN, policy.max_total_sequence_length)
+        return _rounded(own)
+    prompt = config.data.prompt_length if config.data.embedded else LONGEST
+    answers = LONGEST if config.row_kind is not RowKind.PROMPTS else 0
+    return _rounded(prompt + answers + _texts(config) + response)
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // 64) * 64
+
+
+def _texts(config: RunConfig) -> int:
+    """Return how many tokens stand around a prompt at most: no character of a text is more than two."""
+    data = config.data
+    shown: list[SourceDefaults] = [*config.train_sources.values(), *config.validation_sources.values()]
+    if data.default is not None:
+        shown.append(data.default)
+    around = max((sum(2 * size for size in _sizes(one)) for one in shown), default=0)
+    return around + (_AROUND if data.apply_chat_template else 0)
+
+
+def _sizes(source: SourceDefaults) -> Iterator[int]:
+    for name in (source.prompt_file, source.system_prompt_file):
+        if name is not None and Path(name).is_file():
+            yield len(Path(name).read_text(encoding="utf-8"))

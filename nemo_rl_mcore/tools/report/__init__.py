@@ -1,6 +1,6 @@
 """One HTML page of a run, or of several beside each other, which needs nothing but a browser."""
 
 from nemo_rl_mcore.tools.report.page import write_page
-from nemo_rl_mcore.tools.report.run_data import RunData, read_run
+from nemo_rl_mcore.tools.report.run_data import read_run
 
-__all__ = ["RunData", "read_run", "write_page"]
+__all__ = ["read_run", "write_page"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,18 +18,33 @@ import yaml
 
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data.strict_json import read_json
-from nemo_rl_mcore.driver.observability.report import read_history
-from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE
-from nemo_rl_mcore.driver.rollouts.event_log import log_in, read_events
+from nemo_rl_mcore.driver.observability.rollouts import ROLLOUTS_FOLDER, VALIDATION_FOLDER, read_rollouts
+from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE, read_history
+from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE, read_events
 from nemo_rl_mcore.driver.rollouts.events import Event
-from nemo_rl_mcore.driver.saved_run import RECIPE_FILE, Tree, leaves, read_recipe_of
+from nemo_rl_mcore.driver.run_folder import RECIPE_FILE, Tree, leaves, read_recipe_of
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.tools.evaluate.folder import RESULTS_FILE
+from nemo_rl_mcore.tools.evaluate.samples import RESULTS_FILE
 
 WINDOW = 10
 """Steps whose mean stands for the beginning and the end of a run."""
 _MOST_EVENT_BYTES = 64 << 20
 """Of a log, which takes seconds to read: a run that ends is not to wait longer for its page."""
+
+
+_STEPS = 12
+_ANSWERS = 24
+_LONGEST_TEXT = 20_000
+_MOST_TOKENS = 2000
+"""Of an answer that is shown token by token: each takes some 60 bytes of the page, and an element of the browser's."""
+_MOST_BYTES = 256 << 20
+"""Of the answers of a step, unpacked: in memory they take several times as much."""
+_ROLLOUTS_NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
+_ALWAYS = ("prompt", "response")
+_TEXTS = (*_ALWAYS, "answer")
+_MOST_POINTS = 1000
+"""Of a curve; of longer ones the lowest and the highest of each stretch are kept, so that no spike is lost."""
+_DIGITS = 6
 
 
 @dataclass(frozen=True)
@@ -116,7 +133,7 @@ def read_run(folder: Path) -> RunData:
         more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
         unread.append(f"{damaged[0]}{more}")
     recipe = tried(read_recipe_of, folder, default=None) if (folder / RECIPE_FILE).is_file() else None
-    log = log_in(folder)
+    log = folder / EVENTS_FILE
     events = tried(_events, log, default=[]) if log.is_file() else []
     return RunData(folder, rows, recipe, events, evaluations, unread)
 
@@ -156,3 +173,136 @@ def _results(path: Path) -> Tree:
     if not all(isinstance(mean, int | float) for mean in means):
         raise ValueError(f"{path} holds no results of an evaluation")
     return results
+
+
+def columns_of(rows: Sequence[dict[str, float]]) -> dict[str, list[float | str | None]]:
+    """Return the metrics by name, a value for each row that is kept: None where a row has none, "" for no finite one.
+
+    Of many rows each stretch keeps two: in order, the lowest and the highest value of a metric; of times, whose parts
+    add up, those of its first and its last row. CPU seconds, and those of the start, are left out.
+    """
+    names = [
+        name
+        for name in dict.fromkeys(name for row in rows for name in row)
+        if not (name.endswith("_cpu") or name.startswith("timing/startup/"))
+    ]
+    width = math.ceil(2 * len(rows) / _MOST_POINTS)
+    if width <= 2:
+        return {name: [_rounded(row.get(name)) for row in rows] for name in names}
+    stretches = [rows[start : start + width] for start in range(0, len(rows), width)]
+    kept: dict[str, list[float | str | None]] = {name: [] for name in names}
+    for stretch in stretches:
+        for name in names:
+            values = [row.get(name) for row in stretch]
+            finite = [
+                (value, place)
+                for place, value in enumerate(values)
+                if value is not None and math.isfinite(value)
+            ]
+            ends = [0, len(stretch) - 1]
+            if finite and name != "step" and not name.startswith("timing/"):
+                ends = sorted([min(finite)[1], max(finite)[1]])
+            kept[name] += [_rounded(values[place]) for place in ends]
+    return kept
+
+
+def _rounded(value: float | None) -> float | str | None:
+    if value is None:
+        return None
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else ""
+
+
+def steps_shown(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the steps of a run with answers, {step, kind, total, answers}, and what could not be read, in words.
+
+    At most 12 training steps and 12 validations, the first and the last among them, and at most 24 answers of each:
+    those with their tokens first, then the lowest and the highest rewards.
+    """
+    shown: list[dict[str, Any]] = []
+    unread: list[str] = []
+    rollouts = folder / ROLLOUTS_FOLDER
+    for kind, of_kind in (("training", rollouts), ("validation", rollouts / VALIDATION_FOLDER)):
+        for step, path in _spread(_files_in(of_kind), _STEPS):
+            try:
+                total, some = _answers_of(path)
+            except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+                unread.append(f"{path} cannot be read: {error}")
+                continue
+            shown.append({"step": step, "kind": kind, "total": total, "answers": some})
+    return shown, unread
+
+
+def _answers_of(path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Return how many a file has, and those that are shown; raises ValueError where the page could not show them."""
+    answers: list[Any] = [*read_rollouts(path, _MOST_BYTES)]
+    for line, answer in enumerate(answers, 1):
+        if not (isinstance(answer, dict) and all(isinstance(answer.get(name), str) for name in _ALWAYS)):
+            raise ValueError(f"line {line} is no answer")
+    try:
+        some = [_shortened(answer) for answer in some_of(answers)]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"turns or tokens of an answer are none: {error!r}") from error
+    json.dumps(some, allow_nan=False)
+    return len(answers), some
+
+
+def some_of(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most 24 answers, in their order."""
+    by_reward = sorted(range(len(answers)), key=lambda place: _reward(answers[place]))
+    with_tokens = [place for place, answer in enumerate(answers) if answer.get("tokens")]
+    # From both ends in turn.
+    extremes = [place for pair in zip(by_reward, reversed(by_reward), strict=True) for place in pair]
+    chosen = list(dict.fromkeys([*with_tokens, *extremes]))[:_ANSWERS]
+    return [answers[place] for place in sorted(chosen)]
+
+
+def _reward(answer: dict[str, Any]) -> float:
+    reward = answer.get("reward")
+    return reward if isinstance(reward, int | float) else 0.0
+
+
+def _files_in(folder: Path) -> list[tuple[int, Path]]:
+    found = ((_ROLLOUTS_NAME.fullmatch(path.name), path) for path in folder.glob("step_*"))
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _spread[Item](items: Sequence[Item], most: int) -> list[Item]:
+    if len(items) <= most:
+        return [*items]
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
+
+
+def _shortened(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the same, with texts, turns and tokens that a page can hold."""
+    cut = {name: _cut(answer[name]) for name in _TEXTS if isinstance(answer.get(name), str)}
+    return {**answer, **cut, "turns": _some_turns(answer), "tokens": _first_tokens(answer)}
+
+
+def _cut(text: str, most: int = _LONGEST_TEXT) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
+
+
+def _some_turns(answer: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the first turns, which share the room of one text."""
+    turns, left = answer.get("turns"), _LONGEST_TEXT
+    if not turns:
+        return None
+    some: list[dict[str, Any]] = []
+    for place, turn in enumerate(turns):
+        if left <= 0:
+            return [*some, {"role": f"{len(turns) - place} more turns", "content": "…"}]
+        some.append({**turn, "content": _cut(turn["content"], left)})
+        left -= len(turn["content"])
+    return some
+
+
+def _first_tokens(answer: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the first tokens, and how many `more` there are."""
+    tokens = answer.get("tokens")
+    if not tokens:
+        return None
+    columns = (tokens["text"], tokens["turn"], *tokens.values())
+    if len({len(column) for column in columns if column is not None}) > 1:
+        raise ValueError("the columns of an answer's tokens have several lengths")
+    first = {name: column and column[:_MOST_TOKENS] for name, column in tokens.items()}
+    return {**first, "more": max(0, len(tokens["text"]) - _MOST_TOKENS)}

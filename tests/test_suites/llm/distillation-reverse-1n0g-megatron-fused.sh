@@ -9,6 +9,7 @@ NUM_RUNS=$(((MAX_STEPS + STEPS_PER_RUN - 1) / STEPS_PER_RUN)) # Round up
 NUM_MINUTES=3
 # ===== END CONFIG =====
 
+run_first teacher sft_teacher_cpu.yaml 400 teacher.init_checkpoint
 run_recipe "$@"
 check_metrics \
   'max(data["train/skipped_steps"]) == 0' \

@@ -9,6 +9,7 @@ NUM_RUNS=$(((MAX_STEPS + STEPS_PER_RUN - 1) / STEPS_PER_RUN)) # Round up
 NUM_MINUTES=3
 # ===== END CONFIG =====
 
+run_first warm_start sft_cpu.yaml 80 policy.init_checkpoint
 run_recipe "$@"
 check_metrics \
   'max(data["train/skipped_steps"]) == 0' \

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from nemo_rl_mcore.agents.app import make_app
-from nemo_rl_mcore.agents.options import EndpointOptions, RunSampling
+from nemo_rl_mcore.agents.chat import hermes
+from nemo_rl_mcore.agents.requests import EndpointOptions, RunSampling
 from nemo_rl_mcore.agents.server import ServerLimits, served
-from nemo_rl_mcore.agents.session import Limits, Sessions
-from nemo_rl_mcore.agents.tools import hermes
+from nemo_rl_mcore.agents.session import SessionLimits, Sessions
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.token_digests import digests_of_rows
 
 MODEL = "policy"
 VERSION = 12
@@ -150,7 +150,7 @@ class Played:
 
     def open(self, *, index=7, sample=0, context=4000, calls=100):
         prompt = Prompt(index, "add 1 and 2", "3", columns={"level": 2})
-        return self.sessions.open(prompt, sample, Limits(context, calls), self.model)
+        return self.sessions.open(prompt, sample, SessionLimits(context, calls), self.model)
 
     @asynccontextmanager
     async def connected(self):

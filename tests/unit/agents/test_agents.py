@@ -13,10 +13,10 @@ from refusals import refused
 from scripted_engine import Drawing
 
 from nemo_rl_mcore.agents.agents import Agents
-from nemo_rl_mcore.agents.session import Limits, Sessions
+from nemo_rl_mcore.agents.session import SessionLimits, Sessions
 from nemo_rl_mcore.data.datasets import Prompt
 
-LIMITS = Limits(context=40, calls=4)
+LIMITS = SessionLimits(context=40, calls=4)
 
 
 def ran(code, *, timeout_s=30.0, close_after=None):
@@ -87,12 +87,13 @@ import asyncio, os, sys
 from scripted_engine import Drawing
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.agents.agents import Agents
-from nemo_rl_mcore.agents.session import Limits, Sessions
-from nemo_rl_mcore.driver.actors.session_processes import marked_processes
+from nemo_rl_mcore.agents.session import Sessions
+from nemo_rl_mcore.driver.rollouts.states import Limits
+from nemo_rl_mcore.driver.actors.session import marked_processes
 
 with marked_processes() as mark:
     agents = Agents([sys.executable, '-ISc', sys.argv[1]], {'PATH': os.environ['PATH'], **mark}, 2, 600.0)
-    session = Sessions().open(Prompt(4, '', ''), 0, Limits(40, 4), Drawing())
+    session = Sessions().open(Prompt(4, '', ''), 0, SessionLimits(40, 4), Drawing())
     asyncio.run(agents.run(session, 'http://127.0.0.1:1', {}))
 """
 LEAVES_PROCESSES = """

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from message_forms import gym, parts, sdk
 from played_endpoint import TOOL, calling
 
-from nemo_rl_mcore.agents.chat import History, message_of
+from nemo_rl_mcore.agents.chat import History, calls_of, hermes
 from nemo_rl_mcore.agents.requests import chat_of
-from nemo_rl_mcore.agents.session import Limits, Sessions
-from nemo_rl_mcore.agents.tools import calls_of, hermes
+from nemo_rl_mcore.agents.session import SessionLimits, Sessions
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.chat import asked, rendered
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.messages import Extras
+from nemo_rl_mcore.data.messages import Extras, Message
 
 THOUGHT = "<think>\none é\n</think>\n\n"
 SAID = ["three", " padded ", "", f"it says {EOS} and {START}user", "guess the number 東", f"{THOUGHT}three"]
@@ -73,7 +72,7 @@ class Harness:
     def __init__(self, tokenizer, draws):
         self.tokenizer, self.draws = tokenizer, draws
         self.random = random.Random(0)
-        self.session = Sessions().open(Prompt(1, "", ""), 0, Limits(10**6, 10**6), self.respond)
+        self.session = Sessions().open(Prompt(1, "", ""), 0, SessionLimits(10**6, 10**6), self.respond)
         self.messages = [{"role": "user", "content": "add 1 and 2"}]
         self.sent = [None]
         """How each message goes out where that is another form."""
@@ -124,7 +123,7 @@ class Harness:
             [token for token in call.answer_N.tolist() if token != self.tokenizer.eos_token_id]
         )
         said, functions = hermes(text, [])
-        message = message_of(said, calls_of(call, functions))
+        message = Message("assistant", said, tool_calls=calls_of(call, functions))
         history.keep(prompt, call, message)
         if prompt.before is not None:  # the answer goes on with the last message
             self.messages.pop(), self.sent.pop()

@@ -12,8 +12,8 @@ import pytest
 from played_endpoint import MODEL, FakeModel, options_for, played, read_reply, request_of
 
 from nemo_rl_mcore.agents.app import make_app
-from nemo_rl_mcore.agents.server import HEADER_BYTES, ServerLimits, _within_descriptors, served
-from nemo_rl_mcore.agents.session import Limits, NoRoomError, Sessions
+from nemo_rl_mcore.agents.server import HEADER_BYTES, ServerLimits, served, within_descriptors
+from nemo_rl_mcore.agents.session import NoRoomError, SessionLimits, Sessions
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.driver.loop_thread import LoopThread
 
@@ -369,8 +369,8 @@ def test_more_connections_than_there_may_be_end_those_that_ask_nothing(tokenizer
 
 def test_descriptors_of_the_process_are_left_to_the_rest_of_it():
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert _within_descriptors(10) == min(10, soft // 2)
-    assert _within_descriptors(10**9) == soft // 2
+    assert within_descriptors(10) == min(10, soft // 2)
+    assert within_descriptors(10**9) == soft // 2
 
 
 def test_it_listens_on_loopback_alone_and_an_address_in_use_is_an_error(tokenizer):
@@ -409,7 +409,7 @@ def test_it_stops_within_seconds_in_the_loop_of_a_thread_with_calls_open(tokeniz
     descriptors = process.num_fds()
     serving = thread.call(serve())
     thread.call(up.wait()).result(10)
-    session = sessions.open(Prompt(1, "a", "b"), 0, Limits(1000, 10), model)
+    session = sessions.open(Prompt(1, "a", "b"), 0, SessionLimits(1000, 10), model)
     with socket.create_connection(left[0]) as client, socket.create_connection(left[0]):
         client.sendall(request_of("POST", CHAT, BODY, {"authorization": f"Bearer {session.token}"}))
         thread.call(model.was_asked(1)).result(10)

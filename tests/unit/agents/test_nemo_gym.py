@@ -21,12 +21,12 @@ from refusals import refused
 
 from nemo_rl_mcore.agents import nemo_gym as room
 from nemo_rl_mcore.agents.nemo_gym import LOG_FILE, SESSIONS_FILE, GymSetup, nemo_gym
-from nemo_rl_mcore.agents.session import Limits
-from nemo_rl_mcore.config.endpoint import GymConfig
+from nemo_rl_mcore.agents.session import SessionLimits
+from nemo_rl_mcore.config.environment import GymConfig
 from nemo_rl_mcore.data.datasets import Prompt
 
 STAND_IN = Path(__file__).with_name("gym_stand_in.py")
-LIMITS = Limits(4000, 4)
+LIMITS = SessionLimits(4000, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -181,10 +181,10 @@ def test_without_an_interpreter_the_run_says_so(tokenizer, tmp_path):
 DRIVER = """
 import asyncio, os, sys
 from pathlib import Path
-from nemo_rl_mcore.config.endpoint import GymConfig
+from nemo_rl_mcore.config.environment import GymConfig
 from nemo_rl_mcore.agents import nemo_gym as room
-from nemo_rl_mcore.agents.options import RunSampling
-from nemo_rl_mcore.driver.actors.session_processes import marked_processes
+from nemo_rl_mcore.agents.requests import RunSampling
+from nemo_rl_mcore.driver.actors.session import marked_processes
 
 async def serve(mark):
     given = {'PATH': os.environ['PATH'], **mark}

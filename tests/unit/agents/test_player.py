@@ -19,7 +19,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
 from nemo_rl_mcore.driver.rollouts.episodes import EpisodeForm
-from nemo_rl_mcore.driver.rollouts.sampled_ids import require_sampled_ids
+from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
 from nemo_rl_mcore.engine.engine import EngineDiedError
 from nemo_rl_mcore.recipe.load import load_config
 

@@ -8,7 +8,7 @@ from datetime import date
 import pytest
 from played_endpoint import MODEL, VERSION, played
 
-from nemo_rl_mcore.agents.session import Limits
+from nemo_rl_mcore.agents.session import SessionLimits
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.engine.engine import EngineDiedError
 from nemo_rl_mcore.errors import RunStoppedError
@@ -126,7 +126,7 @@ def test_columns_that_json_does_not_know_are_told_as_texts(tokenizer):
         async with played(tokenizer) as endpoint:
             columns = {"day": date(2020, 1, 2), "score": math.nan, "several": [1, {"a": math.inf}]}
             prompt = Prompt(1, "a", "b", columns=columns)
-            session = endpoint.sessions.open(prompt, 0, Limits(100, 1), endpoint.model)
+            session = endpoint.sessions.open(prompt, 0, SessionLimits(100, 1), endpoint.model)
             return (await endpoint.ask("GET", f"/sessions/{session.token}")).json["prompt"]["columns"]
 
     assert run(play()) == {"day": "2020-01-02", "score": None, "several": [1, {"a": None}]}

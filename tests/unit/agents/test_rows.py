@@ -8,21 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import Drawing
 
-from nemo_rl_mcore.agents.rows import transcript_of
-from nemo_rl_mcore.agents.session import Limits, Sessions
+from nemo_rl_mcore.agents.endpoint import transcript_of
+from nemo_rl_mcore.agents.session import SessionLimits, Sessions
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import CharTokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
+from nemo_rl_mcore.driver.algorithms.samples import samples_of
 from nemo_rl_mcore.driver.rollouts.player import Rollout
-from nemo_rl_mcore.driver.rollouts.sampled_ids import require_sampled_ids
-from nemo_rl_mcore.driver.rollouts.samples import samples_of
-from nemo_rl_mcore.driver.rollouts.transcript import batch_of
+from nemo_rl_mcore.driver.rollouts.transcript import batch_of, require_sampled_ids
 
 CALLS = 12
 TEXTS = CharTokenizer()
-LIMITS = Limits(context=10_000, calls=CALLS)
+LIMITS = SessionLimits(context=10_000, calls=CALLS)
 
 
 def next_prompt(ids, draws):

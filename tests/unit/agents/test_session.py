@@ -7,9 +7,9 @@ from scripted_engine import Drawing
 
 from nemo_rl_mcore.agents.session import (
     ClosedSessionError,
-    Limits,
     NoRoomError,
     SessionLimitError,
+    SessionLimits,
     Sessions,
     UnknownSessionError,
     noise_of,
@@ -17,7 +17,7 @@ from nemo_rl_mcore.agents.session import (
 from nemo_rl_mcore.data.datasets import Prompt
 
 PROMPT = Prompt(7, "what?", "4")
-LIMITS = Limits(context=40, calls=4, reserved=10)
+LIMITS = SessionLimits(context=40, calls=4, reserved=10)
 
 
 def opened(drawing, sessions=None):
@@ -141,7 +141,7 @@ def test_limits_are_met_by_name():
 
 def test_a_session_that_has_drawn_its_tokens_draws_no_more():
     async def play():
-        session = Sessions().open(PROMPT, 0, Limits(40, 4, drawn=1), Drawing())
+        session = Sessions().open(PROMPT, 0, SessionLimits(40, 4, drawn=1), Drawing())
         call = await session.ask([1])
         with pytest.raises(SessionLimitError):
             await session.ask([2])

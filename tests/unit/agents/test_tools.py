@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from played_endpoint import calling
 from refusals import refused
 
+from nemo_rl_mcore.agents.chat import calls_of, hermes, no_tools, tool_parser
 from nemo_rl_mcore.agents.session import Call
-from nemo_rl_mcore.agents.tools import calls_of, hermes, no_tools, tool_parser
 
 ADD = calling(a=1)
 CALLED = ("add", '{"a": 1}')

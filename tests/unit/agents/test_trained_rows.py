@@ -6,11 +6,10 @@ import random
 import pytest
 from played_endpoint import TOOL, calling, played, request_of
 
-from nemo_rl_mcore.agents.rows import transcript_of
-from nemo_rl_mcore.data.token_digests import digest_of_ids
+from nemo_rl_mcore.agents.endpoint import transcript_of
+from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.data.turns import Ending, Reply
-from nemo_rl_mcore.driver.rollouts.sampled_ids import require_sampled_ids
-from nemo_rl_mcore.driver.rollouts.transcript import batch_of
+from nemo_rl_mcore.driver.rollouts.transcript import batch_of, require_sampled_ids
 
 CALLS = 24
 AT_ONCE = 16

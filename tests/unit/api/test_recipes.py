@@ -26,7 +26,7 @@ from nemo_rl_mcore import (
     load_config,
     load_recipe,
 )
-from nemo_rl_mcore.api.known_arguments import OTHERS, SAME_IN_TRL
+from nemo_rl_mcore.api.algorithms import TRL
 from nemo_rl_mcore.config.custom_code import function_at, handed
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data.datasets import Prompt
@@ -333,7 +333,7 @@ def test_gpus_that_are_not_there_are_told_by_the_plan(tmp_path, monkeypatch):
         told = {(problem.path, problem.code, problem.where) for problem in caught.value.problems}
         assert ("cluster.gpus_per_node", "too-large", "argument gpus") in told
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # whose machines Ray knows
-    assert run.plan().plan.layout.world_size == 4
+    assert run.plan().plan.config.cluster.world_size == 4
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_told_by_the_plan(tmp_path):
@@ -442,23 +442,18 @@ def test_arguments_of_other_trainers_are_told_together_with_what_is_wrong_with_t
         GRPO(None, recipe={"policy": MODEL}, gpus=0, max_length=8, out=tmp_path, beta=0.0, **of_trl)
     told = [(problem.code, problem.path) for problem in caught.value.problems]
     assert told[:5] == [("unknown-key", name) for name in ("beta", *of_trl)]
-    assert {path for _, path in told[5:]} == {
-        "policy.megatron_cfg.optimizer.lr",
-        "grpo.num_generations_per_prompt",
-    }
+    assert {path for _, path in told[5:]} == {"policy.megatron_cfg.optimizer.lr"}
 
 
 def test_what_is_meant_by_an_argument_of_another_trainer_exists():
     of_all = {name for make in (GRPO, PPO, DPO, SFT, Distillation) for name in signature(make).parameters}
-    assert {*SAME_IN_TRL.values()} <= of_all
-    assert not {*SAME_IN_TRL} & of_all
     keys = {
         ending
         for kind in RUN_CONFIGS.values()
         for path in fields(kind)
         for ending in (path, path.split(".")[-1])
     }
-    assert {*OTHERS.values()} <= of_all | keys
+    assert {*TRL.values()} <= of_all | keys
 
 
 @pytest.mark.parametrize(

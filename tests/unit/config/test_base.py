@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import ValidationError
@@ -9,7 +9,10 @@ from nemo_rl_mcore.config.base import (
     IntTuple,
     PositiveInt,
     Problem,
+    Rule,
+    Rules,
     StrictModel,
+    broken,
     collect_problems,
 )
 
@@ -18,11 +21,9 @@ class Inner(StrictModel):
     low: int = 0
     high: int = 1
 
-    def problems(self) -> Iterator[Problem]:
-        if self.low > self.high:
-            yield Problem(
-                "too-large", "low", f"{self.low} is above high: {self.high}", "swap them", ("high",)
-            )
+    rules: ClassVar[Rules[Any]] = (
+        Rule("too-large", "low", lambda own: own.low > own.high, ("high",), {"low": 1, "high": 2}),
+    )
 
 
 class Outer(StrictModel):
@@ -32,9 +33,9 @@ class Outer(StrictModel):
     switch: bool = False
     ids: IntTuple | None = None
 
-    def problems(self) -> Iterator[Problem]:
-        if self.switch and self.count == 1:
-            yield Problem("requires", "switch", "needs a count above 1")
+    rules: ClassVar[Rules[Any]] = (
+        Rule("requires", "switch", lambda own: own.switch and own.count == 1, says="needs a count above 1"),
+    )
 
 
 def test_text_of_a_problem_names_path_fault_remedy_and_place():
@@ -92,6 +93,44 @@ def test_sections_are_frozen():
 def test_problems_are_collected_from_all_sections_with_full_paths():
     config = Outer.model_validate({"inner": {"low": 2}, "switch": True})
     assert list(collect_problems(config)) == [
-        Problem("requires", "switch", "needs a count above 1"),
-        Problem("too-large", "inner.low", "2 is above high: 1", "swap them", ("inner.high",)),
+        Problem("requires", "switch", "needs a count above 1", "change one of them"),
+        Problem(
+            "too-large",
+            "inner.low",
+            "2 is too large for inner.high: 1",
+            "set inner.low: 1, or inner.high: 2",
+            ("inner.high",),
+        ),
     ]
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        (Rule("not-allowed", "count", True), "count: 1 is not allowed"),
+        (Rule("missing", "ids", True, ("switch",)), "ids: missing with switch: false; set it"),
+        (
+            Rule("incompatible", "switch", True, ("inner", "count", "ids"), "drop it", "as all do"),
+            "switch: false does not go with inner, count: 1 and ids: null (as all do); drop it",
+        ),
+        (
+            Rule("requires", "inner", True, ("inner", "number"), lambda own: {"number": own.number + 1}),
+            "inner: the section is not possible with number: 1.0; set number: 2.0",
+        ),
+        (
+            Rule("no-signal", "number", True, why=lambda own: f"{own.count} of them"),
+            "number: 1.0 leaves nothing to learn from (1 of them)",
+        ),
+        (Rule("not-supported", "inner.low", True, says="of one's own"), "inner.low: of one's own; remove it"),
+    ],
+)
+def test_the_message_of_a_rule_is_made_of_values(rule, told):
+    (problem,) = broken((rule,), Outer())
+    assert str(problem) == told
+
+
+def test_rules_name_keys_where_the_recipe_has_them():
+    rule = Rule("incompatible", "switch", True, ("count",), {"count": 2})
+    (problem,) = broken((rule, lambda own: [Rule("missing", "ids", own.switch)]), Outer(), "policy.{}".format)
+    assert str(problem) == "policy.switch: false does not go with policy.count: 1; set policy.count: 2"
+    assert problem.related == ("policy.count",)

@@ -9,6 +9,7 @@ from nemo_rl_mcore.config import ConfigError, DataConfig, EnvConfig, checked
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
+from nemo_rl_mcore.tools.check.render import subject_of
 
 
 @pytest.mark.parametrize(
@@ -101,9 +102,8 @@ def problems(plan, *arguments, **changes):
 def test_passes_over_the_rows_end_the_run(plan):
     made = plan(rows(100), grpo={"max_num_epochs": 2})
     assert made.data.rows + made.data.held_out == 100
-    assert made.data.steps_per_epoch == made.data.rows / 16
     assert made.steps == made.data.steps == 2 * made.data.rows // 16
-    assert made.batch.longest_prompt == 4
+    assert made.config.max_prompt_length == 4
     assert plan(rows(100), grpo={"max_num_steps": 3, "max_num_epochs": 2}).steps == 3
     assert plan(rows(100), grpo={"max_num_steps": 300, "max_num_epochs": None}).steps == 300
 
@@ -152,7 +152,7 @@ def test_whether_prompts_are_shown_in_the_chat_template_is_told(plan, tmp_path, 
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer/tokenizer_config.json").write_text('{"chat_template": "x"}' if template else "{}")
     policy = {"tokenizer": {"name": str(tmp_path / "tokenizer")}}
-    subject = dict(plan(rows(100), data=data, policy=policy).subject)
+    subject = {one.name: one.found for one in subject_of(plan(rows(100), data=data, policy=policy))}
     assert subject["chat template"].startswith(said)
 
 

@@ -4,9 +4,8 @@ import sys
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_rl_mcore.config.custom_code import build
-from nemo_rl_mcore.config.imports import ImportPath
-from nemo_rl_mcore.tools.check.packages import import_problems
+from nemo_rl_mcore.config.custom_code import ImportPath, build
+from nemo_rl_mcore.tools.check.machine import import_problems
 
 KEY = "env.custom.type"
 

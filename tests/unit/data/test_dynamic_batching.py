@@ -2,8 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uneven_batch import COLUMNS, batch, made
 
-from nemo_rl_mcore.data.dynamic_batching import DynamicRows
-from nemo_rl_mcore.data.token_budget import TokenBudget
+from nemo_rl_mcore.data.microbatch import DynamicRows, TokenBudget
 
 
 @given(

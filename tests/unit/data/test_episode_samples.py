@@ -10,10 +10,7 @@ from refusals import assert_refused, refused
 from uneven_batch import batch, made
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.dynamic_batching import DynamicRows
-from nemo_rl_mcore.data.microbatch import FixedRows
-from nemo_rl_mcore.data.sequence_packing import PackedRows
-from nemo_rl_mcore.data.token_budget import TokenBudget, split_balanced
+from nemo_rl_mcore.data.microbatch import DynamicRows, FixedRows, PackedRows, TokenBudget, split_balanced
 from nemo_rl_mcore.data.validation import BatchCheck, BatchError
 from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
 from nemo_rl_mcore.rank.batch_sizes import BatchSizes

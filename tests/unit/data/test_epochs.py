@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from nemo_rl_mcore.config.shares import Shares, whole_weights
-from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.epochs import EpochSource
+from nemo_rl_mcore.data.datasets import EpochSource, Prompt
 
 
 def source(rows, per_step, seed=0, held_out=3, **options):

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from nemo_rl_mcore.config.data import DataConfig, RowKind
-from nemo_rl_mcore.data.examples import Example, hash_fraction, read_examples
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.examples import hash_fraction, read_examples
 from nemo_rl_mcore.data.messages import Message
 
 TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -45,7 +46,8 @@ def test_prompts_and_answers(read, tmp_path):
     )
     assert problems == []
     path = tmp_path / "train.jsonl"
-    assert examples.train == [Example(f"{path}:1", 0, "2+2=", "4"), Example(f"{path}:3", 1, "1/2=", "0.5")]
+    assert examples.train == [Prompt(0, "2+2=", "4"), Prompt(1, "1/2=", "0.5")]
+    assert [row.place for row in examples.train] == [f"{path}:1", f"{path}:3"]
     assert examples.held_out == []
 
 
@@ -54,7 +56,7 @@ def test_keys_have_other_names_and_validation_takes_those_of_train(read):
         [{"q": "a", "r": "b"}], validation=[{"q": "c", "r": "d"}], input_key="q", output_key="r"
     )
     assert problems == []
-    assert [(e.context, e.answer) for e in examples.train + examples.held_out] == [("a", "b"), ("c", "d")]
+    assert [(e.text, e.answer) for e in examples.train + examples.held_out] == [("a", "b"), ("c", "d")]
 
 
 def test_a_conversation_is_a_context_with_its_last_answer(read):
@@ -75,7 +77,7 @@ def test_pairs(read):
     (example,) = read(
         [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}], RowKind.PAIRS, split_validation_size=0
     )[0].train
-    assert (example.context, example.answer, example.rejected) == ("2+2=", "4", "5")
+    assert (example.text, example.answer, example.rejected) == ("2+2=", "4", "5")
 
 
 @pytest.mark.parametrize(
@@ -143,10 +145,10 @@ def test_a_share_is_held_out_by_the_prompt_alone(read):
     assert len(examples.train) + len(examples.held_out) == 1000
     assert 70 < len(examples.held_out) < 130
     others, _ = read([*reversed(rows(1000)), {"input": "question 3", "output": "another answer"}])
-    held_out = {example.context for example in examples.held_out}
-    assert {example.context for example in others.held_out} == held_out
+    held_out = {example.text for example in examples.held_out}
+    assert {example.text for example in others.held_out} == held_out
     half, _ = read(rows(1000), split_validation_size=0.5)
-    assert held_out < {example.context for example in half.held_out}
+    assert held_out < {example.text for example in half.held_out}
     assert {example.index for example in half.train}.isdisjoint(example.index for example in half.held_out)
 
 

@@ -12,8 +12,8 @@ from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.known_data import KNOWN, OTHER_NAMES
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.examples import read_examples
-from nemo_rl_mcore.data.row import Row
 from nemo_rl_mcore.data.row_readers import RowError, RowReader
+from nemo_rl_mcore.data.rows import Row
 
 USER = {"role": "user", "content": "What is 2+2?"}
 ROWS = {
@@ -148,7 +148,7 @@ def test_pairs(read, written, name):
 
 def test_columns_of_csv(read):
     example = read("gsm8k", ROWS["gsm8k"], RowKind.PROMPTS, "csv")
-    assert (example.context, example.answer) == ("48+24?", "72")
+    assert (example.text, example.answer) == ("48+24?", "72")
 
 
 def test_ranks_of_completions_say_which_is_better(read):

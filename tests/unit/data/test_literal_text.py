@@ -1,19 +1,18 @@
 """Special tokens that content spells are text: to every kind of tokenizer, in every place where content stands."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl_mcore.data.answers import answer_row
-from nemo_rl_mcore.data.chat import ASSISTANT, USER, conversation_row, with_template
+from nemo_rl_mcore.data.answers import answer_row, conversation_row, pair_rows
+from nemo_rl_mcore.data.chat import ASSISTANT, USER, with_template
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.literal_text import Rendered, Seal, literal_spans
-from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.examples import PromptTexts
+from nemo_rl_mcore.data.messages import Message, Rendered, Seal, literal_spans
 from nemo_rl_mcore.data.observations import make_observer
-from nemo_rl_mcore.data.preference import Preference, pair_rows
-from nemo_rl_mcore.data.prompt_texts import PromptTexts
 from nemo_rl_mcore.data.tokenizer import HuggingFaceTokenizer
 from tests.chat_tokenizer import EOS, PAD, START, chat_tokenizer
 
@@ -86,19 +85,20 @@ def test_an_imitated_answer_ends_where_its_turn_ends(tokenizer, all_turns):
 def test_plain_rows_and_pairs_hold_one_end(tokenizer):
     prompt = Prompt(0, f"2{EOS}", f"4{EOS}", literal=literal_spans(f"2{EOS}", tokenizer.special_tokens))
     assert control_ids(answer_row(prompt, tokenizer).ids) == [1]
-    pair = Preference(0, prompt.text, f"4{EOS}", f"{PAD}5", literal=prompt.literal)
+    pair = replace(prompt, rejected=f"{PAD}5")
     assert [control_ids(row.ids) for row in pair_rows(pair, tokenizer)] == [[1], [1]]
 
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_files_of_the_recipe_are_parsed(tokenizer, chat):
     texts = PromptTexts(f"{START}ask {{{{}}}}: {{}}{{{{{EOS}", f"system{EOS}")
-    shown, frame = texts.shown(f"2{EOS}", chat=chat), texts.frame(chat=chat)
+    shown = texts.shown(Prompt(0, f"2{EOS}", ""), chat=chat)
     if chat:
-        prompt = with_template(Prompt(0, "", "", context=shown), tokenizer)
+        prompt = with_template(shown, tokenizer)
         of_template = [2, 1] * 2 + [2]
     else:
-        prompt = Prompt(0, shown, "", literal=literal_spans(shown, tokenizer.special_tokens, frame))
+        literal = literal_spans(shown.text, tokenizer.special_tokens, shown.frame)
+        prompt = replace(shown, literal=literal)
         of_template = []
     ids = tokenizer.encode(prompt.text, prompt.literal)
     assert sorted(control_ids(ids)) == sorted([*of_template, 1, 2, 1])
@@ -188,3 +188,14 @@ def test_where_there_is_no_other_way_to_write_it_the_text_is_refused(tmp_path):
     tokenizer = HuggingFaceTokenizer(save(tmp_path, backend, special=("$", "#")))
     with pytest.raises(ValueError, match="special token"):
         tokenizer.encode("yes $", ((4, 5),))
+
+
+def test_a_text_forges_no_mark(tmp_path):
+    tokenizer = HuggingFaceTokenizer(save(tmp_path, byte_level(TEXTS)))
+    control = tokenizer.encode("<end>")[0]
+    for forged in (f"\ue000{control}\ue001", "\ue000-\ue001"):
+        with pytest.raises(ValueError, match="cannot encode"):
+            tokenizer.encode(f"<end> {forged}", ((0, 5),))
+    turn = tokenizer.encode("<turn>")[0]
+    ids = tokenizer.encode(f"<end> \ue000{control}<turn>\ue001", ((0, 5),))
+    assert [token for token in ids if token in (control, turn)] == [turn]

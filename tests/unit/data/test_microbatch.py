@@ -4,10 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uneven_batch import COLUMNS, batch, made
 
-from nemo_rl_mcore.data.dynamic_batching import DynamicRows
-from nemo_rl_mcore.data.microbatch import FixedRows, in_batch_order
-from nemo_rl_mcore.data.sequence_packing import PackedRows
-from nemo_rl_mcore.data.token_budget import TokenBudget
+from nemo_rl_mcore.data.microbatch import DynamicRows, FixedRows, PackedRows, TokenBudget, in_batch_order
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4, 6, 7])

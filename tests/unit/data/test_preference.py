@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs
 from nemo_rl_mcore.data.datasets import DIGIT_TASKS, DigitTaskSource, Prompt, is_held_out
-from nemo_rl_mcore.data.preference import Preference, WrongAnswerPairs, preference_rows
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("char")
@@ -24,7 +24,8 @@ def texts(rows):
 
 
 def test_the_chosen_answer_comes_before_the_rejected_one():
-    rows = preference_rows([Preference(4, "1>", "1", "22"), Preference(6, "23>", "23", "3")], TOKENIZER)
+    prompts = [Prompt(4, "1>", "1", "22"), Prompt(6, "23>", "23", "3")]
+    rows = PreferenceSource(Given(), TOKENIZER).rows(prompts)
     assert rows["input_ids"].tolist() == [
         [1, 12, 1, EOS, PAD, PAD],
         [1, 12, 2, 2, EOS, PAD],

@@ -2,9 +2,9 @@ import pytest
 from refusals import assert_holds, brief, briefs
 
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.examples import read_set
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.examples import PromptTexts, read_set, read_texts
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.prompt_texts import PromptTexts, read_texts
 
 USER, SYSTEM = Message("user", "2+2?"), Message("system", "Be brief.")
 AROUND = "Answer in \\boxed{{}}:\n{}\nThink."
@@ -27,7 +27,9 @@ SHOWN = "Answer in \\boxed{}:\n2+2?\nThink."
 def test_what_is_shown(texts, context, chat, shown):
     if shown is None:
         shown = (Message("user", SHOWN), Message("assistant", "4"), USER)
-    assert texts.shown(context, chat=chat) == shown
+    asked = Prompt(0, context, "") if isinstance(context, str) else Prompt(0, "", "", context=context)
+    prompt = texts.shown(asked, chat=chat)
+    assert (prompt.context or prompt.text) == shown
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_a_text_has_one_place_for_the_prompt_and_nothing_that_is_evaluated(tmp_p
     source = SourceConfig(data_path=str(tmp_path / "rows.jsonl"), prompt_file=str(path))
     (tmp_path / "rows.jsonl").write_text('{"input": "2+2?", "output": "4"}\n')
     (example,), (problem,) = read_set("train", source, chat=False)
-    assert example.context == "2+2?"
+    assert example.text == "2+2?"
     assert brief(problem) == "train.prompt_file: not-allowed"
     assert_holds(problem.what, path)
 

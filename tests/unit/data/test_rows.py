@@ -12,9 +12,7 @@ from refusals import assert_holds
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.examples import read_examples
-from nemo_rl_mcore.data.library_rows import open_stream
-from nemo_rl_mcore.data.row import SourceError
-from nemo_rl_mcore.data.rows import is_fetched, read_rows
+from nemo_rl_mcore.data.rows import SourceError, is_fetched, read_rows, read_stream
 
 ROWS = [{"input": f"question {number}", "output": str(number)} for number in range(10)]
 
@@ -124,7 +122,8 @@ def test_cells_of_csv_are_text_as_it_is_written(folder, streaming):
         ",input,output\n0,None,007\n1,NA,72\n2,true,1.5\n3,False,\n4,1e400,True\n"
     )
     source = SourceConfig(data_path="cells.csv")
-    rows = open_stream(source) if streaming else [row.values for row in read_rows(source)]
+    read = [row for _, row in read_stream(source, None)] if streaming else read_rows(source)
+    rows = [row.values for row in read]
     assert [(row["input"], row["output"]) for row in rows] == [
         ("None", "007"),
         ("NA", "72"),
@@ -210,7 +209,7 @@ def test_a_file_above_the_memory_is_an_error_of_its_key(folder):
     code = """
 import resource
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.row import SourceError
+from nemo_rl_mcore.data.rows import SourceError
 from nemo_rl_mcore.data.rows import read_rows
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 try:

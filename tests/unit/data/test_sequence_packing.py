@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from refusals import refused
 from uneven_batch import COLUMNS, batch, made
 
-from nemo_rl_mcore.data.sequence_packing import PackedRows, first_fit_decreasing
-from nemo_rl_mcore.data.token_budget import TokenBudget
+from nemo_rl_mcore.data.microbatch import PackedRows, TokenBudget, first_fit_decreasing
 
 CAPACITY = 20
 

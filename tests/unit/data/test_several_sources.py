@@ -123,7 +123,7 @@ def test_texts_around_prompts_are_those_of_the_source_or_of_all(recipe, tmp_path
     config = recipe({"a1": 10, "b1": 10}, {"train": train, "default": {"prompt_file": "all.txt"}})
     examples, problems = read_run_examples(config)
     assert problems == []
-    assert [examples.train[row].context for row in (0, 10)] == ["1a0>", "3\n2b0>"]
+    assert [examples.train[row].text for row in (0, 10)] == ["1a0>", "3\n2b0>"]
     (tmp_path / "all.txt").write_text("no place")
     with wrong_key("data.train.0.prompt_file: not-allowed", 0):
         preflight(config)

@@ -6,16 +6,16 @@ import yaml
 from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 from refusals import refused, wrong_key
 
-from nemo_rl_mcore.config.base import ConfigError
+from nemo_rl_mcore.config.base import ConfigError, collect_problems
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
-from nemo_rl_mcore.data.preference import GivenPairs, WrongAnswerPairs
 from nemo_rl_mcore.data.sources import open_pairs, open_prompts, open_set
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.driver.data_files import examine_data
 from nemo_rl_mcore.errors import CustomCodeError
 from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check.data import examine_data
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
 GAME = "examples/configs/grpo_guess_number_cpu.yaml"
@@ -269,7 +269,7 @@ def test_rows_that_are_not_counted_or_answered_alike(recipe, section, data, mess
 
 def test_a_set_is_asked_several_times_by_a_key_of_its_own():
     sets = {"one": SourceConfig(data_path="rows.jsonl", repeat=2)}
-    assert [one.path for one in EvalConfig(sets=sets).problems()] == ["sets.one.repeat"]
+    assert [one.path for one in collect_problems(EvalConfig(sets=sets))] == ["sets.one.repeat"]
 
 
 def test_a_row_that_cannot_be_encoded_is_named(recipe):
@@ -308,7 +308,7 @@ def test_given_pairs_are_those_of_the_rows(recipe):
     config = recipe(given, "dpo", policy=SMALL)
     source = open_prompts(config, CHAR)
     pairs = open_pairs(config, source, CHAR)
-    assert type(pairs) is GivenPairs
+    assert type(pairs) is PreferenceSource
     batch = pairs.train_batch(1, 4)
     asked = source.train_batch(1, 4)
     rows_of_ids = zip(batch["input_ids"].tolist(), batch["input_lengths"].tolist(), strict=True)
@@ -323,7 +323,7 @@ def test_given_pairs_are_those_of_the_rows(recipe):
 
 def test_a_prompt_without_a_rejected_answer_makes_no_pair(recipe):
     with refused("no-rejected-answer", 4):
-        GivenPairs(open_prompts(recipe(), CHAR), CHAR).pair(Prompt(4, "4>", "4"))
+        PreferenceSource(open_prompts(recipe(), CHAR), CHAR).rows([Prompt(4, "4>", "4")])
 
 
 def test_the_chat_template_is_applied_to_texts_and_conversations(recipe, tmp_path):

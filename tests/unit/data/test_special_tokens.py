@@ -10,11 +10,10 @@ from refusals import wrong_key
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.limits import Limits
-from nemo_rl_mcore.data.sources import open_prompts, open_set
+from nemo_rl_mcore.data.sources import RowLimits, open_prompts, open_set
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.driver.data_files import examine_data
 from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.tools.check.data import examine_data
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
 KEY = "data.special_tokens_in_content"
@@ -104,7 +103,7 @@ def test_a_set_of_an_evaluation_is_counted_alone(recipe):
 
 def test_a_prompt_of_other_origin_is_refused_alone(recipe):
     config = recipe(rows("1"))
-    limits = Limits(config, tokenizer_of(config))
+    limits = RowLimits(config, tokenizer_of(config))
     with pytest.raises(ValueError, match="special_tokens_in_content"):
         limits.rendered(Prompt(0, f"1{EOS}", ""))
 

@@ -2,8 +2,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.data.stop_conditions import StopConditions
-from nemo_rl_mcore.data.tokenizer import CharTokenizer
+from nemo_rl_mcore.data.tokenizer import CharTokenizer, StopConditions
 
 
 class ByteTokenizer:

@@ -8,8 +8,7 @@ from library_files import write_parquet
 from refusals import refused
 
 from nemo_rl_mcore.config import ConfigError
-from nemo_rl_mcore.data.sources import open_prompts
-from nemo_rl_mcore.data.streams import StreamSource
+from nemo_rl_mcore.data.sources import StreamSource, open_prompts
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.evaluate.generate import Asked, prompts_to_answer

@@ -11,13 +11,11 @@ from nemo_rl_mcore.agents.chat import History
 from nemo_rl_mcore.agents.requests import chat_of
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.answers import answer_row
+from nemo_rl_mcore.data.answers import answer_row, pair_rows
 from nemo_rl_mcore.data.chat import with_template
-from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.preference import given_pair, pair_rows
-from nemo_rl_mcore.data.row import Row
 from nemo_rl_mcore.data.row_readers import RowError, RowReader
+from nemo_rl_mcore.data.rows import Row
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
@@ -81,9 +79,7 @@ def read(values, kind, tokenizer, **source):
     found = RowReader(SourceConfig(data_path="rows.jsonl", **source), kind, chat=True).read(
         Row("rows.jsonl:1", values)
     )
-    text, context = (found.context, ()) if isinstance(found.context, str) else ("", found.context)
-    prompt = Prompt(0, text, found.answer, found.rejected, context, found.imitate_all, extras=found.extras)
-    return with_template(prompt, tokenizer)
+    return with_template(found, tokenizer)
 
 
 def by_transformers(tokenizer, messages, **how):
@@ -153,7 +149,7 @@ def test_a_pair_has_the_ids_of_transformers(load, family, name, whole):
     worse = said("assistant", "no")
     chosen, rejected = (messages, [*messages[:-1], worse]) if whole else ([messages[-1]], [worse])
     row = {"prompt": messages[:-1], "chosen": chosen, "rejected": rejected, "tools": TOOLS}
-    pair = pair_rows(given_pair(read(row, RowKind.PAIRS, tokenizer)), tokenizer)
+    pair = pair_rows(read(row, RowKind.PAIRS, tokenizer), tokenizer)
     for one, last in zip(pair, (messages[-1], worse), strict=True):
         conversation = [*({**m, "weight": 0} if m["role"] == "assistant" else m for m in messages[:-1]), last]
         assert list(one.ids) == by_transformers(tokenizer, conversation, return_dict=False)
@@ -182,7 +178,7 @@ def test_an_answer_that_begins_with_line_feeds_is_a_prompt_and_the_ids_that_foll
     wanted = [(token, trained) for text, trained in parts for token in tokenizer.encode(text)]
     assert list(zip(row.ids, row.trained, strict=True)) == wanted
     pair = read({"prompt": [ASKED], "chosen": answer, "rejected": "41"}, RowKind.PAIRS, tokenizer)
-    chosen, _ = pair_rows(given_pair(pair), tokenizer)
+    chosen, _ = pair_rows(pair, tokenizer)
     prompt = tokenizer.encode(pair.text)
     assert list(chosen.ids[: len(prompt)]) == prompt
     assert list(chosen.trained).index(True) == len(prompt)
@@ -208,7 +204,7 @@ def test_a_prompt_that_begins_its_answer_goes_on_there(load, family, begun):
         assert History().prompt(chat_of(chat | more, any_room), tokenizer, any_room).ids == wanted
     whole = [ASKED, said("assistant", begun + "42")]
     answered = answer_row(read(row, RowKind.ANSWERS, tokenizer), tokenizer)
-    chosen, _ = pair_rows(given_pair(read(row, RowKind.PAIRS, tokenizer)), tokenizer)
+    chosen, _ = pair_rows(read(row, RowKind.PAIRS, tokenizer), tokenizer)
     for one in (answered, chosen):
         assert tokenizer.text_of(one.ids) == by_transformers(tokenizer, whole, tokenize=False)
         assert list(one.ids[: len(wanted)]) == wanted

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from refusals import refused
 from uneven_batch import batch
 
-from nemo_rl_mcore.data.token_budget import TokenBudget, balanced, split_balanced
+from nemo_rl_mcore.data.microbatch import TokenBudget, balanced, split_balanced
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Words
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl_mcore.data.ends import end_ids
-from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, Tokenizer, load_tokenizer, strip_response
+from nemo_rl_mcore.data.hub import CHAR_VOCABULARY, end_ids
+from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer, strip_response
 
 PAD, EOS = 16, 15
 

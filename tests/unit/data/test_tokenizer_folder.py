@@ -8,7 +8,6 @@ from refusals import briefs, wrong_key
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import AutoTokenizer
 
-from nemo_rl_mcore.data.chat_template import turn_problems
 from nemo_rl_mcore.data.tokenizer_folder import (
     ends_of,
     special_tokens_of,
@@ -16,6 +15,8 @@ from nemo_rl_mcore.data.tokenizer_folder import (
 )
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
+from nemo_rl_mcore.tools.check.chat_template import turn_problems
+from nemo_rl_mcore.tools.check.render import subject_of
 
 EXEMPLAR = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
 WORDS = {"a": 0, "b": 1, "ab": 2}
@@ -173,7 +174,7 @@ def test_the_ends_of_answers_are_told_with_their_texts(tmp_path):
     config = with_chat(tmp_path, TEMPLATE, "policy.generation.stop_token_ids=[2, 3]")
     (tmp_path / "tokenizer/generation_config.json").write_text('{"eos_token_id": [1, 0]}')
     assert ends_of(config.policy) == {1: "<end>", 0: "<pad>", 2: "<turn>", 3: " "}
-    subject = dict(preflight(config).subject)
+    subject = {one.name: one.found for one in subject_of(preflight(config))}
     assert subject["answers end with"] == "'<end>' (1), '<pad>' (0), '<turn>' (2), ' ' (3)"
 
 

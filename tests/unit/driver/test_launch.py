@@ -8,13 +8,13 @@ import pytest
 from saved_steps import save
 
 from nemo_rl_mcore.driver import run as launch
-from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.evaluate import export
-from nemo_rl_mcore.tools.report.command import page_of_run
+from nemo_rl_mcore.tools.report.page import page_of_run
 
 RECIPE = "examples/configs/grpo_copy_cpu.yaml"
 
@@ -139,7 +139,6 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_is_brought_to_its_end(
     (saved / "tmp_deleted_step_1").mkdir()
     (saved / "tmp_step_3").mkdir()
     log.mkdir()
-    (log / ".reserve").write_text("room")
     (log / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n{"step": 2, "train/reward": 0.5}\n')
     assert launch.run(finished, page_of_run) == 0
     assert {path.name for path in saved.iterdir()} == {"step_2", ".lock"}
@@ -151,7 +150,7 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_is_brought_to_its_end(
 
 def test_what_ends_before_a_step_says_so(finished, monkeypatch, capsys):
     class NoCluster:
-        def __init__(self, _config, fewer, more_cpus):
+        def __init__(self, _config, more_cpus):
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(launch, "RayCluster", NoCluster, raising=False)

@@ -8,10 +8,9 @@ import sys
 import pytest
 
 from nemo_rl_mcore.cli import main
-from nemo_rl_mcore.driver.console import open_console
 from nemo_rl_mcore.driver.observability.report import sample_table
 from nemo_rl_mcore.driver.observability.rollouts import Sample
-from nemo_rl_mcore.driver.output import visible, write_line
+from nemo_rl_mcore.driver.output import open_console, visible, write_line
 
 # Sets the title, clears the screen, writes to the clipboard, colours, turns the direction; C1, DEL, a lone surrogate.
 FOREIGN = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_mcore.config import ConfigError
-from nemo_rl_mcore.driver.run_folders import held_folders, leave_recipe, run_folders
+from nemo_rl_mcore.driver.run_folder import held_folders, leave_recipe, run_folders
 from nemo_rl_mcore.errors import FolderError, RunStoppedError
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
@@ -32,7 +32,7 @@ def refused(wanted):
 HOLDER = """
 import subprocess, sys, time
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.driver.run_folders import held_folders, leave_recipe, run_folders
+from nemo_rl_mcore.driver.run_folder import held_folders, leave_recipe, run_folders
 with run_folders(load_config(sys.argv[1], sys.argv[2:])):
     child = subprocess.Popen(["sleep", "60"], close_fds=False)  # as a rank that outlives its driver
     print(child.pid, flush=True)

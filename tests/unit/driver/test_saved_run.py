@@ -5,14 +5,14 @@ from functools import cache, partial
 
 import pytest
 import yaml
-from refusals import assert_holds, briefs, wrong_key
+from refusals import assert_holds, briefs
 
 from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.config.custom_code import handed
 from nemo_rl_mcore.config.policy import PolicyConfig
-from nemo_rl_mcore.config.run_models import TeacherConfig
-from nemo_rl_mcore.driver.inputs import with_inputs
-from nemo_rl_mcore.driver.saved_run import (
+from nemo_rl_mcore.config.run_config import TeacherConfig
+from nemo_rl_mcore.driver.parts import with_inputs
+from nemo_rl_mcore.driver.run_folder import (
     cannot_resume,
     changes_of_answers,
     changes_since,
@@ -157,18 +157,6 @@ def test_a_run_does_not_resume_with_other_frozen_weights(load, before):
     refusal = cannot_resume(recipe, load(f"{FREEZE}=['model.norm.weight']"))
     assert refusal is not None
     assert_holds(refusal, FREEZE)
-
-
-def test_a_recipe_of_an_earlier_version_has_a_key_that_is_gone_and_goes_on(load, tmp_path):
-    config = load()
-    recipe = yaml.safe_load(recipe_text(config))
-    recipe["policy"]["generation"]["journal"] = False
-    recipe["grpo"]["async_grpo"].pop("keep_groups_gb")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
-    assert load_config(tmp_path / "config.yaml") == config
-    assert changes_since(recipe, config) == []
-    with wrong_key("policy.generation.journal: unknown-key"):
-        load("+policy.generation.journal=true")
 
 
 ROWS = "".join(f'{{"input": "{number}>", "output": "{number}"}}\n' for number in range(20))

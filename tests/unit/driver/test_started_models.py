@@ -10,7 +10,7 @@ from nemo_rl_mcore.driver import policy
 from nemo_rl_mcore.driver import run as launch
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.driver.observability import RunRecorder
-from nemo_rl_mcore.driver.saved_run import recipe_text
+from nemo_rl_mcore.driver.run_folder import recipe_text
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.evaluate import export, generate
 
@@ -69,17 +69,17 @@ def started(monkeypatch):
     ("exemplar", "overrides", "models"),
     [
         ("grpo_copy_cpu", [], [(Role.POLICY, True, False)]),
-        ("dpo_cpu", ["warm_start=null"], [(Role.POLICY, True, True)]),
-        ("ppo_cpu", ["warm_start=null"], [(Role.POLICY, True, False), (Role.VALUE, True, False)]),
+        ("dpo_cpu", [], [(Role.POLICY, True, True)]),
+        ("ppo_cpu", [], [(Role.POLICY, True, False), (Role.VALUE, True, False)]),
         (
             "distillation_cpu",
-            ["~teacher.warm_start", "+teacher.init_checkpoint=there"],
+            ["teacher.init_checkpoint=there"],
             [(Role.POLICY, True, False), (Role.POLICY, False, False)],
         ),
     ],
 )
 def test_a_run_starts_its_models(exemplar, overrides, models, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch.TrainingLoop, "steps", lambda _loop, _algorithm: iter(()))
+    monkeypatch.setattr(launch.TrainingLoop, "steps", lambda _loop: iter(()))
     quiet = [f"logger.log_dir={tmp_path}", "logger.tensorboard_enabled=false"]
     config = load_config(EXEMPLARS / f"{exemplar}.yaml", [*overrides, *quiet])
     recorder = RunRecorder(config.logger, 1)

@@ -7,12 +7,15 @@ import torch
 from refusals import assert_holds
 
 from nemo_rl_mcore.rank.refit import digests as digests_module
-from nemo_rl_mcore.rank.refit.digests import block_sum, digest, digests, sealed
-from nemo_rl_mcore.rank.refit.verification import (
+from nemo_rl_mcore.rank.refit.digests import (
     HeldBlock,
     IncompleteRefitError,
+    block_sum,
+    digest,
+    digests,
     joined,
     require_as_sent,
+    sealed,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_mcore.engine.embedded.engine import EmbeddedEngine, EmbeddedSettings
+from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
 from nemo_rl_mcore.engine.engine import Request, Sampling
 from nemo_rl_mcore.rank.policy_backend import GenerationRequest, SampledTokens
 from nemo_rl_mcore.recipe.load import load_config

@@ -7,7 +7,8 @@ import torch
 from engine_contract import keeps_to_the_contract
 from fake_engine import FakeEngine, next_logprobs
 
-from nemo_rl_mcore.engine.engine import Request, Response, as_batch
+from nemo_rl_mcore.driver.actors.engine_generation import as_batch
+from nemo_rl_mcore.engine.engine import Request, Response
 
 
 def tensors(seed):

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_mcore.config import ConfigError
-from nemo_rl_mcore.engine.kinds import engine_kind
-from nemo_rl_mcore.engine.machines import Machines
-from nemo_rl_mcore.engine.vllm.kind import vllm_environment
-from nemo_rl_mcore.engine.vllm.share import VllmShare
+from nemo_rl_mcore.engine.engine import EngineMachines
+from nemo_rl_mcore.engine.kinds import engine_kind, vllm_environment
+from nemo_rl_mcore.engine.vllm.engine import VllmShare
 from nemo_rl_mcore.recipe.load import load_config
 
 LONGER = ("policy.max_total_sequence_length=16", "policy.model.max_position_embeddings=16")
@@ -109,7 +108,7 @@ def test_an_engine_over_machines_tells_vllm_which_part_it_is(tmp_path):
     overrides = [f"logger.log_dir={tmp_path}", *LONGER, *ON_GPUS, "cluster.num_nodes=2", *own]
     kind = engine_kind(load_config(RECIPES / "grpo_copy_vllm_cpu.yaml", overrides))
     assert (kind.processes, kind.share) == (4, VllmShare)
-    arguments = kind.settings.arguments(Machines("10.0.0.1", "10.0.0.2", 1, 2, 7))
+    arguments = kind.settings.arguments(EngineMachines("10.0.0.1", "10.0.0.2", 1, 2, 7))
     expected = {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "master_port": 7}
     assert expected.items() <= arguments.items()
     assert layout.items() <= arguments.items()

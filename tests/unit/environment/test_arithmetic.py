@@ -1,7 +1,7 @@
 import pytest
 
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.environment.arithmetic import ArithmeticEnvironment, character_score
+from nemo_rl_mcore.environment.games import ArithmeticEnvironment, character_score
 
 
 @pytest.mark.parametrize(

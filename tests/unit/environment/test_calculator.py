@@ -4,7 +4,7 @@ import pytest
 from said_turns import play
 
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
-from nemo_rl_mcore.environment.calculator import CalculatorEnvironment, value_of
+from nemo_rl_mcore.environment.games import CalculatorEnvironment, value_of
 
 TOOL = CalculatorEnvironment()
 PROMPT = Prompt(3725, "37+25>", "00062")

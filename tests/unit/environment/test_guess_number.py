@@ -5,7 +5,7 @@ import pytest
 from said_turns import play
 
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
-from nemo_rl_mcore.environment.guess_number import GuessNumberEnvironment
+from nemo_rl_mcore.environment.games import GuessNumberEnvironment
 
 GAME = GuessNumberEnvironment()
 PROMPT = Prompt(185, "18>", "5")

@@ -6,9 +6,11 @@ from refusals import refused
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.turns import first_turn
-from nemo_rl_mcore.environment.arithmetic import ArithmeticEnvironment
-from nemo_rl_mcore.environment.calculator import CalculatorEnvironment
-from nemo_rl_mcore.environment.guess_number import GuessNumberEnvironment
+from nemo_rl_mcore.environment.games import (
+    ArithmeticEnvironment,
+    CalculatorEnvironment,
+    GuessNumberEnvironment,
+)
 from nemo_rl_mcore.environment.interface import EnvironmentReturn
 from nemo_rl_mcore.environment.registry import make_environment
 from nemo_rl_mcore.environment.replies import LocalEnvironments

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemo_rl_mcore.environment.arithmetic import ArithmeticEnvironment
-from nemo_rl_mcore.environment.votes import Vote, votes_of
+from nemo_rl_mcore.environment.games import ArithmeticEnvironment
+from nemo_rl_mcore.environment.interface import Vote, votes_of
 
 
 def test_without_a_reader_of_answers_equal_texts_are_equal():

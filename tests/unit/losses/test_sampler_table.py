@@ -10,11 +10,11 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.driver.algorithms.mismatch import (
     Mismatch,
+    correction_metrics,
     table_of_batch,
     table_of_training,
     with_row_numbers,
 )
-from nemo_rl_mcore.driver.rollouts.metrics import correction_metrics
 from nemo_rl_mcore.losses import ClippedPGLossFn, TokenOutputs
 from nemo_rl_mcore.losses.sampler_table import COLUMNS, sampler_table
 from nemo_rl_mcore.rank.sums import LocalSums

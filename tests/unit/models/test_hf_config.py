@@ -11,14 +11,12 @@ import yaml
 from refusals import brief, briefs, wrong_key
 
 from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig
-from nemo_rl_mcore.data.ends import end_ids
-from nemo_rl_mcore.data.hub_cache import is_hub_id, local_folder
+from nemo_rl_mcore.data.hub import end_ids, is_hub_id, local_folder
 from nemo_rl_mcore.models import FAMILIES, count_parameters, family_of
 from nemo_rl_mcore.models.config_json import hf_config_of, model_config_from_hf
-from nemo_rl_mcore.models.known_models import KNOWN_MODELS
-from nemo_rl_mcore.models.overrides import overridden
-from nemo_rl_mcore.models.pretrained import explicit_fields
+from nemo_rl_mcore.models.pretrained import explicit_fields, known_models, overridden
 from nemo_rl_mcore.recipe.load import load_config
+from nemo_rl_mcore.recipe.rules.policies import checked_policy
 from nemo_rl_mcore.tools.check import preflight
 
 SIZES = {
@@ -268,28 +266,28 @@ def test_the_family_follows_from_the_architecture(model, family):
     [
         (
             {"qk_layernorm": True, "add_qkv_bias": True},
-            "policy.model.add_qkv_bias: True with policy.model.qk",
+            "add_qkv_bias: True with qk",
         ),
         (
             {"num_moe_experts": 4, "moe_router_pre_softmax": True},
-            "policy.model.num_moe_experts: 4 with policy.model.moe_router_pre_softmax: True",
+            "num_moe_experts: 4 with moe_router_pre_softmax: True",
         ),
-        ({"mtp_num_layers": 1}, "policy.model.mtp_num_layers: 1"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers: 1"),
         (
             {"num_moe_experts": 4, "qk_layernorm": True, "moe_shared_expert_intermediate_size": 8},
-            "policy.model.moe_shared_expert_intermediate_size: 8",
+            "moe_shared_expert_intermediate_size: 8",
         ),
         (
             {"num_moe_experts": 4, "qk_layernorm": True, "moe_router_score_function": "sigmoid"},
-            "policy.model.moe_router_score_function: sigmoid",
+            "moe_router_score_function: sigmoid",
         ),
-        ({"activation_func": "squared_relu"}, "policy.model.activation_func: squared_relu"),
-        ({"position_embedding_type": "none"}, "policy.model.position_embedding_type: none"),
-        ({"sliding_window": 8}, "policy.model.sliding_window: 8"),
-        ({"softmax_type": "learnable"}, "policy.model.softmax_type: learnable"),
-        (OF_GPT_OSS | {"activation_func_clamp_value": None}, "policy.model.activation_func: quick_gelu"),
-        (OF_GPT_OSS | {"glu_linear_offset": 0.0}, "policy.model.activation_func: quick_gelu"),
-        (HYBRID | {"activation_func": "silu"}, "policy.model.hybrid_layer_pattern: M*"),
+        ({"activation_func": "squared_relu"}, "activation_func: squared_relu"),
+        ({"position_embedding_type": "none"}, "position_embedding_type: none"),
+        ({"sliding_window": 8}, "sliding_window: 8"),
+        ({"softmax_type": "learnable"}, "softmax_type: learnable"),
+        (OF_GPT_OSS | {"activation_func_clamp_value": None}, "activation_func: quick_gelu"),
+        (OF_GPT_OSS | {"glu_linear_offset": 0.0}, "activation_func: quick_gelu"),
+        (HYBRID | {"activation_func": "silu"}, "hybrid_layer_pattern: M*"),
     ],
 )
 def test_what_no_family_has_is_named(model, reason):
@@ -581,9 +579,9 @@ PARAMETERS = {
 """As the model cards' safetensors count them."""
 
 
-@pytest.mark.parametrize("name", KNOWN_MODELS)
+@pytest.mark.parametrize("name", known_models())
 def test_known_models_have_the_published_number_of_parameters(name):
-    assert count_parameters(model_config_from_hf(KNOWN_MODELS[name])) == PARAMETERS[name]
+    assert count_parameters(model_config_from_hf(known_models()[name])) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize(
@@ -801,7 +799,7 @@ def test_the_tokenizer_is_the_models_where_none_is_named(recipe, tmp_path, tree)
 def test_a_policy_is_complete_without_a_recipe(tree, tmp_path):
     folder = saved_model(tmp_path / "model", config_of("qwen2", num_key_value_heads=2))
     section = {key: value for key, value in tree["policy"].items() if key not in ("model", "tokenizer")}
-    policy = PolicyConfig.model_validate({**section, "model_name": str(folder)})
+    policy = checked_policy({**section, "model_name": str(folder)})
     assert (policy.model.add_qkv_bias, policy.tokenizer.name) == (True, str(folder))
     assert PolicyConfig.model_validate(policy.model_dump()) == policy
 

@@ -4,9 +4,9 @@ import pytest
 from refusals import wrong_key
 
 from nemo_rl_mcore.config import AsyncRolloutsConfig, checked
-from nemo_rl_mcore.driver.saved_run import recipe_text
+from nemo_rl_mcore.driver.run_folder import recipe_text
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.recipe.rules.asynchronous import remarks
+from nemo_rl_mcore.recipe.rules.rollouts import remarks
 from nemo_rl_mcore.tools.migrate.migrate import migrate
 
 ASYNC = "grpo.async_grpo"
@@ -168,7 +168,6 @@ class TestCorrection:
         ["+grpo.reward_scaling={enabled: true, target_max: 2.0}"],
         ["grpo.overlong_filtering=true"],
         ["grpo.val_at_start=true", "grpo.val_period=3"],
-        ["+warm_start=examples/configs/sft_cpu.yaml"],
         ["+policy.init_checkpoint=step_7"],
         ["loss_fn.reference_policy_kl_penalty=0.1"],
         ["loss_fn.reference_policy_kl_penalty=0.1", "loss_fn.use_kl_in_reward=true", WHITENED],

@@ -53,12 +53,6 @@ def test_defaults_finds_a_file_beside_the_recipe_before_a_shipped_one(empty_fold
     assert load_config(own).grpo.max_val_samples == 32
 
 
-def test_a_warm_start_is_found_by_name(empty_folder):
-    own = empty_folder / "own.yaml"
-    own.write_text("defaults: grpo_reverse_cpu.yaml\nwarm_start: sft_teacher_cpu.yaml\n")
-    assert Path(load_config(own).warm_start).samefile(CONFIGS / "sft_teacher_cpu.yaml")
-
-
 def test_a_name_that_nobody_has(empty_folder):
     with pytest.raises(ConfigError, match=r"nope.yaml: no such file; .* `nemo-rl-mcore recipes` lists"):
         load_config("nope.yaml")

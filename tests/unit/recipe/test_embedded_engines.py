@@ -4,7 +4,7 @@ import pytest
 
 from nemo_rl_mcore.config import EmbeddedConfig
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.recipe.rules.embedded import RULES
+from nemo_rl_mcore.recipe.rules.runs import run_problems
 
 GENERATION = "policy.generation"
 APART = f"{GENERATION}.colocated.enabled=false"
@@ -59,4 +59,4 @@ def test_what_goes_with_them(load, overrides):
 
 def test_none_of_it_holds_where_the_ranks_answer(load):
     config = load(*FOREIGN, f"{GENERATION}.refit_transport=nccl", f"{GENERATION}.refit_bucket_bytes=1")
-    assert not [problem for rule in RULES.of_runs for problem in rule(config)]
+    assert not [*run_problems(config)]

@@ -3,8 +3,7 @@
 import pytest
 
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.tools.check.agents import agent_problems
-from nemo_rl_mcore.tools.check.packages import needed_packages
+from nemo_rl_mcore.tools.check.machine import agent_problems, needed_packages
 
 RECIPE = "examples/configs/grpo_agents_cpu.yaml"
 AGENT = "+env.endpoint={command: [python]}"
@@ -54,8 +53,8 @@ def test_a_program_that_is_not_there_is_found_before_ranks_start():
 
 def test_a_tool_parser_of_the_library_needs_it():
     config = load_config(RECIPE, ["env.endpoint.tool_parser=glm"])
-    assert "renderers" in [one.package for one in needed_packages(config)]
-    assert "renderers" not in [one.package for one in needed_packages(load_config(RECIPE))]
+    assert "renderers" in [one.name for one in needed_packages(config).values()]
+    assert "renderers" not in [one.name for one in needed_packages(load_config(RECIPE)).values()]
 
 
 def test_an_agent_whose_calls_show_less_needs_no_room_for_two_answers():

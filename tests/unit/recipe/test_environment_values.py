@@ -7,9 +7,9 @@ import yaml
 
 from nemo_rl_mcore import cli
 from nemo_rl_mcore.config import ConfigError
-from nemo_rl_mcore.driver.saved_run import changes_since, read_recipe_of, recipe_text
+from nemo_rl_mcore.driver.run_folder import changes_since, read_recipe_of, recipe_text
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.tools.evaluate.folder import identity_of
+from nemo_rl_mcore.tools.evaluate.samples import identity_of
 
 SECRET = "s3cr3t-v4lue"
 KEY = "env.custom.args.api_key"
@@ -112,6 +112,15 @@ def test_a_short_value_is_not_shown_where_its_key_is_judged(load, monkeypatch):
     with pytest.raises(ConfigError) as refused:
         load("policy.precision=${oc.env:PIN}")
     assert "q7" not in str(refused.value)
+
+
+def test_a_short_value_is_not_shown_where_its_key_is_told_beside_another(load, monkeypatch):
+    monkeypatch.setenv("PIN", "0.7")
+    optimizer = "policy.megatron_cfg.optimizer"
+    with pytest.raises(ConfigError) as refused:
+        load(f"{optimizer}.lr=${{oc.env:PIN}}", f"{optimizer}.min_lr=1")
+    assert "0.7" not in str(refused.value)
+    assert "oc.env:PIN" in str(refused.value)
 
 
 def test_sizes_of_the_weights_are_saved_as_they_are(write, monkeypatch):

@@ -9,8 +9,8 @@ from nemo_rl_mcore import cli
 from nemo_rl_mcore.cli import commands
 from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, kind_of
-from nemo_rl_mcore.driver.saved_run import recipe_text
-from nemo_rl_mcore.driver.warm_start import warm_start_recipe
+from nemo_rl_mcore.driver.run_folder import recipe_text
+from nemo_rl_mcore.models.memory import reference_place
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
 from nemo_rl_mcore.tools.check.given_weights import load_recipe_of
@@ -51,7 +51,7 @@ def test_the_section_of_the_algorithm_says_which_class_reads_the_recipe(algorith
     assert type(config) is RUN_CONFIGS[algorithm]
     assert config.algorithm == algorithm
     assert config.loop is getattr(config, algorithm)
-    assert preflight(config).steps == config.loop.max_num_steps
+    assert preflight(config, elsewhere=True).steps == config.loop.max_num_steps
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_seed_may_stand_in_the_section_of_any_algorithm(algorithm, tmp_path)
 def test_samples_of_a_step(algorithm, rows):
     config = load_config(EXEMPLAR_OF[algorithm])
     assert config.samples_per_step == rows
-    assert preflight(config).batch.samples == rows
+    assert preflight(config, elsewhere=True).batch.samples == rows
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_samples_of_a_step(algorithm, rows):
 )
 def test_who_needs_the_reference(algorithm, overrides, needed):
     config = load_config(EXEMPLAR_OF[algorithm], overrides)
-    assert config.needs_reference is bool(preflight(config).reference_policy) is needed
+    assert config.needs_reference is bool(reference_place(config)) is needed
 
 
 def test_the_critic_is_the_policy_with_its_own_optimizer():
@@ -197,111 +197,23 @@ def test_no_held_out_pairs_are_taken_where_the_policy_makes_them():
     assert load_config(EXEMPLAR_OF["dpo"], ["+dpo.val_batches=-1"]).val_loss_samples == 0  # online
 
 
-# --- recipes that are run first -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sft(tmp_path):
-    return write(tmp_path, "first.yaml", f"defaults: {EXEMPLAR_OF['sft']}\n")
-
-
-def after(tmp_path, *lines):
-    return write(tmp_path, "second.yaml", "\n".join([f"defaults: {EXEMPLAR_OF['dpo']}", *lines, ""]))
-
-
-def test_the_path_of_a_warm_start_starts_at_its_file_and_holds_wherever_the_recipe_is_saved(
-    tmp_path, sft, monkeypatch
-):
-    second = after(tmp_path, "warm_start: first.yaml")
-    config = load_config(second)
-    assert config.warm_start == str(sft)
-    grandchild = tmp_path / "below"
-    grandchild.mkdir()
-    assert load_config(write(grandchild, "third.yaml", "defaults: ../second.yaml\n")).warm_start.endswith(
-        "first.yaml"
-    )
-    monkeypatch.chdir(tmp_path)
-    relative = load_config("second.yaml")
-    saved = write(grandchild, "config.yaml", recipe_text(relative))
-    assert load_config(saved).warm_start == str(sft)
+# --- weights that a run begins with ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", RUN_CONFIGS)
-def test_the_recipe_in_a_checkpoint_runs_nothing_first(algorithm, tmp_path):
+def test_the_recipe_in_a_checkpoint_begins_with_its_weights(algorithm, tmp_path):
     config = load_config(EXEMPLAR_OF[algorithm])
-    gone = (
-        recipe_text(config).replace("sft_cpu.yaml", "gone.yaml").replace("sft_teacher_cpu.yaml", "gone.yaml")
-    )
-    write(tmp_path, "config.yaml", gone)
+    write(tmp_path, "config.yaml", recipe_text(config))
     loaded = load_recipe_of(tmp_path)
-    assert loaded.warm_start is None
     assert loaded.policy.init_checkpoint == str(tmp_path)
     assert loaded.policy.model == config.policy.model
-    assert not [text for text in _problems(loaded) if "gone.yaml" in text or "warm_start" in text]
 
 
-def _problems(config):
-    """Of a preflight; that the folder holds no weights is one."""
-    try:
-        preflight(config)
-    except ConfigError as error:
-        return briefs(error.problems)
-    return []
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["warm_start: nowhere.yaml"], "warm_start: not-found"),
-        (
-            ["warm_start: first.yaml", "policy: {model: {num_layers: 3}}"],
-            "warm_start: other-model",
-        ),
-        (
-            ["warm_start: first.yaml", "policy: {init_checkpoint: there}"],
-            "warm_start: one-of (init_checkpoint)",
-        ),
-    ],
-)
-def test_warm_starts_that_cannot_be(tmp_path, sft, lines, message):
-    assert message in refused(after(tmp_path, *lines))
-
-
-def test_problems_of_the_first_recipe_name_its_file(tmp_path, sft):
-    sft.write_text(f"{sft.read_text()}seed: x\n")
-    (text,) = refused(after(tmp_path, "warm_start: first.yaml"))
-    assert text.startswith("warm_start: not-allowed")
-
-
-def test_a_warm_start_of_a_warm_start_is_looked_at_too(tmp_path, sft):
-    sft.write_text(f"{sft.read_text()}warm_start: nowhere.yaml\n")
-    assert "warm_start: not-found" in refused(after(tmp_path, "warm_start: first.yaml"))
-
-
-def test_recipes_that_run_each_other_first_are_refused(tmp_path, sft):
-    second = after(tmp_path, "warm_start: first.yaml")
-    sft.write_text(f"{sft.read_text()}warm_start: second.yaml\n")
-    assert any("warm_start: reference" in text for text in refused(second))
-
-
-def test_a_teacher_is_compared_with_the_teachers_model(tmp_path, sft):
-    lines = f"defaults: {EXEMPLAR_OF['distillation']}\nteacher:\n  warm_start: first.yaml\n"
-    preflight(load_config(write(tmp_path, "same.yaml", lines)))
-    model = load_config(sft).policy.model.model_dump_json(exclude_none=True)
+def test_a_teacher_is_compared_with_the_teachers_model(tmp_path):
+    write(tmp_path, "config.yaml", recipe_text(load_config(EXEMPLAR_OF["sft"])))
+    lines = f"defaults: {EXEMPLAR_OF['distillation']}\nteacher:\n  init_checkpoint: {tmp_path}\n"
+    preflight(load_config(write(tmp_path, "same.yaml", lines)), elsewhere=True)
+    model = load_config(EXEMPLAR_OF["sft"]).policy.model.model_dump_json(exclude_none=True)
     larger = model.replace('"num_layers":2', '"num_layers":4')
     other = write(tmp_path, "other.yaml", f"{lines}  model: {larger}\n")
-    assert any("teacher.warm_start: other-model" in text for text in refused(other))
-
-
-def test_the_first_recipe_runs_in_its_own_folder_with_the_seed_of_the_run_and_keeps_its_last_weights(
-    tmp_path, sft
-):
-    config = load_config(after(tmp_path, "warm_start: first.yaml", "seed: 5"))
-    first = warm_start_recipe(config.warm_start, config, tmp_path / "run/warm_start")
-    assert (first.algorithm, first.seed) == ("sft", 5)
-    assert first.logger.log_dir == str(tmp_path / "run/warm_start")
-    kept = first.checkpointing
-    assert (kept.enabled, kept.resume, kept.save_period) == (True, "auto", first.loop.max_num_steps)
-    assert kept.checkpoint_dir == str(tmp_path / "run/warm_start/checkpoints")
-    logger = first.logger
-    assert [logger.tensorboard_enabled, logger.wandb_enabled, logger.mlflow_enabled] == [False] * 3
+    assert any("teacher.init_checkpoint: other-model" in text for text in refused(other))

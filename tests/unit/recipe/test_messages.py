@@ -1,4 +1,7 @@
-"""What wrong recipes are told, word for word: messages.yaml, whose messages `pytest --write-messages` rewrites."""
+"""What wrong recipes are told: messages.yaml, which `pytest --write-messages` rewrites.
+
+Each case has the codes and keys; those with words of their own, and one of each kind that is made of values, the words.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,29 +28,35 @@ ELSEWHERE = {
 """Codes that need more than a recipe and overrides, and what."""
 
 
-def message(problem: Problem) -> dict[str, Any]:
-    related = {"related": list(problem.related)} if problem.related else {}
-    return {"code": problem.code, "says": str(replace(problem, where="")), **related}
+def brief(problem: Problem) -> str:
+    related = f" ({', '.join(problem.related)})" if problem.related else ""
+    return f"{problem.path}: {problem.code}{related}"
 
 
-def messages(recipe: str, overrides: list[str], exemplar: Path) -> list[dict[str, Any]]:
-    """What is wrong, or has no effect."""
+def told(case: dict[str, Any], exemplar: Path) -> dict[str, Any]:
+    """The case with what is wrong, or has no effect."""
     try:
-        _, problems = load_with_warnings(exemplar.with_name(recipe), overrides)
+        _, problems = load_with_warnings(exemplar.with_name(case.get("recipe", exemplar.name)), case["set"])
     except ConfigError as error:
         problems = error.problems
-    return [message(problem) for problem in problems]
+    says = {"says": [str(replace(problem, where="")) for problem in problems]} if "says" in case else {}
+    return {**case, "problems": [brief(problem) for problem in problems], **says}
 
 
 def test_each_wrong_recipe_is_told_what_the_file_says(exemplar, pytestconfig):
-    found = [{**case, "problems": messages(case["recipe"], case["set"], exemplar)} for case in CASES]
+    found = [told(case, exemplar) for case in CASES]
     if pytestconfig.getoption("--write-messages"):
-        FILE.write_text(yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=10**6), "utf-8")
+        text = yaml.safe_dump(
+            found, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=None
+        )
+        FILE.write_text(text, "utf-8")
     else:
         assert found == CASES
 
 
-def test_each_code_has_a_message():
-    here = {problem["code"] for case in CASES for problem in case["problems"]}
+def test_each_code_has_words_in_the_file():
+    here = {
+        problem.split(": ")[1].split()[0] for case in CASES if "says" in case for problem in case["problems"]
+    }
     assert here.isdisjoint(ELSEWHERE)
     assert here | set(ELSEWHERE) == set(get_args(Code.__value__))

@@ -3,9 +3,10 @@ import pytest
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.config.base import StrictModel
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.recipe.foreign.translated import TRANSLATED
-from nemo_rl_mcore.recipe.foreign.unsupported import UNSUPPORTED
+from nemo_rl_mcore.recipe.of_nemo_rl import twin_in_policy
 from nemo_rl_mcore.recipe.schema import allowed, fields, is_known, nearest_path
+from nemo_rl_mcore.tools.migrate.judgements import JUDGEMENTS
+from nemo_rl_mcore.tools.migrate.renamed import RENAMED
 
 
 @pytest.mark.parametrize("path", sorted(fields()))
@@ -27,14 +28,14 @@ def test_fields_cover_nested_sections():
 
 
 def test_the_table_of_unsupported_keys_repeats_no_field():
-    assert not fields().keys() & UNSUPPORTED.keys()
+    assert not fields().keys() & JUDGEMENTS.keys()
 
 
-@pytest.mark.parametrize("path", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("path", sorted(JUDGEMENTS))
 def test_unsupported_keys_stand_in_known_sections(path):
-    parent = path.rpartition(".")[0]
+    parent = twin_in_policy(path).rpartition(".")[0]
     of_all = (path for kind in RUN_CONFIGS.values() for path in fields(kind))
-    known = {*RUN_CONFIGS, *of_all, *(key.rpartition(".")[0] for key in TRANSLATED)}
+    known = {*RUN_CONFIGS, *of_all, *(key.rpartition(".")[0] for key in RENAMED), *JUDGEMENTS}
     assert not parent or parent in known
 
 

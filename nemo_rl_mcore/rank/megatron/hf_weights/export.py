@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_mcore.config import ModelConfig, PolicyConfig
-from nemo_rl_mcore.data.ends import EOS, GENERATION, end_ids
-from nemo_rl_mcore.data.hub_cache import local_folder
+from nemo_rl_mcore.data.hub import EOS, GENERATION, end_ids, local_folder
 from nemo_rl_mcore.data.tokenizer import ChatTemplate, load_tokenizer
 from nemo_rl_mcore.models import all_weights, family_of
 from nemo_rl_mcore.models.config_json import hf_config_of

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nemo_rl_mcore.data.weight_files import INDEX, ONE_FILE, tensor_files
+from nemo_rl_mcore.data.hub import INDEX, ONE_FILE, tensor_files
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import activity
 

@@ -106,10 +106,11 @@ function header() {
   document.querySelector("footer").textContent = `nemo-rl-mcore ${data.version}, ${data.made}: ${where}`;
 }
 
-function finding({ level, text, panel }) {
-  const target = data.groups.flatMap((group) => group.panels).find(({ metrics }) => metrics.includes(panel));
-  const link = target ? [" ", make("a", { href: `#${target.metrics[0]}` }, "see the curve")] : [];
-  return make("div", { class: `finding ${level}` }, make("b", {}, level === "warning" ? "Look at this" : "Note"), text, ...link);
+function finding({ text, panel }) {
+  const target = Object.values(PANELS).flat().find(([, metrics]) => metrics.includes(panel));
+  const place = target && document.getElementById(target[1].find((name) => document.getElementById(name)));
+  const link = place ? [" ", make("a", { href: `#${place.id}` }, "see the curve")] : [];
+  return make("div", { class: "finding warning" }, make("b", {}, "Look at this"), text, ...link);
 }
 
 function findings() {
@@ -119,31 +120,6 @@ function findings() {
     element.append(...run.findings.map(finding));
     if (!run.findings.length) element.append(make("p", { class: "quiet" }, "Nothing that the rules of this page know of."));
   }
-}
-
-function curves() {
-  for (const group of data.groups) {
-    const panels = group.panels.map((panel) =>
-      make("div", { class: "panel", id: panel.metrics[0] },
-        make("h4", {}, panel.title), make("p", { class: "note" }, panel.note), plot(panel.figure)));
-    section(group.title, make("div", { class: "panels" }, ...panels));
-  }
-  const names = Object.keys(data.others);
-  if (!names.length) return;
-  const place = make("div", { class: "plot" });
-  const choice = make("select", { onchange: () => draw(place, data.others[choice.value]) },
-    ...names.map((name) => make("option", { value: name }, name)));
-  drawn.push([place, data.others[names[0]]]);
-  section("Other metrics", make("div", { class: "controls" }, labelled("metric", choice)), place);
-}
-
-function time(run) {
-  if (!run.waterfall) return [];
-  return [
-    make("div", { class: "pair" },
-      make("div", { class: "panel" }, make("h4", {}, "the median step"), plot(run.waterfall, "tall")),
-      make("div", { class: "panel" }, make("h4", {}, "seconds of each phase"), plot(run.phases, "tall"))),
-  ];
 }
 
 function recipes() {

@@ -2,7 +2,7 @@
 header();
 section("What to look at");
 ofEachRun("Summary", (run) => (run.summary.length ? [table(null, run.summary)] : []));
-ofEachRun("Evaluations", (run) => run.evaluations.flatMap(({ title, header, rows }) => [make("h3", {}, title), table(header, rows)]));
+ofEachRun("Evaluations", evaluations);
 curves();
 ofEachRun("Time", time);
 const withAnswers = data.runs.filter((run) => run.steps.length);

@@ -18,8 +18,8 @@ from fake_generation import STOP, Weights, engine_of, generation, kill, prompts,
 from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.token_digests import digest_of_ids
-from nemo_rl_mcore.driver.actors.failures import Call, WorkerError
+from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
+from nemo_rl_mcore.driver.actors.failures import WorkerCall, WorkerError
 from nemo_rl_mcore.engine.engine import WrongWeightsError
 from nemo_rl_mcore.ops.sampling import sample_keys
 
@@ -308,7 +308,7 @@ def test_the_end_of_a_run_does_not_wait_for_an_engine_that_starts(cluster, tmp_p
     settings = {"engine": StartsSlowly, "settings": str(tmp_path / "first"), "engines": 1}
     with generation(cluster, Weights(), max_restarts=1, restart_backoff_s=0.01, **settings) as engines:
         engines.update_weights(0)
-        engines._fleet.lose(engine_of(engines, 0), WorkerError("gone", Call("generate")))
+        engines._fleet.lose(engine_of(engines, 0), WorkerError("gone", WorkerCall("generate")))
         time.sleep(1.0)
         began = time.monotonic()
     assert time.monotonic() - began < 10

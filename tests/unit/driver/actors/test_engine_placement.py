@@ -2,10 +2,10 @@ import pytest
 from ray.util.placement_group import PlacementGroup
 
 from nemo_rl_mcore.config import ClusterConfig, GenerationConfig
-from nemo_rl_mcore.config.vllm import ColocatedConfig
+from nemo_rl_mcore.config.generation import ColocatedConfig
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.engine_placement import place_engines, transport_of
-from nemo_rl_mcore.driver.actors.placement import Placement
+from nemo_rl_mcore.driver.actors.places import Placement
 from nemo_rl_mcore.engine.engine import EngineKind
 
 GPUS = tuple(f"GPU-{number}" for number in range(8))

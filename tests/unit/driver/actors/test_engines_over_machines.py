@@ -11,13 +11,13 @@ from fake_generation import kind
 from ray.util.placement_group import PlacementGroup
 
 from nemo_rl_mcore.config import ClusterConfig
-from nemo_rl_mcore.config.vllm import ColocatedConfig
+from nemo_rl_mcore.config.generation import ColocatedConfig
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.engine_placement import Share, place_engines, shares_of
 from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
-from nemo_rl_mcore.driver.actors.placement import Placement, RankSlot
-from nemo_rl_mcore.engine.machines import Machines
+from nemo_rl_mcore.driver.actors.places import Placement, RankSlot
+from nemo_rl_mcore.engine.engine import EngineMachines
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def cluster_of(monkeypatch, **keys):
 
 def told(slot):
     environment = {**slot.environment, "MASTER_PORT": "7"}
-    return Machines.of(environment)
+    return EngineMachines.of(environment)
 
 
 def bundle(slot):
@@ -75,10 +75,10 @@ def test_engines_on_the_gpus_of_ranks_have_those_of_whole_machines(monkeypatch):
     assert seen == ["GPU-0,GPU-1", "GPU-2,GPU-3", "GPU-4,GPU-5", "GPU-6,GPU-7"]
     assert {slot.options["num_gpus"] for slot in placed.slots} == {0}, "Ray has given them to the ranks"
     assert [told(slot) for slot in placed.slots] == [
-        Machines("10.0.0.0", "10.0.0.0", 0, 2, 7),
-        Machines("10.0.0.0", "10.0.0.1", 1, 2, 7),
-        Machines("10.0.0.2", "10.0.0.2", 0, 2, 7),
-        Machines("10.0.0.2", "10.0.0.3", 1, 2, 7),
+        EngineMachines("10.0.0.0", "10.0.0.0", 0, 2, 7),
+        EngineMachines("10.0.0.0", "10.0.0.1", 1, 2, 7),
+        EngineMachines("10.0.0.2", "10.0.0.2", 0, 2, 7),
+        EngineMachines("10.0.0.2", "10.0.0.3", 1, 2, 7),
     ]
     assert placed.group is None, "the ranks give their GPUs back themselves"
 

@@ -5,10 +5,10 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from nemo_rl_mcore.driver.actors.actor import failure_of
 from nemo_rl_mcore.driver.actors.failures import (
-    Call,
     RankFailure,
     RankIdentity,
     Stall,
+    WorkerCall,
     WorkerError,
     describe,
     describe_stall,
@@ -59,7 +59,7 @@ def test_a_rank_that_does_not_answer_comes_before_those_that_wait_for_it() -> No
     silent = Stall(3, None, silent=": its process is stopped")
     first, *_ = describe([waited], [at_the_meeting, silent], "train (step 4)", None).splitlines()
     assert first.startswith("rank 3 (starting) ")
-    first, *_ = describe_stall([at_the_meeting, hung(1)], 4, Call("train", "", 30)).splitlines()
+    first, *_ = describe_stall([at_the_meeting, hung(1)], 4, WorkerCall("train", "", 30)).splitlines()
     assert first.index(" rank 1 ") < first.index(" rank 0 ")
 
 
@@ -105,13 +105,13 @@ def test_a_machine_that_is_gone_is_told_in_place_of_the_rank() -> None:
     assert message.startswith(
         "rank 1 (host node7, pid 41) was lost in train (step 4): node 7dda3180 (10.0.0.3) is gone\n"
     )
-    assert WorkerError(message, Call("train"), lost).lost_node == "7dda3180 (10.0.0.3)"
-    assert WorkerError(message, Call("train"), died(1)).lost_node is None
+    assert WorkerError(message, WorkerCall("train"), lost).lost_node == "7dda3180 (10.0.0.3)"
+    assert WorkerError(message, WorkerCall("train"), died(1)).lost_node is None
 
 
 def test_the_machine_of_a_rank_that_hangs_is_told() -> None:
     silent = replace(hung(0), silent="", lost_node="7dda3180 (10.0.0.3)")
-    first, *_ = describe_stall([silent], 4, Call("train", "", 30)).splitlines()
+    first, *_ = describe_stall([silent], 4, WorkerCall("train", "", 30)).splitlines()
     assert "node 7dda3180 (10.0.0.3)" in first
 
 

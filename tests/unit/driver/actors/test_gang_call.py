@@ -12,9 +12,8 @@ import ray
 from refusals import refused
 
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.failures import Call, WorkerError
-from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
-from nemo_rl_mcore.driver.actors.gang_call import GroupInUseError, PendingCall
+from nemo_rl_mcore.driver.actors.failures import WorkerCall, WorkerError
+from nemo_rl_mcore.driver.actors.gang import GroupInUseError, PendingCall, RayWorkerGroup
 from nemo_rl_mcore.driver.signals import stop_signals
 from nemo_rl_mcore.rank import activity
 
@@ -241,7 +240,7 @@ def test_answers_that_are_there_are_taken_in_two_looks_however_many_they_are(
 
     monkeypatch.setattr(ray, "wait", counted)
     refs = {ray.put(10 * rank): rank for rank in range(20)}
-    call = PendingCall(Call("pause", timeout_s=60), (), refs)
+    call = PendingCall(WorkerCall("pause", timeout_s=60), (), refs)
     assert call.done()
     assert call.result() == [10 * rank for rank in range(20)]
     assert looks == [20, 19]

@@ -1,4 +1,4 @@
-"""The worker of one process needs torch, Megatron and a few plain packages: no Ray, no engine, no display."""
+"""What processes of a run load, and what they do not need: a worker alone needs no Ray, engine or display."""
 
 import os
 import subprocess
@@ -58,3 +58,31 @@ def test_the_worker_trains_saves_and_sends_where_little_else_is_installed(tmp_pa
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "not_needed"),
+    [
+        (
+            "nemo_rl_mcore.environment.registry, nemo_rl_mcore.driver.actors.supervised",
+            {
+                "torch",
+                "transformers",
+                "nemo_rl_mcore.driver.actors.cluster",
+                "nemo_rl_mcore.rank.accelerator",
+            },
+        ),
+        ("nemo_rl_mcore.engine.vllm.engine", {"ray", "nemo_rl_mcore.config", "nemo_rl_mcore.losses"}),
+        ("nemo_rl_mcore.driver.actors.ray_engines", {"nemo_rl_mcore.config", "nemo_rl_mcore.driver.policy"}),
+    ],
+    ids=["environment", "vllm engine", "rank that sends"],
+)
+def test_what_a_process_of_a_run_leaves_alone(loaded, not_needed):
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys, {loaded}; print(*sys.modules)"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not not_needed & {*run.stdout.split()}

@@ -10,9 +10,9 @@ from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.actors.actor import Actor
-from nemo_rl_mcore.driver.actors.failures import Call, WorkerError
+from nemo_rl_mcore.driver.actors.failures import WorkerCall, WorkerError
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
-from nemo_rl_mcore.driver.actors.placement import RankSlot
+from nemo_rl_mcore.driver.actors.places import RankSlot
 from nemo_rl_mcore.driver.algorithms.mismatch import with_row_numbers
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.losses import ClippedPGLossFn, DPOLossFn, NLLLossFn
@@ -259,7 +259,7 @@ def test_new_ranks_that_do_not_start_leave_their_places_to_the_next(monkeypatch)
     def start(_class: Any, slot: RankSlot, *_: Any) -> Actor:
         machines.tried_in.append(machines.places[-1].released)
         if broken.pop(0):
-            raise WorkerError("memory", Call("start"))
+            raise WorkerError("memory", WorkerCall("start"))
         return Actor(slot.rank, "rank", None, machines, machines.lost)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Actor, "begin", start)

@@ -10,10 +10,15 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from refusals import refused
 
 from nemo_rl_mcore.driver.actors.ray_engines import RayEngines
-from nemo_rl_mcore.rank.refit.buckets import Bucket, Packer
 from nemo_rl_mcore.rank.refit.digests import digests
 from nemo_rl_mcore.rank.refit.sender import EngineLostError, RefitSettings, open_sender
-from nemo_rl_mcore.rank.refit.transports import MessageRelay, SharedMemoryReceiver, SharedMemorySender
+from nemo_rl_mcore.rank.refit.transports import (
+    Bucket,
+    MessageRelay,
+    Packer,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+)
 
 pytestmark = pytest.mark.stage("processes")
 

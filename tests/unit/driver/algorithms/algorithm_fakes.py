@@ -16,11 +16,10 @@ from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
-from nemo_rl_mcore.driver.rollouts.group_store import GroupStore
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
+from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.start import draw_of, limits_of, scheduler_of
-from nemo_rl_mcore.environment.arithmetic import ArithmeticEnvironment
+from nemo_rl_mcore.environment.games import ArithmeticEnvironment
 from nemo_rl_mcore.environment.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError
 from nemo_rl_mcore.losses.base import MetricKind
@@ -208,10 +207,6 @@ class Notes:
 
     def __init__(self):
         self.steps, self.phases, self.sampled, self.saved = {}, [], [], []
-        self.room_given_back = False
-
-    def give_back_room(self):
-        self.room_given_back = True
 
     @contextmanager
     def phase(self, name):
@@ -302,7 +297,7 @@ def scheduled(algorithm, after=0):
         return algorithm
     draw, events = draw_of(config, algorithm.prompts, engine), []
     ledger = Ledger(limits_of(config), events.append, version=after)
-    scheduler = scheduler_of(config, ledger, GroupStore(), engine.generation, draw)
+    scheduler = scheduler_of(config, ledger, {}, engine.generation, draw)
     return replace(algorithm, rollouts=scheduler, collector=replace(engine, generation=scheduler))
 
 
@@ -311,8 +306,23 @@ def train(algorithm, checkpoints=None, **others):
     algorithm = scheduled(algorithm, (checkpoints and checkpoints.resumed_step) or 0)
     TrainingLoop(
         algorithm.config,
+        algorithm,
         {"policy": algorithm.policy} | others,
         algorithm.collector.generation,
         algorithm.observer,
         checkpoints or RunCheckpoints(),
-    ).run(algorithm)
+    ).run()
+
+
+def train_step(algorithm, number):
+    """Train a step of an algorithm, without the loop."""
+    with algorithm.open_step(number) as step:
+        judged = algorithm.judge(step)
+        step.finishing()
+        return algorithm.update(step, judged)
+
+
+def select(rollout, rows):
+    """These rows of a rollout, in this order."""
+    named = ([of_row[row] for row in rows] for of_row in (rollout.prompts, rollout.responses))
+    return Rollout(rollout.batch.select_indices(rows), *named)

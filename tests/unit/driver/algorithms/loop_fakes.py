@@ -1,6 +1,7 @@
 """The loop over fakes of an algorithm, its models and the engine; something may happen in the middle of a step."""
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.algorithm import StepOutcome
 from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.driver.rollouts.scheduler import Step
 
 BATCH = BatchedDataDict(
     rewards=torch.tensor([1.0]), prompt_index=torch.tensor([7]), sample_index=torch.tensor([0])
@@ -31,10 +33,16 @@ class FakeAlgorithm:
     def collector(self):
         return SimpleNamespace(generation=FakeEngine(self.calls))
 
-    def step(self, step, begin_update):
-        self.calls.append(f"step {step}")
-        self._meet("prepare", step)
-        begin_update()
+    @contextmanager
+    def open_step(self, number):
+        yield Step(number)
+
+    def judge(self, step):
+        self.calls.append(f"step {step.number}")
+        self._meet("prepare", step.number)
+
+    def update(self, opened, judged):
+        step = opened.number
         self._meet("update", step)
         return StepOutcome(
             {"train/number": float(step), "train/loss": float(step)}, self.reasons.get(step, [None]), BATCH
@@ -85,7 +93,7 @@ class LoopRun:
 
     def go(self):
         engine = FakeEngine(self.calls)
-        TrainingLoop(self.config, self.models, engine, self.notes, self.checkpoints).run(self.algorithm)
+        TrainingLoop(self.config, self.algorithm, self.models, engine, self.notes, self.checkpoints).run()
 
 
 def loop_run(loop=None, checkpoints=None, reasons=None, events=None, algorithm="grpo", **top):

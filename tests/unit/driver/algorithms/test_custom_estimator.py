@@ -5,7 +5,7 @@ import torch
 from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.custom_estimator import check_estimator, estimator_of
+from nemo_rl_mcore.driver.algorithms.advantages import check_estimator, estimator_of
 from nemo_rl_mcore.errors import CustomCodeError
 from nemo_rl_mcore.recipe.load import load_config
 

@@ -16,7 +16,7 @@ from algorithm_fakes import (
 from refusals import refusals_of
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.distillation import Distillation
+from nemo_rl_mcore.driver.algorithms.distillation import DistillationTrainer
 from nemo_rl_mcore.losses import DistillationLossFn
 
 RL = {"rl_weight": 0.5, "rl": {"reference_policy_kl_penalty": 0.0}}
@@ -45,7 +45,7 @@ def run(distillation=None, loss_fn=None, **top):
     teacher = FakeTeacher(policy.calls)
     config = recipe("distillation", distillation=distillation or {}, loss_fn=loss_fn or {}, **top)
     prompts = source(config)
-    train(Distillation(config, policy, collector(config, policy), prompts, notes, teacher=teacher))
+    train(DistillationTrainer(config, policy, collector(config, policy), prompts, notes, teacher=teacher))
     return policy, teacher, notes, prompts
 
 

@@ -5,10 +5,10 @@ import torch
 from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
 
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
-from nemo_rl_mcore.data.preference import GivenPairs, WrongAnswerPairs
 from nemo_rl_mcore.data.turns import Ending
-from nemo_rl_mcore.driver.algorithms.dpo import DPO, best_against_worst
+from nemo_rl_mcore.driver.algorithms.dpo import DPOTrainer, best_against_worst
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.losses import DPOLossFn
 
@@ -21,7 +21,7 @@ def run(policy_keys=None, reasons=(None, None), **dpo):
     config = recipe("dpo", policy_keys, dpo=dpo)
     prompts = source(config)
     pairs = None if config.dpo.online else WrongAnswerPairs(prompts, TOKENIZER)
-    train(DPO(config, policy, collector(config, policy), prompts, notes, pairs=pairs))
+    train(DPOTrainer(config, policy, collector(config, policy), prompts, notes, pairs=pairs))
     return policy, notes, pairs
 
 
@@ -175,8 +175,8 @@ class Continued(PromptSource):
 def test_the_same_tokens_divided_in_another_way_have_a_reference_of_their_own():
     policy, notes = FakePolicy(), Notes()
     config, prompts = recipe("dpo", {"max_total_sequence_length": 16}), Continued()
-    pairs = GivenPairs(prompts, TOKENIZER)
-    train(DPO(config, policy, collector(config, policy), prompts, notes, pairs=pairs))
+    pairs = PreferenceSource(prompts, TOKENIZER)
+    train(DPOTrainer(config, policy, collector(config, policy), prompts, notes, pairs=pairs))
     for batch in policy.batches:
         columns = torch.arange(batch["input_ids"].shape[1])
         reference = batch["reference_policy_logprobs"].roll(1, dims=1)

@@ -16,8 +16,8 @@ from nemo_rl_mcore.driver.algorithms.advantages import (
 )
 from nemo_rl_mcore.driver.algorithms.dpo import best_against_worst
 from nemo_rl_mcore.driver.algorithms.step_metrics import rollout_metrics
-from nemo_rl_mcore.driver.rollouts.episode_metrics import check_drops, episode_metrics
 from nemo_rl_mcore.driver.rollouts.episode_rows import dropped_rows
+from nemo_rl_mcore.driver.rollouts.metrics import check_drops, episode_metrics
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector, concatenate_batches
 from nemo_rl_mcore.driver.rollouts.rewards import has_signal
 from nemo_rl_mcore.environment.replies import LocalEnvironments

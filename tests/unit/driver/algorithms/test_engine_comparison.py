@@ -30,7 +30,7 @@ def logits(ids, vocabulary):
 
 
 class Policy:
-    """A `PolicyInterface` of those logits, at a temperature; what stands in the last column is about no token."""
+    """A `Policy` of those logits, at a temperature; what stands in the last column is about no token."""
 
     def __init__(self, temperature=1.0):
         self.temperature, self.lengths = temperature, []

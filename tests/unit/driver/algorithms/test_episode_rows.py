@@ -9,21 +9,21 @@ from refusals import refused
 from test_ppo import FakeCritic
 
 from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
-from nemo_rl_mcore.config.vllm import MismatchConfig
+from nemo_rl_mcore.config.generation import MismatchConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.token_digests import digest_of_ids
+from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.driver.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.driver.algorithms.dpo import best_against_worst
-from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch, act_on_mismatch, table_of_batch
-from nemo_rl_mcore.driver.algorithms.ppo import PPO, shuffled
+from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer, shuffled
 from nemo_rl_mcore.driver.algorithms.step_metrics import rollout_metrics
-from nemo_rl_mcore.driver.rollouts.episode_metrics import check_drops
 from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows, as_rows
+from nemo_rl_mcore.driver.rollouts.metrics import check_drops
 from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.rewards import shape_rewards
-from nemo_rl_mcore.driver.rollouts.sampled_ids import require_sampled_ids
+from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
 from nemo_rl_mcore.environment.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 
@@ -295,10 +295,10 @@ def run(algorithm, in_rows, keys):
     collects = InRows(plain.generation, plain.tokenizer, plain.max_prompt_length, plain.environments)
     given = config, policy, collects if in_rows else plain, source(config), notes
     if algorithm == "grpo":
-        train(GRPO(*given))
+        train(GRPOTrainer(*given))
     else:
         critic = FakeCritic(policy.calls)
-        train(PPO(*given, critic=critic), value=critic)
+        train(PPOTrainer(*given, critic=critic), value=critic)
     return policy, notes
 
 
@@ -335,7 +335,7 @@ def test_dynamic_sampling_keeps_groups_whole_with_their_dropped_episodes():
         plain = collector(config, policy)
         environments = Dropping(plain.environments.environment, dropped=dropped_sample)
         lossy = replace(plain, environments=environments, max_drop_rate=0.5)
-        train(GRPO(config, policy, lossy, source(config), notes))
+        train(GRPOTrainer(config, policy, lossy, source(config), notes))
         return policy.batches[0], notes
 
     batch, notes = run_with(2)

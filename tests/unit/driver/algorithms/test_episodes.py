@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from algorithm_fakes import select
 from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
@@ -14,11 +15,11 @@ from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.observations import make_observer
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
-from nemo_rl_mcore.driver.rollouts.episode_metrics import episode_metrics
+from nemo_rl_mcore.driver.algorithms.samples import samples_of
 from nemo_rl_mcore.driver.rollouts.episode_rows import as_rows
 from nemo_rl_mcore.driver.rollouts.episodes import ONE_ANSWER, EpisodeForm, Episodes
+from nemo_rl_mcore.driver.rollouts.metrics import episode_metrics
 from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector, _ended, concatenate_batches
-from nemo_rl_mcore.driver.rollouts.samples import samples_of
 from nemo_rl_mcore.driver.rollouts.transcript import sampled_versions, trained_columns
 from nemo_rl_mcore.errors import RunStoppedError
 
@@ -236,8 +237,8 @@ def test_texts_lengths_and_metrics_of_episodes():
     assert metrics["episodes/terminated_rate"] == 0.75
     assert metrics["episodes/answer_limit_rate"] == 0.25
     # What stands in a batch is padded to other groups, and is the same.
-    joined = Rollout.concatenate([rollout.select([1]), rollout], TOKENIZER.pad_token_id)
-    assert episode_metrics(joined.select(range(1, 5)).batch) == metrics
+    joined = Rollout.concatenate([select(rollout, [1]), rollout], TOKENIZER.pad_token_id)
+    assert episode_metrics(select(joined, range(1, 5)).batch) == metrics
 
 
 def test_an_answer_is_decoded_once_also_beside_episodes_without_its_text():

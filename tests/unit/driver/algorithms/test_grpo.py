@@ -8,9 +8,9 @@ import torch
 from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
 from refusals import assert_holds, refused
 
-from nemo_rl_mcore.driver.algorithms.grpo import GRPO
-from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
-from nemo_rl_mcore.driver.algorithms.skip_guard import TooManySkippedStepsError
+from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
+from nemo_rl_mcore.driver.algorithms.stops import TooManySkippedStepsError
 
 
 def master(grpo=None, loss_fn=None, recompute="auto", **top):
@@ -21,7 +21,7 @@ def master(grpo=None, loss_fn=None, recompute="auto", **top):
 
 def run(config, policy=None, **options):
     policy, notes = policy or FakePolicy(), Notes()
-    train(GRPO(config, policy, collector(config, policy), source(config), notes), **options)
+    train(GRPOTrainer(config, policy, collector(config, policy), source(config), notes), **options)
     return policy, notes
 
 
@@ -227,7 +227,7 @@ def test_a_validation_over_several_sources_tells_each(monkeypatch):
     named = [replace(prompt, source="ab"[row % 2]) for row, prompt in enumerate(drawn.validation(5))]
     monkeypatch.setattr(drawn, "validation", lambda count: named[:count])
     policy, notes = FakePolicy(), Notes()
-    train(GRPO(config, policy, collector(config, policy), drawn, notes))
+    train(GRPOTrainer(config, policy, collector(config, policy), drawn, notes))
     metrics = {
         key: value for key, value in notes.steps[max(notes.steps)].items() if key.startswith("validation/")
     }
@@ -240,7 +240,7 @@ def test_skipped_steps_are_counted_and_end_the_run_at_the_limit_after_they_were_
     policy, notes = FakePolicy(reasons=["the loss is nan"] * 2), Notes()
     config = master(grpo={"max_num_steps": 9}, max_consecutive_skips=5)
     with pytest.raises(TooManySkippedStepsError, match="step 3"):
-        train(GRPO(config, policy, collector(config, policy), source(config), notes))
+        train(GRPOTrainer(config, policy, collector(config, policy), source(config), notes))
     assert [notes.steps[step]["train/skipped_steps"] for step in (1, 2, 3)] == [2, 4, 6]
 
 

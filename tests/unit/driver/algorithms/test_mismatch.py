@@ -4,7 +4,7 @@ import pytest
 import torch
 from refusals import assert_holds
 
-from nemo_rl_mcore.config.vllm import MismatchConfig
+from nemo_rl_mcore.config.generation import MismatchConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch, MismatchError, act_on_mismatch, table_of_batch
 

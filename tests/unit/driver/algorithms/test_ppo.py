@@ -6,8 +6,8 @@ import torch
 from algorithm_fakes import LARGE_REWARDS, FakeModel, FakePolicy, Notes, collector, recipe, source, train
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.ppo import PPO, explained_variance, shuffled
-from nemo_rl_mcore.driver.algorithms.skip_guard import TooManySkippedStepsError
+from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer, explained_variance, shuffled
+from nemo_rl_mcore.driver.algorithms.stops import TooManySkippedStepsError
 from nemo_rl_mcore.losses import ClippedPGLossFn, MseValueLossFn
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
@@ -31,7 +31,7 @@ def run(ppo=None, loss_fn=None, policy_reasons=(None, None), critic_reasons=(Non
     policy, notes = FakePolicy(reasons=policy_reasons), Notes()
     critic = FakeCritic(policy.calls, critic_reasons)
     config = recipe("ppo", ppo=ppo or {}, loss_fn=loss_fn or {}, **top)
-    ppo = PPO(config, policy, collector(config, policy), source(config), notes, critic=critic)
+    ppo = PPOTrainer(config, policy, collector(config, policy), source(config), notes, critic=critic)
     train(ppo, value=critic)
     return policy, critic, notes
 

@@ -4,11 +4,11 @@ import signal
 from contextlib import suppress
 
 import pytest
-from algorithm_fakes import FakePolicy, Notes, collector, recipe, scheduled, source
+from algorithm_fakes import FakePolicy, Notes, collector, recipe, scheduled, source, train_step
 from loop_fakes import loop_run
 from refusals import assert_holds
 
-from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.driver.signals import current_stop_signals, stop_signals
@@ -119,8 +119,8 @@ def test_a_frozen_model_that_lost_ranks_gets_new_ones(tmp_path):
     run = run_with(tmp_path, {("prepare", 4): dies})
     teacher = type(run.models["policy"])(run.calls, "teacher")
     dies.first = lambda: setattr(teacher, "alive", False)
-    loop = TrainingLoop(run.config, run.models, NoEngine(), run.notes, run.checkpoints, {"teacher": teacher})
-    loop.run(run.algorithm)
+    parts = run.models, NoEngine(), run.notes, run.checkpoints, {"teacher": teacher}
+    TrainingLoop(run.config, run.algorithm, *parts).run()
     assert run.calls.count("restart teacher") == 1
     assert "load teacher" not in run.calls
 
@@ -264,14 +264,14 @@ def test_a_step_whose_loss_is_no_number_both_times_comes_out_the_same(tmp_path, 
     dies.first = strike(run)
 
     def without_loss(method):
-        def outcome_of(step, *begin_update):
-            outcome = method(step, *begin_update)
+        def outcome_of(*step):
+            outcome = method(*step)
             outcome.metrics["train/loss"] = float("nan")
             return outcome
 
         return outcome_of
 
-    run.algorithm.step, run.algorithm.redo = map(without_loss, (run.algorithm.step, run.algorithm.redo))
+    run.algorithm.update, run.algorithm.redo = map(without_loss, (run.algorithm.update, run.algorithm.redo))
     run.go()
     said = capsys.readouterr().err
     assert_holds(said, "step 3 trained again")
@@ -303,13 +303,13 @@ def grpo_of(policy, notes, *, until_checkpoint=True, **overrides):
     if until_checkpoint:
         overrides |= {"checkpointing": {"enabled": True}, "cluster": {"max_trainer_restarts": 1}}
     config = recipe("grpo", grpo={"max_num_steps": 3}, **overrides)
-    return scheduled(GRPO(config, policy, collector(config, policy), source(config), notes))
+    return scheduled(GRPOTrainer(config, policy, collector(config, policy), source(config), notes))
 
 
 def train_steps(algorithm, steps):
     """Train steps of an algorithm, whose weights the engine is then given."""
     for step in steps:
-        algorithm.step(step, lambda: None)
+        train_step(algorithm, step)
         algorithm.rollouts.update_weights(step)
 
 
@@ -331,13 +331,13 @@ def test_rows_are_kept_until_a_checkpoint_or_for_the_step_alone():
     algorithm = grpo_of(FakePolicy(), Notes())
     groups = algorithm.config.grpo.num_prompts_per_step
     train_steps(algorithm, (1, 2, 3))
-    assert algorithm.rollouts.groups.positions == [*range(3 * groups)]
+    assert sorted(algorithm.rollouts.groups) == [*range(3 * groups)]
     algorithm.checkpointed(2)
-    assert algorithm.rollouts.groups.positions == [*range(2 * groups, 3 * groups)]
+    assert sorted(algorithm.rollouts.groups) == [*range(2 * groups, 3 * groups)]
     brief = grpo_of(FakePolicy(), Notes(), until_checkpoint=False)
     train_steps(brief, (1, 2))
-    brief.step(3, lambda: None)
-    assert brief.rollouts.groups.positions == [*range(2 * groups, 3 * groups)]
+    train_step(brief, 3)
+    assert sorted(brief.rollouts.groups) == [*range(2 * groups, 3 * groups)]
 
 
 def test_what_a_step_does_to_rows_is_not_kept():

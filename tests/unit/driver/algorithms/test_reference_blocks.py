@@ -4,11 +4,10 @@ import pytest
 import torch
 from algorithm_fakes import TOKENIZER
 
-from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
-from nemo_rl_mcore.data.epochs import EpochSource
-from nemo_rl_mcore.data.preference import GivenPairs, WrongAnswerPairs
-from nemo_rl_mcore.driver.algorithms import reference_blocks
-from nemo_rl_mcore.driver.algorithms.reference_blocks import ReferenceBlocks
+from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs
+from nemo_rl_mcore.data.datasets import DigitTaskSource, EpochSource, Prompt
+from nemo_rl_mcore.driver.algorithms import dpo
+from nemo_rl_mcore.driver.algorithms.dpo import ReferenceBlocks
 
 COUNT, LONGEST, STEPS = 4, 16, 9
 BLOCK_BYTES = COUNT * 2 * LONGEST * 4
@@ -20,7 +19,7 @@ def given_pairs(rows=10, weights=None):
         Prompt(row, f"{row}>", "1" * (1 + row % 5), rejected="2" * (1 + row % 3), source=names[row % 2])
         for row in range(rows)
     ]
-    return GivenPairs(EpochSource(prompts, [], 3, COUNT, weights), TOKENIZER)
+    return PreferenceSource(EpochSource(prompts, [], 3, COUNT, weights), TOKENIZER)
 
 
 class Asked:
@@ -52,7 +51,7 @@ def run(pairs, first=1):
 
 @pytest.fixture(params=[100, 2, 0])
 def kept_blocks(request, monkeypatch):
-    monkeypatch.setattr(reference_blocks, "KEPT_BYTES", request.param * BLOCK_BYTES + BLOCK_BYTES // 2)
+    monkeypatch.setattr(dpo, "KEPT_BYTES", request.param * BLOCK_BYTES + BLOCK_BYTES // 2)
     return request.param
 
 
@@ -74,7 +73,7 @@ def test_it_is_asked_for_once_a_pair_while_there_is_room(kept_blocks):
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(reference_blocks, "KEPT_BYTES", 3 * BLOCK_BYTES)
+    monkeypatch.setattr(dpo, "KEPT_BYTES", 3 * BLOCK_BYTES)
     pairs = given_pairs(rows=40)
     blocks = ReferenceBlocks(pairs, Asked(), COUNT, LONGEST)
     for step in range(1, 31):
@@ -94,7 +93,7 @@ def test_of_a_source_without_passes_each_step_asks_for_its_own_batch():
 def test_each_batch_of_a_validation_is_asked_for_once_while_there_is_room(monkeypatch, room):
     batches = [given_pairs().train_batch(step, COUNT) for step in (1, 2)]
     sizes = [batch["input_ids"].numel() * torch.float32.itemsize for batch in batches]
-    monkeypatch.setattr(reference_blocks, "KEPT_BYTES", sum(sizes[:room]))
+    monkeypatch.setattr(dpo, "KEPT_BYTES", sum(sizes[:room]))
     asked = Asked()
     blocks = ReferenceBlocks(given_pairs(), asked, COUNT, LONGEST)
     first, second = ([blocks.of_validation(batch) for batch in batches] for _ in range(2))

@@ -5,7 +5,7 @@ import torch
 from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.tools.replay.rescoring import Rescoring, unmixed
+from nemo_rl_mcore.tools.replay import Rescoring, unmixed
 
 PROMPT = 2
 

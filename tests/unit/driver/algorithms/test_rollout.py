@@ -1,11 +1,12 @@
 import torch
+from algorithm_fakes import select
 from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
-from nemo_rl_mcore.environment.arithmetic import ArithmeticEnvironment
+from nemo_rl_mcore.environment.games import ArithmeticEnvironment
 from nemo_rl_mcore.environment.replies import LocalEnvironments
 
 TOKENIZER = load_tokenizer("char")
@@ -91,7 +92,7 @@ def test_a_prompt_has_a_token_at_least():
 def test_select_and_concatenate_keep_rows_together():
     first, _ = collect(["1$", "2$"], [Prompt(1, "1>", "1"), Prompt(2, "2>", "2")], 1)
     second, _ = collect(["4567$"], [Prompt(3, "4567>", "4567")], 1)
-    together = Rollout.concatenate([first.select([1]), second], TOKENIZER.pad_token_id)
+    together = Rollout.concatenate([select(first, [1]), second], TOKENIZER.pad_token_id)
     assert together.responses == ["2", "4567"]
     assert [prompt.index for prompt in together.prompts] == together.batch["prompt_index"].tolist() == [2, 3]
     assert together.batch["input_ids"][0, 4:].unique().tolist() == [TOKENIZER.pad_token_id]

@@ -10,7 +10,7 @@ from refusals import assert_holds, refused
 from saved_steps import save
 
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.errors import ChangedRunError, RunStoppedError
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
@@ -188,7 +188,7 @@ def test_another_critic_stops_the_run(tmp_path, overrides, told):
 
 def test_a_teacher_that_is_no_checkpoint_stops_the_run(tmp_path):
     distillation = RECIPE.with_name("distillation_cpu.yaml")
-    given = ["~teacher.warm_start", f"+teacher.init_checkpoint={tmp_path}"]
+    given = [f"teacher.init_checkpoint={tmp_path}"]
     with refused("unreadable-file", "teacher.init_checkpoint: ", tmp_path, by=RunStoppedError):
         open_checkpoints(load_config(distillation, given), lambda line: None)
 

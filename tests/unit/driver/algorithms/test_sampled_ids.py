@@ -4,14 +4,15 @@ import random
 
 import pytest
 import torch
+from algorithm_fakes import select
 from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import digest_of_ids, digests_of_rows
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.token_digests import digest_of_ids, digests_of_rows
 from nemo_rl_mcore.driver.rollouts.player import Rollout, concatenate_batches
-from nemo_rl_mcore.driver.rollouts.sampled_ids import require_sampled_ids
-from nemo_rl_mcore.driver.rollouts.saved_groups import load_groups, save_groups
+from nemo_rl_mcore.driver.rollouts.saved import load_groups, save_groups
+from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
 from nemo_rl_mcore.errors import RunStoppedError
 
 TURNS, TOKENS = 3, 40
@@ -61,7 +62,7 @@ def test_ids_as_they_were_sampled_pass_also_in_another_order_or_padded(turns, tm
     batch = played(turns=turns)
     require_sampled_ids(batch)
     rollout = Rollout(batch, [Prompt(i, "", "") for i in range(6)], [""] * 6)
-    require_sampled_ids(rollout.select([5, 0, 3]).batch)
+    require_sampled_ids(select(rollout, [5, 0, 3]).batch)
     other = played(seed=1, turns=turns, tokens=50)
     require_sampled_ids(concatenate_batches([batch, other, batch], 7))
     save_groups(tmp_path, {3: batch})

@@ -5,7 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source, train, train_result
+from algorithm_fakes import (
+    TOKENIZER,
+    FakePolicy,
+    Notes,
+    collector,
+    recipe,
+    select,
+    source,
+    train,
+    train_result,
+)
 from test_episodes import PROMPTS, SCRIPT, until
 from test_episodes import collector as several_turns
 from test_rollout import collect
@@ -14,11 +24,11 @@ from test_turns import ONLINE, distillation, dpo, grpo, ppo
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.turns import Reply
-from nemo_rl_mcore.driver.algorithms.grpo import GRPO
+from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
+from nemo_rl_mcore.driver.algorithms.samples import samples_of
 from nemo_rl_mcore.driver.rollouts.episode_rows import as_rows
-from nemo_rl_mcore.driver.rollouts.samples import samples_of
+from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.start import draw_of
-from nemo_rl_mcore.driver.rollouts.steps import KnownStep
 
 ALL = {"rollouts": {"answers_with_tokens": 99}}
 NUMBERS = ("generation_logprobs", "prev_logprobs", "advantages")
@@ -69,7 +79,7 @@ def test_an_answer_without_tokens_has_an_empty_table():
     assert empty.response == ""
     assert empty.tokens is not None
     assert lengths_of(empty.tokens) == {0}
-    assert samples_of(rollout.select([]), 6, TOKENIZER, tables=2) == []
+    assert samples_of(select(rollout, []), 6, TOKENIZER, tables=2) == []
 
 
 def test_a_number_that_rounds_to_nothing_has_no_sign_and_infinity_is_none():
@@ -231,7 +241,7 @@ def test_a_validation_has_tables_of_its_own_that_are_not_trained_on(make):
 )
 def test_the_recipe_says_of_how_many_answers(section, tables):
     config, policy, notes = recipe("grpo", logger={"rollouts": section}), FakePolicy(), Notes()
-    train(GRPO(config, policy, collector(config, policy), source(config), notes))
+    train(GRPOTrainer(config, policy, collector(config, policy), source(config), notes))
     of_step = [sample.tokens for sample in notes.sampled if sample.step == 1]
     assert [table is not None for table in of_step] == [row < tables for row in range(12)]
 
@@ -263,16 +273,17 @@ class Ranks(FakePolicy):
 
 def in_chunks(config, policy, notes, chunks):
     """A GRPO whose step's groups are there already, in chunks; every other one was drawn by weights of version 1."""
-    algorithm = GRPO(config, policy, collector(config, policy), source(config), notes)
+    algorithm = GRPOTrainer(config, policy, collector(config, policy), source(config), notes)
     draw = draw_of(config, algorithm.prompts, algorithm.collector)
     drawn = draw.groups_of(1)
     answered = draw.play_now(drawn)
     for position, group in enumerate(answered):
         group["weight_versions"] = torch.where(group["token_mask"] != 0, position % 2, -1)
-    groups, batches = ([[of[place] for place in chunk] for chunk in chunks] for of in (drawn, answered))
-    step = KnownStep(1, draw, groups, batches)
+    step = Step(1, draw, [[[of[place] for place in chunk] for of in (drawn, answered)] for chunk in chunks])
     policy.calls.clear()
-    return algorithm.train(1, step, lambda: policy.calls.append("update"))
+    judged = algorithm.judge(step)
+    policy.calls.append("update")
+    return algorithm.update(step, judged)
 
 
 def test_a_streamed_step_tells_of_the_whole_step_once():

@@ -4,9 +4,8 @@ import pytest
 import torch
 from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
 
-from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.epochs import EpochSource
-from nemo_rl_mcore.driver.algorithms.sft import SFT
+from nemo_rl_mcore.data.datasets import EpochSource, Prompt
+from nemo_rl_mcore.driver.algorithms.sft import SFTTrainer
 from nemo_rl_mcore.losses import NLLLossFn
 
 
@@ -14,7 +13,7 @@ def run(policy_keys=None, **sft):
     policy, notes = FakePolicy(), Notes()
     config = recipe("sft", policy_keys, sft=sft)
     prompts = source(config)
-    train(SFT(config, policy, collector(config, policy), prompts, notes))
+    train(SFTTrainer(config, policy, collector(config, policy), prompts, notes))
     return policy, notes, prompts
 
 
@@ -85,7 +84,7 @@ def test_a_validation_takes_the_held_out_rows_in_batches_of_its_own(sizes, rows)
     config = recipe("sft", sft=loop, data=data)
     given = [Prompt(index, f"{index}>", "12") for index in range(30)]
     prompts = EpochSource(given[:20], given[20:], seed=0, per_step=4)
-    train(SFT(config, policy, collector(config, policy), prompts, notes))
+    train(SFTTrainer(config, policy, collector(config, policy), prompts, notes))
     assert [call.data.size for call in policy.evaluated] == rows
     taken = [index for call in policy.evaluated for index in call.data["prompt_index"].tolist()]
     assert taken == [*range(20, 20 + sum(rows))]

@@ -12,7 +12,7 @@ from loop_fakes import loop_run
 from refusals import assert_holds, assert_refused
 from test_ppo import FakeCritic
 
-from nemo_rl_mcore.driver.algorithms.ppo import PPO
+from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.driver.signals import (
     TimeLimitReachedError,
@@ -285,24 +285,6 @@ def test_a_save_that_fails_names_the_folder_and_leaves_the_checkpoints_before(tm
     assert_holds(checkpoints.standing(), reason, goes_on(tmp_path, 2))
 
 
-@pytest.mark.parametrize("period", [1, 99], ids=["due", "at the end"])
-def test_the_room_that_is_kept_for_the_page_is_given_to_the_weights(tmp_path, period):
-    checkpoints = RunCheckpoints(CheckpointStore(tmp_path), period, last_step=5)
-    run = loop_run({"max_num_steps": 5}, checkpoints, events={("prepare", 4): interrupt})
-    save = run.models["value"].save_checkpoint
-
-    def full_while_room_is_kept(folder, **_keys):
-        if "step_3" in folder and not run.notes.room_given_back:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(folder)
-
-    run.models["value"].save_checkpoint = full_while_room_is_kept
-    with pytest.raises(RunStoppedError if period == 1 else KeyboardInterrupt):
-        run.go()
-    assert saved(tmp_path)[-1] == 3
-    assert checkpoints.standing() == goes_on(tmp_path, 3)
-
-
 class DiedInSave(RunStoppedError):
     """As of a rank that died: nothing was raised, and its standard error is quoted."""
 
@@ -358,7 +340,7 @@ def test_policy_and_critic_are_trained_both_or_none(tmp_path, number):
     critic = StoppedCritic(policy.calls)
     checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, last_step=2)
     notes = Notes()
-    ppo = PPO(config, policy, collector(config, policy), source(config), notes, critic=critic)
+    ppo = PPOTrainer(config, policy, collector(config, policy), source(config), notes, critic=critic)
     if (
         number != signal.SIGINT
     ):  # one that comes twice at once is one; Ctrl-C in the second epoch is a second one

@@ -14,12 +14,12 @@ from algorithm_fakes import (
 from test_distillation import FakeTeacher
 from test_ppo import FakeCritic
 
-from nemo_rl_mcore.data.preference import WrongAnswerPairs
-from nemo_rl_mcore.driver.algorithms.distillation import Distillation
-from nemo_rl_mcore.driver.algorithms.dpo import DPO
-from nemo_rl_mcore.driver.algorithms.grpo import GRPO
-from nemo_rl_mcore.driver.algorithms.ppo import PPO
-from nemo_rl_mcore.driver.algorithms.sft import SFT
+from nemo_rl_mcore.data.answers import WrongAnswerPairs
+from nemo_rl_mcore.driver.algorithms.distillation import DistillationTrainer
+from nemo_rl_mcore.driver.algorithms.dpo import DPOTrainer
+from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
+from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer
+from nemo_rl_mcore.driver.algorithms.sft import SFTTrainer
 
 VALIDATED = {
     "max_num_steps": 3,
@@ -35,32 +35,34 @@ PENALTY = {"reference_policy_kl_penalty": 0.1}
 
 def grpo(**keys):
     config, policy = recipe("grpo", grpo=VALIDATED | keys, loss_fn=PENALTY), FakePolicy()
-    return policy, GRPO(config, policy, collector(config, policy), source(config), Notes())
+    return policy, GRPOTrainer(config, policy, collector(config, policy), source(config), Notes())
 
 
 def ppo():
     config, policy = recipe("ppo", ppo=VALIDATED, loss_fn=PENALTY), FakePolicy()
     critic = FakeCritic(policy.calls)
-    return policy, PPO(config, policy, collector(config, policy), source(config), Notes(), critic=critic)
+    return policy, PPOTrainer(
+        config, policy, collector(config, policy), source(config), Notes(), critic=critic
+    )
 
 
 def dpo(policy_keys=None, **keys):
     config, policy = recipe("dpo", policy_keys, dpo=VALIDATED | keys), FakePolicy()
     prompts = source(config)
     pairs = None if config.dpo.online else WrongAnswerPairs(prompts, TOKENIZER)
-    return policy, DPO(config, policy, collector(config, policy), prompts, Notes(), pairs=pairs)
+    return policy, DPOTrainer(config, policy, collector(config, policy), prompts, Notes(), pairs=pairs)
 
 
 def sft():
     config, policy = recipe("sft", sft=VALIDATED), FakePolicy()
-    return policy, SFT(config, policy, collector(config, policy), source(config), Notes())
+    return policy, SFTTrainer(config, policy, collector(config, policy), source(config), Notes())
 
 
 def distillation(**keys):
     config, policy = recipe("distillation", distillation=VALIDATED | keys), FakePolicy()
     teacher = FakeTeacher(policy.calls)
     parts = config, policy, collector(config, policy), source(config), Notes()
-    return policy, Distillation(*parts, teacher=teacher)
+    return policy, DistillationTrainer(*parts, teacher=teacher)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.advantages import make_advantage_estimator
-from nemo_rl_mcore.driver.rollouts.rewards import penalize_overlong, rows_with_signal
+from nemo_rl_mcore.driver.algorithms.advantages import make_advantage_estimator, rows_with_signal
+from nemo_rl_mcore.driver.rollouts.rewards import penalize_overlong
 from nemo_rl_mcore.losses import ClippedPGLossFn
+from nemo_rl_mcore.models.memory import reference_place
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
 
@@ -198,8 +199,8 @@ def test_the_preflight_accepts_it(name):
     # Clipping needs a second optimizer step; REINFORCE has one.
     assert plan.batch.optimizer_steps == (1 if name == "rloo" else 4)
     assert config.policy.megatron_cfg.scheduler.lr_decay_iters == plan.steps * plan.batch.optimizer_steps
-    assert bool(plan.reference_policy) is (name == "reinforce_plus_plus")
-    assert plan.log_dir == f"results/{name}_cpu"
+    assert bool(reference_place(config)) is (name == "reinforce_plus_plus")
+    assert config.logger.log_dir == f"results/{name}_cpu"
 
 
 def test_the_reward_of_dapo_falls_off_as_in_its_equation_13():

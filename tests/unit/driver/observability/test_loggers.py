@@ -17,11 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from written_samples import sample
 
 from nemo_rl_mcore.config import LoggerConfig
-from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder
+from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, loggers
 from nemo_rl_mcore.driver.observability.ending import exit_status_of
-from nemo_rl_mcore.driver.observability.loggers import all_loggers
-from nemo_rl_mcore.driver.observability.loggers.logger import flattened, kept_run_id, tables_of
-from nemo_rl_mcore.driver.observability.loggers.tensorboard import TensorBoardLogger
+from nemo_rl_mcore.driver.observability.loggers import tables_of
+from nemo_rl_mcore.driver.observability.services import TensorBoardLogger, kept_run_id
 from nemo_rl_mcore.driver.signals import stop_signals
 
 
@@ -60,7 +59,7 @@ class FakeService:
 def recorded(
     tmp_path: Path, monkeypatch, services: dict[str, FakeService], **config: object
 ) -> Iterator[RunRecorder]:
-    monkeypatch.setattr(all_loggers, "_asked_for", lambda _config, _run: services.items())
+    monkeypatch.setattr(loggers, "_asked_for", lambda _config, _run: services.items())
     console = Console(file=io.StringIO(), width=200)
     with RunRecorder(LoggerConfig(log_dir=str(tmp_path), **config), 10, console=console) as recorder:  # type: ignore[arg-type]
         yield recorder
@@ -142,17 +141,6 @@ def test_tables_have_the_first_answer_of_each_prompt_and_so_many_rows() -> None:
     assert [row[validation.columns.index("prompt")] for row in validation.rows] == ["v\\ud800"]
     assert list(tables_of(trained, 2, of_training=False)) == []
     assert list(tables_of(trained + judged, 0, of_training=True)) == []
-
-
-def test_a_recipe_is_flattened_to_dotted_paths() -> None:
-    recipe = {"a": {"b": 1.5, "c": {}, "d": None}, "e": [1, {"f": 2}], "g": "text"}
-    assert dict(flattened(recipe)) == {
-        "a.b": "1.5",
-        "a.c": "{}",
-        "a.d": "null",
-        "e": '[1, {"f": 2}]',
-        "g": "text",
-    }
 
 
 def test_a_run_keeps_its_id_only_when_it_goes_on(tmp_path) -> None:

@@ -2,13 +2,11 @@ import errno
 import io
 import json
 import os
-import random
 import shutil
 import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, read_rollouts
 from nemo_rl_mcore.driver.signals import stop_signals
 from nemo_rl_mcore.errors import FolderError
-from nemo_rl_mcore.tools.report.command import page_of_run
 
 
 def make(
@@ -122,35 +119,6 @@ def test_answers_that_cannot_be_written_are_an_error_of_the_folder_and_the_row_i
     assert rows_of(tmp_path) == [1]
 
 
-@pytest.mark.parametrize("for_good", [False, True])
-def test_answers_that_a_full_disk_refused_are_written_at_the_end_and_else_named(
-    for_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replace, tries = Path.replace, 0
-
-    def full(path: Path, target: Path) -> Path:
-        nonlocal tries
-        if path.name.startswith("step_2"):
-            tries += 1
-            if tries == 1 or for_good:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return replace(path, target)
-
-    def run() -> None:
-        with make(tmp_path) as recorder:
-            for step in (1, 2):
-                recorder.add_samples([sample(step)])
-                recorder.log(step, {"train/reward": 0.5})
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(FolderError):
-        run()
-    assert rows_of(tmp_path) == [1, 2]
-    lost = tmp_path / "rollouts/step_2.jsonl.gz"
-    assert lost.exists() is not for_good
-    assert (str(lost) in capsys.readouterr().err) is for_good
-
-
 def test_only_the_newest_samples_one_a_prompt_are_shown(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
     config = LoggerConfig(log_dir=str(tmp_path), num_val_samples_to_print=2)
@@ -247,30 +215,6 @@ def test_the_report_of_a_resumed_run_is_about_the_whole_run(tmp_path: Path) -> N
 
 def rows_of(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_room_is_kept_for_the_end_and_given_back(tmp_path: Path) -> None:
-    with make(tmp_path) as recorder:
-        recorder.log(1, {"train/reward": 0.5})
-        assert (tmp_path / ".reserve").stat().st_blocks * 512 >= 1 << 19
-    assert not (tmp_path / ".reserve").exists()
-    with make(tmp_path) as recorder:
-        recorder.give_back_room()
-        assert not (tmp_path / ".reserve").exists()
-
-
-def test_the_room_that_is_kept_holds_the_answers_of_a_step_its_row_and_the_page(tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    config = LoggerConfig(log_dir=str(tmp_path))
-    console = Console(file=io.StringIO())
-    with RunRecorder(config, 1, console=console, write_page=page_of_run) as recorder:
-        noise = random.Random(0).randbytes(1 << 21).hex()
-        recorder.add_samples([replace(sample(), response=noise)])
-        recorder.log(1, {"train/reward": 0.5})
-        kept = (tmp_path / ".reserve").stat().st_blocks * 512
-    answers = (tmp_path / "rollouts/step_1.jsonl.gz").stat().st_size
-    assert answers > 1 << 20
-    assert kept >= 2 * answers + page.stat().st_size + (tmp_path / "metrics.jsonl").stat().st_size
 
 
 def test_a_deleted_folder_ends_the_run_and_every_row_is_written_anew(tmp_path: Path) -> None:
@@ -406,3 +350,28 @@ def test_the_page_is_written_once_there_are_rows_unless_it_is_not_wanted(
         for step in range(1, rows + 1):
             recorder.log(step, {"train/reward": 0.5})
     assert written == [[1]] * pages
+
+
+def test_phases_have_wall_and_cpu_seconds_are_added_and_counted_where_they_raise(tmp_path: Path) -> None:
+    def work() -> None:
+        end = time.process_time() + 0.1
+        while time.process_time() < end:
+            pass
+        raise KeyError
+
+    with make(tmp_path) as recorder:
+        for _ in range(2):
+            with recorder.phase("sleep"):
+                time.sleep(0.05)
+        with pytest.raises(KeyError), recorder.phase("work"):
+            work()
+        recorder.log(1, {})
+        recorder.log(2, {})
+    first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {*first} == {
+        "step",
+        *(f"timing/{name}" for name in ("sleep", "sleep_cpu", "work", "work_cpu", "total")),
+    }
+    assert first["timing/sleep"] >= 0.1 > 0.05 > first["timing/sleep_cpu"]
+    assert 0.1 <= first["timing/work_cpu"] < 0.2
+    assert {*second} == {"step", "timing/total"}

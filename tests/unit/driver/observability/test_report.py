@@ -2,20 +2,11 @@ import io
 import math
 from pathlib import Path
 
-from refusals import assert_holds, refused
+from refusals import assert_holds
 from rich.console import Console
 from written_samples import sample
 
-from nemo_rl_mcore.driver.observability.curves import curve_panels
-from nemo_rl_mcore.driver.observability.report import (
-    HistorySink,
-    print_report,
-    read_history,
-    sample_table,
-    sparse_table,
-    summary_table,
-)
-from nemo_rl_mcore.driver.observability.sinks import JsonlSink
+from nemo_rl_mcore.driver.observability.report import print_report, sample_table, summary_tables
 
 SAMPLE = sample(3, prompt="527>", response="5[red]7|\n", reward=0.5)
 
@@ -43,32 +34,8 @@ def cells(text: str, metric: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│ ").split("│")]
 
 
-def test_history_in_memory_equals_history_on_disk(tmp_path: Path) -> None:
-    memory, disk = HistorySink(), JsonlSink(tmp_path)
-    for row in make_rows(3):
-        metrics = {name: value for name, value in row.items() if name != "step"}
-        for sink in (memory, disk):
-            sink.log(int(row["step"]), metrics)
-    disk.close()
-    assert str(read_history(tmp_path)) == str([{k: float(v) for k, v in row.items()} for row in memory.rows])
-
-
-def test_a_cut_last_line_is_left_out_and_a_bad_line_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "a": 2}\n{"step": 2, "a"')
-    assert read_history(tmp_path) == [{"step": 1.0, "a": 2.0}]
-    path.write_text('{"step": 1}\n[1, 2]\n')
-    with refused("broken-row", "metrics.jsonl:2 "):
-        read_history(tmp_path)
-
-
-def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
-    with refused("no-run", tmp_path / "nowhere/metrics.jsonl", "logger.log_dir"):
-        read_history(tmp_path / "nowhere")
-
-
 def test_the_summary_has_the_means_of_the_first_and_last_steps_and_the_range() -> None:
-    text = printed(summary_table(make_rows(100)))
+    text = printed(summary_tables(make_rows(100))[0])
     assert_holds(text, "100 steps; ", 5, 20)
     assert cells(text, "train/reward") == ["train/reward", "0.03", "0.905", "0.01", "1"]
     finite = [1, *(1 / s for s in range(3, 101))]
@@ -78,19 +45,19 @@ def test_the_summary_has_the_means_of_the_first_and_last_steps_and_the_range() -
 
 def test_a_validation_before_the_first_step_is_no_step() -> None:
     rows = [{"step": 0.0, "validation/reward": 0.5}, *make_rows(3)]
-    assert "3 steps; " in printed(summary_table(rows))
+    assert "3 steps; " in printed(summary_tables(rows)[0])
 
 
 def test_cpu_times_and_metrics_without_a_finite_value_have_no_line() -> None:
     row = {"step": 1, "train/reward": math.nan, "timing/train": 1.0, "timing/train_cpu": 1.0}
-    text = printed(summary_table([row]))
+    text = printed(summary_tables([row])[0])
     assert "timing/train " in text
     assert "_cpu" not in text
     assert "reward" not in text
 
 
 def test_unknown_metrics_are_summarised_when_there_are_no_others() -> None:
-    assert "perplexity" in printed(summary_table([{"step": 1, "perplexity": 3.0}]))
+    assert "perplexity" in printed(summary_tables([{"step": 1, "perplexity": 3.0}])[0])
 
 
 def test_the_report_shows_samples_and_files(tmp_path: Path) -> None:
@@ -106,18 +73,18 @@ def test_what_only_some_steps_have_is_told_by_its_first_best_and_last_value() ->
     rows = make_rows(300)
     for step, accuracy, loss in ((50, 0.0, 3.0), (250, 1.0, 2.0), (300, 0.75, 2.5)):
         rows[step - 1] |= {"validation/accuracy": accuracy, "validation/loss": loss, "timing/validation": 1.0}
-    text = printed(sparse_table(rows))
+    text = printed(summary_tables(rows)[1])
     assert cells(text, "validation/accuracy")[1:] == ["0", "1", "250", "0.75"]
     assert cells(text, "validation/loss")[1:] == ["3", "2", "250", "2.5"]
     assert "timing/validation" in text
     assert "train/reward" not in text
-    assert "validation" not in printed(summary_table(rows))
+    assert "validation" not in printed(summary_tables(rows)[0])
 
 
 def test_a_validation_of_every_step_is_no_mean_either() -> None:
     rows = [{"step": step, "validation/reward": step / 10} for step in range(1, 4)]
-    assert cells(printed(sparse_table(rows)), "validation/reward")[1:] == ["0.1", "0.3", "3", "0.3"]
-    assert summary_table(rows).row_count == 0
+    assert cells(printed(summary_tables(rows)[1]), "validation/reward")[1:] == ["0.1", "0.3", "3", "0.3"]
+    assert summary_tables(rows)[0].row_count == 0
 
 
 def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
@@ -140,23 +107,14 @@ ASYNC_ROW = {
 }
 
 
-def test_what_belongs_together_shares_a_panel() -> None:
-    rows = [{**row, **ASYNC_ROW} for row in make_rows(3)]
-    assert [panel.heading for panel in curve_panels(make_rows(3))] == ["train/reward", "train/loss"]
-    panels = {panel.heading: panel.metrics for panel in curve_panels(rows)}
-    assert panels["groups under way"] == ("async/buffer_ready", "async/inflight")
-    assert panels["age of the tokens"] == ("async/age_mean", "async/age_max")
-    assert panels["idle, share of a step"] == ("async/trainer_idle", "async/engine_idle")
-
-
 def test_the_summary_tells_age_idleness_and_correction_and_what_was_lost() -> None:
     rows = [{**row, **ASYNC_ROW} for row in make_rows(3)]
     rows[1]["async/requeued/timeout"] = 2.0
-    text = printed(summary_table(rows))
+    text = printed(summary_tables(rows)[0])
     shares = {"async/age_0", "async/age_1"}
     for metric in {*ASYNC_ROW} - shares:
         assert f"{metric} " in text
-    assert cells(printed(sparse_table(rows)), "async/requeued/timeout")[1:] == ["2", "2", "2", "2"]
+    assert cells(printed(summary_tables(rows)[1]), "async/requeued/timeout")[1:] == ["2", "2", "2", "2"]
     assert not any(f"{metric} " in text for metric in shares)
 
 

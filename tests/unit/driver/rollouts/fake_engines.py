@@ -123,8 +123,15 @@ class FakeDraw:
         asked = BatchedDataDict(input_ids=torch.zeros(2, 1))
         return [DrawnGroup((step, place), asked, step) for place in range(self.groups_per_step)]
 
-    async def play(self, group, respond):
-        answered = await respond(group.asked)
+    @property
+    def collector(self):
+        return self
+
+    environments = tokenizer = property(lambda self: self)
+    pad_token_id = 0
+
+    async def play(self, prompts, asked, respond):
+        answered = await respond(asked)
         return BatchedDataDict(answered, replies=[[] for _ in range(answered.size)])
 
     def unused_for(self, group):

@@ -17,7 +17,7 @@ from ledger_check import check
 from ledger_model import LedgerModel
 
 from nemo_rl_mcore.driver.rollouts import events
-from nemo_rl_mcore.driver.rollouts.events import Segment, Token, from_line, to_line
+from nemo_rl_mcore.driver.rollouts.events import EVENT, Segment, Token
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.order import ORDERS
 from nemo_rl_mcore.driver.rollouts.states import GroupState, LedgerError, Limits, StepState
@@ -89,7 +89,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self._seen() == self.before
         if self.log_fails:
             raise LogLostError
-        assert from_line(to_line(event)) == event
+        assert EVENT.validate_json(EVENT.dump_json(event), strict=True) == event
         self.log.append(event)
 
     # Rollouts

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.rollouts.archive import GroupArchive
+from nemo_rl_mcore.driver.rollouts.saved import GroupArchive
 from nemo_rl_mcore.errors import FolderError
 
 GROUP = {0: BatchedDataDict(input_ids=torch.zeros(4, 16, dtype=torch.long))}

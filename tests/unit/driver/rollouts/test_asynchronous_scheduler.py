@@ -2,22 +2,21 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
 from fake_engines import FakeDraw, FakeEngines, MortalEngines
 from refusals import refused
 
-from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
+from nemo_rl_mcore.config.algorithm import AsyncRolloutsConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.rollouts.archive import GroupArchive
 from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
 from nemo_rl_mcore.driver.rollouts.events import Segment
-from nemo_rl_mcore.driver.rollouts.group_store import GroupStore, Retention, segments_of
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.metrics import pace_metrics
 from nemo_rl_mcore.driver.rollouts.player import WEIGHT_VERSIONS
+from nemo_rl_mcore.driver.rollouts.saved import GroupArchive, load_groups, segments_of
 from nemo_rl_mcore.driver.rollouts.states import GroupState, LedgerError, Limits, StepState
 from nemo_rl_mcore.errors import FolderError, RunStoppedError
 
@@ -29,13 +28,13 @@ def kept_in(folder):
 
 
 @contextmanager
-def started(engines, *, last_step=6, version=0, retention=Retention(), **keys):  # noqa: B008
+def started(engines, *, last_step=6, version=0, kept=(), **keys):
     section = AsyncRolloutsConfig.model_validate({"enabled": True, "max_trajectory_age_steps": 0, **keys})
     limits = Limits(N, section.max_trajectory_age_steps, last_step, section.max_generation_failures + 1)
     events = []
     ledger = Ledger(limits, events.append, version=version)
     with AsynchronousScheduler(
-        *(ledger, GroupStore(), engines, FakeDraw(N), retention), section=section, key="grpo.async_grpo"
+        *(ledger, {}, engines, FakeDraw(N), *kept), section=section, key="grpo.async_grpo"
     ) as rollouts:
         rollouts.events = events
         rollouts.update_weights(version)
@@ -326,11 +325,11 @@ def test_an_engine_that_answers_with_older_weights_than_it_was_given_ends_the_ru
 @pytest.mark.parametrize("finishing", [False, True])
 def test_a_step_that_is_given_up_gives_its_groups_back(finishing):
     with started(FakeEngines()) as rollouts:
-        rollouts.ledger.begin()
-        chunks = [*rollouts.leases(N)]
-        if finishing:
-            rollouts.finishing()
-        rollouts._give_up("KeyboardInterrupt")
+        with suppress(KeyboardInterrupt), rollouts.open_step(1):
+            chunks = [*rollouts.leases(N)]
+            if finishing:
+                rollouts.finishing()
+            raise KeyboardInterrupt
         assert rollouts.ledger.step is StepState.IDLE
         again, _, _ = train_a_step(rollouts)
         assert again == chunks
@@ -349,7 +348,7 @@ def test_the_end_gives_up_what_is_in_flight():
 def test_a_run_that_never_gave_weights_ends_without_a_thread():
     limits = Limits(N, 0, 5, 1)
     with AsynchronousScheduler(
-        *(Ledger(limits, print), GroupStore(), FakeEngines(), FakeDraw(N), Retention()),
+        *(Ledger(limits, print), {}, FakeEngines(), FakeDraw(N)),
         section=AsyncRolloutsConfig(),
         key="grpo.async_grpo",
     ):
@@ -366,29 +365,28 @@ def test_data_and_prompts_of_trained_steps_are_forgotten():
 
 
 def test_groups_are_kept_until_a_checkpoint_and_written_where_that_is_asked_for(tmp_path):
-    retention = Retention(until_checkpoint=True, archive=kept_in(tmp_path / "groups"))
-    with started(FakeEngines(), retention=retention) as rollouts:
+    with started(FakeEngines(), kept=(True, kept_in(tmp_path / "groups"))) as rollouts:
         for step in range(1, 4):
             train_a_step(rollouts)
             rollouts.update_weights(step)
-        assert {*range(3 * N)} <= {*rollouts.groups.positions}
+        assert {*range(3 * N)} <= {*rollouts.groups}
         rollouts.checkpointed(2)
-        assert {*range(2 * N)}.isdisjoint(rollouts.groups.positions)
-        assert {*range(2 * N, 3 * N)} <= {*rollouts.groups.positions}
-    kept = GroupStore()
-    assert kept.load(tmp_path / "groups" / "step_2") == [3, 4, 5]
-    assert kept.get(4)["input_ids"].shape == (2, 4)
+        assert {*range(2 * N)}.isdisjoint(rollouts.groups)
+        assert {*range(2 * N, 3 * N)} <= {*rollouts.groups}
+    kept = load_groups(tmp_path / "groups" / "step_2")
+    assert [*kept] == [3, 4, 5]
+    assert kept[4]["input_ids"].shape == (2, 4)
 
 
 def test_a_step_whose_weights_nobody_was_given_is_put_away_at_the_end(tmp_path):
-    with started(FakeEngines(), retention=Retention(archive=kept_in(tmp_path))) as rollouts:
+    with started(FakeEngines(), kept=(False, kept_in(tmp_path))) as rollouts:
         train_a_step(rollouts)
-    assert GroupStore().load(tmp_path / "step_1") == [0, 1, 2]
+    assert [*load_groups(tmp_path / "step_1")] == [0, 1, 2]
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_once_the_step_is_finished(tmp_path):
     (tmp_path / "groups").write_text("in the way")
-    with started(FakeEngines(), retention=Retention(archive=kept_in(tmp_path / "groups"))) as rollouts:
+    with started(FakeEngines(), kept=(False, kept_in(tmp_path / "groups"))) as rollouts:
         train_a_step(rollouts)
         with pytest.raises(FolderError, match=r"logger.log_dir: .*groups "):
             rollouts.update_weights(1)

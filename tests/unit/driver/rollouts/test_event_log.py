@@ -1,6 +1,5 @@
 """The log is read as it was written, whatever killed the writer, and damage is named by file and line."""
 
-import json
 import os
 from itertools import pairwise
 
@@ -236,18 +235,3 @@ def test_a_log_that_is_gone_is_none_of_a_mark(path):
     path.unlink()
     assert not set_aside_after(path, mark)
     assert set_aside_after(path, BEGINNING)
-
-
-def test_what_earlier_versions_logged_of_turns_is_left_out(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    token = {"incarnation": 0, "position": 3, "attempt": 1}
-    segments = [{"first": 0, "version": 2}]
-    replies = [{"reward": 0.5, "observation": [["user", "0>"]]}]
-    line = {"kind": "committed", "token": token, "segments": segments, "digest": "d"}
-    line["turns"] = [{"segments": segments, "replies": replies}]
-    path.write_text(json.dumps(line) + "\n")
-    [event] = read_events(path)
-    assert event == events.Committed(
-        token=events.Token(0, 3, 1), segments=(events.Segment(0, 2),), digest="d"
-    )
-    assert json.loads(events.to_line(event)) == {key: value for key, value in line.items() if key != "turns"}

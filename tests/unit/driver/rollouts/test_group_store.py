@@ -7,8 +7,7 @@ import torch
 from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.rollouts.group_store import GroupStore
-from nemo_rl_mcore.driver.rollouts.saved_groups import TENSORS_FILE, TEXTS_FILE
+from nemo_rl_mcore.driver.rollouts.saved import TENSORS_FILE, TEXTS_FILE, load_groups, save_groups
 from nemo_rl_mcore.rank.checkpoints import SUMS_FILE, sha256, write_sums
 
 
@@ -42,81 +41,39 @@ def assert_equal(one, other):
             assert value == other[key]
 
 
-@pytest.fixture
-def store():
-    store = GroupStore()
-    for position in (7, 3, 12):
-        store.put(position, group(position))
-    return store
+GROUPS = {position: group(position) for position in (3, 12)}
 
 
 @pytest.fixture
-def folder(store, tmp_path):
-    store.save(tmp_path / "groups", [12, 3])
+def folder(tmp_path):
+    save_groups(tmp_path / "groups", GROUPS)
     return tmp_path / "groups"
 
 
-def test_groups_are_held_until_they_are_forgotten(store):
-    assert store.positions == [3, 7, 12]
-    assert len(store) == 3
-    held = store.bytes_held
-    assert held == sum(
-        value.nbytes
-        for position in store.positions
-        for value in store.get(position).values()
-        if isinstance(value, torch.Tensor)
-    )
-    store.forget_all_but({7, 12, 99})
-    assert store.positions == [7, 12]
-    assert 3 not in store
-    assert 7 in store
-    assert 0 < store.bytes_held < held
-    store.forget_all_but(set())
-    assert (len(store), store.bytes_held) == (0, 0)
+def test_saved_groups_come_back_with_the_same_bits(folder):
+    found = load_groups(folder)
+    assert [*found] == [3, 12]
+    for position, one in GROUPS.items():
+        assert_equal(found[position], one)
 
 
-def test_a_group_is_put_once_and_got_only_when_held(store):
-    with pytest.raises(KeyError, match="group 3 "):
-        store.put(3, group(3))
-    with pytest.raises(KeyError, match="group 4 "):
-        store.get(4)
-    with pytest.raises(KeyError, match="group 4 "):
-        store.save("nowhere", [4])
-
-
-def test_saved_groups_come_back_with_the_same_bits(store, folder):
-    other = GroupStore()
-    assert other.load(folder) == [3, 12]
-    for position in (3, 12):
-        assert_equal(other.get(position), store.get(position))
-    assert other.bytes_held == store.bytes_held - sum(
-        value.nbytes for value in store.get(7).values() if isinstance(value, torch.Tensor)
-    )
-    with pytest.raises(KeyError, match=r"groups \[3, 12\] "):
-        other.load(folder)
-
-
-def test_no_groups_can_be_saved(store, tmp_path):
-    store.save(tmp_path / "empty", [])
-    other = GroupStore()
-    assert other.load(tmp_path / "empty") == []
+def test_no_groups_can_be_saved(tmp_path):
+    save_groups(tmp_path / "empty", {})
+    assert load_groups(tmp_path / "empty") == {}
 
 
 def test_what_is_loaded_is_of_memory_and_not_of_the_file(folder):
-    store = GroupStore()
-    store.load(folder)
-    before = store.get(3)["input_ids"].clone()
-    store.get(3)["input_ids"].add_(0)
+    found = load_groups(folder)
+    before = found[3]["input_ids"].clone()
+    found[3]["input_ids"].add_(0)
     (folder / TENSORS_FILE).write_bytes(b"\0" * (folder / TENSORS_FILE).stat().st_size)
-    assert torch.equal(store.get(3)["input_ids"], before)
+    assert torch.equal(found[3]["input_ids"], before)
 
 
 @pytest.mark.parametrize("value", [(1, 2), float("nan"), float("inf"), {1: 2}, object()])
 def test_values_that_json_would_change_are_refused(value, tmp_path):
-    store = GroupStore()
-    store.put(5, group(5, odd=[value] * 3))
     with refused("json-values", "group 5 ", "'odd'"):
-        store.save(tmp_path / "groups", [5])
+        save_groups(tmp_path / "groups", {5: group(5, odd=[value] * 3)})
 
 
 @pytest.mark.parametrize("name", [TENSORS_FILE, TEXTS_FILE, SUMS_FILE])
@@ -136,7 +93,7 @@ def test_damaged_files_are_named(folder, name, damage):
         path.symlink_to(folder.parent / name)
     where = folder if (name, damage) == (SUMS_FILE, "missing") else folder / ""
     with pytest.raises(ValueError, match=str(where)):
-        GroupStore().load(folder)
+        load_groups(folder)
 
 
 def change_texts(folder, change):
@@ -162,11 +119,11 @@ def change_texts(folder, change):
 def test_files_that_do_not_go_together_are_named(folder, change, code, part):
     change_texts(folder, change)
     with refused(code, TEXTS_FILE, part):
-        GroupStore().load(folder)
+        load_groups(folder)
 
 
 def test_tensors_that_are_none_are_named(folder):
     (folder / TENSORS_FILE).write_bytes(b"\x80\x04pickle")
     write_sums(folder, {name: sha256(folder / name) for name in (TENSORS_FILE, TEXTS_FILE)})
     with refused("unreadable-file", TENSORS_FILE):
-        GroupStore().load(folder)
+        load_groups(folder)

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from refusals import refused
 
-from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
+from nemo_rl_mcore.config.algorithm import AsyncRolloutsConfig
 from nemo_rl_mcore.driver.rollouts import ledger as ledger_module
 from nemo_rl_mcore.driver.rollouts.events import Segment
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.order import ORDERS, AsCompleted
-from nemo_rl_mcore.driver.rollouts.saved_ledger import SavedLedger
+from nemo_rl_mcore.driver.rollouts.saved import SavedLedger
 from nemo_rl_mcore.driver.rollouts.states import GroupState, LedgerError, Limits
 
 
@@ -160,31 +160,6 @@ def test_spare_groups_are_asked_for_ahead():
     ledger.requeue(tokens[3], "the step is full")
     assert train(ledger) == [0, 2]
     assert [*dispatched(ledger)] == [3, 4, 5, 6]
-
-
-def test_drops_of_an_earlier_version_are_read():
-    ledger = a_ledger("in_order", n=2, max_age=0)
-    saved = ledger.to_json() | {
-        "cursor": 2,
-        "dropped": [{"position": 0, "reason": "timeout"}, {"position": 1, "reason": "timeout"}],
-    }
-    again = Ledger.from_json(saved, ledger.limits, lambda event: None)
-    assert again.dropped == {"timeout": 2}
-    assert again.next_position == 2
-
-
-@pytest.mark.parametrize("drops", [[{"position": 0, "reason": ["timeout"]}], [3], [{"position": 0}]])
-def test_drops_of_an_earlier_version_that_are_damaged_are_refused_by_name(drops):
-    ledger = a_ledger("in_order", n=2, max_age=0)
-    with refused("ledger-fields", "dropped"):
-        Ledger.from_json(ledger.to_json() | {"cursor": 1, "dropped": drops}, ledger.limits, print)
-
-
-def test_a_drop_of_an_earlier_version_counts_once():
-    ledger = a_ledger("in_order", n=2, max_age=0)
-    drops = [{"position": 0, "reason": "timeout"}] * 2
-    with refused("ledger-fields", "dropped"):
-        Ledger.from_json(ledger.to_json() | {"cursor": 2, "dropped": drops}, ledger.limits, print)
 
 
 @pytest.mark.parametrize("order", ORDERS)

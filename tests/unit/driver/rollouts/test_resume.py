@@ -17,15 +17,14 @@ from saved_steps import save
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.turns import Ending
-from nemo_rl_mcore.driver.algorithms.run_start import open_checkpoints
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.driver.parts import open_parts
-from nemo_rl_mcore.driver.rollouts.draw import GroupDraw
-from nemo_rl_mcore.driver.rollouts.event_log import read_events
+from nemo_rl_mcore.driver.rollouts.draw import Draw
+from nemo_rl_mcore.driver.rollouts.event_log import Timeline, read_events
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
-from nemo_rl_mcore.driver.rollouts.saved_rollouts import SavedRollouts
+from nemo_rl_mcore.driver.rollouts.saved import SavedRollouts
 from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved, without_strangers
 from nemo_rl_mcore.driver.rollouts.states import GroupState, StepState
-from nemo_rl_mcore.driver.rollouts.timeline import Timeline
 from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES
 from nemo_rl_mcore.environment.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
@@ -196,7 +195,7 @@ def test_a_checkpoint_may_be_whole_some_steps_after_its_own(tmp_path, restarts):
         run.rollouts.checkpointed(1)
         run.rollouts.checkpointed(3)
         run.train(4)
-        assert min(run.rollouts.groups.positions, default=LAST * N) >= 3 * N
+        assert min(run.rollouts.groups, default=LAST * N) >= 3 * N
     assert [event.step for event in log_of(tmp_path) if event.kind == "checkpointed"] == [1, 3]
 
 
@@ -429,7 +428,7 @@ def test_a_group_with_an_answer_that_nobody_replied_to_is_answered_again(tmp_pat
     config = configure(tmp_path)
     saved = read_saved(config, latest(tmp_path))
     saved.ready[min(ready)]["ending"][1] = Ending.DROPPED
-    left = without_strangers(saved, GroupDraw(open_parts(config).prompts, asking(config), N, ROWS))
+    left = without_strangers(saved, Draw(open_parts(config).prompts, asking(config), N, ROWS))
     assert [*left.ready] == [*ready][1:]
     assert "1 prompts " in capsys.readouterr().out
 
@@ -454,24 +453,6 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_behind_its_step(tmp_path, ca
         assert run.train(2) == [3, 4, 5]
     assert "number 3 " in capsys.readouterr().out
     assert trained(tmp_path) == [*range(2 * N)]
-
-
-def test_a_synchronous_checkpoint_without_rollouts_goes_on_behind_its_step(tmp_path):
-    """Synchronous runs of earlier versions wrote neither rollouts nor a log."""
-    run_to_a_checkpoint(tmp_path, step=1)
-    shutil.rmtree(tmp_path / "log")
-    with going(tmp_path) as run:
-        run.checkpoints.extra_parts.clear()
-        run.train(2, save=True)
-    shutil.rmtree(tmp_path / "log")
-    config = configure(tmp_path, "grpo.async_grpo.enabled=false")
-    start = open_checkpoints(config, lambda _line: None).start
-    assert start.step == 2
-    assert not (start.folder / "rollouts").exists()
-    assert read_saved(config, start) is None
-    with going(tmp_path, "grpo.async_grpo.enabled=false") as run:
-        assert run.checkpoints.resumed_step == 2
-        assert run.rollouts.ledger.next_position == 2 * N
 
 
 def test_a_synchronous_run_goes_on_with_the_weights_and_its_own_prompts(tmp_path, capsys):

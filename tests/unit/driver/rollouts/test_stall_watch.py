@@ -9,9 +9,8 @@ import pytest
 from fake_engines import FakeDraw, FakeEngines
 from refusals import assert_refused
 
-from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
+from nemo_rl_mcore.config.algorithm import AsyncRolloutsConfig
 from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
-from nemo_rl_mcore.driver.rollouts.group_store import GroupStore, Retention
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.states import Limits
 from nemo_rl_mcore.driver.signals import deferred_stop_signals, stop_signals
@@ -26,7 +25,7 @@ def started(engines, limit_s=LIMIT_S):
     section = AsyncRolloutsConfig(enabled=True, max_trajectory_age_steps=0, stall_timeout_s=limit_s)
     ledger = Ledger(Limits(N, 0, 9, 1), [].append)
     with AsynchronousScheduler(
-        *(ledger, GroupStore(), engines, FakeDraw(N), Retention()), section=section, key="grpo.async_grpo"
+        *(ledger, {}, engines, FakeDraw(N)), section=section, key="grpo.async_grpo"
     ) as rollouts:
         rollouts.update_weights(0)
         yield rollouts

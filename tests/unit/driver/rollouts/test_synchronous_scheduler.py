@@ -8,11 +8,10 @@ from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.rollouts.draw import EQUAL_REWARDS
-from nemo_rl_mcore.driver.rollouts.group_store import GroupStore, Retention
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.order import ORDERS
+from nemo_rl_mcore.driver.rollouts.scheduler import SURPLUS, SynchronousScheduler
 from nemo_rl_mcore.driver.rollouts.states import GroupState, Limits, StepState
-from nemo_rl_mcore.driver.rollouts.synchronous import SURPLUS, SynchronousScheduler
 from nemo_rl_mcore.errors import RunStoppedError
 
 N = 3
@@ -67,7 +66,7 @@ class Turns:
         self.draw = TurnDraw(self.calls, equal)
         ledger, engine = Ledger(limits, self.events.append), TurnEngine(self.calls)
         self.scheduler = SynchronousScheduler(
-            *(ledger, GroupStore(), engine, self.draw, Retention(), most_unused), groups_per_round=per_round
+            *(ledger, {}, engine, self.draw), most_unused=most_unused, groups_per_round=per_round
         )
         self.ledger = ledger
 

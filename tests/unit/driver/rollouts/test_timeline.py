@@ -4,9 +4,9 @@ import pytest
 from refusals import refused
 
 from nemo_rl_mcore.driver.rollouts import events
+from nemo_rl_mcore.driver.rollouts.event_log import Timeline
 from nemo_rl_mcore.driver.rollouts.events import Segment, Token
-from nemo_rl_mcore.driver.rollouts.timeline import Timeline
-from nemo_rl_mcore.tools.replay.replayed import first_of_replay, require_kept, require_steps
+from nemo_rl_mcore.tools.replay import first_of_replay, require_kept, require_steps
 
 
 def committed(position, *segments, incarnation=0, digest="d"):

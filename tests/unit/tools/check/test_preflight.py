@@ -5,11 +5,11 @@ from refusals import briefs
 from rich.console import Console
 
 from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.driver.folders import checkpoints_on_disk
 from nemo_rl_mcore.models.memory import estimate_memory
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.recipe.rules.fused_logprobs import fused_guardrails
 from nemo_rl_mcore.tools.check import preflight
-from nemo_rl_mcore.tools.check.render import _bytes, render
+from nemo_rl_mcore.tools.check.render import _bytes, render, sections_of, subject_of
 
 UNFUSED = "policy.megatron_cfg.use_fused_linear_logprobs=false"
 CACHE = "policy.megatron_cfg.fused_linear_logprobs_cache_bytes"
@@ -26,33 +26,33 @@ def refused(config) -> list[str]:
     return briefs(caught.value.problems)
 
 
+def subject(config, **how):
+    return {one.name: one.found for one in subject_of(preflight(config, **how))}
+
+
 def shown(plan, width=120) -> str:
     console = Console(file=StringIO(), width=width)
-    console.print(render(plan), soft_wrap=True)
+    console.print(render(sections_of(plan)), soft_wrap=True)
     return console.file.getvalue()
 
 
 def test_plan_of_the_exemplar(load):
     plan = preflight(load())
-    assert (plan.layout.world_size, plan.layout.data, plan.layout.transformer_impl) == (2, 2, "local")
+    assert plan.transformer_impl == "local"
     batch = plan.batch
     assert (batch.samples, batch.samples_per_rank, batch.optimizer_steps) == (256, 128, 1)
     assert (batch.microbatches_per_optimizer_step, batch.logprob_passes) == (1, 1)
-    assert (batch.longest_prompt, batch.max_new_tokens, batch.max_sequence) == (4, 4, 8)
-    assert plan.reference_policy == ""
     assert len(plan.guardrails) == 6
-    assert all(guardrail.ok for guardrail in plan.guardrails)
+    assert all(ok for _, ok in plan.guardrails)
 
 
 def test_what_is_trained_is_shown_first(load):
-    subject = dict(
-        preflight(load("policy.megatron_cfg.optimizer.lr=3e-3", "loss_fn.entropy_coef=0.5")).subject
-    )
-    assert subject["algorithm"] == "grpo"
-    assert subject["tokenizer"] == "char"
-    assert "lr: 0.003" in subject["optimizer"]
-    assert "entropy_coef: 0.5" in subject["loss_fn"]
-    assert "ratio_clip_c" not in subject["loss_fn"]  # as it is by default
+    lines = subject(load("policy.megatron_cfg.optimizer.lr=3e-3", "loss_fn.entropy_coef=0.5"))
+    assert lines["algorithm"] == "grpo"
+    assert lines["tokenizer"] == "char"
+    assert "lr: 0.003" in lines["optimizer"]
+    assert "entropy_coef: 0.5" in lines["loss_fn"]
+    assert "ratio_clip_c" not in lines["loss_fn"]  # as it is by default
     assert shown(preflight(load())).index("lr: ") < shown(preflight(load())).index("Parallel layout")
 
 
@@ -66,17 +66,15 @@ def test_what_is_trained_is_shown_first(load):
 )
 def test_all_checkpoints_that_are_kept_are_counted(load, keys, kept):
     every_ten = ("checkpointing.enabled=true", "checkpointing.save_period=10", "grpo.max_num_steps=300")
-    plan = preflight(load(*every_ten, *(f"++{key}" for key in keys)))
-    assert f" {kept} kept at most" in plan.checkpoints
-    assert "enabled: false" in preflight(load("checkpointing.enabled=false")).checkpoints
+    assert f" {kept} kept at most" in checkpoints_on_disk(load(*every_ten, *(f"++{key}" for key in keys)))
+    assert "enabled: false" in checkpoints_on_disk(load("checkpointing.enabled=false"))
 
 
 def test_what_is_trained_names_no_value_from_the_environment(load, monkeypatch):
     monkeypatch.setenv("RUN_TOKEN", "hunter2-hunter2")
     own = ("+loss_fn.type=custom_parts:CountedPG", "+loss_fn.args={key: '${oc.env:RUN_TOKEN}'}")
-    plan = preflight(load(*own))
-    assert "hunter2" not in str(plan.subject)
-    assert "oc.env:RUN_TOKEN" in dict(plan.subject)["loss_fn"]
+    assert "hunter2" not in str(subject(load(*own)))
+    assert "oc.env:RUN_TOKEN" in subject(load(*own))["loss_fn"]
 
 
 def test_batch_arithmetic_adds_up(load):
@@ -90,7 +88,6 @@ def test_batch_arithmetic_adds_up(load):
         )
     )
     batch = plan.batch
-    assert plan.layout.data == 2
     assert batch.optimizer_steps * batch.microbatches_per_optimizer_step * 8 * 2 == batch.samples
     assert batch.logprob_passes * 16 * 2 == batch.samples
 
@@ -107,15 +104,6 @@ def test_unfused_has_no_guardrails(load):
     plan = preflight(load(UNFUSED))
     assert plan.guardrails == ()
     assert "use_fused_linear_logprobs  off" in shown(plan)
-
-
-def test_guardrails_tell_ok_from_refused(load):
-    policy = load().policy
-    sampling = policy.generation.model_copy(update={"top_k": 3})
-    broken = policy.model_copy(update={"generation": sampling})
-    verdicts = {guardrail.other: guardrail.ok for guardrail in fused_guardrails(broken)}
-    assert verdicts.pop("generation.top_k") is False
-    assert all(verdicts.values())
 
 
 def test_memory_of_the_whole_model_on_one_rank(load):
@@ -264,9 +252,8 @@ KEEP, SPARE = (f"policy.reference_on_device={value}" for value in ("true", "fals
     ],
 )  # fmt: skip
 def test_where_the_reference_is_kept(load, monkeypatch, overrides, place, kept):
-    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: True)
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: True)
     plan = preflight(load(KL, *overrides))
-    assert plan.reference_policy == place
     assert f"reference policy        {place}" in shown(plan)
     assert plan.memory.models["policy"].reference == 86_336 * 4 * kept
 
@@ -283,11 +270,10 @@ def test_missing_tokenizer_folder(load, tmp_path, monkeypatch):
 
 def test_every_missing_thing_is_reported(load, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: False)
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: False)
     config = load(
         "policy.tokenizer.name=nowhere",
         "logger.wandb_enabled=true",
-        "logger.wandb.mode=offline",
         "logger.mlflow_enabled=true",
         f"logger.log_dir={tmp_path}/file/logs",
     )
@@ -304,71 +290,52 @@ def test_every_missing_thing_is_reported(load, tmp_path, monkeypatch):
 
 def test_packages_of_other_machines_are_only_noted(load, monkeypatch):
     monkeypatch.setattr(
-        "nemo_rl_mcore.tools.check.packages.installed", lambda package: package == "tensorboard"
+        "nemo_rl_mcore.tools.check.machine.installed", lambda package: package == "tensorboard"
     )
-    wandb = load("logger.wandb_enabled=true", "logger.wandb.mode=offline")
+    wandb = load("logger.wandb_enabled=true")
     plan = preflight(wandb, elsewhere=True)
     assert [problem.path for problem in plan.missing] == ["logger.wandb_enabled"]
     with pytest.raises(ConfigError, match="wandb"):
         preflight(wandb)
 
 
-def test_a_run_that_is_sent_to_wandb_needs_a_key(load, monkeypatch, tmp_path):
-    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: True)
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    sent = load("logger.wandb_enabled=true")
-    assert refused(sent) == ["logger.wandb.mode: missing (wandb_enabled)"]
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key")
-    assert preflight(sent)
-    monkeypatch.setenv("WANDB_BASE_URL", "https://elsewhere:8080")
-    assert "logger.wandb.mode: missing (wandb_enabled)" in refused(sent)[0]
-    monkeypatch.setenv("WANDB_API_KEY", "key")
-    assert preflight(sent)
-    monkeypatch.delenv("WANDB_API_KEY")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert preflight(sent)
-    assert preflight(load("logger.wandb_enabled=true", "logger.wandb.mode=disabled"))
-
-
 def test_transformer_engine_must_be_installed(load, monkeypatch):
     overrides = ("cluster.gpus_per_node=2", "policy.megatron_cfg.transformer_impl=transformer_engine")
     monkeypatch.setattr(
-        "nemo_rl_mcore.tools.check.packages.installed", lambda package: package == "tensorboard"
+        "nemo_rl_mcore.tools.check.machine.installed", lambda package: package == "tensorboard"
     )
     assert "policy.megatron_cfg.transformer_impl: not-installed" in refused(load(*overrides))[0]
     here, there = (
         preflight(load("cluster.gpus_per_node=2"), elsewhere=elsewhere) for elsewhere in (False, True)
     )
-    assert here.layout.transformer_impl == "local"
+    assert here.transformer_impl == "local"
     assert [problem.path for problem in here.warnings] == ["policy.megatron_cfg.transformer_impl"]
-    assert there.layout.transformer_impl == "transformer_engine"
+    assert there.transformer_impl == "transformer_engine"
     assert [problem.path for problem in there.missing] == ["policy.megatron_cfg.transformer_impl"]
     assert here.missing == there.warnings == ()
-    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: True)
-    assert preflight(load(*overrides)).layout.transformer_impl == "transformer_engine"
-    assert preflight(load("cluster.gpus_per_node=2")).layout.transformer_impl == "transformer_engine"
-    assert preflight(load()).layout.transformer_impl == "local"
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: True)
+    assert preflight(load(*overrides)).transformer_impl == "transformer_engine"
+    assert preflight(load("cluster.gpus_per_node=2")).transformer_impl == "transformer_engine"
+    assert preflight(load()).transformer_impl == "local"
 
 
 def test_ranks_on_gpus_that_share_sequences_need_transformer_engine(load, monkeypatch):
     shared = load("cluster.gpus_per_node=2", CP2, UNFUSED)
     monkeypatch.setattr(
-        "nemo_rl_mcore.tools.check.packages.installed", lambda package: package == "tensorboard"
+        "nemo_rl_mcore.tools.check.machine.installed", lambda package: package == "tensorboard"
     )
     assert refused(shared) == ["policy.megatron_cfg.context_parallel_size: not-installed"]
     there = preflight(shared, elsewhere=True)
     assert [problem.path for problem in there.missing] == ["policy.megatron_cfg.context_parallel_size"]
     assert there.warnings == ()
-    monkeypatch.setattr("nemo_rl_mcore.tools.check.packages.installed", lambda package: True)
-    assert preflight(shared).layout.transformer_impl == "transformer_engine"
+    monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: True)
+    assert preflight(shared).transformer_impl == "transformer_engine"
 
 
 def test_the_first_rows_are_shown(load):
-    assert dict(preflight(load()).subject)["row 1"] == "'127>', answer '127'"
+    assert subject(load())["row 1"] == "'127>', answer '127'"
     recipe = load_config("examples/configs/quickstart/dpo_cpu.yaml")
-    pairs = dict(preflight(recipe, elsewhere=True).subject)  # without math-verify, too
+    pairs = subject(recipe, elsewhere=True)  # without math-verify, too
     row = r"'Mia has 4 apples and buys 3 more. How many apples does Mia have now?\nThink step by step, and end ...'"
     assert pairs["row 1"] == rf"{row}, answer '4 + 3 = 7\n#### 7', rejected '4 + 3 = 9\n#### 9'"
     assert "row 3" not in pairs

@@ -3,9 +3,9 @@
 import pytest
 
 from nemo_rl_mcore.cli import main
-from nemo_rl_mcore.driver.saved_run import leaves
+from nemo_rl_mcore.driver.run_folder import leaves
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.tools.check.resolved import resolved_lines
+from nemo_rl_mcore.tools.check.render import resolved_lines
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.driver.rollouts.player import Responder
-from nemo_rl_mcore.environment.arithmetic import ArithmeticEnvironment
+from nemo_rl_mcore.environment.games import ArithmeticEnvironment
 from nemo_rl_mcore.errors import FolderError
-from nemo_rl_mcore.tools.evaluate.evaluator import Evaluator
-from nemo_rl_mcore.tools.evaluate.folder import digest_of, enter
+from nemo_rl_mcore.tools.evaluate.evaluate import Evaluator
+from nemo_rl_mcore.tools.evaluate.samples import digest_of, enter
 
 TOKENIZER = load_tokenizer("char")
 SAMPLES = 3
@@ -143,7 +143,7 @@ def test_files_of_another_identity_are_set_aside_by_number(tmp_path):
     enter(tmp_path, other, told.append)
     assert files(tmp_path / "aside.1") == first
     assert files(tmp_path).keys() == {"evaluation.json"}
-    assert told == [f"set aside: {tmp_path}/aside.1, of eval.temperature: 0.0 (now 0.5)"]
+    assert told == [f"set aside: {tmp_path}/aside.1, of another eval.temperature"]
     evaluate(tmp_path, Engine())
     enter(tmp_path, IDENTITY, told.append)
     assert files(tmp_path / "aside.1") == first

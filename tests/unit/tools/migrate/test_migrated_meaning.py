@@ -9,14 +9,14 @@ from nemo_rl_mcore.config.base import value_at
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.row import Row
 from nemo_rl_mcore.data.row_readers import RowReader
+from nemo_rl_mcore.data.rows import Row
 from nemo_rl_mcore.engine.engine import Sampling
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.recipe.rules.batch_sizes import _divisor_near
+from nemo_rl_mcore.recipe.rules.batching import divisor_near
 from nemo_rl_mcore.recipe.schema import field_at
-from nemo_rl_mcore.tools.migrate.defaults import _OF_LOOPS, write_defaults
 from nemo_rl_mcore.tools.migrate.draft import Draft, Kind
+from nemo_rl_mcore.tools.migrate.meaning import _OF_LOOPS, write_defaults
 
 OWN_ENGINES = "policy: {{generation: {{colocated: {{enabled: false, resources: {{{}}}}}}}}}\ncluster: {{{}}}"
 
@@ -137,7 +137,7 @@ def test_every_default_that_is_not_ours_is_written_where_a_recipe_says_nothing(l
         field = field_at(path, kind)
         assert field is not None
         assert draft.get(path) == value or field.default == value
-        assert (path in draft.comments) == (field.default != value)
+        assert (path in {note.path for note in draft.notes}) == (field.default != value)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_a_huge_number_of_samples_is_refused_at_once(migrated):
     ("wanted", "number", "ranks", "found"), [(7, 64, 8, 8), (20, 64, 8, 16), (64, 64, 1, 64)]
 )
 def test_the_nearest_divisor(wanted, number, ranks, found):
-    assert _divisor_near(wanted, number, ranks) == found
+    assert divisor_near(wanted, number, ranks) == found
 
 
 def test_rows_are_held_out_where_they_are_there(migrated):

@@ -8,8 +8,9 @@ import pytest
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.known_data import KNOWN
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.row import Row
-from nemo_rl_mcore.data.row_readers import Read, RowReader
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.row_readers import RowReader
+from nemo_rl_mcore.data.rows import Row
 from nemo_rl_mcore.tools.rehearse.data import LONGEST, ROWS, is_here, made_source
 
 ANSWERED = [{"dataset_name": name} for name in sorted({*KNOWN} - {"helpsteer3", "tulu3_preference"})]
@@ -19,7 +20,7 @@ OTHERS = [
 ]
 
 
-def read(keys: dict[str, object], kind: RowKind, folder: Path) -> list[Read]:
+def read(keys: dict[str, object], kind: RowKind, folder: Path) -> list[Prompt]:
     section = made_source(SourceConfig.model_validate(keys), kind, folder / "rows.jsonl")
     source = SourceConfig.model_validate(section)
     assert is_here(source)
@@ -32,8 +33,8 @@ def read(keys: dict[str, object], kind: RowKind, folder: Path) -> list[Read]:
 @pytest.mark.parametrize("keys", [*ANSWERED, *OTHERS], ids=str)
 def test_prompts(keys: dict[str, object], tmp_path: Path) -> None:
     found = read(keys, RowKind.PROMPTS, tmp_path)
-    assert len({one.context for one in found}) == ROWS
-    assert all(len(one.context) <= LONGEST and not one.unscored for one in found)
+    assert len({one.context or one.text for one in found}) == ROWS
+    assert all(len(one.context or one.text) <= LONGEST and not one.unscored for one in found)
 
 
 @pytest.mark.parametrize("name", ["helpsteer3", "tulu3_preference"])

@@ -6,24 +6,22 @@ import pytest
 import torch
 from rehearsals import with_layout
 
-from nemo_rl_mcore.tools.rehearse.compared import Refused
-from nemo_rl_mcore.tools.rehearse.critic import critic_on_one_rank
-from nemo_rl_mcore.tools.rehearse.layouts import Layout, layouts_of
-from nemo_rl_mcore.tools.rehearse.proofs import Twins
-from nemo_rl_mcore.tools.rehearse.ran import Ran
+from nemo_rl_mcore.tools.rehearse.layouts import Sharing, layouts_of
+from nemo_rl_mcore.tools.rehearse.proofs import Refused, Twins, critic_on_one_rank
+from nemo_rl_mcore.tools.rehearse.runs import Ran
 
 SHARED = ("tensor", "pipeline", "context", "expert")
 
 
 def test_a_run_on_one_rank_is_not_compared_with_itself(tmp_path: Path) -> None:
-    ran = Ran({}, Layout(), tmp_path)
+    ran = Ran({}, Sharing(), tmp_path)
     for proof in (Twins(ran).layout, lambda: critic_on_one_rank(ran)):
         with pytest.raises(Refused):
             proof()
 
 
 def test_the_split_step_on_one_rank_is_that_rank_s_alone(tmp_path: Path) -> None:
-    twins = Twins(Ran({}, Layout(), tmp_path))
+    twins = Twins(Ran({}, Sharing(), tmp_path))
     trained = {"weight": torch.ones(2)}
     of_one_rank = {
         "saved 1": {"weight": torch.zeros(2)},
@@ -38,28 +36,28 @@ def test_the_split_step_on_one_rank_is_that_rank_s_alone(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("given", "ranks", "expected"),
     [
-        ({}, 4, [Layout()]),
-        ({"world": 8}, 4, [Layout(data=2)]),
-        ({"world": 8, "tensor": 4, "sequence": True}, 4, [Layout(data=2, tensor=2, sequence=True)]),
-        ({"world": 4, "tensor": 4}, 4, [Layout(tensor=2)]),
+        ({}, 4, [Sharing()]),
+        ({"world": 8}, 4, [Sharing(data=2)]),
+        ({"world": 8, "tensor": 4, "sequence": True}, 4, [Sharing(data=2, tensor=2, sequence=True)]),
+        ({"world": 4, "tensor": 4}, 4, [Sharing(tensor=2)]),
         (
             {"world": 8, "pipeline": 4, "virtual": 3},
             4,
-            [Layout(data=2, pipeline=2, virtual=2)],
+            [Sharing(data=2, pipeline=2, virtual=2)],
         ),
-        ({"world": 16, "tensor": 2, "pipeline": 4}, 4, [Layout(tensor=2, pipeline=2)]),
-        ({"world": 16, "tensor": 2, "pipeline": 4}, 8, [Layout(data=2, tensor=2, pipeline=2)]),
+        ({"world": 16, "tensor": 2, "pipeline": 4}, 4, [Sharing(tensor=2, pipeline=2)]),
+        ({"world": 16, "tensor": 2, "pipeline": 4}, 8, [Sharing(data=2, tensor=2, pipeline=2)]),
         (
             {"world": 16, "tensor": 2, "pipeline": 4, "context": 2},
             4,
-            [Layout(tensor=2, pipeline=2), Layout(context=2)],
+            [Sharing(tensor=2, pipeline=2), Sharing(context=2)],
         ),
-        ({"world": 16, "expert": 8}, 4, [Layout(data=2, expert=2)]),
-        ({"world": 16, "pipeline": 2, "expert": 8}, 4, [Layout(data=2, pipeline=2, expert=2)]),
-        ({"world": 16, "tensor": 2, "expert": 8}, 4, [Layout(data=2, tensor=2, expert=2)]),
+        ({"world": 16, "expert": 8}, 4, [Sharing(data=2, expert=2)]),
+        ({"world": 16, "pipeline": 2, "expert": 8}, 4, [Sharing(data=2, pipeline=2, expert=2)]),
+        ({"world": 16, "tensor": 2, "expert": 8}, 4, [Sharing(data=2, tensor=2, expert=2)]),
     ],
 )
-def test_layouts(given: dict[str, int], ranks: int, expected: list[Layout], tmp_path: Path) -> None:
+def test_layouts(given: dict[str, int], ranks: int, expected: list[Sharing], tmp_path: Path) -> None:
     assert layouts_of(with_layout(**given), ranks) == expected
 
 

@@ -11,7 +11,7 @@ from nemo_rl_mcore.models import count_parameters
 from nemo_rl_mcore.tools.check import preflight
 from nemo_rl_mcore.tools.rehearse.command import read_rehearsed
 from nemo_rl_mcore.tools.rehearse.layouts import layouts_of
-from nemo_rl_mcore.tools.rehearse.ran import loaded
+from nemo_rl_mcore.tools.rehearse.runs import loaded
 from nemo_rl_mcore.tools.rehearse.schedule import Schedule
 from nemo_rl_mcore.tools.rehearse.shrink import engines_of, put, rollout_steps, shrinks, shrunk
 

@@ -8,8 +8,8 @@ from written_samples import sample
 
 from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.driver.observability import RolloutSink
-from nemo_rl_mcore.tools.report import answers
-from nemo_rl_mcore.tools.report.answers import some_of, steps_shown
+from nemo_rl_mcore.tools.report import run_data
+from nemo_rl_mcore.tools.report.run_data import some_of, steps_shown
 
 
 def test_steps_are_spread_over_the_run(tmp_path):
@@ -120,10 +120,10 @@ def test_of_long_answers_the_first_tokens_and_turns_are_shown(tmp_path):
 
 
 def test_a_pipe_and_a_file_that_unpacks_to_too_much_are_told_and_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(answers, "_MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(run_data, "_MOST_BYTES", 1 << 16)
     (tmp_path / "rollouts").mkdir()
     os.mkfifo(tmp_path / "rollouts/step_1.jsonl.gz")
     (tmp_path / "rollouts/step_2.jsonl.gz").write_bytes(gzip.compress(b" " * (1 << 24)))
-    shown, unread = answers.steps_shown(tmp_path)
+    shown, unread = steps_shown(tmp_path)
     assert shown == []
     assert [name for name in ("step_1", "step_2") for line in unread if name in line] == ["step_1", "step_2"]

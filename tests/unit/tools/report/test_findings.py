@@ -39,7 +39,6 @@ LATE = {"steps": lambda value, before=1.0: lambda step: before if step <= 20 els
     ("columns", "words", "panel"),
     [
         ({"train/entropy": LATE(0.05, 3.0)}, "Entropy has collapsed, from 3 to 0.05", "train/entropy"),
-        ({"train/kl_penalty": LATE(2.5, 0.1)}, "2.5 nats a token away", "train/kl_penalty"),
         (
             {"train/token_mult_prob_error": LATE(1.2)},
             "by a factor of 1.2 a token at worst",
@@ -48,17 +47,7 @@ LATE = {"steps": lambda value, before=1.0: lambda step: before if step <= 20 els
         ({"train/reward": LATE(0.1, 0.9)}, "was 0.9 at step 10 and is 0.1 now", "train/reward"),
         ({"validation/reward": LATE(0.1, 0.9)}, "was 0.9 at step 1 and is 0.1 now", "validation/reward"),
         ({"train/truncation_rate": LATE(0.6)}, "60% of the answers", "train/truncation_rate"),
-        (
-            {"train/probs_ratio_clipfrac": LATE(0.5)},
-            "50% of the tokens are clipped",
-            "train/probs_ratio_clipfrac",
-        ),
         ({"train/loss": lambda step: math.nan if step == 7 else 1.0}, "not finite in step 7:", "train/loss"),
-        (
-            {"train/grad_norm": lambda step: 90.0 if step == 7 else 1.0},
-            "step 7, 90, is 90 times the median",
-            "train/grad_norm",
-        ),
         ({"train/skipped_steps": 3.0}, "3 steps had no update", "train/grad_norm"),
         (
             {"train/reward_min": 0.0, "train/reward_max": 0.0},
@@ -66,16 +55,6 @@ LATE = {"steps": lambda value, before=1.0: lambda step: before if step <= 20 els
             "train/reward_std",
         ),
         ({"async/ess": LATE(0.3)}, "effective sample of 30%", "async/ess"),
-        (
-            {"async/trainer_idle": 0.6, "async/engine_idle": 0.0},
-            "Training waits for answers, 60%",
-            "async/trainer_idle",
-        ),
-        (
-            {"async/trainer_idle": 0.0, "async/engine_idle": 0.6},
-            "The engines have no prompt",
-            "async/engine_idle",
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) and "/" in value else "",
 )
@@ -88,15 +67,12 @@ def test_each_rule_tells_of_its_case(tmp_path, columns, words, panel):
 def test_a_task_that_is_learnt_leaves_nothing_to_explore(tmp_path):
     columns = {"train/entropy": LATE(0.05, 3.0), "train/reward": LATE(1.0, 0.1)}
     extremes = {"train/reward_min": LATE(1.0, 0.0), "train/reward_max": 1.0}
-    [finding] = found(rows(40, **columns, **extremes), tmp_path)
-    assert finding.level == "note"
-    assert finding.text == "Entropy fell from 3 to 0.05 nats a token, and the task is learnt."
+    assert found(rows(40, **columns, **extremes), tmp_path) == []
 
 
 def test_a_cost_that_has_become_nothing_is_learnt(tmp_path):
     columns = {"train/entropy": LATE(0.05, 3.0), "train/reward": LATE(-0.02, -0.9)}
-    [finding] = found(rows(40, **columns, **{"train/reward_min": -1.0, "train/reward_max": 0.0}), tmp_path)
-    assert finding.level == "note"
+    assert found(rows(40, **columns, **{"train/reward_min": -1.0, "train/reward_max": 0.0}), tmp_path) == []
 
 
 def test_a_reward_that_is_not_finite_has_not_fallen(tmp_path):
@@ -111,11 +87,6 @@ def test_noise_is_no_fall(tmp_path):
     for _ in range(20):
         assert found(rows(60, **{"train/reward": lambda _: noise.gauss(0.5, 0.05)}), tmp_path) == []
         assert found(rows(60, **{"validation/reward": lambda _: noise.gauss(0.5, 0.01)}), tmp_path) == []
-
-
-def test_the_reference_is_far_away_after_few_steps_too(tmp_path):
-    [finding] = found(rows(5, **{"train/kl_penalty": 50.0}), tmp_path)
-    assert finding.text == "The policy is 50 nats a token away from its reference."
 
 
 def test_a_run_that_has_no_step_is_told(tmp_path):
@@ -133,11 +104,6 @@ def test_answers_of_older_weights_are_no_mismatch(tmp_path):
     [finding] = found(rows(40, **columns), tmp_path)
     assert "in 20 of 20 steps" in finding.text
     assert found(rows(40, **columns | {"async/age_max": 1.0}), tmp_path) == []
-
-
-def test_warnings_come_first(tmp_path):
-    columns = {"train/probs_ratio_clipfrac": 0.9, "train/truncation_rate": 0.9}
-    assert [one.level for one in found(rows(40, **columns), tmp_path)] == ["warning", "note"]
 
 
 def test_a_run_that_has_not_all_its_steps_is_told(tmp_path):

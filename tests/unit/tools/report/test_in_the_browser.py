@@ -1,5 +1,7 @@
 """The page as a reader has it."""
 
+import math
+
 import pytest
 from browser import WIDTHS, Shown, chromium
 from run_folder import HOSTILE, rows, write_events, write_results, write_run
@@ -76,7 +78,8 @@ def test_the_page_is_sound_and_whole(browser, page, width):
     assert sum("30 of 33 steps" in text for text in warnings) == 1
     found = "document.getElementById(link.hash.slice(1)) && link.hash"
     links = shown.page.evaluate(f"[...document.querySelectorAll('.finding a')].map(link => {found})")
-    assert {*links} == {"#train/entropy", "#async/trainer_idle"}
+    assert {*links} == {"#train/entropy"}
+    assert shown.texts("#evaluations td")[:5] == ["digits", "4", "8", "0.5 ± 0.1", "1"]
     assert [row for row in shown.texts("#recipe tr") if "max_num" in row] == ["grpo.max_num_steps\t33\t35"]
     assert len(shown.texts("#faults-survived tr")) == 2 * 4
     assert HOSTILE in shown.texts(".answer .turn pre")[0]
@@ -145,3 +148,40 @@ def test_a_long_row_of_an_episode_is_shown_as_far_as_it_is_kept(browser, tmp_pat
     assert shown.texts(".answer .turn > b")[1:5] == [
         *("answer 2, reward 0.25", "observation", "answer 3, reward 0.5", "18005 more tokens"),
     ]
+
+
+def figures(browser, folder, metrics, expression):
+    """What the page's script makes of these rows."""
+    shown = Shown(browser, write_page([read_run(write_run(folder, metrics))], folder / "report.html"), 400)
+    shown.require_sound()
+    return shown.page.evaluate(expression)
+
+
+WATERFALL = "(({data: [bar]}) => [bar.y, bar.x, bar.base])(waterfall(phasesOf(data.runs[0])))"
+
+
+def test_the_waterfall_is_the_median_step_and_adds_up(browser, tmp_path):
+    metrics = rows(5, **{"timing/train": lambda step: 0.25 if step < 5 else 0.4})
+    assert figures(browser, tmp_path / "one", metrics, WATERFALL) == [
+        *(["generation", "training", "the rest"], [0.5, 0.25, 0.25], [0, 0.5, 0.75]),
+    ]
+    beside = rows(5, **{"async/trainer_idle": 0.5})
+    names = figures(browser, tmp_path / "beside", beside, WATERFALL)[0]
+    assert names == ["waiting for answers", "training", "the rest"]
+    unknown = dict.fromkeys(("timing/total", "timing/train"), lambda step: math.nan if step == 2 else 1.0)
+    metrics = rows(5, **unknown | {"timing/generation": 0.0})
+    assert figures(browser, tmp_path / "unknown", metrics, WATERFALL)[:2] == [["training"], [1]]
+
+
+def test_curves_have_gaps_where_values_are_not_finite_and_a_constant_its_own_axis(browser, tmp_path):
+    columns = {"train/loss": lambda step: math.inf if step == 2 else 1 / 3, "train/lr": 0.001, "a/b": 1.0}
+    lines, layout, others = figures(
+        browser,
+        tmp_path,
+        rows(30, **columns),
+        """[overSteps(["train/loss"]).data[0].y.slice(0, 3), overSteps(["train/lr"]).layout.yaxis.range,
+            [...document.querySelectorAll("#other-metrics option")].map((one) => one.value)]""",
+    )
+    assert lines == [0.333333, None, 0.333333]
+    assert layout == [0.0005, 0.0015]
+    assert others == ["a/b", "timing/generation", "timing/train"]

@@ -1,10 +1,12 @@
 import json
+import math
 
 import pytest
 from refusals import refused
 from run_folder import rows, write_events, write_results, write_run
 
 from nemo_rl_mcore.tools.report import read_run, run_data
+from nemo_rl_mcore.tools.report.run_data import columns_of
 
 
 def test_a_folder_is_read_whole(tmp_path):
@@ -96,3 +98,21 @@ def test_a_log_that_takes_long_to_read_is_left_out_and_told(tmp_path, monkeypatc
     run = read_run(tmp_path)
     assert run.events == []
     assert ["groups.jsonl has 0 MiB" in line for line in run.unread] == [True]
+
+
+def test_columns_keep_gaps_apart_from_what_a_row_has_not():
+    found = columns_of(
+        [{"step": 1.0, "a": math.nan}, {"step": 2.0, "a": 1 / 3, "b": 2.0, "timing/a_cpu": 1.0}]
+    )
+    assert found == {"step": [1.0, 2.0], "a": ["", 0.333333], "b": [None, 2.0]}
+
+
+def test_long_columns_are_thinned_and_keep_their_spikes():
+    spikes = {7: 0.0, 12_345: 99.0}
+    found = columns_of(
+        [{"step": step, "a": spikes.get(step, 1.0), "timing/b": 0.5} for step in range(1, 20_002)]
+    )
+    assert {len(column) for column in found.values()} == {len(found["step"])}
+    assert len(found["step"]) <= 1000
+    assert [value for value in found["a"] if value != 1.0] == [0.0, 99.0]
+    assert (found["step"][0], found["step"][-1]) == (1.0, 20_001.0)

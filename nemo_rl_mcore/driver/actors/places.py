@@ -1,0 +1,169 @@
+"""Where a process of a run is, and which environment variables it gets to see; imports no Ray.
+
+Variables are an allow-list, never the driver's whole environment. A local Ray session hands the environment of
+`ray.init` to every process it starts, and a runtime environment can only add to it. So the session is started under
+`only_environment(session_environment(...))`, and the variables of each rank come on top. What the nodes of a cluster
+that already runs were started with is the cluster's own business.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Generator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_mcore.errors import RunStoppedError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+    from nemo_rl_mcore.config.environment import EnvPoolConfig
+
+# What a process needs of the machine it runs on. PYTHONDONTWRITEBYTECODE is left out on purpose: with cached
+# bytecode a worker imports Megatron in less than half of the time.
+_MACHINE_NAMES = frozenset(
+    (
+        *("PATH", "HOME", "USER", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+        *("LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV", "XDG_CACHE_HOME"),
+        *("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR"),
+    )
+)
+
+# What tunes or debugs a rank, on whatever machine it runs.
+_RANK_NAMES = frozenset(
+    (
+        *(
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            "CUDA_LAUNCH_BLOCKING",
+            "CUBLAS_WORKSPACE_CONFIG",
+            "GLOO_SOCKET_IFNAME",
+        ),
+        *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM"),
+        *("TRITON_CACHE_DIR", "MKL_NUM_THREADS", "PYTHONFAULTHANDLER", "PYTHONWARNINGS"),
+    )
+)
+_RANK_PREFIXES = ("NCCL_", "NVTE_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "MEGATRON_")
+
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+_SESSION_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ranks without a GPU get CUDA_VISIBLE_DEVICES from us; this also silences Ray's notice about its default.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+# On, Ray's default on Linux, a local session listens on every network; off, on the loopback interface.
+LISTEN_ON_ALL_INTERFACES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# On, Ray's default, a driver under `uv run` has its folder packed and an environment built for every worker. On one
+# machine the workers can use the driver's own.
+_REBUILD_UV_ENVIRONMENT = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+# Ray prints these on the driver's terminal whatever its log settings say; a `WorkerError` tells it better.
+_DEATH_NOTICES = (
+    "A worker died or was killed while executing a task|Raylet is terminated|has been marked dead"
+)
+
+
+def set_ray_import_switches(environ: MutableMapping[str, str]) -> None:
+    """Set what Ray reads when it is imported; a value that is already there stays."""
+    environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _DEATH_NOTICES)
+    if not environ.get("RAY_ADDRESS"):
+        environ.setdefault(LISTEN_ON_ALL_INTERFACES, "0")
+        environ.setdefault(_REBUILD_UV_ENVIRONMENT, "0")
+
+
+def _kept(environ: Mapping[str, str], names: Collection[str], prefixes: tuple[str, ...]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name in names or name.startswith(prefixes)}
+
+
+def session_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Keep what the processes of a local Ray session may inherit, and add Ray's settings."""
+    return _kept(environ, _MACHINE_NAMES | _RANK_NAMES, (*_RANK_PREFIXES, "RAY_")) | _SESSION_SETTINGS
+
+
+def rank_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
+    """Keep what a rank inherits from the driver wherever it runs, and add the settings of the device."""
+    kept = _kept(environ, _RANK_NAMES, _RANK_PREFIXES)
+    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else kept
+
+
+def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Keep what an agent's process needs of the machine; it sees no GPU."""
+    return _kept(environ, _MACHINE_NAMES, ()) | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def hub_token(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the token of the hub, for ranks that fetch weights; in no environment above, since Ray logs those."""
+    return {name: environ[name] for name in _HUB_TOKENS if name in environ}
+
+
+def given_variables(config: EnvPoolConfig) -> dict[str, str]:
+    """Return what the driver gives to the processes of its environment; RunStoppedError for a variable it lacks."""
+    if missing := [name for name in config.variables if name not in os.environ]:
+        raise RunStoppedError(
+            f"env.pool.variables: {missing[0]} is not set where the run was started; export it",
+            code="missing-variable",
+        )
+    return {name: os.environ[name] for name in config.variables}
+
+
+@contextmanager
+def only_environment(environment: Mapping[str, str]) -> Generator[None]:
+    """Replace os.environ inside the block, and restore it after."""
+    saved = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+_ANSWERS_WITHIN_S = 3.0
+
+
+def has_port(address: str) -> bool:
+    """Return whether an address is `host:port`; others are "auto", or forms that Ray checks at once."""
+    host, _, port = address.rpartition(":")
+    return bool(host) and "/" not in host and port.isdecimal()
+
+
+def probe(address: str) -> None:
+    """Connect to `host:port` and hang up. Raises OSError when nothing answers, ValueError for a port that is none."""
+    if not has_port(address):
+        return
+    host, _, port = address.rpartition(":")
+    if int(port) not in range(1, 1 << 16):
+        raise ValueError(f"no port {port}")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_WITHIN_S).close()
+
+
+@dataclass(frozen=True)
+class RankSlot:
+    """Where one rank runs, and the environment that tells it who it is. options: for scheduling its Ray actor."""
+
+    rank: int
+    environment: Mapping[str, str]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The slots of one worker group; `release` gives the resources back."""
+
+    slots: tuple[RankSlot, ...] = ()
+    group: PlacementGroup | None = None
+
+    def release(self) -> None:
+        """Free the reserved resources; nothing to do for CPU ranks of this machine alone."""
+        if self.group is None:
+            return
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if ray.is_initialized():
+            remove_placement_group(self.group)

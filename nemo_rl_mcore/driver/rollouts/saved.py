@@ -1,0 +1,394 @@
+"""What is saved of the rollouts of a run: groups in a folder, for a checkpoint or a replay, and the ledger.
+
+A checkpoint has them in `step_N/rollouts`: `ledger.json`, the ledger between two steps with a mark in the log, and
+`ready/`, the groups that were ready. What is read is checked, and nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file  # pyright: ignore[reportUnknownVariableType]
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.strict_json import parse_json, read_json, read_regular
+from nemo_rl_mcore.driver.output import write_line
+from nemo_rl_mcore.driver.rollouts.event_log import LogMark
+from nemo_rl_mcore.driver.rollouts.events import Segment
+from nemo_rl_mcore.driver.rollouts.order import ORDERS, Room
+from nemo_rl_mcore.driver.rollouts.states import Group, GroupState, Limits
+from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES, WEIGHT_VERSIONS, sampled_versions
+from nemo_rl_mcore.errors import RefusedError, code_of, folder_error
+from nemo_rl_mcore.rank.checkpoints import read_sums, require_sums, sha256, write_sums
+
+TENSORS_FILE = "groups.safetensors"
+TEXTS_FILE = "groups.json"
+LEDGER_FILE = "ledger.json"
+READY_FOLDER = "ready"
+_STEP, _ASIDE = "step_", "aside_step_"
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _Exactly(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+# Groups: tensors, named POSITION.KEY, in a safetensors file, all else in JSON, and the checksums of both
+
+
+class _Group(_Exactly):
+    """A group but for its tensors. entries: the keys of the batch in order; None for a tensor, or a value a row."""
+
+    position: _Count
+    entries: dict[str, list[Any] | None]
+
+
+class _Groups(_Exactly):
+    """`groups.json`."""
+
+    groups: list[_Group]
+
+
+def save_groups(folder: Path, groups: Mapping[int, BatchedDataDict]) -> None:
+    """Write groups by position into a folder, which is made.
+
+    Raises ValueError, naming group and key, for a batch with values that JSON would change, and OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = _Groups(groups=[_texts(position, batch) for position, batch in groups.items()])
+    try:
+        save_file(_tensors(groups), folder / TENSORS_FILE)
+    except SafetensorError as error:  # of the operating system, in words alone
+        raise OSError(errno.EIO, str(error), str(folder / TENSORS_FILE)) from error
+    (folder / TEXTS_FILE).write_text(texts.model_dump_json(), encoding="utf-8")
+    write_sums(folder, {name: sha256(folder / name) for name in (TENSORS_FILE, TEXTS_FILE)})
+
+
+def _texts(position: int, batch: BatchedDataDict) -> _Group:
+    entries: dict[str, list[Any] | None] = {}
+    for key, value in batch.items():
+        if key == RESPONSES:  # decoded again by whoever reads the group
+            continue
+        if isinstance(value, torch.Tensor):
+            entries[key] = None
+            continue
+        try:
+            unchanged = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
+            unchanged = False
+        if not unchanged:
+            raise RefusedError(
+                f"group {position} cannot be saved: {key!r} holds values that JSON would change",
+                code="json-values",
+            )
+        entries[key] = value
+    return _Group(position=position, entries=entries)
+
+
+def _tensors(groups: Mapping[int, BatchedDataDict]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    storages = set[int]()
+    for position, batch in groups.items():
+        for key, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            tensor = value.detach().cpu().contiguous()
+            storage = tensor.untyped_storage().data_ptr()
+            # A file has each tensor on its own; two of one storage are refused.
+            found[f"{position}.{key}"] = tensor.clone() if storage in storages else tensor
+            storages.add(storage)
+    return found
+
+
+def load_groups(folder: Path) -> dict[int, BatchedDataDict]:
+    """Return the groups of a folder by position, with the same bits; raises ValueError, naming the file, for damage."""
+    sums = read_sums(folder)
+    if sums is None:
+        raise ValueError(
+            f"{folder} holds no saved groups, or only a part of them: it has no list of checksums"
+        )
+    require_sums(folder, sums, (TENSORS_FILE, TEXTS_FILE))
+    texts = _read_texts(folder / TEXTS_FILE)
+    try:
+        tensors = load(read_regular(folder / TENSORS_FILE, follow_links=False))
+    except (OSError, SafetensorError) as error:
+        raise RefusedError(
+            f"{folder / TENSORS_FILE} cannot be read: {error}", code="unreadable-file"
+        ) from error
+    expected = {f"{one.position}.{key}" for one in texts for key, rows in one.entries.items() if rows is None}
+    if expected != tensors.keys():
+        differing = sorted(expected ^ tensors.keys())[:8]
+        raise RefusedError(
+            f"{folder / TENSORS_FILE} does not go with {TEXTS_FILE}: {', '.join(differing)}",
+            code="unequal-files",
+        )
+    found: dict[int, BatchedDataDict] = {}
+    try:
+        for one in texts:
+            entries = one.entries.items()
+            found[one.position] = BatchedDataDict(
+                {key: tensors[f"{one.position}.{key}"] if rows is None else rows for key, rows in entries}
+            )
+    except ValueError as error:
+        raise RefusedError(f"{folder / TEXTS_FILE} is broken: {error}", code=code_of(error)) from error
+    return found
+
+
+def _read_texts(path: Path) -> list[_Group]:
+    try:
+        text = read_regular(path, follow_links=False)
+        parse_json(text)  # stricter than what follows: a key that is there twice is damage, too
+        groups = _Groups.model_validate_json(text).groups
+    except (OSError, ValueError) as error:
+        raise RefusedError(f"{path} cannot be read: {error}", code="unreadable-file") from error
+    positions = [one.position for one in groups]
+    if len({*positions}) < len(positions):
+        raise RefusedError(f"{path} is broken: a group is there twice", code="group-twice")
+    return groups
+
+
+def digest_of_group(batch: BatchedDataDict) -> str:
+    """Return 16 hexadecimal digits of what was asked, answered, and how likely; the padding does not enter."""
+    found = hashlib.blake2b(digest_size=8)
+    columns = [batch[column].contiguous().numpy() for column in ("input_ids", "generation_logprobs")]
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        for column in columns:
+            found.update(column[row, :length])
+    return found.hexdigest()
+
+
+def segments_of(versions_BT: torch.Tensor) -> list[Segment]:
+    """Say from which token on a group is of which version: the oldest that sampled one of its rows' tokens there.
+
+    versions_BT: int64, -1 after a row's end.
+    """
+    nothing = torch.iinfo(versions_BT.dtype).max
+    oldest = [int(version) for version in versions_BT.masked_fill(versions_BT < 0, nothing).amin(0).numpy()]
+    return [
+        Segment(first, version)
+        for first, version in enumerate(oldest)
+        if version != nothing and (first == 0 or version != oldest[first - 1])
+    ]
+
+
+def versions_of(group: BatchedDataDict, version: int) -> list[Segment]:
+    """Return the segments of a group; of `version` where the ranks that train have drawn it all, or nobody a token."""
+    if WEIGHT_VERSIONS not in group:
+        return [Segment(0, version)]
+    return segments_of(sampled_versions(group)) or [Segment(0, version)]
+
+
+class GroupArchive:
+    """Writes the groups that are kept for a replay into `<root>/step_N`, and no more of them than it may hold.
+
+    The oldest steps go first. A replay begins at a checkpoint: steps after the last one stay, whatever they hold. Of a
+    run without checkpoints it begins with the first step: nothing is removed, and steps that do not fit are not
+    written, nor any after them.
+
+    root: the folder, which is made. What a resume has set aside there goes first. most_bytes: of all that it holds.
+    checkpoints: whether the run has some. step: the last one, from which the run goes on; 0 for none.
+    """
+
+    def __init__(self, root: Path, most_bytes: float, *, checkpoints: bool, step: int = 0) -> None:
+        self._root, self._most, self._checkpoints = root, most_bytes, checkpoints
+        self._saved, self._full = step, False
+        names = [path.name for path in root.iterdir()] if root.is_dir() else []
+        steps = [name for name in names if name.removeprefix(_STEP).isdecimal()]
+        aside = sorted(name for name in names if name.startswith(_ASIDE))
+        in_order = aside + sorted(steps, key=lambda name: int(name.removeprefix(_STEP)))
+        self._held = {name: _bytes(root / name) for name in in_order}
+        """By folder, the ones that are removed first before the others."""
+
+    def keep(self, step: int, groups: Mapping[int, BatchedDataDict]) -> None:
+        """Write the groups of a finished step, by position; raises FolderError."""
+        if self._full:
+            return
+        name = f"{_STEP}{step}"
+        try:
+            save_groups(self._root / name, groups)
+            self._held[name] = _bytes(self._root / name)
+            self._remove_oldest()
+            if not self._checkpoints and sum(self._held.values()) > self._most:
+                self._remove(name)
+                self._full = True
+                write_line(
+                    sys.stdout, f"{self._root} is full: the groups of step {step} and later are not kept"
+                )
+        except OSError as error:
+            raise folder_error("logger.log_dir", self._root, error) from error
+
+    def checkpointed(self, step: int) -> None:
+        """Take note that a replay may begin after this step; raises FolderError."""
+        self._saved = step
+        try:
+            self._remove_oldest()
+        except OSError as error:
+            raise folder_error("logger.log_dir", self._root, error) from error
+
+    def _remove_oldest(self) -> None:
+        for name in [*self._held]:
+            if sum(self._held.values()) <= self._most:
+                return
+            if name.startswith(_ASIDE) or int(name.removeprefix(_STEP)) <= self._saved:
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        shutil.rmtree(self._root / name)
+        del self._held[name]
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+# For a checkpoint
+
+
+class SavedGroup(_Exactly):
+    """A group that is neither trained nor dropped. min_version: of a ready one; the others are to be generated."""
+
+    position: _Count
+    attempt: _Count
+    failures: _Count
+    min_version: _Count | None
+
+    @classmethod
+    def of(cls, group: Group) -> Self:
+        """Return what a checkpoint keeps of a group."""
+        ready = group.state is GroupState.READY
+        return cls(
+            position=group.position,
+            attempt=group.attempt,
+            failures=group.failures,
+            min_version=group.min_version if ready else None,
+        )
+
+    def as_group(self) -> Group:
+        """Return what the ledger of a resumed run has of it."""
+        group = Group(self.position, self.attempt, self.failures)
+        if self.min_version is not None:
+            group.state, group.min_version = GroupState.READY, self.min_version
+        return group
+
+
+class SavedLedger(_Exactly):
+    """A ledger between two steps. groups: by position, upwards. dropped: how many, by the reason."""
+
+    groups_per_step: Annotated[int, Field(ge=1)]
+    incarnation: _Count
+    version: _Count
+    cursor: _Count
+    dropped: dict[Annotated[str, Field(min_length=1)], _Count]
+    groups: list[SavedGroup]
+
+    @property
+    def ready(self) -> list[int]:
+        """Return the positions of the groups that are to be trained as they are."""
+        return [group.position for group in self.groups if group.min_version is not None]
+
+    @classmethod
+    def parse(cls, saved: object, limits: Limits) -> Self:
+        """Read what `model_dump` gave, for a run with these limits; raises ValueError, naming what is wrong."""
+        try:
+            ledger = cls.model_validate(saved)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "it"
+            raise _broken("ledger-fields", f"{place}: {first['msg']}") from error
+        if refusal := ledger._damage() or ledger._conflict(limits):
+            raise refusal
+        return ledger
+
+    def _damage(self) -> RefusedError | None:
+        positions = [group.position for group in self.groups]
+        if any(later <= earlier for earlier, later in pairwise([*positions, self.cursor])):
+            return _broken("ledger-order", "its groups are not in order, or not before the cursor")
+        if self.version * self.groups_per_step + sum(self.dropped.values()) + len(positions) != self.cursor:
+            return _broken("ledger-positions", "positions before the cursor are missing")
+        if any((group.min_version or 0) > self.version for group in self.groups):
+            return _broken("ledger-versions", "a group is newer than the weights")
+        return None
+
+    def _conflict(self, limits: Limits) -> RefusedError | None:
+        groups_per_step, max_age = limits.groups_per_step, limits.max_age
+        if groups_per_step != self.groups_per_step:
+            return RefusedError(
+                f"{limits.groups_key} is {groups_per_step}, and the saved run had {self.groups_per_step}: "
+                "which prompts are left would not be known; set it back",
+                code="groups-per-step",
+            )
+        # Spare ones that the step does not take are put away at its end.
+        room = Room(groups_per_step + limits.spare, groups_per_step, self.version, max_age)
+        if not ORDERS[limits.order].fits([one.as_group() for one in self.groups], room):
+            return RefusedError(
+                f"{limits.age_key} is {max_age} and the order {limits.order}, and the saved run has groups ready that "
+                "will be older when they are trained; set both back",
+                code="trajectory-age",
+            )
+        return None
+
+
+def _broken(code: str, what: str) -> RefusedError:
+    return RefusedError(f"the saved ledger is broken: {what}", code=code)
+
+
+class _LedgerFile(_Exactly):
+    """`ledger.json`."""
+
+    ledger: SavedLedger
+    log: LogMark
+
+
+@dataclass(frozen=True)
+class SavedRollouts:
+    """ledger: as `Ledger.to_json` gives it. log: what had been logged then. ready: the groups, by position."""
+
+    ledger: SavedLedger
+    log: LogMark
+    ready: Mapping[int, BatchedDataDict]
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder, which is made; raises OSError, and ValueError as `save_groups` does."""
+        folder.mkdir()
+        text = _LedgerFile(ledger=self.ledger, log=self.log).model_dump_json()
+        (folder / LEDGER_FILE).write_text(text, encoding="utf-8")
+        save_groups(folder / READY_FOLDER, self.ready)
+
+    @classmethod
+    def load(cls, folder: Path, version: int) -> Self:
+        """Read what `save` wrote in the checkpoint of a version; raises ValueError, naming the file, for damage."""
+        path = folder / LEDGER_FILE
+        try:
+            file = _LedgerFile.model_validate(read_json(path, follow_links=False))
+        except (OSError, ValidationError, ValueError) as error:
+            raise RefusedError(
+                f"{path} cannot be read: {' '.join(str(error).split())}", code="unreadable-file"
+            ) from error
+        ready = load_groups(folder / READY_FOLDER)
+        if file.ledger.version != version or sorted(ready) != file.ledger.ready:
+            raise RefusedError(f"{path} does not go with the files next to it", code="unequal-files")
+        return cls(file.ledger, file.log, ready)
+
+    def answered_again(self, positions: Collection[int], why: str) -> Self:
+        """Return what is left when these groups are to be generated again, which is printed."""
+        if not positions:
+            return self
+        write_line(sys.stdout, f"{len(positions)} prompts are answered again: {why}")
+        groups = [
+            one.model_copy(update={"min_version": None}) if one.position in positions else one
+            for one in self.ledger.groups
+        ]
+        left = {position: group for position, group in self.ready.items() if position not in positions}
+        return replace(self, ledger=self.ledger.model_copy(update={"groups": groups}), ready=left)

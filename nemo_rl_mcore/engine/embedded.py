@@ -1,0 +1,200 @@
+"""A generator of its own: a model without optimizer in one process, which decodes between refits."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.data.tokenizer import StopConditions
+from nemo_rl_mcore.engine.engine import (
+    GenerationCancelledError,
+    HeldWeights,
+    NextLogprobs,
+    Request,
+    Response,
+    Sampling,
+)
+from nemo_rl_mcore.ops.sampling import SamplingParams
+from nemo_rl_mcore.rank import activity
+from nemo_rl_mcore.rank.policy_backend import (
+    Decoding,
+    GenerationRequest,
+    GeneratorFactory,
+    WeightFilling,
+    open_generator,
+)
+from nemo_rl_mcore.rank.refit.digests import Digests, digests, require_as_sent
+from nemo_rl_mcore.rank.refit.transports import MessageRelay, Receivers
+
+
+@dataclass(frozen=True)
+class EmbeddedSettings:
+    """How to build an engine.
+
+    reread_after_refit: responses under way have their cache recomputed by the new weights, instead of going on with
+    what the former ones left there. open: builds the model.
+    """
+
+    policy: PolicyConfig
+    reread_after_refit: bool = False
+    open: GeneratorFactory = open_generator
+
+
+@dataclass
+class _Growing:
+    """A response so far."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    finished: bool = False
+
+
+class EmbeddedEngine:
+    """An `Engine`. Groups of requests take turns, a token each; refits come in between.
+
+    A token is drawn as the training ranks would draw it from the same weights, whoever else is answered.
+    """
+
+    def __init__(self, settings: EmbeddedSettings) -> None:
+        self._policy, self._reread = settings.policy, settings.reread_after_refit
+        self._backend = settings.open(settings.policy)
+        self._receivers, self._relay = Receivers(self._backend.device), MessageRelay()
+        self._filling: WeightFilling | None = None
+        self._received: set[str] = set()
+        self._may_generate = asyncio.Event()
+        # Each call takes several rounds of the loop to get in: with one token a round it waits for a few tokens, with
+        # one of each group it would wait for most answers to end.
+        self._turns = asyncio.Lock()
+        self._asked: dict[str, Decoding] = {}
+        self._numbers = itertools.count()
+        self.weights = HeldWeights()
+
+    async def generate(
+        self, requests: Sequence[Request], sampling: Sampling, version: int | None = None, ticket: str = ""
+    ) -> list[Response]:
+        """See `Engine.generate`; without a version, requests wait for a refit under way to end."""
+        activity.advance("generate")
+        if version is not None:
+            self.weights.require(version)
+        ticket = ticket or f"group {next(self._numbers)}"
+        growing = [_Growing() for _ in requests]
+        decoding = self._asked[ticket] = self._backend.decoding()
+        try:
+            decoding.add(self._as_request(requests, sampling))
+            while await self._step(ticket, decoding, growing):
+                pass
+        finally:
+            if self._asked.get(ticket) is decoding:
+                del self._asked[ticket]
+        return [Response.of(**vars(response)) for response in growing]
+
+    async def _step(self, ticket: str, decoding: Decoding, growing: Sequence[_Growing]) -> bool:
+        """Draw a token for responses that run together when it is this group's turn; false when none was left."""
+        async with self._turns:  # in the order in which they came
+            await asyncio.sleep(0)  # a round of the loop for calls that come meanwhile
+            await self._may_generate.wait()
+            if self._asked.get(ticket) is not decoding:
+                raise GenerationCancelledError(f"{ticket} was cancelled")
+            sampled = decoding.step()
+        if sampled is None:
+            return False
+        assert self.weights.newest is not None  # before the first refit nothing is generated
+        drawn = zip(
+            sampled.rows_N.tolist(),
+            sampled.tokens_N.tolist(),
+            sampled.logprobs_N.tolist(),
+            sampled.stopped_N.tolist(),
+            strict=True,
+        )
+        for row, token, logprob, stopped in drawn:
+            response = growing[row]
+            response.tokens.append(token)
+            response.logprobs.append(logprob)
+            response.versions.append(self.weights.newest)
+            response.finished = stopped
+        return True
+
+    async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
+        activity.advance("next_logprobs")
+        self.weights.require(None)
+        return [*self._backend.next_logprobs(prompts, temperature).numpy()]
+
+    async def cancel(self, ticket: str) -> None:
+        self._asked.pop(ticket, None)
+
+    async def begin_refit(self, version: int) -> None:
+        """See `Engine.begin_refit`; requests in flight pause."""
+        activity.advance("begin_refit")
+        self.weights.begin(version)
+        self._may_generate.clear()
+        self._receivers.close()
+        self._filling, self._received = self._backend.filling(), set()
+
+    async def load_bucket(self, message: Mapping[str, Any]) -> None:
+        activity.advance("load_bucket")
+        assert self._filling is not None
+        for name, tensor in self._receivers.read(self._relay.relay(message)):
+            self._filling.take(name, tensor)
+            self._received.add(name)
+
+    async def finish_refit(self, version: int, sent: Digests) -> int:
+        """See `Engine.finish_refit`; generation goes on."""
+        activity.advance("finish_refit")
+        assert self._filling is not None
+        self._receivers.close()
+        self._relay.close()
+        require_as_sent(sent, dict.fromkeys(self._received), unwritten=self._filling.missing())
+        if None not in sent.values():
+            require_as_sent(sent, digests(self._backend.full_tensors()))
+        self._filling = None
+        if self._reread:
+            for decoding in self._asked.values():
+                decoding.reread()
+        self.weights.finish(version)
+        self._may_generate.set()
+        return version
+
+    async def join_broadcast(
+        self, *, address: str, port: int, first_rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        self._receivers.join_broadcast(address, port, first_rank, world_size, timeout_s)
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`; this engine shares its GPU with nobody, and keeps the memory."""
+        self.weights.drop()
+        self._may_generate.clear()
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        """See `Engine.wake_up`; there is nothing to take."""
+
+    async def health(self) -> None:
+        """See `Engine.health`: the engine lives and dies with this process."""
+
+    async def shutdown(self) -> None:
+        self._backend.shutdown()
+
+    def _as_request(self, requests: Sequence[Request], sampling: Sampling) -> GenerationRequest:
+        return GenerationRequest(
+            prompts=[request.prompt for request in requests],
+            keys_B=torch.tensor([request.seed for request in requests], dtype=torch.long),
+            max_new_tokens=sampling.max_new_tokens,
+            stops=[
+                StopConditions.of(self._policy, sampling.stop_ids, request.stop_strings)
+                for request in requests
+            ],
+            sampling=SamplingParams(
+                1.0 if sampling.greedy else sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.greedy,
+            ),
+            batch_size=self._policy.generation_batch_size,
+            longest=sampling.longest,
+        )

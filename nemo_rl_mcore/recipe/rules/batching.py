@@ -1,0 +1,200 @@
+"""How the samples of a step divide into optimizer steps, ranks and microbatches, and how long they may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from nemo_rl_mcore.config.algorithm import RolloutConfig
+from nemo_rl_mcore.config.base import Rule, Rules
+from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.recipe.rules.parallelism import OF_THE_LAYOUT, VIRTUAL
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.config.run_config import RunConfig
+
+_BATCH, _LENGTH = "policy.train_global_batch_size", "policy.max_total_sequence_length"
+_PACKING, _DYNAMIC = "sequence_packing.enabled", "dynamic_batching.enabled"
+_PROMPTS, _GENERATIONS = "loop.num_prompts_per_step", "loop.num_generations_per_prompt"
+_TRIED = 1_000_000
+"""Divisors that are looked for; of a number above its square the remedy names one that is near enough."""
+
+
+def divisor_near(wanted: int, number: int, ranks: int) -> int:
+    """Return the largest divisor of a number that is a multiple of `ranks` and, if there is one, at most `wanted`."""
+    shares = number // ranks
+    pairs = (
+        (share, shares // share)
+        for share in range(1, min(math.isqrt(shares), _TRIED) + 1)
+        if not shares % share
+    )
+    fitting = [share * ranks for pair in pairs for share in pair]
+    return max((size for size in fitting if size <= wanted), default=ranks)
+
+
+def _batch_sizes(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield batch sizes that ranks cannot share equally; a last microbatch may hold fewer samples."""
+    batch, ranks, loop = config.policy.train_global_batch_size, config.data_parallel_size, config.loop
+    of_ranks = f"{ranks} data-parallel ranks"
+    if not isinstance(loop, RolloutConfig):
+        fix = f"set it to a multiple of {ranks}, or change the number of ranks"
+        yield Rule(
+            "not-divisible",
+            _BATCH,
+            batch % ranks,
+            OF_THE_LAYOUT,
+            fix,
+            says=f"{batch} does not divide among {of_ranks}",
+        )
+        return
+    samples, factors = loop.samples_per_step, (_PROMPTS, _GENERATIONS)
+    if samples % ranks:
+        says = f"{samples} samples of a step do not divide among {of_ranks}"
+        fix = f"make the samples, or {' * '.join(map(config.key, factors))}, a multiple of {ranks}"
+        yield Rule("not-divisible", _PROMPTS, True, (*factors, *OF_THE_LAYOUT), fix, says=says)
+        return
+    whole = config.streams or (config.gradient is not None and config.gradient.force_on_policy_ratio)
+    fits = samples if whole else divisor_near(batch, samples, ranks)
+    if samples % batch:
+        fix, why = f"set it to a divisor, such as {fits}", f"a step has {samples} samples"
+        yield Rule("not-divisible", _BATCH, True, factors, fix, why)
+    elif batch % ranks:
+        fix = f"set it to a multiple that divides the {samples} samples of a step, such as {fits}"
+        related = (*factors, *OF_THE_LAYOUT)
+        yield Rule(
+            "not-divisible", _BATCH, True, related, fix, says=f"{batch} does not divide among {of_ranks}"
+        )
+
+
+def _pair_budget(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield a token budget of training with room for the longest row and none for a sample of several."""
+    budgets, rows = config.policy.token_budgets, config.rows_per_sample
+    longest = config.policy.max_total_sequence_length
+    if budgets is not None:
+        yield Rule(
+            "too-small",
+            f"{budgets.section}.train_mb_tokens",
+            longest <= budgets.of_training(rows) < rows * longest,
+            (_LENGTH,),
+            f"set it to {rows * longest} or more, or lower max_total_sequence_length",
+            f"a sample has {rows} rows",
+        )
+
+
+def _nothing_to_pack(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
+    """Yield a key that allows what the recipe does not do."""
+    needed = {
+        _PACKING: policy.sequence_packing.enabled,
+        "megatron_cfg.use_fused_linear_logprobs": policy.megatron_cfg.use_fused_linear_logprobs,
+    }
+    off = tuple(key for key, on in needed.items() if not on)
+    allows = policy.megatron_cfg.fused_linear_logprobs_packed
+    yield Rule("has-no-effect", "megatron_cfg.fused_linear_logprobs_packed", allows and bool(off), off)
+
+
+def _room(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield a length without room for the longest prompt and a response."""
+    policy, data = config.policy, config.data
+    prompt, response, longest = (
+        data.max_prompt_length or 1,
+        policy.reserved_tokens,
+        policy.max_total_sequence_length,
+    )
+    if policy.generation.fit_to_sequence and data.max_input_seq_length:
+        return  # rows that leave no token for an answer are too long, see data.overlong
+    fix = f"set it to {prompt + response}, or lower the other two"
+    # NeMo RL's recipes compute the other two from it, and then they would grow with it; positions do not.
+    computed = longest in (data.max_input_seq_length, response)
+    if computed or prompt + response > policy.model.longest_sequence:
+        fix = f"lower the other two, which together may be {min(longest, policy.model.longest_sequence)}"
+    related = ("data.max_input_seq_length", "data.num_digits", "policy.generation.max_new_tokens")
+    yield Rule(
+        "too-small",
+        _LENGTH,
+        prompt + response > longest,
+        related if data.max_input_seq_length else ("data.dataset_name", *related),
+        fix,
+        says=f"{longest} has no room for the longest prompt of {prompt} tokens and a response of {response}",
+    )
+
+
+POLICY_RULES: Rules[PolicyConfig] = (
+    *(
+        Rule[PolicyConfig](
+            "too-small",
+            f"{section}.{key}",
+            lambda own, section=section, key=key: (
+                getattr(own, section).enabled
+                and (getattr(getattr(own, section), key) or math.inf) < own.max_total_sequence_length
+            ),
+            ("max_total_sequence_length",),
+            lambda own: (
+                f"set it to {own.max_total_sequence_length} or more, or lower max_total_sequence_length"
+            ),
+            "one sample may take as many tokens",
+        )
+        for section in ("sequence_packing", "dynamic_batching")
+        for key in ("train_mb_tokens", "logprob_mb_tokens")
+    ),
+    Rule(
+        "incompatible",
+        _DYNAMIC,
+        lambda own: (
+            own.dynamic_batching.enabled and own.megatron_cfg.virtual_pipeline_model_parallel_size is not None
+        ),
+        (VIRTUAL,),
+        {_DYNAMIC: False, VIRTUAL: None},
+        "the interleaved schedule needs microbatches of one shape",
+    ),
+    _nothing_to_pack,
+    Rule(
+        "incompatible",
+        _PACKING,
+        lambda own: own.sequence_packing.enabled and own.dynamic_batching.enabled,
+        (_DYNAMIC,),
+        {_PACKING: False, _DYNAMIC: False},
+        "a microbatch has one size",
+    ),
+    Rule(
+        "incompatible",
+        _PACKING,
+        lambda own: own.sequence_packing.enabled and own.model.mtp_num_layers,
+        ("model.mtp_num_layers",),
+        {_PACKING: False, "model.mtp_num_layers": None},
+        "those layers would predict the tokens of the next sample",
+    ),
+    Rule(
+        "incompatible",
+        _PACKING,
+        lambda own: (
+            own.sequence_packing.enabled
+            and own.model.load_balancing_loss
+            and own.model.moe_router_load_balancing_type == "seq_aux_loss"
+        ),
+        ("model.moe_router_load_balancing_type",),
+        {_PACKING: False, "model.moe_router_load_balancing_type": "aux_loss"},
+        "it balances each sample by itself",
+    ),
+)
+RUN_RULES: Rules[RunConfig] = (
+    _batch_sizes,
+    _pair_budget,
+    _room,
+    Rule(
+        "too-small",
+        _LENGTH,
+        # An agent may show less in its next call.
+        lambda run: (
+            run.max_rollout_turns > 1
+            and run.env.endpoint is None
+            and run.policy.max_total_sequence_length < 1 + 2 * run.policy.reserved_tokens
+        ),
+        ("policy.generation.max_new_tokens", "loop.max_rollout_turns"),
+        lambda run: (
+            f"set it to {1 + 2 * run.policy.reserved_tokens} and what prompts and observations take, or "
+            f"{run.algorithm}.max_rollout_turns: 1"
+        ),
+        "no episode would have a second turn",
+    ),
+)

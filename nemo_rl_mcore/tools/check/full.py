@@ -1,0 +1,148 @@
+"""What `check --full` adds: the data as the model will read it, its golds, and one row scored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from statistics import median
+
+from nemo_rl_mcore.config import EnvConfig, RunConfig
+from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.data.answers import answer_row, pair_rows
+from nemo_rl_mcore.data.datasets import EpochSource, Prompt
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.data.turns import Reply, Turn, first_turn
+from nemo_rl_mcore.driver.actors.places import (
+    given_variables,
+    only_environment,
+    rank_environment,
+    session_environment,
+)
+from nemo_rl_mcore.driver.parts import Parts, open_parts
+from nemo_rl_mcore.environment.registry import EnvironmentProcess
+from nemo_rl_mcore.environment.replies import replies_of
+from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError, shortened
+from nemo_rl_mcore.tools.check.plan import Plan
+from nemo_rl_mcore.tools.check.render import Finding
+
+
+def full_check(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Open the parts of the run, and yield what they tell, as findings.
+
+    Raises RunStoppedError for what would stop the run before its ranks start: data that cannot be fetched or read, a
+    row with too many tokens, a gold that the environment cannot read, a class of the user's own that does not import;
+    CustomCodeError for a reward function, or class, that raises or gives amiss, at which a run would stop later.
+    """
+    parts = open_parts(config)
+    trained, held_out = _rows(parts)
+    for name, prompts in (("to train on", trained), ("held out", held_out)):
+        yield from _lengths(name, prompts, parts)
+    source = parts.prompts
+    if plan.data is not None and isinstance(source, EpochSource):
+        left_out = plan.data.rows + plan.data.held_out - len(source.train) - len(source.held_out)
+        yield Finding("left out", f"{left_out} rows with too many tokens (data.overlong)")
+    first = (trained or held_out)[0]
+    yield Finding("first prompt", shortened(first.text, 400))
+    # Given answers are imitated, not scored: those held out alone are answered in a validation.
+    if config.row_kind is RowKind.PROMPTS:
+        yield from _scored("its answer", parts, first)
+    elif held_out:
+        yield from _scored("first held out", parts, held_out[0])
+    for key, path in config.import_paths.items():
+        yield Finding("imported", f"{key}: {path}")
+
+
+def _rows(parts: Parts) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """All rows of a source that ends; of another one those of its first step and of a validation, if there is one."""
+    config, source = parts.config, parts.prompts
+    if isinstance(source, EpochSource):
+        return source.train, source.held_out
+    held_out = source.validation(config.loop.max_val_samples) if config.loop.validates else []
+    return source.train_batch(1, config.prompts_per_step), held_out
+
+
+def _lengths(name: str, prompts: Sequence[Prompt], parts: Parts) -> Iterator[Finding]:
+    """Tokens of the prompts, and of whole rows where answers are given; a row too long is an error, or left out."""
+    if not prompts:
+        return
+    config, tokenizer = parts.config, parts.tokenizer
+    lengths = [len(tokenizer.encode(prompt.text, prompt.literal)) for prompt in prompts]
+    longest = max(lengths)
+    middle = f"prompts of {median(lengths):g} tokens in the middle, {longest} at most"
+    yield Finding(name, f"{len(prompts)} rows; {middle}")
+    if place := prompts[lengths.index(longest)].place:
+        yield Finding("", f"the longest is {place}")
+    if config.row_kind is not RowKind.PROMPTS:
+        whole = [_whole_length(prompt, config.row_kind, tokenizer) for prompt in prompts]
+        yield Finding("", f"with their answers {median(whole):g} in the middle, {max(whole)} at most")
+
+
+def _whole_length(prompt: Prompt, kind: RowKind, tokenizer: Tokenizer) -> int:
+    pairs = kind is RowKind.PAIRS and prompt.rejected is not None
+    rows = pair_rows(prompt, tokenizer) if pairs else (answer_row(prompt, tokenizer),)
+    return max(len(row.ids) for row in rows)
+
+
+def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Finding]:
+    """Yield what the environment gives for the data's answer, and for none; nothing where agents give the rewards."""
+    env = parts.config.env
+    if env.endpoint is not None and not env.given:
+        return
+    turns = [first_turn(prompt, prompt.imitated), first_turn(prompt, "")]
+    if env.pool_size:
+        given, none = _replies_of_process(env, turns)
+    else:
+        given, none = replies_of(parts.environment, turns, env.reward_weights or {})
+    earned = f"earns {_earned(given)}, an empty response {_earned(none)}"
+    yield Finding(name, f"{shortened(prompt.imitated)} {earned}")
+    if given.terminated and given.reward <= none.reward:
+        what = "the answer as the data states it earns no more than none: look at env (env.math.response says where a "
+        yield Finding("", f"{what}response has to state its own) and at the answer of the source")
+
+
+def _earned(reply: Reply) -> str:
+    parts = ", ".join(f"{name} {value:g}" for name, value in reply.rewards.items())
+    return f"{reply.reward:g}{parts and f' ({parts})'}"
+
+
+def _replies_of_process(env: EnvConfig, turns: Sequence[Turn]) -> Sequence[Reply]:
+    """Return the replies of an environment in a process like those of a run, which sees no more than they do."""
+    variables = rank_environment(os.environ, on_cpu=not env.pool.num_gpus) | given_variables(env.pool)
+    context = get_context("spawn")
+    replies, there = context.Pipe(duplex=False)
+    process = context.Process(target=_reply, args=(there, env, turns), daemon=True)
+    with only_environment(session_environment(os.environ) | variables):
+        process.start()
+    there.close()
+    try:
+        for limit_s, key in (
+            (env.pool.start_timeout_s, "env.pool.start_timeout_s"),
+            (env.pool.timeout_s, "env.pool.timeout_s"),
+        ):
+            if not replies.poll(limit_s):
+                raise CustomCodeError(f"{key}: the environment has not replied within {limit_s:g} s")
+            if isinstance(said := replies.recv(), RunStoppedError):
+                raise said
+        return said
+    except EOFError:
+        process.join()
+        raise CustomCodeError(
+            f"the process of the environment ended with status {process.exitcode}, without a reply"
+        ) from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _reply(driver: Connection, env: EnvConfig, turns: Sequence[Turn]) -> None:
+    """Send None for a start, and the replies; or, in the place of either, what was raised. Runs there."""
+    try:
+        process = EnvironmentProcess(env, {})
+        driver.send(None)
+        replies = process.replies(turns, env.pool.timeout_s)
+        driver.send([replace(reply, metadata=None) for reply in replies])
+    except RunStoppedError as error:  # of any other one the traceback is told there, and its status here
+        driver.send(error)

@@ -1,0 +1,176 @@
+"""Questions about this machine that are put to processes of their own, which may fail, crash or hang alone.
+
+Each process runs this file as a script. It stands alone: nothing of the package is imported, so that an answer is about
+the package asked for. The answer is one JSON object on standard output; what else is printed goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import IO, Any
+
+Facts = dict[str, Any]
+Question = tuple[str, ...]
+"""A probe's name, and its arguments."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The facts that a process reported; failure: why not, or not all of them; late: it had no time to."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    failure: str = ""
+    late: bool = False
+
+
+def ask(questions: Mapping[str, Question], deadline_s: float) -> dict[str, Answer]:
+    """Return the answer to each question, after `deadline_s` at most; nothing of their processes is left."""
+    ends_at = time.monotonic() + deadline_s
+    asked: dict[str, _Child] = {}
+    try:
+        # Ctrl-C between the start of a process and its place in the table would leave it behind.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            for key, question in questions.items():
+                asked[key] = _Child(question, deadline_s)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return {key: child.answer(ends_at, deadline_s) for key, child in asked.items()}
+    finally:
+        for child in asked.values():
+            child.end()
+
+
+class _Child:
+    """A process that answers one question; its output goes to files, which nobody has to read while it runs."""
+
+    def __init__(self, question: Question, deadline_s: float) -> None:
+        # In memory: a full disk is among what is to be found.
+        self._out, self._err = (os.fdopen(os.memfd_create(name), "w+b") for name in ("out", "err"))
+        # -P: a folder in the working directory that has the name of a package is not that package.
+        command = [sys.executable, "-P", __file__, str(deadline_s), *question]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err, start_new_session=True
+        )
+
+    def answer(self, ends_at: float, deadline_s: float) -> Answer:
+        try:
+            status = self._process.wait(max(0.0, ends_at - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return Answer(failure=f"no answer within {deadline_s:g} s (--timeout)", late=True)
+        try:
+            facts: Facts = json.loads(_text(self._out))
+        except ValueError:
+            how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exits with {status}"
+            last = [line.strip() for line in _text(self._err).splitlines() if line.strip()][-1:]
+            return Answer(failure=": ".join([f"the process {how}", *last]))
+        return Answer(facts, facts.pop("failure", ""))
+
+    def end(self) -> None:
+        """Kill it with all that it has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._out.close()
+        self._err.close()
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+# In the child
+
+
+def imports(module: str) -> Facts:
+    """Import a module."""
+    importlib.import_module(module)
+    return {}
+
+
+def torch() -> Facts:
+    """Use each GPU that torch sees; return names and bytes of them, what torch is built for, and its collectives."""
+    module: Any = importlib.import_module("torch")
+    dist: Any = importlib.import_module("torch.distributed")
+    facts: Facts = {"cuda": module.version.cuda, "gpus": [], "gloo": dist.is_gloo_available()}
+    facts["nccl"] = ".".join(map(str, module.cuda.nccl.version())) if dist.is_nccl_available() else None
+    for index in range(module.cuda.device_count()):
+        told = module.cuda.get_device_properties(index)
+        facts["gpus"].append({"name": told.name, "bytes": told.total_memory})
+    try:
+        for index in range(
+            len(facts["gpus"])
+        ):  # which a driver that is too old, or code for other GPUs, fails at
+            module.ones(2, device=f"cuda:{index}").sum().item()
+    except RuntimeError as error:
+        facts["unusable"] = " ".join(str(error).split())
+    return facts
+
+
+def nvidia_smi() -> Facts:
+    """Return name and driver's version of each GPU that NVIDIA's program lists; None without it."""
+    if shutil.which("nvidia-smi") is None:
+        return {"listed": None}
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    facts: Facts = {
+        "listed": [line.rpartition(", ")[::2] for line in done.stdout.splitlines() if ", " in line]
+    }
+    if done.returncode:
+        facts["failure"] = " ".join((done.stdout + done.stderr).split())
+    return facts
+
+
+def ray_cluster(address: str) -> Facts:
+    """Join a Ray cluster and leave it: the GPUs of each of its machines."""
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # nothing is to be packed for workers
+    ray: Any = importlib.import_module("ray")
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    return {"gpus": [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]]}
+
+
+def host_name() -> Facts:
+    """Return the name of this machine, and its addresses; asking for them may wait for a name server."""
+    name = socket.gethostname()
+    facts: Facts = {"name": name, "addresses": []}
+    with contextlib.suppress(OSError):
+        facts["addresses"] = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    return facts
+
+
+_PROBES: dict[str, Callable[..., Facts]] = {
+    probe.__name__: probe for probe in (imports, torch, nvidia_smi, ray_cluster, host_name)
+}
+
+
+def _main(deadline_s: str, name: str, *arguments: str) -> None:
+    signal.alarm(int(float(deadline_s)) + 2)  # also where whoever asks is killed
+    answer = os.dup(1)
+    os.dup2(2, 1)
+
+    def tell(facts: Facts) -> None:
+        os.write(answer, json.dumps(facts).encode())
+
+    def tell_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        told = " ".join(str(error).split())
+        tell({"failure": f"{kind.__name__}: {told}" if told else kind.__name__})
+
+    sys.excepthook = tell_failure
+    tell(_PROBES[name](*arguments))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

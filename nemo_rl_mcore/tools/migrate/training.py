@@ -1,0 +1,323 @@
+"""How a recipe is trained, and where: NeMo RL's keys whose value, or whose absence, means something else here."""
+
+from collections.abc import Mapping
+from typing import TypeGuard, cast
+
+from nemo_rl_mcore.config.base import Tree, value_at
+from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.policy import PACKING_ALGORITHMS
+from nemo_rl_mcore.models.pretrained import OVERRIDES
+from nemo_rl_mcore.recipe.validate import with_pretrained_model
+from nemo_rl_mcore.tools.migrate.draft import Draft, Kind
+from nemo_rl_mcore.tools.migrate.judgements import judge
+
+_DTENSOR = "policy.dtensor_cfg"
+_MEGATRON = "policy.megatron_cfg"
+_DDP = f"{_MEGATRON}.distributed_data_parallel_config"
+
+# DTensor, NeMo RL's other backend of a policy
+
+_LAYOUT = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "context_parallel_size": "context_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+    "activation_checkpointing": "activation_checkpointing",
+    "expert_parallel_size": "expert_model_parallel_size",
+}
+_TORCH: Mapping[str, object] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+"""What torch.optim.AdamW takes where an argument is left out."""
+
+
+def use_megatron(draft: Draft) -> None:
+    """Say in the keys of Megatron what a recipe asks of DTensor, if it does."""
+    if not draft.get(f"{_DTENSOR}.enabled"):
+        return
+    draft.change(f"{_MEGATRON}.enabled", True, "Megatron takes the place of DTensor, the only backend here")
+    for theirs, ours in _LAYOUT.items():
+        _take(draft, f"{_MEGATRON}.{ours}", draft.get(f"{_DTENSOR}.{theirs}"), f"{_DTENSOR}.{theirs}")
+    section = draft.section(_DTENSOR)
+    for key, value in [*section.items()]:
+        judge(draft, f"{_DTENSOR}.{key}", value, section, draft.tree)
+    draft.set(f"{_DTENSOR}.enabled", False)
+    if draft.get("policy.max_grad_norm") is None:
+        draft.change("policy.max_grad_norm", 0.0, "DTensor clips no gradient where it is null, or left out")
+    draft.drop(f"{_MEGATRON}.optimizer.clip_grad")  # which DTensor does not read
+    _take(draft, f"{_DDP}.grad_reduce_in_fp32", True, "DTensor, whose gradients are reduced in fp32,")
+    _use_adam(draft)
+
+
+def _use_adam(draft: Draft) -> None:
+    """Translate the optimizers of torch whose weight decay is decoupled, with their schedule."""
+    given = draft.section("policy.optimizer")
+    if not str(given.get("name", "")).endswith(("AdamW", "FusedAdam")):
+        if given:
+            draft.refuse("policy.optimizer", given, f"set {_MEGATRON}.optimizer: adam or sgd")
+        return
+    kwargs = {**_TORCH, **draft.section("policy.optimizer.kwargs")}
+    lr, betas = kwargs["lr"], kwargs["betas"]
+    if not _is_number(lr):
+        draft.refuse("policy.optimizer.kwargs.lr", lr, f"set {_MEGATRON}.optimizer.lr", "is no number")
+    if kwargs["weight_decay"]:
+        why = "torch decays norms and biases too"
+        draft.change(f"{_MEGATRON}.optimizer.decay_norms_and_biases", True, why)
+    pair = cast("list[object]", betas) if isinstance(betas, list) else []
+    beta1, beta2, *_ = [*pair, None, None]
+    taken = {
+        "lr": lr,
+        "min_lr": lr,  # the schedule says if it is another
+        "weight_decay": kwargs["weight_decay"],
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
+        "adam_eps": kwargs["eps"],
+    }
+    for key, value in taken.items():
+        _take(draft, f"{_MEGATRON}.optimizer.{key}", value, "policy.optimizer")
+    # They are copies of the optimizer's there, which has just got other values.
+    draft.dropped += [f"{_MEGATRON}.scheduler.{key}" for key in draft.section(f"{_MEGATRON}.scheduler")]
+    draft.set(f"{_MEGATRON}.scheduler", {"lr_decay_style": "constant"})
+    _use_warmup(draft, lr)
+
+
+def _use_warmup(draft: Draft, lr: object) -> None:
+    """Migrate a linear warm-up with a constant rate, as the exemplars have it; refuse any other schedule.
+
+    What is left out has torch's defaults.
+    """
+    path, place = "policy.scheduler", f"{_MEGATRON}.scheduler"
+    given = draft.get(path)
+    single = [given] if given else []
+    steps = cast("list[object]", given) if isinstance(given, list) else single
+    for step in steps:
+        if not isinstance(step, dict) or not isinstance(cast("Tree", step).get("kwargs"), dict | None):
+            draft.refuse(path, draft.get(path), f"set {place}", "is no schedule")
+            return
+    for step in cast("list[Tree]", steps):
+        name = str(step.get("name", "")).rpartition(".")[2]
+        kwargs = cast("Tree", step.get("kwargs") or {})
+        match name:
+            case "LinearLR" if kwargs.get("end_factor", 1.0) == 1.0:
+                start = kwargs.get("start_factor", 1 / 3)
+                _take(draft, f"{place}.lr_warmup_iters", kwargs.get("total_iters", 5), path)
+                if _is_number(lr) and _is_number(start):
+                    init = float(f"{start * lr:.6g}")
+                    _take(draft, f"{place}.lr_warmup_init", init, path)
+            case "ConstantLR" if kwargs.get("factor", 1 / 3) == 1.0:
+                continue
+            case "" if "milestones" in step:
+                continue
+            case _:
+                draft.refuse(path, draft.get(path), f"set {place}; its warm-up is linear")
+                return
+
+
+def _take(draft: Draft, target: str, value: object, source: str) -> None:
+    if value is not None and value != draft.get(target):
+        draft.change(target, value, f"as {source} says, which this recipe reads")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Optimizer and schedule
+
+
+def clip_as_read(draft: Draft) -> None:
+    """Take the norm that Megatron's optimizer reads, clip_grad, for max_grad_norm, which is DTensor's alone."""
+    for name in ("policy", "value"):
+        path, read = f"{name}.max_grad_norm", f"{name}.megatron_cfg.optimizer.clip_grad"
+        norm = draft.get(read)
+        if norm is not None and draft.has(path) and draft.get(path) != norm:
+            draft.change(path, norm, "Megatron's optimizer reads megatron_cfg.optimizer.clip_grad alone")
+            draft.pop(read)
+
+
+def stretch_schedule(draft: Draft) -> None:
+    """Multiply iterations by the optimizer steps of a rollout, so that the rate of a rollout is the one that it was.
+
+    NeMo RL advances its schedule at each call of `train`, and this package at each optimizer step. A call takes a whole
+    rollout, once more for each of `ppo_epochs`; its optimizer steps follow from policy.train_global_batch_size
+    (megatron_policy_worker.py: "Step LR scheduler once per train() call").
+    """
+    loop, batch = draft.algorithm, draft.number("policy.train_global_batch_size")
+    prompts = draft.number(f"{loop}.num_prompts_per_step")
+    answers = draft.number(f"{loop}.num_generations_per_prompt")
+    if not prompts or not answers or not batch or batch < 0:
+        return  # there is no rollout, or `check` refuses the numbers
+    steps = max(1, prompts * answers // batch)
+    for section in ("policy.megatron_cfg.scheduler", "value.megatron_cfg.scheduler", "value.scheduler"):
+        for key in ("lr_warmup_iters", "lr_decay_iters"):
+            iterations = draft.number(f"{section}.{key}")
+            if iterations and steps > 1:
+                why = f"a rollout is {steps} optimizer steps, each of which counts here; there it counts once"
+                draft.change(f"{section}.{key}", iterations * steps, why)
+
+
+def decay_as_scheduled(draft: Draft) -> None:
+    """Write the constant weight decay of a schedule, which rules there, as the optimizer's, which is to agree here.
+
+    One that changes is told to end elsewhere: at Megatron-Bridge's train_iters, the steps of the run.
+    """
+    for model in ("policy.megatron_cfg", "value.megatron_cfg", "value"):
+        schedule = draft.section(f"{model}.scheduler")
+        start, end = schedule.get("start_weight_decay"), schedule.get("end_weight_decay")
+        path = f"{model}.optimizer.weight_decay"
+        constant = schedule.get("weight_decay_incr_style", "constant") == "constant"
+        if constant and start is not None and start == end and draft.has(path) and draft.get(path) != start:
+            draft.change(path, start, "the schedule's, which takes the place of the optimizer's at each step")
+        elif not constant and end is not None:
+            what = f"{end} is reached with lr_decay_iters here, and with the last step there"
+            draft.note(Kind.CHANGED, f"{model}.scheduler.end_weight_decay", what)
+
+
+# Model
+
+
+def read_overrides(draft: Draft) -> None:
+    """Drop sections that write nothing over in config.json; a critic is the policy's model, and has its overrides."""
+    given = draft.section(f"value.{OVERRIDES}")
+    if draft.section("value") and given != draft.section(f"policy.{OVERRIDES}"):
+        draft.refuse(f"value.{OVERRIDES}", given, "give policy and value the same", "is not the policy's")
+    for name in ("policy", "value", "teacher"):
+        if name == "value" or not draft.section(f"{name}.{OVERRIDES}"):
+            draft.drop(f"{name}.{OVERRIDES}")
+
+
+def extend_positions(draft: Draft) -> None:
+    """Say that sequences are longer than the weights have positions for; rotations go on beyond them."""
+    total = draft.number("policy.max_total_sequence_length")
+    filled, _ = with_pretrained_model(draft.tree)
+    for name in ("policy", "teacher"):
+        try:
+            longest = ModelConfig.model_validate(value_at(filled, f"{name}.model")).longest_sequence
+        except ValueError:  # which is told when the recipe is checked
+            continue
+        if total is not None and total > longest:
+            why = f"NeMo RL trains {total} tokens of a model that has been trained on {longest}"
+            draft.change(f"{name}.{OVERRIDES}.max_position_embeddings", total, why)
+
+
+_PREDICTION = ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads")
+
+
+def read_prediction_layers(draft: Draft) -> None:
+    """Move prediction layers and their factor to the model; where there are none, nothing reads the rest."""
+    layers = f"{_MEGATRON}.{_PREDICTION[0]}"
+    if not draft.has(layers):
+        return  # the model's own, if it has any
+    if draft.get(layers) in (None, 0):
+        for key in _PREDICTION:
+            draft.drop(f"{_MEGATRON}.{key}")
+        return
+    filled, _ = with_pretrained_model(draft.tree)  # without its sizes no key of a model has a place
+    if draft.number(layers) is not None and value_at(filled, "policy.model.num_layers") is not None:
+        for key in _PREDICTION[:2]:
+            if draft.has(f"{_MEGATRON}.{key}") and draft.get(f"policy.model.{key}") is None:
+                draft.rename(f"{_MEGATRON}.{key}", f"policy.model.{key}")
+
+
+# Layout and memory
+
+
+def share_out_cluster(draft: Draft) -> None:
+    """Leave to the cluster what trains: NeMo RL takes engines out of it, and here they are beside it.
+
+    algorithms/grpo.py: `train_nodes -= inference_nodes`, or GPUs of one node.
+    """
+    resources = "policy.generation.colocated.resources"
+    if draft.get("policy.generation.colocated.enabled") is not False:
+        # Engines share the ranks' GPUs, and NeMo RL reads their own no more than this package.
+        given = draft.section(resources)
+        draft.dropped += [f"{resources}.{key}" for key, value in given.items() if value is not None]
+        if given:
+            draft.pop(resources)
+        return
+    several = (draft.number("cluster.num_nodes") or 1) > 1
+    key, asked = ("cluster.num_nodes", "num_nodes") if several else ("cluster.gpus_per_node", "gpus_per_node")
+    whole, engines = draft.number(key), draft.number(f"{resources}.{asked}")
+    if whole is None or engines is None or engines <= 0:
+        return
+    if whole <= engines:
+        what = f"{engines} for engines leave none of {key}: {whole} to train on, which NeMo RL refuses too"
+        draft.refuse(f"{resources}.{asked}", engines, f"lower it below {key}", what)
+    else:
+        why = f"the {engines} of {resources}.{asked} are part of it there, and beside it here"
+        draft.change(key, whole - engines, why)
+
+
+def leave_out_idle(draft: Draft) -> None:
+    """Drop what nothing reads there: how packing that is off packs, the deadline of checkpoints that are not saved."""
+    packing = "policy.sequence_packing"
+    if not draft.get(f"{packing}.enabled") and draft.get(f"{packing}.algorithm") not in PACKING_ALGORITHMS:
+        draft.drop(f"{packing}.algorithm")
+    deadline = "checkpointing.checkpoint_must_save_by"
+    if not draft.get("checkpointing.enabled") and draft.get(deadline) is not None:
+        draft.drop(deadline)
+    for name in ("policy", "value"):
+        path = f"{name}.megatron_cfg.sequence_parallel"
+        ranks = draft.number(f"{name}.megatron_cfg.tensor_model_parallel_size") or 1
+        if ranks == 1 and draft.get(path) is True:
+            draft.change(path, False, "one tensor-parallel rank has no sequence to share")
+
+
+def overlap_as_can_be(draft: Draft) -> None:
+    """Gather weights when they are needed where that cannot be beside the forward pass here: speed alone."""
+    path = f"{_DDP}.overlap_param_gather"
+    if draft.algorithm == "distillation" and draft.get(path):
+        draft.change(path, False, "it costs speed; a distillation reads the output weight itself")
+    fused = draft.get(f"{_MEGATRON}.use_fused_linear_logprobs")
+    if draft.get(path) is True and not draft.get(f"{_DDP}.overlap_grad_reduce") and not fused:
+        draft.change(path, False, "it costs speed; here it needs overlap_grad_reduce: true")
+
+
+def offload_beside_engines(draft: Draft) -> None:
+    """Offload what NeMo RL does where engines share the ranks' GPUs: gradients, optimizer and weights."""
+    loop, offload, compare = draft.algorithm, "policy.offload", "policy.generation.compare_at_start"
+    own_gpus = draft.get("policy.generation.colocated.enabled") is False
+    asynchronous = draft.section(f"{loop}.async_{loop}").get("enabled") or draft.section("async_rl")
+    if own_gpus or asynchronous or draft.get("policy.generation.backend") != "vllm" or draft.has(offload):
+        return
+    if loop in ("sft", "dpo") and draft.get(f"{loop}.max_val_samples") == 0:
+        return  # no engine answers
+    if loop == "ppo":
+        what = "what trains stays on the GPU while engines answer there; NeMo RL takes it off"
+        draft.note(Kind.WARNED, offload, what)
+        return
+    draft.change(offload, "all", "NeMo RL takes all off the GPU while engines answer there")
+    if not draft.has(compare):
+        draft.change(compare, False, f"NeMo RL has no such comparison, and {offload}: all no room for it")
+
+
+_REPEATS = {
+    f"{_MEGATRON}.pipeline_dtype": "policy.precision",
+    f"{_MEGATRON}.optimizer.clip_grad": "policy.max_grad_norm",
+    "policy.generation.vllm_cfg.precision": "policy.precision",
+    "policy.generation.vllm_cfg.max_model_len": "policy.max_total_sequence_length",
+}
+
+
+def leave_out_repeats(draft: Draft) -> None:
+    """Drop keys that say once more what another one says, so that one of ours can be changed alone.
+
+    To be called when a critic and a teacher have been compared with the policy.
+    """
+    said = {note.path for note in draft.notes}
+    for path, other in _REPEATS.items():
+        if path not in said and draft.get(path) is not None and draft.get(path) == draft.get(other):
+            draft.drop(path)
+    if draft.get(f"{_MEGATRON}.optimizer.bf16") is (draft.get("policy.precision") == "bfloat16"):
+        draft.drop(f"{_MEGATRON}.optimizer.bf16")
+
+
+STEPS = (
+    clip_as_read,
+    share_out_cluster,
+    stretch_schedule,
+    decay_as_scheduled,
+    leave_out_idle,
+    overlap_as_can_be,
+    read_prediction_layers,
+    read_overrides,
+    extend_positions,
+    offload_beside_engines,
+)
