@@ -237,7 +237,9 @@ def test_keys_exist(page):
 
 def test_identifiers_occur_in_the_package():
     code = ("nemo_rl_mcore", "examples/agents_of_others")
-    sources = " ".join(path.read_text("utf-8") for folder in code for path in (REPO / folder).rglob("*.py"))
+    kinds = {".py", ".yaml"}
+    files = (path for folder in code for path in (REPO / folder).rglob("*") if path.suffix in kinds)
+    sources = " ".join(path.read_text("utf-8") for path in files)
     words = set(re.findall(r"\w+", sources)) | set(hook_keywords())
     for page in PAGES:
         for text in in_backticks(page):
