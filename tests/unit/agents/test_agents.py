@@ -88,7 +88,7 @@ from scripted_engine import Drawing
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.agents.agents import Agents
 from nemo_rl_mcore.agents.session import Sessions
-from nemo_rl_mcore.driver.rollouts.states import Limits
+from nemo_rl_mcore.agents.session import SessionLimits
 from nemo_rl_mcore.driver.actors.session import marked_processes
 
 with marked_processes() as mark:
