@@ -132,7 +132,7 @@ MODEL = "policy"
 _START_WITHIN_S, _END_WITHIN_S = 30.0, 60.0
 
 type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]
-"""See `interfaces.Environments.replies_soon`."""
+"""See `driver.interfaces.Environments.replies_soon`."""
 
 
 class Endpoint:

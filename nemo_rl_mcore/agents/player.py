@@ -86,7 +86,7 @@ _WAKE_EVERY_S = 0.2
 
 @dataclass(frozen=True)
 class AgentCollector(RolloutCollector):
-    """Has agents play each sample of a prompt; see `endpoint.Endpoint`."""
+    """Has agents play each sample of a prompt; see `agents.endpoint.Endpoint`."""
 
     endpoint: Endpoint = field(kw_only=True)
     judges: bool = field(kw_only=True)

@@ -23,7 +23,7 @@ from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.driver.rollouts.transcript import DIGESTS, WEIGHT_VERSIONS
 
 type Respond = Callable[[BatchedDataDict], Awaitable[BatchedDataDict]]
-"""Answers one row, see `interfaces.GenerationInterface.generate`; a task that is cancelled gives the answer up."""
+"""Answers one row, see `GenerationInterface.generate`; a task that is cancelled gives the answer up."""
 
 
 type Room = Callable[[int], None]

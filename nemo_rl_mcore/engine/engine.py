@@ -76,7 +76,7 @@ class Sampling:
         )
 
     def bound(self, prompt: Sequence[int]) -> int:
-        """Return the most tokens of the response to a prompt; `generation.lengths` has refused one that leaves none."""
+        """Return the most tokens of the response to a prompt; `data.validation` has refused one that leaves none."""
         return bound_of(self.max_new_tokens, self.longest, len(prompt))
 
 

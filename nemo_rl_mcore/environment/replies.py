@@ -26,7 +26,7 @@ _ONE = ""
 
 @dataclass(frozen=True)
 class LocalEnvironments:
-    """Implements `interfaces.Environments` in this process: what the environment raises passes through.
+    """Implements `Environments` in this process: what the environment raises passes through.
 
     weights: of rewards by name, 1 where there is none. max_chars: of an observation.
     """
@@ -39,7 +39,7 @@ class LocalEnvironments:
         return replies_of(self.environment, turns, self.weights or {}, self.max_chars)
 
     async def replies_soon(self, turns: Sequence[Turn]) -> list[Reply]:
-        """See `interfaces.Environments.replies_soon`; it is waited for, as the environments here take no time."""
+        """See `Environments.replies_soon`; it is waited for, as the environments here take no time."""
         return self.replies(turns)
 
     def take_counts(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Measure how far the weights that train are from those that sampled: a table with a row for each row of a batch.
 
 The driver computes it where a pass before training gives prev_logprobs; else the loss does, of the training pass's own
-log-probabilities. Whatever is reported or done about the difference reads this table: see `algorithms.mismatch`.
+log-probabilities. Whatever is reported or done about the difference reads this table: see `driver.algorithms.mismatch`.
 """
 
 from __future__ import annotations

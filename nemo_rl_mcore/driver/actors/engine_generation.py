@@ -50,7 +50,7 @@ class WeightSource(Protocol):
 
 
 class EngineGeneration:
-    """Implements `interfaces.RolloutEngines` over engines that hold a copy of a policy's weights.
+    """Implements `driver.interfaces.RolloutEngines` over engines that hold a copy of a policy's weights.
 
     Engines start when they are first given weights. One that dies, hangs or does not hold what it was sent restarts
     next to the others, as often as the kind's restarts allow; then the run ends with a WorkerError. It gets the weights
@@ -106,7 +106,7 @@ class EngineGeneration:
             self._check = None
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
-        """See `interfaces.GenerationInterface.generate`.
+        """See `driver.interfaces.GenerationInterface.generate`.
 
         Besides, weight_versions int64 [B, T]: of the weights that sampled a token, -1 after the end. What was asked of
         an engine that is lost is asked again, of those that live then.
@@ -145,7 +145,7 @@ class EngineGeneration:
         return [*answers.values()]
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
-        """See `interfaces.RolloutEngines.respond`; raises EngineFailedError, or what ends the run."""
+        """See `driver.interfaces.RolloutEngines.respond`; raises EngineFailedError, or what ends the run."""
         sampling = Sampling.of(self._config, self._stop_ids, greedy=False)
         responses = await self._requests.respond(as_requests(self._keyed(data, step)), sampling, ticket)
         return as_batch(responses, sampling.max_new_tokens)

@@ -48,7 +48,7 @@ _DROPPED, _RETRIED, _RESTARTS = "env/dropped", "env/retried", "env/restarts"
 
 
 class EnvironmentPool:
-    """Implements `interfaces.Environments` over `env.pool.size` actors, each with the environment of the recipe.
+    """Implements `driver.interfaces.Environments` over `env.pool.size` actors, each with the environment of the recipe.
 
     The turns of a call are split into pieces, which any actor answers; which one does, and when, changes no reply. A
     piece whose actor raises, dies or passes `env.pool.timeout_s` is tried again turn by turn, and a turn without a
@@ -89,7 +89,7 @@ class EnvironmentPool:
         self._thread.begin(self._start())
 
     def replies(self, turns: Sequence[Turn]) -> list[Reply]:
-        """See `interfaces.Environments.replies`; a signal is heard meanwhile."""
+        """See `driver.interfaces.Environments.replies`; a signal is heard meanwhile."""
         asked = self._thread.call(self._replies(turns))
         try:
             # Each of the environments' calls has its deadline, and `_watch` ends them all when Ray is gone.

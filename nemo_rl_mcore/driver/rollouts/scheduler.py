@@ -96,7 +96,7 @@ class Step:
 class Scheduler[Engine: GenerationInterface](ABC):
     """Keeps the ledger of groups and their data, and opens train steps.
 
-    For the training loop it is the engine (`interfaces.GenerationInterface`): it publishes the updates of the weights.
+    For the training loop it is the engine (`GenerationInterface`): it publishes the updates of the weights.
     A context manager: what is under way is given up at its end.
 
     groups: the data of those that are answered, by position, until nobody needs them any more. until_checkpoint:
@@ -122,7 +122,7 @@ class Scheduler[Engine: GenerationInterface](ABC):
     # What the training loop asks of its engine
 
     def update_weights(self, version: int) -> None:
-        """Give the engine the policy's weights, and publish the version; see `interfaces.GenerationInterface`."""
+        """Give the engine the policy's weights, and publish the version; see `GenerationInterface`."""
         self.engine.update_weights(version)
         with self._changed:
             self._publish(version)
@@ -133,7 +133,7 @@ class Scheduler[Engine: GenerationInterface](ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """See `interfaces.GenerationInterface.offload`."""
+        """See `GenerationInterface.offload`."""
 
     # What the training loop asks for its steps
 
@@ -311,7 +311,7 @@ class SynchronousScheduler(Scheduler[GenerationInterface]):
     groups_per_round: int = field(kw_only=True)
 
     def offload(self) -> None:
-        """See `interfaces.GenerationInterface.offload`."""
+        """See `GenerationInterface.offload`."""
         self.engine.offload()
 
     def _wait_for_ready(self, groups: int) -> None:

@@ -59,7 +59,7 @@ def open_generator(policy: PolicyConfig) -> GeneratorBackend:
 
 
 class MegatronBackend(MegatronTrainBackend):
-    """Implements `training.policy_backend.PolicyBackend` for one rank. Its process groups must be initialised.
+    """Implements `rank.policy_backend.PolicyBackend` for one rank. Its process groups must be initialised.
 
     Where one rank holds the whole model it is a `GeneratorBackend` too.
     """
@@ -121,7 +121,7 @@ class MegatronBackend(MegatronTrainBackend):
         return self._read("get_values", lambda: [self.forward.values(data, micro_batch_size)])[0]
 
     def generate(self, request: GenerationRequest) -> GeneratedRows:
-        """Decode with the training model; see `megatron.generation`."""
+        """Decode with the training model; see `rank.megatron.generation`."""
         with together("the end of generate"):
             return generation.generate(self.decoding(), request)
 
@@ -157,11 +157,11 @@ class MegatronBackend(MegatronTrainBackend):
         self._offload.keep(what)
 
     def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
-        """See `megatron.checkpoint.save_policy`."""
+        """See `rank.megatron.checkpoint.save_policy`."""
         checkpoint.save_policy(self, self._policy.megatron_cfg, self._reference, folder, committed_step_ids)
 
     def save_in_background(self, folder: Path, committed_step_ids: Sequence[str]) -> BackgroundWrite:
-        """See `megatron.checkpoint.copy_policy`."""
+        """See `rank.megatron.checkpoint.copy_policy`."""
         group, device = rendezvous.background_group(), self.device
         write = checkpoint.copy_policy(
             self, self._policy.megatron_cfg, self._reference, folder, committed_step_ids
@@ -174,7 +174,7 @@ class MegatronBackend(MegatronTrainBackend):
         return BackgroundWrite(write_copy)
 
     def load(self, folder: Path) -> Sequence[str]:
-        """See `megatron.checkpoint.load_policy`."""
+        """See `rank.megatron.checkpoint.load_policy`."""
         return checkpoint.load_policy(
             self,
             self._policy.megatron_cfg,
@@ -184,14 +184,14 @@ class MegatronBackend(MegatronTrainBackend):
         )
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
-        """See `megatron.checkpoint.load_weights_of`; an optimizer takes its copies again."""
+        """See `rank.megatron.checkpoint.load_weights_of`; an optimizer takes its copies again."""
         checkpoint.load_weights_of(
             self.chunks, folder, of_a_policy=of_a_policy, verify_checksums=self._verify_checksums
         )
         self.weights_replaced()
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `megatron.hf_weights.export.full_tensors`."""
+        """See `rank.megatron.hf_weights.export.full_tensors`."""
         return full_tensors(self.chunks, self._policy)
 
     def filling(self) -> WeightFilling:
@@ -199,7 +199,7 @@ class MegatronBackend(MegatronTrainBackend):
         return WholeWeightFilling(self.chunks, self._policy.model)
 
     def export_hf(self, folder: Path, origin: str | None) -> None:
-        """See `megatron.hf_weights.export.save_pretrained`."""
+        """See `rank.megatron.hf_weights.export.save_pretrained`."""
         save_pretrained(self.chunks, self._policy, folder, origin=origin)
 
     def shutdown(self) -> None:

@@ -189,7 +189,7 @@ def next_logprobs(
 
 
 class DecodingSession:
-    """Implements `training.policy_backend.Decoding`; between two steps requests may be added too.
+    """Implements `rank.policy_backend.Decoding`; between two steps requests may be added too.
 
     Rows of equal prompt length run together, since a batch of the KV cache has one offset, and batches run one after
     the other. All ranks of a model copy make the same calls. Ranks that exchange tokens step alike, however many rows

@@ -334,7 +334,7 @@ class _Snapshot:
 
 
 class MegatronTrainBackend:
-    """Implements `training.train_step.TrainStepBackend` for one rank. Its process groups must be initialised.
+    """Implements `rank.train_step.TrainStepBackend` for one rank. Its process groups must be initialised.
 
     Without training there is no optimizer and no schedule, and the step's methods are not called.
     """

@@ -101,7 +101,6 @@ def preflight(
     """
     data, of_data = examine_data(config) if of_a_run else (None, [])
     started = [plan for plan in config.models.values() if of_a_run or plan.policy is config.policy]
-    # Another command may train these checkpoints before the run.
     absent = [plan for plan in started if not Path(plan.policy.init_checkpoint or "/").exists()]
     untrained = tuple(dict.fromkeys(problem for plan in absent for problem in init_checkpoint_problems(plan)))
     missing = (

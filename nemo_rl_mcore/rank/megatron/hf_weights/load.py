@@ -149,7 +149,7 @@ def _check_tied_output(files: TensorFiles, place: Place, model: ModelConfig, emb
 
 
 class WholeWeightFilling:
-    """Implements `training.policy_backend.WeightFilling`: a parameter is set once all its tensors are there."""
+    """Implements `rank.policy_backend.WeightFilling`: a parameter is set once all its tensors are there."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], model: ModelConfig) -> None:
         self._model = model
