@@ -26,7 +26,7 @@ from measuring import ROOT, load
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
-from nemo_rl_mcore.driver.algorithms.algorithm import QuietObserver
+from nemo_rl_mcore.driver.algorithms.algorithm import StepObserver
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.parts import open_parts, stop_ids_of
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
@@ -119,7 +119,7 @@ def open_run(
     engines.update_weights(0)
     collector = RolloutCollector(engines, parts.tokenizer, config.max_prompt_length, parts.environment)
     rollouts = stack.enter_context(open_rollouts(config, engines, parts.prompts, collector, 0, None, {}))
-    algorithm = GRPOTrainer(config, policy, collector, parts.prompts, QuietObserver(), rollouts=rollouts)
+    algorithm = GRPOTrainer(config, policy, collector, parts.prompts, StepObserver(), rollouts=rollouts)
     return algorithm, rollouts
 
 

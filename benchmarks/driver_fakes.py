@@ -19,7 +19,7 @@ from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.hub import CHAR_EOS, CHAR_VOCABULARY
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
-from nemo_rl_mcore.driver.algorithms.algorithm import QuietObserver
+from nemo_rl_mcore.driver.algorithms.algorithm import StepObserver
 from nemo_rl_mcore.driver.observability import Sample
 from nemo_rl_mcore.driver.observability.rollouts import RolloutSink
 from nemo_rl_mcore.driver.policy import Policy
@@ -185,7 +185,7 @@ class Prompts:
         return []
 
 
-class Recording(QuietObserver):
+class Recording(StepObserver):
     """A `StepObserver` that writes answers down as a run does."""
 
     def __init__(self, folder: str, laps: Laps) -> None:
@@ -193,6 +193,5 @@ class Recording(QuietObserver):
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         self._laps.end("samples")
-        self._sink.add(samples)
-        self._sink.log(1, {})
+        self._sink.log(1, list(samples))
         self._laps.end("record")

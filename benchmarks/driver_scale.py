@@ -63,7 +63,7 @@ from nemo_rl_mcore.driver.policy import EmbeddedGeneration, Policy
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
 from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
 from nemo_rl_mcore.driver.rollouts.start import open_rollouts
-from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.recipe.load import load_config
 
 RECIPE = ROOT / "examples/configs/grpo_copy_cpu.yaml"

@@ -47,7 +47,7 @@ LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def auto() -> dict[str, object]:
     """What a recipe's `fused_linear_logprobs_cache_bytes: auto` is to the kernel."""
-    from nemo_rl_mcore.config.logits_cache import LogitsCache
+    from nemo_rl_mcore.config.megatron import LogitsCache
 
     budget = LogitsCache.of("auto")
     return {"cache_bytes": budget.limit, "cache_bytes_per_logit": budget.bytes_per_logit}

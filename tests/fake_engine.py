@@ -5,8 +5,9 @@ import asyncio
 import numpy as np
 
 from nemo_rl_mcore.engine.engine import GenerationCancelledError, HeldWeights, Response
+from nemo_rl_mcore.engine.receivers import MessageRelay, SharedMemoryReceiver
 from nemo_rl_mcore.rank.refit.digests import digests, require_as_sent
-from nemo_rl_mcore.rank.refit.transports import Bucket, MessageRelay, SharedMemoryReceiver
+from nemo_rl_mcore.rank.refit.transports import Bucket
 
 VOCABULARY = 29
 
@@ -87,7 +88,7 @@ class FakeEngine:
         raise NotImplementedError
 
     async def sleep(self):
-        self.weights.drop()
+        self.weights.whole = False
         self._awake = False
 
     async def wake_up(self, tags):

@@ -61,8 +61,8 @@ def kind(**changes):
     return EngineKind(
         **{
             "name": "fake", "engine": FakeEngine, "settings": 0.0, "environment": {}, "engines": 2, "processes": 1,
-            "sleeps": False, "bucket_bytes": 1024, "section": "policy.generation.fake", "start_timeout_s": 60.0,
-            "call_timeout_s": 60.0, "max_restarts": 0, "restart_backoff_s": 0.1, **changes,
+            "sleeps": False, "bucket_bytes": 1024, "section": "policy.generation.fake",
+            "call_timeout_s": 60.0, "max_restarts": 0, **changes,
         }
     )  # fmt: skip
 

@@ -4,22 +4,12 @@ import os
 import random
 import time
 
-import ray
-
 from nemo_rl_mcore.environment.interface import EnvironmentReturn
 
 
 class Length:
     def score(self, prompts, responses, finished):
         return [float(len(response)) for response in responses]
-
-
-class Reserved:
-    """Tells the CPUs that Ray keeps for its process."""
-
-    def score(self, prompts, responses, finished):
-        cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
-        return [cpus for _ in responses]
 
 
 class Slow(Length):

@@ -19,8 +19,7 @@ import yaml
 
 from nemo_rl_mcore.config.base import Tree, join_path
 from nemo_rl_mcore.recipe.of_nemo_rl import twin_in_policy
-from nemo_rl_mcore.tools.migrate.judgements import JUDGEMENTS
-from nemo_rl_mcore.tools.migrate.renamed import BUFFER, RENAMED
+from nemo_rl_mcore.tools.migrate.judgements import BUFFER, JUDGEMENTS, RENAMED
 
 _ORIGIN = re.compile(r"^# .* at (?P<commit>\w+) \((?P<date>[\d-]+)\)")
 _OF_TORCH = ("policy.optimizer", "policy.scheduler", "teacher.optimizer", "teacher.scheduler")

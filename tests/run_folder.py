@@ -8,7 +8,7 @@ from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.driver.observability import RolloutSink
 from nemo_rl_mcore.driver.observability.sinks import JsonlSink
 from nemo_rl_mcore.driver.rollouts import events
-from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE, EventLog
+from nemo_rl_mcore.driver.rollouts.events import EVENTS_FILE, EventLog
 
 HOSTILE = '</script><img src=x onerror="throw 1">{{script}}\u2028<b>bold</b>'
 
@@ -33,8 +33,8 @@ def write_run(folder, metrics, *, steps=None, answers=2, **changes):
     log = JsonlSink(folder)
     rollouts = RolloutSink(folder, RolloutsConfig(), None, print)
     for step, row in enumerate(metrics, 1):
-        rollouts.add(sample(step, number, reward=number / answers, **changes) for number in range(answers))
-        rollouts.log(step, row)
+        given = [sample(step, number, reward=number / answers, **changes) for number in range(answers)]
+        rollouts.log(step, given)
         log.log(step, row)
     log.close()
     if steps is not None:

@@ -1,7 +1,9 @@
-"""Agents: a process of the user's for each session, which calls the model until it has done its task.
+"""Agents: a process of the user's for each session, which calls the model until it has done its task, or NeMo Gym.
 
 Runs in the endpoint's asyncio loop. An agent gets its task on its standard input, and where to call from its
-environment.
+environment. Gym has an environment of its own, with another Ray; `gym_servers` runs there, and lines of JSON go to and
+fro. It passes on what is in the metadata of a row as fields of its calls of the model, where the endpoint finds the
+session.
 """
 
 from __future__ import annotations
@@ -10,18 +12,25 @@ import asyncio
 import json
 import os
 import signal
-from asyncio.subprocess import STDOUT, Process
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import psutil
 
+from nemo_rl_mcore.agents.requests import RunSampling
 from nemo_rl_mcore.agents.session import Session
+from nemo_rl_mcore.config.environment import GymConfig
+from nemo_rl_mcore.data.rows import GYM_COLUMN
 from nemo_rl_mcore.errors import RunStoppedError
 
+START_WITHIN_S = 1800.0
+"""Of NeMo Gym's servers, for which it may install packages."""
 _GRACE_S = 2.0
 """For an agent that has closed its session to exit by itself."""
 _DIES_WITHIN_S = 1.0
@@ -29,11 +38,15 @@ _ROUNDS = 10
 SESSION_URL = "NEMO_RL_SESSION_URL"
 """The variable by which what an agent has started is found."""
 _SHOWN_BYTES = 200
+PROGRAM = Path(__file__).with_name("gym_servers.py")
+LOG_FILE, SESSIONS_FILE = "nemo_gym.log", "nemo_gym_sessions.jsonl"
+_END_WITHIN_S, _LOOKS_EVERY_S = 15.0, 0.1
+_LINE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """How an agent ended: why is empty for one that exited with 0 or closed its session. said: its last output.
+    """The end of an agent: why is empty for one that exited with 0 or closed its session. said: its last output.
 
     for_good: another try would end alike.
     """
@@ -43,21 +56,17 @@ class AgentEnd:
     for_good: bool = False
 
 
-@dataclass(eq=False)
 class Agents:
     """Runs `command` for sessions, `processes` at once.
 
     environment: of their processes, besides what is of a session. timeout_s: of each, from its start.
     """
 
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    processes: int
-    timeout_s: float
-    _room: asyncio.Semaphore = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._room = asyncio.Semaphore(self.processes)
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], processes: int, timeout_s: float
+    ) -> None:
+        self.command, self.environment, self.timeout_s = command, environment, timeout_s
+        self._room = asyncio.Semaphore(processes)
 
     async def run(self, session: Session, url: str, task: Mapping[str, Any]) -> AgentEnd:
         """Run an agent until its session is closed or it exits, and end all that it has started.
@@ -83,11 +92,7 @@ class Agents:
 
     async def _start(self, session: Session, url: str, told: IO[bytes], said: IO[bytes]) -> Process:
         own = f"{url}/sessions/{session.token}"
-        given = {
-            "OPENAI_BASE_URL": f"{own}/v1",
-            "OPENAI_API_KEY": session.token,
-            SESSION_URL: own,
-        }
+        given = {"OPENAI_BASE_URL": f"{own}/v1", "OPENAI_API_KEY": session.token, SESSION_URL: own}
         try:
             return await asyncio.create_subprocess_exec(
                 *self.command,
@@ -152,27 +157,203 @@ def end_family(agent: int, token: str) -> None:
     with suppress(ProcessLookupError):  # it and all of its group have ended
         os.killpg(agent, signal.SIGKILL)
     for _ in range(_ROUNDS):  # what is killed may just have started another one
-        # The agent itself is left to asyncio, which waits for it.
-        family = {one for one in family | _marked(token) if one.pid != agent and _still_runs(one)}
-        if not family:
-            return
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):  # it has ended, or is another user's
+                if token in process.environ().get(SESSION_URL, ""):
+                    family.add(process)
+        running: list[psutil.Process] = []
         for one in family:
             with suppress(psutil.Error):
+                # The agent itself is left to asyncio, which waits for it.
+                if one.pid != agent and one.is_running() and one.status() != psutil.STATUS_ZOMBIE:
+                    running.append(one)
+        if not running:
+            return
+        for one in running:
+            with suppress(psutil.Error):
                 one.kill()
-        psutil.wait_procs(family, timeout=_DIES_WITHIN_S)
+        psutil.wait_procs(running, timeout=_DIES_WITHIN_S)
 
 
-def _marked(token: str) -> set[psutil.Process]:
-    found = set[psutil.Process]()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # it has ended, or is another user's
-            if token in process.environ().get(SESSION_URL, ""):
-                found.add(process)
-    return found
+@dataclass(frozen=True)
+class GymSetup:
+    """Arguments of Gym's servers.
+
+    config: Gym's own. sampling: of the run. environment: of its processes. model: what it calls the policy.
+    timeout_s: of a session. log_dir: of the run.
+    """
+
+    section: GymConfig
+    config: Mapping[str, Any]
+    sampling: RunSampling
+    environment: Mapping[str, str]
+    model: str
+    timeout_s: float
+    log_dir: Path
 
 
-def _still_runs(process: psutil.Process) -> bool:
+class NemoGym:
+    """Plays sessions, all at once; see `nemo_gym`, which opens one."""
+
+    def __init__(self, setup: GymSetup, process: Process) -> None:
+        self.setup, self.process = setup, process
+        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = count()
+        self._ended: RunStoppedError | None = None
+
+    async def run(self, session: Session, url: str, task: Mapping[str, Any]) -> AgentEnd:
+        """Have an agent of Gym's play the row of a session, and close that with its reward.
+
+        task: with the row in `columns`. Raises RunStoppedError where the servers have ended.
+        """
+        number, heard = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._asked[number] = heard
+        try:
+            self._write({"number": number, "row": self._row_of(session, task)})
+            async with asyncio.timeout(self.setup.timeout_s):
+                answer = await heard
+        except TimeoutError:
+            return AgentEnd(f"had no end within {self.setup.timeout_s:g} s (env.endpoint.timeout_s)")
+        finally:
+            del self._asked[number]
+            # Where the servers have ended there is nothing to give up, and a cancellation stays one.
+            if self._ended is None and (not heard.done() or heard.cancelled()):
+                self._write({"number": number})
+        if "error" in answer:
+            return AgentEnd(f"failed in NeMo Gym: {answer['error']}", str(answer["said"]))
+        if answer["masked"]:
+            return AgentEnd("had its sample masked by NeMo Gym", for_good=True)
+        told = {"index": session.prompt.index, "sample": session.sample, "recorded_calls": len(session.calls)}
+        told |= {name: answer[name] for name in ("reward", "rewards", "calls", "tokens", "tool_calls")}
+        with (self.setup.log_dir / SESSIONS_FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(told)}\n")
+        if not session.closed.is_set():
+            session.close(float(answer["reward"]), {**answer["rewards"]})
+        return AgentEnd()
+
+    def _row_of(self, session: Session, task: Mapping[str, Any]) -> dict[str, Any]:
+        row = dict(cast("Mapping[str, Any]", task["columns"]))
+        asked, sampling = dict(cast("Mapping[str, Any]", row[GYM_COLUMN])), self.setup.sampling
+        metadata = dict(cast("Mapping[str, str]", asked.get("metadata") or {}))
+        extra = json.loads(metadata.get("extra_body", "{}"))
+        metadata["extra_body"] = json.dumps({**extra, "session": session.token})
+        most = asked.get("max_output_tokens") or sampling.max_new_tokens
+        asked |= {
+            "metadata": metadata,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_output_tokens": min(most, sampling.max_new_tokens),
+        }
+        return {
+            **row,
+            GYM_COLUMN: asked,
+            "_ng_task_index": task["index"],
+            "_ng_rollout_index": task["sample"],
+        }
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._ended is not None:
+            raise self._ended
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(line, default=str).encode() + b"\n")
+
+    async def ready(self) -> None:
+        assert self.process.stdout is not None
+        try:
+            async with asyncio.timeout(START_WITHIN_S):
+                line = await self.process.stdout.readline()
+        except TimeoutError as error:
+            raise self._stopped(f"did not start within {START_WITHIN_S:g} s") from error
+        if not line:
+            raise self._stopped("did not start")
+
+    async def hear(self) -> None:
+        """Hand on answers until the program ends; then whoever waits is told."""
+
+        async def read() -> None:
+            assert self.process.stdout is not None
+            while line := await self.process.stdout.readline():
+                answer = json.loads(line)
+                told = self._asked.get(answer["number"])
+                if told is not None and not told.done():
+                    told.set_result(answer)
+
+        reading = asyncio.ensure_future(read())
+        exits = asyncio.ensure_future(_exit(self.process))
+        try:
+            await asyncio.wait((reading, exits), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reading.cancel()
+            exits.cancel()
+        self._ended = self._stopped("ended")
+        for told in self._asked.values():
+            if not told.done():
+                told.set_exception(self._ended)
+
+    def _stopped(self, what: str) -> RunStoppedError:
+        return RunStoppedError(
+            f"env.nemo_gym: the servers {what}; {self.setup.log_dir / LOG_FILE} has what they said",
+            code="no-agent",
+        )
+
+
+@asynccontextmanager
+async def nemo_gym(setup: GymSetup, url: str) -> AsyncGenerator[NemoGym]:
+    """Run Gym's servers for as long as the block is open. url: of the endpoint.
+
+    Raises RunStoppedError where they do not start.
+    """
+    setup.log_dir.mkdir(parents=True, exist_ok=True)
+    mark = f"{url}/nemo-gym"
+    with (setup.log_dir / LOG_FILE).open("ab") as log:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(setup.section.python, "-P", str(PROGRAM)),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=log,
+                env={**setup.environment, SESSION_URL: mark},
+                start_new_session=True,
+                limit=_LINE_BYTES,
+            )
+        except OSError as error:
+            what = f"{setup.section.python!r} cannot be started: {error.strerror or error}"
+            raise RunStoppedError(f"env.endpoint.gym.python: {what}", code="no-agent") from error
+    gym = NemoGym(setup, process)
+    hearing: asyncio.Task[None] | None = None
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+        settings = {
+            "config": {**setup.config},
+            "one_process": setup.section.one_process,
+            "policy_base_url": f"{url}/v1",
+            "policy_model_name": setup.model,
+        }
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        await gym.ready()
+        hearing = asyncio.ensure_future(gym.hear())
+        yield gym
+    finally:
+        if hearing is not None:
+            hearing.cancel()
+        await _end(process, mark, _END_WITHIN_S if hearing is not None else 0.0)
+
+
+async def _exit(process: Process) -> None:
+    """Wait for the program alone; `Process.wait` goes on while something it has started holds its output open."""
+    while process.returncode is None:
+        await asyncio.sleep(_LOOKS_EVERY_S)
+
+
+async def _end(process: Process, mark: str, within_s: float) -> None:
+    """Let the servers end by themselves for a while, and end what is left of them."""
+    assert process.stdin is not None
+    process.stdin.close()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await _exit(process)
+    if process.returncode is None:
+        with suppress(ProcessLookupError):  # it has just ended, and asyncio tells its status a turn later
+            os.kill(process.pid, signal.SIGTERM)
+    await asyncio.to_thread(end_family, process.pid, mark)
+    await process.wait()

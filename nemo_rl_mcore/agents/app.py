@@ -6,8 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from itertools import accumulate, groupby
 from typing import Any, cast
 
@@ -48,64 +47,41 @@ class _ClientGoneError(Exception):
     """Nobody waits for the answer."""
 
 
-@dataclass(frozen=True)
 class Answer:
-    """A call of the model, and what its client has asked for, in the shapes that its kind of client reads."""
+    """A call of the model, and what its client has asked for, in the shapes that its kind of client reads.
 
-    call: Call
-    wishes: Wishes
-    options: EndpointOptions
+    ids, logprobs: of the sampled tokens, to the bit. spoken_ids: without the one that has ended the answer. versions:
+    which weights have drawn which tokens, as vLLM says it; version: of those that drew the last one. name: the same
+    whenever the same tokens are drawn.
+    """
 
-    @cached_property
-    def ids(self) -> list[int]:
-        """Return the ids of the answer."""
-        return self.call.answer_N.tolist()
-
-    @property
-    def spoken_ids(self) -> list[int]:
-        """Return them without the one that has ended the answer."""
-        ends = self.options.sampling.stop_ids | self.wishes.stop_ids
-        return self.ids[:-1] if self.ids and self.ids[-1] in ends else self.ids
+    def __init__(self, call: Call, wishes: Wishes, options: EndpointOptions) -> None:
+        self.call, self.wishes, self.options = call, wishes, options
+        self.ids: list[int] = call.answer_N.tolist()
+        self.logprobs: list[float] = call.logprobs_N.tolist()
+        ended = bool(self.ids) and self.ids[-1] in options.sampling.stop_ids | wishes.stop_ids
+        self.spoken_ids = self.ids[:-1] if ended else self.ids
+        self.finish_reason = "stop" if call.finished else "length"
+        self.name = f"{call.digest & (1 << 64) - 1:016x}-{call.number}"
+        self.versions: list[dict[str, Any]] = []
+        newest = str(options.version())
+        if call.versions_N is None:
+            self.versions.append({"version": newest, "start": 0, "end": len(self.ids)})
+        else:
+            start = 0
+            for version, tokens in groupby(call.versions_N.tolist()):
+                end = start + len([*tokens])
+                self.versions.append({"version": str(version), "start": start, "end": end})
+                start = end
+        self.version: str = self.versions[-1]["version"] if self.versions else newest
 
     @property
     def text(self) -> str:
-        """Return the text up to the first of the request's own stop texts; those of the run belong to the answer."""
+        """The text up to the first of the request's own stop texts; those of the run belong to the answer."""
         text = self.options.tokenizer.text_of(self.spoken_ids)
         return text[: min((text.find(stop) for stop in self.wishes.stop if stop in text), default=len(text))]
 
-    @property
-    def finish_reason(self) -> str:
-        return "stop" if self.call.finished else "length"
-
-    @cached_property
-    def logprobs(self) -> list[float]:
-        """Return those of the sampled tokens, to the bit."""
-        return self.call.logprobs_N.tolist()
-
-    @cached_property
-    def versions(self) -> list[dict[str, Any]]:
-        """Return which weights have drawn which tokens, as vLLM says it."""
-        if self.call.versions_N is None:
-            return [{"version": str(self.options.version()), "start": 0, "end": len(self.ids)}]
-        spans, start = list[dict[str, Any]](), 0
-        for version, tokens in groupby(self.call.versions_N.tolist()):
-            end = start + len([*tokens])
-            spans.append({"version": str(version), "start": start, "end": end})
-            start = end
-        return spans
-
-    @property
-    def version(self) -> str:
-        """Return that of the weights that sampled the last token."""
-        return self.versions[-1]["version"] if self.versions else str(self.options.version())
-
-    @property
-    def name(self) -> str:
-        """Return what the answer is called: the same whenever the same tokens are drawn."""
-        return f"{self.call.digest & (1 << 64) - 1:016x}-{self.call.number}"
-
     def of_chat(self, message: Message) -> dict[str, Any]:
-        """Return a chat completion."""
         calls = [call.fields(parsed=False) for call in message.tool_calls]
         said: dict[str, Any] = {
             "role": "assistant",
@@ -133,7 +109,6 @@ class Answer:
         return self._whole("chatcmpl", "chat.completion", self._choice(reason, shown) | {"message": said})
 
     def of_completion(self) -> dict[str, Any]:
-        """Return a text completion."""
         shown = None
         if self.wishes.logprobs:
             names = self._token_names()
@@ -217,7 +192,9 @@ def to_json(value: object) -> bytes:
 
 
 class Delivery(Response):
-    """A body that has arrived once the kernel has all of it.
+    """A body that counts as delivered once the kernel has all of it but the last byte.
+
+    The last byte follows then, so that no client can ask again before its answer counts as delivered.
 
     within: seconds in which the client has to take it; then the connection is cut. delivered: called once it has.
     """
@@ -244,21 +221,19 @@ class Delivery(Response):
             async with asyncio.timeout(self._within):
                 start = {"type": "http.response.start", "status": self.status_code}
                 await send({**start, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": self.body, "more_body": True})
+                await send({"type": "http.response.body", "body": self.body[:-1], "more_body": True})
                 arrived = await connection.drained()
         except TimeoutError:
             connection.transport.abort()
         if self._delivered is not None and arrived:
             self._delivered()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _told(value: object) -> Response:
-    return Delivery(to_json(value))
+        await send({"type": "http.response.body", "body": self.body[-1:], "more_body": False})
 
 
 def _refused(refusal: HttpRefusal) -> Response:
-    return Delivery(to_json(refusal.body), refusal.status, refusal.headers)
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    error = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
+    return Delivery(to_json({"error": error}), refusal.status, refusal.headers)
 
 
 def make_app(sessions: Sessions, options: EndpointOptions) -> ASGIApp:
@@ -289,16 +264,14 @@ class _Endpoint:
 
     def __init__(self, sessions: Sessions, options: EndpointOptions) -> None:
         self._sessions, self._options = sessions, options
-        self._reading = 0
-        """Bytes of bodies that are not read to their end."""
+        self._reading = 0  # bytes of bodies that are not read to their end
 
     def routes(self) -> list[BaseRoute]:
-        """Return all routes, by themselves and below the token of a session."""
         posts = {
             "/v1/chat/completions": self._chat,
-            "/v1/completions": self._completion,
-            "/inference/v1/generate": self._generation,
-            "/v1/inference/v1/generate": self._generation,
+            "/v1/completions": partial(self._of_ids, generation=False),
+            "/inference/v1/generate": partial(self._of_ids, generation=True),
+            "/v1/inference/v1/generate": partial(self._of_ids, generation=True),
             "/tokenize": self._tokenize,
             "/v1/tokenize": self._tokenize,
         }
@@ -352,38 +325,30 @@ class _Endpoint:
         history.keep(prompt, call, message)
         return self._delivery(session, answer, answer.of_chat(message))
 
-    async def _completion(self, request: Request) -> Response:
-        def read(body: Body, session: Session) -> tuple[Wishes, list[int]]:
-            wishes = requests.wishes_of(body, self._options)
-            return wishes, requests.prompt_of(body, self._options, session.require_room)
-
-        session, answer = await self._answer(request, read)
-        return self._delivery(session, answer, answer.of_completion())
-
-    async def _generation(self, request: Request) -> Response:
-        def read(body: Body, session: Session) -> tuple[Wishes, list[int]]:
-            wishes = requests.wishes_of(body, self._options, requests.sampling_params_of(body))
-            if wishes.stream:
-                raise RefusedCallError("stream is not supported here", param="stream")
-            return wishes, requests.token_ids_of(body, self._options, session.require_room)
-
-        session, answer = await self._answer(request, read)
-        return self._delivery(session, answer, answer.of_generation())
-
-    async def _answer(
-        self, request: Request, read: Callable[[Body, Session], tuple[Wishes, list[int]]]
-    ) -> tuple[Session, Answer]:
+    async def _of_ids(self, request: Request, *, generation: bool) -> Response:
         """Answer a prompt of ids; new in it is what stands after the longest prompt and answer that it begins with."""
         body, session = await self._opened(request)
+        options, room = self._options, session.require_room
 
-        def asked() -> tuple[Wishes, list[int], Message]:
-            wishes, ids = read(body, session)
-            session.require_room(len(ids), "")
+        def read() -> tuple[Wishes, list[int], Message]:
+            if generation:
+                given = body.get("sampling_params")
+                if given is not None and not isinstance(given, dict):
+                    raise RefusedCallError("sampling_params must be an object", param="sampling_params")
+                wishes = requests.wishes_of(body, options, cast("Body", given or {}))
+                if wishes.stream:
+                    raise RefusedCallError("stream is not supported here", param="stream")
+                ids = requests.ids_of(body.get("token_ids"), "token_ids", options, room)
+            else:
+                wishes, ids = requests.wishes_of(body, options), requests.prompt_of(body, options, room)
+            room(len(ids), "")
             known = [len(call.ids) for call in session.calls if ids[: len(call.ids)] == call.ids]
-            return wishes, ids, Message("user", self._options.tokenizer.text_of(ids[max(known, default=0) :]))
+            return wishes, ids, Message("user", options.tokenizer.text_of(ids[max(known, default=0) :]))
 
-        wishes, ids, heard = await asyncio.to_thread(asked)
-        return session, Answer(await self._ask(request, session, ids, wishes, [heard]), wishes, self._options)
+        wishes, ids, heard = await asyncio.to_thread(read)
+        answer = Answer(await self._ask(request, session, ids, wishes, [heard]), wishes, options)
+        whole = answer.of_generation() if generation else answer.of_completion()
+        return self._delivery(session, answer, whole)
 
     async def _opened(self, request: Request) -> tuple[Body, Session]:
         body = await self._body(request)
@@ -409,18 +374,22 @@ class _Endpoint:
             return self._prompt(History.of(session), chat, session).ids
 
         ids = await asyncio.to_thread(read)
-        return _told({"count": len(ids), "max_model_len": self._options.context, "tokens": ids})
+        return Delivery(to_json({"count": len(ids), "max_model_len": self._options.context, "tokens": ids}))
 
     async def _models(self, request: Request) -> Response:
-        self._require_session_of_path(request)
+        if "token" in request.path_params:
+            self._session(request, {})
         card = {"id": self._options.model, "object": "model", "created": 0, "owned_by": "nemo_rl_mcore"}
-        return _told({"object": "list", "data": [card | {"max_model_len": self._options.context}]})
+        return Delivery(
+            to_json({"object": "list", "data": [card | {"max_model_len": self._options.context}]})
+        )
 
     async def _health(self, request: Request) -> Response:
-        self._require_session_of_path(request)
+        if "token" in request.path_params:
+            self._session(request, {})
         version = str(self._options.version())
         told = {"status": "ok", "weight_version": version, "sessions": len(self._sessions)}
-        return _told(told | {**self._options.health()})
+        return Delivery(to_json(told | {**self._options.health()}))
 
     async def _state(self, request: Request) -> Response:
         session = self._session(request, {})
@@ -435,18 +404,16 @@ class _Endpoint:
             "columns": json.loads(json.dumps({**prompt.columns}, default=str), parse_constant=lambda _: None),
         }
         state = "closed" if session.closed.is_set() else "open"
-        return _told({"state": state, "calls": len(session.calls), "sample": session.sample, "prompt": row})
+        return Delivery(
+            to_json({"state": state, "calls": len(session.calls), "sample": session.sample, "prompt": row})
+        )
 
     async def _close(self, request: Request) -> Response:
         session = self._session(request, {})
         body = await self._body(request, empty=True)
-        reward, rewards = requests.rewards_of(body)
-        session.close(reward, rewards)
-        return _told({"state": "closed", "calls": len(session.calls)})
-
-    def _require_session_of_path(self, request: Request) -> None:
-        if "token" in request.path_params:
-            self._session(request, {})
+        given = requests.read_as(requests.Rewards, body)
+        session.close(given.reward, given.rewards or {})
+        return Delivery(to_json({"state": "closed", "calls": len(session.calls)}))
 
     def _session(self, request: Request, body: Body) -> Session:
         """Return the session that a request is of.
@@ -454,7 +421,16 @@ class _Endpoint:
         The tokens are random and looked up by their hashes, so that the time it takes tells nothing of them.
         """
         closed: ClosedSessionError | None = None
-        for token in _tokens(request, body):
+        # Where a token may be, the surest place first: clients fill some of these by themselves.
+        tokens = [request.path_params["token"]] if "token" in request.path_params else list[str]()
+        if not tokens:
+            if (header := request.headers.get("x-session-id")) is not None:
+                tokens.append(header)
+            tokens += [token for name in _TOKEN_FIELDS if isinstance(token := body.get(name), str)]
+            kind, _, key = request.headers.get("authorization", "").partition(" ")
+            if kind.lower() == "bearer":
+                tokens.append(key.strip())
+        for token in tokens:
             try:
                 return self._sessions.get(token)
             except ClosedSessionError as error:
@@ -465,29 +441,19 @@ class _Endpoint:
 
     async def _body(self, request: Request, *, empty: bool = False) -> Body:
         """Read a request: an object, or nothing where that is allowed. Raises RefusedCallError."""
-        text = await self._read(request)
-        if empty and not text.strip():
-            return {}
-        try:
-            found = await asyncio.to_thread(parse_json, text)
-        except ValueError as error:
-            raise RefusedCallError(f"the body is no JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise RefusedCallError("the body must be an object of JSON")
-        return cast("Mapping[str, Any]", found)
-
-    async def _read(self, request: Request) -> bytes:
-        options = self._options
+        options, chunks, length = self._options, list[bytes](), 0
+        too_large = RefusedCallError(
+            f"a body may have {options.body_limit} bytes", code="body_too_large", status=413
+        )
         if int(request.headers.get("content-length", 0)) > options.body_limit:
-            raise _too_large(options.body_limit)
-        chunks, length = list[bytes](), 0
+            raise too_large
         try:
             async with asyncio.timeout(options.body_seconds):
                 async for chunk in request.stream():
                     length += len(chunk)
                     self._reading += len(chunk)
                     if length > options.body_limit:
-                        raise _too_large(options.body_limit)
+                        raise too_large
                     if self._reading > options.bodies_limit:
                         what = "too much is being sent at once; ask again"
                         raise RefusedCallError(what, code="try_again", status=503)
@@ -497,7 +463,16 @@ class _Endpoint:
             raise RefusedCallError(message, status=408) from error
         finally:
             self._reading -= length
-        return b"".join(chunks)
+        text = b"".join(chunks)
+        if empty and not text.strip():
+            return {}
+        try:
+            found = await asyncio.to_thread(parse_json, text)
+        except ValueError as error:
+            raise RefusedCallError(f"the body is no JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise RefusedCallError("the body must be an object of JSON")
+        return cast("Mapping[str, Any]", found)
 
     async def _ask(
         self, request: Request, session: Session, ids: list[int], wishes: Wishes, heard: Sequence[Message]
@@ -536,7 +511,7 @@ class _Endpoint:
         return asking.result()
 
     def _delivery(self, session: Session, answer: Answer, whole: dict[str, Any]) -> Response:
-        """Return what writes an answer, and tells the session once that is done."""
+        """Write an answer, and tell the session once that is done."""
         body, kind = to_json(whole), None
         if answer.wishes.stream:
             body = b"".join(events_of(whole, include_usage=answer.wishes.include_usage))
@@ -548,22 +523,3 @@ class _Endpoint:
             within=self._options.write_seconds,
             delivered=lambda: session.delivered(answer.call),
         )
-
-
-def _tokens(request: Request, body: Body) -> Iterator[str]:
-    """Yield what may be the token of a session, the surest first: clients fill some of these places by themselves."""
-    if "token" in request.path_params:
-        yield request.path_params["token"]
-        return
-    if (header := request.headers.get("x-session-id")) is not None:
-        yield header
-    for name in _TOKEN_FIELDS:
-        if isinstance(token := body.get(name), str):
-            yield token
-    kind, _, key = request.headers.get("authorization", "").partition(" ")
-    if kind.lower() == "bearer":
-        yield key.strip()
-
-
-def _too_large(limit: int) -> RefusedCallError:
-    return RefusedCallError(f"a body may have {limit} bytes", code="body_too_large", status=413)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
-from typing import Any, Protocol, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 from nemo_rl_mcore.agents.session import Call, Room, Session
-from nemo_rl_mcore.data.chat import ASSISTANT
+from nemo_rl_mcore.data.chat import ASSISTANT, Conversation
 from nemo_rl_mcore.data.messages import Message, ToolCall
-from nemo_rl_mcore.data.observations import Conversation
 from nemo_rl_mcore.data.tokenizer import Tokenizer, Tools
 from nemo_rl_mcore.errors import RefusedError
 
@@ -32,14 +32,6 @@ class Claim:
 
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
-
-    def is_of(self, call: Call) -> bool:
-        """Return whether they are those of a call."""
-        return (
-            len(self.prompt_ids) == len(call.prompt_P)
-            and self.answer_ids == tuple(call.answer_N.tolist())
-            and self.prompt_ids == tuple(call.prompt_P.tolist())
-        )
 
 
 @dataclass(frozen=True)
@@ -74,8 +66,7 @@ class ChatPrompt:
 @dataclass(frozen=True)
 class _Answered:
     call: Call
-    message: Message
-    """As it was returned."""
+    message: Message  # as it was returned
 
 
 @dataclass
@@ -88,11 +79,10 @@ class History:
 
     @classmethod
     def of(cls, session: Session) -> History:
-        """Return that of a session."""
         return session.memory.setdefault(_MEMORY, cls())
 
     def prompt(self, chat: Chat, tokenizer: Tokenizer, room: Room) -> ChatPrompt:
-        """Return what the template shows of a conversation, after the longest beginning that was sampled.
+        """Encode what the template shows of a conversation, after the longest beginning that was sampled.
 
         Raises ValueError for what the template or the tokenizer does not take, and NoRoomError for a text that is too
         long by its length alone: it is not encoded.
@@ -143,10 +133,15 @@ class History:
     def _find(self, state: bytes, message: Message, claim: Claim | None) -> _Answered | None:
         """Return the answer to a conversation that a message is; of equal ones that to the last repetition."""
         known = sorted(self._calls.get(state, ()), key=lambda answered: -answered.call.repetition)
-        by_ids = (answered for answered in known if claim is not None and claim.is_of(answered.call))
+        if claim is not None:
+            for one in known:
+                prompt_P, answer_ids = one.call.prompt_P, tuple(one.call.answer_N.tolist())
+                if len(claim.prompt_ids) != len(prompt_P) or claim.answer_ids != answer_ids:
+                    continue
+                if claim.prompt_ids == tuple(prompt_P.tolist()):
+                    return one
         said = _said(message)
-        by_words = (answered for answered in known if _said(answered.message) == said)
-        return next(by_ids, None) or next(by_words, None)
+        return next((one for one in known if _said(one.message) == said), None)
 
 
 def _said(message: Message) -> _Said:
@@ -159,8 +154,8 @@ def _said(message: Message) -> _Said:
     return thought, words.strip(), calls
 
 
-def _digest(*parts: Any) -> bytes:
-    text = json.dumps([part.hex() if isinstance(part, bytes) else part for part in parts])
+def _digest(before: bytes, *parts: Any) -> bytes:
+    text = json.dumps([before.hex(), *parts])
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
@@ -172,20 +167,18 @@ type Function = tuple[str, str]
 """A name, and the arguments as JSON."""
 
 
-class ToolParser(Protocol):
-    """Reads the text and the ids of an answer, neither with the token that ended it."""
+type ToolParser = Callable[[str, Sequence[int]], tuple[str, list[Function]]]
+"""Reads the text and the ids of an answer, neither with the token that ended it.
 
-    def __call__(self, text: str, ids: Sequence[int]) -> tuple[str, list[Function]]:
-        """Return what the answer says besides its calls, and the calls in their order."""
-        ...
+Gives what the answer says besides its calls, and the calls in their order.
+"""
 
 
-def no_tools(text: str, ids: Sequence[int]) -> tuple[str, list[Function]]:
-    """Take an answer as text, whatever it says."""
+def no_tools(text: str, _ids: Sequence[int]) -> tuple[str, list[Function]]:
     return text, []
 
 
-def hermes(text: str, ids: Sequence[int]) -> tuple[str, list[Function]]:
+def hermes(text: str, _ids: Sequence[int]) -> tuple[str, list[Function]]:
     """Read calls as Hermes and Qwen write them: a JSON object between `<tool_call>` and `</tool_call>`.
 
     What is no object with a name, and arguments that are an object, stays text; so does a call that is not ended.
@@ -214,53 +207,42 @@ def _function(text: str) -> Function | None:
     return name, json.dumps(arguments, ensure_ascii=False)
 
 
-class _OfRenderers:
-    """A parser of the library `renderers`, which reads ids."""
-
-    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
-        library = import_module("renderers.parsers")
-        known: list[str] = [*library.TOOL_PARSERS]
-        if name not in known:
-            allowed = ", ".join((*_OWN, *known))
-            raise RefusedError(f"tool_parser {name!r} is none of {allowed}", code="unknown-tool-parser")
-        self._tokenizer = tokenizer
-        self._parser = library.get_tool_parser(name, _AsRenderersAsk(tokenizer))
-
-    def __call__(self, text: str, ids: Sequence[int]) -> tuple[str, list[Function]]:
-        said, found = self._parser.extract([*ids])
-        calls = [call for call in found if call.name and isinstance(call.arguments, dict)]
-        if len(calls) < len(found) or not calls:
-            return text, []
-        functions = [(str(call.name), json.dumps(call.arguments, ensure_ascii=False)) for call in calls]
-        return self._tokenizer.text_of(said).strip(), functions
-
-
-class _AsRenderersAsk:
-    """The few methods of a tokenizer of transformers that the library's parsers call."""
-
-    unk_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        ids = self._tokenizer.encode(token)
-        return ids[0] if len(ids) == 1 else None
-
-    def decode(self, ids: Sequence[int], **_: object) -> str:
-        return self._tokenizer.text_of(ids)
-
-
-_OWN: dict[str, ToolParser] = {"hermes": hermes, "none": no_tools}
-
-
 def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
     """Return a parser by its name: `hermes`, `none`, or one of the library `renderers`.
 
     Raises ImportError where that is asked for and not installed (the extra `tool-parsers`), RefusedError for a name
     that it does not know.
     """
-    return _OWN.get(name) or _OfRenderers(name, tokenizer)
+    own: dict[str, ToolParser] = {"hermes": hermes, "none": no_tools}
+    if name in own:
+        return own[name]
+    library = import_module("renderers.parsers")
+    known: list[str] = [*library.TOOL_PARSERS]
+    if name not in known:
+        allowed = ", ".join((*own, *known))
+        raise RefusedError(f"tool_parser {name!r} is none of {allowed}", code="unknown-tool-parser")
+
+    def id_of(token: str) -> int | None:
+        ids = tokenizer.encode(token)
+        return ids[0] if len(ids) == 1 else None
+
+    # The few methods of a tokenizer of transformers that the library's parsers call.
+    asked = SimpleNamespace(
+        unk_token_id=None,
+        convert_tokens_to_ids=id_of,
+        decode=lambda ids, **_: tokenizer.text_of(ids),  # type: ignore[reportUnknownLambdaType]
+    )
+    parser = library.get_tool_parser(name, asked)
+
+    def by_renderers(text: str, ids: Sequence[int]) -> tuple[str, list[Function]]:
+        said, found = parser.extract([*ids])
+        calls = [call for call in found if call.name and isinstance(call.arguments, dict)]
+        if len(calls) < len(found) or not calls:
+            return text, []
+        functions = [(str(call.name), json.dumps(call.arguments, ensure_ascii=False)) for call in calls]
+        return tokenizer.text_of(said).strip(), functions
+
+    return by_renderers
 
 
 def calls_of(call: Call, functions: Sequence[Function]) -> tuple[ToolCall, ...]:

@@ -1,26 +1,27 @@
 """The endpoint of a run: a server on the loopback interface, its sessions, and the agents that play them.
 
-All of it is in one thread, with an asyncio loop. The threads that train or ask engines begin episodes there, see
-`player.AgentCollector`; answers come from them.
+`Endpoint` is in one thread, with an asyncio loop. The threads that train or ask engines begin episodes there, see
+`AgentCollector`; answers come from them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import torch
 
-from nemo_rl_mcore.agents.agents import AgentEnd, Agents
+from nemo_rl_mcore.agents.agents import START_WITHIN_S, AgentEnd, Agents, GymSetup, NemoGym, nemo_gym
 from nemo_rl_mcore.agents.app import make_app
 from nemo_rl_mcore.agents.chat import tool_parser
-from nemo_rl_mcore.agents.nemo_gym import GymSetup, NemoGym, nemo_gym
 from nemo_rl_mcore.agents.requests import EndpointOptions, RunSampling
 from nemo_rl_mcore.agents.server import served
 from nemo_rl_mcore.agents.session import (
@@ -41,8 +42,9 @@ from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
 from nemo_rl_mcore.driver.loop_thread import LoopThread
 from nemo_rl_mcore.driver.output import write_line
-from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS, Piece, Transcript
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
+from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS, Piece, Transcript, batch_of
+from nemo_rl_mcore.rank import activity
 
 
 def in_order(calls: Sequence[Call]) -> list[Call]:
@@ -62,36 +64,20 @@ def chains_of(calls: Sequence[Call]) -> list[list[Call]]:
     """
     chains: list[list[Call]] = []
     for call in calls:
-        fitting = (chain for chain in chains if _goes_on(chain[-1], call))
-        chain = max(
-            fitting, key=lambda chain: len(chain[-1].prompt_P) + len(chain[-1].answer_N), default=None
-        )
-        if chain is None:
-            chains.append([call])
-        else:
-            chain.append(call)
+        longest, fitting = -1, list[Call]()
+        for chain in chains:
+            prompt_P, answer_N = chain[-1].prompt_P, chain[-1].answer_N
+            shown, length = len(prompt_P), len(prompt_P) + len(answer_N)
+            if (
+                longest < length <= len(call.prompt_P)
+                and np.array_equal(call.prompt_P[:shown], prompt_P)
+                and np.array_equal(call.prompt_P[shown:length], answer_N)
+            ):
+                longest, fitting = length, chain
+        if longest < 0:
+            chains.append(fitting)
+        fitting.append(call)
     return chains
-
-
-def _goes_on(last: Call, call: Call) -> bool:
-    shown, length = len(last.prompt_P), len(last.prompt_P) + len(last.answer_N)
-    return (
-        length <= len(call.prompt_P)
-        and np.array_equal(call.prompt_P[:shown], last.prompt_P)
-        and np.array_equal(call.prompt_P[shown:length], last.answer_N)
-    )
-
-
-def _pieces(chain: Sequence[Call], turns: Mapping[Call, int]) -> list[Piece]:
-    pieces, shown = list[Piece](), 0
-    for call in chain:
-        versions = -1 if call.versions_N is None else call.versions_N
-        pieces += [
-            Piece(call.prompt_P[shown:]),
-            Piece(call.answer_N, turns[call], call.logprobs_N, versions),
-        ]
-        shown = len(call.prompt_P) + len(call.answer_N)
-    return pieces
 
 
 def last_turn(session: Session, tokenizer: Tokenizer) -> Turn:
@@ -106,17 +92,25 @@ def last_turn(session: Session, tokenizer: Tokenizer) -> Turn:
 
 
 def transcript_of(session: Session, reply: Reply, ending: Ending, shown: Sequence[int]) -> Transcript:
-    """Return what a session leaves behind. shown: ids of a prompt, of one that has made no call.
+    """Write down a session. shown: ids of a prompt, of one that has made no call.
 
     reply: with the reward of the whole session, which its last call gets.
     """
     calls = in_order(session.calls)
     turns = {call: turn for turn, call in enumerate(calls, start=1)}
+    rows: list[list[Piece]] = []
+    for chain in chains_of(calls):
+        pieces, length = list[Piece](), 0
+        for call in chain:
+            versions = -1 if call.versions_N is None else call.versions_N
+            pieces.append(Piece(call.prompt_P[length:]))
+            pieces.append(Piece(call.answer_N, turns[call], call.logprobs_N, versions))
+            length = len(call.prompt_P) + len(call.answer_N)
+        rows.append(pieces)
     episode = Transcript(
         session.prompt.index,
         session.sample,
-        [_pieces(chain, turns) for chain in chains_of(calls)]
-        or [[Piece(np.array([*shown], dtype=np.int64))]],
+        rows or [[Piece(np.array([*shown], dtype=np.int64))]],
         digests=[call.digest if len(call.answer_N) else 0 for call in calls],
         finished=session.last is not None and session.last.finished,
         ending=ending,
@@ -128,7 +122,7 @@ def transcript_of(session: Session, reply: Reply, ending: Ending, shown: Sequenc
 
 
 MODEL = "policy"
-"""What clients call the model; another name is refused, as what is said to a judge is not to be trained on."""
+"""The model's name for clients; another one is refused, as what is said to a judge is not to be trained on."""
 _START_WITHIN_S, _END_WITHIN_S = 30.0, 60.0
 
 type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]
@@ -157,7 +151,23 @@ class Endpoint:
         )
         self._sessions = Sessions()
         self._tokenizer, self._newest = tokenizer, 0
-        self._options = self._options_of(config, stop_ids)
+        generation, context = policy.generation, self._limits.context
+        self._options = EndpointOptions(
+            model=MODEL,
+            context=context,
+            tokenizer=tokenizer,
+            sampling=RunSampling(
+                generation.temperature,
+                generation.top_p,
+                generation.top_k,
+                context if generation.fit_to_sequence else generation.max_new_tokens,
+                generation.stop_strings or (),
+                frozenset(stop_ids),
+            ),
+            tool_parser=tool_parser(section.tool_parser, tokenizer),
+            version=lambda: self._newest,
+            failed=self._tell_error,
+        )
         self._app = make_app(self._sessions, self._options)
         self._variables, self._gym = variables, config.env.nemo_gym
         self._log_dir = Path(config.logger.log_dir)
@@ -169,45 +179,21 @@ class Endpoint:
         self._opening: asyncio.Task[Any] | None = None
         self._reported = set[str]()
         self._playing = set[asyncio.Task[Transcript]]()
-        self.url = ""
-        """Of the server, without a path."""
-
-    def _options_of(self, config: RunConfig, stop_ids: Sequence[int]) -> EndpointOptions:
-        generation, context = config.policy.generation, self._limits.context
-        sampling = RunSampling(
-            generation.temperature,
-            generation.top_p,
-            generation.top_k,
-            context if generation.fit_to_sequence else generation.max_new_tokens,
-            generation.stop_strings or (),
-            frozenset(stop_ids),
-        )
-        return EndpointOptions(
-            model=MODEL,
-            context=context,
-            tokenizer=self._tokenizer,
-            sampling=sampling,
-            tool_parser=tool_parser(self._section.tool_parser, self._tokenizer),
-            version=lambda: self._newest,
-            failed=self._tell_error,
-        )
+        self.url = ""  # of the server, without a path
 
     def __enter__(self) -> Self:
         """Start to listen, and NeMo Gym where its agents play."""
-        of_gym = 0.0 if self._gym is None else self._section.gym.start_timeout_s
+        of_gym = 0.0 if self._gym is None else START_WITHIN_S
         starting = self._thread.call(self._open())
         try:
             starting.result(_START_WITHIN_S + of_gym)
         except BaseException:
             starting.cancel()
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the agents, then the server."""
+    def __exit__(self, *_: object) -> None:
         self._thread.call(self._end()).result(_END_WITHIN_S)
         self._thread.close()
 
@@ -219,13 +205,7 @@ class Endpoint:
 
     async def _open(self) -> None:
         self._opening = asyncio.current_task()
-        port = self._section.port
-        try:
-            address = await self._server.enter_async_context(served(self._app, port=port))
-        except OSError as error:
-            raise RunStoppedError(
-                f"env.endpoint.port: cannot listen on {port}: {error.strerror or error}", code="port-taken"
-            ) from error
+        address = await self._server.enter_async_context(served(self._app))
         self.url = address.url
         if self._gym is not None:
             setup = GymSetup(
@@ -243,9 +223,8 @@ class Endpoint:
         playing = [*self._playing]
         for episode in playing:
             episode.cancel()
-        opening = (
-            () if self._opening is None else (self._opening,)
-        )  # one that was given up ends what it began
+        # An opening that was given up ends what it began.
+        opening = () if self._opening is None else (self._opening,)
         await asyncio.gather(*playing, *opening, return_exceptions=True)
         await self._server.aclose()
 
@@ -269,29 +248,39 @@ class Endpoint:
         judge: scores the last answer where the agent gives no reward; None drops the episode then. shown: ids of the
         prompt. Raises what the engine has raised.
         """
-        for last in (*[False] * self._retries, True):
-            session = self._sessions.open(prompt, sample, self._limits, self._noting(respond))
-            try:
-                ended = await self._agents.run(session, self.url, _task(prompt, sample))
-            finally:
-                self._sessions.end(session)
-            if session.error is not None:
-                raise session.error
-            reply = await self._reply(session, ended, judge)
-            if reply.dropped is not None:
-                self._report(reply.dropped, ended)
-            if reply.dropped is None or last or ended.for_good:
-                return transcript_of(session, reply, _ending(session, reply), shown)
-        raise AssertionError("the last try returns")
 
-    def _noting(self, respond: Respond) -> Respond:
         async def noted(asked: BatchedDataDict) -> BatchedDataDict:
             answered = await respond(asked)
             if WEIGHT_VERSIONS in answered:
                 self._newest = max(self._newest, int(answered[WEIGHT_VERSIONS].max()))
             return answered
 
-        return noted
+        messages = [{"role": message.role, "content": message.content} for message in conversation(prompt)]
+        for last in (*[False] * self._retries, True):
+            session = self._sessions.open(prompt, sample, self._limits, noted)
+            task = {
+                "messages": messages,
+                "prompt": prompt.text,
+                "answer": prompt.answer,
+                "index": prompt.index,
+                "sample": sample,
+                "source": prompt.source,
+                "columns": dict(prompt.columns),
+            }
+            try:
+                ended = await self._agents.run(session, self.url, task)
+            finally:
+                self._sessions.end(session)
+            if session.error is not None:
+                raise session.error
+            reply = await self._reply(session, ended, judge)
+            if reply.dropped is not None and reply.dropped not in self._reported:
+                self._reported.add(reply.dropped)  # each reason is told once, with what the agent said last
+                said = [f"env.endpoint: {reply.dropped}", ended.said]
+                write_line(sys.stderr, "\n".join(filter(None, said)))
+            if reply.dropped is None or last or ended.for_good:
+                return transcript_of(session, reply, _ending(session, reply), shown)
+        raise AssertionError("the last try returns")
 
     async def _reply(self, session: Session, ended: AgentEnd, judge: Judge | None) -> Reply:
         if session.reward is not None and session.calls:
@@ -306,12 +295,6 @@ class Endpoint:
         if session.refused is not None:
             return Reply(0.0)
         return Reply(0.0, dropped="the agent ended without a reward, and the recipe has no environment")
-
-    def _report(self, why: str, ended: AgentEnd) -> None:
-        """Tell each reason once, with what the agent said last."""
-        if why not in self._reported:
-            self._reported.add(why)
-            write_line(sys.stderr, "\n".join(filter(None, [f"env.endpoint: {why}", ended.said])))
 
     def _tell_error(self, error: BaseException) -> None:
         write_line(sys.stderr, f"endpoint: {type(error).__name__}: {error}")
@@ -332,15 +315,103 @@ def _ending(session: Session, reply: Reply) -> Ending:
             return Ending.TERMINATED if ended else Ending.ANSWER_LIMIT
 
 
-def _task(prompt: Prompt, sample: int) -> dict[str, Any]:
-    """Return what an agent is told: the row of the data set."""
-    messages = [{"role": message.role, "content": message.content} for message in conversation(prompt)]
-    return {
-        "messages": messages,
-        "prompt": prompt.text,
-        "answer": prompt.answer,
-        "index": prompt.index,
-        "sample": sample,
-        "source": prompt.source,
-        "columns": dict(prompt.columns),
-    }
+# Python hears of signals between two waits.
+_WAKE_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class AgentCollector(RolloutCollector):
+    """Has agents play each sample of a prompt; see `agents.endpoint.Endpoint`."""
+
+    endpoint: Endpoint = field(kw_only=True)
+    judges: bool = field(kw_only=True)
+    """The environment scores the last answer where an agent gives no reward."""
+
+    def play_now(
+        self, prompts: Sequence[Prompt], asked: BatchedDataDict, *, step: int, greedy: bool = False
+    ) -> BatchedDataDict:
+        """See `RolloutCollector.play_now`; this thread answers in one batch what waits at the same time."""
+        waiting = queue.SimpleQueue[tuple[BatchedDataDict, asyncio.Future[BatchedDataDict]] | None]()
+
+        async def respond(row: BatchedDataDict) -> BatchedDataDict:
+            answer: asyncio.Future[BatchedDataDict] = asyncio.get_running_loop().create_future()
+            waiting.put((row, answer))
+            return await answer
+
+        def give(answer: asyncio.Future[BatchedDataDict], row: BatchedDataDict) -> None:
+            if not answer.done():  # nobody waits for one that was cancelled
+                answer.set_result(row)
+
+        playing = self.endpoint.begin(self._episodes(prompts, asked, respond))
+        playing.add_done_callback(lambda _: waiting.put(None))  # ends the wait below
+        try:
+            with activity.at(f"waiting for the agents of {asked.size} sessions", timed=False):
+                while not playing.done():
+                    taken = list[tuple[BatchedDataDict, asyncio.Future[BatchedDataDict]] | None]()
+                    with suppress(queue.Empty):
+                        taken.append(waiting.get(timeout=_WAKE_EVERY_S))
+                        while True:
+                            taken.append(waiting.get_nowait())
+                    calls = [one for one in taken if one is not None and not one[1].cancelled()]
+                    if not calls:
+                        continue
+                    rows, strings = [row for row, _ in calls], "stop_strings"
+                    if any(strings in row for row in rows):
+                        none: list[tuple[str, ...]] = [()]
+                        rows = [BatchedDataDict({strings: none, **row}) for row in rows]
+                    batch = BatchedDataDict.from_batches(rows)
+                    answered = self.generation.generate(batch, step=step, greedy=greedy)
+                    for place, (_, answer) in enumerate(calls):
+                        row = answered.slice(place, place + 1)
+                        answer.get_loop().call_soon_threadsafe(give, answer, row)
+            return playing.result()
+        finally:
+            playing.cancel()
+
+    def is_answer_to(self, asked: BatchedDataDict, batch: BatchedDataDict) -> bool:
+        """See `RolloutCollector.is_answer_to`: an agent shows the prompt to the model in its own way."""
+        first = [rows.start for rows in batch.samples()]
+        return torch.equal(batch["prompt_index"][first], asked["prompt_index"])
+
+    async def play(
+        self,
+        prompts: Sequence[Prompt],
+        asked: BatchedDataDict,
+        respond: Callable[[BatchedDataDict], Awaitable[BatchedDataDict]],
+        replies: Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]] | None = None,
+        *,
+        apart: Callable[..., Awaitable[object]] = asyncio.to_thread,
+    ) -> BatchedDataDict:
+        """See `RolloutCollector.play`; `respond` is called in the loop of the caller."""
+        loop = asyncio.get_running_loop()
+
+        async def call(row: BatchedDataDict) -> BatchedDataDict:
+            return await respond(row)
+
+        async def crossing(row: BatchedDataDict) -> BatchedDataDict:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(row), loop))
+
+        playing: Future[BatchedDataDict] = self.endpoint.begin(self._episodes(prompts, asked, crossing))
+        return await asyncio.wrap_future(playing)
+
+    async def _episodes(
+        self, prompts: Sequence[Prompt], asked: BatchedDataDict, respond: Respond
+    ) -> BatchedDataDict:
+        """Play all samples at once; where an engine fails, the other samples are given up."""
+        samples = asked.size // len(prompts)
+        of_rows = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+        shown = zip(asked["input_ids"].tolist(), asked["input_lengths"].tolist(), strict=True)
+        judge = self.environments.replies_soon if self.judges else None
+        episodes = await self.endpoint.play(
+            [
+                self.endpoint.episode(prompt, sample, respond, judge, ids[:length])
+                for (prompt, sample), (ids, length) in zip(of_rows, shown, strict=True)
+            ]
+        )
+        return batch_of(
+            episodes,
+            pad_token_id=self.tokenizer.pad_token_id,
+            turns=self.form.turns,
+            versions=any(one.has_versions for one in episodes),
+            digests=True,
+        )

@@ -31,19 +31,16 @@ _POLLED_EVERY_S = 5.0
 _SHOWN = 400
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind((_HOST, 0))
-        return one.getsockname()[1]
-
-
 def _parser(settings: dict[str, Any]) -> global_config.GlobalConfigDictParserConfig:
     """Return Gym's configuration as the recipe has it, with the policy's address in it."""
+    with socket.socket() as one:
+        one.bind((_HOST, 0))
+        free_port = one.getsockname()[1]
     own = {
         "policy_base_url": settings["policy_base_url"],
         "policy_api_key": "none",  # the session is in the body
         "policy_model_name": settings["policy_model_name"],
-        "head_server": {"host": _HOST, "port": _free_port()},
+        "head_server": {"host": _HOST, "port": free_port},
     }
     return global_config.GlobalConfigDictParserConfig(
         skip_load_from_cli=True,
@@ -53,7 +50,6 @@ def _parser(settings: dict[str, Any]) -> global_config.GlobalConfigDictParserCon
 
 
 def _servers(config: DictConfig) -> Iterator[tuple[str, str, DictConfig]]:
-    """Yield the name, the kind and the settings of each server."""
     for name, node in config.items():
         if isinstance(node, DictConfig) and name not in global_config.NEMO_GYM_RESERVED_TOP_LEVEL_KEYS:
             [(kind, kinds)] = node.items()
@@ -73,7 +69,12 @@ async def _in_this_process(settings: dict[str, Any]) -> AsyncGenerator[server_ut
     for name, package, own in _servers(config):
         os.environ[global_config.NEMO_GYM_CONFIG_PATH_ENV_VAR_NAME] = name
         module = importlib.import_module(f"{package}.app")
-        [made] = [one for one in vars(module).values() if _is_server_of(one, module.__name__)]
+        classes = [one for one in vars(module).values() if isinstance(one, type)]
+        [made] = [
+            one
+            for one in classes
+            if issubclass(one, server_utils.SimpleServer) and one.__module__ == module.__name__
+        ]
         server = made(config=made.load_config_from_global_config(), server_client=client)
         app = server.setup_webserver()
         server.setup_exception_middleware(app)
@@ -91,10 +92,6 @@ async def _in_this_process(settings: dict[str, Any]) -> AsyncGenerator[server_ut
         await asyncio.gather(*serving)
 
 
-def _is_server_of(one: object, module: str) -> bool:
-    return isinstance(one, type) and issubclass(one, server_utils.SimpleServer) and one.__module__ == module
-
-
 def _serving(app: Any, host: str, port: int) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
@@ -110,12 +107,16 @@ async def _in_processes(settings: dict[str, Any]) -> AsyncGenerator[server_utils
     helper.start(_parser(settings))
 
     async def poll() -> None:
-        while True:
-            helper.poll()
-            await asyncio.sleep(_POLLED_EVERY_S)
+        try:
+            while True:
+                helper.poll()
+                await asyncio.sleep(_POLLED_EVERY_S)
+        except Exception as error:  # noqa: BLE001 whatever it is ends this program
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+            os._exit(1)
 
     polling = asyncio.ensure_future(poll())
-    polling.add_done_callback(lambda task: task.cancelled() or os._exit(_told(task.exception())))
     head = server_utils.ServerClient.load_head_server_config()
     try:
         yield server_utils.ServerClient.load_from_global_config(head)
@@ -124,16 +125,14 @@ async def _in_processes(settings: dict[str, Any]) -> AsyncGenerator[server_utils
         helper.shutdown()
 
 
-def _told(error: BaseException | None) -> int:
-    sys.stderr.write(f"{error}\n")
-    sys.stderr.flush()
-    return 1
-
-
 async def _play(client: server_utils.ServerClient, row: dict[str, Any]) -> dict[str, Any]:
     """Have the agent of a row play it; return its reward, and what Gym counts of its calls."""
     try:
-        response = await client.post(server_name=_agent_of(client, row), url_path="/run", json=row)
+        agent = (row.get("agent_ref") or {}).get("name")
+        if not agent:  # the only one that there is
+            servers = _servers(client.global_config_dict)
+            [agent] = [name for name, kind, _ in servers if kind.startswith(_AGENTS)]
+        response = await client.post(server_name=agent, url_path="/run", json=row)
         await server_utils.raise_for_status(response)
         result = await server_utils.get_response_json(response)
         output = result["response"]["output"]
@@ -151,16 +150,7 @@ async def _play(client: server_utils.ServerClient, row: dict[str, Any]) -> dict[
         return {"error": type(error).__name__, "said": said[-_SHOWN:]}
 
 
-def _agent_of(client: server_utils.ServerClient, row: dict[str, Any]) -> str:
-    """Return the name of the agent that a row asks for, or of the only one that there is."""
-    if named := (row.get("agent_ref") or {}).get("name"):
-        return named
-    [name] = [name for name, kind, _ in _servers(client.global_config_dict) if kind.startswith(_AGENTS)]
-    return name
-
-
 async def run(settings: dict[str, Any], answers: TextIO) -> None:
-    """Serve, and play rows until the input ends."""
     playing = dict[int, asyncio.Task[None]]()
 
     def tell(answer: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the body of a request may say: what is left out is the run's, what would draw otherwise is refused by name."""
+"""The body of a request: what is left out is the run's, what would draw otherwise is refused by name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.engine.engine import EngineDiedError
 from nemo_rl_mcore.errors import RunStoppedError
 
-MIB = 1 << 20
-
 
 @dataclass(frozen=True)
 class RunSampling:
-    """How the run draws answers; a call may say the same, or nothing.
+    """Sampling of the run; a call may say the same, or nothing.
 
     top_k: None where all tokens are kept. max_new_tokens: of an answer. stop_strings, stop_ids: end an answer and
     belong to it; among the ids is the end of sequence.
@@ -42,7 +40,7 @@ class EndpointOptions:
 
     version: of the weights, now. health: what `/health` tells besides. failed: is told what the endpoint itself has
     raised. body_limit: bytes of a request; body_seconds: within which it has to come;
-    bodies_limit: bytes of all requests that are being read.
+    bodies_limit: bytes of all requests that are being read. write_seconds: within which a client has to take an answer.
     """
 
     model: str
@@ -53,14 +51,10 @@ class EndpointOptions:
     version: Callable[[], int]
     failed: Callable[[BaseException], None]
     health: Callable[[], Mapping[str, Any]] = dict
-    body_limit: int = 32 * MIB
+    body_limit: int = 32 << 20
     body_seconds: float = 30.0
-    bodies_limit: int = 256 * MIB
+    bodies_limit: int = 256 << 20
     write_seconds: float = 30.0
-    """Within which a client has to take an answer."""
-
-
-_RETRY_AFTER_S = 1
 
 
 class RefusedCallError(Exception):
@@ -73,24 +67,15 @@ class RefusedCallError(Exception):
 
 @dataclass(frozen=True)
 class HttpRefusal:
-    """A status, and what goes with it."""
-
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """Return the error as clients read it."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
-
 
 def refusal_of(error: BaseException) -> HttpRefusal | None:
-    """Return what to answer; None for what is a fault of ours."""
+    """Return the answer to an error; None for a fault of ours."""
     match error:
         case RefusedCallError():
             return HttpRefusal(error.status, str(error), error.param, error.code)
@@ -109,8 +94,8 @@ def refusal_of(error: BaseException) -> HttpRefusal | None:
 
 
 def busy(message: str) -> HttpRefusal:
-    """Return what has a client ask again."""
-    return HttpRefusal(503, message, code="try_again", headers={"retry-after": str(_RETRY_AFTER_S)})
+    """Have a client ask again."""
+    return HttpRefusal(503, message, code="try_again", headers={"retry-after": "1"})
 
 
 type Body = Mapping[str, Any]
@@ -156,12 +141,6 @@ _NEUTRAL: dict[str, Sequence[object]] = {
 _OF_BEGUN = {"continue_final_message": (True,), "add_generation_prompt": (False,)}
 """The same, of a conversation that ends with the beginning of its answer."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_ALL = -1
-"""The value of top_k that keeps all tokens, as 0 does."""
-
-
-def _listed(given: object) -> object:
-    return [given] if isinstance(given, str) else given
 
 
 class _Read(BaseModel):
@@ -180,7 +159,7 @@ class _Sampling(_Read):
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=1000)]],
             Field(max_length=16),
-            BeforeValidator(_listed),
+            BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
         ]
         | None
     ) = None
@@ -213,12 +192,12 @@ class _ChatBody(_Read):
     continue_final_message: bool | None = None
 
 
-class _Rewards(_Read):
+class Rewards(_Read):
     reward: FiniteFloat | None = None
     rewards: dict[str, FiniteFloat] | None = None
 
 
-def _read[Model: _Read](model: type[Model], body: object) -> Model:
+def read_as[Model: _Read](model: type[Model], body: object) -> Model:
     """Read a body; raises RefusedCallError with the first field that is wrong."""
     try:
         return model.model_validate(body)
@@ -230,7 +209,7 @@ def _read[Model: _Read](model: type[Model], body: object) -> Model:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a request says besides its prompt.
+    """A request but for its prompt.
 
     max_tokens: None where it is the run's. stop, stop_ids: end the answer besides those of the run. logprobs: of the
     answer; names_ids: in them tokens are called `token_id:N`. token_ids: of prompt and answer, wherever they stand.
@@ -254,13 +233,13 @@ def wishes_of(body: Body, options: EndpointOptions, sampling: Body | None = None
         raise RefusedCallError(what, param="model", code="model_not_found", status=404)
     for place in (body, values):
         _require_neutral(place)
-    asked, shape, logprobs = _read(_Sampling, values), _read(_Shape, body), values.get("logprobs")
+    asked, shape, logprobs = read_as(_Sampling, values), read_as(_Shape, body), values.get("logprobs")
     if logprobs not in (None, False, True, 0, 1):
         what = (
             f"logprobs is {logprobs!r:.100}; there are those of the sampled tokens alone: true, false, 0 or 1"
         )
         raise RefusedCallError(what, param="logprobs", code="unsupported_parameter")
-    keeps_all = asked.top_k in (_ALL, 0) and run.top_k in (None, 0)
+    keeps_all = asked.top_k in (-1, 0) and run.top_k in (None, 0)
     given = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
     for name, value in given.items():
         own = getattr(run, name)
@@ -268,7 +247,7 @@ def wishes_of(body: Body, options: EndpointOptions, sampling: Body | None = None
             what = f"{name} is {value!r:.100}, but this run samples with {name} {own!r}: leave it out"
             raise RefusedCallError(what, param=name, code="sampling_differs")
     counts = [one for one in (asked.max_tokens, asked.max_completion_tokens) if one is not None]
-    stop_ids = _ids(asked.stop_token_ids or [], "stop_token_ids", options)
+    stop_ids = ids_of(asked.stop_token_ids or [], "stop_token_ids", options)
     return Wishes(
         max_tokens=min(counts) if counts and min(counts) < run.max_new_tokens else None,
         stop=tuple(asked.stop or ()),
@@ -298,14 +277,14 @@ def _require_neutral(values: Body) -> None:
 
 def chat_of(body: Body, room: Room) -> Chat:
     """Read the conversation of a body, of which each message is a token or more; raises as `prompt_of`."""
-    asked = _read(_ChatBody, body)
+    asked = read_as(_ChatBody, body)
     if not asked.messages:
         raise RefusedCallError("messages are missing", param="messages")
     room(len(asked.messages))
     read = [_message(message, f"messages[{place}]") for place, message in enumerate(asked.messages)]
     for place, tool in enumerate(asked.tools or ()):
         try:
-            _read(_Tool, tool)
+            read_as(_Tool, tool)
         except RefusedCallError as error:
             path = f"tools[{place}]"
             raise RefusedCallError(f"{path} must be a function with a name", param=path) from error
@@ -328,31 +307,12 @@ def prompt_of(body: Body, options: EndpointOptions, room: Room) -> list[int]:
     if len(several) == 1 and isinstance(several[0], list | str):
         [given] = several
     if not isinstance(given, str):
-        return _ids(cast("object", given), "prompt", options, room)
+        return ids_of(cast("object", given), "prompt", options, room)
     room(options.tokenizer.fewest_tokens(len(given)))
     try:
         return options.tokenizer.encode(given)  # special tokens are those tokens; nothing is put before it
     except (ValueError, TypeError) as error:
         raise RefusedCallError(f"prompt cannot be encoded: {error}", param="prompt") from error
-
-
-def token_ids_of(body: Body, options: EndpointOptions, room: Room) -> list[int]:
-    """Return the ids of the prompt of a generation; raises as `prompt_of`."""
-    return _ids(body.get("token_ids"), "token_ids", options, room)
-
-
-def sampling_params_of(body: Body) -> Body:
-    """Return the sampling parameters of a generation."""
-    given = body.get("sampling_params")
-    if given is not None and not isinstance(given, dict):
-        raise RefusedCallError("sampling_params must be an object", param="sampling_params")
-    return cast("Body", given or {})
-
-
-def rewards_of(body: Body) -> tuple[float | None, dict[str, float]]:
-    """Return the reward of a session, None where it gives none, and its parts by name."""
-    asked = _read(_Rewards, body)
-    return asked.reward, asked.rewards or {}
 
 
 def _message(given: object, path: str) -> tuple[Message, Claim | None]:
@@ -377,7 +337,8 @@ def _message(given: object, path: str) -> tuple[Message, Claim | None]:
     return replace(message, reasoning=reasoning, more={}), claim
 
 
-def _ids(given: object, name: str, options: EndpointOptions, room: Room | None = None) -> list[int]:
+def ids_of(given: object, name: str, options: EndpointOptions, room: Room | None = None) -> list[int]:
+    """Read token ids; raises as `prompt_of`."""
     size = options.tokenizer.vocab_size
     if isinstance(given, list):
         ids = cast("list[object]", given)

@@ -42,14 +42,11 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens."""
-
     host: str
     port: int
 
     @property
     def url(self) -> str:
-        """Return it without a path."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
@@ -62,12 +59,10 @@ class Connection(H11Protocol):
         self.app_state = {**self.app_state, CONNECTION: self}
         self._deadline: asyncio.TimerHandle | None = None
         self._awaited = ""
-        self.used = 0.0
-        """When it sent or got something, by the clock of the loop."""
+        self.used = 0.0  # when it sent or got something, by the clock of the loop
 
     @property
     def idle(self) -> bool:
-        """Return whether no request of it is answered."""
         return not self.cycle or self.cycle.response_complete
 
     async def drained(self) -> bool:
@@ -146,7 +141,24 @@ async def served(
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)  # connections have it of it
-        server = _Server(_config(app, limits))
+        config = uvicorn.Config(
+            app,
+            http=partial(Connection, limits=limits),  # pyright: ignore[reportArgumentType]
+            interface="asgi3",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            backlog=1024,
+            timeout_keep_alive=limits.idle_seconds,
+            timeout_graceful_shutdown=limits.stop_seconds,  # pyright: ignore[reportArgumentType]
+            h11_max_incomplete_event_size=HEADER_BYTES,
+        )
+        server = _Server(config)
         serving = asyncio.ensure_future(server.serve([listener]))
         try:
             name = listener.getsockname()
@@ -154,26 +166,6 @@ async def served(
         finally:
             server.should_exit = True
             await asyncio.shield(_stopped(server, serving, limits.stop_seconds))
-
-
-def _config(app: ASGIApp, limits: ServerLimits) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=partial(Connection, limits=limits),  # pyright: ignore[reportArgumentType]
-        interface="asgi3",
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        backlog=1024,
-        timeout_keep_alive=limits.idle_seconds,
-        timeout_graceful_shutdown=limits.stop_seconds,  # pyright: ignore[reportArgumentType]
-        h11_max_incomplete_event_size=HEADER_BYTES,
-    )
 
 
 async def _stopped(server: uvicorn.Server, serving: asyncio.Future[None], seconds: float) -> None:

@@ -24,8 +24,6 @@ from nemo_rl_mcore.driver.rollouts.transcript import DIGESTS, WEIGHT_VERSIONS
 
 type Respond = Callable[[BatchedDataDict], Awaitable[BatchedDataDict]]
 """Answers one row, see `GenerationInterface.generate`; a task that is cancelled gives the answer up."""
-
-
 type Room = Callable[[int], None]
 """Raises NoRoomError for so many tokens of a prompt, or more."""
 
@@ -33,28 +31,22 @@ type Room = Callable[[int], None]
 class SessionError(Exception):
     """A call is refused. code: what clients read, such as `context_length_exceeded`."""
 
-    code = ""
+    code, says = "", ""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message or self.says)
 
 
 class UnknownSessionError(SessionError):
     """No session has this token."""
 
-    code = "invalid_session"
-
-    def __init__(self) -> None:
-        super().__init__("no session has this token")
+    code, says = "invalid_session", "no session has this token"
 
 
 class ClosedSessionError(SessionError):
     """The session has ended."""
 
-    code = "session_closed"
-
-    def __init__(self) -> None:
-        super().__init__("the session is closed")
+    code, says = "session_closed", "the session is closed"
 
 
 class NoRoomError(SessionError):
@@ -71,7 +63,7 @@ class SessionLimitError(SessionError):
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """What a session may do.
+    """Limits of a session.
 
     context: tokens of prompt and answer. calls: of the model. reserved: tokens for an answer. drawn: tokens of all
     answers, after which no further call is taken; None for no such bound.
@@ -106,7 +98,6 @@ class Call:
 
     @property
     def ids(self) -> list[int]:
-        """Return the ids of prompt and answer."""
         return [*self.prompt_P.tolist(), *self.answer_N.tolist()]
 
 
@@ -124,6 +115,8 @@ class Session:
     """The calls of one sample; made by `Sessions.open`.
 
     prompt, sample: what is played. respond: answers a prompt. token: opaque, and the only authorization.
+    rewards: the parts of the reward, by name. error: of the engine; the session cannot go on, and its group is answered
+    again. refused: the last limit that a call met. memory: of the dialects for their calls, see `chat.History`.
     """
 
     token: str
@@ -134,19 +127,15 @@ class Session:
     calls: list[Call] = field(default_factory=list[Call], init=False)
     reward: float | None = field(default=None, init=False)
     rewards: dict[str, float] = field(default_factory=dict[str, float], init=False)
-    """By name, where the reward has parts."""
     error: BaseException | None = field(default=None, init=False)
-    """What the engine raised: the session cannot go on, and its group is answered again."""
     refused: SessionError | None = field(default=None, init=False)
-    """The last limit that a call met."""
     closed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     memory: dict[str, Any] = field(default_factory=dict[str, Any], init=False)
-    """What the dialects remember of their calls; see `chat.History`."""
     _asked: dict[int, list[_Asked]] = field(default_factory=dict[int, list[_Asked]], init=False)
 
     @property
     def last(self) -> Call | None:
-        """Return the call that was answered last, whichever has the longest prompt; None before the first."""
+        """The call that was answered last, whichever has the longest prompt; None before the first."""
         return max(self.calls, key=lambda call: call.number, default=None)
 
     async def ask(
@@ -175,8 +164,7 @@ class Session:
             asked = earlier[-1]
         else:
             self._require_calls()
-            wanted = _Wanted(prompt, max_tokens, stop, stop_ids, heard)
-            drawing = self._draw(wanted, len(earlier))
+            drawing = self._draw(_Wanted(prompt, max_tokens, stop, stop_ids, heard), len(earlier))
             earlier.append(asked := _Asked(asyncio.ensure_future(drawing)))
             self._asked[digest] = earlier
         asked.waiting += 1
@@ -199,7 +187,6 @@ class Session:
                 asked.delivered = True
 
     def require_open(self) -> None:
-        """Raise ClosedSessionError after its end."""
         if self.closed.is_set():
             raise ClosedSessionError
 
@@ -249,13 +236,31 @@ class Session:
             self.error = self.error or error
             self.closed.set()
             raise
-        call = _call_of(answered, len(self.calls) + 1, wanted, repetition)
+        drawn = int(answered["lengths"][0])
+        answer_N = answered["tokens"][0, :drawn].numpy().astype(np.int64)
+        whole = digest_of_ids(answer_N)
+        assert DIGESTS not in answered or whole == int(answered[DIGESTS][0]), "ids changed on the way"
+        length = drawn if wanted.max_tokens is None else min(drawn, wanted.max_tokens)
+        stops = np.isin(answer_N[:length], [*wanted.stop_ids])
+        if stops.any():
+            length = int(stops.argmax()) + 1
+        call = Call(
+            len(self.calls) + 1,
+            np.array([*prompt], dtype=np.int64),
+            answer_N[:length],
+            answered["logprobs"][0, :length].numpy().astype(np.float32),
+            answered[WEIGHT_VERSIONS][0, :length].numpy() if WEIGHT_VERSIONS in answered else None,
+            whole if length == drawn else digest_of_ids(answer_N[:length]),
+            bool(stops.any()) or (bool(answered["finished"][0]) and length == drawn),
+            repetition,
+            tuple(wanted.heard),
+        )
         self.calls.append(call)
         return call
 
 
 def noise_of(prompt: Sequence[int], repetition: int) -> int:
-    """Return what keys the noise of an answer in place of its turn, int64, never 0.
+    """Key the noise of an answer in place of its turn: int64, never 0.
 
     It depends on the prompt's ids and on how many equal ones came before, not on the order of arrival; with the seed,
     the step, the prompt and the sample it is the whole key, see `ops.sampling.sample_keys`.
@@ -274,51 +279,25 @@ class _Wanted:
     heard: Sequence[Message]
 
 
-def _call_of(answered: BatchedDataDict, number: int, wanted: _Wanted, repetition: int) -> Call:
-    drawn = int(answered["lengths"][0])
-    answer_N = answered["tokens"][0, :drawn].numpy().astype(np.int64)
-    whole = digest_of_ids(answer_N)
-    assert DIGESTS not in answered or whole == int(answered[DIGESTS][0]), "ids changed on the way"
-    length = drawn if wanted.max_tokens is None else min(drawn, wanted.max_tokens)
-    stops = np.isin(answer_N[:length], [*wanted.stop_ids])
-    if stops.any():
-        length = int(stops.argmax()) + 1
-    return Call(
-        number,
-        np.array([*wanted.prompt], dtype=np.int64),
-        answer_N[:length],
-        answered["logprobs"][0, :length].numpy().astype(np.float32),
-        answered[WEIGHT_VERSIONS][0, :length].numpy() if WEIGHT_VERSIONS in answered else None,
-        whole if length == drawn else digest_of_ids(answer_N[:length]),
-        bool(stops.any()) or (bool(answered["finished"][0]) and length == drawn),
-        repetition,
-        tuple(wanted.heard),
-    )
-
-
 _REMEMBERED = 10_000
-"""Tokens of ended sessions: who still holds one is told that it is closed."""
 
 
 class Sessions:
-    """The sessions of a run by their tokens."""
+    """The sessions of a run by their tokens; who still holds that of an ended one is told that it is closed."""
 
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
         self._ended: dict[str, None] = {}
 
     def __len__(self) -> int:
-        """Return how many sessions are known."""
         return len(self._open)
 
     def open(self, prompt: Prompt, sample: int, limits: SessionLimits, respond: Respond) -> Session:
-        """Open a session with a new token."""
         session = Session(f"sk-{secrets.token_urlsafe(24)}", prompt, sample, limits, respond)
         self._open[session.token] = session
         return session
 
     def get(self, token: str | None) -> Session:
-        """Return a session; raises UnknownSessionError, and ClosedSessionError for one that was ended."""
         if token is not None and (session := self._open.get(token)) is not None:
             return session
         if token in self._ended:

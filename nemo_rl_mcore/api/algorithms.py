@@ -10,8 +10,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, Unpack
 
-from nemo_rl_mcore.api.draft import Draft, Rewards, Weights
-from nemo_rl_mcore.api.rows import Data
+from nemo_rl_mcore.api.draft import Data, Draft, Rewards, Weights
 from nemo_rl_mcore.api.run import Run
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.master import RUN_CONFIGS
@@ -116,15 +115,10 @@ class _Algorithm(Run):
         shared |= {"out": f"results/{cls.__name__.lower()}", "resume": "auto", "overrides": ()}
         named = dict.fromkeys([*arguments.__annotations__, *defaults], None)
         cls._defaults = {**named, **shared, **defaults}
-        cls.__signature__ = Signature(
-            [
-                Parameter("model", Parameter.POSITIONAL_OR_KEYWORD),
-                *(
-                    Parameter(name, Parameter.KEYWORD_ONLY, default=one)
-                    for name, one in cls._defaults.items()
-                ),
-            ]
-        )
+        parameters = [Parameter("model", Parameter.POSITIONAL_OR_KEYWORD)]
+        for name, default in cls._defaults.items():
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
+        cls.__signature__ = Signature(parameters)
 
     def _begin(self, model: str | Path | None, given: Mapping[str, Any]) -> None:
         """Make a recipe of arguments and check it; unknown arguments are told with what is wrong with all others."""
@@ -181,7 +175,17 @@ def _fill(draft: Draft, model: str | Path | None, asked: Mapping[str, Any]) -> N
         draft.set("critic_lr", {"value.optimizer.lr": asked["critic_lr"]})
     if asked.get("teacher") is not None:
         draft.weights("teacher", asked["teacher"], "teacher")
-    _fill_model(draft, model, asked["max_length"], asked.get("max_new_tokens"))
+    longest = asked["max_length"] or _LONGEST
+    if model is not None:
+        draft.weights("policy", model, "model")
+        with suppress(ConfigError):  # reported when the recipe is checked
+            positions = (read_hf_config(str(model)) or {}).get("max_position_embeddings")
+            if asked["max_length"] is None and isinstance(positions, int):
+                longest = min(longest, positions)
+    draft.set("max_length", {"policy.max_total_sequence_length": longest})
+    new_tokens = asked.get("max_new_tokens")
+    new = {"max_new_tokens": new_tokens or longest, "fit_to_sequence": new_tokens is None}
+    draft.set("max_new_tokens", {f"policy.generation.{key}": value for key, value in new.items()})
     if samples:
         draft.rewards(asked["reward"], asked.get("reward_weights"))
         if validated or "teacher" not in asked:
@@ -197,22 +201,6 @@ def _fill(draft: Draft, model: str | Path | None, asked: Mapping[str, Any]) -> N
     draft.set("out", {"logger.log_dir": str(asked["out"]), **saved})
     draft.set("", {"checkpointing.keep_top_k": 1})
     draft.set("resume", {"checkpointing.resume": str(asked["resume"])})
-
-
-def _fill_model(
-    draft: Draft, name: str | Path | None, max_length: int | None, max_new_tokens: int | None
-) -> None:
-    """Set the model, and how long its sequences are: what it has room for, where nothing else is said."""
-    longest = max_length or _LONGEST
-    if name is not None:
-        draft.weights("policy", name, "model")
-        with suppress(ConfigError):  # reported when the recipe is checked
-            positions = (read_hf_config(str(name)) or {}).get("max_position_embeddings")
-            if max_length is None and isinstance(positions, int):
-                longest = min(longest, positions)
-    draft.set("max_length", {"policy.max_total_sequence_length": longest})
-    new = {"max_new_tokens": max_new_tokens or longest, "fit_to_sequence": max_new_tokens is None}
-    draft.set("max_new_tokens", {f"policy.generation.{key}": value for key, value in new.items()})
 
 
 class GRPO(_Algorithm, arguments=RewardedArguments, lr=1e-6, prompts_per_step=8, generations=8):

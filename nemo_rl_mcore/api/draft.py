@@ -2,20 +2,125 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from inspect import Parameter, signature
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from nemo_rl_mcore.api.rows import Data, source_of
 from nemo_rl_mcore.config.base import Code as ProblemCode
 from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
 from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
+from nemo_rl_mcore.driver.run_folder import replacing
 from nemo_rl_mcore.recipe.sources import Recipe
+
+PROMPT_NAMES = ("input", "prompt", "question", "problem", "query", "instruction")
+ANSWER_NAMES = ("output", "answer", "solution", "completion", "response", "expected_answer", "ground_truth")
+"""Columns that are taken for the prompt and its answer where they are there, the first ones before others."""
+_CONVERSATIONS = ("messages", "chosen")
+
+
+type Data = str | Path | Mapping[str, object] | Iterable[Mapping[str, object]]
+"""A file, a folder or a name on the hub; a section like `data.train` of a recipe; or rows: a list, a `Dataset`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The section of a source; columns: those that reward functions can take, None where only its reader sees them."""
+
+    section: Tree
+    columns: Collection[str] | None = None
+    is_chat: bool = False
+
+
+def source_of(given: Data, file: Path, wanted: Collection[str] = ()) -> Source:
+    """Return what a recipe has of a source.
+
+    Rows in memory are written to a file of this name, in a folder of their own beside it. Columns are named by what the
+    first row has; wanted: columns that reward functions take, of which those that are there are kept. Raises
+    ConfigError for no rows, and rows without a prompt.
+    """
+    argument = file.stem
+    if isinstance(given, Mapping):
+        section = dict(cast("Mapping[str, object]", given))
+        if splits := [name for name, one in section.items() if hasattr(one, "column_names")]:
+            what = f"a {type(cast('object', given)).__name__} of {', '.join(splits)}, and a source is one of these"
+            raise _refused("wrong-kind", argument, "", what, f"give one: {argument}=...[{splits[0]!r}]")
+        return Source(section, cast("Sequence[str]", section.get("columns", ())))
+    if isinstance(given, str | Path):
+        path, first = Path(given), None
+        place = str(path.absolute()) if path.exists() else str(given)
+        if path.suffix == ".jsonl" and path.is_file():  # of others the columns are given or named as usual
+            with path.open(encoding="utf-8") as lines:
+                line = next((line for line in lines if line.strip()), "{}")
+            with suppress(ValueError):  # the reader says what is wrong with it
+                row = json.loads(line)
+                first = cast("Mapping[str, object]", row) if isinstance(row, dict) else None
+    else:
+        is_frame = hasattr(given, "iterrows")  # of pandas, which yields the names of its columns
+        rows = cast("Any", given).to_dict("records") if is_frame else [*given]
+        if not rows:
+            raise _refused("too-few-rows", argument, "", "no rows", "give at least one")
+        first = rows[0]
+        place = str(_written(rows, file))
+    section: Tree = {"data_path": place}
+    if first is None:
+        return Source(section)
+    prompts = (first[name] for name in (*PROMPT_NAMES, *_CONVERSATIONS) if name in first)
+    is_chat = any(isinstance(prompt, list) for prompt in islice(prompts, 1))
+    return Source(section | _columns(first, wanted, argument), [*first], is_chat)
+
+
+def _refused(code: ProblemCode, argument: str, key: str, what: str, remedy: str) -> ConfigError:
+    path = join_path(f"data.{argument}", key)
+    return ConfigError([Problem(code, path, what, remedy, where=f"argument {argument}")])
+
+
+def _written(rows: Sequence[Mapping[str, object]], file: Path) -> Path:
+    """Write rows into a folder of their digest, so that those of an earlier run stay; return the file."""
+    lines: list[bytes] = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            what = f"row {number} cannot be written as JSON: {error}"
+            raise _refused("wrong-row", file.stem, "", what, "give text, numbers and lists") from error
+        lines.append(f"{line}\n".encode())
+    digest = sha256(b"".join(lines)).hexdigest()[:12]
+    place = file.absolute().with_name(digest) / file.name
+    if not place.is_file():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(place) as written:
+            written.writelines(lines)
+    return place
+
+
+def _columns(first: Mapping[str, object], wanted: Collection[str], argument: str) -> Tree:
+    """Return the keys that name the columns of a row, as far as their names are others than those of the recipe."""
+    found: Tree = {}
+    if kept := [name for name in wanted if name in first]:
+        found["columns"] = kept
+    if "messages" in first or "chosen" in first:
+        return found
+    prompt = next((name for name in PROMPT_NAMES if name in first), None)
+    if prompt is None:
+        there = ", ".join(map(repr, first)) or "none"
+        what = f"no column is the prompt; it has {there}"
+        remedy = f"call it {PROMPT_NAMES[1]}, or name it: {argument}={{'data_path': ..., 'input_key': ...}}"
+        if "text" in first:
+            what = f"{what}; whole texts, as of a column `text`, are not trained on"
+            remedy = f"part each into prompt and completion, or into messages; or {remedy}"
+        raise _refused("missing", argument, "input_key", what, remedy)
+    answer = next((name for name in ANSWER_NAMES if name in first), None)
+    return found | {"input_key": prompt, "output_key": answer}
+
 
 type Reward = Callable[..., object] | str
 """A function or what else can be called, its import path, or a class with `score` or `step`."""
@@ -30,13 +135,11 @@ class Code:
 
     objects: dict[str, object] = field(default_factory=dict[str, object])
 
-    def named(self, tree: Mapping[str, object], prefix: str = "") -> Tree:
+    def named(self, value: object, path: str = "") -> object:
         """Return a recipe with import paths in place of classes and all that can be called, wherever they stand."""
-        return {key: self._named(value, join_path(prefix, key)) for key, value in tree.items()}
-
-    def _named(self, value: object, path: str) -> object:
         if isinstance(value, Mapping):
-            return self.named(cast("Mapping[str, object]", value), path)
+            tree = cast("Mapping[str, object]", value)
+            return {key: self.named(one, join_path(path, key)) for key, one in tree.items()}
         if not callable(value):
             return value
         module, name = (str(getattr(value, attribute, "")) for attribute in ("__module__", "__qualname__"))
@@ -159,8 +262,9 @@ class Draft:
 
     def recipe(self, under: Mapping[str, object] | None) -> Recipe:
         """Return the recipe, with the keys of another tree over those of the arguments."""
-        whole = Recipe(OmegaConf.create(), ()).under(self.code.named(self.tree), self.arguments)
-        return whole.under(self.code.named(under or {}), _paths(under or {}))
+        own, others = (cast("Tree", self.code.named(tree)) for tree in (self.tree, under or {}))
+        whole = Recipe(OmegaConf.create(), ()).under(own, self.arguments)
+        return whole.under(others, dict.fromkeys(_paths(under or {}), "argument recipe"))
 
 
 def _by_name(given: Rewards) -> dict[str, Reward]:
@@ -169,25 +273,21 @@ def _by_name(given: Rewards) -> dict[str, Reward]:
     else:
         alone = isinstance(given, str) or not isinstance(given, Sequence)
         several = [cast("Reward", given)] if alone else [*cast("Sequence[Reward]", given)]
-        named = [(_name_of(one), one) for one in several]
+        named = list[tuple[str, Reward]]()
+        for one in several:
+            name = one.rpartition(":")[2] if isinstance(one, str) else getattr(one, "__name__", "reward")
+            named.append((name if isinstance(one, str) or name.isidentifier() else "reward", one))
+    wrong: tuple[ProblemCode, str, str] | None = None
     if any(not isinstance(one, str) and (isinstance(one, type) or not callable(one)) for _, one in named):
         remedy = "give functions, or one class alone, whose arguments recipe={'env': {'custom': ...}} has"
-        raise _refused("not-allowed", "one of them is no function", remedy)
-    if len(functions := dict(named)) < len(named):
+        wrong = "not-allowed", "one of them is no function", remedy
+    elif len(dict(named)) < len(named):
         what = f"several have the same name: {', '.join(name for name, _ in named)}"
-        raise _refused("contradicts", what, "give them by their names, as a dict")
-    return functions
-
-
-def _refused(code: ProblemCode, what: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(code, "env.rewards", what, remedy, where="argument reward")])
-
-
-def _name_of(reward: Reward) -> str:
-    if isinstance(reward, str):
-        return reward.rpartition(":")[2]
-    name = getattr(reward, "__name__", "reward")
-    return name if name.isidentifier() else "reward"
+        wrong = "contradicts", what, "give them by their names, as a dict"
+    if wrong is not None:
+        code, what, remedy = wrong
+        raise ConfigError([Problem(code, "env.rewards", what, remedy, where="argument reward")])
+    return dict(named)
 
 
 def _columns_of(reward: Reward, *, needed: bool = False) -> list[str]:
@@ -208,11 +308,9 @@ def _columns_of(reward: Reward, *, needed: bool = False) -> list[str]:
     ]
 
 
-def _paths(tree: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
+def _paths(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
-        path = f"{prefix}.{key}" if prefix else key
-        found[path] = "argument recipe"
+        path = join_path(prefix, key)
+        yield path
         if isinstance(value, Mapping):
-            found |= _paths(cast("Mapping[str, object]", value), path)
-    return found
+            yield from _paths(cast("Mapping[str, object]", value), path)

@@ -16,7 +16,7 @@ from nemo_rl_mcore.api.draft import Code
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.custom_code import handed
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.data.tokenizer_folder import has_tokenizer
+from nemo_rl_mcore.data.hub import has_tokenizer
 from nemo_rl_mcore.driver.output import open_console
 from nemo_rl_mcore.driver.run_folder import RECIPE_FILE, recipe_text
 from nemo_rl_mcore.driver.signals import stop_signals
@@ -61,6 +61,9 @@ class RunPlan:
 class Run:
     """A recipe that was checked, and all that can be done with it.
 
+    config: the recipe as it was checked, with every default. folder: that of the run, `logger.log_dir`, with metrics,
+    answers and report.
+
     Iterating trains, and yields the metrics of each step as it ends. Where the loop is left early, by `break`, an error
     or Ctrl-C, the last finished step is saved, and the next iteration goes on after it. One run trains at a time in a
     process: another one that was left open ends when this one begins.
@@ -88,21 +91,12 @@ class Run:
         self._read: Computed | None = None
         with self._told(problems):
             self._read = compute(recipe, overrides)
-            self._config, self._warnings = check_computed(self._read)
-
-    @property
-    def config(self) -> RunConfig:
-        """Return the recipe as it was checked, with every default."""
-        return self._config
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the run, `logger.log_dir`: metrics, answers, report."""
-        return Path(self._config.logger.log_dir)
+            self.config, self._warnings = check_computed(self._read)
+        self.folder = Path(self.config.logger.log_dir)
 
     def recipe(self) -> str:
         """Return the YAML of a recipe that does the same by command, every key in it."""
-        return recipe_text(self._config)
+        return recipe_text(self.config)
 
     def plan(self) -> RunPlan:
         """Look at files and at this machine, and return what the run is going to do.
@@ -110,19 +104,18 @@ class Run:
         Raises ConfigError, and RunStoppedError for a tokenizer that cannot be loaded.
         """
         with handed(self._code.objects), self._told():
-            plan = self._preflight()
-            if not has_tokenizer(self._config.policy.tokenizer.name):
+            plan = preflight(
+                self.config, elsewhere=False, of_a_run=True, starts=True, warnings=self._warnings
+            )
+            if not has_tokenizer(self.config.policy.tokenizer.name):
                 return RunPlan(plan)
             from nemo_rl_mcore.driver.parts import (  # torch, by way of transformers
                 first_prompt,
                 open_tokenizer,
             )
 
-            tokenizer = open_tokenizer(self._config.policy, self._config.data)
-            return RunPlan(plan, first_prompt(self._config, plan.data.first if plan.data else (), tokenizer))
-
-    def _preflight(self) -> Plan:
-        return preflight(self._config, elsewhere=False, of_a_run=True, starts=True, warnings=self._warnings)
+            tokenizer = open_tokenizer(self.config.policy, self.config.data)
+            return RunPlan(plan, first_prompt(self.config, plan.data.first if plan.data else (), tokenizer))
 
     def __iter__(self) -> Iterator[Metrics]:
         """Train; raises ConfigError, RunStoppedError, and KeyboardInterrupt where a signal ends it."""
@@ -156,7 +149,7 @@ class Run:
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write the page of the run, `report.html` in its folder if no other file is named, and return its path."""
-        from nemo_rl_mcore.driver.observability.report import REPORT_FILE
+        from nemo_rl_mcore.driver.observability.progress import REPORT_FILE
         from nemo_rl_mcore.tools.report.page import write_page
         from nemo_rl_mcore.tools.report.run_data import read_run
 
@@ -205,17 +198,22 @@ class Run:
 
     def _steps(self) -> Generator[Metrics]:
         with handed(self._code.objects), stop_signals() as signals, self._told():
-            self._preflight()
+            preflight(self.config, elsewhere=False, of_a_run=True, starts=True, warnings=self._warnings)
             from nemo_rl_mcore.driver.run import Watch, train  # brings in torch, and Ray as it is to be
             from nemo_rl_mcore.tools.report.page import page_of_run
 
             self._code.require_portable()
-            steps = train(self._config, watch=Watch(page_of_run), refuse_changes=True)
+            steps = train(self.config, watch=Watch(page_of_run), refuse_changes=True)
             for metrics in steps:
                 try:
                     yield metrics
                 except GeneratorExit:
-                    _close(steps, interrupted=signals.asked)
+                    interrupted = signals.asked
+                    try:
+                        steps.close()
+                    except KeyboardInterrupt:  # a second signal, while it ends, is dropped
+                        if not interrupted:
+                            raise
                     raise
 
     @contextmanager
@@ -223,10 +221,10 @@ class Run:
         self, checkpoint: str | Path | None, *, few_ranks: bool = False
     ) -> Generator[RunConfig]:
         """Return the configuration of a command that trains nothing, over the weights of the newest checkpoint."""
-        from nemo_rl_mcore.rank.checkpoints import CheckpointStore
+        from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 
         _end_open_run()
-        saved = CheckpointStore(Path(self._config.checkpointing.checkpoint_dir)).latest()
+        saved = CheckpointStore(Path(self.config.checkpointing.checkpoint_dir)).latest()
         folder = checkpoint or (saved and saved.folder)
         with TemporaryDirectory() as place, handed(self._code.objects), stop_signals(), self._told():
             recipe = Path(place) / RECIPE_FILE
@@ -244,26 +242,16 @@ class Run:
             found = error if isinstance(error, ConfigError) else error.__cause__
             if not isinstance(found, ConfigError):
                 raise
-            raise ConfigError([*problems, *map(self._located, found.problems)]) from None
+            located = [*problems]
+            set_in = {} if self._read is None else places(self._read.recipe, self._read.overridden)
+            for problem in found.problems:
+                # What sets its key or, where nothing does, its section or a key that it is about too.
+                keys = (problem.path, problem.path.rpartition(".")[0], *problem.related)
+                where = problem.where or next((set_in[key] for key in keys if key in set_in), "")
+                located.append(replace(problem, where="overrides" if where == COMMAND_LINE else where))
+            raise ConfigError(located) from None
         if problems:
             raise ConfigError(problems)
-
-    def _located(self, problem: Problem) -> Problem:
-        """Return a problem with what sets its key or, where nothing does, its section or a key that it is about too."""
-        section = problem.path.rpartition(".")[0]
-        found = {} if self._read is None else places(self._read.recipe, self._read.overridden)
-        about = (found[key] for key in (problem.path, section, *problem.related) if key in found)
-        where = problem.where or next(about, "")
-        return replace(problem, where="overrides" if where == COMMAND_LINE else where)
-
-
-def _close(steps: Generator[Any], *, interrupted: bool) -> None:
-    """End a run whose loop was left; interrupted: by a signal, after which another one, while it ends, is dropped."""
-    try:
-        steps.close()
-    except KeyboardInterrupt:
-        if not interrupted:
-            raise
 
 
 _under_way: list[weakref.ref[Generator[Any]]] = []

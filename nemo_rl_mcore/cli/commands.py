@@ -13,10 +13,10 @@ from nemo_rl_mcore.cli.arguments import parse
 from nemo_rl_mcore.config import ConfigError, RunConfig
 from nemo_rl_mcore.config.base import Code, Problem
 from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.driver.checkpoints import NotACheckpointError, require_checkpoint
 from nemo_rl_mcore.driver.output import command, write_line
 from nemo_rl_mcore.driver.run_folder import RECIPE_FILE
 from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
-from nemo_rl_mcore.rank.checkpoints import NotACheckpointError, require_checkpoint
 from nemo_rl_mcore.recipe.load import load_with_warnings
 from nemo_rl_mcore.tools.check import Plan, preflight
 from nemo_rl_mcore.tools.check.given_weights import as_evaluated, load_over_given_weights
@@ -49,8 +49,19 @@ def run_command(arguments: Sequence[str] | None) -> int:
     gc.enable()
     if options.command == "check":
         return _check(config, plan, options, overrides)
-    if options.command in _OVER_WEIGHTS:
-        return _over_weights(config, options)
+    if options.command == "eval":
+        from nemo_rl_mcore.tools.evaluate.evaluate import run_eval
+
+        return run_eval(config)
+    if options.command == "export":
+        from nemo_rl_mcore.tools.evaluate.export import run_export
+
+        return run_export(config, options.output)
+    if options.command == "generate":
+        from nemo_rl_mcore.tools.evaluate.generate import Asked, run_generate
+
+        asked = Asked(options.prompt, options.prompt_file, options.samples, options.greedy, options.output)
+        return run_generate(config, asked)
     if options.command == "replay":
         from nemo_rl_mcore.tools.replay import run_replay
 
@@ -79,7 +90,7 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunCon
             raise _refused("not-found", "RUN_DIR", f"{recipe} is not there", remedy)
         return load_with_warnings(str(recipe), overrides)
     if options.migrate:
-        from nemo_rl_mcore.tools.migrate.command import run_in_memory
+        from nemo_rl_mcore.tools.migrate.migrate import run_in_memory
 
         config, warnings = run_in_memory(options.config, overrides)
     else:
@@ -136,21 +147,6 @@ def _check(config: RunConfig, plan: Plan, options: argparse.Namespace, overrides
     return 0
 
 
-def _over_weights(config: RunConfig, options: argparse.Namespace) -> int:
-    if options.command == "eval":
-        from nemo_rl_mcore.tools.evaluate.evaluate import run_eval
-
-        return run_eval(config)
-    if options.command == "export":
-        from nemo_rl_mcore.tools.evaluate.export import run_export
-
-        return run_export(config, options.output)
-    from nemo_rl_mcore.tools.evaluate.generate import Asked, run_generate
-
-    asked = Asked(options.prompt, options.prompt_file, options.samples, options.greedy, options.output)
-    return run_generate(config, asked)
-
-
 def _without_a_plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.command == "doctor":
         from nemo_rl_mcore.tools.check.doctor import run_doctor
@@ -164,18 +160,14 @@ def _without_a_plan(options: argparse.Namespace, overrides: Sequence[str]) -> in
         from nemo_rl_mcore.tools.report.page import run_report
 
         return run_report(options.runs, options.output)
-    if options.command == "migrate":
-        return _migrate(options, overrides)
-    from nemo_rl_mcore.recipe.copy_recipes import copy_recipes, list_recipes
+    if options.command == "recipes":
+        from nemo_rl_mcore.recipe.copy_recipes import copy_recipes, list_recipes
 
-    copies = options.action == "copy"
-    for line in map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes():
-        write_line(sys.stdout, line)
-    return 0
-
-
-def _migrate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from nemo_rl_mcore.tools.migrate.command import EXIT_NO_FILE, run_migrate
+        copies = options.action == "copy"
+        for line in map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes():
+            write_line(sys.stdout, line)
+        return 0
+    from nemo_rl_mcore.tools.migrate.migrate import EXIT_NO_FILE, run_migrate
 
     def problems_of_check(config: RunConfig) -> tuple[Problem, ...]:
         try:

@@ -1,7 +1,7 @@
 """Configurations of the loops that sample, and of the advantage estimators."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
 
@@ -17,7 +17,7 @@ from nemo_rl_mcore.config.base import (
     Seed,
     StrictModel,
 )
-from nemo_rl_mcore.config.custom_code import Arguments, ImportPath
+from nemo_rl_mcore.config.custom_code import OwnClass
 from nemo_rl_mcore.config.loss import DPOLossConfig
 
 
@@ -44,13 +44,6 @@ class AsyncRolloutsConfig(StrictModel):
     """Time in which a group must be answered, each turn, or it is given up and tried again (ours); null: no limit."""
     stall_timeout_s: Seconds | None = None
     """Time without an answered group or a finished step that ends the run; saves and validations do not count."""
-    keep_groups: bool | None = None
-    """Write the groups of each step into the folder of the log, which `replay` trains on (ours); null: yes."""
-    keep_groups_gb: PositiveFloat = 10.0
-    """Disk for kept groups, 1e9 bytes each (ours): the oldest are removed, none that is newer than the last checkpoint.
-
-    Without checkpoints the first steps are kept, and no more than that: a replay begins with them.
-    """
 
     @property
     def off_policy(self) -> bool:
@@ -74,15 +67,14 @@ class AsyncRolloutsConfig(StrictModel):
     )
 
 
-class AdvantageEstimatorConfig(StrictModel):
-    """How rewards become advantages; a key is read only by the estimators it names."""
+class AdvantageEstimatorConfig(OwnClass):
+    """How rewards become advantages; a key is read only by the estimators it names.
+
+    A class of one's own is given values where it is PPO's, as gae is.
+    """
 
     name: Literal["grpo", "reinforce_plus_plus", "gae"] = "grpo"
     """The estimator: group-relative, REINFORCE++, or generalised advantage estimation with a critic."""
-    type: ImportPath | None = None
-    """A class of one's own in its place, `package.module:Name` (ours); of PPO it is given values, as gae is."""
-    args: Arguments | None = None
-    """Keyword arguments of that class (ours)."""
     use_leave_one_out_baseline: bool = True
     """grpo: the baseline of a sample is the mean of the other members of its group."""
     normalize_rewards: bool = True
@@ -101,8 +93,6 @@ class AdvantageEstimatorConfig(StrictModel):
     """gae: lambda of the advantages; null is gae_lambda."""
     length_adaptive_alpha: NonNegativeFloat = 0.0
     """gae: above 0, the lambda of the advantages becomes 1 - 1 / (alpha * length)."""
-
-    read_unless = (("args", "type", None),)
 
 
 class RewardScalingConfig(StrictModel):
@@ -181,8 +171,10 @@ class LoopConfig(StrictModel):
     seed: Seed | None = None
     """NeMo RL's other spelling of the top-level `seed`, which it gives where that is left out."""
 
-    async_key: ClassVar[str] = ""
-    """The key of asynchronous rollouts, where the algorithm can have them."""
+    @property
+    def async_key(self) -> str:
+        """The key of asynchronous rollouts; empty where the algorithm cannot have them."""
+        return next((name for name in type(self).model_fields if name.startswith("async_")), "")
 
     @property
     def estimator_type(self) -> str | None:
@@ -292,8 +284,6 @@ class GRPOConfig(EpisodesConfig):
     async_grpo: AsyncSection = AsyncRolloutsConfig()
     """Asynchronous rollouts: later steps are sampled while one trains."""
 
-    async_key = "async_grpo"
-
     @model_validator(mode="before")
     @classmethod
     def _fill_estimator(cls, given: object) -> object:
@@ -365,8 +355,6 @@ class PPOConfig(EpisodesConfig):
     async_ppo: AsyncSection = AsyncRolloutsConfig()
     """Asynchronous rollouts: later steps are sampled while one trains."""
 
-    async_key = "async_ppo"
-
     rules = (
         *EpisodesConfig.rules,
         Rule(
@@ -390,8 +378,6 @@ class DistillationConfig(RolloutConfig):
     """How rewards become advantages, where loss_fn.rl_weight is above 0."""
     async_distillation: AsyncSection = AsyncRolloutsConfig()
     """Asynchronous rollouts (ours): answers of later steps are sampled while one trains; on policy only."""
-
-    async_key = "async_distillation"
 
     rules = (
         *RolloutConfig.rules,
@@ -437,8 +423,6 @@ class DPOConfig(GivenRowsConfig, DPOLossConfig):
     """Answers that a pair is picked from; read when online."""
     async_dpo: AsyncSection = AsyncRolloutsConfig()
     """Asynchronous rollouts (ours): the answers of later steps are sampled while one trains; online only."""
-
-    async_key = "async_dpo"
 
     read_unless = (*DPOLossConfig.read_unless, ("num_generations_per_prompt", "online", False))
 

@@ -1,6 +1,6 @@
 """Strict frozen models, and problems that are collected instead of thrown one by one."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -107,11 +107,12 @@ class Rule[S]:
         why = self.why(section) if callable(self.why) else self.why
         fix = self.fix(section) if callable(self.fix) else self.fix
         if not says:
-            others = _listed(
-                [_setting(key(one), value_at(section, one)) for one in self.related if one != self.path]
+            others = [_setting(key(one), value_at(section, one)) for one in self.related if one != self.path]
+            listed = (
+                " and ".join((", ".join(others[:-1]), others[-1])) if len(others) > 1 else "".join(others)
             )
             alone, together = _SENTENCES[self.code]
-            says = (together if others else alone).format(as_yaml(value_at(section, self.path)), others)
+            says = (together if others else alone).format(as_yaml(value_at(section, self.path)), listed)
         if isinstance(fix, Mapping):
             fix = "set " + ", or ".join(_setting(key(path), value) for path, value in fix.items())
         return Problem(
@@ -177,10 +178,6 @@ def _setting(path: str, value: object) -> str:
     return path if isinstance(value, BaseModel | dict) else f"{path}: {as_yaml(value)}"
 
 
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else "".join(words)
-
-
 class ConfigError(ValueError):
     """Every problem of a configuration at once.
 
@@ -194,13 +191,11 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
-        super().__init__(self._text())
-
-    def _text(self) -> str:
-        if len(self.problems) == 1:
-            return str(self.problems[0])
-        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1))
-        return f"{len(self.problems)} problems in the configuration:\n{lines}"
+        text = str(self.problems[0]) if len(self.problems) == 1 else ""
+        if not text:
+            lines = "\n".join(f"  {number}. {one}" for number, one in enumerate(self.problems, start=1))
+            text = f"{len(self.problems)} problems in the configuration:\n{lines}"
+        super().__init__(text)
 
 
 class StrictModel(BaseModel):

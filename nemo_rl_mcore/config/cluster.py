@@ -89,8 +89,6 @@ class CheckpointingConfig(StrictModel):
     """Checkpoints kept, the best ones and always the newest; null keeps all."""
     save_period: PositiveInt = 10
     """Steps between checkpoints; the last step is saved too."""
-    verify_checksums: bool = True
-    """Whether every file of a checkpoint is compared with its checksum before it is loaded: it is read twice (ours)."""
     checkpoint_must_save_by: Duration | None = None
     """Time since the start, "DD:HH:MM:SS", by which the run has ended with its last step saved; null: no limit."""
 

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
+from nemo_rl_mcore.config.base import StrictModel
 from nemo_rl_mcore.errors import CustomCodeError, RefusedError
 
 _NAME = r"[^\W\d]\w*"
@@ -39,6 +40,17 @@ ImportPath = Annotated[str, AfterValidator(_checked)]
 
 Arguments = dict[str, Any]
 """Keyword arguments of such a class, as YAML gives them."""
+
+
+class OwnClass(StrictModel):
+    """A section whose place a class of one's own can take."""
+
+    type: ImportPath | None = None
+    """Import path of a class that takes this one's place, `package.module:Name` (ours)."""
+    args: Arguments | None = None
+    """Keyword arguments of that class, beside what it is given of the run (ours)."""
+
+    read_unless = (("args", "type", None),)
 
 
 _OURS = str(Path(__file__).parents[1])

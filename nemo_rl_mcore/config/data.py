@@ -8,7 +8,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, model_validator
 
 from nemo_rl_mcore.config.base import Float, PositiveInt, Rule, StrictModel, join_path
-from nemo_rl_mcore.config.custom_code import Arguments, ImportPath
+from nemo_rl_mcore.config.custom_code import Arguments, ImportPath, OwnClass
 from nemo_rl_mcore.config.environment import AnswerConfig, EndpointConfig, EnvPoolConfig
 from nemo_rl_mcore.config.shares import MOST_TURNS, whole_weights
 from nemo_rl_mcore.config.source import (
@@ -95,7 +95,7 @@ def _weight_rules(data: "DataConfig") -> "Iterator[Rule[DataConfig]]":
         yield Rule("has-no-effect", f"{path}.weight", weighs, why=why)
 
 
-class DataConfig(StrictModel):
+class DataConfig(OwnClass):
     """The prompts: an embedded task over strings of digits, sources of rows, or a class of one's own."""
 
     dataset_name: Literal[
@@ -135,10 +135,6 @@ class DataConfig(StrictModel):
     says is text unless this is parse; prompt files, system prompts and chat templates are always parsed."""
     overlong: Literal["error", "drop"] = "error"
     """What becomes of a row of a file that has too many tokens (ours)."""
-    type: ImportPath | None = None
-    """Of custom: the import path of the class, `package.module:Name` (ours)."""
-    args: Arguments | None = None
-    """Of custom: keyword arguments of the class, beside seed (ours)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -224,6 +220,8 @@ class DataConfig(StrictModel):
             return self.prompt_length
         return self.max_input_seq_length
 
+    read_unless = ()
+
     rules = (
         *(
             row
@@ -283,6 +281,10 @@ class CalculatorEnvConfig(StrictModel):
     """The environment of calculator: a sum is answered by its value, a number ends the episode."""
 
 
+SCORE_WITHIN_S = 5
+"""Time to read an expression, and to compare two, after which a response is wrong."""
+
+
 class MathEnvConfig(StrictModel):
     """1 for a response whose final answer equals the one of the data, as `math-verify` judges it, else 0."""
 
@@ -290,8 +292,6 @@ class MathEnvConfig(StrictModel):
     """Where the data's answer states what is scored against; null takes all of it (ours)."""
     response: AnswerConfig | None = None
     """Where a response states its answer; null has math-verify look for it, a box before all else (ours)."""
-    timeout_s: PositiveInt = 5
-    """Seconds to read an expression, and to compare two, after which the response is wrong (ours)."""
     unparsable: Literal["refuse", "drop", "zero"] = "refuse"
     """An answer of the data that nothing can equal: end the run before it starts, leave the row out, or give each
     response to it 0, as NeMo RL does and `eval` of dropped rows too (ours)."""
@@ -327,9 +327,6 @@ class EnvConfig(StrictModel):
     unscored: Literal["refuse", "drop"] = "refuse"
     """What becomes of an answer whose reward, or a part of it by name, is None (ours): refuse ends the run; drop leaves
     it out of baselines, deviations, the loss and validations, and counts it in `episodes/unscored_rate`."""
-    max_observation_chars: PositiveInt = 100_000
-    """Characters of an observation that the model is shown, from its beginning on (ours); each that is cut counts in
-    `episodes/observations_cut`, and the record of the answer says by how much."""
     pool: EnvPoolConfig = EnvPoolConfig()
     """The processes in which it runs (ours)."""
     endpoint: EndpointConfig | None = None
@@ -356,11 +353,6 @@ class EnvConfig(StrictModel):
         if self.pool.size is not None:
             return self.pool.size
         return 1 if self.math or self.custom or self.rewards else 0
-
-    @property
-    def pool_cpus(self) -> float:
-        """Return the number of CPUs that all its processes together keep."""
-        return self.pool_size * self.pool.num_cpus
 
     @property
     def given(self) -> list[str]:

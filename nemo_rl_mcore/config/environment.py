@@ -130,6 +130,10 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return last
 
 
+PROCESS_START_S = 300.0
+"""Deadline of the start of a process of an environment."""
+
+
 class EnvPoolConfig(StrictModel):
     """The processes in which the environment runs, so that what becomes of one costs its episodes at most (ours)."""
 
@@ -137,13 +141,9 @@ class EnvPoolConfig(StrictModel):
     """Processes; 0 asks the environment where the loop runs. Null: 1 for env.math, rewards and custom, else 0."""
     timeout_s: Seconds = 120.0
     """Deadline of a reply, to up to 8 answers at once; a process that passes it is killed, and another one started."""
-    num_cpus: NonNegativeFloat = 0.0
-    """CPUs that Ray keeps for each process; 0 keeps none, so that processes share those of the ranks."""
     num_gpus: NonNegativeFloat = 0.0
     """GPUs that Ray keeps for each process besides those of ranks and engines, such as for a reward model; a share of
     one, or whole ones. 0 hides all GPUs from it."""
-    start_timeout_s: Seconds = 300.0
-    """Deadline of a process's start."""
     retries: NonNegativeInt = 2
     """Times that an answer without a reply is shown to the environment again, and each of them alone; then its
     episode is dropped."""
@@ -166,8 +166,6 @@ class GymConfig(StrictModel):
     one_process: bool = False
     """Run all servers in one process, for those that make no tasks of Ray; false has NeMo Gym start Ray, and build an
     environment for each of them."""
-    start_timeout_s: Seconds = 1800.0
-    """Deadline of the servers' start, in which NeMo Gym may install packages."""
 
 
 class EndpointConfig(StrictModel):
@@ -193,5 +191,3 @@ class EndpointConfig(StrictModel):
     tool_parser: str = "hermes"
     """How calls of tools stand in an answer: hermes, also that of Qwen, as JSON between <tool_call> and </tool_call>;
     none reads no calls; any other name is one of the library renderers, of the extra tool-parsers."""
-    port: NonNegativeInt = 0
-    """Port of the endpoint on the loopback interface; 0 takes a free one."""

@@ -2,9 +2,10 @@
 
 from typing import Annotated, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
-from nemo_rl_mcore.config.base import Float, IntTuple, NonNegativeFloat, PositiveInt, Rule, StrictModel
+from nemo_rl_mcore.config.base import IntTuple, NonNegativeFloat, PositiveInt, Rule
+from nemo_rl_mcore.config.generation import Filters
 from nemo_rl_mcore.config.source import SourceConfig
 
 
@@ -14,7 +15,7 @@ def _without_removed(sets: object) -> object:
     return {name: source for name, source in cast("dict[object, object]", sets).items() if source is not None}
 
 
-class EvalConfig(StrictModel):
+class EvalConfig(Filters):
     """What `nemo-rl-mcore eval` asks and how; data.validation may name the same sets."""
 
     sets: Annotated[dict[str, SourceConfig], BeforeValidator(_without_removed)]
@@ -25,10 +26,6 @@ class EvalConfig(StrictModel):
     """The k of pass@k and maj@k, each at most num_tests_per_prompt."""
     temperature: NonNegativeFloat = 0.0
     """Divides the logits; 0 takes the most probable token."""
-    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """Sample from the smallest set of tokens with this probability mass; 1 keeps all."""
-    top_k: PositiveInt | None = None
-    """Sample from this many most probable tokens; null keeps all."""
     max_new_tokens: PositiveInt | None = None
     """Tokens of an answer at most; null is policy.generation.max_new_tokens."""
     max_samples: PositiveInt | None = None

@@ -1,6 +1,7 @@
 """Configuration of generation: the engine and how it samples."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
@@ -26,8 +27,7 @@ _SET_HERE: Mapping[str, str] = {
         key: f"policy.generation.vllm_cfg.{key}"
         for key in (
             *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"),
-            *("max_model_len", "max_num_seqs"),
-            *("kv_cache_memory_bytes", "enforce_eager"),
+            *("max_model_len", "enforce_eager"),
         )
     },
     "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
@@ -98,30 +98,32 @@ def is_passed_on(name: str) -> bool:
     return name not in {*_SET_HERE, *_OTHER_ANSWERS, *_OTHER_LAYOUTS}
 
 
+@dataclass(frozen=True)
+class EngineTraits:
+    """What an engine can do, and what it is.
+
+    noun: of one engine, for people. may_be_the_ranks: with colocated.enabled the training ranks answer, and no engine
+    is started. sleeps: on GPUs that it shares with the ranks, it gives them its memory while they train.
+    reports_before_filters: its log-probabilities are those before top_p and top_k, as training computes them.
+    always_rereads: it recomputes its cache when weights change, whatever the recipe says. needs_family: it runs models
+    of known Hugging Face families alone. package: the Python package that it needs.
+    """
+
+    noun: str
+    may_be_the_ranks: bool = False
+    sleeps: bool = False
+    reports_before_filters: bool = False
+    always_rereads: bool = False
+    needs_family: bool = False
+    package: str | None = None
+
+
 class EngineConfig(StrictModel):
     """What the sections of all engines have in common."""
 
-    noun: ClassVar[str]
-    """Of one engine, for people."""
-    may_be_the_ranks: ClassVar[bool] = False
-    """With colocated.enabled the training ranks answer, and no engine is started."""
-    sleeps: ClassVar[bool] = False
-    """On GPUs that it shares with the ranks, it gives them its memory while they train."""
-    reports_before_filters: ClassVar[bool] = False
-    """Its log-probabilities are those before top_p and top_k, as training computes them."""
-    always_rereads: ClassVar[bool] = False
-    """It recomputes its cache when weights change, whatever the recipe says."""
-    needs_family: ClassVar[bool] = False
-    """It runs models of known Hugging Face families alone."""
-    package: ClassVar[str | None] = None
-    """The Python package that it needs."""
-
+    traits: ClassVar[EngineTraits]
     max_restarts: NonNegativeInt = 0
     """Times in a run that an engine which died or hangs is restarted, all engines together (ours)."""
-    restart_backoff_s: Seconds = 1.0
-    """Time before an engine that died is restarted; it doubles with each restart, up to a minute (ours)."""
-    start_timeout_s: Seconds = 600.0
-    """Deadline of an engine's start (ours)."""
     call_timeout_s: Seconds = 1800.0
     """Deadline of a batch, and of an engine's acknowledgement of a bucket of weights (ours)."""
 
@@ -138,9 +140,7 @@ class EngineConfig(StrictModel):
 class EmbeddedConfig(EngineConfig):
     """The embedded engines of their own (ours); read when backend is embedded and colocated.enabled is false."""
 
-    noun = "embedded engine"
-    may_be_the_ranks = True
-    reports_before_filters = True
+    traits = EngineTraits("embedded engine", may_be_the_ranks=True, reports_before_filters=True)
 
     engines: PositiveInt = 1
     """Processes, each with the whole model, on a GPU of its own where there are some; each answers a share."""
@@ -149,11 +149,7 @@ class EmbeddedConfig(EngineConfig):
 class VllmConfig(EngineConfig):
     """The vLLM engines; read when policy.generation.backend is vllm."""
 
-    noun = "vLLM engine"
-    sleeps = True
-    always_rereads = True
-    needs_family = True
-    package = "vllm"
+    traits = EngineTraits("vLLM engine", sleeps=True, always_rereads=True, needs_family=True, package="vllm")
 
     async_engine: bool = False
     """Answer requests one by one as they come, so that weights can change while some are in flight."""
@@ -178,12 +174,8 @@ class VllmConfig(EngineConfig):
     """GPUs of a stage that share whole experts: 1 cuts each expert as other layers, or tensor_parallel_size."""
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.6
     """Share of a GPU's memory for weights, activations and key-value cache; not read on CPU."""
-    kv_cache_memory_bytes: PositiveInt | None = None
-    """Size of the key-value cache (ours); null is what the share leaves or, on CPU, room for 64 sequences."""
     max_model_len: PositiveInt | None = None
     """Longest sequence; null is policy.max_total_sequence_length."""
-    max_num_seqs: PositiveInt = 256
-    """Sequences that are decoded together at most (ours)."""
     enforce_eager: bool = False
     """Never capture CUDA graphs; nothing is captured or compiled on CPU."""
     cpu_engines: PositiveInt = 1
@@ -267,7 +259,16 @@ class MismatchConfig(StrictModel):
     """Say so, leave the response out of the loss, or end the run before it trains."""
 
 
-class GenerationConfig(StrictModel):
+class Filters(StrictModel):
+    """Which tokens are sampled at all."""
+
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens with this probability mass; 1 keeps all."""
+    top_k: PositiveInt | None = None
+    """Sample from this many most probable tokens; null keeps all."""
+
+
+class GenerationConfig(Filters):
     """Which engine writes the responses, and from which distribution.
 
     The log-probabilities that the embedded engine returns are those of the whole distribution at the temperature,
@@ -286,10 +287,6 @@ class GenerationConfig(StrictModel):
 
     Given answers (SFT, offline DPO, distillation off policy) are read at temperature 1.
     """
-    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """Sample from the smallest set of tokens with this probability mass; 1 keeps all."""
-    top_k: PositiveInt | None = None
-    """Sample from this many most probable tokens; null keeps all."""
     stop_token_ids: IntTuple | None = None
     """Token ids that end a response besides those that the files of the tokenizer and of the model name."""
     stop_strings: StrTuple | None = None
@@ -297,15 +294,16 @@ class GenerationConfig(StrictModel):
     vllm_cfg: VllmConfig = VllmConfig()
     """The vLLM engines."""
     vllm_kwargs: Arguments | None = None
-    """Further arguments of vLLM's engines, such as compilation_config; none that gives other answers."""
+    """Further arguments of vLLM's engines, such as compilation_config; none that gives other answers.
+
+    Unless they say so, an engine decodes 256 sequences together (max_num_seqs), and its key-value cache is what
+    gpu_memory_utilization leaves or, on CPU, has room for 64 sequences (kv_cache_memory_bytes)."""
     embedded_cfg: EmbeddedConfig = EmbeddedConfig()
     """The embedded engines of their own."""
     colocated: ColocatedConfig = ColocatedConfig()
     """Where the engines run."""
     refit_transport: Literal["shared_memory", "ray", "cuda_ipc", "nccl"] | None = None
     """How copies get weights; null is shared_memory on CPU (ray on several machines), on GPUs cuda_ipc or nccl."""
-    refit_bucket_bytes: PositiveInt | None = None
-    """Size of each of the two buffers of weights on their way (ours); null is 64 MiB, or a larger weight's size."""
     verify_refit: bool = True
     """After every refit compare what the engines hold with the trainer's weights, bit by bit (ours).
 
@@ -336,7 +334,7 @@ class GenerationConfig(StrictModel):
     @property
     def decodes_on_ranks(self) -> bool:
         """Return whether the training ranks answer themselves; otherwise engines do, to which weights are sent."""
-        return self.engine.may_be_the_ranks and self.colocated.enabled
+        return self.engine.traits.may_be_the_ranks and self.colocated.enabled
 
     @property
     def takes_turns(self) -> bool:

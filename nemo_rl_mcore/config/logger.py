@@ -1,22 +1,15 @@
 """Configurations of what a run records: its own files, and the loggers that get the same."""
 
 import re
-from typing import Literal
 from urllib.parse import urlsplit
-
-from pydantic import Field
 
 from nemo_rl_mcore.config.base import (
     FolderName,
     NonNegativeInt,
-    PositiveFloat,
     Rule,
-    Seconds,
     StrictModel,
-    StrTuple,
 )
 
-_WANDB_TAG_LENGTH = 64
 _SQLITE = "sqlite:///"
 
 
@@ -25,8 +18,6 @@ class RolloutsConfig(StrictModel):
 
     enabled: bool = True
     """Write the answers of each step and validation into log_dir/rollouts, as the step ends."""
-    max_gib: PositiveFloat | None = 10.0
-    """GiB of these files above which the oldest steps are removed, but for every tenth; null: no bound."""
     answers_with_tokens: NonNegativeInt = 8
     """Answers of each step, and of each validation, of which every token is written: the first ones; 0: of none."""
 
@@ -50,29 +41,6 @@ class WandbConfig(StrictModel):
     """Project."""
     name: str | None = None
     """Name of the run; null lets the service choose one."""
-    entity: str | None = None
-    """User or team that owns the project; null is the one that the API key belongs to."""
-    group: str | None = None
-    """Runs that are shown as one."""
-    tags: StrTuple = ()
-    """Tags of the run."""
-    notes: str | None = None
-    """A description of the run."""
-    mode: Literal["online", "offline", "disabled"] | None = None
-    """Whether the run is sent, or written to log_dir/wandb for `wandb sync`; null takes WANDB_MODE, else online."""
-
-    rules = (
-        lambda own: (
-            Rule(
-                "too-large",
-                "tags",
-                when=not 0 < len(tag) <= _WANDB_TAG_LENGTH,
-                fix=f"write 1 to {_WANDB_TAG_LENGTH}",
-                says=f"{tag!r} has {len(tag)} characters",
-            )
-            for tag in own.tags
-        ),
-    )
 
 
 class MLflowConfig(StrictModel):
@@ -84,10 +52,6 @@ class MLflowConfig(StrictModel):
     """Name of the run; null lets the service choose one."""
     tracking_uri: str | None = None
     """`http(s)://` of a server or `sqlite:///` of a file; null takes MLFLOW_TRACKING_URI, else log_dir/mlflow.db."""
-    artifact_location: str | None = None
-    """Files of a new experiment; null: log_dir/mlflow_artifacts with log_dir/mlflow.db, else the server's choice."""
-    tags: dict[str, str] = Field(default_factory=dict)
-    """Tags of the run (ours)."""
 
     rules = (
         Rule(
@@ -134,12 +98,8 @@ class LoggerConfig(StrictModel):
     """Send the run to MLflow; needs the extra `mlflow`."""
     mlflow: MLflowConfig = MLflowConfig()
     """How MLflow files the run."""
-    sample_table_rows: NonNegativeInt = 16
-    """Answers that TensorBoard, Weights & Biases and MLflow show of a step and of a validation, one a prompt (ours)."""
     sample_table_period: NonNegativeInt = 10
     """Steps between those that they show training answers of; 0: of none. Every validation is shown (ours)."""
-    timeout_s: Seconds = 60.0
-    """Time in which each of them has to take what it is given, or the run goes on without it (ours)."""
     num_val_samples_to_print: NonNegativeInt = 0
     """Validation samples shown in the terminal."""
 

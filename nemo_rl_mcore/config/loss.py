@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from nemo_rl_mcore.config.base import Float, NonNegativeFloat, PositiveFloat, Rule, StrictModel
-from nemo_rl_mcore.config.custom_code import Arguments, ImportPath
+from nemo_rl_mcore.config.custom_code import OwnClass
 
 KLType = Literal["k1", "k2", "k3"]
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
@@ -16,15 +16,8 @@ _TRUNCATION, _UPPER_BOUND = "truncated_importance_sampling_type", "truncated_imp
 _LOWER_BOUND = "truncated_importance_sampling_ratio_min"
 
 
-class CustomLossConfig(StrictModel):
-    """A loss whose place a class of one's own can take."""
-
-    type: ImportPath | None = None
-    """Import path of a loss function that takes this one's place, `package.module:Name` (ours)."""
-    args: Arguments | None = None
-    """Keyword arguments of that class, beside this section (ours)."""
-
-    read_unless = (("args", "type", None),)
+class CustomLossConfig(OwnClass):
+    """A loss whose place a class of one's own can take; `args` come beside its section."""
 
 
 class NLLLossConfig(CustomLossConfig):

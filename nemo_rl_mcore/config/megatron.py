@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
@@ -19,25 +20,42 @@ from nemo_rl_mcore.config.base import (
     tuple_from_list,
 )
 
+LOGITS_CHUNK_BYTES = 64 * 2**20
+"""That the logits of one chunk may take where the recipe has no fused_linear_logprobs_chunk_size."""
+_AUTO_LIMIT = 2**30
+_AUTO_BYTES_PER_LOGIT = 1
+
+
+@dataclass(frozen=True)
+class LogitsCache:
+    """A budget of bytes for each microbatch: `limit`, and `bytes_per_logit` of its logits if that is less.
+
+    `auto` is one byte for each logit of a microbatch, at most 1 GiB: a quarter of its logits in float32, while the
+    unfused path holds them, their gradient and copies of both. It is made of the tokens that are trained on and of this
+    rank's rows of the vocabulary alone, not of the memory that happens to be free, so that the same panels are kept in
+    every run, on every machine, and in the memory plan. Never do the logits of all tokens and ids exist at once: a
+    logit takes two bytes at least, and panels are kept whole or not at all. The limit keeps the default harmless where
+    microbatches are long.
+    """
+
+    limit: int
+    bytes_per_logit: int | None = None
+
+    @classmethod
+    def of(cls, given: int | Literal["auto"]) -> "LogitsCache":
+        """Return the budget that a recipe names: `auto`, or a count of bytes."""
+        return cls(_AUTO_LIMIT, _AUTO_BYTES_PER_LOGIT) if given == "auto" else cls(given)
+
+    def most(self, logits: int) -> int:
+        """Return the bytes that a microbatch of so many logits may keep; more than they take, if the recipe says so."""
+        return self.limit if self.bytes_per_logit is None else min(self.limit, logits * self.bytes_per_logit)
+
+
 PrecisionName = Literal["float32", "bfloat16"]
 RecomputedModules = Annotated[
     tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...],
     BeforeValidator(tuple_from_list),
 ]
-UNDIVIDED = {
-    "tensor_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-}
-"""The keys that say how ranks share a model, as they are where one rank holds all of it."""
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 _EMBEDDING, _LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
@@ -120,23 +138,33 @@ class SchedulerConfig(StrictModel):
     )
 
 
-def fill_weight_decay(given: object) -> object:
-    """Return a section with optimizer and scheduler; it holds the optimizer's weight decay where it names none."""
-    if not isinstance(given, Mapping):
-        return given
-    section = dict(cast("Mapping[str, object]", given))
-    optimizer, scheduler = section.get("optimizer"), section.get("scheduler", {})
-    if isinstance(optimizer, OptimizerConfig):
-        decay: object = optimizer.weight_decay
-    elif isinstance(optimizer, Mapping):
-        default = OptimizerConfig.model_fields["weight_decay"].default
-        decay = cast("Mapping[str, object]", optimizer).get("weight_decay", default)
-    else:
+class Optimization(StrictModel):
+    """An optimizer, and what changes over its steps."""
+
+    optimizer: OptimizerConfig
+    """The optimizer."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Learning rate and weight decay over the optimizer steps."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_weight_decay(cls, given: object) -> object:
+        """Give a scheduler that names no weight decay that of the optimizer."""
+        if not isinstance(given, Mapping):
+            return given
+        section = dict(cast("Mapping[str, object]", given))
+        optimizer, scheduler = section.get("optimizer"), section.get("scheduler", {})
+        if isinstance(optimizer, OptimizerConfig):
+            decay: object = optimizer.weight_decay
+        elif isinstance(optimizer, Mapping):
+            default = OptimizerConfig.model_fields["weight_decay"].default
+            decay = cast("Mapping[str, object]", optimizer).get("weight_decay", default)
+        else:
+            return section
+        if isinstance(scheduler, Mapping):
+            ends = {"start_weight_decay": decay, "end_weight_decay": decay}
+            section["scheduler"] = ends | dict(cast("Mapping[str, object]", scheduler))
         return section
-    if isinstance(scheduler, Mapping):
-        ends = {"start_weight_decay": decay, "end_weight_decay": decay}
-        section["scheduler"] = ends | dict(cast("Mapping[str, object]", scheduler))
-    return section
 
 
 class DistributedDataParallelConfig(StrictModel):
@@ -159,15 +187,9 @@ class MegatronCheckpointConfig(StrictModel):
     """Write a copy in the CPU's memory while training goes on; false: the step after it waits until all is written."""
 
 
-class MegatronConfig(StrictModel):
-    """Megatron-Core, the policy's backend."""
+class ParallelLayout(StrictModel):
+    """How ranks share a model."""
 
-    enabled: bool = True
-    """Always true: Megatron is the only backend."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layer implementation; auto is Transformer Engine where it is installed and a GPU exists, else local."""
-    model_class: Literal["auto", "gpt", "hybrid"] = "auto"
-    """Megatron's GPTModel, or the HybridModel that is to replace it; auto: that where the model is a hybrid (ours)."""
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share the weights of each layer."""
     sequence_parallel: bool = False
@@ -186,56 +208,10 @@ class MegatronConfig(StrictModel):
     """Count the output layer as a layer of the last pipeline stage, likewise."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence."""
-    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
-    """How ranks that share a sequence exchange keys and values on GPUs; a local attention gathers them."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks that share the experts."""
     expert_tensor_parallel_size: PositiveInt = 1
     """Ranks that share the weights of one expert."""
-    freeze: StrTuple = ()
-    """Weights that training leaves as they are, by the names that Hugging Face models give them; * and ? match any."""
-    freeze_moe_router: bool = False
-    """Leave the routers of experts as they are; nothing in a model without experts."""
-    overlap_moe_expert_parallel_comm: bool = False
-    """Send tokens to experts while another microbatch computes; needs expert parallelism and bfloat16."""
-    pipeline_dtype: PrecisionName | None = None
-    """NeMo RL's other spelling of policy.precision, which it gives where that is left out."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
-    recompute_granularity: Literal["full", "selective"] = "full"
-    """full: of each layer its input alone is kept; selective: all but the insides of recompute_modules are."""
-    recompute_modules: RecomputedModules | None = None
-    """Parts that selective computes again; null is [core_attn]."""
-    bias_activation_fusion: Literal["auto"] | bool = "auto"
-    """Compute SwiGLU and its gradient in one kernel each; auto: on GPUs."""
-    apply_rope_fusion: bool = True
-    """Rotate queries and keys in one kernel, where layers are Transformer Engine's and the model has no YaRN."""
-    gradient_accumulation_fusion: Literal["auto"] | bool = "auto"
-    """Have matrix products add to the gradient buffer; auto: on GPUs with Transformer Engine and Apex's extension."""
-    moe_permute_fusion: bool = True
-    """Sort tokens by their experts in one kernel, where layers are Transformer Engine's."""
-    use_fused_linear_logprobs: bool = False
-    """Compute log-probabilities from the hidden states in chunks; no batch of logits ever exists at once."""
-    fused_linear_logprobs_chunk_size: PositiveInt | None = None
-    """Token rows per chunk; null derives them from fused_linear_logprobs_chunk_bytes."""
-    fused_linear_logprobs_chunk_bytes: PositiveInt = 64 * 2**20
-    """Bytes that the logits of one chunk may take."""
-    fused_linear_logprobs_cache_bytes: Literal["auto"] | NonNegativeInt = "auto"
-    """Bytes of logits that the forward pass may keep for the backward pass; auto: 1 for each logit, at most 1 GiB."""
-    fused_linear_logprobs_packed: bool = False
-    """Allow policy.sequence_packing with use_fused_linear_logprobs, which is refused otherwise."""
-    fused_linear_logprobs_context_parallel: bool = False
-    """Allow context_parallel_size above 1 with use_fused_linear_logprobs, which is refused otherwise."""
-    process_group_timeout_s: Seconds = 600.0
-    """Seconds that ranks at work wait for one that is slower, or hangs; late starts, files and engines do not count."""
-    optimizer: OptimizerConfig
-    """The optimizer."""
-    scheduler: SchedulerConfig = SchedulerConfig()
-    """Learning rate and weight decay over the steps."""
-    distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
-    """Buckets and overlap of the gradient reduction."""
-    checkpoint: MegatronCheckpointConfig = MegatronCheckpointConfig()
-    """How a checkpoint is written; when, and where, says checkpointing."""
 
     @property
     def model_parallel_size(self) -> int:
@@ -279,10 +255,60 @@ class MegatronConfig(StrictModel):
         chunks, stages = self.layers_of_chunks(num_layers), self.pipeline_model_parallel_size
         return max(0, *(sum(chunks[stage::stages]) for stage in range(stages)))
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_weight_decay(cls, given: object) -> object:
-        return fill_weight_decay(given)
+
+UNDIVIDED = {name: field.default for name, field in ParallelLayout.model_fields.items()}
+"""The layout where one rank holds all of a model."""
+
+
+class MegatronConfig(ParallelLayout, Optimization):
+    """Megatron-Core, the policy's backend."""
+
+    enabled: bool = True
+    """Always true: Megatron is the only backend."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layer implementation; auto is Transformer Engine where it is installed and a GPU exists, else local."""
+    model_class: Literal["auto", "gpt", "hybrid"] = "auto"
+    """Megatron's GPTModel, or the HybridModel that is to replace it; auto: that where the model is a hybrid (ours)."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    """How ranks that share a sequence exchange keys and values on GPUs; a local attention gathers them."""
+    freeze: StrTuple = ()
+    """Weights that training leaves as they are, by the names that Hugging Face models give them; * and ? match any."""
+    freeze_moe_router: bool = False
+    """Leave the routers of experts as they are; nothing in a model without experts."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Send tokens to experts while another microbatch computes; needs expert parallelism and bfloat16."""
+    pipeline_dtype: PrecisionName | None = None
+    """NeMo RL's other spelling of policy.precision, which it gives where that is left out."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """full: of each layer its input alone is kept; selective: all but the insides of recompute_modules are."""
+    recompute_modules: RecomputedModules | None = None
+    """Parts that selective computes again; null is [core_attn]."""
+    bias_activation_fusion: Literal["auto"] | bool = "auto"
+    """Compute SwiGLU and its gradient in one kernel each; auto: on GPUs."""
+    apply_rope_fusion: bool = True
+    """Rotate queries and keys in one kernel, where layers are Transformer Engine's and the model has no YaRN."""
+    gradient_accumulation_fusion: Literal["auto"] | bool = "auto"
+    """Have matrix products add to the gradient buffer; auto: on GPUs with Transformer Engine and Apex's extension."""
+    moe_permute_fusion: bool = True
+    """Sort tokens by their experts in one kernel, where layers are Transformer Engine's."""
+    use_fused_linear_logprobs: bool = False
+    """Compute log-probabilities from the hidden states in chunks; no batch of logits ever exists at once."""
+    fused_linear_logprobs_chunk_size: PositiveInt | None = None
+    """Token rows per chunk; null: as many as take 64 MiB."""
+    fused_linear_logprobs_cache_bytes: Literal["auto"] | NonNegativeInt = "auto"
+    """Bytes of logits that the forward pass may keep for the backward pass; auto: 1 for each logit, at most 1 GiB."""
+    fused_linear_logprobs_packed: bool = False
+    """Allow policy.sequence_packing with use_fused_linear_logprobs, which is refused otherwise."""
+    fused_linear_logprobs_context_parallel: bool = False
+    """Allow context_parallel_size above 1 with use_fused_linear_logprobs, which is refused otherwise."""
+    process_group_timeout_s: Seconds = 600.0
+    """Seconds that ranks at work wait for one that is slower, or hangs; late starts, files and engines do not count."""
+    distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
+    """Buckets and overlap of the gradient reduction."""
+    checkpoint: MegatronCheckpointConfig = MegatronCheckpointConfig()
+    """How a checkpoint is written; when, and where, says checkpointing."""
 
     read_unless = (
         ("fused_linear_logprobs_cache_bytes", "use_fused_linear_logprobs", False),

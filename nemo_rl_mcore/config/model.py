@@ -115,30 +115,10 @@ class RopeScalingConfig(StrictModel):
     )
 
 
-_OF_LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-
 MAMBA_TAPS = 4
 """Tokens that the convolution of a Mamba layer sees."""
 MAMBA_NORM_EPSILON = 1e-5
 """Added to the mean square in the norm after the scan of a Mamba layer, whatever layernorm_epsilon is."""
-_OF_MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
-_OF_EXPERTS = (
-    "moe_layer_freq",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "moe_latent_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_dtype",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
-    "moe_router_bias_update_rate",
-)
 
 
 _OF_CLAMPED = ("activation_func_clamp_value", "glu_linear_offset")
@@ -189,7 +169,74 @@ def _expert_rules(model: "ModelConfig") -> "Iterator[Rule[ModelConfig]]":
         yield Rule("contradicts", "moe_layer_freq", True, ("num_moe_experts",), fix, why)
 
 
-class ModelConfig(StrictModel):
+class LatentHeads(StrictModel):
+    """Heads that read latents in place of the hidden state, as in DeepSeek's models."""
+
+    multi_latent_attention: bool = False
+    """Make keys and values, and perhaps queries, of latents that are narrower than they are (DeepSeek)."""
+    q_lora_rank: Size | None = None
+    """Width of the queries' latent; null makes queries of the hidden state."""
+    kv_lora_rank: Size = 512
+    """Width of the latent of keys and values."""
+    qk_head_dim: Size = 128
+    """Size of the part of a head's query and key that has no position."""
+    qk_pos_emb_head_dim: Size = 64
+    """Size of the part that is rotated; the keys of all heads share theirs."""
+    v_head_dim: Size = 128
+    """Size of a head's value."""
+
+
+class MambaLayers(StrictModel):
+    """Sizes of the Mamba-2 layers of a hybrid model."""
+
+    mamba_num_heads: Size | None = None
+    """Heads of a Mamba layer."""
+    mamba_head_dim: Size = 64
+    """Size of one of them."""
+    mamba_state_dim: Size = 128
+    """Size of the state of each channel of a head."""
+    mamba_num_groups: Size = 8
+    """Groups of heads that write to and read from their states alike."""
+
+
+class Experts(StrictModel):
+    """Feed-forward layers of which each token sees a few."""
+
+    num_moe_experts: Counted | None = None
+    """Experts of every feed-forward layer; null is dense."""
+    moe_layer_freq: IntTuple | None = None
+    """For each layer 1 if it has experts, 0 if it is dense; null is experts in all. Dense layers come first."""
+    moe_router_topk: Size = 2
+    """Experts that a token is sent to."""
+    moe_ffn_hidden_size: Size | None = None
+    """Width of one expert; null is ffn_hidden_size."""
+    moe_latent_size: Size | None = None
+    """Width of the latent that all experts of a layer read and write; null is the hidden state itself."""
+    moe_shared_expert_intermediate_size: Size | None = None
+    """Width of the expert that sees every token; null is none."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router turns its logits into scores."""
+    moe_router_pre_softmax: bool = False
+    """Take the softmax over all experts before the best are selected, instead of over the selected ones."""
+    moe_router_num_groups: Size | None = None
+    """Groups of equal size that the experts are in, some of which a token is sent to; null is one group of all."""
+    moe_router_group_topk: Size | None = None
+    """Groups that a token is sent to: those with the best scores, each added up over its best experts."""
+    moe_router_topk_scaling_factor: PositiveFloat | None = None
+    """What the shares of a token's experts are multiplied by; null is 1."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
+    """Number format of the router's logits; null is policy.precision."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "aux_loss"
+    """What balances the experts: nothing, a loss over a microbatch, or a loss over each of its sequences."""
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss beside the loss; 0 turns it off."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance by a bias of each expert in the selection, moved after every step; needs the sigmoid scores."""
+    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
+    """How far a step moves the bias of an expert."""
+
+
+class ModelConfig(Experts, MambaLayers, LatentHeads):
     """A decoder: of the Llama and Qwen kind, or a hybrid of attention, Mamba-2, feed-forward layers and experts.
 
     With multi_latent_attention it is one of the DeepSeek kind.
@@ -243,58 +290,6 @@ class ModelConfig(StrictModel):
     """Newest tokens that a query sees, its own among them; null is all."""
     window_attn_skip_freq: IntTuple | None = None
     """For each layer 1 if it has the window, 0 if its queries see all; null is a window in all."""
-    multi_latent_attention: bool = False
-    """Make keys and values, and perhaps queries, of latents that are narrower than they are (DeepSeek)."""
-    q_lora_rank: Size | None = None
-    """Width of the queries' latent; null makes queries of the hidden state."""
-    kv_lora_rank: Size = 512
-    """Width of the latent of keys and values."""
-    qk_head_dim: Size = 128
-    """Size of the part of a head's query and key that has no position."""
-    qk_pos_emb_head_dim: Size = 64
-    """Size of the part that is rotated; the keys of all heads share theirs."""
-    v_head_dim: Size = 128
-    """Size of a head's value."""
-    num_moe_experts: Counted | None = None
-    """Experts of every feed-forward layer; null is dense."""
-    moe_layer_freq: IntTuple | None = None
-    """For each layer 1 if it has experts, 0 if it is dense; null is experts in all. Dense layers come first."""
-    moe_router_topk: Size = 2
-    """Experts that a token is sent to."""
-    moe_ffn_hidden_size: Size | None = None
-    """Width of one expert; null is ffn_hidden_size."""
-    moe_latent_size: Size | None = None
-    """Width of the latent that all experts of a layer read and write; null is the hidden state itself."""
-    moe_shared_expert_intermediate_size: Size | None = None
-    """Width of the expert that sees every token; null is none."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router turns its logits into scores."""
-    moe_router_pre_softmax: bool = False
-    """Take the softmax over all experts before the best are selected, instead of over the selected ones."""
-    moe_router_num_groups: Size | None = None
-    """Groups of equal size that the experts are in, some of which a token is sent to; null is one group of all."""
-    moe_router_group_topk: Size | None = None
-    """Groups that a token is sent to: those with the best scores, each added up over its best experts."""
-    moe_router_topk_scaling_factor: PositiveFloat | None = None
-    """What the shares of a token's experts are multiplied by; null is 1."""
-    moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
-    """Number format of the router's logits; null is policy.precision."""
-    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "aux_loss"
-    """What balances the experts: nothing, a loss over a microbatch, or a loss over each of its sequences."""
-    moe_aux_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss beside the loss; 0 turns it off."""
-    moe_router_enable_expert_bias: bool = False
-    """Balance by a bias of each expert in the selection, moved after every step; needs the sigmoid scores."""
-    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
-    """How far a step moves the bias of an expert."""
-    mamba_num_heads: Size | None = None
-    """Heads of a Mamba layer."""
-    mamba_head_dim: Size = 64
-    """Size of one of them."""
-    mamba_state_dim: Size = 128
-    """Size of the state of each channel of a head."""
-    mamba_num_groups: Size = 8
-    """Groups of heads that write to and read from their states alike."""
     mtp_num_layers: Counted | None = None
     """Layers that are trained to predict further tokens (multi-token prediction); null is none."""
     mtp_loss_scaling_factor: NonNegativeFloat = 0.1
@@ -387,9 +382,13 @@ class ModelConfig(StrictModel):
 
     read_unless = (
         ("mtp_loss_scaling_factor", "mtp_num_layers", None),
-        *((key, "num_moe_experts", None) for key in _OF_EXPERTS),
-        *((key, "multi_latent_attention", False) for key in _OF_LATENT_ATTENTION),
-        *((key, "hybrid_layer_pattern", None) for key in _OF_MAMBA),
+        *((key, "num_moe_experts", None) for key in Experts.model_fields if key != "num_moe_experts"),
+        *(
+            (key, "multi_latent_attention", False)
+            for key in LatentHeads.model_fields
+            if key != "multi_latent_attention"
+        ),
+        *((key, "hybrid_layer_pattern", None) for key in MambaLayers.model_fields),
         *((key, "position_embedding_type", "none") for key in ("rotary_base", "rope_scaling")),
         *((key, "activation_func", kind) for key in _OF_CLAMPED for kind in ("silu", "squared_relu")),
         ("window_attn_skip_freq", "sliding_window", None),

@@ -32,7 +32,7 @@ class Role(Enum):
     VALUE = "value"
 
 
-class TokenBudgetConfig(StrictModel):
+class MicrobatchTokens(StrictModel):
     """How many tokens a microbatch may hold."""
 
     enabled: bool = False
@@ -48,14 +48,14 @@ class TokenBudgetConfig(StrictModel):
 PACKING_ALGORITHMS = ("modified_first_fit_decreasing", "first_fit_decreasing")
 
 
-class SequencePackingConfig(TokenBudgetConfig):
+class SequencePackingConfig(MicrobatchTokens):
     """Several samples in one row without padding; a sample sees no token of another one."""
 
     algorithm: Literal["modified_first_fit_decreasing", "first_fit_decreasing"] = PACKING_ALGORITHMS[0]
     """How samples are assigned to rows; both names mean first-fit decreasing."""
 
 
-class DynamicBatchingConfig(TokenBudgetConfig):
+class DynamicBatchingConfig(MicrobatchTokens):
     """Samples of like length in one microbatch, as many as a token budget takes, padded to its own longest one."""
 
 
@@ -117,17 +117,22 @@ class TokenizerConfig(StrictModel):
     )
 
 
-class PolicyConfig(StrictModel):
+class StartWeights(StrictModel):
+    """Weights to start from; a policy without any draws them at random."""
+
+    model_name: FolderOrName | None = None
+    """Hugging Face weights to start from: a local folder or a hub id; null has none."""
+    hf_config_overrides: Arguments | None = None
+    """What takes the place of keys of model_name's config.json: max_position_embeddings, rope_scaling, rope_theta."""
+    init_checkpoint: FolderPath | None = None
+    """Folder step_N of another run, whose weights are taken; the optimizer starts over (ours)."""
+
+
+class PolicyConfig(StartWeights):
     """The model that is trained."""
 
     model: ModelConfig
     """The architecture; with model_name it is read from there, and otherwise given: num_layers, hidden_size, ..."""
-    model_name: FolderOrName | None = None
-    """Hugging Face weights to start from: a local folder or a hub id; null draws them at random."""
-    hf_config_overrides: Arguments | None = None
-    """What takes the place of keys of model_name's config.json: max_position_embeddings, rope_scaling, rope_theta."""
-    init_checkpoint: FolderPath | None = None
-    """Folder step_N of another run, whose weights this one starts from; its optimizer starts over (ours)."""
     tokenizer: TokenizerConfig
     """The tokenizer."""
     precision: Precision = "float32"
@@ -158,8 +163,6 @@ class PolicyConfig(StrictModel):
     """Microbatches sized by tokens."""
     generation: GenerationConfig
     """Engine and sampling."""
-    start_timeout_s: Seconds = 300.0
-    """Seconds without progress after which the start of the ranks is an error (ours)."""
     call_timeout_s: Seconds = 600.0
     """Seconds without progress (a microbatch, a token, a file) after which a call to the ranks is an error (ours)."""
 

@@ -2,9 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import ClassVar, Self, cast
 
-from pydantic import model_validator
+from pydantic import (
+    PrivateAttr,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from nemo_rl_mcore.config.algorithm import (
     AsyncRolloutsConfig,
@@ -14,28 +20,96 @@ from nemo_rl_mcore.config.algorithm import (
     RolloutConfig,
 )
 from nemo_rl_mcore.config.base import (
-    FolderOrName,
-    FolderPath,
     NonNegativeFloat,
     PositiveInt,
     Rule,
     Seed,
     StrictModel,
+    Tree,
+    absolute_path,
     join_path,
     value_at,
     with_other_spellings,
 )
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
-from nemo_rl_mcore.config.custom_code import Arguments
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig, CustomLossConfig
-from nemo_rl_mcore.config.megatron import OptimizerConfig, SchedulerConfig, fill_weight_decay
+from nemo_rl_mcore.config.megatron import Optimization
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.config.policy import PolicyConfig, Role
-from nemo_rl_mcore.config.references import WithReferences
+from nemo_rl_mcore.config.policy import PolicyConfig, Role, StartWeights
 from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defaults
+
+PLAIN = "with the values of the environment"
+"""Serialization context under which a recipe shows what it took from the environment."""
+_SHAPES = ("policy.model.", "teacher.model.", "value.model.")
+"""Sizes of the weights, which the tensors next to the recipe show anyway, and which are read without the variable."""
+HIDDEN_ANYWHERE = 4
+"""Characters of a value from which on it is looked for in all text; a shorter one only where its key is judged."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A value that rests on the environment: as the recipe refers to it, and what it is now."""
+
+    text: str
+    value: object
+
+
+References = Mapping[str, Reference]
+"""References by the paths of their keys."""
+
+
+def with_references(tree: Tree, references: References) -> Tree:
+    """Return the tree of a configuration with references in place of values."""
+    if not references:
+        return tree
+    # Keys may be filled from others, as a tokenizer from model_name: their values are known by the text.
+    copies: dict[str, Reference] = {}
+    for reference in references.values():
+        if isinstance(reference.value, str) and len(reference.value) >= HIDDEN_ANYWHERE:
+            copies |= {reference.value: reference, absolute_path(reference.value): reference}
+
+    def written(node: object, path: str) -> object:
+        reference = references.get(path) or (copies.get(node) if isinstance(node, str) else None)
+        if reference is not None and node is not None and not path.startswith(_SHAPES):
+            return reference.text
+        if isinstance(node, dict):
+            return {key: written(one, join_path(path, key)) for key, one in cast("Tree", node).items()}
+        if isinstance(node, list):
+            places = enumerate(cast("list[object]", node))
+            return [written(one, join_path(path, str(place))) for place, one in places]
+        return node
+
+    return cast("Tree", written(tree, ""))
+
+
+class WithReferences(StrictModel):
+    """A recipe that remembers what it took from the environment; its JSON has references in place of values."""
+
+    _references: References = PrivateAttr(default_factory=dict[str, Reference])
+
+    def refer(self, references: References) -> Self:
+        """Keep what the recipe took from the environment, which is not to be written anywhere."""
+        self._references = references
+        return self
+
+    @property
+    def references(self) -> References:
+        """Return what the recipe took from the environment, by the paths of its keys."""
+        return self._references
+
+    def plain(self) -> Tree:
+        """Return the resolved recipe as JSON has it, with the values of the environment: to compare, not to write."""
+        return self.model_dump(mode="json", context=PLAIN)
+
+    @model_serializer(mode="wrap")
+    def _refer_in_json(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> Tree:
+        """Whoever writes a recipe writes the references."""
+        tree = dump(self)
+        refers = info.mode == "json" and info.context != PLAIN
+        return with_references(tree, self._references) if refers else tree
 
 
 @dataclass(frozen=True)
@@ -68,13 +142,9 @@ class ModelPlan:
         return path
 
 
-class ValueConfig(StrictModel):
+class ValueConfig(Optimization):
     """The critic: the policy's architecture and start weights, with a value head and an optimizer of its own."""
 
-    optimizer: OptimizerConfig
-    """The critic's optimizer."""
-    scheduler: SchedulerConfig = SchedulerConfig()
-    """The critic's learning rate and weight decay over its optimizer steps."""
     max_grad_norm: NonNegativeFloat | None = None
     """The critic's gradients are scaled down to this norm; null is policy.max_grad_norm."""
     train_micro_batch_size: PositiveInt | None = None
@@ -83,7 +153,7 @@ class ValueConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _read_other_spellings(cls, given: object) -> object:
-        return with_other_spellings(fill_weight_decay(given), ("max_grad_norm", "optimizer.clip_grad"))
+        return with_other_spellings(given, ("max_grad_norm", "optimizer.clip_grad"))
 
     def plan(self, policy: PolicyConfig) -> ModelPlan:
         """Return the critic beside a policy."""
@@ -103,17 +173,11 @@ class ValueConfig(StrictModel):
         )
 
 
-class TeacherConfig(StrictModel):
+class TeacherConfig(StartWeights):
     """The teacher: a frozen model with the policy's tokenizer, of the same size or another one."""
 
     model: ModelConfig | None = None
     """The teacher's architecture; null is policy.model."""
-    model_name: FolderOrName | None = None
-    """Its weights: a Hugging Face folder or hub id."""
-    hf_config_overrides: Arguments | None = None
-    """Keys of its config.json and their values in its place, as of policy.hf_config_overrides."""
-    init_checkpoint: FolderPath | None = None
-    """Its weights: a checkpoint of this package."""
 
     def plan(self, policy: PolicyConfig) -> ModelPlan:
         """Return the teacher beside a policy."""
@@ -148,6 +212,12 @@ class TeacherConfig(StrictModel):
 
 
 _Tree = dict[str, object]
+
+KEPT_BYTES = 10_000_000_000
+"""Disk for the groups of finished steps, which `replay` trains on: the oldest go, none newer than the last checkpoint.
+
+Without checkpoints the first steps are kept, and no more than that: a replay begins with them.
+"""
 
 
 class RunConfig(WithReferences):
@@ -346,8 +416,8 @@ class RunConfig(WithReferences):
 
     @property
     def keeps_groups(self) -> bool:
-        """Return whether the groups of finished steps are written down."""
-        return self.asynchronous and self.asynchrony.keep_groups is not False
+        """Return whether the groups of finished steps are written down, KEPT_BYTES of them at most."""
+        return self.asynchronous
 
     @property
     def redoes_steps(self) -> bool:

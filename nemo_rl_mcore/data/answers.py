@@ -13,13 +13,14 @@ from nemo_rl_mcore.data.chat import (
     ASSISTANT,
     SHOWN_TEXT,
     asked,
+    content_ids,
     first_difference,
     is_begun,
     rendered,
     rewritten,
 )
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
-from nemo_rl_mcore.data.messages import NO_EXTRAS, Extras, Message, Rendered, Tools, literal_spans
+from nemo_rl_mcore.data.messages import NO_EXTRAS, Extras, Message, Rendered, Tools
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RefusedError
 
@@ -30,11 +31,6 @@ class TokenRow:
 
     ids: Sequence[int]
     trained: Sequence[bool]
-
-
-def content_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a text that data or an environment says."""
-    return tokenizer.encode(text, literal_spans(text, tokenizer.special_tokens))
 
 
 def rows_as_batch(rows: Sequence[TokenRow], indices: Sequence[int], pad_token_id: int) -> BatchedDataDict:

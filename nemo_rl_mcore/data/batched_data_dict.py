@@ -47,7 +47,6 @@ class BatchedDataDict(dict[str, Any]):
         super().__setitem__(key, value)
 
     def update(self, *args: Any, **entries: Any) -> None:
-        """Assign every entry, with the same check as a single assignment."""
         for key, value in dict(*args, **entries).items():
             self[key] = value
 
@@ -62,7 +61,6 @@ class BatchedDataDict(dict[str, Any]):
         return self
 
     def copy(self) -> Self:
-        """Return a new batch that holds the same values."""
         return type(self)(self)
 
     @property
@@ -71,7 +69,6 @@ class BatchedDataDict(dict[str, Any]):
         return next((len(value) for value in self.values()), 0)
 
     def get_dict(self) -> dict[str, Any]:
-        """Return a plain dict of the entries."""
         return dict(self)
 
     def to(self, device: torch.device | str) -> Self:
@@ -121,7 +118,18 @@ class BatchedDataDict(dict[str, Any]):
         and for `episode_index` where a loss compares rows.
         """
         if EPISODE in self:
-            return self._episodes(rows_per_sample)
+            if rows_per_sample != 1:
+                raise RefusedError(
+                    f"{EPISODE} with samples of {rows_per_sample} rows each, which are no episodes",
+                    code="rows-per-sample",
+                )
+            numbers: list[int] = self[EPISODE].tolist()
+            starts = [row for row, number in enumerate(numbers) if row == 0 or number != numbers[row - 1]]
+            if len(starts) != len(set(numbers)):
+                raise RefusedError(
+                    f"{EPISODE}: rows of one episode do not stand together", code="episode-apart"
+                )
+            return [range(start, stop) for start, stop in pairwise([*starts, self.size])]
         if rows_per_sample < 1 or self.size % rows_per_sample:
             raise RefusedError(
                 f"{self.size} rows are no whole samples of {rows_per_sample} rows each",
@@ -197,20 +205,13 @@ class BatchedDataDict(dict[str, Any]):
             {key: _concatenate(key, [b[key] for b in batches], pad_values.get(key, 0)) for key in batches[0]}
         )
         if EPISODE in whole:
-            whole[EPISODE] = _numbered_on([batch[EPISODE] for batch in batches])
+            parts, following = [batches[0][EPISODE][:0]], 0
+            for numbers in (batch[EPISODE] for batch in batches):
+                if len(numbers):
+                    parts.append(numbers - numbers.min() + following)
+                    following = int(parts[-1].max()) + 1
+            whole[EPISODE] = torch.cat(parts)
         return whole
-
-    def _episodes(self, rows_per_sample: int) -> list[range]:
-        if rows_per_sample != 1:
-            raise RefusedError(
-                f"{EPISODE} with samples of {rows_per_sample} rows each, which are no episodes",
-                code="rows-per-sample",
-            )
-        numbers: list[int] = self[EPISODE].tolist()
-        starts = [row for row, number in enumerate(numbers) if row == 0 or number != numbers[row - 1]]
-        if len(starts) != len(set(numbers)):
-            raise RefusedError(f"{EPISODE}: rows of one episode do not stand together", code="episode-apart")
-        return [range(start, stop) for start, stop in pairwise([*starts, self.size])]
 
     def _select_samples(self, samples: Iterable[range]) -> Self:
         return self.select_indices([row for sample in samples for row in sample])
@@ -235,16 +236,6 @@ def _rows(key: str, value: Any) -> int:
     raise RefusedError(
         f"{key!r} must be a tensor with a batch dimension or a list with one value per row", code="no-column"
     )
-
-
-def _numbered_on(numbers: Sequence[Tensor]) -> Tensor:
-    parts: list[Tensor] = []
-    following = 0
-    for of_batch in numbers:
-        if len(of_batch):
-            parts.append(of_batch - of_batch.min() + following)
-            following = int(parts[-1].max()) + 1
-    return torch.cat([*parts, numbers[0][:0]])
 
 
 def _concatenate(key: str, values: list[Any], pad_value: PadValue) -> Any:

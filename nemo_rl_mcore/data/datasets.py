@@ -224,8 +224,11 @@ class EpochSource(PromptSource):
                 f"{count} rows of a step are more than its {self.per_step} or the {len(self.train)} of data.train",
                 code="too-few-rows",
             )
-        first = (step - 1) * self.per_step
-        rows = [iter(self._rows_of(source, first, first + count)) for source in range(len(self._parts))]
+        first, before = (step - 1) * self.per_step, self._shares.before
+        rows = [
+            map(part.row, range(before(source, first), before(source, first + count)))
+            for source, part in enumerate(self._parts)
+        ]
         turns = [self._shares.turn(position) for position in range(first, first + count)]
         return [(turn, next(rows[turn])) for turn in turns]
 
@@ -240,20 +243,22 @@ class EpochSource(PromptSource):
     @cached_property
     def _parts(self) -> list[_Passes]:
         if self.weights is None:
-            return [self._passes(0, range(len(self.train)), "")]
-        rows = {name: array("I") for name in self.weights}
-        for row, prompt in enumerate(self.train):
-            rows[prompt.source].append(row)
-        return [self._passes(source, rows[name], f":{name}") for source, name in enumerate(rows)]
+            rows: dict[str, Sequence[int]] = {"": range(len(self.train))}
+        else:
+            of_source = {name: array("I") for name in self.weights}
+            for row, prompt in enumerate(self.train):
+                of_source[prompt.source].append(row)
+            rows = {f":{name}": found for name, found in of_source.items()}
 
-    def _passes(self, source: int, rows: Sequence[int], key: str) -> _Passes:
-        seed = self.seed if self.shuffle else None
-
-        def step_around(position: int) -> tuple[int, int]:
+        def step_around(source: int, position: int) -> tuple[int, int]:
             step = self._step_of(source, position)
             return self._begin(source, step), self._begin(source, step + 1)
 
-        return _Passes(rows, seed, key, step_around)
+        seed = self.seed if self.shuffle else None
+        return [
+            _Passes(found, seed, key, partial(step_around, source))
+            for source, (key, found) in enumerate(rows.items())
+        ]
 
     def _step_of(self, source: int, position: int) -> int:
         """Return the step, counted from 0, that takes the row at a position of a source's passes."""
@@ -262,11 +267,6 @@ class EpochSource(PromptSource):
 
     def _begin(self, source: int, step: int) -> int:
         return self._shares.before(source, step * self.per_step)
-
-    def _rows_of(self, source: int, first: int, end: int) -> list[int]:
-        before = self._shares.before
-        part = self._parts[source]
-        return [part.row(position) for position in range(before(source, first), before(source, end))]
 
 
 @dataclass(frozen=True)

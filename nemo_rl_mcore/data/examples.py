@@ -10,15 +10,14 @@ from itertools import islice
 from pathlib import Path
 from string import Formatter
 
-from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.shares import Shares
 from nemo_rl_mcore.config.source import SourceConfig, SourceDefaults, names_of
 from nemo_rl_mcore.data.datasets import Prompt, shuffled
 from nemo_rl_mcore.data.messages import Message, contents, pattern_of
-from nemo_rl_mcore.data.row_readers import ColumnError, RowError, RowReader
-from nemo_rl_mcore.data.rows import SourceError, read_rows
+from nemo_rl_mcore.data.rows import ColumnError, RowError, RowReader, SourceError, read_rows
 
 _SHOWN_ROWS = 5
 """Bad rows of a source that are told one by one."""
@@ -37,34 +36,30 @@ class PromptTexts:
 
         A conversation that begins with a system's message keeps that one.
         """
-        frame, system = self._frame, self.system
-        said = None if system is None else Message("system", system, (len(system), 0))
+        lengths, place = [0, 0], 0  # characters that the text has before and behind the prompt
+        for text, name, *_ in Formatter().parse(self.around or ""):
+            lengths[place] += len(text)
+            place = 1 if name is not None else place
+        before, behind = lengths
+        system = None if self.system is None else Message("system", self.system, (len(self.system), 0))
         if not prompt.context:
             text = prompt.text if self.around is None else self.around.format(prompt.text)
-            if said is None:
-                return replace(prompt, text=text, frame=frame)
+            if system is None:
+                return replace(prompt, text=text, frame=(before, behind))
             if chat:
-                return replace(prompt, text="", context=(said, Message("user", text, frame)))
-            frame = (frame[0] + len(said.content) + 1, frame[1])
-            return replace(prompt, text=f"{said.content}\n{text}", frame=frame)
+                user = Message("user", text, (before, behind))
+                return replace(prompt, text="", context=(system, user))
+            frame = (before + len(system.content) + 1, behind)
+            return replace(prompt, text=f"{system.content}\n{text}", frame=frame)
         messages = list(prompt.context)
         asked = [place for place, message in enumerate(messages) if message.role == "user"]
         if self.around is not None and asked:
             message = messages[asked[0]]
             content = self.around.format(message.content)
-            messages[asked[0]] = replace(message, content=content, frame=frame)
-        if said is not None and messages[0].role != "system":
-            messages.insert(0, said)
+            messages[asked[0]] = replace(message, content=content, frame=(before, behind))
+        if system is not None and messages[0].role != "system":
+            messages.insert(0, system)
         return replace(prompt, context=tuple(messages))
-
-    @property
-    def _frame(self) -> tuple[int, int]:
-        """Return how many characters the text has before and behind the prompt."""
-        lengths, place = [0, 0], 0
-        for text, name, *_ in Formatter().parse(self.around or ""):
-            lengths[place] += len(text)
-            place = 1 if name is not None else place
-        return lengths[0], lengths[1]
 
 
 def read_texts(source: SourceDefaults) -> tuple[PromptTexts, list[Problem]]:
@@ -83,22 +78,22 @@ def read_texts(source: SourceDefaults) -> tuple[PromptTexts, list[Problem]]:
             remedy = f"name a file beside the recipe or in {Path.cwd()}"
             problems.append(Problem("not-readable", key, f"{path!r} cannot be read: {reason}", remedy))
     around = texts.get("prompt_file")
-    if around is not None and (wrong := _misplaced(around)):
-        remedy = r"write {} once, where the prompt stands, and double all other braces, as in \boxed{{}}"
-        problems.append(Problem("not-allowed", "prompt_file", f"{source.prompt_file!r} {wrong}", remedy))
-        around = None
+    if around is not None:
+        # One place for the prompt and words around it: no other field is ever evaluated.
+        wrong = ""
+        try:
+            fields = [field[1:] for field in Formatter().parse(around) if field[1] is not None]
+            if any(field != ("", "", None) for field in fields):
+                wrong = "holds braces with something in them"
+            elif len(fields) != 1:
+                wrong = f"has {len(fields)} places for the prompt"
+        except ValueError as error:
+            wrong = f"holds a brace alone ({error})"
+        if wrong:
+            remedy = r"write {} once, where the prompt stands, and double all other braces, as in \boxed{{}}"
+            problems.append(Problem("not-allowed", "prompt_file", f"{source.prompt_file!r} {wrong}", remedy))
+            around = None
     return PromptTexts(around, texts.get("system_prompt_file")), problems
-
-
-def _misplaced(text: str) -> str:
-    """Return why a text is not one place for the prompt and words around it: no other field is ever evaluated."""
-    try:
-        fields = [(name, kind, how) for _, name, kind, how in Formatter().parse(text) if name is not None]
-    except ValueError as error:
-        return f"holds a brace alone ({error})"
-    if any(field != ("", "", None) for field in fields):
-        return "holds braces with something in them"
-    return "" if len(fields) == 1 else f"has {len(fields)} places for the prompt"
 
 
 @dataclass(frozen=True)
@@ -235,40 +230,24 @@ def _first(key: str, wrong: Sequence[str], remedy: str = "") -> Iterator[Problem
         yield Problem("wrong-row", key, f"{rest} more rows are wrong")
 
 
-def require_enough_left(config: RunConfig, train: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
-    """Raise ConfigError where rows that are dropped for their length leave fewer than a run takes."""
-    if problems := [*count_problems(config, train, held_out)]:
-        why = "data.overlong: drop leaves too few rows"
-        raise ConfigError(
-            Problem("too-few-rows", one.path, f"{why}: {one.what}", one.remedy) for one in problems
-        )
-
-
 def count_problems(
     config: RunConfig, train: Sequence[Prompt], held_out: Sequence[Prompt]
 ) -> Iterator[Problem]:
     """Yield steps and validations that take more rows than there are, of all sources or of one with its weight."""
     key, needed = config.prompts_key, config.prompts_per_step
     if needed > len(train):
-        yield Problem(
-            "too-few-rows",
-            key,
-            f"the {needed} rows of a step are more than the {len(train)} of data.train "
-            f"({len(held_out)} are for validation)",
-            "lower it, or add rows",
-        )
+        given = f"the {len(train)} of data.train ({len(held_out)} are for validation)"
+        what = f"the {needed} rows of a step are more than {given}"
+        yield Problem("too-few-rows", key, what, "lower it, or add rows")
     elif (weights := config.source_weights) is not None:
         shares, rows = Shares(weights), Counter(row.source for row in train)
         for source, path in enumerate(names_of(config.train_sources)):
             name = shares.names[source]
             share = shares.most(source, needed, config.prompts_per_step)
             if share > rows[name]:
-                yield Problem(
-                    "too-few-rows",
-                    f"{path}.weight",
-                    f"its share of the {needed} rows of a step is {share}, more than the {rows[name]} rows of {name!r}",
-                    f"lower it, lower {key}, or add rows",
-                )
+                of_step = f"its share of the {needed} rows of a step is {share}"
+                what = f"{of_step}, more than the {rows[name]} rows of {name!r}"
+                yield Problem("too-few-rows", f"{path}.weight", what, f"lower it, lower {key}, or add rows")
     yield from held_out_problems(config, held_out)
 
 
@@ -283,11 +262,10 @@ def held_out_problems(config: RunConfig, held_out: Sequence[Prompt]) -> Iterator
     )
     for key, rows in needed:
         if rows > len(held_out):
+            what = f"a validation takes one row or more, and {len(held_out)} are held out"
+            more = "give data.validation or a larger data.train.split_validation_size"
             yield Problem(
-                "too-few-rows",
-                f"{config.algorithm}.{key}",
-                f"a validation takes one row or more, and {len(held_out)} are held out",
-                "give data.validation or a larger data.train.split_validation_size, or turn validation off",
+                "too-few-rows", f"{config.algorithm}.{key}", what, f"{more}, or turn validation off"
             )
 
 

@@ -1,6 +1,7 @@
 """Models and tokenizers of Hugging Face: where they lie, what their files say, and fetching them.
 
-`huggingface_hub` is imported only where something has to be fetched.
+`huggingface_hub` is imported only where something has to be fetched, `tokenizers` where a tokenizer is examined: that
+takes 15 ms, and imports no framework.
 """
 
 # huggingface_hub leaves parameters of its functions untyped.
@@ -10,12 +11,19 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from nemo_rl_mcore.config.base import ConfigError, Problem
-from nemo_rl_mcore.data.strict_json import open_regular, parse_json, read_json
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree
+from nemo_rl_mcore.data.strict_json import open_regular, parse_json, read_json, read_regular
 from nemo_rl_mcore.errors import RefusedError, quoted, shortened
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from nemo_rl_mcore.config.policy import PolicyConfig
 
 CHAR_TOKENIZER_NAME = "char"
 # The position of a character is its id. Letters carry no meaning: they are what a fresh model babbles.
@@ -107,11 +115,8 @@ def fetched_folder(name: str) -> Path:
     folder = local_folder(name)
     if folder is not None and (folder == Path(name) or _is_complete(folder)):
         return folder
-    what, code = f"policy.model_name: {name!r} is not complete", "incomplete-model"
-    folder = _fetched(name, _OF_MODELS, what, code)
-    if not _is_complete(folder):  # offline the library is content with what there is
-        raise _not_here(what, "offline, or a model without safetensors files", code)
-    return folder
+    what = f"policy.model_name: {name!r} is not complete"
+    return _fetched(name, _OF_MODELS, what, "incomplete-model", whole=True)
 
 
 def fetch_tokenizer(name: str) -> None:
@@ -125,23 +130,22 @@ def fetch_tokenizer(name: str) -> None:
         _fetched(name, (*_OF_TOKENIZERS, GENERATION), what, "no-tokenizer")
 
 
-def _fetched(name: str, wanted: tuple[str, ...], what: str, code: str) -> Path:
+def _fetched(name: str, wanted: tuple[str, ...], what: str, code: str, *, whole: bool = False) -> Path:
+    """Return the folder of what was fetched; whole: with every file of the weights."""
     from huggingface_hub import snapshot_download
 
+    lacking = f"{what} in the local Hugging Face cache and cannot be fetched"
+    remedy = "fetch it where there is a network, or name a local folder"
     try:
-        return Path(snapshot_download(name, allow_patterns=[*wanted], ignore_patterns=[*_UNWANTED]))
+        folder = Path(snapshot_download(name, allow_patterns=[*wanted], ignore_patterns=[*_UNWANTED]))
     except Exception as error:
         # Offline, an unknown name, a gated model, a full disk: the library raises classes of four other libraries.
         reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
-        raise _not_here(what, reason, code) from error
-
-
-def _not_here(what: str, reason: str, code: str) -> RefusedError:
-    return RefusedError(
-        f"{what} in the local Hugging Face cache and cannot be fetched ({reason}); fetch it where there is a network, "
-        "or name a local folder",
-        code=code,
-    )
+        raise RefusedError(f"{lacking} ({reason}); {remedy}", code=code) from error
+    if whole and not _is_complete(folder):  # offline the library is content with what there is
+        reason = "offline, or a model without safetensors files"
+        raise RefusedError(f"{lacking} ({reason}); {remedy}", code=code)
+    return folder
 
 
 def _is_complete(snapshot: Path) -> bool:
@@ -239,3 +243,130 @@ def weight_file(folder: Path, name: str) -> Path:
     if end.exists() and not end.is_file():
         raise RefusedError(f"{str(path)!r} cannot be read: no regular file", code="not-a-regular-file")
     return path
+
+
+KEY = "policy.tokenizer.name"
+_REMEDY = "name a local Hugging Face tokenizer folder, or set it to char"
+
+
+def tokenizer_problems(policy: PolicyConfig) -> Iterator[Problem]:
+    """Yield what stops `policy.tokenizer.name` from being loaded, or from fitting policy.model.vocab_size."""
+    name = policy.tokenizer.name
+    folder = local_folder(name)
+    if name == CHAR_TOKENIZER_NAME or (folder is None and is_hub_id(name)):
+        return  # the latter is fetched, see `parts.tokenizer_of`
+    if folder is None:
+        yield Problem("not-found", KEY, f"no folder {name!r} in {Path.cwd()}", _REMEDY)
+        return
+    if not has_tokenizer(name):
+        what = f"the folder {name!r} holds no tokenizer (tokenizer.json, tokenizer_config.json)"
+        yield Problem("not-found", KEY, what, "name a folder that does, or set it to char")
+        return
+    settings, tokenizer, problems = _read_tokenizer(folder)
+    yield from problems
+    if tokenizer is None:
+        return
+    # Tokens that settings name and tokenizer.json lacks are added when the tokenizer is loaded. Its class may add
+    # others still, which only transformers knows: see `parts.open_tokenizer`.
+    named = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+    for many in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
+        listed = settings.get(many)
+        listed = [*cast("Tree", listed).values()] if isinstance(listed, dict) else listed
+        named += cast("list[object]", listed) if isinstance(listed, list) else []
+    texts = {text for token in named if (text := _text_of(token)) is not None}
+    lacking = [text for text in texts if tokenizer.token_to_id(text) is None]
+    tokens = rows = tokenizer.get_vocab_size()
+    # Ids with gaps need more rows than there are tokens; the vocabulary itself, a dict, takes twice as long to get.
+    if any(tokenizer.id_to_token(token) is None for token in range(tokens)):
+        rows = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    if (rows := max(rows, tokens + len(lacking))) > policy.model.vocab_size:
+        yield too_large(policy, rows)
+
+
+def has_tokenizer(name: str) -> bool:
+    """Return whether a tokenizer of that name lies on this machine."""
+    folder = None if name == CHAR_TOKENIZER_NAME else local_folder(name)
+    return folder is not None and any(folder.glob("tokenizer*"))
+
+
+def special_tokens_of(name: str) -> list[str]:
+    """Return the special tokens that the JSON of a tokenizer names; the libraries know those of other formats."""
+    folder = None if name == CHAR_TOKENIZER_NAME else local_folder(name)
+    tokenizer = None if folder is None else _read_tokenizer(folder)[1]
+    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    return [token.content for token in added.values() if token.special]
+
+
+def ends_of(policy: PolicyConfig) -> dict[int, str]:
+    """Return the ids that end answers, with their texts, as far as files that are here tell.
+
+    The tokenizer's own is the first; then come those of the model's files, and those of the recipe.
+    """
+    name = policy.tokenizer.name
+    more = (*end_ids(policy.model_name, name), *(policy.generation.stop_token_ids or ()))
+    if name == CHAR_TOKENIZER_NAME:
+        texts = dict(enumerate(CHAR_VOCABULARY))
+        return {token: texts.get(token, "") for token in (CHAR_VOCABULARY.index(CHAR_EOS), *more)}
+    folder = local_folder(name)
+    settings, tokenizer, _ = ({}, None, []) if folder is None else _read_tokenizer(folder)
+    if tokenizer is None:
+        return dict.fromkeys(more, "")
+    own = _text_of(settings.get("eos_token"))
+    first = None if own is None else tokenizer.token_to_id(own)
+    ids = more if first is None else (first, *more)
+    return {token: tokenizer.id_to_token(token) or "" for token in ids}
+
+
+def _read_tokenizer(folder: Path) -> tuple[Tree, Tokenizer | None, list[Problem]]:
+    """Return what tokenizer_config.json and tokenizer.json hold; nothing where one lacks, or is a problem."""
+    settings, tokenizer, problems = Tree(), None, list[Problem]()
+    for path in (folder / "tokenizer_config.json", folder / "tokenizer.json"):
+        wrong = ""
+        try:
+            if not path.exists():  # as of older formats
+                continue
+            if path.name == "tokenizer.json":
+                tokenizer = _parsed(read_regular(path))
+            elif isinstance(found := read_json(path, finite=False), dict):
+                settings = cast("Tree", found)
+            else:
+                wrong = "is not what a tokenizer is saved as: it should be an object"
+        except OSError as error:
+            wrong = f"cannot be read: {error.strerror}"
+        except ValueError as error:
+            wrong = f"is not what a tokenizer is saved as: {error}"
+        if wrong:
+            problems.append(Problem("not-readable", KEY, f"{str(path)!r} {wrong}", _REMEDY))
+    return settings, tokenizer, problems
+
+
+def too_large(policy: PolicyConfig, rows: int, lacking: Sequence[str] = ()) -> Problem:
+    """Return that the tokenizer needs more rows of embeddings than the model has; lacking: tokens without one."""
+    name, there = policy.tokenizer.name, policy.model.vocab_size
+    without = f", none for {', '.join(map(repr, lacking))}" if lacking else ""
+    if policy.weights is not None:
+        what = (
+            f"{name!r} has {rows} ids, and the weights (policy.{policy.weights}) have {there} rows{without}"
+        )
+        remedy = f"resize the embeddings to {rows} rows, or name the tokenizer of the weights"
+        return Problem("contradicts", KEY, what, remedy, (f"policy.{policy.weights}",))
+    what = f"{there} is below the {rows} ids of {KEY}: {name!r}{without}"
+    return Problem("too-small", "policy.model.vocab_size", what, f"set vocab_size: {rows}", (KEY,))
+
+
+def _text_of(token: object) -> str | None:
+    text = cast("Tree", token).get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+@lru_cache(maxsize=1)
+def _parsed(content: bytes) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_buffer(content)
+    except BaseException as error:
+        # Some files have the library panic; what that raises is no Exception, and its class cannot be imported.
+        if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")) from error

@@ -36,12 +36,9 @@ class ToolCall:
         return cast("dict[str, Any]", found) if isinstance(found, dict) else self.arguments
 
     def with_texts(self, change: Callable[[str], str]) -> ToolCall:
-        """See `Message.with_texts`."""
-        parsed = self.parsed
-        if isinstance(parsed, str):
-            arguments = change(parsed)
-        else:
-            arguments = json.dumps(with_strings(parsed, change), ensure_ascii=False)
+
+        changed = with_strings(self.parsed, change)
+        arguments = changed if isinstance(changed, str) else json.dumps(changed, ensure_ascii=False)
         return ToolCall(change(self.id), change(self.name), arguments)
 
     def fields(self, *, parsed: bool) -> dict[str, Any]:
@@ -152,7 +149,8 @@ def read_message(given: object, path: str) -> Message:
     calls = cast("list[object]", _of_type(said, "tool_calls", list, path) or [])
     if role != "assistant" and calls:
         raise MessageError(f"{path}.tool_calls", "is of another role, and an assistant alone calls tools")
-    return Message(
+    weight: object = said.get("weight")
+    message = Message(
         role,
         _text(said.get("content"), f"{path}.content"),
         tool_calls=tuple(_tool_call(call, f"{path}.tool_calls[{place}]") for place, call in enumerate(calls)),
@@ -161,8 +159,14 @@ def read_message(given: object, path: str) -> Message:
         reasoning=_of_type(said, "reasoning_content", str, path) or "",
         more={key: value for key, value in said.items() if key not in _READ and value is not None},
         null=said.get("content") is None,
-        trained=_is_trained(said.get("weight"), role, f"{path}.weight"),
+        trained=weight != 0,
     )
+    if weight is not None and weight not in (0, 1):
+        raise MessageError(f"{path}.weight", f"is {weight!r:.100}, and may be 0 or 1")
+    if weight and role != "assistant":
+        what = f"is {weight!r:.100} of role {role!r:.100}, and an assistant's alone are trained on"
+        raise MessageError(f"{path}.weight", what)
+    return message
 
 
 def read_row_message(given: object, path: str) -> Message:
@@ -196,16 +200,6 @@ def _tool_call(given: object, path: str) -> ToolCall:
     if not isinstance(name, str) or not isinstance(arguments, str):
         raise MessageError(path, "needs a function with a name, and arguments as a text or an object")
     return ToolCall(_of_type(call, "id", str, path) or "", name, arguments)
-
-
-def _is_trained(weight: object, role: str, path: str) -> bool:
-    if weight is not None and weight not in (0, 1):
-        raise MessageError(path, f"is {weight!r:.100}, and may be 0 or 1")
-    if weight and role != "assistant":
-        raise MessageError(
-            path, f"is {weight!r:.100} of role {role!r:.100}, and an assistant's alone are trained on"
-        )
-    return weight != 0
 
 
 def _of_type[T](values: Mapping[str, Any], name: str, kind: type[T], path: str) -> T | None:

@@ -66,7 +66,6 @@ class Microbatch:
         return values
 
     def to(self, device: torch.device) -> Self:
-        """Return the microbatch on a device."""
         return replace(self, rows=self.rows.to(device), places=self.places.to(device))
 
 
@@ -290,7 +289,6 @@ class PackedMicrobatch(Microbatch):
         )
 
     def to(self, device: torch.device) -> Self:
-        """Return the microbatch on a device."""
         return replace(super().to(device), sources=self.sources.to(device))
 
 
@@ -322,19 +320,20 @@ class PackedRows:
         columns = [self.budget.padded(sum(of_group)) for of_group in lengths]
         if self.equal_columns:
             columns = [max(columns)] * len(columns)
-        return [_packed(data, *microbatch) for microbatch in zip(groups, lengths, columns, strict=True)]
+        microbatches = list[Microbatch]()
+        for group, of_group, packed in zip(groups, lengths, columns, strict=True):
+            row_columns = max(*of_group, 1)
+            real = torch.arange(row_columns) < torch.tensor(of_group).unsqueeze(1)
+            microbatches.append(
+                PackedMicrobatch(
+                    rows=take_rows(data, group, len(of_group), row_columns),
+                    places=torch.tensor(group, dtype=torch.long),
+                    sources=real.flatten().nonzero().flatten(),
+                    lengths=of_group,
+                    columns=packed,
+                )
+            )
+        return microbatches
 
     def _padded(self, lengths: list[int]) -> list[int]:
         return [round_up(length, self.row_multiple) for length in lengths]
-
-
-def _packed(data: BatchedDataDict, group: list[int], lengths: tuple[int, ...], columns: int) -> Microbatch:
-    row_columns = max(*lengths, 1)
-    real = torch.arange(row_columns) < torch.tensor(lengths).unsqueeze(1)
-    return PackedMicrobatch(
-        rows=take_rows(data, group, len(lengths), row_columns),
-        places=torch.tensor(group, dtype=torch.long),
-        sources=real.flatten().nonzero().flatten(),
-        lengths=lengths,
-        columns=columns,
-    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import batched, count, islice
 from numbers import Integral
 from typing import cast
@@ -33,13 +34,11 @@ from nemo_rl_mcore.data.examples import (
     read_run_examples,
     read_set,
     read_texts,
-    require_enough_left,
     run_token_problems,
     special_token_problems,
 )
 from nemo_rl_mcore.data.messages import literal_spans
-from nemo_rl_mcore.data.row_readers import RowError, RowReader
-from nemo_rl_mcore.data.rows import SourceError, read_stream
+from nemo_rl_mcore.data.rows import RowError, RowReader, SourceError, read_stream
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import CustomCodeError, RefusedError, code_of
 
@@ -78,8 +77,12 @@ class RowLimits:
 
         Raises ValueError where the recipe does not say what a special token of a row is.
         """
-        data, tokens = self.config.data, self.tokenizer.special_tokens
-        if data.special_tokens_in_content is None and (token := first_token(prompt, tokens, self._kind)):
+        data, tokens, kind = (
+            self.config.data,
+            self.tokenizer.special_tokens,
+            self.kind or self.config.row_kind,
+        )
+        if data.special_tokens_in_content is None and (token := first_token(prompt, tokens, kind)):
             what = f"it holds the special token {token!r}; {TOKENS_REMEDY.format(TOKENS_KEY)}"
             raise RefusedError(what, code="special-token")
         if data.apply_chat_template:
@@ -89,10 +92,6 @@ class RowLimits:
             return replace(prompt, literal=literal)
         shifted = tuple((start + len(opening), end + len(opening)) for start, end in literal)
         return replace(prompt, text=opening + prompt.text, literal=shifted)
-
-    @property
-    def _kind(self) -> RowKind:
-        return self.kind or self.config.row_kind
 
     def excess(self, prompt: Prompt, *, sampled: bool) -> str | None:
         """Return what is too long, and the key to raise; None where the row fits."""
@@ -104,7 +103,7 @@ class RowLimits:
                 f"the prompt has {length} tokens, and {longest_prompt} are allowed: raise data.max_input_seq_length, "
                 "or policy.max_total_sequence_length where it is null"
             )
-        kind = self._kind
+        kind = self.kind or self.config.row_kind
         if kind is RowKind.PROMPTS:
             return None
         texts = [prompt.text or "", *(turn.content for turn in prompt.context), prompt.imitated]
@@ -127,27 +126,6 @@ def _too_many(characters: int, tokens: int) -> str | None:
     return f"has {characters} characters, more than the {tokens} tokens that are allowed can be"
 
 
-# datasets leaves most of its types open.
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-
-
-def _open_streamed(limits: RowLimits) -> StreamSource:
-    config = limits.config
-    rows, problems = read_held_out(
-        config.validation_sources, config.row_kind, chat=config.data.apply_chat_template
-    )
-    if problems:
-        raise ConfigError(problems)
-    held_out = [*limits.fitting(rows, sampled=config.loop.validates)]
-    if problems := [*held_out_problems(config, held_out)]:
-        raise ConfigError(problems)
-    ((path, source),) = config.train_sources.items()
-    stream = StreamSource(limits, path, source, held_out)
-    stream.train_batch(1, config.prompts_per_step)  # what is wrong is told before the ranks start
-    return stream
-
-
-@dataclass
 class StreamSource(PromptSource):
     """Rows that are read as they are needed: shuffled within a buffer, or not, and never counted.
 
@@ -156,16 +134,14 @@ class StreamSource(PromptSource):
     kept: a step before the last one is read again from the start.
     """
 
-    limits: RowLimits
-    path: str
-    source: SourceConfig
-    held_out: Sequence[Prompt]
-    _steps: Iterator[Sequence[Prompt]] = field(init=False, repr=False)
-    _next: int = field(default=1, init=False)
-    _last: list[Prompt] = field(default_factory=list[Prompt], init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._steps = self._batches()
+    def __init__(
+        self, limits: RowLimits, path: str, source: SourceConfig, held_out: Sequence[Prompt]
+    ) -> None:
+        self.held_out = held_out
+        self._limits, self._path, self._source = limits, path, source
+        self._drops = limits.config.data.overlong == "drop"
+        self._fitting = partial(limits.fitting, sampled=limits.config.row_kind is RowKind.PROMPTS)
+        self._steps, self._next, self._last = self._batches(), 1, list[Prompt]()
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
         """See `PromptSource.train_batch`; ConfigError for rows that do not serve."""
@@ -186,16 +162,9 @@ class StreamSource(PromptSource):
         """Give the first rows of data.validation, all where they are fewer."""
         return list(self.held_out[:count])
 
-    @property
-    def _drops(self) -> bool:
-        return self.limits.config.data.overlong == "drop"
-
-    def _fitting(self, rows: Iterable[Prompt]) -> Iterator[Prompt]:
-        return self.limits.fitting(rows, sampled=self.limits.config.row_kind is RowKind.PROMPTS)
-
     def _batches(self) -> Iterator[Sequence[Prompt]]:
         """Yield the rows of each step; skipped rows are encoded only where that decides which are left out."""
-        per_step = self.limits.config.prompts_per_step
+        per_step = self._limits.config.prompts_per_step
         for epoch in count():
             rows, whole = self._rows(epoch), 0
             for batch in batched(self._fitting(rows) if self._drops else rows, per_step):
@@ -204,39 +173,40 @@ class StreamSource(PromptSource):
                     yield batch
             if not whole:
                 what = f"a pass over the stream has fewer rows than the {per_step} of a step"
-                raise self._problem("", "too-few-rows", what, "lower the rows of a step, or add rows")
+                remedy = "lower the rows of a step, or add rows"
+                raise self._error("too-few-rows", "", what, remedy)
 
     def _rows(self, epoch: int) -> Iterator[Prompt]:
         """Yield the rows of a pass; the index of each is its place in the stream as it lies there."""
-        config, chat = self.limits.config, self.limits.config.data.apply_chat_template
-        texts, wrong = read_texts(self.source)
+        config, chat = self._limits.config, self._limits.config.data.apply_chat_template
+        texts, wrong = read_texts(self._source)
         if wrong:
-            raise ConfigError(problem.below(self.path) for problem in wrong)
-        reader = RowReader(self.source, config.row_kind, chat=chat)
+            raise ConfigError(problem.below(self._path) for problem in wrong)
+        reader = RowReader(self._source, config.row_kind, chat=chat)
         seed = config.seed + (epoch << 31) if config.data.shuffle else None
         try:
-            for index, row in read_stream(self.source, seed):
+            for index, row in read_stream(self._source, seed):
                 try:
                     read = reader.read(row)
                 except RowError as error:
-                    raise self._problem(".data_path", "wrong-row", f"{row.place}: {error}") from error
-                if read is not None and read.unscored and config.row_kind is RowKind.PROMPTS:
-                    raise self._problem(".answer", "wrong-row", f"{row.place}: {read.unscored}")
-                if read is not None:
-                    yield replace(texts.shown(read, chat=chat), index=index)
+                    raise self._error("wrong-row", ".data_path", f"{row.place}: {error}") from error
+                if read is None:
+                    continue
+                if read.unscored and config.row_kind is RowKind.PROMPTS:
+                    raise self._error("wrong-row", ".answer", f"{row.place}: {read.unscored}")
+                yield replace(texts.shown(read, chat=chat), index=index)
         except SourceError as error:
-            raise ConfigError([error.problem.below(self.path)]) from error
+            raise ConfigError([error.problem.below(self._path)]) from error
 
-    def _problem(self, key: str, code: Code, what: str, remedy: str = "") -> ConfigError:
-        return ConfigError([Problem(code, self.path + key, what, remedy)])
+    def _error(self, code: Code, key: str, what: str, remedy: str = "") -> ConfigError:
+        return ConfigError([Problem(code, self._path + key, what, remedy)])
 
 
 def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     """Return the prompts of a run; ValueError, or ConfigError which is one, for files or a class that do not serve."""
     data, limits = config.data, RowLimits(config, tokenizer)
     if data.dataset_name == "files":
-        streamed = any(source.streaming for source in config.train_sources.values())
-        return _open_streamed(limits) if streamed else _open_files(limits)
+        return _open_files(limits)
     if data.dataset_name == "custom":
         assert data.type is not None
         arguments = {"seed": config.seed, **(data.args or {})}
@@ -273,31 +243,23 @@ class DrawnSource(PromptSource):
     custom: str = ""
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
-        if not self.custom:
-            return [*map(self._shown, self.source.train_batch(step, count))]
-        call = f"{self.custom}: train_batch({step}, {count})"
-        with custom_code(call):
-            given = list(self.source.train_batch(step, count))
-        return self._checked(given, call, count, sampled=self.limits.config.row_kind is RowKind.PROMPTS)
+        sampled = not self.custom or self.limits.config.row_kind is RowKind.PROMPTS
+        draw = partial(self.source.train_batch, step, count)
+        return self._drawn(f"train_batch({step}, {count})", draw, count, sampled=sampled)
 
     def validation(self, count: int | None) -> list[Prompt]:
+        assert count is not None  # the rules ask a number of an embedded task and of a class
+        draw = partial(self.source.validation, count)
+        return self._drawn(f"validation({count})", draw, count, sampled=True)
+
+    def _drawn(
+        self, call: str, draw: Callable[[], Sequence[object]], count: int, *, sampled: bool
+    ) -> list[Prompt]:
         if not self.custom:
-            return [*map(self._shown, self.source.validation(count))]
-        assert count is not None  # the rules ask a number of a class
-        call = f"{self.custom}: validation({count})"
+            return [self._shown(prompt, sampled=sampled) for prompt in cast("Sequence[Prompt]", draw())]
+        call = f"{self.custom}: {call}"
         with custom_code(call):
-            given = list(self.source.validation(count))
-        return self._checked(given, call, count, sampled=True)
-
-    def _shown(self, prompt: Prompt, *, sampled: bool = True) -> Prompt:
-        shown = self.texts.shown(prompt, chat=self.limits.config.data.apply_chat_template)
-        whole = self.limits.rendered(shown)
-        if (excess := self.limits.excess(whole, sampled=sampled)) is not None:
-            whose = "" if self.custom else f"data.dataset_name: {self.limits.config.data.dataset_name}: "
-            raise RefusedError(f"{whose}{excess}", code="row-length")
-        return whole
-
-    def _checked(self, given: Sequence[object], call: str, count: int, *, sampled: bool) -> list[Prompt]:
+            given = list(draw())
         for one in given:
             if not isinstance(one, Prompt):
                 raise CustomCodeError(f"{call} gave a {type(one).__name__} for a Prompt: {one!r:.80}")
@@ -321,6 +283,14 @@ class DrawnSource(PromptSource):
                 raise CustomCodeError(f"{call}: prompt {prompt.index}: {error}") from error
         return shown
 
+    def _shown(self, prompt: Prompt, *, sampled: bool) -> Prompt:
+        shown = self.texts.shown(prompt, chat=self.limits.config.data.apply_chat_template)
+        whole = self.limits.rendered(shown)
+        if (excess := self.limits.excess(whole, sampled=sampled)) is not None:
+            whose = "" if self.custom else f"data.dataset_name: {self.limits.config.data.dataset_name}: "
+            raise RefusedError(f"{whose}{excess}", code="row-length")
+        return whole
+
 
 def open_pairs(config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer) -> PreferenceSource:
     """Return the given pairs of a DPO run."""
@@ -330,6 +300,18 @@ def open_pairs(config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer) -
 
 def _open_files(limits: RowLimits) -> PromptSource:
     config = limits.config
+    if any(source.streaming for source in config.train_sources.values()):
+        chat = config.data.apply_chat_template
+        rows, problems = read_held_out(config.validation_sources, config.row_kind, chat=chat)
+        if problems:
+            raise ConfigError(problems)
+        held_out = [*limits.fitting(rows, sampled=config.loop.validates)]
+        if problems := [*held_out_problems(config, held_out)]:
+            raise ConfigError(problems)
+        ((path, source),) = config.train_sources.items()
+        stream = StreamSource(limits, path, source, held_out)
+        stream.train_batch(1, config.prompts_per_step)  # what is wrong is told before the ranks start
+        return stream
     examples, problems = read_run_examples(config)
     if not problems:
         problems = [*count_problems(config, examples.train, examples.held_out)]
@@ -338,7 +320,11 @@ def _open_files(limits: RowLimits) -> PromptSource:
         raise ConfigError(problems)
     train = [*limits.fitting(examples.train, sampled=config.row_kind is RowKind.PROMPTS)]
     held_out = [*limits.fitting(examples.held_out, sampled=config.loop.validates)]
-    require_enough_left(config, train, held_out)
+    if problems := [*count_problems(config, train, held_out)]:
+        why = "data.overlong: drop leaves too few rows"
+        raise ConfigError(
+            Problem("too-few-rows", one.path, f"{why}: {one.what}", one.remedy) for one in problems
+        )
     weights, shuffle = config.source_weights, config.data.shuffle
     return EpochSource(train, held_out, config.seed, config.prompts_per_step, weights, shuffle)
 

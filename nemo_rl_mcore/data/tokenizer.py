@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from inspect import signature
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data.hub import (
@@ -40,77 +40,15 @@ _LEFT_OUT, _RUN = " \n\0\u0301\ue000", 16
 """Characters that some tokenizers leave out or do not know, and how many tokens a run of them is tried with."""
 
 
-class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer.
+type Tokenizer = CharTokenizer | HuggingFaceTokenizer
+"""What the rest of the package has of a tokenizer.
 
-    vocab_size: the number of ids, special tokens included. pad_token_id: fills rows on the right. eos_token_id: ends a
-    response, as the tokenizer's own files say. ends: of the ids that end a response and are no part of its text the
-    tokenizer's own is the first. opening: what prompts begin with that do not say it themselves, text of the begin of
-    sequence, or nothing. answers: how given answers in a conversation are shown and trained on. special_tokens: texts
-    of the tokens that content must not stand for; none where content is parsed, too.
-    """
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def pad_token_id(self) -> int: ...
-    @property
-    def eos_token_id(self) -> int: ...
-    @property
-    def ends(self) -> tuple[int, ...]: ...
-    @property
-    def opening(self) -> str: ...
-    @property
-    def answers(self) -> GivenAnswers: ...
-    @property
-    def special_tokens(self) -> Sequence[str]: ...
-
-    def encode(self, text: str, literal: Spans = ()) -> list[int]:
-        """Ids of the text, without any special token added; those at `literal` are encoded as what they spell."""
-        ...
-
-    def fewest_tokens(self, characters: int) -> int:
-        """Return how many tokens a text of so many characters has at least; 0 where its length does not tell."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids before the first of the `ends`, without the padding on the right.
-
-        A pad token that the model sampled inside its answer is not padding: it stays visible.
-        """
-        ...
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of all ids, special tokens and padding spelt out."""
-        ...
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Tools = (),
-        goes_on: bool = False,
-    ) -> str:
-        """Return the text of a conversation by the chat template, special tokens spelt out.
-
-        tools: functions that answers may call, each as clients of OpenAI describe it. goes_on: the last message is not
-        ended, so that an answer goes on with it.
-
-        Raises ValueError when there is no template, or when it refuses the messages.
-        """
-        ...
-
-    def with_variables(self, variables: Mapping[str, Any]) -> Tokenizer:
-        """Return this tokenizer with further variables of its chat template; ValueError for what is none."""
-        ...
-
-    def save_as_hugging_face(self, folder: Path) -> None:
-        """Write the files that transformers and vLLM load as this tokenizer.
-
-        Ends besides its own stand in a generation_config.json, where models have them, too.
-        """
-        ...
+vocab_size: the number of ids, special tokens included. pad_token_id: fills rows on the right. eos_token_id: ends a
+response, as the tokenizer's own files say. ends: of the ids that end a response and are no part of its text the
+tokenizer's own is the first. opening: what prompts begin with that do not say it themselves, text of the begin of
+sequence, or nothing. answers: how given answers in a conversation are shown and trained on. special_tokens: texts
+of the tokens that content must not stand for; none where content is parsed, too.
+"""
 
 
 @dataclass(frozen=True)
@@ -199,7 +137,6 @@ class CharTokenizer:
         return characters
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Exactly one character per token, see `Tokenizer.decode`."""
         return self.text_of(strip_response(ids, self.pad_token_id, self.ends))
 
     def text_of(self, ids: Sequence[int]) -> str:
@@ -213,14 +150,12 @@ class CharTokenizer:
         tools: Tools = (),
         goes_on: bool = False,
     ) -> str:
-        """See `Tokenizer.render_chat`; there is no template."""
         raise RefusedError(
             "data.apply_chat_template: the character tokenizer has no chat template", code="no-chat-template"
         )
 
     def with_variables(self, variables: Mapping[str, Any]) -> CharTokenizer:
-        """See `Tokenizer.with_variables`; there is no template."""
-        return self
+        return self  # there is no template
 
     def save_as_hugging_face(self, folder: Path) -> None:
         from transformers import PreTrainedTokenizerFast
@@ -247,7 +182,23 @@ class HuggingFaceTokenizer:
         ends: Sequence[int] = (),
         stops: Sequence[int] = (),
     ) -> None:
-        self._tokenizer = _load_pretrained(directory)
+        folder = local_folder(directory)
+        if folder is None:
+            raise RefusedError(
+                f"policy.tokenizer.name: {directory!r} is not a directory; give {CHAR_TOKENIZER_NAME!r} or the path of "
+                "a local Hugging Face tokenizer (or the hub id of a model in the local cache)",
+                code="no-tokenizer",
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            # `tokenizers` raises Exception itself for a file it cannot read, and transformers whatever the absence of
+            # a key or a wrong type leads to (KeyError, TypeError, AttributeError): no narrower class holds them.
+            what = f"cannot load a tokenizer from {directory!r}: {type(error).__name__}: {error}"
+            raise RefusedError(f"policy.tokenizer.name: {what}", code="unreadable-tokenizer") from error
+        self._tokenizer = cast("PreTrainedTokenizerBase", loaded)
         template = template or ChatTemplate()
         own = f"policy.tokenizer.name: {directory!r}"
         self._template = own if template.text is None else "policy.tokenizer.chat_template"
@@ -275,11 +226,13 @@ class HuggingFaceTokenizer:
         self.pad_token_id = pad_token_id if isinstance(pad_token_id, int) else eos_token_id
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
+        """Return the ids of the text, without any special token added; those at `literal` are encoded as text."""
         if literal:
             return self._literal.encode(text, literal)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def fewest_tokens(self, characters: int) -> int:
+        """Return how many tokens a text of so many characters has at least; 0 where its length does not tell."""
         return -(-characters // self._longest_token) if self._longest_token else 0
 
     @cached_property
@@ -293,10 +246,14 @@ class HuggingFaceTokenizer:
         return longest if all(len(self.encode(run)) >= _RUN for run in runs) else None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`; special tokens inside the response stay visible."""
+        """Return the text of the ids before the first of the `ends`, without the padding on the right.
+
+        A pad token that the model sampled inside its answer is not padding: like other special tokens it stays visible.
+        """
         return self.text_of(strip_response(ids, self.pad_token_id, self.ends))
 
     def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of all ids, special tokens and padding spelt out."""
         text = self._tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
@@ -309,6 +266,13 @@ class HuggingFaceTokenizer:
         tools: Tools = (),
         goes_on: bool = False,
     ) -> str:
+        """Return the text of a conversation by the chat template, special tokens spelt out.
+
+        tools: functions that answers may call, each as clients of OpenAI describe it. goes_on: the last message is not
+        ended, so that an answer goes on with it.
+
+        Raises ValueError when there is no template, or when it refuses the messages.
+        """
         conversation = [message.fields(parsed=True) for message in messages]
         if self._tokenizer.chat_template is None:
             raise RefusedError(
@@ -333,6 +297,7 @@ class HuggingFaceTokenizer:
         return text if text.startswith(self.opening) else self.opening + text
 
     def with_variables(self, variables: Mapping[str, Any]) -> HuggingFaceTokenizer:
+        """Return this tokenizer with further variables of its chat template; ValueError for what is none."""
         shows: Any = self._tokenizer.apply_chat_template
         others = signature(shows).parameters
         if wrong := [name for name in variables if name in others]:
@@ -344,6 +309,10 @@ class HuggingFaceTokenizer:
         return changed
 
     def save_as_hugging_face(self, folder: Path) -> None:
+        """Write the files that transformers and vLLM load as this tokenizer.
+
+        Ends besides its own stand in a generation_config.json, where models have them, too.
+        """
         self._tokenizer.save_pretrained(folder)
         _save_ends(self.ends, folder)
 
@@ -351,25 +320,6 @@ class HuggingFaceTokenizer:
 def _save_ends(ends: Sequence[int], folder: Path) -> None:
     if len(ends) > 1:
         (folder / GENERATION).write_text(json.dumps({EOS: ends}, indent=2) + "\n", encoding="utf-8")
-
-
-def _load_pretrained(directory: str) -> PreTrainedTokenizerBase:
-    key, folder = "policy.tokenizer.name", local_folder(directory)
-    if folder is None:
-        raise RefusedError(
-            f"{key}: {directory!r} is not a directory; give {CHAR_TOKENIZER_NAME!r} or the path of a local "
-            "Hugging Face tokenizer (or the hub id of a model in the local cache)",
-            code="no-tokenizer",
-        )
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        # `tokenizers` raises Exception itself for a file it cannot read, and transformers whatever the absence of
-        # a key or a wrong type leads to (KeyError, TypeError, AttributeError): no narrower class holds them.
-        what = f"cannot load a tokenizer from {directory!r}: {type(error).__name__}: {error}"
-        raise RefusedError(f"{key}: {what}", code="unreadable-tokenizer") from error
 
 
 _NO_CHARACTER = "\ufffd"
@@ -442,22 +392,16 @@ class LiteralEncoder:
             for end, start in zip(ends, starts, strict=True)
         ]
         spelt = [*(text[slice(*span)] for span in literal), ""]
+        copied, meant = self._copy
+        control = {self._ids[token] for token in self._ids if token != self._tokenizer.unk_token}
         # A vocabulary may hold a token as a word, too: of its parts there is none.
         for parted in (spelt, [f"{token[:1]}{_BREAK}{token[1:]}" if token else "" for token in spelt]):
-            whole = "".join(map("".join, zip(around, parted, strict=True)))
-            if (ids := self._encoded(whole)) is not None:
-                return ids
+            marked = "".join(map("".join, zip(around, parted, strict=True)))
+            ids = copied.encode(marked, add_special_tokens=False, split_special_tokens=True)
+            found = sum(token in meant for token in ids)
+            if control.isdisjoint(ids) and found == len(_MARKS.findall(marked)):
+                return [token for one in ids if (token := meant.get(one, one)) is not None]
         raise ValueError(f"the tokenizer cannot encode the special token {spelt[0]!r} as text")
-
-    def _encoded(self, marked: str) -> list[int] | None:
-        """Return the ids of a text with marks; None where a control id is among those of what is no mark."""
-        copied, meant = self._copy
-        ids = copied.encode(marked, add_special_tokens=False, split_special_tokens=True)
-        control = {self._ids[token] for token in self._ids if token != self._tokenizer.unk_token}
-        found = sum(token in meant for token in ids)
-        if not control.isdisjoint(ids) or found != len(_MARKS.findall(marked)):
-            return None
-        return [token for one in ids if (token := meant.get(one, one)) is not None]
 
     @cached_property
     def _copy(self) -> tuple[PreTrainedTokenizerBase, dict[int, int | None]]:

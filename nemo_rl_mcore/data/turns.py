@@ -49,7 +49,7 @@ class Reply:
     those of the recipe. metadata: given back with the next answer. answer: what was read of the text, if anything.
     dropped: why there is no reply, although it was asked for as often as allowed; nothing else of it counts then.
     unscored: the reward was None, with which the episode ends; it has no part in what is learnt.
-    cut: characters of the observation that were left out, as it was longer than `env.max_observation_chars`.
+    cut: characters of the observation that were left out, as it was longer than the model is shown.
     """
 
     reward: float

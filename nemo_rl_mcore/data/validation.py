@@ -5,7 +5,7 @@ Shapes: B rows, S columns of input_ids, K choices a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self, cast
 
@@ -112,11 +112,8 @@ class BatchCheck:
             found.tensor(key, "the noise of sampling", "B")
         for row, strings in enumerate(data.get("stop_strings", ())):
             if "" in strings:
-                found.note(
-                    "empty-text",
-                    "stop_strings",
-                    f"an empty text in row {row} would end its answer at once; leave it out",
-                )
+                what = f"an empty text in row {row} would end its answer at once; leave it out"
+                found.note("empty-text", "stop_strings", what)
         found.refuse()
 
     def training(
@@ -137,15 +134,14 @@ class BatchCheck:
         tokens_BS = self._token_mask(found, None if self.budgets is None else lengths_B)
         samples_B = found.mask("sample_mask", "B")
         if data.size % rows_per_sample:
-            found.note(
-                "rows-per-sample", "", f"{data.size} rows; allowed: whole samples of {rows_per_sample} rows"
-            )
+            what = f"{data.size} rows; allowed: whole samples of {rows_per_sample} rows"
+            found.note("rows-per-sample", "", what)
             samples_B = None
         if EPISODE in data:
             self._episodes(found, samples_B, rows_per_sample)
         counts = None
         if tokens_BS is not None and samples_B is not None:
-            counts = _Counts(tokens_BS, samples_B, rows_per_sample)
+            counts = _counting(tokens_BS, samples_B, rows_per_sample)
         for column in columns:
             self._column(found, column, counts)
         found.refuse()
@@ -157,23 +153,21 @@ class BatchCheck:
             found.wrong_dtype("input_ids", ids_BS, "int64")
         elif ids_BS is not None:
             # Padding, too: the embedding looks it up.
-            found.values("vocabulary", "input_ids", ids_BS, self._outside(ids_BS), self._vocabulary)
+            outside_BS = (ids_BS < 0) | (ids_BS >= self.vocab_size)
+            found.values("vocabulary", "input_ids", ids_BS, outside_BS, self._vocabulary)
         columns = self.positions if ids_BS is None else ids_BS.shape[1]
-        if lengths_needed_by is not None or "input_lengths" in found.data:
-            return self._lengths(found, lengths_needed_by or "nothing", shortest, columns)
-        if columns > self.positions:
-            found.note(
-                "positions", "input_ids", f"{columns} columns without input_lengths; allowed: {self._longest}"
-            )
-        return None
-
-    def _lengths(self, found: _Findings, needed_by: str, shortest: int, columns: int) -> Tensor | None:
-        lengths_B = found.tensor("input_lengths", needed_by, "B")
+        longest = f"rows of at most {self.positions} tokens (model.max_position_embeddings)"
+        if lengths_needed_by is None and "input_lengths" not in found.data:
+            if columns > self.positions:
+                what = f"{columns} columns without input_lengths; allowed: {longest}"
+                found.note("positions", "input_ids", what)
+            return None
+        lengths_B = found.tensor("input_lengths", lengths_needed_by or "nothing", "B")
         if lengths_B is not None:
             inside = (lengths_B >= shortest) & (lengths_B <= columns)
             allowed = f"{shortest} to {columns}, the columns of input_ids"
             found.values("columns", "input_lengths", lengths_B, ~inside, allowed)
-            found.values("positions", "input_lengths", lengths_B, lengths_B > self.positions, self._longest)
+            found.values("positions", "input_lengths", lengths_B, lengths_B > self.positions, longest)
         return lengths_B
 
     def _token_mask(self, found: _Findings, lengths_B: Tensor | None) -> Tensor | None:
@@ -196,11 +190,8 @@ class BatchCheck:
     def _episodes(self, found: _Findings, samples_B: Tensor | None, rows_per_sample: int) -> None:
         """Note rows that stand apart from their episode, and episodes that count in part."""
         if rows_per_sample > 1:
-            found.note(
-                "rows-per-sample",
-                EPISODE,
-                f"given; allowed: none beside a loss that reads {rows_per_sample} rows together",
-            )
+            what = f"given; allowed: none beside a loss that reads {rows_per_sample} rows together"
+            found.note("rows-per-sample", EPISODE, what)
         numbers_B = found.tensor(EPISODE, "nothing", "B")
         if numbers_B is None:
             return
@@ -222,14 +213,8 @@ class BatchCheck:
     def _vocabulary(self) -> str:
         return f"0 to {self.vocab_size - 1} (model.vocab_size: {self.vocab_size})"
 
-    @property
-    def _longest(self) -> str:
-        return f"rows of at most {self.positions} tokens (model.max_position_embeddings)"
-
-    def _outside(self, ids: Tensor) -> Tensor:
-        return (ids < 0) | (ids >= self.vocab_size)
-
-    def _column(self, found: _Findings, column: Column, counts: _Counts | None) -> None:
+    def _column(self, found: _Findings, column: Column, counts: Mapping[str, Tensor] | None) -> None:
+        """Note a column's values where a token counts, see `_counting`."""
         if column.optional and column.key not in found.data:
             return
         values = found.tensor(column.key, column.needed_by, column.shape)
@@ -239,35 +224,31 @@ class BatchCheck:
         if values.is_floating_point() == of_ids or values.dtype == torch.bool or values.is_complex():
             found.wrong_dtype(column.key, values, "integers" if of_ids else "floating-point numbers")
         elif counts is not None:
-            allowed = self._vocabulary if of_ids else column.kind.value
-            wrong = ~torch.isfinite(values)
+            code, allowed = column.kind.name.lower().replace("_", "-"), column.kind.value
             if of_ids:
-                wrong = self._outside(values)
+                code, allowed = "vocabulary", self._vocabulary
+                wrong = (values < 0) | (values >= self.vocab_size)
             elif column.kind is ColumnKind.BELOW_INFINITY:
                 wrong = torch.isnan(values) | (values == torch.inf)
-            wrong = wrong & counts.of(column)
-            code = "vocabulary" if of_ids else column.kind.name.lower().replace("_", "-")
+            else:
+                wrong = ~torch.isfinite(values)
+            if column.shape == "B":
+                wrong = wrong & counts["samples"]
+            else:
+                counts_BS = counts["next tokens" if column.of_next_token else "tokens"]
+                wrong = wrong & counts_BS[(...,) + (None,) * (len(column.shape) - 2)]
             found.values(code, column.key, values, wrong, f"{allowed}, wherever a token counts")
 
 
-class _Counts:
-    """Where a loss of next tokens reads a column: token_mask is 1, the token is not the first, and the sample counts.
+def _counting(tokens_BS: Tensor, samples_B: Tensor, rows_per_sample: int) -> dict[str, Tensor]:
+    """Return where a loss of next tokens reads a column: token_mask is 1, not of the first, and the sample counts.
 
     It does where sample_mask is 1 in any of its rows.
     """
-
-    def __init__(self, tokens_BS: Tensor, samples_B: Tensor, rows_per_sample: int):
-        of_samples = (samples_B != 0).view(-1, rows_per_sample).any(dim=1)
-        self._samples_B = of_samples.repeat_interleave(rows_per_sample)
-        next_BS = ((tokens_BS != 0) & self._samples_B.unsqueeze(1))[:, 1:]
-        self._tokens_BS, self._next_tokens_BS = pad(next_BS, (1, 0)), pad(next_BS, (0, 1))
-
-    def of(self, column: Column) -> Tensor:
-        """Return bool, which broadcasts to the column's shape."""
-        if column.shape == "B":
-            return self._samples_B
-        counts_BS = self._next_tokens_BS if column.of_next_token else self._tokens_BS
-        return counts_BS[(...,) + (None,) * (len(column.shape) - 2)]
+    of_samples = (samples_B != 0).view(-1, rows_per_sample).any(dim=1)
+    counts_B = of_samples.repeat_interleave(rows_per_sample)
+    next_BS = ((tokens_BS != 0) & counts_B.unsqueeze(1))[:, 1:]
+    return {"samples": counts_B, "tokens": pad(next_BS, (1, 0)), "next tokens": pad(next_BS, (0, 1))}
 
 
 @dataclass
@@ -303,7 +284,6 @@ class _Findings:
         return mask
 
     def wrong_dtype(self, key: str, values: Tensor, allowed: str) -> None:
-        """Note a dtype."""
         self.note("dtype", key, f"{str(values.dtype).removeprefix('torch.')}; allowed: {allowed}")
 
     def values(self, code: str, key: str, values: Tensor, wrong: Tensor, allowed: str) -> None:
@@ -318,11 +298,9 @@ class _Findings:
         self.note(code, key, f"{example} in row{'s' * (len(rows) > 1)} {shown}{more}; allowed: {allowed}")
 
     def note(self, code: str, key: str, what: str) -> None:
-        """Note what is wrong with a key."""
         self.findings.append(Finding(code, key, what))
 
     def refuse(self) -> None:
-        """Raise the BatchError, if anything was found."""
         if self.findings:
             error = BatchError("\n  ".join(["the batch is refused:", *map(str, self.findings)]), code="batch")
             error.findings = tuple(self.findings)

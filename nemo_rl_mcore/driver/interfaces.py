@@ -53,17 +53,17 @@ class RolloutEngines(GenerationInterface, Protocol):
 
     @property
     def answering(self) -> bool:
-        """Return whether any of them has weights; while none has, no group is asked for."""
+        """Any of them has weights; while none has, no group is asked for."""
         ...
 
     @property
     def joining(self) -> bool:
-        """Return whether `rejoin` is to be called: one that restarted has no weights, or the run is to end."""
+        """`rejoin` is to be called: one that restarted has no weights, or the run is to end."""
         ...
 
     @property
     def restarts(self) -> int:
-        """Return how often one of them was restarted, since the run began."""
+        """Times that one of them was restarted, since the run began."""
         ...
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
@@ -111,5 +111,5 @@ class Environments(Protocol):
 
     @property
     def drop_reasons(self) -> Mapping[str, int]:
-        """Return why turns were dropped, and how many for each reason, since the run began."""
+        """Turns that were dropped since the run began, by the reason."""
         ...

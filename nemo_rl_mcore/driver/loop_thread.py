@@ -53,12 +53,13 @@ class LoopThread:
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)  # the loop itself forgets those that wait
-        task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_error(error)
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._on_error(error)
+
+        task.add_done_callback(ended)
 
     async def _cancel_all(self) -> None:
         await asyncio.sleep(0)  # what was begun just now is a task then

@@ -25,10 +25,10 @@ from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.custom_code import imported, is_library
 from nemo_rl_mcore.config.data import DataConfig, RowKind
 from nemo_rl_mcore.config.source import TEXT_FILES
+from nemo_rl_mcore.data.chat import make_observer, require_append_only
 from nemo_rl_mcore.data.datasets import EpochSource, Prompt, PromptSource
 from nemo_rl_mcore.data.examples import last_step
-from nemo_rl_mcore.data.hub import end_ids, fetch_tokenizer, fetched_folder
-from nemo_rl_mcore.data.observations import make_observer, require_append_only
+from nemo_rl_mcore.data.hub import end_ids, fetch_tokenizer, fetched_folder, too_large
 from nemo_rl_mcore.data.sources import RowLimits, open_prompts
 from nemo_rl_mcore.data.tokenizer import (
     CHAR_TOKENIZER_NAME,
@@ -37,13 +37,12 @@ from nemo_rl_mcore.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from nemo_rl_mcore.data.tokenizer_folder import too_large
 from nemo_rl_mcore.driver.algorithms.advantages import check_estimator
-from nemo_rl_mcore.driver.golds import hold_to_golds
-from nemo_rl_mcore.driver.rollouts.episodes import ONE_ANSWER, EpisodeForm
+from nemo_rl_mcore.driver.output import write_line
+from nemo_rl_mcore.driver.rollouts.player import ONE_ANSWER, EpisodeForm
 from nemo_rl_mcore.environment.functions import RewardFunctions, require_columns
 from nemo_rl_mcore.environment.interface import Environment
-from nemo_rl_mcore.environment.registry import make_environment
+from nemo_rl_mcore.environment.registry import make_environment, math_environment
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.losses import check_losses
 
@@ -66,12 +65,26 @@ class Parts:
 def open_parts(config: RunConfig) -> Parts:
     """Open tokenizer, prompts and environment; RunStoppedError for what does not serve."""
     tokenizer = tokenizer_of(config.policy, config.data)
+    turns, own = config.max_rollout_turns, config.env.custom
     try:
         check_losses(config)
         check_estimator(config)
-        form = _form(config, tokenizer)
+        form = ONE_ANSWER
+        if config.env.endpoint is not None:
+            form = replace(ONE_ANSWER, turns=turns)
+        elif turns > 1:
+            policy, chat = config.policy, config.data.apply_chat_template
+            if chat and config.algorithm == "ppo":  # a critic has no use for a template that rewrites turns
+                require_append_only(tokenizer, policy.tokenizer.name)
+            observer = make_observer(tokenizer, chat=chat)
+            form = EpisodeForm(turns, policy.max_total_sequence_length, policy.reserved_tokens, observer)
         environment = make_environment(config.env)
-        _require_turns(config, environment)
+        takes_turns = config.env.endpoint is not None or hasattr(environment, "step")
+        if own is not None and turns > 1 and not takes_turns:
+            raise ValueError(
+                f"{config.algorithm}.max_rollout_turns: {turns} does nothing with env.custom.type: {own.type}, which "
+                "scores the first answer and has no `step`; set it to 1"
+            )
         if isinstance(environment, RewardFunctions) and not config.data.type:
             # The columns that are kept of each source whose prompts are answered; of an embedded task none.
             sources = config.validation_sources
@@ -88,33 +101,6 @@ def open_parts(config: RunConfig) -> Parts:
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
     return Parts(with_inputs(config), tokenizer, prompts, environment, ended_by, form)
-
-
-def _require_turns(config: RunConfig, environment: Environment) -> None:
-    """Raise ValueError for a class of the user's own that scores one answer where there may be several."""
-    turns, own = config.max_rollout_turns, config.env.custom
-    if config.env.endpoint is None and own is not None and turns > 1 and not hasattr(environment, "step"):
-        raise ValueError(
-            f"{config.algorithm}.max_rollout_turns: {turns} does nothing with env.custom.type: {own.type}, which "
-            "scores the first answer and has no `step`; set it to 1"
-        )
-
-
-def _form(config: RunConfig, tokenizer: Tokenizer) -> EpisodeForm:
-    """Return what the recipe's episodes are like; ValueError for a critic with a template that rewrites turns."""
-    policy, chat = config.policy, config.data.apply_chat_template
-    if config.env.endpoint is not None:
-        return replace(ONE_ANSWER, turns=config.max_rollout_turns)
-    if config.max_rollout_turns == 1:
-        return ONE_ANSWER
-    if chat and config.algorithm == "ppo":
-        require_append_only(tokenizer, policy.tokenizer.name)
-    return EpisodeForm(
-        config.max_rollout_turns,
-        policy.max_total_sequence_length,
-        policy.reserved_tokens,
-        make_observer(tokenizer, chat=chat),
-    )
 
 
 def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokenizer:
@@ -206,23 +192,29 @@ def _digest(what: str, parts: Iterable[bytes]) -> str:
 
 
 def _files_of(config: RunConfig) -> dict[str, list[Path]]:
-    """Return the files of rows, of prompts and of agents that are on this machine, by their keys."""
+    """Return the files of rows, of prompts and of agents that are on this machine, by their keys.
+
+    Of a folder those that are neither hidden nor another user's.
+    """
     named: dict[str, Iterable[str]] = {}
     for key, source in (config.train_sources | config.validation_sources).items():
         named[f"{key}.data_path"] = [file for path in source.paths for file in sorted(glob(path)) or [path]]
         named |= {f"{key}.{name}": [path] for name in TEXT_FILES if (path := getattr(source, name))}
     if config.env.endpoint is not None:
         named["env.endpoint.command"] = config.env.endpoint.command[1:]
-    found = {key: [file for one in paths for file in _files_at(Path(one))] for key, paths in named.items()}
-    return {key: files for key, files in found.items() if files}
-
-
-def _files_at(path: Path) -> list[Path]:
-    """Return the file, or those in a folder that are neither hidden nor another user's."""
-    if not path.is_dir():
-        return [path] if path.is_file() else []
-    inside = (one for one in sorted(path.rglob("[!.]*")) if one.is_file() and os.access(one, os.R_OK))
-    return [one for one in inside if not any(part.startswith(".") for part in one.relative_to(path).parts)]
+    found: dict[str, list[Path]] = {}
+    for key, paths in named.items():
+        files: list[Path] = []
+        for path in map(Path, paths):
+            inside = sorted(path.rglob("[!.]*")) if path.is_dir() else []
+            files += [path] if path.is_file() else []
+            for one in inside:
+                hidden = any(part.startswith(".") for part in one.relative_to(path).parts)
+                if one.is_file() and os.access(one, os.R_OK) and not hidden:
+                    files.append(one)
+        if files:
+            found[key] = files
+    return found
 
 
 def _content(paths: Iterable[Path]) -> Iterator[bytes]:
@@ -284,10 +276,13 @@ def _of_instance(one: object) -> Iterable[object]:
     return (one.__class__, held) if _is_own(one.__class__) else (held.get("__wrapped__"),)
 
 
-def _members(kind: type) -> dict[str, object]:
-    """Return what a class defines, without what Python notes of it, such as its line."""
+def _of_class(kind: type) -> Iterable[object]:
+    """Return its name, bases and what it defines, without what Python notes of it, such as its line."""
+    if not _is_own(kind):
+        return ()
     named = vars(kind).items()
-    return {name: one for name, one in named if not name.startswith("__") or callable(one)}
+    members = {name: one for name, one in named if not name.startswith("__") or callable(one)}
+    return kind.__qualname__, kind.__bases__, members
 
 
 def _is_own(kind: type) -> bool:
@@ -309,7 +304,57 @@ _MADE_OF: dict[type, Callable[[Any], Iterable[object]]] = {
     CodeType: lambda one: (one.co_code, one.co_names, one.co_consts),
     FunctionType: lambda one: () if is_library(one.__code__.co_filename) else _of_function(one),
     ModuleType: _of_module,
-    type: lambda one: (one.__qualname__, one.__bases__, _members(one)) if _is_own(one) else (),
+    type: _of_class,
     object: _of_instance,
 }
 """What the code of a value is made of, by the first kind that it is of."""
+
+
+_LOOKED_AT = 1000
+"""Answers that are read before a run that gives the others 0, some milliseconds each; a recipe may have a million."""
+
+
+def hold_to_golds(config: RunConfig, source: PromptSource) -> PromptSource:
+    """Give the source of what env.math can score against: without rows to drop, which are counted; zeros are told.
+
+    A source that does not end is asked for its first step and its validation; later answers are held to the same
+    when they are scored. Raises ConfigError for an answer that is refused.
+    """
+    math = config.env.math
+    if math is None:
+        return source
+    scored = list[Prompt]()  # what the policy answers
+    if config.row_kind is RowKind.PROMPTS:
+        ends = isinstance(source, EpochSource)
+        scored += source.train if ends else source.train_batch(1, config.prompts_per_step)
+    if config.loop.validates:
+        scored += source.validation(config.loop.max_val_samples)
+    if math.unparsable == "refuse":
+        require_answers(config, scored)
+        return source
+    zeros = math.unparsable == "zero"
+    if not zeros and not isinstance(source, EpochSource):
+        return source
+    looked_at = scored[:_LOOKED_AT] if zeros else scored
+    wrong = math_environment(math).wrong_answers(looked_at)
+    if count := sum(prompt.answer in wrong for prompt in looked_at):
+        shown = ", ".join(repr(answer[:40]) for answer in [*wrong][:3])
+        what = "each response to them scores 0" if zeros else "those rows are left out"
+        write_line(
+            sys.stderr,
+            f"env.math.unparsable: nothing can equal the answers of {count} of {len(looked_at)} rows ({shown}); {what}",
+        )
+    if not isinstance(source, EpochSource) or zeros:
+        return source
+    kept = config.row_kind is not RowKind.PROMPTS
+    return replace(
+        source,
+        train=[row for row in source.train if kept or row.answer not in wrong],
+        held_out=[row for row in source.held_out if row.answer not in wrong],
+    )
+
+
+def require_answers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for answers of the prompts that env.math cannot score against, unless the recipe takes them."""
+    if config.env.math is not None and config.env.math.unparsable == "refuse":
+        math_environment(config.env.math).require_answers(prompts)

@@ -21,10 +21,9 @@ from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.driver.actors.one_process import InProcessRank, OneProcess
 from nemo_rl_mcore.driver.actors.places import Placement, hub_token
 from nemo_rl_mcore.losses.base import LossFunction
-from nemo_rl_mcore.rank.batch_sizes import BatchSizes
 from nemo_rl_mcore.rank.refit.digests import Digests
 from nemo_rl_mcore.rank.refit.sender import BroadcastRendezvous, Engines, RefitSettings
-from nemo_rl_mcore.rank.train_step import Phase, out_of_order
+from nemo_rl_mcore.rank.train_step import BatchSizes, Phase, out_of_order
 from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 from nemo_rl_mcore.recipe.rules.policies import checked_policy
 
@@ -72,8 +71,14 @@ class Policy:
         self._config = checked_policy(config, only_read=not trained)
         self._cluster, self._colocated_with = cluster, colocated_with
         self._check = BatchCheck.of(config)
+        if group is None and isinstance(cluster, OneProcess):
+            group = InProcessRank
+        elif group is None:
+            from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup  # brings in Ray
+
+            group = RayWorkerGroup
         self._start_workers = partial(
-            group or _group_at(cluster),
+            group,
             MegatronPolicyWorker,
             cluster,
             (config,),
@@ -85,7 +90,6 @@ class Policy:
                 "temperature": temperature,
                 "verify_checksums": verify_checksums,
             },
-            start_timeout_s=config.start_timeout_s,
             call_timeout_s=config.call_timeout_s,
             deadline_keys="policy",
             name=name,
@@ -214,7 +218,9 @@ class Policy:
         gbs, mbs: see `train`; the scheduler advances by the samples of `gbs` rows, whatever the chunks hold.
         """
         sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
-        self._run_all("begin_train_step", loss_fn=loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id)
+        self._call(
+            "begin_train_step", _NOBODY, loss_fn=loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id
+        )
         self._open_loss = loss_fn
 
     def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
@@ -234,11 +240,7 @@ class Policy:
 
     def finish_train_step(self) -> dict[str, Any]:
         """Update the weights by the mean over all chunks' tokens (or sequences); the keys are those of `train`."""
-        answers = self._workers.run_all(
-            "finish_train_step",
-            answering=self._answering(self._open_loss),
-            context=self._next_call("finish_train_step"),
-        )
+        answers = self._call("finish_train_step", self._answering(self._open_loss))
         self.updates += 1
         return self._joined(answers, self._open_loss)
 
@@ -254,7 +256,7 @@ class Policy:
 
     def abort_train_step(self) -> None:
         """Drop the open or failed step, which then leaves no trace; nothing to do when none is open."""
-        self._run_all("abort_train_step")
+        self._call("abort_train_step", _NOBODY)
 
     def save_checkpoint(self, folder: str, *, wait: bool = True) -> None:
         """Write all that the next step depends on into a folder that every rank sees.
@@ -262,16 +264,14 @@ class Policy:
         Without `wait` a copy is taken, and written while other calls go on; see `checkpoint_written`. The next save
         waits for it.
         """
-        self._run_all("save_checkpoint", folder=str(Path(folder).absolute()), wait=wait)
+        self._call("save_checkpoint", _NOBODY, folder=str(Path(folder).absolute()), wait=wait)
 
     def checkpoint_written(self, *, wait: bool = True) -> float | None:
         """Return the seconds that writing the last copy took, None while it goes on; `wait` until it is written.
 
         Raises what writing it raised.
         """
-        of_ranks: Sequence[float | None] = self._workers.run_all(
-            "checkpoint_written", wait=wait, context=self._next_call("checkpoint_written")
-        )
+        of_ranks: Sequence[float | None] = self._call("checkpoint_written", wait=wait)
         taken = [seconds for seconds in of_ranks if seconds is not None]
         return max(taken) if len(taken) == len(of_ranks) else None
 
@@ -280,12 +280,12 @@ class Policy:
 
         The layout may be another one. Raises when the folder does not hold a checkpoint of this model.
         """
-        self._run_all("load_checkpoint", folder=str(Path(folder).absolute()), weights_only=weights_only)
+        self._call("load_checkpoint", _NOBODY, folder=str(Path(folder).absolute()), weights_only=weights_only)
         self.updates = 0
 
     def has_unknown_update(self) -> bool:
         """Return whether a rank took an optimizer step whose result was not given, since it or another one raised."""
-        taken = self._workers.run_all("updates", context=self._next_call("updates"))
+        taken = self._call("updates")
         return any(count != self.updates for count in taken)
 
     @property
@@ -299,40 +299,40 @@ class Policy:
 
     def loading_s(self) -> float:
         """Return the seconds that loading weights has taken, on the slowest rank."""
-        return max(self._workers.run_all("loading_s", context=self._next_call("loading_s")))
+        return max(self._call("loading_s"))
 
     def gpus(self) -> Sequence[str]:
         """Return the GPU of each rank; empty on CPU."""
-        found: list[str] = self._workers.run_all("gpu", context=self._next_call("gpu"))
+        found: list[str] = self._call("gpu")
         return [gpu for gpu in found if gpu]
 
     def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
-        return self._first_of_all("connect_engines", engines=engines, settings=settings)
+        return self._call("connect_engines", _FIRST, engines=engines, settings=settings)[0]
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
-        return self._first_of_all("prepare_refit_info")
+        return self._call("prepare_refit_info", _FIRST)[0]
 
     def weights_digest(self, held_as: str | None = None) -> str:
         """Of all weights as a refit sends them; see `refit.digests.of_all`."""
-        return self._first_of_all("weights_digest", held_as=held_as)
+        return self._call("weights_digest", _FIRST, held_as=held_as)[0]
 
     def prepare_for_training(self) -> None:
-        self._run_all("prepare_for_training")
+        self._call("prepare_for_training", _NOBODY)
 
     def finish_training(self) -> None:
         """Do nothing, as in NeMo RL: by policy.offload the next call takes what it does not need from the device."""
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        self._run_all("prepare_for_lp_inference", keep_train_buffers=keep_train_buffers)
+        self._call("prepare_for_lp_inference", _NOBODY, keep_train_buffers=keep_train_buffers)
 
     def send_weights(self) -> Digests:
         """Stream all weights to the engines; returns the tensors by name, with digests where they are verified."""
-        return self._first_of_all("send_weights")
+        return self._call("send_weights", _FIRST)[0]
 
     def export_hf(self, folder: str, *, origin: str | None = None) -> None:
         """Write the weights as a Hugging Face folder, which the first rank's machine must see."""
-        self._run_all("export_hf", folder=folder, origin=origin)
+        self._call("export_hf", _NOBODY, folder=folder, origin=origin)
 
     def shutdown(self) -> None:
         self._workers.shutdown()
@@ -362,28 +362,13 @@ class Policy:
         alone = len(self._shard_of_rank) == len(shards)
         given = shards if alone else [self._workers.share(shard) for shard in shards]
         per_rank: list[Mapping[str, Any]] = [{"data": given[shard]} for shard in self._shard_of_rank]
-        return self._workers.run_all(
-            method, per_rank_kwargs=per_rank, answering=answering, context=self._next_call(method), **kwargs
-        )
+        return self._call(method, answering, per_rank_kwargs=per_rank, **kwargs)
 
-    def _run_all(self, method: str, **kwargs: Any) -> None:
-        self._workers.run_all(method, answering=_NOBODY, context=self._next_call(method), **kwargs)
-
-    def _first_of_all(self, method: str, **kwargs: Any) -> Any:
-        """Return what the first rank says, where all would say the same or only it has something to say."""
-        return self._workers.run_all(method, answering=_FIRST, context=self._next_call(method), **kwargs)[0]
-
-    def _next_call(self, method: str) -> str:
+    def _call(self, method: str, answering: Collection[int] | None = None, **kwargs: Any) -> list[Any]:
+        """Call a method of every rank; answering: the ranks whose results are read, None for all."""
         self._calls[method] = self._calls.get(method, 0) + 1
-        return f"call {self._calls[method]}"
-
-
-def _group_at(cluster: RayCluster | OneProcess) -> Callable[..., WorkerGroup]:
-    if isinstance(cluster, OneProcess):
-        return InProcessRank
-    from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup  # brings in Ray
-
-    return RayWorkerGroup
+        context = f"call {self._calls[method]}"
+        return self._workers.run_all(method, answering=answering, context=context, **kwargs)
 
 
 def open_place(config: RunConfig, *, engines: bool = False) -> OneProcess | RayCluster:
@@ -395,7 +380,7 @@ def open_place(config: RunConfig, *, engines: bool = False) -> OneProcess | RayC
         return OneProcess(config.cluster)
     from nemo_rl_mcore.driver.actors.cluster import RayCluster  # brings in Ray
 
-    return RayCluster(config.cluster, more_cpus=config.env.pool_cpus)
+    return RayCluster(config.cluster)
 
 
 def start_frozen(config: RunConfig, cluster: OneProcess | RayCluster) -> Policy:
@@ -406,7 +391,6 @@ def start_frozen(config: RunConfig, cluster: OneProcess | RayCluster) -> Policy:
         seed=config.seed,
         temperature=config.logprob_temperature,
         trained=False,
-        verify_checksums=config.checkpointing.verify_checksums,
     )
 
 

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from nemo_rl_mcore.agents.endpoint import Endpoint
-from nemo_rl_mcore.agents.player import AgentCollector
+from nemo_rl_mcore.agents.endpoint import AgentCollector, Endpoint
 from nemo_rl_mcore.config import (
-    ClusterConfig,
     DistillationMasterConfig,
     DPOMasterConfig,
     GRPOMasterConfig,
@@ -56,8 +54,7 @@ from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved
 from nemo_rl_mcore.driver.run_folder import leave_recipe, run_folders
 from nemo_rl_mcore.driver.signals import current_stop_signals
 from nemo_rl_mcore.engine.kinds import engine_kind
-from nemo_rl_mcore.environment.interface import Environment
-from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.environment.interface import Environment, LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 
 
@@ -124,53 +121,37 @@ def train(
             finish_report(config.logger, watch.write_page)
             return
         try:
-            yield from _run_from(checkpoints, parts, session, watch)
+            current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
+            saved = read_saved(config, checkpoints.start)
+            recorder = RunRecorder(
+                config.logger,
+                config.loop.max_num_steps,
+                title=f"{config.algorithm}: {config.data.dataset_name}",
+                run=RunFacts(
+                    config.algorithm,
+                    config.model_dump(mode="json"),
+                    checkpoints.resumed_step,
+                    rewards_teach=config.gradient is not None,
+                ),
+                write_page=watch.write_page,
+                summary=watch.summary,
+            )
+            with ExitStack() as outside:
+                outside.callback(torch.set_num_threads, torch.get_num_threads())
+                if config.cluster.on_cpu:  # where ranks have the cores, idle threads would spin on them
+                    torch.set_num_threads(1)
+                if session is None:
+                    with recorder.startup("ray", "starting Ray"):
+                        own = RayCluster(config.cluster)
+                        cluster = outside.enter_context(own)
+                else:  # one for all runs of a command: only who has started it knows its servers and its processes
+                    cluster = session.shared_with(config.cluster)
+                leave_recipe(config)
+                with ExitStack() as stack:
+                    yield from _train(parts, cluster, checkpoints, recorder, stack, saved, watch)
         except BaseException as error:
             error.add_note(checkpoints.standing())
             raise
-
-
-def _run_from(
-    checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | None, watch: Watch
-) -> Generator[Mapping[str, float]]:
-    config = parts.config
-    current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
-    saved = read_saved(config, checkpoints.start)
-    recorder = RunRecorder(
-        config.logger,
-        config.loop.max_num_steps,
-        title=f"{config.algorithm}: {config.data.dataset_name}",
-        run=RunFacts(
-            config.algorithm,
-            config.model_dump(mode="json"),
-            checkpoints.resumed_step,
-            rewards_teach=config.gradient is not None,
-        ),
-        write_page=watch.write_page,
-        summary=watch.summary,
-    )
-    with ExitStack() as session:
-        session.enter_context(_cores_left_to_ranks(config.cluster))
-        if outer is None:
-            with recorder.startup("ray", "starting Ray"):
-                cluster = session.enter_context(RayCluster(config.cluster, more_cpus=config.env.pool_cpus))
-        else:  # one for all runs of a command: only who has started it knows its servers and its processes
-            cluster = outer.shared_with(config.cluster)
-        leave_recipe(config)
-        with ExitStack() as stack:
-            yield from _train(parts, cluster, checkpoints, recorder, stack, saved, watch)
-
-
-@contextmanager
-def _cores_left_to_ranks(cluster: ClusterConfig) -> Iterator[None]:
-    """Inside, this process computes with one thread where ranks have the cores: idle ones would spin on them."""
-    threads = torch.get_num_threads()
-    if cluster.on_cpu:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _train(
@@ -289,7 +270,6 @@ def start_model(
         role=plan.role,
         trained=plan.trained,
         colocated_with=colocated_with,
-        verify_checksums=config.checkpointing.verify_checksums,
     )
 
 
@@ -367,7 +347,7 @@ def open_environments(
     Actors of a run that samples start at once, and nobody waits for them; those of others when they are first asked.
     """
     if not config.env.pool_size:
-        yield LocalEnvironments(environment, config.env.reward_weights, config.env.max_observation_chars)
+        yield LocalEnvironments(environment, config.env.reward_weights)
         return
     with EnvironmentPool(config.env, cluster) as pool:
         if config.row_kind is RowKind.PROMPTS:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import stat
 import sys
+import tempfile
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
+from typing import BinaryIO, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -29,12 +31,89 @@ from nemo_rl_mcore.config.base import Problem, absolute_path, join_path
 from nemo_rl_mcore.config.master import kind_of
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.run_config import ModelPlan
-from nemo_rl_mcore.driver.folders import folders_of, too_full, try_to_write
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.errors import RunStoppedError, folder_error, shortened
+from nemo_rl_mcore.models.memory import checkpoint_bytes, copied_bytes
 from nemo_rl_mcore.models.pretrained import OF_TRAINING, explicit_fields
 from nemo_rl_mcore.recipe.environment_values import value_now
 from nemo_rl_mcore.recipe.yaml_text import read_yaml_text
+
+_PROBE = b"\0" * 4096
+
+
+def folders_of(config: RunConfig) -> dict[str, Path]:
+    """Return the folders that a run writes into, by their keys."""
+    folders = {"logger.log_dir": Path(config.logger.log_dir)}
+    if config.checkpointing.enabled:
+        folders["checkpointing.checkpoint_dir"] = Path(config.checkpointing.checkpoint_dir)
+    return folders
+
+
+def folder_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what stops a run from writing there, and leave nothing behind."""
+    whole = True
+    for key, folder in folders_of(config).items():
+        nearest = nearest_folder(folder)
+        try:
+            if folder != nearest and nearest.is_dir():
+                tempfile.TemporaryDirectory(dir=nearest).cleanup()
+            try_to_write(nearest)
+        except OSError as error:
+            whole = False
+            what = f"{str(folder)!r} cannot be written to: {str(nearest)!r}: {error.strerror}"
+            yield Problem("not-writable", key, what, "name another folder")
+    if whole and (problem := too_full(config)):
+        yield problem
+
+
+def try_to_write(folder: Path) -> None:
+    """Write a file into a folder that is there, which has no name and is gone at once; raises OSError."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(_PROBE)
+
+
+def nearest_folder(folder: Path) -> Path:
+    """Return the folder, or the innermost one above it that is there."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def too_full(config: RunConfig) -> Problem | None:
+    """Return what is wrong where the disk has no room for one checkpoint."""
+    if not config.checkpointing.enabled:
+        return None
+    folder = Path(config.checkpointing.checkpoint_dir)
+    needed, free = checkpoint_bytes(config), shutil.disk_usage(nearest_folder(folder)).free
+    if needed <= free:
+        return None
+    return Problem(
+        "disk-full",
+        "checkpointing.checkpoint_dir",
+        f"{str(folder)!r} has {_gigabytes(free)} free, and a checkpoint takes about {_gigabytes(needed)}",
+        "make room, or name another folder",
+    )
+
+
+def checkpoints_on_disk(config: RunConfig) -> str:
+    """Say how many checkpoints the run keeps at most, and what they take."""
+    section = config.checkpointing
+    if not section.enabled:
+        return "none (checkpointing.enabled: false)"
+    kept = -(-config.loop.max_num_steps // section.save_period)
+    if section.keep_top_k is not None:
+        # The newest one is kept in addition to the best.
+        kept = min(kept, section.keep_top_k + (section.metric_name is not None))
+    size, copied = _gigabytes(kept * checkpoint_bytes(config)), copied_bytes(config)
+    where = (
+        f"every {section.save_period} steps, {kept} kept at most, about {size} in {section.checkpoint_dir}"
+    )
+    if copied:
+        where += f", written from a copy of about {_gigabytes(copied)} in the machines' memory (async_save)"
+    return where
+
+
+def _gigabytes(number: int) -> str:
+    return f"{number / 1e9:.3g} GB"
+
 
 TEMPORARY = ".tmp"
 
@@ -85,12 +164,11 @@ Tree = Mapping[str, object]
 
 _WITHOUT_EFFECT = (
     *("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name"),
-    *("env.endpoint.processes", "env.endpoint.port", "env.endpoint.gym"),
-    "input_digests",
+    *("env.endpoint.processes", "env.endpoint.gym", "input_digests"),
 )
 """What a run leaves behind, where answers are scored, and the weights that the checkpoint has replaced."""
-_ENDINGS_WITHOUT_EFFECT = ("_timeout_s", ".keep_groups", ".keep_groups_gb")
-"""How long the driver, ranks and engines wait for each other, and what is left for a replay."""
+_ENDINGS_WITHOUT_EFFECT = ("_timeout_s",)
+"""How long the driver, ranks and engines wait for each other."""
 _OF_THE_STATE = (
     *("policy.precision", "policy.megatron_cfg.optimizer.optimizer"),
     *("policy.megatron_cfg.freeze", "policy.megatron_cfg.freeze_moe_router"),
@@ -335,15 +413,6 @@ def held_folders(folders: Mapping[str, Path]) -> Generator[None]:
         yield
 
 
-def _opened_lock(path: Path) -> TextIO:
-    """Open the file of the lock, made if need be; raises OSError for a link, a pipe, and another name of a file."""
-    descriptor = open_own(path, os.O_RDWR | os.O_APPEND)
-    if os.fstat(descriptor).st_nlink > 1:
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{path.name} is no file of its folder alone", str(path))
-    return open(descriptor, "a+", encoding="utf-8")
-
-
 @contextmanager
 def _locked(key: str, folder: Path) -> Generator[None]:
     found = folder.stat()
@@ -352,7 +421,10 @@ def _locked(key: str, folder: Path) -> Generator[None]:
         yield
         return
     # No child inherits the descriptor, so that none keeps the lock when this process is gone.
-    with _opened_lock(folder / LOCK_FILE) as file:
+    path = folder / LOCK_FILE
+    with open(open_own(path, os.O_RDWR | os.O_APPEND), "a+", encoding="utf-8") as file:
+        if os.fstat(file.fileno()).st_nlink > 1:
+            raise OSError(errno.EINVAL, f"{path.name} is no file of its folder alone", str(path))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

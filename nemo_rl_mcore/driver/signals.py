@@ -39,10 +39,11 @@ class StopSignals:
 
     def __init__(self, *, deferring: bool = False, holding: bool = False) -> None:
         self.began = time.monotonic()
-        self._asked: list[int] = []
+        self.arrived: list[int] = []
         self._asked_at = 0.0
         self.time_is_up = False
-        self._due = False
+        self.due = False
+        """What has come has not raised yet."""
         self._failure: BaseException | None = None
         self._cuts = False  # what defers, for the failure
         self._deferring, self._holding = int(deferring), int(holding)
@@ -50,49 +51,47 @@ class StopSignals:
 
     @property
     def asked(self) -> bool:
-        """Return whether a signal has come."""
-        return bool(self._asked)
+        return bool(self.arrived)
 
     @property
     def insisted(self) -> bool:
-        """Return whether a second one has."""
-        return len(self._asked) > 1
+        return len(self.arrived) > 1
 
     @property
     def word(self) -> str:
         """Return what the first signal did to the process."""
-        return _WORDS[signal.Signals(self._asked[0] if self._asked else signal.SIGINT)]
+        return _WORDS[signal.Signals(self.arrived[0] if self.arrived else signal.SIGINT)]
 
     @property
     def exit_status(self) -> int:
         """Return what a shell reports for a program that the first signal ended: 130, 143, 129; 0 if time did."""
-        if self.time_is_up and not self._asked:
+        if self.time_is_up and not self.arrived:
             return 0
-        return EXIT_STATUS_OF_A_SIGNAL + (self._asked[0] if self._asked else signal.SIGINT)
+        return EXIT_STATUS_OF_A_SIGNAL + (self.arrived[0] if self.arrived else signal.SIGINT)
 
     def arrive(self, number: int, _frame: FrameType | None = None) -> None:
         now = time.monotonic()
         if number == _FROM_A_THREAD:
             if self._failure is not None and not self._cuts:
                 return
-            if self._failure is None and (self._asked or self.time_is_up):
+            if self._failure is None and (self.arrived or self.time_is_up):
                 return  # the process is ending already
             self.time_is_up |= self._failure is None
         else:
             again = self.asked and number != signal.SIGINT and now - self._asked_at < _ONE_STOP_S
             if again or self.insisted:
                 return
-            self._asked.append(number)
+            self.arrived.append(number)
             self._asked_at = now
-        self._due = True
+        self.due = True
         self.stop_if_due()
 
     def stop_if_due(self) -> None:
         """Raise KeyboardInterrupt for a signal that has come, unless it is to wait."""
-        if not self._due or self._holding or (self._deferring and not (self.insisted or self._cuts)):
+        if not self.due or self._holding or (self._deferring and not (self.insisted or self._cuts)):
             return
-        self._due = self._cuts = False
-        if self._asked:
+        self.due = self._cuts = False
+        if self.arrived:
             raise KeyboardInterrupt from self._failure
         if self._failure is not None:
             raise FailedFromOutsideError from self._failure
@@ -100,7 +99,7 @@ class StopSignals:
 
     def stop_if_asked(self) -> None:
         """Raise it also where code that is not ours has swallowed it before."""
-        self._due |= self.asked or self.time_is_up
+        self.due |= self.asked or self.time_is_up
         self.stop_if_due()
 
     @contextmanager
@@ -144,16 +143,6 @@ class StopSignals:
         _wake_main_thread()
         return True
 
-    @property
-    def due(self) -> bool:
-        """Return whether what has come has not raised yet."""
-        return self._due
-
-    def raise_again(self) -> None:
-        """Send what has come to the handlers that are there now."""
-        for number in self._asked:
-            signal.raise_signal(number)
-
 
 _current: StopSignals | None = None
 """Signals belong to the process, and so does who listens to them."""
@@ -191,8 +180,9 @@ def deferred_stop_signals(*, hold: bool = False) -> Generator[None]:
         with _listening(alone):
             yield
     finally:
-        if alone.due:
-            alone.raise_again()
+        if alone.due:  # for the handlers that are there now
+            for number in alone.arrived:
+                signal.raise_signal(number)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from nemo_rl_mcore.engine.engine import (
     Response,
     Sampling,
 )
+from nemo_rl_mcore.engine.receivers import MessageRelay, Receivers
 from nemo_rl_mcore.ops.sampling import SamplingParams
 from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.policy_backend import (
@@ -30,12 +31,11 @@ from nemo_rl_mcore.rank.policy_backend import (
     open_generator,
 )
 from nemo_rl_mcore.rank.refit.digests import Digests, digests, require_as_sent
-from nemo_rl_mcore.rank.refit.transports import MessageRelay, Receivers
 
 
 @dataclass(frozen=True)
 class EmbeddedSettings:
-    """How to build an engine.
+    """Arguments of an engine.
 
     reread_after_refit: responses under way have their cache recomputed by the new weights, instead of going on with
     what the former ones left there. open: builds the model.
@@ -47,9 +47,7 @@ class EmbeddedSettings:
 
 
 @dataclass
-class _Growing:
-    """A response so far."""
-
+class _Growing:  # a response so far
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
@@ -79,7 +77,6 @@ class EmbeddedEngine:
     async def generate(
         self, requests: Sequence[Request], sampling: Sampling, version: int | None = None, ticket: str = ""
     ) -> list[Response]:
-        """See `Engine.generate`; without a version, requests wait for a refit under way to end."""
         activity.advance("generate")
         if version is not None:
             self.weights.require(version)
@@ -87,7 +84,25 @@ class EmbeddedEngine:
         growing = [_Growing() for _ in requests]
         decoding = self._asked[ticket] = self._backend.decoding()
         try:
-            decoding.add(self._as_request(requests, sampling))
+            decoding.add(
+                GenerationRequest(
+                    prompts=[request.prompt for request in requests],
+                    keys_B=torch.tensor([request.seed for request in requests], dtype=torch.long),
+                    max_new_tokens=sampling.max_new_tokens,
+                    stops=[
+                        StopConditions.of(self._policy, sampling.stop_ids, request.stop_strings)
+                        for request in requests
+                    ],
+                    sampling=SamplingParams(
+                        1.0 if sampling.greedy else sampling.temperature,
+                        sampling.top_k,
+                        sampling.top_p,
+                        sampling.greedy,
+                    ),
+                    batch_size=self._policy.generation_batch_size,
+                    longest=sampling.longest,
+                )
+            )
             while await self._step(ticket, decoding, growing):
                 pass
         finally:
@@ -130,7 +145,6 @@ class EmbeddedEngine:
         self._asked.pop(ticket, None)
 
     async def begin_refit(self, version: int) -> None:
-        """See `Engine.begin_refit`; requests in flight pause."""
         activity.advance("begin_refit")
         self.weights.begin(version)
         self._may_generate.clear()
@@ -145,7 +159,6 @@ class EmbeddedEngine:
             self._received.add(name)
 
     async def finish_refit(self, version: int, sent: Digests) -> int:
-        """See `Engine.finish_refit`; generation goes on."""
         activity.advance("finish_refit")
         assert self._filling is not None
         self._receivers.close()
@@ -168,7 +181,7 @@ class EmbeddedEngine:
 
     async def sleep(self) -> None:
         """See `Engine.sleep`; this engine shares its GPU with nobody, and keeps the memory."""
-        self.weights.drop()
+        self.weights.whole = False
         self._may_generate.clear()
 
     async def wake_up(self, tags: Sequence[str]) -> None:
@@ -179,22 +192,3 @@ class EmbeddedEngine:
 
     async def shutdown(self) -> None:
         self._backend.shutdown()
-
-    def _as_request(self, requests: Sequence[Request], sampling: Sampling) -> GenerationRequest:
-        return GenerationRequest(
-            prompts=[request.prompt for request in requests],
-            keys_B=torch.tensor([request.seed for request in requests], dtype=torch.long),
-            max_new_tokens=sampling.max_new_tokens,
-            stops=[
-                StopConditions.of(self._policy, sampling.stop_ids, request.stop_strings)
-                for request in requests
-            ],
-            sampling=SamplingParams(
-                1.0 if sampling.greedy else sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.greedy,
-            ),
-            batch_size=self._policy.generation_batch_size,
-            longest=sampling.longest,
-        )

@@ -1,11 +1,10 @@
-"""What an engine is to the driver: it answers with weights of a known version, and takes new ones bucket by bucket.
+"""The engine as the driver knows it: it answers with weights of a known version, and takes new ones bucket by bucket.
 
 B rows, P prompt length, T new tokens.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -44,7 +43,7 @@ class GenerationCancelledError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn and where they end.
+    """The way responses are drawn, and where they end.
 
     stop_ids end a response and belong to it; stop_strings need a tokenizer. greedy takes the likeliest token, whose
     log-probability is then that of temperature 1. top_k and top_p keep only the likeliest tokens, None and 1 all.
@@ -94,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """What came back, by token; `finished` says that it ended by itself, not at the length limit.
+    """An answer, by token; `finished` says that it ended by itself, not at the length limit.
 
     versions: of the weights that sampled a token; they never fall. digest: of the tokens, taken where they were drawn;
     see `data.token_digests`.
@@ -116,54 +115,41 @@ class Engine(Protocol):
     """The class of an engine's actor. Where its methods are coroutines, calls overlap, and weights change in between.
 
     A refit is `begin_refit`, buckets (see `refit.transports`), `finish_refit`; before the first one, and after one that
-    did not come to its end, the engine holds weights of no version.
+    did not come to its end, the engine holds weights of no version. WrongWeightsError is raised for weights that it
+    does not hold.
     """
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, version: int | None, ticket: str = ""
     ) -> Eventually[list[Response]]:
-        """Return the responses, in the order of the requests.
+        """Answer, in the order of the requests; raises GenerationCancelledError.
 
-        version: of the weights to answer with, which the engine must hold now; None is whatever it holds, also if that
-        changes under way. ticket: what `cancel` calls this group of requests.
-
-        Raises WrongWeightsError, and GenerationCancelledError.
+        version: of the weights, which the engine must hold now; None is whatever it holds, also if that changes under
+        way. ticket: what `cancel` calls this group of requests.
         """
         ...
 
     def next_logprobs(
         self, prompts: Sequence[Sequence[int]], temperature: float
     ) -> Eventually[Sequence[NextLogprobs]]:
-        """Log-probabilities of all tokens after each prompt, by the weights that it holds, as `generate` computes them.
-
-        Nothing that is answered later depends on it. temperature: divides the logits.
-
-        Raises WrongWeightsError when there are none.
-        """
+        """Compute the log-probabilities of all tokens after each prompt as `generate` does, and change nothing."""
         ...
 
     def cancel(self, ticket: str) -> Eventually[None]:
         """Give a group of requests up; one that is not being answered is no error."""
-        ...
 
     def begin_refit(self, version: int) -> Eventually[None]:
-        """Prepare for the buckets of a version; raises WrongWeightsError unless it is newer than
-        any before, or the last one, which a sleep gave up.
-        """
-        ...
+        """Prepare for buckets of a version that is newer than any before, or the last one, which a sleep gave up."""
 
     def load_bucket(self, message: Mapping[str, Any]) -> Eventually[None]:
         """Load a bucket; when it returns, the sender may reuse the memory."""
-        ...
 
     def finish_refit(self, version: int, sent: Digests) -> Eventually[int]:
         """Acknowledge the version once what was sent is held; what was cached of older weights is dropped.
 
         sent: the tensors by name, each with its digest (`refit.digests`) in the number format in which the engine
-        holds it, or None where only names are compared.
-
-        Raises IncompleteRefitError, naming the tensors that differ, are missing, or were not sent; the engine then
-        holds weights of no version.
+        holds it, or None where only names are compared. Raises IncompleteRefitError, naming the tensors that differ,
+        are missing, or were not sent; the engine then holds weights of no version.
         """
         ...
 
@@ -171,31 +157,18 @@ class Engine(Protocol):
         self, *, address: str, port: int, first_rank: int, world_size: int, timeout_s: float
     ) -> Eventually[None]:
         """Join the group in which the trainer's rank 0 broadcasts; this engine's processes start at `first_rank`."""
-        ...
 
     def sleep(self) -> Eventually[None]:
         """Give the GPU's memory back: the weights, which the next refit sends again, and the key-value cache."""
-        ...
 
     def wake_up(self, tags: Sequence[str]) -> Eventually[None]:
         """Take memory again for `weights` or `kv_cache`."""
-        ...
 
     def health(self) -> Eventually[None]:
         """Return, if all processes of the engine are alive; else raise what they died of."""
-        ...
 
     def shutdown(self) -> Eventually[None]:
         """End the engine with its processes."""
-        ...
-
-
-class EngineShare(Protocol):
-    """The class of an actor that has an engine's processes on one of its machines, where that is not the first one."""
-
-    def serve(self) -> None:
-        """Return, or raise, once one of them has ended."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -205,9 +178,9 @@ class EngineKind:
     name: of the kind, for messages. engine: the class of an actor, an `Engine` that is built from `settings`.
     environment: variables of its processes besides those of a rank. engines: how many there are, unless the GPUs that
     they share or are given say so. processes: of each one, with a GPU each where there are some. share: the class of
-    the actors on its further machines, built from the same settings; None where an engine is on one. sleeps: whether
-    training gets its memory.
-    section: of the recipe, which has the keys start_timeout_s, call_timeout_s, max_restarts and restart_backoff_s.
+    the actors on its further machines, built from the same settings, whose `serve` returns, or raises, once a process
+    of theirs has ended; None where an engine is on one. sleeps: training gets its memory.
+    section: of the recipe, which has the keys call_timeout_s and max_restarts.
     precision: number format that the engines hold weights in; None is the one they are sent in.
     """
 
@@ -220,16 +193,13 @@ class EngineKind:
     sleeps: bool
     bucket_bytes: int
     section: str
-    start_timeout_s: float
     call_timeout_s: float
     max_restarts: int
-    restart_backoff_s: float
     precision: str | None = None
-    share: type[EngineShare] | None = None
+    share: type | None = None
 
     @property
     def noun(self) -> str:
-        """Return what messages call one of them."""
         return f"{self.name} engine"
 
 
@@ -240,11 +210,10 @@ class HeldWeights:
     newest: int | None = None
     """The version of the last refit that ended well."""
     whole: bool = False
-    """Whether the weights are of that version; false while a refit is under way, or after one that failed."""
+    """The weights are of that version; false while a refit is under way, or after one that failed."""
 
     @property
     def version(self) -> int | None:
-        """Return the version that the engine can answer with, if any."""
         return self.newest if self.whole else None
 
     def begin(self, version: int) -> None:
@@ -263,25 +232,14 @@ class HeldWeights:
         self.newest, self.whole = version, True
         return version
 
-    def drop(self) -> None:
-        """Let the weights go until the next refit."""
-        self.whole = False
-
     def require(self, version: int | None) -> int:
         """Return the version to answer with; raises WrongWeightsError unless it is held (None: any)."""
         if self.version is None or version not in (None, self.version):
             asked = "any" if version is None else f"version {version}"
-            held = (
-                "of no version: no refit has ended well since"
-                if self.version is None
-                else f"of {self.version}"
-            )
+            none = "of no version: no refit has ended well since"
+            held = none if self.version is None else f"of {self.version}"
             raise WrongWeightsError(f"asked for weights of {asked}, and the engine's are {held}")
         return self.version
-
-
-_NUMBER, _COUNT, _OWN = "NODE_RANK", "NNODES", "NODE_ADDR"
-_FIRST, _PORT = "MASTER_ADDR", "MASTER_PORT"
 
 
 @dataclass(frozen=True)
@@ -299,18 +257,18 @@ class EngineMachines:
     port: int = 0
 
     def environment(self) -> dict[str, str]:
-        """Return what tells a process which one of them it is on; the port comes when it is known."""
-        return {_FIRST: self.first, _OWN: self.own, _NUMBER: str(self.number), _COUNT: str(self.count)}
+        """Return the variables of a process on this one; the port comes when it is known."""
+        return {
+            "MASTER_ADDR": self.first,
+            "NODE_ADDR": self.own,
+            "NODE_RANK": str(self.number),
+            "NNODES": str(self.count),
+        }
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self | None:
-        """Return what a process was told; None for an engine that is on one machine."""
-        if _COUNT not in environ:
+        """Read the variables of a process; None for an engine that is on one machine."""
+        if "NNODES" not in environ:
             return None
-        number, count = int(environ[_NUMBER]), int(environ[_COUNT])
-        return cls(environ[_FIRST], environ[_OWN], number, count, int(environ[_PORT]))
-
-    @classmethod
-    def here(cls) -> Self | None:
-        """Return what this process was told."""
-        return cls.of(os.environ)
+        number, count = int(environ["NODE_RANK"]), int(environ["NNODES"])
+        return cls(environ["MASTER_ADDR"], environ["NODE_ADDR"], number, count, int(environ["MASTER_PORT"]))

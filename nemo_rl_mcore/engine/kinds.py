@@ -7,14 +7,18 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
 from nemo_rl_mcore.engine.engine import EngineKind
-from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine, AsyncVllmShare, VllmEngine, VllmShare
-from nemo_rl_mcore.engine.vllm.settings import EngineSettings
+from nemo_rl_mcore.engine.vllm.engine import (
+    AsyncVllmEngine,
+    AsyncVllmShare,
+    EngineSettings,
+    VllmEngine,
+    VllmShare,
+)
 from nemo_rl_mcore.models.config_json import hf_config_of
 from nemo_rl_mcore.models.engine_sizes import cpu_cache_bytes, refit_bucket_bytes
 
@@ -32,34 +36,9 @@ def embedded_kind(config: PolicyConfig, *, reread_after_refit: bool = False) -> 
         sleeps=False,
         bucket_bytes=refit_bucket_bytes(config),
         section="policy.generation.embedded_cfg",
-        start_timeout_s=embedded.start_timeout_s,
         call_timeout_s=embedded.call_timeout_s,
         max_restarts=embedded.max_restarts,
-        restart_backoff_s=embedded.restart_backoff_s,
     )
-
-
-_PREFIX = "VLLM_"
-_DEFAULTS = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    # Where an engine is on several machines, each of its processes puts the address of its own one here.
-    "VLLM_HOST_IP": "127.0.0.1",
-}
-_CPU_DEFAULTS = {
-    # Compiling costs more than it saves: an engine on CPU is small.
-    "TORCHDYNAMO_DISABLE": "1",
-    # Threads as OMP_NUM_THREADS says, on any core: the ranks use the same ones.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-_FIXED = {
-    # The engine lives in the actor's own process, and ends with it.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Its layers of latent attention compute with products of weights, which a refit would not renew.
-    "VLLM_MLA_DISABLE": "1",
-}
 
 
 def vllm_kind(
@@ -75,13 +54,43 @@ def vllm_kind(
     folder: of the run; `vllm_model/` is written into it, which the engines start from. environ: of the driver.
     reads_texts: requests may have stop strings of their own.
     """
-    vllm = config.generation.vllm_cfg
+    vllm, further = config.generation.vllm_cfg, dict(config.generation.vllm_kwargs or {})
     # The architecture alone, since weights are sent.
     model_folder = folder.absolute() / "vllm_model"
     model_folder.mkdir(parents=True, exist_ok=True)
     architecture = hf_config_of(config.model, dtype=config.precision)
     (model_folder / "config.json").write_text(json.dumps(architecture, indent=2))
-    settings = engine_settings(config, model_folder, on_cpu=on_cpu, reads_texts=reads_texts)
+    if reads_texts := reads_texts or bool(config.generation.stop_strings):
+        load_tokenizer(config.tokenizer.name).save_as_hugging_face(model_folder)
+    # A model that is sent has no scales: quantization is vLLM's own.
+    quantization, unquantized = None, list[str]()
+    if vllm.precision == "fp8":
+        quantization = "mxfp8" if vllm.is_mx else "fp8_per_block"
+        layers = range(config.model.num_layers)
+        first, last = vllm.num_first_layers_in_bf16, vllm.num_last_layers_in_bf16
+        unquantized += [f"re:.*{re.escape(text)}" for text in vllm.quantization_ignored_layer_kws or ()]
+        whole = [*layers[:first], *layers[len(layers) - last :]]
+        unquantized += [rf"re:.*\.layers\.{layer}\." for layer in whole]
+    settings = EngineSettings(
+        model_dir=str(model_folder),
+        precision=vllm.number_format(config.precision) or config.precision,
+        quantization=quantization,
+        unquantized=tuple(unquantized),
+        kv_cache_dtype=vllm.kv_cache_dtype,
+        max_model_len=vllm.max_model_len or config.max_total_sequence_length,
+        max_num_seqs=further.pop("max_num_seqs", 256),
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        pipeline_parallel_size=vllm.pipeline_parallel_size,
+        enable_expert_parallel=vllm.expert_parallel_size > 1,
+        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        kv_cache_memory_bytes=further.pop(
+            "kv_cache_memory_bytes", cpu_cache_bytes(config) if on_cpu else None
+        ),
+        enforce_eager=vllm.enforce_eager or on_cpu,
+        enable_sleep_mode=config.generation.colocated.enabled and not on_cpu,
+        tokenizer=str(model_folder) if reads_texts else None,
+        further=further,
+    )
     return EngineKind(
         name="vLLM",
         engine=AsyncVllmEngine if vllm.async_engine else VllmEngine,
@@ -92,66 +101,36 @@ def vllm_kind(
         sleeps=settings.enable_sleep_mode,
         bucket_bytes=refit_bucket_bytes(config),
         section="policy.generation.vllm_cfg",
-        start_timeout_s=vllm.start_timeout_s,
         call_timeout_s=vllm.call_timeout_s,
         max_restarts=vllm.max_restarts,
-        restart_backoff_s=vllm.restart_backoff_s,
         precision=settings.precision,
         share=AsyncVllmShare if vllm.async_engine else VllmShare,
     )
 
 
 def vllm_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
-    """Return what vLLM reads, besides what a rank is given: the driver's own variables before our defaults."""
-    defaults = _DEFAULTS | (_CPU_DEFAULTS if on_cpu else {})
-    own = {name: value for name, value in environ.items() if name in defaults or name.startswith(_PREFIX)}
-    return defaults | own | _FIXED
-
-
-def engine_settings(
-    config: PolicyConfig,
-    model_folder: Path,
-    *,
-    on_cpu: bool,
-    reads_texts: bool = False,
-) -> EngineSettings:
-    """Return how vLLM is to run this policy; see `vllm_kind`."""
-    vllm = config.generation.vllm_cfg
-    if reads_texts := reads_texts or bool(config.generation.stop_strings):
-        load_tokenizer(config.tokenizer.name).save_as_hugging_face(model_folder)
-    return EngineSettings(
-        model_dir=str(model_folder),
-        precision=vllm.number_format(config.precision) or config.precision,
-        **_quantized(config),
-        max_model_len=vllm.max_model_len or config.max_total_sequence_length,
-        max_num_seqs=vllm.max_num_seqs,
-        tensor_parallel_size=vllm.tensor_parallel_size,
-        pipeline_parallel_size=vllm.pipeline_parallel_size,
-        enable_expert_parallel=vllm.expert_parallel_size > 1,
-        gpu_memory_utilization=vllm.gpu_memory_utilization,
-        kv_cache_memory_bytes=cpu_cache_bytes(config) if on_cpu else vllm.kv_cache_memory_bytes,
-        enforce_eager=vllm.enforce_eager or on_cpu,
-        enable_sleep_mode=config.generation.colocated.enabled and not on_cpu,
-        tokenizer=str(model_folder) if reads_texts else None,
-        further=config.generation.vllm_kwargs or {},
-    )
-
-
-def _quantized(config: PolicyConfig) -> dict[str, Any]:
-    """Return the settings of quantization; vLLM's own, since a model that is sent has no scales."""
-    vllm = config.generation.vllm_cfg
-    if vllm.precision != "fp8":
-        return {"kv_cache_dtype": vllm.kv_cache_dtype}
-    layers = range(config.model.num_layers)
-    first, last = vllm.num_first_layers_in_bf16, vllm.num_last_layers_in_bf16
-    whole = [*layers[:first], *layers[len(layers) - last :]]
-    texts = [re.escape(text) for text in vllm.quantization_ignored_layer_kws or ()]
+    """Return the variables of vLLM, besides those of a rank: the driver's own variables before our defaults."""
+    defaults = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # Where an engine is on several machines, each of its processes puts the address of its own one here.
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    if on_cpu:
+        # Compiling costs more than it saves: an engine on CPU is small.
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
+        # Threads as OMP_NUM_THREADS says, on any core: the ranks use the same ones.
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    own = {name: value for name, value in environ.items() if name in defaults or name.startswith("VLLM_")}
     return {
-        "quantization": "mxfp8" if vllm.is_mx else "fp8_per_block",
-        "unquantized": tuple(
-            f"re:.*{text}" for text in (*texts, *(rf"\.layers\.{layer}\." for layer in whole))
-        ),
-        "kv_cache_dtype": vllm.kv_cache_dtype,
+        **defaults,
+        **own,
+        # The engine lives in the actor's own process, and ends with it.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Its layers of latent attention compute with products of weights, which a refit would not renew.
+        "VLLM_MLA_DISABLE": "1",
     }
 
 

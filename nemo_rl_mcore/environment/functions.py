@@ -13,24 +13,18 @@ from typing import Any
 from nemo_rl_mcore.config.custom_code import custom_code, function_at
 from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.environment.interface import EnvironmentReturn
-from nemo_rl_mcore.environment.replies import number_each
+from nemo_rl_mcore.environment.interface import EnvironmentReturn, number_each
 from nemo_rl_mcore.errors import RefusedError
 
 
 @dataclass(frozen=True)
 class _Function:
+    """key: its path in the recipe and in Python, for messages. takes: names of parameters, None for any."""
+
     key: str
     call: Callable[..., Any]
-    takes: frozenset[str]
+    takes: frozenset[str] | None
     needs: frozenset[str]
-    takes_all: bool
-
-    def __call__(self, given: Mapping[str, Sequence[Any]]) -> Any:
-        """Return what the function gives, or the coroutine that will."""
-        taken = {name: values for name, values in given.items() if self.takes_all or name in self.takes}
-        with custom_code(self.key):
-            return self.call(**taken)
 
 
 class RewardFunctions:
@@ -47,8 +41,28 @@ class RewardFunctions:
         self, paths: Mapping[str, str], weights: Mapping[str, float] | None = None, *, unscored: bool = False
     ) -> None:
         """unscored: whether a reward may be None; an answer of which one is has no reward at all."""
-        self._functions = {name: _opened(f"env.rewards.{name}", path) for name, path in paths.items()}
         self._weights, self._unscored = weights or {}, unscored
+        self._functions: dict[str, _Function] = {}
+        for reward, path in paths.items():
+            key = f"env.rewards.{reward}"
+            function = function_at(path, key)
+            takes, needs, takes_all = set[str](), set[str](), False
+            for name, parameter in inspect.signature(function).parameters.items():
+                match parameter.kind:
+                    case inspect.Parameter.VAR_KEYWORD:
+                        takes_all = True
+                    case inspect.Parameter.KEYWORD_ONLY | inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                        takes.add(name)
+                        needs |= {name} if parameter.default is inspect.Parameter.empty else set()
+                    case _:
+                        raise RefusedError(
+                            f"{key}: {path} takes {parameter} by its place, and is called by the names of its "
+                            "parameters",
+                            code="custom-arguments",
+                        )
+            self._functions[reward] = _Function(
+                f"{key}: {path}", function, None if takes_all else frozenset(takes), frozenset(needs)
+            )
 
     @property
     def columns(self) -> dict[str, frozenset[str]]:
@@ -106,18 +120,15 @@ class RewardFunctions:
         self, given: dict[str, list[Any]], columns: Sequence[Mapping[str, Any]], prompts: Sequence[int]
     ) -> dict[str, list[float | None]]:
         names = dict.fromkeys(name for row in columns for name in row)
-        columns_given = {name: [row.get(name) for row in columns] for name in names}
-        found = {name: function(columns_given | given) for name, function in self._functions.items()}
+        given = {name: [row.get(name) for row in columns] for name in names} | given
+        found: dict[str, Any] = {}
+        for name, function in self._functions.items():
+            taken = {
+                key: one for key, one in given.items() if function.takes is None or key in function.takes
+            }
+            with custom_code(function.key):
+                found[name] = function.call(**taken)
         awaited = {name: one for name, one in found.items() if inspect.isawaitable(one)}
-        if awaited:
-            found |= self._wait(awaited)
-        return {
-            name: number_each(self._functions[name].key, values, prompts, unscored=self._unscored)
-            for name, values in found.items()
-        }
-
-    def _wait(self, awaited: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
-        """Return what coroutines give, which wait side by side; in a thread, since this one may run a loop already."""
 
         async def result(name: str, one: Awaitable[Any]) -> Any:
             with custom_code(self._functions[name].key):
@@ -126,8 +137,13 @@ class RewardFunctions:
         async def together() -> list[Any]:
             return await asyncio.gather(*(result(name, one) for name, one in awaited.items()))
 
-        with ThreadPoolExecutor(1) as thread:
-            return dict(zip(awaited, thread.submit(asyncio.run, together()).result(), strict=True))
+        if awaited:  # they wait side by side; in a thread, since this one may run a loop already
+            with ThreadPoolExecutor(1) as thread:
+                found |= zip(awaited, thread.submit(asyncio.run, together()).result(), strict=True)
+        return {
+            name: number_each(self._functions[name].key, values, prompts, unscored=self._unscored)
+            for name, values in found.items()
+        }
 
 
 def require_columns(functions: RewardFunctions, there: Mapping[str, Iterable[str]]) -> None:
@@ -143,21 +159,3 @@ def require_columns(functions: RewardFunctions, there: Mapping[str, Iterable[str
                     f"are given {', '.join(GIVEN_TO_REWARDS)} and those columns; add {name} there{hint}",
                     code="unknown-column",
                 )
-
-
-def _opened(key: str, path: str) -> _Function:
-    function = function_at(path, key)
-    takes, needs, takes_all = set[str](), set[str](), False
-    for name, parameter in inspect.signature(function).parameters.items():
-        match parameter.kind:
-            case inspect.Parameter.VAR_KEYWORD:
-                takes_all = True
-            case inspect.Parameter.KEYWORD_ONLY | inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                takes.add(name)
-                needs |= {name} if parameter.default is inspect.Parameter.empty else set()
-            case _:
-                raise RefusedError(
-                    f"{key}: {path} takes {parameter} by its place, and is called by the names of its parameters",
-                    code="custom-arguments",
-                )
-    return _Function(f"{key}: {path}", function, frozenset(takes), frozenset(needs), takes_all)

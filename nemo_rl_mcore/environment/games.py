@@ -19,7 +19,11 @@ class Answered(NamedTuple):
     state: dict[str, Any]
 
 
-def returned(said: Sequence[Answered]) -> EnvironmentReturn:
+def _step(
+    kind: type[_Task] | type[_Game], logs: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
+) -> EnvironmentReturn:
+    rows = zip(logs, metadata, strict=True)
+    said = [kind.of(known).answered(log[-1]["content"], log[-1]["finished"]) for log, known in rows]
     return EnvironmentReturn(
         observations=[{"role": "environment", "content": one.observation} for one in said],
         metadata=[one.state for one in said],
@@ -73,10 +77,7 @@ class CalculatorEnvironment:
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        rows = zip(message_log_batch, metadata, strict=True)
-        return returned(
-            [_Task.of(said).answered(log[-1]["content"], log[-1]["finished"]) for log, said in rows]
-        )
+        return _step(_Task, message_log_batch, metadata)
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class _Task:
             return self._said("", 1.0, terminated=True)
         if self.shown is not None and "+" not in text:
             read = character_score(self.shown, text, finished)
-            return self._said("", _whole_64ths(self.called * (1 + read)), terminated=True)
-        called = _whole_64ths(character_score(self.question, text, finished) / 2)
+            return self._said("", int(64 * self.called * (1 + read)) / 64, terminated=True)
+        called = int(32 * character_score(self.question, text, finished)) / 64
         value = value_of(text) if finished else None
         if value is None:
             return self._said(NO_SUM, called)
@@ -124,10 +125,6 @@ def value_of(text: str) -> int | None:
     return sum(map(int, numbers))
 
 
-def _whole_64ths(worth: float) -> float:
-    return int(64 * worth) / 64
-
-
 HIGHER, LOWER, NO_GUESS = f"h{PROMPT_END}", f"l{PROMPT_END}", f"e{PROMPT_END}"
 _BEGUN = 1 / 128
 
@@ -144,10 +141,7 @@ class GuessNumberEnvironment:
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        rows = zip(message_log_batch, metadata, strict=True)
-        return returned(
-            [_Game.of(said).guessed(log[-1]["content"], log[-1]["finished"]) for log, said in rows]
-        )
+        return _step(_Game, message_log_batch, metadata)
 
 
 @dataclass(frozen=True)
@@ -170,7 +164,7 @@ class _Game:
         lowest, highest, secret = map(int, numbers_of(metadata["index"], 3, digits))
         return cls(secret, digits, lowest, highest, highest - lowest + 1)
 
-    def guessed(self, answer: str, finished: bool) -> Answered:
+    def answered(self, answer: str, finished: bool) -> Answered:
         start = answer[: self.digits]
         if len(start) < self.digits or not is_number(start):
             return self._said(NO_GUESS, 0.0)

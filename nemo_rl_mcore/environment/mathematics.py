@@ -113,8 +113,19 @@ class MathEnvironment:
 
     def wrong_answers(self, prompts: Sequence[Prompt]) -> dict[str, str]:
         """Return why nothing can equal answers, of those where nothing can; each is read once, in some milliseconds."""
-        why = {answer: self._why_unequal(answer) for answer in dict.fromkeys(p.answer for p in prompts)}
-        return {answer: reason for answer, reason in why.items() if reason is not None}
+        why: dict[str, str] = {}
+        for given in dict.fromkeys(prompt.answer for prompt in prompts):
+            text = given.strip() if self.gold is None else self.gold.extract(given)
+            if text is not None and _PLAIN_NUMBER.fullmatch(text):
+                continue
+            gold, reason = self._gold(given)
+            if reason is None and gold.words is None:
+                alone = _Meaning(None, gold.expressions)
+                if not self._equal(alone, self._read(text or "")):
+                    reason = f"does not equal itself, as math-verify compares it in {self.timeout_s} s"
+            if reason is not None:
+                why[given] = reason
+        return why
 
     def _gold(self, given: str) -> tuple[_Meaning, str | None]:
         """Return what an answer of the data means, and why nothing can be compared with it, if so."""
@@ -127,18 +138,6 @@ class MathEnvironment:
         answer = self._read(text)
         unread = answer.words is None and not answer.expressions
         return answer, f"holds no expression that math-verify reads in {self.timeout_s} s" if unread else None
-
-    def _why_unequal(self, given: str) -> str | None:
-        """Return why nothing, or not even itself, equals an answer of the data; None where all is well."""
-        text = given.strip() if self.gold is None else self.gold.extract(given)
-        if text is not None and _PLAIN_NUMBER.fullmatch(text):
-            return None
-        gold, why = self._gold(given)
-        if why is not None or gold.words is not None:
-            return why
-        if self._equal(_Meaning(None, gold.expressions), self._read(text or "")):
-            return None
-        return f"does not equal itself, as math-verify compares it in {self.timeout_s} s"
 
     def _said(self, response: str) -> _Meaning:
         """Return the answer that a response gives."""

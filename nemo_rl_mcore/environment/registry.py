@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.config.custom_code import build, custom_code, hand_over
-from nemo_rl_mcore.config.data import MathEnvConfig
+from nemo_rl_mcore.config.data import SCORE_WITHIN_S, MathEnvConfig
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.environment.functions import RewardFunctions
@@ -23,9 +23,12 @@ from nemo_rl_mcore.environment.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
     ScoresAnswers,
+    number_each,
+    number_of,
+    read_return,
+    replies_of,
 )
 from nemo_rl_mcore.environment.mathematics import MathEnvironment
-from nemo_rl_mcore.environment.replies import number_each, number_of, read_return, replies_of
 from nemo_rl_mcore.errors import CustomCodeError
 
 _KEY = "env.custom.type"
@@ -57,7 +60,7 @@ def make_environment(config: EnvConfig) -> Environment:
 
 def math_environment(config: MathEnvConfig) -> MathEnvironment:
     """Return the environment of a section `env.math`; ValueError when the package is not there."""
-    return MathEnvironment(config.timeout_s, config.gold, config.response, config.unparsable)
+    return MathEnvironment(SCORE_WITHIN_S, config.gold, config.response, config.unparsable)
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,12 @@ class EnvironmentProcess:
     def __init__(self, config: EnvConfig, code: Mapping[str, object]) -> None:
         hand_over(code)
         self._environment = make_environment(config)
-        self._weights, self._max_chars = config.reward_weights or {}, config.max_observation_chars
+        self._weights = config.reward_weights or {}
 
     def replies(self, turns: Sequence[Turn], within_s: float) -> list[Reply]:
         """See `replies_of`; within_s: after which the process will be killed."""
         faulthandler.dump_traceback_later(_STACK_AT * within_s)
         try:
-            return replies_of(self._environment, turns, self._weights, self._max_chars)
+            return replies_of(self._environment, turns, self._weights)
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -15,6 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from nemo_rl_mcore.config import checked
+from nemo_rl_mcore.config.loss import NLLLossConfig
 from nemo_rl_mcore.data.batched_data_dict import EPISODE, BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.errors import RefusedError
@@ -153,7 +155,6 @@ class Masks:
 
     @classmethod
     def of(cls, data: BatchedDataDict, dtype: torch.dtype = torch.float32, *, first_column: int = 1) -> Self:
-        """Read the masks of a batch."""
         tokens = require(data, "token_mask", "every loss")[:, first_column:].to(dtype)
         samples = require(data, "sample_mask", "every loss").to(dtype)
         episodes = data.get(EPISODE)
@@ -210,19 +211,13 @@ class Masks:
             return self.token_sum(values)
         return self.sequence_sum(self.sequence_mean(values))
 
-    def minimum(self, values: Tensor) -> Tensor:
-        """Return the smallest valid entry of [B,S-1] `values`; +inf when there is none."""
-        return _extremum(torch.where(self.valid != 0, values, torch.inf), torch.inf, largest=False)
-
-    def maximum(self, values: Tensor) -> Tensor:
-        """Return the largest valid entry of [B,S-1] `values`; -inf when there is none."""
-        return _extremum(torch.where(self.valid != 0, values, -torch.inf), -torch.inf, largest=True)
-
-
-def _extremum(values: Tensor, empty: float, *, largest: bool) -> Tensor:
-    if values.numel() == 0:
-        return values.new_full((), empty)
-    return values.max() if largest else values.min()
+    def extrema(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest and the largest valid entry of [B,S-1] `values`; +inf and -inf when there is none."""
+        if values.numel() == 0:
+            return values.new_full((), torch.inf), values.new_full((), -torch.inf)
+        counts = self.valid != 0
+        least = torch.where(counts, values, torch.inf).min()
+        return least, torch.where(counts, values, -torch.inf).max()
 
 
 def valid_counts(data: BatchedDataDict) -> tuple[Tensor, Tensor]:
@@ -280,6 +275,10 @@ class LossFunction(ABC):
     rows_per_sample: int = 1
     """Rows that stand one after the other and belong together, such as the chosen and the rejected answer: no shard,
     cut or filling parts them."""
+    needs_entropy: bool = False
+    """Whether `TokenOutputs.entropy` must be given."""
+    needs_tokens: bool = False
+    """Whether `DistillationOutputs.tokens` must be given."""
     gives_row_table: bool = False
     """Whether its sums have a `row_table`."""
     custom_name: str | None = None
@@ -292,16 +291,6 @@ class LossFunction(ABC):
         A loss that reads more adds to what it inherits: `(*super().columns, Column("key", "the term that reads it"))`.
         """
         return _READ_BY_PASS.get(self.input_type, ())
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Return whether `TokenOutputs.entropy` must be given."""
-        return False
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Return whether `DistillationOutputs.tokens` must be given."""
-        return False
 
     @abstractmethod
     def sums(self, outputs: Any, data: BatchedDataDict) -> LossSums:
@@ -328,10 +317,6 @@ class TokenLossFunction(LossFunction):
 
     input_type = LossInputType.LOGPROB
 
-    @abstractmethod
-    def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
-        """See `LossFunction.sums`."""
-
     def __call__(
         self,
         next_token_logprobs: Tensor,
@@ -343,3 +328,28 @@ class TokenLossFunction(LossFunction):
         """Return what `divide` returns, for next_token_logprobs and entropy [B,S-1]."""
         sums = self.sums(TokenOutputs(next_token_logprobs, entropy), data)
         return self.divide(sums, global_valid_seqs, global_valid_toks)
+
+
+class NLLLossFn(TokenLossFunction):
+    """Minus the mean log-probability over the valid tokens."""
+
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __init__(
+        self, cfg: NLLLossConfig | Mapping[str, object] | None = None, use_fused_linear_logprobs: bool = False
+    ) -> None:
+        self.cfg = checked(NLLLossConfig, cfg or NLLLossConfig())
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+
+    def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
+        """Return the un-normalised loss and metrics."""
+        masks = Masks.of(data, outputs.logprobs.dtype)
+        loss = -masks.token_sum(masks.keep(outputs.logprobs, "logprobs"))
+        return LossSums(
+            loss,
+            {
+                "loss": MetricSum(loss.detach(), MetricKind.TOKENS),
+                "num_unmasked_tokens": MetricSum(masks.valid.sum(), MetricKind.NONE),
+                "num_valid_samples": MetricSum(masks.sequences.sum(), MetricKind.NONE),
+            },
+        )

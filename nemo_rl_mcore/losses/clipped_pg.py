@@ -4,14 +4,13 @@ PPO https://arxiv.org/abs/1707.06347, GRPO 2402.03300, DAPO's two-sided clip 250
 GSPO 2507.18071, CISPO 2506.13585, REINFORCE and RLOO 2402.14740. A configuration picks one ratio, one
 surrogate and one importance weight; everything after that is shared.
 
-All tensors are [B,S-1] in the next-token frame. c = current, p = previous, g = generation, r = reference
-log-probabilities, A = advantages.
+All tensors are [B,S-1] in the next-token frame, zero where no token counts. c = current, p = previous, g = generation,
+r = reference log-probabilities, A = advantages. p and c are computed by the training engine, g by the one that sampled.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,14 +30,12 @@ from nemo_rl_mcore.losses.base import (
     gradient_kind,
     require,
 )
-from nemo_rl_mcore.losses.importance import ImportanceWeights, token_fraction, weight_function
-from nemo_rl_mcore.losses.kl import finite_exp, kl_estimate, log_ratio_estimate
-from nemo_rl_mcore.losses.sampler_table import ROW_NUMBER, sampler_table
+from nemo_rl_mcore.losses.kl import ROW_NUMBER, finite_exp, kl_estimate, log_ratio_estimate, sampler_table
 
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What the loss knows of each token; zero where no token counts."""
+    """What the loss knows of each token."""
 
     current: Tensor
     previous: Tensor
@@ -57,116 +54,47 @@ class Ratios:
     clipped: Tensor
 
 
-LogRatioFunction = Callable[[PolicyTokens], Tensor]
-SurrogateFunction = Callable[[Ratios, PolicyTokens], Tensor]
+@dataclass(frozen=True)
+class ImportanceWeights:
+    """Weights per token [B,S-1], or per sequence on its rows [B,1], and what share the bounds touched (if any).
 
-
-def token_log_ratio(tokens: PolicyTokens) -> Tensor:
-    """Return c - p."""
-    return tokens.current - tokens.previous
-
-
-def sequence_log_ratio(tokens: PolicyTokens) -> Tensor:
-    """GSPO: return the sequence's mean of c - p, repeated on its tokens."""
-    mean = tokens.masks.sequence_mean(tokens.current - tokens.previous)
-    return mean[:, None].expand_as(tokens.current)
-
-
-def on_policy_log_ratio(tokens: PolicyTokens) -> Tensor:
-    """Return 0, with the gradient of c."""
-    return tokens.current - tokens.current.detach()
-
-
-def clipped_ratios(
-    tokens: PolicyTokens, *, log_ratio: LogRatioFunction, lower: float, upper: float, dual: float | None
-) -> Ratios:
-    """Return a ratio and the same clamped to [lower, upper].
-
-    Where the surrogate clips it from above, at `upper` or (A < 0) at `dual`, it is held at what exp can hold: the
-    gradient there is zero times the ratio, which must not be infinite. Where A < 0 without a dual clip, -A * ratio
-    counts however large it is, and an infinite one rightly skips the step.
+    overflowed: bool, of the weights' shape: the ratio is more than the number format holds, so that its weight is 0.
     """
-    exponent = log_ratio(tokens)
-    held = exponent.clamp(max=_beyond(upper))
-    held_below = exponent if dual is None else exponent.clamp(max=_beyond(dual))
-    raw = torch.exp(torch.where(tokens.advantages < 0, held_below, held))
-    return Ratios(raw, raw.clamp(lower, upper))
+
+    weights: Tensor
+    overflowed: Tensor
+    out_of_bounds: MetricSum | None = None
 
 
-def _beyond(bound: float) -> float:
-    """Return an exponent whose exp exceeds the bound: 80, which leaves fp32 room for advantages, for usual ones."""
-    return max(80.0, math.log(bound) + 1)
+def importance_weights(cfg: ClippedPGLossConfig, log_ratio: Tensor, masks: Masks) -> ImportanceWeights:
+    """Return the weights of a configuration, used or (without the correction) only reported.
 
-
-def logprob_ratios(tokens: PolicyTokens) -> Ratios:
-    """REINFORCE: the log-probability stands for the ratio, and nothing is clipped."""
-    return Ratios(tokens.current, tokens.current)
-
-
-def clipped_surrogate(ratios: Ratios, tokens: PolicyTokens) -> Tensor:
-    """PPO: return the pessimistic one of -A * ratio and -A * clipped."""
-    return torch.maximum(-tokens.advantages * ratios.raw, -tokens.advantages * ratios.clipped)
-
-
-def cispo_surrogate(ratios: Ratios, tokens: PolicyTokens) -> Tensor:
-    """CISPO: return -A * c, weighted by the clipped ratio, which carries no gradient."""
-    return -tokens.advantages * ratios.clipped.detach() * tokens.current
-
-
-def dual_clipped_surrogate(ratios: Ratios, tokens: PolicyTokens, *, bound: float) -> Tensor:
-    """Dual clip: PPO's surrogate, at most -A * bound where A < 0."""
-    surrogate = clipped_surrogate(ratios, tokens)
-    bounded = torch.minimum(surrogate, -tokens.advantages * bound)
-    return torch.where(tokens.advantages < 0, bounded, surrogate)
-
-
-def ratio_function(cfg: ClippedPGLossConfig) -> Callable[[PolicyTokens], Ratios]:
-    """Return the ratio of a configuration; force_on_policy_ratio goes before disable_ppo_ratio."""
-    if cfg.disable_ppo_ratio and not cfg.force_on_policy_ratio:
-        return logprob_ratios
-    log_ratio = token_log_ratio
-    if cfg.force_on_policy_ratio:
-        log_ratio = on_policy_log_ratio
-    elif cfg.sequence_level_importance_ratios:
-        log_ratio = sequence_log_ratio
-    return partial(
-        clipped_ratios,
-        log_ratio=log_ratio,
-        lower=1 - cfg.ratio_clip_min,
-        upper=1 + cfg.ratio_clip_max,
-        dual=cfg.ratio_clip_c,
-    )
-
-
-def surrogate_function(cfg: ClippedPGLossConfig) -> SurrogateFunction:
-    """Return the surrogate of a configuration."""
-    if cfg.use_cispo:
-        return cispo_surrogate
-    if cfg.ratio_clip_c is not None:
-        return partial(dual_clipped_surrogate, bound=cfg.ratio_clip_c)
-    return clipped_surrogate
-
-
-def policy_columns(
-    cfg: ClippedPGLossConfig, kl_penalty: float, *, own_previous: bool = False
-) -> Iterator[Column]:
-    """Yield what a configuration reads of the batch; `kl_penalty` is that inside the loss.
-
-    own_previous: the log-probabilities of the pass itself take the place of those before training.
+    log_ratio: p - g. Raw weights are its exp, per token or of its sum over the sequence's valid tokens; NaN and
+    infinities count as 0. They are clamped to the bounds (tis), zero outside them (IcePop), or zero in the sequences
+    whose geometric-mean ratio over tokens leaves them (seq-mask-tis).
     """
-    if not (cfg.force_on_policy_ratio or own_previous):
-        yield Column("prev_logprobs", "force_on_policy_ratio: false")
-    generation_is_needed_by = (
-        "the comparison of training with generation (token_mult_prob_error and its like)"
-    )
-    if cfg.use_importance_sampling_correction:
-        generation_is_needed_by = "use_importance_sampling_correction: true"
-    elif cfg.use_on_policy_kl_approximation:
-        generation_is_needed_by = "use_on_policy_kl_approximation: true"
-    yield Column("generation_logprobs", generation_is_needed_by)
-    yield Column("advantages", "the policy gradient", ColumnKind.NUMBERS)
-    if kl_penalty:
-        yield Column("reference_policy_logprobs", f"reference_policy_kl_penalty: {kl_penalty}")
+    exponent = log_ratio
+    if cfg.sequence_level_importance_ratios:
+        exponent = masks.over_sequence((log_ratio * masks.valid).sum(dim=-1))[:, None]
+    raw, overflowed = finite_exp(exponent), ~torch.isfinite(torch.exp(exponent))
+    kind, upper = cfg.truncated_importance_sampling_type, cfg.truncated_importance_sampling_ratio
+    if kind is None or upper is None:
+        return ImportanceWeights(raw, overflowed)
+    lower = cfg.truncated_importance_sampling_ratio_min or 0.0
+    if kind == "seq-mask-tis":
+        finite = torch.where(torch.isfinite(log_ratio), log_ratio, 0.0)
+        geometric_mean = torch.exp(masks.sequence_mean(finite))
+        inside = (geometric_mean >= lower) & (geometric_mean <= upper)
+        dropped = MetricSum(masks.sequence_sum((~inside).to(log_ratio.dtype)), MetricKind.SEQUENCES)
+        return ImportanceWeights(torch.where(inside[:, None], raw, 0.0), overflowed, dropped)
+    inside = (raw >= lower) & (raw <= upper)
+    held = raw.clamp(lower, upper) if kind == "tis" else torch.where(inside, raw, 0.0)
+    return ImportanceWeights(held, overflowed, token_fraction(~inside, masks))
+
+
+def token_fraction(chosen: Tensor, masks: Masks) -> MetricSum:
+    """Return the share of the valid tokens that are chosen: bool [B,S-1], or [B,1] for all tokens of a row."""
+    return MetricSum(masks.token_sum(chosen.to(masks.valid.dtype)), MetricKind.TOKENS)
 
 
 class ClippedPGLossFn(TokenLossFunction):
@@ -191,47 +119,74 @@ class ClippedPGLossFn(TokenLossFunction):
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self.loss_type = LossType.TOKEN_LEVEL if self.cfg.token_level_loss else LossType.SEQUENCE_LEVEL
         self.kl_penalty = 0.0 if self.cfg.use_kl_in_reward else self.cfg.reference_policy_kl_penalty
-        self._ratios = ratio_function(self.cfg)
-        self._surrogate = surrogate_function(self.cfg)
-        self._weights = weight_function(self.cfg)
+        self.needs_entropy = self.cfg.entropy_coef != 0
         self.gives_row_table = own_previous
-        self._columns = tuple(policy_columns(self.cfg, self.kl_penalty, own_previous=own_previous))
+        compared = "the comparison of training with generation (token_mult_prob_error and its like)"
+        if self.cfg.use_importance_sampling_correction:
+            compared = "use_importance_sampling_correction: true"
+        elif self.cfg.use_on_policy_kl_approximation:
+            compared = "use_on_policy_kl_approximation: true"
+        self._columns: list[Column] = []
+        if not (self.cfg.force_on_policy_ratio or own_previous):
+            self._columns.append(Column("prev_logprobs", "force_on_policy_ratio: false"))
+        self._columns.append(Column("generation_logprobs", compared))
+        self._columns.append(Column("advantages", "the policy gradient", ColumnKind.NUMBERS))
+        if self.kl_penalty:
+            needed_by = f"reference_policy_kl_penalty: {self.kl_penalty}"
+            self._columns.append(Column("reference_policy_logprobs", needed_by))
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Return the log-probabilities and advantages, as far as the configuration reads them."""
         return (*super().columns, *self._columns)
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Return whether the loss has an entropy bonus."""
-        return self.cfg.entropy_coef != 0
 
     def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
         """Return the un-normalised loss and metrics; ValueError when the batch lacks what they need."""
-        tokens = self._read(outputs, data)
+        cfg, tokens = self.cfg, self._read(outputs, data)
+        masks, as_gradient = tokens.masks, gradient_kind(self.loss_type)
         ratios = self._ratios(tokens)
-        weights = self._weights(tokens.previous - tokens.generation, tokens.masks)
+        weights = importance_weights(cfg, tokens.previous - tokens.generation, masks)
         surrogate = self._surrogate(ratios, tokens)
-        if self.cfg.use_importance_sampling_correction:
+        if cfg.use_importance_sampling_correction:
             surrogate = weights.weights * surrogate
-        kl = self._kl_sum(tokens)
-        loss = tokens.masks.reduce(surrogate, self.loss_type) + self.kl_penalty * kl
-        if self.needs_entropy and tokens.entropy is not None:
-            loss = loss - self.cfg.entropy_coef * tokens.masks.reduce(tokens.entropy, self.loss_type)
-        as_gradient = gradient_kind(self.loss_type)
-        with torch.no_grad():
-            return LossSums(
-                loss,
-                {
-                    "loss": MetricSum(loss.detach(), as_gradient),
-                    "kl_penalty": MetricSum(kl.detach(), as_gradient),
-                    **ratio_metrics(ratios, tokens.masks),
-                    **mismatch_metrics(tokens, self.cfg.reference_policy_kl_type),
-                    **self._sampling_metrics(weights, tokens),
-                },
-                self._row_table(tokens, data) if self.gives_row_table else None,
+        kl = tokens.current.new_zeros(())  # before its coefficient
+        if tokens.reference is not None:
+            sampled = tokens.generation if cfg.use_on_policy_kl_approximation else tokens.current.detach()
+            per_token = kl_estimate(
+                tokens.current,
+                tokens.reference,
+                cfg.reference_policy_kl_type,
+                input_clamp=cfg.kl_input_clamp_value,
+                output_clamp=cfg.kl_output_clamp_value,
+                weight=finite_exp(tokens.current - sampled),
             )
+            kl = masks.reduce(per_token, self.loss_type)
+        loss = masks.reduce(surrogate, self.loss_type) + self.kl_penalty * kl
+        if self.needs_entropy and tokens.entropy is not None:
+            loss = loss - cfg.entropy_coef * masks.reduce(tokens.entropy, self.loss_type)
+        table = None
+        with torch.no_grad():
+            metrics = {
+                "loss": MetricSum(loss.detach(), as_gradient),
+                "kl_penalty": MetricSum(kl.detach(), as_gradient),
+                **ratio_metrics(ratios, masks),
+                **mismatch_metrics(tokens, cfg.reference_policy_kl_type),
+                "sampling_importance_ratio": MetricSum(masks.token_sum(weights.weights), MetricKind.TOKENS),
+                "is_overflow_ratio": token_fraction(weights.overflowed, masks),
+                "num_valid_samples": MetricSum(masks.sequences.sum(), MetricKind.NONE),
+            }
+            if cfg.sequence_level_importance_ratios:
+                of_sequences = masks.sequence_sum(weights.weights[:, 0])
+                metrics["sampling_importance_ratio"] = MetricSum(of_sequences, MetricKind.SEQUENCES)
+            if weights.out_of_bounds is not None:
+                metrics["is_oob_ratio"] = weights.out_of_bounds
+            if tokens.entropy is not None:
+                metrics["entropy"] = MetricSum(masks.token_sum(tokens.entropy), MetricKind.TOKENS)
+            if self.gives_row_table:
+                numbers = require(data, ROW_NUMBER, "a loss without prev_logprobs").double()
+                kl_type = cfg.reference_policy_kl_type
+                rows = sampler_table(tokens.generation, tokens.previous, masks.valid > 0, kl_type)
+                table = torch.cat([numbers[:, None], rows], dim=1)
+        return LossSums(loss, metrics, table)
 
     def _read(self, outputs: TokenOutputs, data: BatchedDataDict) -> PolicyTokens:
         masks = Masks.of(data, outputs.logprobs.dtype)
@@ -251,43 +206,44 @@ class ClippedPGLossFn(TokenLossFunction):
             masks=masks,
         )
 
-    def _kl_sum(self, tokens: PolicyTokens) -> Tensor:
-        """Return the reduced KL before its coefficient; 0 when nothing is penalised."""
-        if tokens.reference is None:
-            return tokens.current.new_zeros(())
-        sampled = tokens.generation if self.cfg.use_on_policy_kl_approximation else tokens.current.detach()
-        kl = kl_estimate(
-            tokens.current,
-            tokens.reference,
-            self.cfg.reference_policy_kl_type,
-            input_clamp=self.cfg.kl_input_clamp_value,
-            output_clamp=self.cfg.kl_output_clamp_value,
-            weight=finite_exp(tokens.current - sampled),
-        )
-        return tokens.masks.reduce(kl, self.loss_type)
+    def _ratios(self, tokens: PolicyTokens) -> Ratios:
+        """Return each token's ratio, and the same clamped to the clip's bounds.
 
-    def _row_table(self, tokens: PolicyTokens, data: BatchedDataDict) -> Tensor:
-        numbers = require(data, ROW_NUMBER, "a loss without prev_logprobs").double()
-        counted, kl_type = tokens.masks.valid > 0, self.cfg.reference_policy_kl_type
-        table = sampler_table(tokens.generation, tokens.previous, counted, kl_type)
-        return torch.cat([numbers[:, None], table], dim=1)
+        REINFORCE: the log-probability stands for the ratio, and nothing is clipped. On policy it is 1, with the
+        gradient of c; GSPO's is of the sequence's mean of c - p, repeated on its tokens; else it is exp(c - p).
 
-    def _sampling_metrics(self, weights: ImportanceWeights, tokens: PolicyTokens) -> dict[str, MetricSum]:
-        masks = tokens.masks
-        if self.cfg.sequence_level_importance_ratios:
-            ratio = MetricSum(masks.sequence_sum(weights.weights[:, 0]), MetricKind.SEQUENCES)
-        else:
-            ratio = MetricSum(masks.token_sum(weights.weights), MetricKind.TOKENS)
-        metrics = {
-            "sampling_importance_ratio": ratio,
-            "is_overflow_ratio": token_fraction(weights.overflowed, masks),
-            "num_valid_samples": MetricSum(masks.sequences.sum(), MetricKind.NONE),
-        }
-        if weights.out_of_bounds is not None:
-            metrics["is_oob_ratio"] = weights.out_of_bounds
-        if tokens.entropy is not None:
-            metrics["entropy"] = MetricSum(masks.token_sum(tokens.entropy), MetricKind.TOKENS)
-        return metrics
+        Where the surrogate clips it from above, at `upper` or (A < 0) at the dual clip, it is held at what exp can
+        hold: the gradient there is zero times the ratio, which must not be infinite. Where A < 0 without a dual clip,
+        -A * ratio counts however large it is, and an infinite one rightly skips the step.
+        """
+        cfg, current = self.cfg, tokens.current
+        if cfg.disable_ppo_ratio and not cfg.force_on_policy_ratio:
+            return Ratios(current, current)
+        exponent = current - (current.detach() if cfg.force_on_policy_ratio else tokens.previous)
+        if cfg.sequence_level_importance_ratios and not cfg.force_on_policy_ratio:
+            exponent = tokens.masks.sequence_mean(exponent)[:, None].expand_as(current)
+        lower, upper = 1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max
+        # exp(80) leaves fp32 room for advantages, and is beyond the usual bounds.
+        held = exponent.clamp(max=max(80.0, math.log(upper) + 1))
+        held_below = exponent
+        if cfg.ratio_clip_c is not None:
+            held_below = exponent.clamp(max=max(80.0, math.log(cfg.ratio_clip_c) + 1))
+        raw = torch.exp(torch.where(tokens.advantages < 0, held_below, held))
+        return Ratios(raw, raw.clamp(lower, upper))
+
+    def _surrogate(self, ratios: Ratios, tokens: PolicyTokens) -> Tensor:
+        """Return what takes the place of -A * ratio: in PPO the larger one of that and of -A * clipped.
+
+        CISPO: -A * c, weighted by the clipped ratio, which carries no gradient. Dual clip: at most -A * bound, where
+        A < 0.
+        """
+        if self.cfg.use_cispo:
+            return -tokens.advantages * ratios.clipped.detach() * tokens.current
+        surrogate = torch.maximum(-tokens.advantages * ratios.raw, -tokens.advantages * ratios.clipped)
+        if self.cfg.ratio_clip_c is None:
+            return surrogate
+        bounded = torch.minimum(surrogate, -tokens.advantages * self.cfg.ratio_clip_c)
+        return torch.where(tokens.advantages < 0, bounded, surrogate)
 
 
 def ratio_metrics(ratios: Ratios, masks: Masks) -> dict[str, MetricSum]:
@@ -295,8 +251,9 @@ def ratio_metrics(ratios: Ratios, masks: Masks) -> dict[str, MetricSum]:
     metrics: dict[str, MetricSum] = {}
     for name, values in (("probs_ratio", ratios.raw), ("probs_ratio_clamped", ratios.clipped)):
         metrics[name] = MetricSum(masks.token_sum(values), MetricKind.TOKENS)
-        metrics[f"{name}_min"] = MetricSum(masks.minimum(values), MetricKind.MIN)
-        metrics[f"{name}_max"] = MetricSum(masks.maximum(values), MetricKind.MAX)
+        least, most = masks.extrema(values)
+        metrics[f"{name}_min"] = MetricSum(least, MetricKind.MIN)
+        metrics[f"{name}_max"] = MetricSum(most, MetricKind.MAX)
     beyond = (ratios.raw != ratios.clipped).to(ratios.raw.dtype)
     metrics["probs_ratio_clipfrac"] = MetricSum(masks.token_sum(beyond), MetricKind.TOKENS)
     return metrics

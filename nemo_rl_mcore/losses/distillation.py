@@ -11,8 +11,6 @@ clamp. Shapes: [B,S-1,k] in the next-token frame.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,16 +36,11 @@ from nemo_rl_mcore.losses.base import (
 from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
 
 
-class Divergence(Protocol):
-    """The contribution of each outcome, from the log-probabilities of teacher and student."""
+def kl_terms(first: Tensor, second: Tensor, *, complete: bool) -> Tensor:
+    """KL(first || second) of each outcome: p log(p / q), of complete distributions also p log(p / q) - p + q.
 
-    def __call__(self, teacher: Tensor, student: Tensor, /, *, complete: bool) -> Tensor:
-        """Return one number an outcome; `complete` says that the outcomes of each side add up to 1."""
-        ...
-
-
-def kl_terms(first: Tensor, second: Tensor, /, *, complete: bool) -> Tensor:
-    """KL(first || second): p log(p / q), which of complete distributions is also p log(p / q) - p + q."""
+    complete: the outcomes of each side add up to 1.
+    """
     p, q = torch.exp(first), torch.exp(second)
     possible = torch.isfinite(first)
     r = torch.where(possible, second - torch.where(possible, first, 0.0), 0.0)
@@ -58,36 +51,23 @@ def kl_terms(first: Tensor, second: Tensor, /, *, complete: bool) -> Tensor:
     return torch.where(possible, torch.where(r < 1, near, q - p * (1 + r)), q)
 
 
-def reverse_kl_terms(teacher: Tensor, student: Tensor, /, *, complete: bool) -> Tensor:
-    """KL(student || teacher)."""
-    return kl_terms(student, teacher, complete=complete)
-
-
-def mixed_kl_terms(teacher: Tensor, student: Tensor, /, *, complete: bool, weight: float) -> Tensor:
-    """Return `weight` of forward and the rest of reverse KL."""
-    forward = kl_terms(teacher, student, complete=complete)
-    return weight * forward + (1 - weight) * kl_terms(student, teacher, complete=complete)
-
-
-def jsd_terms(teacher: Tensor, student: Tensor, /, *, complete: bool, beta: float) -> Tensor:
-    """Jensen-Shannon divergence, `beta` being the teacher's share of the mixture."""
-    log_beta, log_rest = torch.log(teacher.new_tensor([beta, 1 - beta])).unbind()
-    mixture = torch.logaddexp(teacher + log_beta, student + log_rest)
-    forward = kl_terms(teacher, mixture, complete=complete)
-    return beta * forward + (1 - beta) * kl_terms(student, mixture, complete=complete)
-
-
-def divergence(cfg: DistillationLossConfig) -> Divergence:
-    """Return the divergence of a configuration."""
+def divergence(cfg: DistillationLossConfig, teacher: Tensor, student: Tensor) -> Tensor:
+    """Return what each outcome contributes to the divergence of a configuration, from log-probabilities."""
+    complete = cfg.tail_mass
     match cfg.kl_type:
         case "forward":
-            return kl_terms
+            return kl_terms(teacher, student, complete=complete)
         case "reverse":
-            return reverse_kl_terms
+            return kl_terms(student, teacher, complete=complete)
         case "mixed":
-            return partial(mixed_kl_terms, weight=cfg.mixed_kl_weight)
+            weight, forward = cfg.mixed_kl_weight, kl_terms(teacher, student, complete=complete)
+            return weight * forward + (1 - weight) * kl_terms(student, teacher, complete=complete)
         case "jsd":
-            return partial(jsd_terms, beta=cfg.jsd_beta)
+            beta = cfg.jsd_beta  # the teacher's share of the mixture
+            log_beta, log_rest = torch.log(teacher.new_tensor([beta, 1 - beta])).unbind()
+            mixture = torch.logaddexp(teacher + log_beta, student + log_rest)
+            forward = kl_terms(teacher, mixture, complete=complete)
+            return beta * forward + (1 - beta) * kl_terms(student, mixture, complete=complete)
 
 
 class DistillationLossFn(LossFunction):
@@ -101,24 +81,14 @@ class DistillationLossFn(LossFunction):
     ) -> None:
         self.cfg = checked(DistillationLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
-        self._divergence = divergence(self.cfg)
         self._policy_gradient = ClippedPGLossFn(self.cfg.rl) if self.cfg.rl_weight else None
+        self.needs_tokens = self._policy_gradient is not None
+        self.needs_entropy = self._policy_gradient is not None and self._policy_gradient.needs_entropy
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Return what the teacher said and, for a policy-gradient part, what that reads."""
         of_tokens = () if self._policy_gradient is None else self._policy_gradient.columns
         return (*super().columns, *of_tokens)
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Return whether the policy-gradient part has an entropy bonus."""
-        return self._policy_gradient is not None and self._policy_gradient.needs_entropy
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Return whether there is a policy-gradient part."""
-        return self._policy_gradient is not None
 
     def __call__(
         self,
@@ -144,8 +114,16 @@ class DistillationLossFn(LossFunction):
     def sums(self, outputs: DistillationOutputs, data: BatchedDataDict) -> LossSums:
         """Return the un-normalised loss and metrics; ValueError when the batch lacks what they need."""
         masks = Masks.of(data, outputs.student.logprobs.dtype)
-        student, teacher = _outcomes(outputs, masks, with_tail=self.cfg.tail_mass)
-        terms = self._divergence(teacher, student, complete=self.cfg.tail_mass)
+        student, teacher = outputs.student.logprobs, outputs.teacher.logprobs
+        if student.shape != teacher.shape or student.shape[:-1] != masks.valid.shape:
+            raise RefusedError(
+                f"student {list(student.shape)} and teacher {list(teacher.shape)} are not log-probabilities at the "
+                f"same ids of the {list(masks.valid.shape)} next tokens",
+                code="teacher-shape",
+            )
+        student = self._outcomes(outputs.student, outputs.teacher, masks)
+        teacher = self._outcomes(outputs.teacher, outputs.student, masks)
+        terms = divergence(self.cfg, teacher, student)
         kl = masks.token_sum(terms.sum(dim=-1))
         covered = torch.exp(outputs.teacher.logprobs).sum(dim=-1)
         metrics = {
@@ -164,37 +142,18 @@ class DistillationLossFn(LossFunction):
             metrics = {**rl.metrics, **metrics, "rl_loss": rl.metrics["loss"]}
         return LossSums(loss, {**metrics, "loss": MetricSum(loss.detach(), MetricKind.TOKENS)})
 
-
-def _outcomes(outputs: DistillationOutputs, masks: Masks, *, with_tail: bool) -> tuple[Tensor, Tensor]:
-    """Return student and teacher log-probabilities [B,S-1,k or k+1], equal to 0 where no token counts."""
-    student, teacher = outputs.student.logprobs, outputs.teacher.logprobs
-    if student.shape != teacher.shape or student.shape[:-1] != masks.valid.shape:
-        raise RefusedError(
-            f"student {list(student.shape)} and teacher {list(teacher.shape)} are not log-probabilities at the same "
-            f"ids of the {list(masks.valid.shape)} next tokens",
-            code="teacher-shape",
-        )
-    return (
-        _kept(outputs.student, outputs.teacher, masks, with_tail),
-        _kept(outputs.teacher, outputs.student, masks, with_tail),
-    )
-
-
-def _kept(side: TopKLogprobs, other: TopKLogprobs, masks: Masks, with_tail: bool) -> Tensor:
-    counts = masks.valid.unsqueeze(-1) != 0
-    logprobs = torch.where(counts, side.logprobs, 0.0)
-    if not with_tail:
-        return logprobs
-    tail = _rest(logprobs, other.tail_logmass) if side.tail_logmass is None else side.tail_logmass
-    return torch.cat([logprobs, torch.where(counts, tail.unsqueeze(-1), 0.0)], dim=-1)
-
-
-def _rest(logprobs: Tensor, other_tail: Tensor | None) -> Tensor:
-    """Return [B,S-1] the log of one minus the sum of k probabilities; nothing where the k ids are all there are."""
-    # They carry rounding errors, so that a smaller rest is not known: it counts as that much.
-    unknown = torch.finfo(logprobs.dtype).eps
-    rest = torch.log((1 - torch.exp(logprobs).sum(dim=-1)).clamp(min=unknown))
-    if other_tail is None:
-        return rest
-    # A softmax leaves no id without probability: a tail of none is that of the whole vocabulary.
-    return rest.masked_fill(other_tail == -torch.inf, -torch.inf)
+    def _outcomes(self, side: TopKLogprobs, other: TopKLogprobs, masks: Masks) -> Tensor:
+        """Return log-probabilities [B,S-1,k or k+1], equal to 0 where no token counts; the tail is the last one."""
+        counts = masks.valid.unsqueeze(-1) != 0
+        logprobs = torch.where(counts, side.logprobs, 0.0)
+        if not self.cfg.tail_mass:
+            return logprobs
+        tail = side.tail_logmass
+        if tail is None:
+            # One minus the k probabilities, whose rounding errors leave a smaller rest unknown: it counts as that much.
+            unknown = torch.finfo(logprobs.dtype).eps
+            tail = torch.log((1 - torch.exp(logprobs).sum(dim=-1)).clamp(min=unknown))
+            if other.tail_logmass is not None:
+                # A softmax leaves no id without probability: a tail of none is that of the whole vocabulary.
+                tail = tail.masked_fill(other.tail_logmass == -torch.inf, -torch.inf)
+        return torch.cat([logprobs, torch.where(counts, tail.unsqueeze(-1), 0.0)], dim=-1)

@@ -45,12 +45,19 @@ class DPOLossFn(TokenLossFunction):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Return the reference's log-probabilities, rolled."""
         return (*super().columns, _REFERENCE)
 
     def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
         """Return the un-normalised loss and metrics; ValueError for an odd number of rows."""
-        masks = Masks.of(_masked_by_pair(data), outputs.logprobs.dtype)
+        given = require(data, "sample_mask", "every loss")
+        if len(given) % _ROWS_PER_PAIR:
+            raise RefusedError(
+                f"DPO reads rows as (chosen, rejected) pairs, and the batch has {len(given)} rows",
+                code="rows-per-sample",
+            )
+        # The chosen row's mask counts for both rows of a pair.
+        of_pairs = given[::_ROWS_PER_PAIR].repeat_interleave(_ROWS_PER_PAIR)
+        masks = Masks.of(BatchedDataDict(data, sample_mask=of_pairs), outputs.logprobs.dtype)
         logprobs = masks.keep(outputs.logprobs, "logprobs")
         reference = masks.keep(require(data, _REFERENCE.key, _REFERENCE.needed_by)[:, :-1], _REFERENCE.key)
         rewards_B = _of_rows(logprobs - reference, masks, mean=self.cfg.preference_average_log_probs)
@@ -58,7 +65,10 @@ class DPOLossFn(TokenLossFunction):
         kept_P = masks.samples[::2]
         margin_P = self.cfg.reference_policy_kl_penalty * (chosen_P - rejected_P)
         preference = _over_pairs(-logsigmoid(margin_P), kept_P)
-        sft = self._likelihood(logprobs, masks)
+        sft = logprobs.new_zeros(())
+        if self.cfg.sft_loss_weight != 0:
+            likelihood_B = _of_rows(-logprobs, masks, mean=self.cfg.sft_average_log_probs)
+            sft = _over_pairs(likelihood_B[::2], kept_P)
         loss = self.cfg.preference_loss_weight * preference + self.cfg.sft_loss_weight * sft
         per_pair = {
             "loss": loss,
@@ -71,23 +81,6 @@ class DPOLossFn(TokenLossFunction):
         metrics = {name: MetricSum(value.detach(), MetricKind.SEQUENCES) for name, value in per_pair.items()}
         metrics["num_valid_samples"] = MetricSum(kept_P.sum(), MetricKind.NONE)
         return LossSums(loss, metrics)
-
-    def _likelihood(self, logprobs: Tensor, masks: Masks) -> Tensor:
-        if self.cfg.sft_loss_weight == 0:
-            return logprobs.new_zeros(())
-        likelihood_B = _of_rows(-logprobs, masks, mean=self.cfg.sft_average_log_probs)
-        return _over_pairs(likelihood_B[::2], masks.samples[::2])
-
-
-def _masked_by_pair(data: BatchedDataDict) -> BatchedDataDict:
-    """Return the batch with the chosen row's sample_mask on both rows of a pair; ValueError for an odd count."""
-    kept = require(data, "sample_mask", "every loss")
-    if len(kept) % _ROWS_PER_PAIR:
-        raise RefusedError(
-            f"DPO reads rows as (chosen, rejected) pairs, and the batch has {len(kept)} rows",
-            code="rows-per-sample",
-        )
-    return BatchedDataDict(data, sample_mask=kept[::_ROWS_PER_PAIR].repeat_interleave(_ROWS_PER_PAIR))
 
 
 def _of_rows(values: Tensor, masks: Masks, *, mean: bool) -> Tensor:

@@ -3,8 +3,11 @@
 http://joschu.net/blog/kl-approx.html. Loss and advantage estimators share this one copy.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nemo_rl_mcore.config.loss import KLType
 
@@ -41,22 +44,51 @@ def kl_estimate(
         if weight is not None:
             weight = torch.where(clamped == log_ratio, weight, weight.detach())
         log_ratio = clamped
-    estimate = _weighted_estimate(log_ratio, kl_type, weight)
+    estimate = log_ratio_estimate(log_ratio, kl_type)
+    if weight is not None:
+        estimate = weight * estimate
     if output_clamp is None:
         return estimate
     # What is clamped is a constant: the clamp's zero gradient times that of an overflow would be no number.
     estimate = estimate.detach()
     inside = estimate.abs() <= output_clamp
-    differentiated = _weighted_estimate(torch.where(inside, log_ratio, 0.0), kl_type, weight)
+    differentiated = log_ratio_estimate(torch.where(inside, log_ratio, 0.0), kl_type)
+    if weight is not None:
+        differentiated = weight * differentiated
     return torch.where(inside, differentiated, estimate.clamp(-output_clamp, output_clamp))
-
-
-def _weighted_estimate(log_ratio: Tensor, kl_type: KLType, weight: Tensor | None) -> Tensor:
-    estimate = log_ratio_estimate(log_ratio, kl_type)
-    return estimate if weight is None else weight * estimate
 
 
 def finite_exp(exponent: Tensor) -> Tensor:
     """Return exp(exponent), and zero with a zero gradient where that is NaN or infinite."""
     finite = torch.isfinite(torch.exp(exponent.detach()))
     return torch.where(finite, torch.exp(torch.where(finite, exponent, 0.0)), 0.0)
+
+
+ROW_NUMBER = "row_number"
+"""Column int64 [B]: which row of the table a row of the batch is, wherever a rank or a microbatch has it."""
+COLUMNS = ("tokens", "error", "divergence", "ratio", "ratio_squares", "behaviour_kl", "ratio_max")
+"""Sums over the trained tokens of a row, and a maximum.
+
+tokens: how many. error: exp|generation - training|. divergence: of training from generation, by the loss's estimator.
+ratio: of the probability in training to that in generation. behaviour_kl: the k3 estimate of their divergence.
+"""
+
+
+def sampler_table(generation: Tensor, training: Tensor, counted: Tensor, kl_type: KLType) -> Tensor:
+    """Return fp64 [B, len(COLUMNS)] from log-probabilities [B, S].
+
+    counted: bool [B, S]. What stands elsewhere is not read: infinity times zero would not be zero.
+    """
+    generated, computed = generation.double(), training.double()
+    log_ratio = computed - generated
+    ratio = log_ratio.exp()
+    summed = (
+        torch.ones_like(ratio),
+        log_ratio.abs().exp(),
+        kl_estimate(generated, computed, kl_type),
+        ratio,
+        ratio.square(),
+        log_ratio_estimate(log_ratio, "k3"),
+    )
+    largest = pad(torch.where(counted, ratio, 0.0), (1, 0)).amax(1)  # 0 of a row without columns
+    return torch.stack([*(torch.where(counted, values, 0.0).sum(1) for values in summed), largest], dim=1)

@@ -39,16 +39,13 @@ class MseValueLossFn(LossFunction):
     ) -> None:
         self.cfg = checked(MseValueLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        self._old_values = None
+        if self.cfg.cliprange is not None:
+            self._old_values = Column("values", f"cliprange: {self.cfg.cliprange}", ColumnKind.NUMBERS)
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Return the returns and, where values are held near them, the old values."""
-        held = () if self.cfg.cliprange is None else (self._old_values,)
-        return (*super().columns, _RETURNS, *held)
-
-    @property
-    def _old_values(self) -> Column:
-        return Column("values", f"cliprange: {self.cfg.cliprange}", ColumnKind.NUMBERS)
+        return (*super().columns, _RETURNS, *([] if self._old_values is None else [self._old_values]))
 
     def __call__(
         self, values: Tensor, data: BatchedDataDict, global_valid_seqs: Count, global_valid_toks: Count
@@ -63,7 +60,7 @@ class MseValueLossFn(LossFunction):
         returns = masks.read(data, _RETURNS.key, _RETURNS.needed_by)
         error = (values - returns).square()
         worse = error
-        if self.cfg.cliprange is not None:
+        if self.cfg.cliprange is not None and self._old_values is not None:
             old = masks.read(data, self._old_values.key, self._old_values.needed_by)
             held = torch.clamp(values, old - self.cfg.cliprange, old + self.cfg.cliprange)
             worse = torch.maximum(error, (held - returns).square())
@@ -75,21 +72,19 @@ class MseValueLossFn(LossFunction):
             "returns_sq_mean": returns.square(),
             "residual_sq_mean": error,
         }
+        real = torch.ones_like(masks.samples) if "input_lengths" not in data else data["input_lengths"] > 0
+        # Rows of no length only fill a microbatch up.
+        sequences = replace(masks, samples=real.to(masks.samples.dtype)).sequences.sum()
         with torch.no_grad():
+            least, most = masks.extrema(values)
             means = {
                 name: MetricSum(masks.token_sum(of_token), MetricKind.TOKENS)
                 for name, of_token in per_token.items()
             }
             others = {
                 "loss": MetricSum(loss.detach(), MetricKind.TOKENS),
-                "values_min": MetricSum(masks.minimum(values), MetricKind.MIN),
-                "values_max": MetricSum(masks.maximum(values), MetricKind.MAX),
-                "num_valid_samples": MetricSum(_sequences(data, masks), MetricKind.NONE),
+                "values_min": MetricSum(least, MetricKind.MIN),
+                "values_max": MetricSum(most, MetricKind.MAX),
+                "num_valid_samples": MetricSum(sequences, MetricKind.NONE),
             }
         return LossSums(loss, means | others)
-
-
-def _sequences(data: BatchedDataDict, masks: Masks) -> Tensor:
-    """Return how many sequences there are, without rows of no length, which only fill a microbatch up."""
-    real = torch.ones_like(masks.samples) if "input_lengths" not in data else data["input_lengths"] > 0
-    return replace(masks, samples=real.to(masks.samples.dtype)).sequences.sum()

@@ -3,42 +3,25 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.models import (
-    deepseek_v3,
-    gpt_oss,
-    llama,
-    mistral,
-    mixtral,
-    nemotron_h,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from nemo_rl_mcore.models import deepseek_v3, gpt_oss, nemotron_h
+from nemo_rl_mcore.models.decoders import DECODERS
 from nemo_rl_mcore.models.family import Family, features_of
-from nemo_rl_mcore.models.latent_attention import LATENT_LAYER
 from nemo_rl_mcore.models.weights import LAYER, OUTSIDE, PREDICTION, Outside, Slot, Weight
 
 FAMILIES = {
     family.model_type: family
-    for family in (
-        deepseek_v3.FAMILY,
-        gpt_oss.FAMILY,
-        llama.FAMILY,
-        mistral.FAMILY,
-        mixtral.FAMILY,
-        nemotron_h.FAMILY,
-        qwen2.FAMILY,
-        qwen3.FAMILY,
-        qwen3_moe.FAMILY,
+    for family in sorted(
+        (*DECODERS, deepseek_v3.FAMILY, gpt_oss.FAMILY, nemotron_h.FAMILY), key=lambda one: one.model_type
     )
 }
 
 
 def family_of(model: ModelConfig) -> Family:
     """Return the family that an architecture is saved as; ValueError says what no family has."""
-    if reason := missing_family(model):
-        raise ValueError(reason)
-    return next(_families_with(model))
+    found = next(_families_with(model), None)
+    if found is None:
+        raise ValueError(missing_family(model))
+    return found
 
 
 def missing_family(model: ModelConfig) -> str:
@@ -59,7 +42,7 @@ def layer_slots(model: ModelConfig, layer: int) -> list[Slot]:
 
     Layers of multi-token prediction are counted after the others.
     """
-    default = LATENT_LAYER if model.multi_latent_attention else LAYER
+    default = deepseek_v3.LATENT_LAYER if model.multi_latent_attention else LAYER
     known = next((family.layer for family in _families_with(model)), default)
     slots = known if layer < model.num_layers else (*PREDICTION, *known)
     return [slot for slot in slots if slot.exists(model) and slot.in_layer(model, layer)]
@@ -83,19 +66,15 @@ def all_weights(model: ModelConfig) -> Iterator[Weight]:
     """Yield every weight of the whole model, in the order of its layers."""
     outside = outside_of_layers(model)
     yield Weight(outside.embedding)
-    for layer in range(model.num_layers):
-        yield from _in_layer(layer, model)
-    yield from (Weight(slot) for slot in outside.of(model) if slot is not outside.embedding)
-    for layer in all_layers(model)[model.num_layers :]:
-        yield from _in_layer(layer, model)
-
-
-def _in_layer(layer: int, model: ModelConfig) -> Iterator[Weight]:
-    for slot in layer_slots(model, layer):
-        if slot.of_expert:
-            yield from (Weight(slot, layer, expert) for expert in range(model.num_moe_experts or 0))
-        else:
-            yield Weight(slot, layer)
+    behind = [Weight(slot) for slot in outside.of(model) if slot is not outside.embedding]
+    for layer in all_layers(model):
+        if layer == model.num_layers:
+            yield from behind
+        for slot in layer_slots(model, layer):
+            experts = range(model.num_moe_experts or 0) if slot.of_expert else (None,)
+            yield from (Weight(slot, layer, expert) for expert in experts)
+    if not model.mtp_num_layers:
+        yield from behind
 
 
 def count_parameters(model: ModelConfig) -> int:

@@ -6,11 +6,10 @@ from typing import Annotated, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl_mcore.config.base import ConfigError, PositiveFloat, Problem, Size, collect_problems
-from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.model import ModelConfig, RopeScalingConfig
 from nemo_rl_mcore.errors import quoted
 from nemo_rl_mcore.models import FAMILIES, family_of
 from nemo_rl_mcore.models.family import Family, HFConfig, Refusal
-from nemo_rl_mcore.models.rotary import rotary_fields, rotary_keys, rotary_of, rotary_problems
 
 _SIZES = {
     "num_layers": "num_hidden_layers",
@@ -41,7 +40,6 @@ _REFUSALS = (
     Refusal("quantization_config", (None,), "quantised weights are not supported"),
 )
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_Words = Annotated[list[str], Field(fail_fast=True)]
 _Number = Annotated[int, Field(ge=0, le=2_000)]
 
 
@@ -50,8 +48,8 @@ class _Keys(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    layer_types: _Words | None = None
-    layers_block_type: _Words | None = None
+    layer_types: Annotated[list[str], Field(fail_fast=True)] | None = None
+    layers_block_type: Annotated[list[str], Field(fail_fast=True)] | None = None
     rope_theta: PositiveFloat | None = None
     rope_scaling: dict[str, object] | None = None
     rope_parameters: dict[str, object] | None = None
@@ -67,6 +65,17 @@ class _Keys(BaseModel):
     topk_group: _Number | None = None
 
 
+_ORIGINAL = "original_max_position_embeddings"
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3}
+_YARN_KEYS = {*_ROPE_KEYS, "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
+_ROPE_NEEDS = {"default": (), "llama3": _LLAMA3, "yarn": ("factor", _ORIGINAL)}
+_UNLIKE_LATENTS: Mapping[str, tuple[object, ...]] = {"truncate": (None, True)}
+"""Keys that change a model without latent attention alone."""
+_OF_LATENTS: Mapping[str, tuple[object, ...]] = {"mscale": (None, 1), "mscale_all_dim": (None, 0)}
+"""Keys that change a model of latent attention, where they have other values."""
+
+
 def model_config_from_hf(config: HFConfig) -> ModelConfig:
     """Return the architecture that a config.json describes.
 
@@ -75,41 +84,56 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        known = ", ".join(FAMILIES)
-        raise ConfigError(
-            [
-                Problem(
-                    "not-supported", "model_type", f"{quoted(model_type)} is not supported", f"known: {known}"
-                )
-            ]
-        )
+        what = f"{quoted(model_type)} is not supported"
+        raise ConfigError([Problem("not-supported", "model_type", what, f"known: {', '.join(FAMILIES)}")])
     values = {**_DEFAULTS, **family.defaults, **config}
     for alias, key in family.aliases.items():
         if values.get(alias) is not None:
             values[key] = values[alias]
-    if problems := [*_mistyped(family, values)]:
-        raise ConfigError(problems)
+    keys = _SIZES | _OPTIONS | family.sizes
+    given = {name: values[key] for name, key in keys.items() if values.get(key) is not None}
+    if problems := [*_mistyped(ModelConfig, given, keys), *_mistyped(_Keys, values, keys)]:
+        raise ConfigError(problems)  # nothing is made of the other keys then
     values.update(family.complete(values))
     problems = [
         *_refused(family, values),
-        *(rotary_problems(family, values) if family.rotary else ()),
+        *(_rotary_problems(family, values) if family.rotary else ()),
         *family.problems(values),
-        *_missing(family, values),
+        *(
+            Problem("missing", key, f"missing, and a {family.model_type} model has it")
+            for key in (_SIZES | family.sizes).values()
+            if values.get(key) is None
+        ),
     ]
     if problems:
         raise ConfigError(problems)
-    return _model_config(family, values)
+    fields = {name: values[key] for name, key in keys.items()}
+    if family.rotary:
+        rotary, known = _rotary_of(values), RopeScalingConfig.model_fields
+        fields["rotary_base"] = rotary["rope_theta"]
+        if rotary["rope_type"] != "default":
+            fields["rope_scaling"] = {
+                key: value for key, value in rotary.items() if key in known and value is not None
+            }
+    fields |= {**family.fields, **family.read(values)}
+    if problems := [*_mistyped(ModelConfig, fields, keys)]:
+        raise ConfigError(problems)
+    model = ModelConfig.model_validate(fields)
+    if problems := [Problem(problem.code, "", str(problem)) for problem in collect_problems(model)]:
+        raise ConfigError(problems)  # sizes that do not go together, which they name themselves
+    return model
 
 
-def _mistyped(family: Family, values: HFConfig) -> Iterator[Problem]:
-    """Yield keys of another type than they have, or too large to be counted by; nothing is made of the others then."""
-    keys = _SIZES | _OPTIONS | family.sizes
-    fields = {name: values[key] for name, key in keys.items() if values.get(key) is not None}
-    for model, given in ((ModelConfig, fields), (_Keys, values)):
-        try:
-            model.model_validate(given)
-        except ValidationError as error:
-            yield from _translated(error, keys)
+def _mistyped(model: type[BaseModel], given: HFConfig, keys: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield keys of another type than they have, or too large to be counted by."""
+    try:
+        model.model_validate(given)
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            path = ".".join(str(part) for part in details["loc"])
+            if details["type"] != "missing":  # which is told of the keys
+                what = f"{quoted(details['input'])}: {details['msg']}"
+                yield Problem("not-allowed", keys.get(path, path), what)
 
 
 def _refused(family: Family, values: HFConfig) -> Iterator[Problem]:
@@ -119,44 +143,62 @@ def _refused(family: Family, values: HFConfig) -> Iterator[Problem]:
             what = f"{quoted(given)} of a {family.model_type} model: {refusal.reason}"
             yield Problem("not-supported", refusal.key, what)
     kinds = () if family.hybrid or family.windows else values.get("layer_types") or ()
-    foreign = sorted({*cast("list[str]", kinds)} - {"full_attention"})
-    if foreign:
-        yield Problem(
-            "not-supported",
-            "layer_types",
-            f"{quoted(foreign)} of a {family.model_type} model: only full_attention is supported",
+    if foreign := sorted({*cast("list[str]", kinds)} - {"full_attention"}):
+        what = f"{quoted(foreign)} of a {family.model_type} model: only full_attention is supported"
+        yield Problem("not-supported", "layer_types", what)
+
+
+def _rotary_of(values: HFConfig) -> dict[str, object]:
+    """Return base, type and factors of the rotary positions.
+
+    transformers 5 writes `rope_parameters`; where a file has `rope_scaling` too, as model cards say to add, that one
+    counts alone (`convert_rope_params_to_dict` in its modeling_rope_utils.py). The original context counts where it
+    stands beside the section, if it does (`standardize_rope_params`).
+    """
+    given = dict(cast("HFConfig", values.get("rope_scaling") or values.get("rope_parameters") or {}))
+    kind = given.get("rope_type") or given.get("type") or "default"
+    beside = values.get(_ORIGINAL) if kind != "default" else None
+    original = {} if beside is None else {_ORIGINAL: beside}
+    return {"rope_theta": values["rope_theta"], **given, "rope_type": kind, **original}
+
+
+def _rotary_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
+    """Yield kinds and keys of rotary positions that are missing or not supported."""
+    rotary, of_model = _rotary_of(values), f"of a {family.model_type} model"
+    base = cast("HFConfig", values.get("rope_parameters") or {}).get("rope_theta")
+    if base is not None and base != rotary["rope_theta"]:
+        ours = quoted(rotary["rope_theta"])
+        what = f"{ours} counts, and rope_parameters.rope_theta: {quoted(base)} does not"
+        yield Problem("contradicts", "rope_scaling.rope_theta", what, "write the base that is meant in both")
+    latent = bool(family.fields.get("multi_latent_attention"))
+    kind = rotary["rope_type"]
+    known = [one for one in _ROPE_NEEDS if not (latent and one == "llama3")]
+    if kind not in known:
+        what = f"{quoted(kind)} {of_model} is not supported"
+        yield Problem("not-supported", "rope_type", what, f"known: {', '.join(known)}")
+    elif foreign := sorted(rotary.keys() - (_YARN_KEYS if kind == "yarn" else _ROPE_KEYS)):
+        yield Problem("not-supported", "rope_parameters", f"{quoted(foreign)} {of_model} are not supported")
+    if rotary.get("partial_rotary_factor") not in (1, None):
+        what = "rotary positions on a part of each head are not supported"
+        yield Problem("not-supported", "partial_rotary_factor", what)
+    for key in _ROPE_NEEDS.get(str(kind), ()):
+        if key not in rotary:
+            yield Problem("missing", f"rope_scaling.{key}", f"missing, and rope_type {kind} needs it")
+    if kind == "yarn":
+        yield from _yarn_problems(rotary, of_model, latent=latent)
+
+
+def _yarn_problems(rotary: HFConfig, of_model: str, *, latent: bool) -> Iterator[Problem]:
+    for key, allowed in (_UNLIKE_LATENTS if latent else _OF_LATENTS).items():
+        if rotary.get(key) not in allowed:
+            what = f"{quoted(rotary[key])} {of_model}: engines and training would read it otherwise"
+            yield Problem("not-supported", f"rope_scaling.{key}", what, "known: the default")
+    whole = rotary.get("mscale_all_dim")
+    if latent and whole and rotary.get("mscale") is None:
+        what = (
+            f"missing with mscale_all_dim: {quoted(whole)}, which transformers and engines read differently"
         )
-
-
-def _missing(family: Family, values: HFConfig) -> Iterator[Problem]:
-    for key in (_SIZES | family.sizes).values():
-        if values.get(key) is None:
-            yield Problem("missing", key, f"missing, and a {family.model_type} model has it")
-
-
-def _model_config(family: Family, values: HFConfig) -> ModelConfig:
-    keys = _SIZES | _OPTIONS | family.sizes
-    fields = {
-        **{name: values[key] for name, key in keys.items()},
-        **(rotary_fields(rotary_of(values)) if family.rotary else {}),
-        **family.fields,
-        **family.read(values),
-    }
-    try:
-        model = ModelConfig.model_validate(fields)
-    except ValidationError as error:
-        raise ConfigError(_translated(error, keys)) from error
-    if problems := [Problem(problem.code, "", str(problem)) for problem in collect_problems(model)]:
-        raise ConfigError(problems)  # sizes that do not go together, which they name themselves
-    return model
-
-
-def _translated(error: ValidationError, keys: Mapping[str, str]) -> Iterator[Problem]:
-    for details in error.errors(include_url=False):
-        path = ".".join(str(part) for part in details["loc"])
-        if details["type"] != "missing":  # see `_missing`
-            what = f"{quoted(details['input'])}: {details['msg']}"
-            yield Problem("not-allowed", keys.get(path, path), what)
+        yield Problem("missing", "rope_scaling.mscale", what, "set both, or neither")
 
 
 def hf_config_of(
@@ -169,6 +211,14 @@ def hf_config_of(
     """
     origin = origin or {}
     family = FAMILIES.get(str(origin.get("model_type"))) or family_of(model)
+    positions: dict[str, object] = {}
+    if family.rotary:
+        rotary: dict[str, object] = {"rope_theta": model.rotary_base, "rope_type": "default"}
+        if (scaling := model.rope_scaling) is not None:
+            rotary |= {"rope_type": scaling.rope_type, **{key: getattr(scaling, key) for key in scaling.keys}}
+        # Base and scaling again, where transformers 4 looks for them: it would silently take the default.
+        beside = {"rope_theta": model.rotary_base, "rope_scaling": rotary if scaling else None}
+        positions = {"rope_parameters": rotary, **beside}
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -180,7 +230,7 @@ def hf_config_of(
         **({"hidden_act": "silu"} if model.gated else {}),
         "attention_dropout": 0.0,
         "initializer_range": origin.get("initializer_range", model.init_method_std),
-        **(rotary_keys(model) if family.rotary else {}),
+        **positions,
         **{key: origin.get(key) for key in _TOKENS},
         **{refusal.key: refusal.allowed[0] for refusal in family.refusals},
         **family.write(model, origin),

@@ -1,17 +1,106 @@
-"""DeepSeek V3 and R1, Moonlight: latent attention, and dense layers before those with experts and a shared one."""
+"""DeepSeek V3 and R1, Moonlight: latent attention, and dense layers before those with experts and a shared one.
 
-from collections.abc import Iterator
+Keys and values, and perhaps queries, of latent attention are made of narrower latents. What makes a latent is whole on
+each tensor-parallel rank, as Transformer Engine has it; what reads one is cut by heads.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.models.family import Family, HFConfig, Refusal
-from nemo_rl_mcore.models.latent_attention import LATENT_LAYER
+from nemo_rl_mcore.models.weights import (
+    COLUMNS,
+    DENSE_MLP,
+    INPUT_NORM,
+    POST_ATTENTION_NORM,
+    REPLICATED,
+    ROWS,
+    SHARED_EXPERT,
+    Layout,
+    Slot,
+    experts,
+)
 
 _BEST_OF_A_GROUP = 2
 """Experts by whose scores a group is chosen."""
 _MOST_PREDICTING = 4
 """Layers that predict further tokens, of any model whose weights are known."""
+
+
+def _of_attention(
+    megatron: str,
+    hugging_face: str,
+    layout: Layout,
+    shape: Callable[[ModelConfig], tuple[int, ...]],
+    exists: Callable[[ModelConfig], bool] = lambda _: True,
+) -> Slot:
+    name = f"self_attn.{hugging_face}.weight"
+    return Slot(rf"self_attention\.{megatron}", (name,), layout, lambda model: (shape(model),), exists)
+
+
+_ATTENTION = (
+    INPUT_NORM,
+    _of_attention(
+        r"linear_q_proj\.weight",
+        "q_proj",
+        ROWS,
+        lambda model: (model.num_attention_heads * model.head_dim, model.hidden_size),
+        lambda model: model.q_lora_rank is None,
+    ),
+    _of_attention(
+        r"linear_q_down_proj\.weight",
+        "q_a_proj",
+        REPLICATED,
+        lambda model: (model.q_lora_rank or 0, model.hidden_size),
+        lambda model: model.q_lora_rank is not None,
+    ),
+    _of_attention(
+        r"(?:q_layernorm\.weight|linear_q_up_proj\.layer_norm_weight)",
+        "q_a_layernorm",
+        REPLICATED,
+        lambda model: (model.q_lora_rank or 0,),
+        lambda model: model.q_lora_rank is not None,
+    ),
+    _of_attention(
+        r"linear_q_up_proj\.weight",
+        "q_b_proj",
+        ROWS,
+        lambda model: (model.num_attention_heads * model.head_dim, model.q_lora_rank or 0),
+        lambda model: model.q_lora_rank is not None,
+    ),
+    _of_attention(
+        r"linear_kv_down_proj\.weight",
+        "kv_a_proj_with_mqa",
+        REPLICATED,
+        lambda model: (model.kv_lora_rank + model.qk_pos_emb_head_dim, model.hidden_size),
+    ),
+    _of_attention(
+        r"(?:kv_layernorm\.weight|linear_kv_up_proj\.layer_norm_weight)",
+        "kv_a_layernorm",
+        REPLICATED,
+        lambda model: (model.kv_lora_rank,),
+    ),
+    _of_attention(
+        r"linear_kv_up_proj\.weight",
+        "kv_b_proj",
+        ROWS,
+        lambda model: (
+            model.num_attention_heads * (model.qk_head_dim + model.v_head_dim),
+            model.kv_lora_rank,
+        ),
+    ),
+    _of_attention(
+        r"linear_proj\.weight",
+        "o_proj",
+        COLUMNS,
+        lambda model: (model.hidden_size, model.num_attention_heads * model.v_head_dim),
+    ),
+    POST_ATTENTION_NORM,
+)
+LATENT_LAYER = (*_ATTENTION, *DENSE_MLP, *experts(), *SHARED_EXPERT)
+"""A layer, of which a model has what exists in it."""
 
 
 def _number(values: HFConfig, key: str) -> int:
@@ -58,7 +147,7 @@ def _write(model: ModelConfig, origin: HFConfig) -> dict[str, object]:
 
 
 def _problems(values: HFConfig) -> Iterator[Problem]:
-    chosen = _number(values, "num_experts_per_tok")
+    """Yield contradictions, and ways to choose experts, or to share them, that no router of Megatron has."""
     for key, like in (("num_key_value_heads", "num_attention_heads"), ("head_dim", "qk_rope_head_dim")):
         if values.get(key) not in (None, values.get(like)):
             what = f"{values[key]!r} of a deepseek_v3 model is not {like}: {values.get(like)!r}"
@@ -66,31 +155,19 @@ def _problems(values: HFConfig) -> Iterator[Problem]:
     if _number(values, "first_k_dense_replace") >= _number(values, "num_hidden_layers") > 0:
         what = f"{values['first_k_dense_replace']} leaves no layer of a deepseek_v3 model with experts"
         yield Problem("not-supported", "first_k_dense_replace", what, "lower it", ("num_hidden_layers",))
-    yield from _share_problems(values, chosen)
-    if _chooses_groups(values) and chosen // max(1, _number(values, "topk_group")) != _BEST_OF_A_GROUP:
-        yield Problem(
-            "not-supported",
-            "topk_group",
-            f"{values.get('topk_group')} of a deepseek_v3 model is not half of num_experts_per_tok: {chosen} (its "
-            f"groups are chosen by their best {_BEST_OF_A_GROUP} experts, Megatron's by as many as one gives)",
-            "",
-            ("num_experts_per_tok", "n_group"),
-        )
-
-
-def _share_problems(values: HFConfig, chosen: int) -> Iterator[Problem]:
-    """Yield shares of a token's experts that no router gives: of several they sum to 1, of one it is the score."""
-    sums_to_1 = bool(values.get("norm_topk_prob"))
-    if chosen == 1 and sums_to_1:
+    chosen, sums_to_1 = _number(values, "num_experts_per_tok"), bool(values.get("norm_topk_prob"))
+    if chosen == 1 and sums_to_1:  # the share of one expert is its score
         what = "1 of a deepseek_v3 model with norm_topk_prob: true leaves the router without a gradient"
         yield Problem("no-signal", "num_experts_per_tok", what, "use another model", ("norm_topk_prob",))
     elif chosen > 1 and not sums_to_1:
         what = "false of a deepseek_v3 model: shares of experts that do not sum to 1 are not supported"
         yield Problem("not-supported", "norm_topk_prob", what, "", ("num_experts_per_tok",))
-
-
-def _whole_shared_experts(model: ModelConfig) -> bool:
-    return not (model.moe_shared_expert_intermediate_size or 0) % model.expert_ffn_size
+    if _chooses_groups(values) and chosen // max(1, _number(values, "topk_group")) != _BEST_OF_A_GROUP:
+        what = (
+            f"{values.get('topk_group')} of a deepseek_v3 model is not half of num_experts_per_tok: {chosen} (its "
+            f"groups are chosen by their best {_BEST_OF_A_GROUP} experts, Megatron's by as many as one gives)"
+        )
+        yield Problem("not-supported", "topk_group", what, "", ("num_experts_per_tok", "n_group"))
 
 
 def _predicting(model: ModelConfig) -> str:
@@ -126,7 +203,7 @@ FAMILY = Family(
     aliases={"num_local_experts": "n_routed_experts"},
     layer=LATENT_LAYER,
     predicting=_predicting,
-    fits=_whole_shared_experts,
+    fits=lambda model: not (model.moe_shared_expert_intermediate_size or 0) % model.expert_ffn_size,
     defaults={
         "num_key_value_heads": 128,
         "max_position_embeddings": 4096,

@@ -6,7 +6,7 @@ from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.models import all_weights
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-_DEFAULT_BUCKET_BYTES = 64 << 20
+_BUCKET_BYTES = 64 << 20
 _CPU_CACHE_SEQUENCES = 64
 """Sequences of full length that the key-value cache on CPU has room for by default; more wait their turn."""
 
@@ -22,15 +22,13 @@ def largest_weight_bytes(policy: PolicyConfig) -> int:
 
 
 def refit_bucket_bytes(policy: PolicyConfig) -> int:
-    """Size of a bucket: what is asked for, or 64 MiB, and in any case the largest tensor."""
-    return max(policy.generation.refit_bucket_bytes or _DEFAULT_BUCKET_BYTES, largest_weight_bytes(policy))
+    """Size of each of the two buffers of weights on their way: 64 MiB, and in any case the largest tensor."""
+    return max(_BUCKET_BYTES, largest_weight_bytes(policy))
 
 
 def cpu_cache_bytes(policy: PolicyConfig) -> int:
-    """Size of the key-value cache on CPU."""
+    """Size of the key-value cache on CPU, unless vllm_kwargs says another."""
     vllm, model = policy.generation.vllm_cfg, policy.model
-    if vllm.kv_cache_memory_bytes is not None:
-        return vllm.kv_cache_memory_bytes
     block = 128  # tokens; the cache is cut into whole blocks
     length = -(-(vllm.max_model_len or policy.max_total_sequence_length) // block) * block
     token = (

@@ -1,10 +1,11 @@
-"""A family of models: one module of this package describes each, and `families/__init__.py` lists it.
+"""A family of models, as the modules of this package describe each; `models/__init__.py` lists them.
 
-A family whose layers are made of parts that exist (`families/weights.py`) is one such file. A new kind of layer also
-needs fields in `config/model.py`, its weights, and what Megatron builds for it (`rank/megatron/layer_specs.py`).
+A family whose layers are made of parts that exist (`models/weights.py`) is an entry of `decoders.py`. A new kind of
+layer also needs fields in `config/model.py`, its weights, and what Megatron builds for it
+(`rank/megatron/layer_specs.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from nemo_rl_mcore.config.base import Problem
@@ -46,22 +47,6 @@ _FEATURES_OF_EXPERTS: Mapping[str, object] = {
 EXPERTS = "num_moe_experts"
 
 
-def _no_problems(_values: HFConfig) -> Iterator[Problem]:
-    yield from ()
-
-
-def _all_fit(_model: ModelConfig) -> bool:
-    return True
-
-
-def _nothing_read(_values: HFConfig) -> Mapping[str, object]:
-    return {}
-
-
-def _nothing_written(_model: ModelConfig, _origin: HFConfig) -> Mapping[str, object]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Family:
     """A `model_type`: what its layers have, what config.json says of them, and what is refused.
@@ -88,20 +73,20 @@ class Family:
     fields: dict[str, object] = field(default_factory=dict[str, object])
     fields_of_experts: HFConfig = field(default_factory=dict[str, object])
     varied: tuple[str, ...] = ()
-    fits: Callable[[ModelConfig], bool] = _all_fit
+    fits: Callable[[ModelConfig], bool] = lambda _model: True
     sizes: dict[str, str] = field(default_factory=dict[str, str])
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     layer: tuple[Slot, ...] = LAYER
     outside: Outside = OUTSIDE
     hybrid: bool = False
     windows: bool = False
-    complete: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
+    complete: Callable[[HFConfig], Mapping[str, object]] = lambda _values: {}
     predicting: Callable[[ModelConfig], str] | None = None
     defaults: HFConfig = field(default_factory=dict[str, object])
     refusals: tuple[Refusal, ...] = ()
-    read: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
-    write: Callable[[ModelConfig, HFConfig], Mapping[str, object]] = _nothing_written
-    problems: Callable[[HFConfig], Iterator[Problem]] = _no_problems
+    read: Callable[[HFConfig], Mapping[str, object]] = lambda _values: {}
+    write: Callable[[ModelConfig, HFConfig], Mapping[str, object]] = lambda _model, _origin: {}
+    problems: Callable[[HFConfig], Iterable[Problem]] = lambda _values: ()
 
     def has(self, model: ModelConfig) -> bool:
         """Return whether the architecture is one of this family."""
@@ -111,31 +96,22 @@ class Family:
         if not self.hybrid and (EXPERTS in features) != (EXPERTS in self.sizes):
             return False
         own = {**self.fields, **(self.fields_of_experts if EXPERTS in features else {})}
-        return all(
-            getattr(model, name) == value
-            for name, value in (_every_feature(model) | own).items()
-            if name not in self.varied
-        )
+        if features.keys() - own.keys() - {EXPERTS, *self.varied}:
+            return False
+        return all(getattr(model, key) == own[key] for key in own.keys() - {*self.varied})
 
     @property
     def rotary(self) -> bool:
-        """Return whether its attention has rotary positions."""
         return self.fields.get("position_embedding_type") != "none"
-
-    @property
-    def latent_attention(self) -> bool:
-        """Return whether its models have latent attention."""
-        return bool(self.fields.get("multi_latent_attention"))
-
-
-def _every_feature(model: ModelConfig) -> dict[str, object]:
-    return {**_FEATURES, **({} if model.num_moe_experts is None else _FEATURES_OF_EXPERTS)}
 
 
 def features_of(model: ModelConfig) -> dict[str, object]:
     """Return the fields by which families are told apart, where they are not those of a Llama."""
     experts: dict[str, object] = {}
+    usual = _FEATURES
     if model.num_moe_experts is not None:
         experts[EXPERTS] = model.num_moe_experts
-    found = {name: getattr(model, name) for name in _every_feature(model)}
-    return experts | {name: value for name, value in found.items() if value != _every_feature(model)[name]}
+        usual = {**usual, **_FEATURES_OF_EXPERTS}
+    return experts | {
+        name: getattr(model, name) for name, value in usual.items() if getattr(model, name) != value
+    }

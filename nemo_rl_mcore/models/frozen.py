@@ -14,27 +14,17 @@ KEY = "megatron_cfg.freeze"
 
 
 def frozen_of(policy: PolicyConfig) -> frozenset[Weight]:
-    """Return the weights of a policy that training leaves as they are."""
-    megatron = policy.megatron_cfg
-    return frozen_weights(policy.model, megatron.freeze, routers=megatron.freeze_moe_router)
-
-
-def frozen_weights(model: ModelConfig, patterns: tuple[str, ...], *, routers: bool) -> frozenset[Weight]:
-    """Return the weights that a pattern matches, and the routers of experts where these are to stay."""
-    frozen = {weight for pattern in patterns for weight in _matched(model, pattern)}
-    if routers:
-        frozen |= {weight for weight in _of_layers(model) if weight.slot.megatron == ROUTER_WEIGHT}
+    """Return the weights of a policy that a pattern matches, and the routers of experts where these are to stay."""
+    model, megatron = policy.model, policy.megatron_cfg
+    frozen = {weight for pattern in megatron.freeze for weight in _matched(model, pattern)}
+    if megatron.freeze_moe_router:
+        frozen |= {
+            Weight(slot, layer)
+            for layer in all_layers(model)
+            for slot in layer_slots(model, layer)
+            if slot.megatron == ROUTER_WEIGHT
+        }
     return frozenset(frozen)
-
-
-def _of_layers(model: ModelConfig) -> Iterator[Weight]:
-    """Yield the weights of layers without those of experts."""
-    return (
-        Weight(slot, layer)
-        for layer in all_layers(model)
-        for slot in layer_slots(model, layer)
-        if not slot.of_expert
-    )
 
 
 def _matched(model: ModelConfig, pattern: str) -> list[Weight]:
@@ -46,50 +36,29 @@ def pattern_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Pr
     """Yield patterns that match nothing, or a part only of what training holds as one."""
     if not patterns:
         return
+    frozen = set[Weight]()
     for number, pattern in enumerate(patterns):
-        matched = _matched(model, pattern)
-        if not matched:
+        if not (matched := _matched(model, pattern)):
             prefix = layer_slots(model, 0)[0].prefix.format(layer=0)
-            names = next(iter(all_weights(model))).names[0], f"{prefix}*"
-            yield Problem(
-                "not-found",
-                f"{KEY}.{number}",
-                f"no weight of the model is called {pattern!r}",
-                f"names are those of Hugging Face models, such as {' and '.join(names)}",
-                ("model",),
-            )
-    frozen = frozen_weights(model, tuple(patterns), routers=False)
-    yield from _split_weights(model, patterns, frozen)
-    yield from _split_experts(model, frozen)
-
-
-def _split_weights(
-    model: ModelConfig, patterns: Sequence[str], frozen: frozenset[Weight]
-) -> Iterator[Problem]:
+            names = f"{next(all_weights(model)).names[0]} and {prefix}*"
+            what = f"no weight of the model is called {pattern!r}"
+            remedy = f"names are those of Hugging Face models, such as {names}"
+            yield Problem("not-found", f"{KEY}.{number}", what, remedy, ("model",))
+        frozen |= {*matched}
     matches = re.compile("|".join(map(translate, patterns))).fullmatch
+    of_layers: dict[tuple[object, int | None], int] = {}
     for weight in all_weights(model):
         if weight in frozen and (rest := [name for name in weight.names if not matches(name)]):
-            yield Problem(
-                "incompatible",
-                KEY,
-                f"{', '.join(weight.names)} are one weight in Megatron, and {', '.join(rest)} is not frozen",
-                "freeze all of them, or none",
+            what = (
+                f"{', '.join(weight.names)} are one weight in Megatron, and {', '.join(rest)} is not frozen"
             )
-            return  # the other layers say the same
-
-
-def _split_experts(model: ModelConfig, frozen: frozenset[Weight]) -> Iterator[Problem]:
-    experts = model.num_moe_experts or 0
-    of_layers: dict[tuple[object, int | None], set[int]] = {}
+            yield Problem("incompatible", KEY, what, "freeze all of them, or none")
+            break  # the other layers say the same
     for weight in frozen:
         if weight.expert is not None:
-            of_layers.setdefault((weight.slot, weight.layer), set()).add(weight.expert)
-    for (_, layer), found in of_layers.items():
-        if len(found) < experts:
-            yield Problem(
-                "not-supported",
-                KEY,
-                f"{len(found)} of {experts} experts of layer {layer} are frozen",
-                "freeze all experts of a layer, or none",
-            )
-            return
+            place = weight.slot, weight.layer
+            of_layers[place] = of_layers.get(place, 0) + 1
+    experts = model.num_moe_experts or 0
+    if part := next(((layer, count) for (_, layer), count in of_layers.items() if count < experts), None):
+        what = f"{part[1]} of {experts} experts of layer {part[0]} are frozen"
+        yield Problem("not-supported", KEY, what, "freeze all experts of a layer, or none")

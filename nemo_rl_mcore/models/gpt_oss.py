@@ -14,7 +14,6 @@ from nemo_rl_mcore.models.weights import (
     ROUTER_WEIGHT,
     TRANSPOSED,
     Layout,
-    Shapes,
     Slot,
 )
 
@@ -42,12 +41,8 @@ def _complete(values: HFConfig) -> Mapping[str, object]:
     return found
 
 
-def _kinds(values: HFConfig) -> list[str]:
-    return cast("list[str]", values.get(_KINDS) or [])
-
-
 def _problems(values: HFConfig) -> Iterator[Problem]:
-    kinds = _kinds(values)
+    kinds = cast("list[str]", values.get(_KINDS) or [])
     if foreign := sorted({*kinds} - {_WINDOW, _FULL}):
         what = f"{quoted(foreign)} of a gpt_oss model"
         yield Problem("not-supported", _KINDS, what, f"known: {_WINDOW}, {_FULL}")
@@ -63,7 +58,7 @@ def _problems(values: HFConfig) -> Iterator[Problem]:
 
 
 def _read(values: HFConfig) -> Mapping[str, object]:
-    windows = tuple(int(kind == _WINDOW) for kind in _kinds(values))
+    windows = tuple(int(kind == _WINDOW) for kind in cast("list[str]", values.get(_KINDS) or []))
     return {
         "sliding_window": values[_SIZE] if any(windows) else None,
         "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
@@ -81,37 +76,35 @@ def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
     }
 
 
-def _fits(model: ModelConfig) -> bool:
-    return model.activation_func_clamp_value is not None
-
-
 def _of_experts(
     megatron: str, tensor: str, layout: Layout, shape: Callable[[ModelConfig], tuple[int, ...]]
 ) -> Slot:
-    """Return a weight of each expert, of which the tensor has those of all; `{one}` stands for its number."""
-
-    def shapes(model: ModelConfig) -> Shapes:
-        return (shape(model),)
-
+    """Return a weight of each expert, of which the tensor has those of all."""
     return Slot(
         # One module for each expert, or one for all with numbered weights.
         rf"mlp\.experts\.(?:local_experts\.(\d+)\.{megatron}|{megatron}(\d+))",
         (f"mlp.experts.{tensor}",),
         layout,
-        shapes,
+        lambda model: (shape(model),),
         of_expert=True,
         stacked=True,
     )
 
 
-def _of_router(megatron: str, tensor: str, shape: Callable[[ModelConfig], tuple[int, ...]]) -> Slot:
-    return Slot(megatron, (f"mlp.router.{tensor}",), REPLICATED, lambda model: (shape(model),))
-
-
 LAYER = (
     *ATTENTION,
-    _of_router(ROUTER_WEIGHT, "weight", lambda model: (model.num_moe_experts or 0, model.hidden_size)),
-    _of_router(r"mlp\.router\.bias", "bias", lambda model: (model.num_moe_experts or 0,)),
+    Slot(
+        ROUTER_WEIGHT,
+        ("mlp.router.weight",),
+        REPLICATED,
+        lambda model: ((model.num_moe_experts or 0, model.hidden_size),),
+    ),
+    Slot(
+        r"mlp\.router\.bias",
+        ("mlp.router.bias",),
+        REPLICATED,
+        lambda model: ((model.num_moe_experts or 0,),),
+    ),
     _of_experts(
         r"linear_fc1\.weight",
         "gate_up_proj",
@@ -163,7 +156,7 @@ FAMILY = Family(
     layer=LAYER,
     windows=True,
     complete=_complete,
-    fits=_fits,
+    fits=lambda model: model.activation_func_clamp_value is not None,
     defaults=_DEFAULTS,
     refusals=(
         Refusal("attention_bias", (True, None), "attention without biases is not supported"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_rl_mcore.config.logits_cache import LogitsCache
-from nemo_rl_mcore.config.megatron import MegatronConfig
+from nemo_rl_mcore.config.megatron import LOGITS_CHUNK_BYTES, LogitsCache
 from nemo_rl_mcore.config.policy import REFERENCE_SHARE, PolicyConfig, Role
 from nemo_rl_mcore.config.run_config import ModelPlan, RunConfig
 from nemo_rl_mcore.models import all_layers, count_parameters, layer_slots, outside_of_layers
@@ -32,7 +31,6 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Return all of it."""
         return self.weights + self.gradients + self.optimizer + self.reference + self.logits
 
 
@@ -50,10 +48,26 @@ class RunMemory:
 
 def estimate_memory(config: RunConfig) -> RunMemory:
     """Estimate the fullest rank of every model: the pipeline stage with the embedding."""
-    return RunMemory({name: _estimate(config, plan) for name, plan in config.models.items()})
+    found = dict[str, MemoryEstimate]()
+    for name, plan in config.models.items():
+        policy = plan.policy
+        held, trained = _held(policy), _held(policy, without_frozen=True)
+        weights = held.trained * WEIGHT_BYTES[policy.precision] + held.buffers * _FP32
+        ddp = policy.megatron_cfg.distributed_data_parallel_config
+        in_fp32 = policy.precision == "float32" or ddp.grad_reduce_in_fp32
+        found[name] = MemoryEstimate(
+            parameters=count_parameters(policy.model),
+            rank_parameters=held.trained + held.buffers,
+            weights=weights,
+            gradients=trained.trained * (_FP32 if in_fp32 else 2) if plan.trained else 0,
+            optimizer=_optimizer(config, policy, trained) if plan.trained else 0,
+            reference=weights if plan.reference and _may_be_on_device(config) else 0,
+            logits=_logits(config, plan) if plan.role is Role.POLICY else 0,
+        )
+    return RunMemory(found)
 
 
-def may_be_on_device(config: RunConfig) -> bool:
+def _may_be_on_device(config: RunConfig) -> bool:
     """Return whether a reference policy takes memory of the ranks' devices, if there is room."""
     kept, policy = config.policy.reference_on_device, config.policy
     return config.cluster.on_cpu or kept is True or (kept == "auto" and not policy.generation.takes_turns)
@@ -65,7 +79,7 @@ def reference_place(config: RunConfig) -> str:
         return ""
     if config.cluster.on_cpu:
         return "in the ranks' memory"
-    if not may_be_on_device(config):
+    if not _may_be_on_device(config):
         return "in page-locked memory of the CPU, exchanged with the policy's for each pass"
     if config.policy.reference_on_device is True:
         return "on the GPU"
@@ -87,23 +101,6 @@ def _saved_bytes(plan: ModelPlan) -> int:
     policy = plan.policy
     weights = WEIGHT_BYTES[policy.precision] * (2 if plan.reference else 1)
     return count_parameters(policy.model) * (weights + _state_bytes(policy))
-
-
-def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
-    policy = plan.policy
-    held, trained = _held(policy), _held(policy, without_frozen=True)
-    weights = held.trained * WEIGHT_BYTES[policy.precision] + held.buffers * _FP32
-    ddp = policy.megatron_cfg.distributed_data_parallel_config
-    in_fp32 = policy.precision == "float32" or ddp.grad_reduce_in_fp32
-    return MemoryEstimate(
-        parameters=count_parameters(policy.model),
-        rank_parameters=held.all,
-        weights=weights,
-        gradients=trained.trained * (_FP32 if in_fp32 else 2) if plan.trained else 0,
-        optimizer=_optimizer(config, policy, trained) if plan.trained else 0,
-        reference=weights if plan.reference and may_be_on_device(config) else 0,
-        logits=_logits(config, plan) if plan.role is Role.POLICY else 0,
-    )
 
 
 def _optimizer(config: RunConfig, policy: PolicyConfig, trained: _Held) -> int:
@@ -138,10 +135,6 @@ class _Held:
     def trained(self) -> int:
         return self.shared + self.experts
 
-    @property
-    def all(self) -> int:
-        return self.trained + self.buffers
-
     def __add__(self, other: _Held) -> _Held:
         return _Held(self.shared + other.shared, self.experts + other.experts, self.buffers + other.buffers)
 
@@ -153,13 +146,17 @@ def _held(policy: PolicyConfig, *, without_frozen: bool = False) -> _Held:
     left_out = {(weight.slot, weight.layer) for weight in frozen}
 
     def of(slots: Sequence[Slot], layer: int | None = None) -> _Held:
-        here = [slot for slot in slots if (slot, layer) not in left_out]
-        return _Held(
-            *(
-                sum(_count_on_rank(slot, policy) for slot in here if (slot.of_expert, slot.buffer) == kind)
-                for kind in ((False, False), (True, False), (False, True))
-            )
-        )
+        counts = {"shared": 0, "experts": 0, "buffers": 0}
+        for slot in slots:
+            if (slot, layer) in left_out:
+                continue
+            count = slot.count(model)
+            if slot.of_expert:
+                count //= megatron.expert_model_parallel_size
+            elif slot.layout.dimension is not None:
+                count = -(-count // megatron.tensor_model_parallel_size)
+            counts["buffers" if slot.buffer else "experts" if slot.of_expert else "shared"] += count
+        return _Held(**counts)
 
     of_layers = [of(layer_slots(model, layer), layer) for layer in all_layers(model)]
     stage = megatron.largest_stage(model.num_layers)
@@ -169,15 +166,8 @@ def _held(policy: PolicyConfig, *, without_frozen: bool = False) -> _Held:
     if megatron.pipeline_model_parallel_size == 1 or model.mtp_num_layers:
         # One stage has both ends; and the last one an embedding, where it predicts further tokens.
         outside = ends.of(model)
-    predicting = of_layers[model.num_layers :]
-    return sum(predicting, max(stages, key=lambda one: one.all) + of(outside))
-
-
-def _count_on_rank(slot: Slot, policy: PolicyConfig) -> int:
-    count, megatron = slot.count(policy.model), policy.megatron_cfg
-    if slot.of_expert:
-        return count // megatron.expert_model_parallel_size
-    return count if slot.layout.dimension is None else -(-count // megatron.tensor_model_parallel_size)
+    fullest = max(stages, key=lambda one: one.trained + one.buffers)
+    return sum(of_layers[model.num_layers :], fullest + of(outside))
 
 
 def _logits(config: RunConfig, plan: ModelPlan) -> int:
@@ -188,8 +178,13 @@ def _logits(config: RunConfig, plan: ModelPlan) -> int:
     if not megatron.use_fused_linear_logprobs:
         return full * _CHUNK_COPIES
     rows = megatron.fused_linear_logprobs_chunk_size
-    chunk = rows * vocab * _FP32 if rows else megatron.fused_linear_logprobs_chunk_bytes
-    cached = _cached(megatron, trained * vocab) if plan.trained else 0
+    chunk = rows * vocab * _FP32 if rows else LOGITS_CHUNK_BYTES
+    cached = 0
+    if plan.trained:
+        # What a forward pass leaves to its backward pass, which the last stage begins at once: in every schedule a
+        # microbatch's head goes back before that of the next one goes forward.
+        cache = LogitsCache.of(megatron.fused_linear_logprobs_cache_bytes)
+        cached = min(cache.most(trained * vocab), trained * vocab * _FP32)
     return min(chunk, full) * _CHUNK_COPIES + cached
 
 
@@ -208,12 +203,3 @@ def _tokens(config: RunConfig, policy: PolicyConfig) -> tuple[int, int]:
         trained = policy.train_micro_batch_size * config.rows_per_sample * longest
         scored = max(policy.logprob_batch_size, validated * config.rows_per_sample) * longest
     return -(-trained // shared), -(-scored // shared)
-
-
-def _cached(megatron: MegatronConfig, logits: int) -> int:
-    """Return bytes of the logits that a forward pass leaves to its backward pass, which the last stage begins at once.
-
-    In every schedule a microbatch's head goes back before that of the next one goes forward.
-    """
-    cache = LogitsCache.of(megatron.fused_linear_logprobs_cache_bytes)
-    return min(cache.most(logits), logits * _FP32)

@@ -29,7 +29,6 @@ from nemo_rl_mcore.models.weights import (
     FINAL_NORM,
     GATED,
     OUTPUT,
-    REPLICATED,
     ROWS,
     SHARED_EXPERT,
     Layout,
@@ -67,16 +66,12 @@ def _words(values: HFConfig) -> Sequence[str]:
 
 
 def _problems(values: HFConfig) -> Iterator[Problem]:
+    """Yield foreign layers, what experts lack, and shares of them that Megatron makes otherwise."""
     if foreign := sorted({*_words(values)} - _KINDS.keys()):
-        yield Problem(
-            "not-supported", _WORDS, f"{quoted(foreign)} of a nemotron_h model", f"known: {', '.join(_KINDS)}"
-        )
-    if EXPERTS in str(values.get(_PATTERN)):
-        yield from _expert_problems(values)
-
-
-def _expert_problems(values: HFConfig) -> Iterator[Problem]:
-    """Yield what experts lack, and shares of them that Megatron makes otherwise."""
+        what = f"{quoted(foreign)} of a nemotron_h model"
+        yield Problem("not-supported", _WORDS, what, f"known: {', '.join(_KINDS)}")
+    if EXPERTS not in str(values.get(_PATTERN)):
+        return
     for key in _EXPERTS.values():
         if values.get(key) is None:
             yield Problem("missing", key, "missing, and a nemotron_h model with layers of experts (E) has it")
@@ -106,17 +101,17 @@ def _read(values: HFConfig) -> Mapping[str, object]:
 
 def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
     """Return the layers, and what of the model's start the weights do not tell."""
-    pattern = model.hybrid_layer_pattern or ""
     words = {kind: word for word, kind in reversed(_KINDS.items())}
-    written: dict[str, object] = {"time_step_min": _SHORTEST_STEP, "num_nextn_predict_layers": 0}
     kept = ("chunk_size", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual")
-    written |= {
-        _WORDS: [words[kind] for kind in pattern],
+    written: dict[str, object] = {
+        "time_step_min": _SHORTEST_STEP,
+        "num_nextn_predict_layers": 0,
+        _WORDS: [words[kind] for kind in model.hybrid_layer_pattern or ""],
         **{key: origin[key] for key in kept if key in origin},
     }
     if model.num_moe_experts is not None:
-        written |= {key: getattr(model, name) for name, key in _EXPERTS.items()}
         written |= {
+            **{key: getattr(model, name) for name, key in _EXPERTS.items()},
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
             "norm_topk_prob": model.moe_router_topk > 1,
             "moe_intermediate_size": model.expert_ffn_size,
@@ -130,13 +125,10 @@ def _in(kind: str) -> Callable[[ModelConfig, int], bool]:
     return lambda model, layer: (model.hybrid_layer_pattern or "")[layer] == kind
 
 
-def _keys(model: ModelConfig) -> int:
-    return model.mamba_num_groups * model.mamba_state_dim
-
-
 def _convolved(model: ModelConfig) -> tuple[int, ...]:
     """Return the rows of values, keys and queries."""
-    return model.mamba_size, _keys(model), _keys(model)
+    keys = model.mamba_num_groups * model.mamba_state_dim
+    return model.mamba_size, keys, keys
 
 
 def _projected(model: ModelConfig) -> tuple[int, ...]:
@@ -144,49 +136,52 @@ def _projected(model: ModelConfig) -> tuple[int, ...]:
     return model.mamba_size, *_convolved(model), model.mamba_num_heads or 0
 
 
-def _vector(size: Callable[[ModelConfig], int]) -> Callable[[ModelConfig], Shapes]:
-    return lambda model: ((size(model),),)
-
-
-def _mamba(megatron: str, tensor: str, layout: Layout, shapes: Callable[[ModelConfig], Shapes]) -> Slot:
+def _mamba(
+    megatron: str, tensor: str, layout: Layout, shape: Callable[[ModelConfig], tuple[int, ...]]
+) -> Slot:
     return Slot(
-        rf"mixer\.{megatron}", (f"mixer.{tensor}",), layout, shapes, in_layer=_in(MAMBA), prefix=_PREFIX
+        rf"mixer\.{megatron}",
+        (f"mixer.{tensor}",),
+        layout,
+        lambda model: (shape(model),),
+        in_layer=_in(MAMBA),
+        prefix=_PREFIX,
     )
 
 
 def _norm(kind: str, megatron: str) -> Slot:
-    shapes = _vector(lambda model: model.hidden_size)
-    return Slot(megatron, ("norm.weight",), REPLICATED, shapes, in_layer=_in(kind), prefix=_PREFIX)
+    """Return the norm before a mixer of that kind."""
+    like = replace(FINAL_NORM, megatron=megatron, hugging_face=("norm.weight",))
+    return replace(like, in_layer=_in(kind), prefix=_PREFIX)
 
 
-_HEADS = _vector(lambda model: model.mamba_num_heads or 0)
 _MAMBA = (
     _norm(MAMBA, r"norm\.weight|mixer\.in_proj\.layer_norm_weight"),
     _mamba(
         r"in_proj\.weight",
         "in_proj.weight",
         Layout(0, sections=_projected),
-        lambda model: ((sum(_projected(model)), model.hidden_size),),
+        lambda model: (sum(_projected(model)), model.hidden_size),
     ),
     _mamba(
         r"conv1d[._]weight",
         "conv1d.weight",
         Layout(0, sections=_convolved),
-        lambda model: ((sum(_convolved(model)), 1, MAMBA_TAPS),),
+        lambda model: (sum(_convolved(model)), 1, MAMBA_TAPS),
     ),
     _mamba(
         r"conv1d[._]bias",
         "conv1d.bias",
         Layout(0, sections=_convolved),
-        _vector(lambda model: sum(_convolved(model))),
+        lambda model: (sum(_convolved(model)),),
     ),
-    *(_mamba(name, name, ROWS, _HEADS) for name in ("A_log", "D", "dt_bias")),
-    _mamba(r"norm\.weight", "norm.weight", ROWS, _vector(lambda model: model.mamba_size)),
+    *(
+        _mamba(name, name, ROWS, lambda model: (model.mamba_num_heads or 0,))
+        for name in ("A_log", "D", "dt_bias")
+    ),
+    _mamba(r"norm\.weight", "norm.weight", ROWS, lambda model: (model.mamba_size,)),
     _mamba(
-        r"out_proj\.weight",
-        "out_proj.weight",
-        COLUMNS,
-        lambda model: ((model.hidden_size, model.mamba_size),),
+        r"out_proj\.weight", "out_proj.weight", COLUMNS, lambda model: (model.hidden_size, model.mamba_size)
     ),
 )
 
@@ -194,18 +189,17 @@ _MAMBA = (
 def _mixer(kind: str, slots: Iterable[Slot]) -> Iterator[Slot]:
     """Yield weights of a Llama's layer as they are in a layer of that kind, without gates."""
     for slot in slots:
-        names, shapes, layout = slot.hugging_face, slot.shapes, slot.layout
-        if layout is GATED:
-            names, layout = names[1:], ROWS
-            shapes = _second(shapes)
-        names = tuple(re.sub(r"(self_attn|mlp)\.", "mixer.", name, count=1) for name in names)
-        yield replace(
-            slot, hugging_face=names, layout=layout, shapes=shapes, in_layer=_in(kind), prefix=_PREFIX
-        )
+        names = tuple(re.sub(r"(self_attn|mlp)\.", "mixer.", name, count=1) for name in slot.hugging_face)
+        changed = replace(slot, hugging_face=names, in_layer=_in(kind), prefix=_PREFIX)
+        if slot.layout is GATED:
 
+            def without_gate(
+                model: ModelConfig, both: Callable[[ModelConfig], Shapes] = slot.shapes
+            ) -> Shapes:
+                return both(model)[1:]
 
-def _second(shapes: Callable[[ModelConfig], Shapes]) -> Callable[[ModelConfig], Shapes]:
-    return lambda model: shapes(model)[1:]
+            changed = replace(changed, hugging_face=names[1:], layout=ROWS, shapes=without_gate)
+        yield changed
 
 
 _BEFORE_FEED_FORWARD = r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight"

@@ -11,25 +11,25 @@ from pydantic import ValidationError
 from nemo_rl_mcore.config.base import Code, ConfigError, Problem
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.data.hub import is_hub_id, local_folder, read_object
-from nemo_rl_mcore.data.strict_json import read_json
 from nemo_rl_mcore.models.config_json import model_config_from_hf
 from nemo_rl_mcore.models.family import HFConfig
 
 MODEL, TOKENIZER = "policy.model_name", "policy.tokenizer.name"
-_TEMPLATE = "chat_template.jinja"
 
 
 def other_tokenizer(model: str | None, tokenizer: str) -> Problem | None:
     """Return what is wrong with a tokenizer which is not that of the model, where the model has one."""
-    if model is None or model == tokenizer or not _has_another(model, tokenizer):
+    if model is None or model == tokenizer:
         return None
-    return Problem(
-        "contradicts",
-        TOKENIZER,
-        f"{tokenizer!r} is not the tokenizer of {MODEL}: {model!r}",
-        f"set it to {model!r}, or set both in one file if this one is meant",
-        (MODEL,),
-    )
+    theirs, ours = local_folder(model), local_folder(tokenizer)
+    if theirs is not None:  # every model of the hub has one
+        if not any((theirs / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+            return None
+        if ours is not None and _contents(theirs) == _contents(ours):
+            return None
+    what = f"{tokenizer!r} is not the tokenizer of {MODEL}: {model!r}"
+    remedy = f"set it to {model!r}, or set both in one file if this one is meant"
+    return Problem("contradicts", TOKENIZER, what, remedy, (MODEL,))
 
 
 def inherited(set_in: Mapping[str, int]) -> bool:
@@ -40,30 +40,19 @@ def inherited(set_in: Mapping[str, int]) -> bool:
     return set_in.get(MODEL, -1) > set_in.get(TOKENIZER, len(set_in))
 
 
-def _has_another(model: str, tokenizer: str) -> bool:
-    theirs, ours = local_folder(model), local_folder(tokenizer)
-    if theirs is None:  # every model of the hub has one
-        return True
-    if not (theirs / "tokenizer.json").exists() and not (theirs / "tokenizer_config.json").exists():
-        return False
-    return ours is None or _contents(theirs) != _contents(ours)
-
-
 def _contents(folder: Path) -> tuple[object, ...]:
     """Return what decides how text becomes tokens: a copy that was saved again has the same."""
-    tokens, settings = (_object(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
-    template = folder / _TEMPLATE
+    read = list[HFConfig]()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        try:
+            read.append(read_object(folder / name, TOKENIZER))
+        except ConfigError:  # reported where the tokenizer is examined
+            read.append({})
+    tokens, settings = read
+    template = folder / "chat_template.jinja"
     written = template.read_bytes() if template.is_file() else str(settings.get("chat_template")).encode()
     keys = ("model", "added_tokens", "normalizer", "pre_tokenizer")
     return *(tokens.get(key) for key in keys), written.strip()
-
-
-def _object(path: Path) -> dict[str, object]:
-    try:
-        found = read_json(path, finite=False)
-    except (OSError, ValueError):  # reported where the tokenizer is examined
-        return {}
-    return cast("dict[str, object]", found) if isinstance(found, dict) else {}
 
 
 OVERRIDES = "hf_config_overrides"
@@ -97,12 +86,6 @@ def overridden(config: HFConfig, overrides: HFConfig) -> HFConfig:
     return changed
 
 
-def is_of_overrides(path: str, overrides: HFConfig) -> bool:
-    """Return whether a key of config.json is one that a recipe has written over."""
-    key = path.partition(".")[0]
-    return key in overrides or (key in _SAID_OF_ROTATIONS and any(one in overrides for one in _ROTATIONS))
-
-
 def override_problems(overrides: HFConfig | None, *, named: bool) -> Iterator[Problem]:
     """Yield keys that may not be written over, and overrides of no config.json; named: whether there is model_name."""
     for key in overrides or {}:
@@ -114,19 +97,18 @@ def override_problems(overrides: HFConfig | None, *, named: bool) -> Iterator[Pr
         yield Problem("requires", OVERRIDES, what, "say it in model", ("model_name",))
     scaling = (overrides or {}).get("rope_scaling")
     if scaling is not None and not isinstance(scaling, Mapping):
-        yield Problem(
-            "not-allowed", f"{OVERRIDES}.rope_scaling", f"{scaling!r} is no section", "give one, or null"
-        )
+        what = f"{scaling!r} is no section"
+        yield Problem("not-allowed", f"{OVERRIDES}.rope_scaling", what, "give one, or null")
 
 
 Section = dict[str, object]
 
 MODEL_NAME = "model_name"
 OF_TRAINING = frozenset(
-    (
+    {
         *("init_method_std", "moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_dtype"),
         *("moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
-    )
+    }
 )
 """Fields of policy.model that the weights say nothing about."""
 
@@ -139,14 +121,12 @@ def fill_from_model_name(
     tokenizer: whether the section has one, which then is the model's where it names none.
     """
     section = dict(policy)
-    name = section.get(MODEL_NAME)
+    name, overrides, given = section.get(MODEL_NAME), section.get(OVERRIDES), section.get("model")
     if not isinstance(name, str):
         return section, []
     named = section.get("tokenizer", {})
     if tokenizer and isinstance(named, Mapping):
         section["tokenizer"] = {"name": name, **cast("Section", named)}
-    given = section.get("model")
-    overrides = section.get(OVERRIDES)
     try:
         derived = pretrained_model(
             name, cast("Section", overrides) if isinstance(overrides, Mapping) else None
@@ -154,7 +134,10 @@ def fill_from_model_name(
     except ConfigError as error:
         return section, [*error.problems]
     if derived is None:
-        return section, [] if given is not None else [_unknown(name)]
+        where = "neither in the local Hugging Face cache nor known here"
+        what = f"{name!r} is no local folder, and its config.json is {where}"
+        remedy = "download the model, or describe the architecture in policy.model"
+        return section, [] if given is not None else [_problem("not-found", what, remedy)]
     if isinstance(given, ModelConfig):
         return section, differences(given, derived, name)
     if given is not None and not isinstance(given, Mapping):
@@ -183,9 +166,12 @@ def pretrained_model(name: str, overrides: HFConfig | None = None) -> ModelConfi
     try:
         return model_config_from_hf(overridden(config, overrides) if overrides else config)
     except ConfigError as error:
+        written = {*(overrides or ())}
+        if not written.isdisjoint(_ROTATIONS):
+            written |= {*_SAID_OF_ROTATIONS}
         raise ConfigError(
             Problem(problem.code, f"{OVERRIDES}.{problem.path}", problem.what, problem.remedy)
-            if overrides and is_of_overrides(problem.path, overrides)
+            if problem.path.partition(".")[0] in written
             else _problem(problem.code, f"{name!r}: {problem}")
             for problem in error.problems
         ) from error
@@ -206,15 +192,15 @@ def read_hf_config(name: str) -> HFConfig | None:
     folder = local_folder(name)
     if folder is None:
         if not is_hub_id(name):
-            raise ConfigError(
-                [_problem("not-found", f"no folder {name!r}", "name a Hugging Face folder or a hub id")]
-            )
+            remedy = "name a Hugging Face folder or a hub id"
+            raise ConfigError([_problem("not-found", f"no folder {name!r}", remedy)])
         return known_models().get(name)
     path = folder / "config.json"
     if not path.is_file():
         if name in known_models():  # a cache may hold other files of the model
             return known_models()[name]
-        raise ConfigError([_problem("not-readable", f"the folder {str(folder)!r} holds no config.json")])
+        what = f"the folder {str(folder)!r} holds no config.json"
+        raise ConfigError([_problem("not-readable", what)])
     return read_object(path, MODEL_NAME)
 
 
@@ -243,14 +229,6 @@ def explicit_fields(model: ModelConfig) -> Section:
         "ffn_hidden_size": model.ffn_size,
         "moe_ffn_hidden_size": model.expert_ffn_size,
     }
-
-
-def _unknown(name: str) -> Problem:
-    return _problem(
-        "not-found",
-        f"{name!r} is no local folder, and its config.json is neither in the local Hugging Face cache nor known here",
-        "download the model, or describe the architecture in policy.model",
-    )
 
 
 def _problem(code: Code, what: str, remedy: str = "") -> Problem:

@@ -3,7 +3,7 @@
 Megatron's local layers and Transformer Engine's name some of them differently; both are in the table.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import prod
@@ -43,30 +43,25 @@ class Layout:
     def cuts(
         self, shape: Sequence[int], rank: int, ranks: int, model: ModelConfig
     ) -> list[tuple[slice, ...]]:
-        """Return the parts of a tensor of that shape that a rank holds, one after the other along the dimension."""
-        if self.dimension is None or self.sections is None or ranks == 1:
-            return [self.cut(shape, rank, ranks)]
-        found: list[tuple[slice, ...]] = []
-        first = 0
-        for size in self.sections(model):
-            share = size // ranks
-            part = [slice(0, length) for length in shape]
-            part[self.dimension] = slice(first + rank * share, first + (rank + 1) * share)
-            found.append(tuple(part))
-            first += size
-        return found
+        """Return the parts of a tensor of that shape that a rank holds, one after the other along the dimension.
 
-    def cut(self, shape: Sequence[int], rank: int, ranks: int) -> tuple[slice, ...]:
-        """Return the part of a tensor of that shape that a rank holds; the last ones are smaller where it is uneven."""
+        Of an uneven tensor without sections the last ranks hold less.
+        """
+        whole = [slice(0, length) for length in shape]
         if self.dimension is None:
-            return tuple(slice(0, size) for size in shape)
+            return [tuple(whole)]
         size = shape[self.dimension]
-        share = -(-size // ranks)
-        begin, end = min(rank * share, size), min((rank + 1) * share, size)
-        return tuple(
-            slice(begin, end) if dimension == self.dimension else slice(0, length)
-            for dimension, length in enumerate(shape)
-        )
+        sections = (size,) if self.sections is None or ranks == 1 else self.sections(model)
+        parts: list[tuple[slice, ...]] = []
+        first = 0
+        for length in sections:
+            share, end = -(-length // ranks), first + length
+            whole[self.dimension] = slice(
+                min(first + rank * share, end), min(first + (rank + 1) * share, end)
+            )
+            parts.append(tuple(whole))
+            first = end
+        return parts
 
 
 REPLICATED = Layout(None)
@@ -126,32 +121,12 @@ class Weight:
         return tuple(prefix + name.format(expert=self.expert) for name in self.slot.hugging_face)
 
 
-def _has_dense_layers(model: ModelConfig) -> bool:
-    return model.has_dense_layers
-
-
-def _is_dense(model: ModelConfig, layer: int) -> bool:
-    return not _has_experts(model) or layer < model.dense_layers
-
-
-def _is_of_experts(model: ModelConfig, layer: int) -> bool:
-    return not _is_dense(model, layer)
-
-
 def _has_experts(model: ModelConfig) -> bool:
     return model.num_moe_experts is not None
 
 
-def _has_latent_experts(model: ModelConfig) -> bool:
-    return _has_experts(model) and model.moe_latent_size is not None
-
-
-def _has_shared_expert(model: ModelConfig) -> bool:
-    return _has_experts(model) and bool(model.moe_shared_expert_intermediate_size)
-
-
-def _predicts(model: ModelConfig) -> bool:
-    return bool(model.mtp_num_layers)
+def _is_of_experts(model: ModelConfig, layer: int) -> bool:
+    return _has_experts(model) and layer >= model.dense_layers
 
 
 def _vocabulary(model: ModelConfig) -> Shapes:
@@ -165,10 +140,6 @@ def _hidden(model: ModelConfig) -> Shapes:
 def _qkv_rows(model: ModelConfig) -> Shapes:
     queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
     return ((queries,), (keys,), (keys,))
-
-
-def _qkv(model: ModelConfig) -> Shapes:
-    return tuple((*rows, model.hidden_size) for rows in _qkv_rows(model))
 
 
 EMBEDDING = Slot(r"embedding\.word_embeddings\.weight", ("model.embed_tokens.weight",), ROWS, _vocabulary)
@@ -214,7 +185,7 @@ ATTENTION = (
         r"self_attention\.linear_qkv\.weight",
         tuple(f"self_attn.{kind}_proj.weight" for kind in "qkv"),
         QKV,
-        _qkv,
+        lambda model: tuple((*rows, model.hidden_size) for rows in _qkv_rows(model)),
     ),
     Slot(
         r"self_attention\.linear_qkv\.bias",
@@ -262,7 +233,6 @@ def _gated_mlp(
     hugging_face: str,
     width: Callable[[ModelConfig], int],
     exists: Callable[[ModelConfig], bool],
-    *,
     in_layer: Callable[[ModelConfig, int], bool],
     gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Slot, Slot]:
@@ -270,44 +240,43 @@ def _gated_mlp(
     gate, up, down = (f"{hugging_face}{part}.weight" for part in gate_up_down)
     of_expert = "(" in megatron
 
-    def given(model: ModelConfig) -> int:
-        return model.expert_input_size if of_expert else model.hidden_size
+    def rows_and_columns(model: ModelConfig) -> tuple[int, int]:
+        return width(model), model.expert_input_size if of_expert else model.hidden_size
 
-    return (
-        Slot(
-            megatron.replace("{n}", "1"),
-            (gate, up),
-            GATED,
-            lambda model: ((width(model), given(model)),) * 2,
-            exists,
-            of_expert,
-            in_layer,
-        ),
-        Slot(
-            megatron.replace("{n}", "2"),
-            (down,),
-            COLUMNS,
-            lambda model: ((given(model), width(model)),),
-            exists,
-            of_expert,
-            in_layer,
-        ),
+    first = Slot(
+        megatron.replace("{n}", "1"),
+        (gate, up),
+        GATED,
+        lambda model: (rows_and_columns(model),) * 2,
+        exists,
+        of_expert,
+        in_layer,
     )
+    second = Slot(
+        megatron.replace("{n}", "2"),
+        (down,),
+        COLUMNS,
+        lambda model: (rows_and_columns(model)[::-1],),
+        exists,
+        of_expert,
+        in_layer,
+    )
+    return first, second
 
 
 DENSE_MLP = _gated_mlp(
     r"mlp\.linear_fc{n}\.weight",
     "mlp.",
     lambda model: model.ffn_size,
-    _has_dense_layers,
-    in_layer=_is_dense,
+    lambda model: model.has_dense_layers,
+    lambda model, layer: not _is_of_experts(model, layer),
 )
 SHARED_EXPERT = _gated_mlp(
     r"mlp\.shared_experts\.linear_fc{n}\.weight",
     "mlp.shared_experts.",
     lambda model: model.moe_shared_expert_intermediate_size or 0,
-    _has_shared_expert,
-    in_layer=_is_of_experts,
+    lambda model: _has_experts(model) and bool(model.moe_shared_expert_intermediate_size),
+    _is_of_experts,
 )
 ROUTER_WEIGHT = r"mlp\.router\.weight"
 EXPERT_BIAS = r"mlp\.router\.expert_bias"
@@ -319,6 +288,10 @@ def experts(
     module: str = "mlp", gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[Slot, ...]:
     """Return the router with its bias and the experts, by what a Hugging Face model calls them."""
+    latents: dict[str, Callable[[ModelConfig], Shapes]] = {
+        "fc1_latent_proj": lambda model: ((model.expert_input_size, model.hidden_size),),
+        "fc2_latent_proj": lambda model: ((model.hidden_size, model.expert_input_size),),
+    }
     return (
         Slot(
             ROUTER_WEIGHT,
@@ -337,51 +310,42 @@ def experts(
             in_layer=_is_of_experts,
             buffer=True,
         ),
-        *_latent_projections(module),
+        *(
+            Slot(
+                rf"mlp\.{name}\.weight",
+                (f"{module}.{name}.weight",),
+                REPLICATED,
+                shapes,
+                lambda model: _has_experts(model) and model.moe_latent_size is not None,
+                in_layer=_is_of_experts,
+            )
+            for name, shapes in latents.items()
+        ),
         # One module for each expert, or one for all with numbered weights.
         *_gated_mlp(
             r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc{n}\.weight|linear_fc{n}\.weight(\d+))",
             f"{module}.experts.{{expert}}.",
             lambda model: model.expert_ffn_size,
             _has_experts,
-            in_layer=_is_of_experts,
-            gate_up_down=gate_up_down,
+            _is_of_experts,
+            gate_up_down,
         ),
     )
-
-
-def _latent_projections(module: str) -> Iterator[Slot]:
-    """Yield what leads to the latent that experts see, and back."""
-    shapes: dict[str, Callable[[ModelConfig], Shapes]] = {
-        "fc1_latent_proj": lambda model: ((model.expert_input_size, model.hidden_size),),
-        "fc2_latent_proj": lambda model: ((model.hidden_size, model.expert_input_size),),
-    }
-    for name, shape in shapes.items():
-        yield Slot(
-            rf"mlp\.{name}\.weight",
-            (f"{module}.{name}.weight",),
-            REPLICATED,
-            shape,
-            _has_latent_experts,
-            in_layer=_is_of_experts,
-        )
 
 
 LAYER = (*ATTENTION, *DENSE_MLP, *experts(), *SHARED_EXPERT)
 """A layer, of which a model has what exists in it."""
 
-PREDICTION = (
-    *(
-        Slot(rf"{kind}\.weight", (f"{kind}.weight",), REPLICATED, _hidden, _predicts)
-        for kind in ("enorm", "hnorm")
-    ),
+_OF_PREDICTION: tuple[tuple[str, str, Layout, Callable[[ModelConfig], Shapes]], ...] = (
+    ("enorm", "enorm", REPLICATED, _hidden),
+    ("hnorm", "hnorm", REPLICATED, _hidden),
+    ("eh_proj", "eh_proj", ROWS, lambda model: ((model.hidden_size, 2 * model.hidden_size),)),
+    ("final_layernorm", "shared_head.norm", REPLICATED, _hidden),
+)
+PREDICTION = tuple(
     Slot(
-        r"eh_proj\.weight",
-        ("eh_proj.weight",),
-        ROWS,
-        lambda model: ((model.hidden_size, 2 * model.hidden_size),),
-        _predicts,
-    ),
-    Slot(r"final_layernorm\.weight", ("shared_head.norm.weight",), REPLICATED, _hidden, _predicts),
+        rf"{megatron}\.weight", (f"{name}.weight",), layout, shapes, lambda model: bool(model.mtp_num_layers)
+    )
+    for megatron, name, layout, shapes in _OF_PREDICTION
 )
 """Weights of a multi-token prediction layer that other layers do not have."""

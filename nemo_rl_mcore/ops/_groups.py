@@ -10,12 +10,10 @@ from torch.distributed import ProcessGroup
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Return the number of ranks in the group; a missing group is a single rank."""
     return 1 if group is None else group.size()
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """Rank of this process within the group."""
     return 0 if group is None else group.rank()
 
 
@@ -24,20 +22,6 @@ def all_gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     _collective("all_gather_single", "all_gather_into_tensor")(gathered, x.contiguous(), group=group)
     return gathered
-
-
-def reduce_scatter_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum `x` over ranks and keep this rank's share of its first dimension."""
-    mine = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    _collective("reduce_scatter_single", "reduce_scatter_tensor")(mine, x.contiguous(), group=group)
-    return mine
-
-
-def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum `x` over ranks, in place where it is contiguous."""
-    x = x.contiguous()
-    dist.all_reduce(x, group=group)  # pyright: ignore[reportUnknownMemberType]
-    return x
 
 
 def _collective(name: str, before: str) -> Any:
@@ -79,15 +63,6 @@ class VocabShard:
 
 
 @dataclass(frozen=True)
-class _Exchange:
-    """Each rank sends `sent` rows, its kept ones `mine_M` first; kept row i arrives at `slot_N[i]`."""
-
-    sent: int
-    mine_M: Tensor
-    slot_N: Tensor
-
-
-@dataclass(frozen=True)
 class TokenRows:
     """The token rows that enter a computation; `kept_N` is None when that is all of them."""
 
@@ -110,7 +85,6 @@ class TokenRows:
 
     @property
     def count(self) -> int:
-        """Return the number of kept rows."""
         return self.total if self.kept_N is None else self.kept_N.numel()
 
     def select(self, x_T: Tensor) -> Tensor:
@@ -127,11 +101,11 @@ class TokenRows:
         """Return the kept rows of the whole sequence, fetched from every shard when the input is sequence-parallel."""
         if self.group is None or not self.sequence_parallel:
             return self.select(hidden_LH)
-        plan = self._exchange(hidden_LH.device)
-        sent = hidden_LH.new_zeros(plan.sent, hidden_LH.shape[1])
-        sent[: plan.mine_M.numel()] = hidden_LH.index_select(0, plan.mine_M)
-        received = all_gather_rows(sent, self.group) if plan.sent > 0 else sent
-        return received.index_select(0, plan.slot_N)
+        count, mine_M, slot_N = self._exchange(hidden_LH.device)
+        sent = hidden_LH.new_zeros(count, hidden_LH.shape[1])
+        sent[: mine_M.numel()] = hidden_LH.index_select(0, mine_M)
+        received = all_gather_rows(sent, self.group) if count > 0 else sent
+        return received.index_select(0, slot_N)
 
     def reduce_hidden_grad(self, grad_NH: Tensor) -> Tensor:
         """Sum the gradients over ranks, each of which saw only its own vocabulary, and spread them.
@@ -139,16 +113,20 @@ class TokenRows:
         This reverses `gather_hidden`: a reduce-scatter if sequence-parallel, an all-reduce if replicated.
         """
         if self.group is None or not self.sequence_parallel:
-            if self.group is not None and self.group.size() > 1 and self.count > 0:
-                grad_NH = sum_over_ranks(grad_NH, self.group)
+            if self.group is not None and self.group.size() > 1 and grad_NH.shape[0] > 0:
+                grad_NH = grad_NH.contiguous()
+                dist.all_reduce(grad_NH, group=self.group)  # pyright: ignore[reportUnknownMemberType]
             return self.spread(grad_NH)
-        plan, ranks = self._exchange(grad_NH.device), self.group.size()
-        sent = grad_NH.new_zeros(ranks * plan.sent, grad_NH.shape[1]).index_copy_(0, plan.slot_N, grad_NH)
-        received = reduce_scatter_rows(sent, self.group) if plan.sent > 0 else sent
+        (count, mine_M, slot_N), ranks = self._exchange(grad_NH.device), self.group.size()
+        received = grad_NH.new_empty(count, grad_NH.shape[1])
+        if count > 0:
+            sent = grad_NH.new_zeros(ranks * count, grad_NH.shape[1]).index_copy_(0, slot_N, grad_NH)
+            _collective("reduce_scatter_single", "reduce_scatter_tensor")(received, sent, group=self.group)
         local = grad_NH.new_zeros(self.total // ranks, grad_NH.shape[1])
-        return local.index_copy_(0, plan.mine_M, received[: plan.mine_M.numel()])
+        return local.index_copy_(0, mine_M, received[: mine_M.numel()])
 
-    def _exchange(self, device: torch.device) -> _Exchange:
+    def _exchange(self, device: torch.device) -> tuple[int, Tensor, Tensor]:
+        """Return how many rows each rank sends, its kept ones `mine_M` first; kept row i arrives at `slot_N[i]`."""
         ranks, rank = group_size(self.group), group_rank(self.group)
         length = max(self.total // ranks, 1)
         kept_N = torch.arange(self.total, device=device) if self.kept_N is None else self.kept_N
@@ -157,4 +135,4 @@ class TokenRows:
         start_R = count_R.cumsum(0) - count_R
         sent = int(count_R.max())
         slot_N = shard_N * sent + torch.arange(kept_N.numel(), device=device) - start_R[shard_N]
-        return _Exchange(sent, kept_N[shard_N == rank] - rank * length, slot_N)
+        return sent, kept_N[shard_N == rank] - rank * length, slot_N

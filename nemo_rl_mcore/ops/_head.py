@@ -9,24 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nemo_rl_mcore.ops._elementwise import logits_gradient, slice_statistics
 from nemo_rl_mcore.ops._groups import TokenRows, VocabShard, group_size
-from nemo_rl_mcore.ops._products import (
-    AutogradWeightGradient,
-    MainGradAccumulation,
-    Scratch,
-    WeightGradient,
-    add_hidden_product,
-    logits_into,
-    tile_dtype,
-    weight_operand,
+from nemo_rl_mcore.ops._softmax import (
+    RowBackward,
+    accumulation_dtype,
+    add_blocks_,
+    logits_gradient,
 )
-from nemo_rl_mcore.ops._softmax import RowBackward, accumulation_dtype, empty_statistics, merge_statistics
 
 GradientTile = tuple[slice, Tensor, Tensor]
 """Token rows, gradient of their logits [n, v] in the weight's dtype, columns [n, K] of its largest entries.
@@ -34,11 +29,121 @@ GradientTile = tuple[slice, Tensor, Tensor]
 A column outside the tile belongs to another panel.
 """
 
+_ALIGNED_COLS = 64
 _MAX_CHUNK_ROWS = 4096  # a taller chunk no longer saves accumulator traffic in the weight gradient
 _MAX_CPU_BYTES = 16 << 20  # on CPU a larger tile gains nothing, and costs page faults when it is mapped
 _ENTRIES_BLOCK = 1 << 18  # elements of the weight rows that are gathered at a time
 _MIN_PANEL_COLS = 256  # a narrower panel would make the matrix products inefficient
 _PANEL_STEP = 128  # of columns: GPUs multiply in blocks of this size
+
+
+@dataclass
+class Scratch:
+    """One piece of memory that is reused for tensors of different shapes, never two at a time."""
+
+    _memory: Tensor | None = field(default=None, init=False)
+
+    def view(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an uninitialised [rows, cols], of the dtype of `like` if no other is given.
+
+        The dtype must always be the same. The largest request should come first: the others reuse it.
+        """
+        # On an H200 a product takes 3.4 times as long where rows of 16 bits do not begin at multiples of 16 bytes.
+        stride = -(-cols // _ALIGNED_COLS) * _ALIGNED_COLS if like.is_cuda else cols
+        if self._memory is None or self._memory.numel() < rows * stride:
+            self._memory = like.new_empty(rows * stride, dtype=dtype or like.dtype)
+        return self._memory[: rows * stride].view(rows, stride)[:, :cols]
+
+
+def tile_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of a tile of logits: CUDA can write 16-bit products in float32, CPU cannot."""
+    return accumulation_dtype(x.dtype) if x.is_cuda else x.dtype
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor, scratch: Scratch) -> None:
+    """Add a @ b, in the dtype of `out`, without rounding the product first where the device can do so."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        add_blocks_(out, torch.mm(a, b, out=scratch.view(out.shape[0], out.shape[1], like=a)))
+
+
+def _transposes(x: Tensor) -> bool:
+    """Return whether (hidden.T @ tile).T replaces tile.T @ hidden.
+
+    On CPU a transposed left factor halves the speed of 16-bit products. Transposing the hidden states, once
+    for all tiles, and the result costs little beside that.
+    """
+    return x.device.type == "cpu" and x.dtype.itemsize == 2
+
+
+class WeightGradient:
+    """Takes the weight's gradient tile by tile; all tiles of a panel come before the next panel.
+
+    It is a tensor [V, H] in the weight's dtype, rounded once whatever the chunks; with `into_main_grad` it is added to
+    the `main_grad` of a Megatron parameter, as its gradient_accumulation_fusion does.
+    """
+
+    def __init__(self, weight_VH: Any, chunks: int, *, into_main_grad: bool) -> None:
+        self._weight, self._chunks, self._into_main_grad = weight_VH, chunks, into_main_grad
+        self._grad_VH = None if into_main_grad else torch.empty_like(weight_VH)
+        self._sum_vH: Tensor | None = None
+        self._sum, self._product, self._transposed = Scratch(), Scratch(), Scratch()
+
+    def add(self, panel: slice, tile_nv: Tensor, hidden_nH: Tensor) -> None:
+        """Add tile.T @ hidden to the panel's rows: its only product is written, several are summed unrounded.
+
+        A `main_grad` is added to straight away: its dtype sets the precision of the sum.
+        """
+        if self._grad_VH is None:
+            sum_vH = self._weight.main_grad[panel]
+        elif self._chunks == 1:
+            self._write_product(self._grad_VH[panel], tile_nv, hidden_nH)
+            return
+        else:
+            if self._sum_vH is None:
+                grad_vH = self._grad_VH[panel]
+                wide = accumulation_dtype(grad_vH.dtype)
+                self._sum_vH = self._sum.view(grad_vH.shape[0], grad_vH.shape[1], grad_vH, wide).zero_()
+            sum_vH = self._sum_vH
+        if sum_vH.dtype == tile_nv.dtype or sum_vH.is_cuda:
+            add_product(sum_vH, tile_nv.t(), hidden_nH, self._product)
+        else:
+            product_vH = self._product.view(sum_vH.shape[0], sum_vH.shape[1], like=tile_nv)
+            self._write_product(product_vH, tile_nv, hidden_nH)
+            add_blocks_(sum_vH, product_vH)
+
+    def _write_product(self, out_vH: Tensor, tile_nv: Tensor, hidden_nH: Tensor) -> None:
+        if not _transposes(tile_nv):
+            torch.mm(tile_nv.t(), hidden_nH, out=out_vH)
+            return
+        transposed_Hv = self._transposed.view(out_vH.shape[1], out_vH.shape[0], like=tile_nv)
+        out_vH.copy_(torch.mm(hidden_nH.t(), tile_nv, out=transposed_Hv).t())
+
+    def finish(self, panel: slice) -> None:
+        """Round the panel's sum, if there is one, into its place: it has had its last tile."""
+        if self._sum_vH is not None and self._grad_VH is not None:
+            self._grad_VH[panel].copy_(self._sum_vH)
+            self._sum_vH = None
+
+    def autograd_gradient(self, filled: int) -> Tensor | None:
+        """Return what backward returns for the weight, with zeros after the first `filled` rows, which panels cover.
+
+        Of a `main_grad`, tell the data-parallel hook that the gradient is in place. The hook must find some gradient,
+        or it would run on another thread; it reads its values only where `zero_out_wgrad` says so (tied embeddings,
+        whose other use adds to the same gradient).
+        """
+        weight = self._weight
+        if self._grad_VH is not None:
+            self._grad_VH[filled:].zero_()
+            return self._grad_VH
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        zeros = getattr(weight, "zero_out_wgrad", False)
+        return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
 
 
 @dataclass(frozen=True)
@@ -67,18 +172,6 @@ def _even_share(total: int, most: int, step: int) -> int:
     """Return the size of pieces, none much smaller than the others: a multiple of `step`, as `most` is."""
     count = -(-total // most)
     return -(-total // (count * step)) * step
-
-
-def tiling_for(hidden_NH: Tensor, vocab: int, chunk_bytes: int, chunk_size: int | None) -> Tiling:
-    """Plan the tiles of these rows, each with a 16-bit copy where the logits are wider than the inputs."""
-    logit, factor = tile_dtype(hidden_NH), hidden_NH.dtype
-    return plan_tiling(
-        hidden_NH.shape[0],
-        vocab,
-        bytes_per_logit=logit.itemsize + (0 if logit == factor else factor.itemsize),
-        chunk_bytes=min(chunk_bytes, _MAX_CPU_BYTES) if hidden_NH.device.type == "cpu" else chunk_bytes,
-        chunk_size=chunk_size,
-    )
 
 
 def _spans(total: int, step: int) -> Iterator[slice]:
@@ -125,13 +218,11 @@ class LinearHead:
     _gradient_memory: Scratch = field(default_factory=Scratch, init=False)
 
     @property
-    def panels(self) -> list[slice]:
-        """Return vocabulary panels, the outer loop."""
+    def panels(self) -> list[slice]:  # of the vocabulary, the outer loop
         return list(_spans(self.weight_VH.shape[0], self.tiling.cols))
 
     @property
-    def chunks(self) -> list[slice]:
-        """Return token chunks, the inner loop."""
+    def chunks(self) -> list[slice]:  # of tokens, the inner loop
         return list(_spans(self.hidden_NH.shape[0], self.tiling.rows))
 
     def tiles(self, panel: slice, into_NV: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -140,9 +231,8 @@ class LinearHead:
         Logits are written into the panel `into_NV` if that is given; else all tiles share the same memory.
         """
         for rows in self.chunks:
-            hidden_nH, weight_vH = self.hidden_NH[rows], self.weight_VH[panel]
             logits_nv = self._tile(rows, panel) if into_NV is None else into_NV[rows]
-            logits_into(logits_nv, hidden_nH, weight_vH)
+            self._write_logits(rows, panel, logits_nv)
             yield rows, logits_nv, self.target_N[rows] - panel.start
 
     def gradient_tiles(
@@ -152,8 +242,16 @@ class LinearHead:
 
         `cached_NV` are the forward's logits, if it kept them, of which the head's rows are those at `live`.
         """
-        tiles = self.tiles(panel) if cached_NV is None else self._cached_tiles(panel, cached_NV, live)
-        for rows, logits_nv, target_n in tiles:
+        for rows in self.chunks:
+            if cached_NV is not None and live is None:
+                logits_nv = cached_NV[rows]
+            elif cached_NV is not None and live is not None:
+                # A tile at a time: all live rows of the panel would be as much memory again.
+                logits_nv = torch.index_select(cached_NV, 0, live[rows], out=self._tile(rows, panel))
+            else:
+                logits_nv = self._tile(rows, panel)
+                self._write_logits(rows, panel, logits_nv)
+            target_n = self.target_N[rows] - panel.start
             yield rows, self.gradient_tile(logits_nv, target_n, backward.at(rows)), target_n.unsqueeze(1)
 
     def gradient_tile(self, logits_nv: Tensor, target_n: Tensor, backward: RowBackward) -> Tensor:
@@ -163,60 +261,16 @@ class LinearHead:
             out_nv = self._gradient_memory.view(logits_nv.shape[0], logits_nv.shape[1], self.weight_VH)
         return logits_gradient(logits_nv, target_n, backward, out_nv, self.scale)
 
-    def _cached_tiles(
-        self, panel: slice, cached_NV: Tensor, live: Tensor | None
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        for rows in self.chunks:
-            if live is None:
-                logits_nv = cached_NV[rows]
-            else:  # a tile at a time: all live rows of the panel would be as much memory again
-                logits_nv = torch.index_select(cached_NV, 0, live[rows], out=self._tile(rows, panel))
-            yield rows, logits_nv, self.target_N[rows] - panel.start
-
     def _tile(self, rows: slice, panel: slice) -> Tensor:
         height, width = rows.stop - rows.start, panel.stop - panel.start
         return self._memory.view(height, width, self.hidden_NH, tile_dtype(self.hidden_NH))
 
-
-def head_statistics(head: LinearHead, with_entropy: bool, cache: LogitsCache) -> Tensor:
-    """Softmax statistics [F, N] of this rank's vocabulary (see `_softmax`)."""
-    stats_KFN = empty_statistics(len(head.panels), head.hidden_NH, with_entropy)
-    for stats_FN, panel in zip(stats_KFN, head.panels, strict=True):
-        for rows, logits_nv, target_n in head.tiles(panel, cache.reserve(panel, head.hidden_NH)):
-            stats_FN[:, rows] = slice_statistics(logits_nv, target_n, with_entropy, head.scale)
-    return merge_statistics(stats_KFN)
-
-
-def sum_gradients(
-    head: LinearHead,
-    tiles: Callable[[slice], Iterator[GradientTile]],
-    weight_gradient: WeightGradient | None,
-    need_hidden: bool,
-) -> Tensor | None:
-    """Multiply the gradient of the logits, panel by panel, into those of hidden states and weight.
-
-    Feeds `weight_gradient` unless that is None (frozen weight). Returns the hidden gradient [N, H] of this
-    rank's vocabulary in the accumulation dtype, or None unless `need_hidden`.
-    """
-    wide = accumulation_dtype(head.hidden_NH.dtype)
-    grad_hidden_NH = torch.zeros_like(head.hidden_NH, dtype=wide) if need_hidden else None
-    weighted_NH = None if weight_gradient is None else weight_operand(head.hidden_NH)
-    scratch = Scratch()
-    # Only CUDA adds 16-bit products to float32 without rounding them first; a single one may be rounded.
-    rounds = len(head.panels) > 1 and wide != head.hidden_NH.dtype and not head.hidden_NH.is_cuda
-    for panel in head.panels:
-        for rows, tile_nv, largest_nK in tiles(panel):
-            if grad_hidden_NH is not None:
-                operands = grad_hidden_NH[rows], tile_nv, head.weight_VH[panel], scratch
-                if rounds:
-                    _add_largest_apart(*operands, largest_nK)
-                else:
-                    add_hidden_product(*operands)
-            if weight_gradient is not None and weighted_NH is not None:
-                weight_gradient.add(panel, tile_nv, weighted_NH[rows])
-        if weight_gradient is not None:
-            weight_gradient.finish(panel)
-    return grad_hidden_NH
+    def _write_logits(self, rows: slice, panel: slice, out_nv: Tensor) -> None:
+        hidden_nH, weight_Hv = self.hidden_NH[rows], self.weight_VH[panel].t()
+        if out_nv.dtype == hidden_nH.dtype:
+            torch.mm(hidden_nH, weight_Hv, out=out_nv)
+        else:
+            torch.mm(hidden_nH, weight_Hv, out_dtype=out_nv.dtype, out=out_nv)
 
 
 def _add_largest_apart(
@@ -233,7 +287,7 @@ def _add_largest_apart(
         weight_pH = weight_vH[column_p[span]].to(out_nH.dtype)
         out_nH.index_add_(0, row_p[span], weight_pH.mul_(entry_p[span].to(out_nH.dtype).unsqueeze(1)))
     tile_nv[row_p, column_p] = 0
-    add_hidden_product(out_nH, tile_nv, weight_vH, scratch)
+    add_product(out_nH, tile_nv, weight_vH, scratch)
     tile_nv[row_p, column_p] = entry_p
 
 
@@ -283,20 +337,6 @@ class HeadArguments:
         shards = group_size(self.tp_group) if self.sequence_parallel else 1
         return torch.Size([hidden_SBH.shape[0] * shards, *hidden_SBH.shape[1:-1]])
 
-    def check(self, hidden_SBH: Tensor, weight_VH: Tensor) -> None:
-        """Raise ValueError for what does not fit together."""
-        hidden, weight = list(hidden_SBH.shape), list(weight_VH.shape)
-        if len(weight) != 2 or len(hidden) < 2 or weight[1] != hidden[-1]:
-            raise ValueError(f"hidden states {hidden} and weight {weight} are not [S, B, H] and [V, H]")
-        if weight_VH.dtype != hidden_SBH.dtype:
-            raise ValueError(f"hidden states are {hidden_SBH.dtype}, but the weight is {weight_VH.dtype}")
-        if self.mask is not None:
-            self.check_tokens("mask", self.mask.shape, hidden_SBH)
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be positive, not {self.temperature}")
-        if self.options.logit_scale <= 0:
-            raise ValueError(f"logit_scale must be positive, not {self.options.logit_scale}")
-
     def check_tokens(self, name: str, shape: torch.Size, hidden_SBH: Tensor) -> None:
         """Raise ValueError unless a tensor named `name` has one entry for each token."""
         tokens = self.tokens_of(hidden_SBH)
@@ -323,9 +363,20 @@ class HeadCall:
     @classmethod
     def of(cls, hidden_SBH: Tensor, weight_VH: Tensor, arguments: HeadArguments) -> HeadCall:
         """Check the arguments and prepare the call; raise ValueError for those that do not fit."""
-        arguments.check(hidden_SBH, weight_VH)
-        tokens, group, options = arguments.tokens_of(hidden_SBH), arguments.tp_group, arguments.options
-        rows = TokenRows.of(arguments.mask, tokens.numel(), group, arguments.sequence_parallel)
+        hidden, weight = list(hidden_SBH.shape), list(weight_VH.shape)
+        group, mask, options = arguments.tp_group, arguments.mask, arguments.options
+        if len(weight) != 2 or len(hidden) < 2 or weight[1] != hidden[-1]:
+            raise ValueError(f"hidden states {hidden} and weight {weight} are not [S, B, H] and [V, H]")
+        if weight_VH.dtype != hidden_SBH.dtype:
+            raise ValueError(f"hidden states are {hidden_SBH.dtype}, but the weight is {weight_VH.dtype}")
+        if mask is not None:
+            arguments.check_tokens("mask", mask.shape, hidden_SBH)
+        if arguments.temperature <= 0:
+            raise ValueError(f"temperature must be positive, not {arguments.temperature}")
+        if options.logit_scale <= 0:
+            raise ValueError(f"logit_scale must be positive, not {options.logit_scale}")
+        tokens = arguments.tokens_of(hidden_SBH)
+        rows = TokenRows.of(mask, tokens.numel(), group, arguments.sequence_parallel)
         # Inside an autograd function gradients are always off, so whether there will be a backward is asked here.
         trains = torch.is_grad_enabled()
         wanted = trains and hidden_SBH.requires_grad, trains and weight_VH.requires_grad
@@ -348,9 +399,18 @@ class HeadCall:
         tiling: Tiling | None = None,
     ) -> LinearHead:
         """Return the head over this rank's real vocabulary rows, for token rows with global target ids or without."""
-        shard, options = self.shard(weight_VH), self.options
+        shard, chunk_bytes = self.shard(weight_VH), self.options.chunk_bytes
         if tiling is None:
-            tiling = tiling_for(hidden_NH, shard.valid, options.chunk_bytes, options.chunk_size)
+            # Where the logits are wider than the inputs, each has a 16-bit copy.
+            logit, factor = tile_dtype(hidden_NH), hidden_NH.dtype
+            on_cpu = hidden_NH.device.type == "cpu"
+            tiling = plan_tiling(
+                hidden_NH.shape[0],
+                shard.valid,
+                bytes_per_logit=logit.itemsize + (0 if logit == factor else factor.itemsize),
+                chunk_bytes=min(chunk_bytes, _MAX_CPU_BYTES) if on_cpu else chunk_bytes,
+                chunk_size=self.options.chunk_size,
+            )
         if target_N is None:
             target_N = hidden_NH.new_full(hidden_NH.shape[:1], -1, dtype=torch.int64)
         return LinearHead(hidden_NH, weight_VH[: shard.valid], target_N - shard.start, self.scale, tiling)
@@ -364,61 +424,56 @@ class HeadCall:
             budget = min(budget, head.hidden_NH.shape[0] * head.weight_VH.shape[0] * per_logit)
         return LogitsCache(budget)
 
-    def weight_gradient(self, weight_VH: Tensor, chunks: int) -> WeightGradient:
-        """Return where the weight's gradient goes."""
-        if self.options.accumulate_main_grad:
-            return MainGradAccumulation(weight_VH)
-        return AutogradWeightGradient(weight_VH, chunks)
-
     def spread(self, x_N: Tensor) -> Tensor:
         """Return the results of the kept rows in the shape of the tokens, with exact zeros elsewhere."""
         return self.rows.spread(x_N).view(*self.tokens, *x_N.shape[1:])
 
 
-@dataclass(frozen=True)
-class HeadBackward:
-    """What a backward returns to: the inputs of the forward, and which of their gradients are needed."""
+def head_gradients(
+    ctx: Any,
+    hidden_LH: Tensor,
+    target_N: Tensor | None,
+    live: Tensor | None,
+    tiles: Callable[[LinearHead, slice], Iterator[GradientTile]],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the hidden states [L, H] and of the weight, None where not needed.
 
-    call: HeadCall
-    hidden_LH: Tensor
-    weight_VH: Tensor
-    """The parameter itself: what saved tensors give back may lack its main_grad."""
-    tiling: Tiling
-    needed: tuple[bool, bool]
-
-    def gradients(
-        self,
-        target_N: Tensor | None,
-        live: Tensor | None,
-        tiles: Callable[[LinearHead, slice], Iterator[GradientTile]],
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the hidden states [L, H] and of the weight, None where not needed.
-
-        Collectives move the same rows as in the forward; only the products leave out rows without gradient.
-        `live` are the others, None if that is all of them; theirs are the targets, if any, and the rows of the tiles.
-        `tiles` gives the gradient of a panel's logits.
-        """
-        rows = self.call.rows
-        hidden_NH = rows.gather_hidden(self.hidden_LH)
-        head = self.call.head(
-            hidden_NH if live is None else hidden_NH[live], self.weight_VH, target_N, self.tiling
-        )
-        need_hidden, need_weight = self.needed
-        sink = self.call.weight_gradient(self.weight_VH, len(head.chunks)) if need_weight else None
-        grad_NH = sum_gradients(head, lambda panel: tiles(head, panel), sink, need_hidden)
-        filled = head.weight_VH.shape[0] if head.chunks else 0
-        grad_weight_VH = None if sink is None else sink.autograd_gradient(filled)
-        if grad_NH is None:
-            return None, grad_weight_VH
-        grad_NH = grad_NH.to(self.hidden_LH.dtype)
-        if live is not None:
-            grad_NH = grad_NH.new_zeros(rows.count, grad_NH.shape[1]).index_copy_(0, live, grad_NH)
-        return rows.reduce_hidden_grad(grad_NH), grad_weight_VH
-
-
-def plain_logits(
-    hidden_SBH: Tensor, weight_VH: Tensor, temperature: float, options: LinearLogprobsOptions
-) -> Tensor:
-    """Return all the logits [S, B, V], as the plain twins take them."""
-    logits_SBV = hidden_SBH @ weight_VH[: options.vocab_size].t()
-    return logits_SBV.to(accumulation_dtype(hidden_SBH.dtype)) * (options.logit_scale / temperature)
+    Collectives move the same rows as in the forward; only the products leave out rows without gradient. `live` are the
+    others, None if that is all of them; theirs are the targets, if any, and the rows of the tiles. `tiles` gives the
+    gradient of a panel's logits. ctx: with the forward's `call`, `tiling` and `weight`, the parameter itself: what
+    saved tensors give back may lack its main_grad.
+    """
+    call: HeadCall = ctx.call
+    need_hidden, need_weight = ctx.needs_input_grad[:2]
+    all_NH = call.rows.gather_hidden(hidden_LH)
+    head = call.head(all_NH if live is None else all_NH[live], ctx.weight, target_N, ctx.tiling)
+    hidden_NH = head.hidden_NH
+    # Transposed once for all tiles, where their products want it so.
+    weighted_NH = hidden_NH.t().contiguous().t() if need_weight and _transposes(hidden_NH) else hidden_NH
+    into_main_grad = call.options.accumulate_main_grad
+    sink = (
+        WeightGradient(ctx.weight, len(head.chunks), into_main_grad=into_main_grad) if need_weight else None
+    )
+    wide = accumulation_dtype(hidden_NH.dtype)
+    grad_NH = torch.zeros_like(hidden_NH, dtype=wide) if need_hidden else None
+    scratch = Scratch()
+    # Only CUDA adds 16-bit products to float32 without rounding them first; a single one may be rounded.
+    rounds = len(head.panels) > 1 and wide != hidden_NH.dtype and not hidden_NH.is_cuda
+    for panel in head.panels:
+        for rows, tile_nv, largest_nK in tiles(head, panel):
+            if grad_NH is not None and rounds:
+                _add_largest_apart(grad_NH[rows], tile_nv, head.weight_VH[panel], scratch, largest_nK)
+            elif grad_NH is not None:
+                add_product(grad_NH[rows], tile_nv, head.weight_VH[panel], scratch)
+            if sink is not None:
+                sink.add(panel, tile_nv, weighted_NH[rows])
+        if sink is not None:
+            sink.finish(panel)
+    filled = head.weight_VH.shape[0] if head.chunks else 0
+    grad_weight_VH = None if sink is None else sink.autograd_gradient(filled)
+    if grad_NH is None:
+        return None, grad_weight_VH
+    grad_NH = grad_NH.to(hidden_LH.dtype)
+    if live is not None:
+        grad_NH = grad_NH.new_zeros(all_NH.shape).index_copy_(0, live, grad_NH)
+    return call.rows.reduce_hidden_grad(grad_NH), grad_weight_VH

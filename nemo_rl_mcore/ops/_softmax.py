@@ -1,12 +1,25 @@
-"""Softmax statistics that combine over slices of the vocabulary, and the gradient they lead to.
+"""The softmax of logits slice by slice: statistics that combine over slices of the vocabulary, and the gradient.
 
-Shapes: N token rows, V a slice of the vocabulary, K slices, F floats per row: the log-sum-exp, the target's
-logit and, when asked for, the entropy. A panel of a matrix and a tensor-parallel rank are both just slices,
-so one merge rule serves them both. Statistics are float64 whatever the logits are: they are few, and a
-log-sum-exp near 128 that is rounded to float32 once per merge would cost the log-probability 1e-5.
+Shapes: N token rows, V a slice of the vocabulary, K slices, n rows of a block, F floats per row: the log-sum-exp, the
+target's logit and, when asked for, the entropy. A panel of a matrix and a tensor-parallel rank are both just slices,
+so one merge rule serves them both. Statistics are float64 whatever the logits are: they are few, and a log-sum-exp
+near 128 that is rounded to float32 once per merge would cost the log-probability 1e-5. Targets are indices into the
+slice; one outside it belongs to another slice.
+
+Both passes over logits run in blocks of rows, each read into one float32 scratch block and worked on in place there.
+On CPU a block stays in the second-level cache, so that only the first and the last pass touch memory, and nothing as
+large as the logits is allocated: memory that large is mapped again each time, and its page faults would cost as much
+as the arithmetic. On CUDA two Triton kernels take their place where Triton is installed.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,19 +27,15 @@ from torch.distributed import ProcessGroup
 
 from nemo_rl_mcore.ops._groups import TokenRows, all_gather_rows
 
+_LOG2_E = 1 / math.log(2)  # powers of two: on CPU torch's exp2 is up to four times as fast as its exp
+_CPU_BLOCK = 1 << 18  # elements: 1 MiB of float32
+_DEVICE_BLOCK = 1 << 23  # elsewhere a kernel launch is what has to be paid off
+_NEGLIGIBLE = -1e30  # leaves room for the factor of the logits
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of logits, sums and results: float64 stays, everything else is computed in float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-@dataclass(frozen=True)
-class RowSoftmax:
-    """The softmax over the whole vocabulary, one row per token; the log-sum-exp stays float64."""
-
-    lse_N: Tensor
-    logprob_N: Tensor
-    entropy_N: Tensor | None
 
 
 def empty_statistics(slices: int, rows_NX: Tensor, with_entropy: bool) -> Tensor:
@@ -59,18 +68,46 @@ def gather_over_ranks(stats_FN: Tensor, group: ProcessGroup | None) -> Tensor:
     return all_gather_rows(stats_FN, group).view(group.size(), *stats_FN.shape)
 
 
-def reduce_over_ranks(stats_FN: Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> RowSoftmax:
-    """Merge every rank's statistics."""
-    stats_RFN = gather_over_ranks(stats_FN, group)
-    if stats_RFN.shape[0] > 1:
-        stats_FN = merge_statistics(stats_RFN)
-    entropy_N = stats_FN[2].to(dtype) if stats_FN.shape[0] == 3 else None
-    return RowSoftmax(stats_FN[0], (stats_FN[1] - stats_FN[0]).to(dtype), entropy_N)
+@dataclass(frozen=True)
+class RowSoftmax:
+    """The softmax over the whole vocabulary, one row per token; the log-sum-exp stays float64."""
+
+    lse_N: Tensor
+    logprob_N: Tensor
+    entropy_N: Tensor | None
+
+    @classmethod
+    def over_ranks(cls, stats_FN: Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> Self:
+        """Merge every rank's statistics."""
+        stats_RFN = gather_over_ranks(stats_FN, group)
+        if stats_RFN.shape[0] > 1:
+            stats_FN = merge_statistics(stats_RFN)
+        entropy_N = stats_FN[2].to(dtype) if stats_FN.shape[0] == 3 else None
+        return cls(stats_FN[0], (stats_FN[1] - stats_FN[0]).to(dtype), entropy_N)
+
+
+class _Backward:
+    """What each row of logits needs to become its gradient: dataclasses of tensors by row, or None."""
+
+    def at(self, index: slice | Tensor) -> Self:
+        """Return the same for some of the rows."""
+        return type(self)(*(None if x_N is None else x_N[index] for x_N in vars(self).values()))
+
+    def live_rows(self) -> Tensor | None:
+        """Return the indices of the rows that a gradient (or a NaN) reaches, None if that is all of them."""
+        reached = [
+            (x_N != 0) if x_N.ndim == 1 else (x_N != 0).any(1)
+            for name, x_N in vars(self).items()
+            if name.startswith("grad_") and x_N is not None
+        ]
+        live_N = torch.stack(reached).any(0)
+        index = live_N.nonzero().squeeze(1)
+        return None if index.numel() == live_N.numel() else index
 
 
 @dataclass(frozen=True)
-class RowBackward:
-    """What each row of logits needs to become its gradient: the saved softmax and the incoming gradients.
+class RowBackward(_Backward):
+    """The saved softmax and the incoming gradients.
 
     The two entropy fields are both None when no gradient arrives through the entropy.
     """
@@ -87,7 +124,7 @@ class RowBackward:
         scale: float,
         softmax: tuple[Tensor, Tensor | None],
         grads: tuple[Tensor | None, ...],
-    ) -> "RowBackward":
+    ) -> Self:
         """Pair the kept rows' softmax with autograd's gradients of them.
 
         The gradients cover all tokens, and either may be missing. `scale`, the factor of the logits, is
@@ -103,29 +140,224 @@ class RowBackward:
             grad_logprob_N = torch.zeros_like(lse_N if grad_entropy_N is None else grad_entropy_N)
         return cls(lse_N, grad_logprob_N, None if grad_entropy_N is None else entropy_N, grad_entropy_N)
 
-    def at(self, index: slice | Tensor) -> "RowBackward":
-        """Return the same for some of the rows."""
 
-        def pick(x_N: Tensor | None) -> Tensor | None:
-            return None if x_N is None else x_N[index]
+def _row_blocks(x_NV: Tensor) -> Iterator[slice]:
+    """Yield the spans of rows that make up one block each."""
+    elements = _CPU_BLOCK if x_NV.device.type == "cpu" else _DEVICE_BLOCK
+    step = max(1, elements // max(x_NV.shape[1], 1))
+    for start in range(0, x_NV.shape[0], step):
+        yield slice(start, min(start + step, x_NV.shape[0]))
 
-        return RowBackward(
-            self.lse_N[index], self.grad_logprob_N[index], pick(self.entropy_N), pick(self.grad_entropy_N)
+
+def _scratch_block(x_NV: Tensor) -> Tensor:
+    """Return an uninitialised block [n, V] in the accumulation dtype."""
+    height = next(_row_blocks(x_NV), slice(0, 0)).stop
+    return x_NV.new_empty(height, x_NV.shape[1], dtype=accumulation_dtype(x_NV.dtype))
+
+
+def add_blocks_(out_NV: Tensor, term_NV: Tensor) -> None:
+    """Add a 16-bit matrix to a float32 one."""
+    scratch_nV = _scratch_block(out_NV)
+    for rows in _row_blocks(out_NV):
+        out_NV[rows].add_(scratch_nV[: rows.stop - rows.start].copy_(term_NV[rows]))
+
+
+@cache
+def _triton_kernels() -> Any:
+    """Return the module of kernels, None without Triton. Imported on first use: it takes a while."""
+    if find_spec("triton") is None:
+        return None
+    from nemo_rl_mcore.ops import _triton_kernels
+
+    return _triton_kernels
+
+
+def _kernels_for(logits_NV: Tensor) -> Any:
+    """Return the kernels if they can take these logits: on CUDA, columns side by side, not float64."""
+    fits = logits_NV.is_cuda and logits_NV.stride(1) == 1 and logits_NV.dtype != torch.float64
+    return _triton_kernels() if fits else None
+
+
+def _at_targets(logits_NV: Tensor, target_N: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return which targets lie in the slice, an index [N, 1] that is safe elsewhere, and their scaled float64 logits.
+
+    Last is the factor that makes a logit a power of two, as the accumulation dtype rounds it. The rounded factor
+    multiplies differences of logits only, never a large logit by itself.
+    """
+    width = logits_NV.shape[1]
+    held_N = (target_N >= 0) & (target_N < width)
+    index_N1 = target_N.clamp(0, width - 1).unsqueeze(1)
+    target_logit_N = logits_NV.gather(1, index_N1).squeeze(1).double() * scale
+    base2 = float(torch.tensor(scale * _LOG2_E, dtype=accumulation_dtype(logits_NV.dtype)))
+    return held_N, index_N1, target_logit_N, base2
+
+
+def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, scale: float = 1.0) -> Tensor:
+    """Return the statistics [F, N] of `scale` times one slice of the logits."""
+    if logits_NV.shape[1] == 0:  # a rank that holds only padding contributes what no slices at all merge to
+        return merge_statistics(empty_statistics(0, logits_NV, with_entropy))
+    if (kernels := _kernels_for(logits_NV)) is not None:
+        return kernels.slice_statistics(logits_NV, target_N, with_entropy, scale)
+    (stats_FN,) = empty_statistics(1, logits_NV, with_entropy)
+    held_N, _, target_logit_N, base2 = _at_targets(logits_NV, target_N, scale)
+    stats_FN[1] = torch.where(held_N, target_logit_N, 0.0)
+    scratch, power_scratch = _scratch_block(logits_NV), _scratch_block(logits_NV) if with_entropy else None
+    for rows in _row_blocks(logits_NV):
+        work_nV = scratch[: rows.stop - rows.start]
+        wide_nV = logits_NV[rows] if logits_NV.dtype == work_nV.dtype else work_nV.copy_(logits_NV[rows])
+        max_n = wide_nV.amax(1).double()
+        shift_n = (max_n * base2).to(work_nV.dtype)
+        exponent_nV = torch.add(-shift_n.unsqueeze(1), wide_nV, alpha=base2, out=work_nV)
+        out_nV = work_nV if power_scratch is None else power_scratch[: work_nV.shape[0]]
+        power_nV = torch.exp2(exponent_nV, out=out_nV)
+        total_n = power_nV.sum(1).double()
+        rounding_n = (shift_n - max_n * base2) / _LOG2_E
+        stats_FN[0, rows] = total_n.log() + max_n * scale + rounding_n
+        if with_entropy:
+            # H = log(sum e) - sum(e * log e) / sum(e): centred on the maximum, large logits do not cancel.
+            dot_n = power_nV.mul_(exponent_nV).sum(1).double() / _LOG2_E
+            stats_FN[2, rows] = total_n.log() - dot_n / total_n
+    return stats_FN
+
+
+def logits_gradient(
+    logits_NV: Tensor, target_N: Tensor, rows: RowBackward, out_NV: Tensor, scale: float = 1.0
+) -> Tensor:
+    """Write the gradient by one slice of `scale` times the logits into `out_NV`, which may be the logits.
+
+    With g and e the incoming gradients of the row's log-probability and entropy H:
+    dL/dz_v = g * 1[v = target] - p_v * (g + e * (log p_v + H)).
+    The one-hot term has a single entry a row, computed in float32 and put in its place at the end.
+    """
+    if logits_NV.numel() == 0:
+        return out_NV
+    if (kernels := _kernels_for(logits_NV)) is not None and out_NV.stride(1) == 1:
+        return kernels.logits_gradient(logits_NV, target_N, rows, out_NV, scale)
+    held_N, index_N1, target_logit_N, base2 = _at_targets(logits_NV, target_N, scale)
+    wide = accumulation_dtype(logits_NV.dtype)
+    exact_shift_N = rows.lse_N * (base2 / scale)
+    shift_N = exact_shift_N.to(wide)
+    # What rounding the shift changes in p, the row's factors make good.
+    correction_N = torch.exp2(shift_N - exact_shift_N)
+    grad_N = rows.grad_logprob_N * correction_N.to(rows.grad_logprob_N.dtype)
+    grad_entropy_N, power_scratch = None, None
+    if rows.entropy_N is not None and rows.grad_entropy_N is not None:
+        # The entropy's gradient holds log p beside the entropy.
+        entropy_N = rows.entropy_N + correction_N.log().to(grad_N.dtype)
+        grad_entropy_N = rows.grad_entropy_N * correction_N.to(grad_N.dtype)
+        grad_N = grad_N + grad_entropy_N * entropy_N
+        power_scratch = _scratch_block(logits_NV)
+    in_place = out_NV.dtype == wide
+    scratch = out_NV if in_place else _scratch_block(logits_NV)
+    for block in _row_blocks(logits_NV):
+        work_nV = out_NV[block] if in_place else scratch[: block.stop - block.start]
+        wide_nV = logits_NV[block] if logits_NV.dtype == wide else work_nV.copy_(logits_NV[block])
+        log2_p_nV = torch.add(-shift_N[block].unsqueeze(1), wide_nV, alpha=base2, out=work_nV)
+        if grad_entropy_N is None or power_scratch is None:
+            log2_p_nV.exp2_().mul_(-grad_N[block].unsqueeze(1))
+        else:
+            p_nV = torch.exp2(log2_p_nV, out=power_scratch[: log2_p_nV.shape[0]])
+            factor_n1 = (grad_entropy_N[block] / -_LOG2_E).unsqueeze(1)
+            log2_p_nV.mul_(factor_n1).sub_(grad_N[block].unsqueeze(1)).mul_(p_nV)
+        if not in_place:
+            out_NV[block].copy_(work_nV)
+    log_p_N = target_logit_N - rows.lse_N
+    at_target_N = -rows.grad_logprob_N * torch.expm1(log_p_N)
+    if rows.entropy_N is not None and rows.grad_entropy_N is not None:
+        at_target_N = at_target_N - log_p_N.exp() * rows.grad_entropy_N * (log_p_N + rows.entropy_N)
+    place = torch.arange(target_N.shape[0], device=target_N.device), index_N1.squeeze(1)
+    # Not scatter_, which on CPU copies a 16-bit matrix as a whole.
+    return out_NV.index_put_(place, torch.where(held_N, at_target_N.to(out_NV.dtype), out_NV[place]))
+
+
+def take_out(
+    logits_nv: Tensor, place: tuple[Tensor, Tensor], with_entropy: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Take the K logits of each row (or fewer) at (rows, columns) out of a tile.
+
+    Returns them times `scale` in float64, and the statistics [F, n] of what is left. In their place the tile
+    keeps a logit that adds nothing to a sum with real ones. It is finite because the entropy multiplies it by
+    its probability, which is zero.
+    """
+    taken = logits_nv[place].double() * scale
+    logits_nv[place] = max(torch.finfo(logits_nv.dtype).min, _NEGLIGIBLE)
+    row_p = place[0].reshape(-1)
+    taken_n = row_p.new_zeros(logits_nv.shape[0]).index_add_(0, row_p, torch.ones_like(row_p))
+    stats_Fn = slice_statistics(logits_nv, torch.full_like(taken_n, -1), with_entropy, scale)
+    of_nothing_Fn = merge_statistics(stats_Fn.new_empty(0, *stats_Fn.shape))
+    return taken, torch.where(taken_n < logits_nv.shape[1], stats_Fn, of_nothing_Fn)
+
+
+def add_logits(stats_FN: Tensor, logit_NK: Tensor) -> Tensor:
+    """Return statistics of a slice together with single logits beside it, each of which is a slice of one column."""
+    slices_KFN = stats_FN.new_zeros(logit_NK.shape[1], *stats_FN.shape)
+    slices_KFN[:, 0] = logit_NK.t()
+    return merge_statistics(torch.cat([stats_FN.unsqueeze(0), slices_KFN]))
+
+
+@dataclass(frozen=True)
+class SplitSoftmax:
+    """The softmax over the whole vocabulary, in float64 like all statistics; K logits stand apart from the tail.
+
+    tail_logmass_N: log of the probability of the tail.
+    """
+
+    logprob_NK: Tensor
+    lse_N: Tensor
+    tail_lse_N: Tensor
+    tail_logmass_N: Tensor
+    entropy_N: Tensor | None
+
+    @classmethod
+    def of(cls, logit_NK: Tensor, tail_FN: Tensor) -> Self:
+        """Join the two parts; a tail of no ids at all has the log-sum-exp -inf."""
+        whole_FN = add_logits(tail_FN, logit_NK)
+        return cls(
+            logprob_NK=logit_NK - whole_FN[0].unsqueeze(1),
+            lse_N=whole_FN[0],
+            tail_lse_N=tail_FN[0],
+            tail_logmass_N=tail_FN[0] - whole_FN[0],
+            entropy_N=whole_FN[2] if whole_FN.shape[0] == 3 else None,
         )
 
-    def with_factor_of_p(self, factor_N: Tensor) -> "RowBackward":
-        """Return the same for probabilities that were computed without this factor, which is close to one."""
-        factor = factor_N.to(self.grad_logprob_N.dtype)
-        if self.entropy_N is None or self.grad_entropy_N is None:
-            return RowBackward(self.lse_N, self.grad_logprob_N * factor)
-        # The entropy's gradient holds log p beside the entropy.
-        entropy_N = self.entropy_N + factor_N.log().to(factor.dtype)
-        return RowBackward(self.lse_N, self.grad_logprob_N * factor, entropy_N, self.grad_entropy_N * factor)
 
-    def live_rows(self) -> Tensor | None:
-        """Return the indices of the rows that a gradient (or a NaN) reaches, None if that is all of them."""
-        live_N = self.grad_logprob_N != 0
-        if self.grad_entropy_N is not None:
-            live_N = live_N | (self.grad_entropy_N != 0)
-        index = live_N.nonzero().squeeze(1)
-        return None if index.numel() == live_N.numel() else index
+@dataclass(frozen=True)
+class SplitBackward(_Backward):
+    """The saved softmax and the incoming gradients, which carry the factor of the logits.
+
+    Without an entropy among the outputs its fields are None.
+    """
+
+    logprob_NK: Tensor
+    tail_lse_N: Tensor
+    tail_logmass_N: Tensor
+    entropy_N: Tensor | None
+    grad_logprob_NK: Tensor
+    grad_tail_N: Tensor
+    grad_entropy_N: Tensor | None
+
+    def outside(self) -> RowBackward:
+        """Return the gradient of the tail's logits, as that of a softmax over the tail alone.
+
+        With t the log of the tail's mass, q_v = p_v / exp(t), G the sum of the gradients of the log-probabilities
+        and g_t, e those of t and of the entropy H:
+        dL/dz_v = -q_v * (G exp(t) + g_t expm1(t) + e exp(t) (log q_v + t + H)).
+        Written with p_v, a factor exp(-t) would overflow where the tail is small.
+        """
+        mass_N = self.tail_logmass_N.exp()
+        grad_N = self.grad_logprob_NK.sum(1) * mass_N + self.grad_tail_N * torch.expm1(self.tail_logmass_N)
+        if self.entropy_N is None or self.grad_entropy_N is None:
+            return RowBackward(self.tail_lse_N, grad_N)
+        entropy_N = self.entropy_N + self.tail_logmass_N
+        return RowBackward(self.tail_lse_N, grad_N, entropy_N, self.grad_entropy_N * mass_N)
+
+    def inside_NK(self) -> Tensor:
+        """Return the gradient of the logits held apart: dL/dz_k = g_k - p_k * (G + g_t + e * (log p_k + H)).
+
+        As -g_k expm1(log p_k) - p_k (G - g_k ...) it keeps its digits where p_k is close to one.
+        """
+        grad_NK, logprob_NK = self.grad_logprob_NK, self.logprob_NK
+        others_NK = grad_NK.sum(1, keepdim=True) - grad_NK + self.grad_tail_N.unsqueeze(1)
+        if self.entropy_N is not None and self.grad_entropy_N is not None:
+            others_NK += self.grad_entropy_N.unsqueeze(1) * (logprob_NK + self.entropy_N.unsqueeze(1))
+        return -grad_NK * torch.expm1(logprob_NK) - logprob_NK.exp() * others_NK

@@ -2,18 +2,19 @@
 # Triton's own types say that a constexpr argument is not a plain number, and nothing about the rest.
 """The two elementwise passes as Triton kernels: each reads its slice of the logits once.
 
-The twins in `_elementwise` read it once per operator. Both kernels compute in float32; statistics leave in float64.
+The twins in `_softmax` read it once per operator. Both kernels compute in float32; statistics leave in float64.
 
 Shapes: N token rows, V a slice of the vocabulary.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from nemo_rl_mcore.ops._softmax import RowBackward, empty_statistics
 
 _BLOCK = 2048  # columns that a program works on at a time
 
@@ -66,7 +67,7 @@ def _gradient_kernel(
     logits_ptr, row_stride, out_ptr, out_stride, target_ptr, lse_ptr, grad_ptr, entropy_ptr, grad_entropy_ptr,
     width, scale, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of a row; see `_elementwise.logits_gradient` for the formula."""
+    """One program a block of a row; see `_softmax.logits_gradient` for the formula."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -83,9 +84,9 @@ def _gradient_kernel(
 
 
 def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, scale: float) -> Tensor:
-    """As `_elementwise.slice_statistics`, for a slice that is not empty."""
+    """As `_softmax.slice_statistics`, for a slice that is not empty."""
     rows, width = logits_NV.shape
-    (stats_FN,) = empty_statistics(1, logits_NV, with_entropy)
+    stats_FN = logits_NV.new_empty(3 if with_entropy else 2, rows, dtype=torch.float64)
     if rows > 0:
         _statistics_kernel[(rows,)](
             logits_NV, logits_NV.stride(0), target_N, stats_FN, rows, width, scale, with_entropy, _block(width)
@@ -93,10 +94,8 @@ def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, sc
     return stats_FN
 
 
-def logits_gradient(
-    logits_NV: Tensor, target_N: Tensor, rows: RowBackward, out_NV: Tensor, scale: float
-) -> Tensor:
-    """As `_elementwise.logits_gradient`, for a slice that is not empty."""
+def logits_gradient(logits_NV: Tensor, target_N: Tensor, rows: Any, out_NV: Tensor, scale: float) -> Tensor:
+    """As `_softmax.logits_gradient` of the same `RowBackward`, for a slice that is not empty."""
     count, width = logits_NV.shape
     block = _block(width)
     lse_N, entropy_N, grad_entropy_N = rows.lse_N, rows.entropy_N, rows.grad_entropy_N

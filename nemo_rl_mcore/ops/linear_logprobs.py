@@ -20,57 +20,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from nemo_rl_mcore.ops._elementwise import slice_statistics
 from nemo_rl_mcore.ops._head import (
     GradientTile,
     HeadArguments,
-    HeadBackward,
     HeadCall,
     LinearHead,
     LinearLogprobsOptions,
-    head_statistics,
-    plain_logits,
+    Scratch,
+    add_product,
+    head_gradients,
 )
-from nemo_rl_mcore.ops._products import Scratch, add_hidden_product
 from nemo_rl_mcore.ops._softmax import (
     RowBackward,
+    RowSoftmax,
     accumulation_dtype,
     empty_statistics,
     merge_statistics,
-    reduce_over_ranks,
+    slice_statistics,
 )
-
-
-def frozen_head_statistics(head: LinearHead) -> tuple[Tensor, Tensor]:
-    """Softmax statistics [F, N], and the mean [N, H] of this rank's weight rows under its own softmax."""
-    wide = accumulation_dtype(head.hidden_NH.dtype)
-    stats_KFN = empty_statistics(len(head.panels), head.hidden_NH, with_entropy=False)
-    lse_N = stats_KFN.new_full((head.hidden_NH.shape[0],), float("-inf"))
-    mean_NH = torch.zeros_like(head.hidden_NH, dtype=wide)
-    scratch = Scratch()
-    for stats_FN, panel in zip(stats_KFN, head.panels, strict=True):
-        for rows, logits_nv, target_n in head.tiles(panel):
-            stats_FN[:, rows] = slice_statistics(logits_nv, target_n, False, head.scale)
-            grown_n = torch.logaddexp(lse_N[rows], stats_FN[0, rows])
-            # The gradient of -log p of a target elsewhere is the softmax itself.
-            as_loss = RowBackward(grown_n, mean_NH.new_full(grown_n.shape, -1.0))
-            softmax_nv = head.gradient_tile(logits_nv, torch.full_like(target_n, -1), as_loss)
-            mean_NH[rows].mul_(torch.exp(lse_N[rows] - grown_n).to(wide).unsqueeze(1))
-            add_hidden_product(mean_NH[rows], softmax_nv, head.weight_VH[panel], scratch)
-            lse_N[rows] = grown_n
-    return merge_statistics(stats_KFN), mean_NH
-
-
-def logprob_direction(head: LinearHead, mean_NH: Tensor, share_N: Tensor) -> Tensor:
-    """Return this rank's part of W[target] - sum_v p_v W[v], [N, H] in the dtype of the input.
-
-    `share_N` is the probability that this rank's slice of the vocabulary has of the whole.
-    """
-    direction_NH = mean_NH.mul_(-share_N.to(mean_NH.dtype).unsqueeze(1))
-    held = ((head.target_N >= 0) & (head.target_N < head.weight_VH.shape[0])).nonzero().squeeze(1)
-    target_rows = head.weight_VH.index_select(0, head.target_N[held]).to(mean_NH.dtype)
-    return direction_NH.index_add_(0, held, target_rows).to(head.hidden_NH.dtype)
-
 
 _DEFAULT_OPTIONS = LinearLogprobsOptions()
 
@@ -92,22 +59,14 @@ def fused_linear_logprobs(
     Results are float32 (float64 for float64 inputs). Rows where the mask is zero give exactly 0, receive no
     gradient and are never multiplied with the weight. The incoming gradients must be the same on every rank.
 
-    Args:
-        hidden_SBH: hidden states [S, B, H], replicated over ranks, their gradient summed over them; with
-            `sequence_parallel` this rank's shard [S/tp, B, H], whose gradient is reduce-scattered.
-        weight_VH: this rank's rows [V/tp, H] of the vocabulary, in the dtype of the hidden states.
-        targets_SB: global token ids [S, B], the same on every rank.
-        tp_group: tensor-parallel group; None means a single rank.
-        sequence_parallel: whether `hidden_SBH` is a shard along the sequence.
-        temperature: divides the logits, inside the softmax.
-        mask: [S, B], not zero where a token counts, the same on every rank.
-        with_entropy: also return the entropy of the softmax.
-        options: byte budget and other rarely changed settings.
+    hidden_SBH: hidden states [S, B, H], replicated over ranks, their gradient summed over them; with
+    `sequence_parallel` this rank's shard [S/tp, B, H], whose gradient is reduce-scattered. weight_VH: this rank's rows
+    [V/tp, H] of the vocabulary, in the same dtype. targets_SB: global token ids, and mask: [S, B], not zero where a
+    token counts, both the same on every rank. tp_group: None means a single rank. temperature: divides the logits,
+    inside the softmax. with_entropy: also return the entropy of the softmax.
 
-    Raises:
-        ValueError: shapes or dtypes that do not fit, a temperature that is not positive, a counted target
-            outside the vocabulary, `accumulate_main_grad` for a weight without `main_grad`.
-
+    Raises ValueError for shapes or dtypes that do not fit, a temperature that is not positive, a counted target outside
+    the vocabulary, and `accumulate_main_grad` for a weight without `main_grad`.
     """
     arguments = HeadArguments(tp_group, sequence_parallel, temperature, mask, with_entropy, options)
     call = HeadCall.of(hidden_SBH, weight_VH, arguments)
@@ -119,11 +78,6 @@ def fused_linear_logprobs(
     return out.view(targets_SB.shape)
 
 
-def _is_frozen(call: HeadCall) -> bool:
-    """Return whether the forward forms the hidden gradient; one through the entropy needs the logits again."""
-    return call.wanted == (True, False) and not call.with_entropy
-
-
 class _FusedLinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_LH: Tensor, weight_VH: Tensor, target_T: Tensor, call: HeadCall) -> Any:
@@ -131,18 +85,22 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         target_N = call.rows.select(target_T)
         call.shard(weight_VH).check_targets(target_N)
         head = call.head(call.rows.gather_hidden(hidden_LH), weight_VH, target_N)
-        dtype = accumulation_dtype(hidden_LH.dtype)
+        # The hidden gradient is formed here; one through the entropy needs the logits again.
+        ctx.frozen = call.wanted == (True, False) and not call.with_entropy
         ctx.call, ctx.tiling, ctx.cache = call, head.tiling, call.cache(head)
-        if _is_frozen(call):
-            stats_FN, mean_NH = frozen_head_statistics(head)
-            softmax = reduce_over_ranks(stats_FN, call.tp_group, dtype)
-            share_N = torch.exp(stats_FN[0] - softmax.lse_N)
-            ctx.save_for_backward(logprob_direction(head, mean_NH, share_N))
-            return call.rows.spread(softmax.logprob_N)
-        softmax = reduce_over_ranks(head_statistics(head, call.with_entropy, ctx.cache), call.tp_group, dtype)
+        if ctx.frozen:
+            logprob_N, direction_NH = _logprobs_and_direction(head, call)
+            ctx.save_for_backward(direction_NH)
+            return call.rows.spread(logprob_N)
+        stats_KFN = empty_statistics(len(head.panels), head.hidden_NH, call.with_entropy)
+        for stats_FN, panel in zip(stats_KFN, head.panels, strict=True):
+            for rows, logits_nv, target_n in head.tiles(panel, ctx.cache.reserve(panel, head.hidden_NH)):
+                stats_FN[:, rows] = slice_statistics(logits_nv, target_n, call.with_entropy, head.scale)
+        dtype = accumulation_dtype(hidden_LH.dtype)
+        softmax = RowSoftmax.over_ranks(merge_statistics(stats_KFN), call.tp_group, dtype)
         # The caller's hidden states and weight by reference; the gathered rows and the logits are recomputed.
         ctx.save_for_backward(hidden_LH, weight_VH, target_T, softmax.lse_N, softmax.entropy_N)
-        ctx.weight = weight_VH  # the parameter itself: what saved tensors give back may lack its main_grad
+        ctx.weight = weight_VH
         logprob_T = call.rows.spread(softmax.logprob_N)
         return logprob_T if softmax.entropy_N is None else (logprob_T, call.rows.spread(softmax.entropy_N))
 
@@ -150,7 +108,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
     @once_differentiable  # pyright: ignore[reportUntypedFunctionDecorator]
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: HeadCall = ctx.call
-        if _is_frozen(call):
+        if ctx.frozen:
             (direction_NH,) = ctx.saved_tensors
             grad_N1 = (call.rows.select(grad_outputs[0]) * call.scale).unsqueeze(1)
             grad_NH = (direction_NH * grad_N1).to(direction_NH.dtype)
@@ -164,29 +122,34 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         def tiles(head: LinearHead, panel: slice) -> Iterator[GradientTile]:
             return head.gradient_tiles(panel, backward, ctx.cache.take(panel), live)
 
-        frame = HeadBackward(call, hidden_LH, ctx.weight, ctx.tiling, ctx.needs_input_grad[:2])
-        return *frame.gradients(target_N, live, tiles), None, None
+        return *head_gradients(ctx, hidden_LH, target_N, live, tiles), None, None
 
 
-def linear_logprobs(
-    hidden_SBH: Tensor,
-    weight_VH: Tensor,
-    targets_SB: Tensor,
-    *,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    with_entropy: bool = False,
-    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the plain twin of `fused_linear_logprobs` on a single rank: log_softmax and gather over all the logits.
+def _logprobs_and_direction(head: LinearHead, call: HeadCall) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities [N] and this rank's part of W[target] - sum_v p_v W[v], [N, H].
 
-    Plain differentiable tensor arithmetic, kept to say what the kernel computes and to be compared with it.
+    The sum is the mean of this rank's weight rows under its own softmax, times the share that this has of the whole.
     """
-    logits_SBV = plain_logits(hidden_SBH, weight_VH, temperature, options)
-    logp_SBV = torch.log_softmax(logits_SBV, -1)
-    kept_SB = torch.ones_like(targets_SB, dtype=torch.bool) if mask is None else mask != 0
-    index_SB1 = torch.where(kept_SB, targets_SB, 0).unsqueeze(-1)
-    logprob_SB = torch.where(kept_SB, logp_SBV.gather(-1, index_SB1).squeeze(-1), 0.0)
-    if not with_entropy:
-        return logprob_SB
-    return logprob_SB, torch.where(kept_SB, -(logp_SBV.exp() * logp_SBV).sum(-1), 0.0)
+    wide = accumulation_dtype(head.hidden_NH.dtype)
+    stats_KFN = empty_statistics(len(head.panels), head.hidden_NH, with_entropy=False)
+    lse_N = stats_KFN.new_full((head.hidden_NH.shape[0],), float("-inf"))
+    mean_NH = torch.zeros_like(head.hidden_NH, dtype=wide)
+    scratch = Scratch()
+    for stats_FN, panel in zip(stats_KFN, head.panels, strict=True):
+        for rows, logits_nv, target_n in head.tiles(panel):
+            stats_FN[:, rows] = slice_statistics(logits_nv, target_n, False, head.scale)
+            grown_n = torch.logaddexp(lse_N[rows], stats_FN[0, rows])
+            # The gradient of -log p of a target elsewhere is the softmax itself.
+            as_loss = RowBackward(grown_n, mean_NH.new_full(grown_n.shape, -1.0))
+            softmax_nv = head.gradient_tile(logits_nv, torch.full_like(target_n, -1), as_loss)
+            mean_NH[rows].mul_(torch.exp(lse_N[rows] - grown_n).to(wide).unsqueeze(1))
+            add_product(mean_NH[rows], softmax_nv, head.weight_VH[panel], scratch)
+            lse_N[rows] = grown_n
+    stats_FN = merge_statistics(stats_KFN)
+    softmax = RowSoftmax.over_ranks(stats_FN, call.tp_group, wide)
+    share_N = torch.exp(stats_FN[0] - softmax.lse_N)
+    direction_NH = mean_NH.mul_(-share_N.to(wide).unsqueeze(1))
+    held = ((head.target_N >= 0) & (head.target_N < head.weight_VH.shape[0])).nonzero().squeeze(1)
+    target_rows = head.weight_VH.index_select(0, head.target_N[held]).to(wide)
+    direction_NH = direction_NH.index_add_(0, held, target_rows).to(head.hidden_NH.dtype)
+    return softmax.logprob_N, direction_NH

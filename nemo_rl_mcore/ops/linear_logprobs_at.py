@@ -19,23 +19,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from nemo_rl_mcore.ops._elementwise import SplitBackward, SplitSoftmax, take_out
 from nemo_rl_mcore.ops._groups import VocabShard
 from nemo_rl_mcore.ops._head import (
     GradientTile,
     HeadArguments,
-    HeadBackward,
     HeadCall,
     LinearHead,
-    LogitsCache,
     Tiling,
-    plain_logits,
+    head_gradients,
 )
 from nemo_rl_mcore.ops._softmax import (
+    SplitBackward,
+    SplitSoftmax,
     accumulation_dtype,
     empty_statistics,
     gather_over_ranks,
     merge_statistics,
+    take_out,
 )
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 
@@ -44,8 +44,6 @@ from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 class TilePlaces:
     """Pairs sorted by tile, once for all: a tile finds its own without comparing every id with its panel."""
 
-    shape: torch.Size
-    """[N, K]."""
     pair_P: Tensor
     """Indices into the flattened [N, K]."""
     row_P: Tensor
@@ -66,7 +64,7 @@ class TilePlaces:
         tile_P, order_P = (column_P // tiling.cols * chunks + row_P // tiling.rows).sort()
         edges = torch.searchsorted(tile_P, torch.arange(panels * chunks + 1, device=id_NK.device))
         bounds = cast("list[int]", edges.tolist())  # pyright: ignore[reportUnknownMemberType]
-        return cls(id_NK.shape, pair_P[order_P], row_P[order_P], column_P[order_P], bounds, tiling, chunks)
+        return cls(pair_P[order_P], row_P[order_P], column_P[order_P], bounds, tiling, chunks)
 
     def within(self, panel: slice, rows: slice) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return one tile's pairs and their (row, column) in the tile."""
@@ -79,14 +77,15 @@ _DEFAULT_OPTIONS = LinearLogprobsOptions()
 
 
 class IndexedLogprobs(NamedTuple):
-    """Results of `linear_logprobs_at`; None for what was not asked for."""
+    """Results of `linear_logprobs_at`; None for what was not asked for.
+
+    logprobs: [S, B, K] under the full vocabulary, in the order of the ids. tail_logmass: [S, B] log of the probability
+    of all other ids. entropy: [S, B] of the full softmax.
+    """
 
     logprobs: Tensor
-    """[S, B, K] log-probabilities under the full vocabulary, in the order of the ids."""
     tail_logmass: Tensor | None
-    """[S, B] log of the probability of all other ids."""
     entropy: Tensor | None
-    """[S, B] entropy of the full softmax."""
 
 
 def linear_logprobs_at(
@@ -104,26 +103,14 @@ def linear_logprobs_at(
 ) -> IndexedLogprobs:
     """Return the log-probabilities of K ids for each token, with an exact backward for hidden states and weight.
 
-    The arguments that `fused_linear_logprobs` has too mean the same here. Results are float32 (float64 for
+    Results are float32 (float64 for
     float64 inputs), and exactly 0 where the mask is zero. The tail's mass is summed over the other ids, so its
     logarithm keeps its digits however small it is; where there are no others it is the constant -inf, without
     a gradient. What is kept for the backward is a few floats for each of the K ids.
 
-    Args:
-        hidden_SBH: hidden states [S, B, H], or with `sequence_parallel` this rank's shard [S/tp, B, H].
-        weight_VH: this rank's rows [V/tp, H] of the vocabulary, in the dtype of the hidden states.
-        indices_SBK: global ids [S, B, K], distinct within a token, the same on every rank.
-        tp_group: tensor-parallel group; None means a single rank.
-        sequence_parallel: whether `hidden_SBH` is a shard along the sequence.
-        temperature: divides the logits, inside the softmax.
-        mask: [S, B], not zero where a token counts; the ids of other tokens are never read.
-        with_tail: also return the tail's mass.
-        with_entropy: also return the entropy of the softmax.
-        options: byte budget and other rarely changed settings.
-
-    Raises:
-        ValueError: as `fused_linear_logprobs`; an id that a counted token has twice.
-
+    indices_SBK: global ids [S, B, K], distinct within a token, the same on every rank; those of masked tokens are never
+    read. with_tail: also return the tail's mass. All other arguments, and ValueErrors, are those of
+    `fused_linear_logprobs`.
     """
     arguments = HeadArguments(tp_group, sequence_parallel, temperature, mask, with_entropy, options)
     call = HeadCall.of(hidden_SBH, weight_VH, arguments)
@@ -149,33 +136,58 @@ class _LinearLogprobsAt(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         shard, ids_NK = call.shard(weight_VH), call.rows.select(ids_TK)
         shard.check_targets(ids_NK, "index")
-        _check_distinct(ids_NK)
+        sorted_NK = ids_NK.sort(1).values
+        repeated = sorted_NK[:, 1:][sorted_NK[:, 1:] == sorted_NK[:, :-1]]
+        if repeated.numel() > 0:
+            raise ValueError(
+                f"index {int(repeated[0])} is given twice for one token: the ids must be distinct"
+            )
         head = call.head(call.rows.gather_hidden(hidden_LH), weight_VH)
-        cache = call.cache(head)
-        parts = _take_out_all(head, TilePlaces.of(ids_NK, shard, head.tiling), call, cache)
-        softmax = SplitSoftmax.of(*_sum_over_ranks(*parts, call.tp_group))
-        dtype = accumulation_dtype(hidden_LH.dtype)
+        places, cache = TilePlaces.of(ids_NK, shard, head.tiling), call.cache(head)
+        # Of this rank's vocabulary: the logits at the ids, zero at others, and statistics of the rest.
+        logit_NK = head.hidden_NH.new_zeros(ids_NK.shape, dtype=torch.float64)
+        tail_KFN = empty_statistics(len(head.panels), head.hidden_NH, call.with_entropy)
+        for tail_FN, panel in zip(tail_KFN, head.panels, strict=True):
+            for rows, logits_nv, _ in head.tiles(panel, cache.reserve(panel, head.hidden_NH)):
+                pair_p, place = places.within(panel, rows)
+                taken_p, tail_FN[:, rows] = take_out(logits_nv, place, call.with_entropy, head.scale)
+                logit_NK.view(-1)[pair_p] = taken_p
+        tail_FN = merge_statistics(tail_KFN)
+        # One all-gather joins the ranks' parts; each logit is on one rank, and zero on the others.
+        parts_RXN = gather_over_ranks(torch.cat([tail_FN, logit_NK.t()]), call.tp_group)
+        count = tail_FN.shape[0]
+        logit_NK, tail_FN = parts_RXN[:, count:].sum(0).t(), merge_statistics(parts_RXN[:, :count])
+        softmax, dtype = SplitSoftmax.of(logit_NK, tail_FN), accumulation_dtype(hidden_LH.dtype)
         logprob_NK, tail_N = softmax.logprob_NK.to(dtype), softmax.tail_logmass_N.to(dtype)
         entropy_N = None if softmax.entropy_N is None else softmax.entropy_N.to(dtype)
-        ctx.call, ctx.tiling, ctx.cache = call, head.tiling, cache
-        ctx.weight = weight_VH  # the parameter itself: what saved tensors give back may lack its main_grad
+        ctx.call, ctx.tiling, ctx.cache, ctx.weight = call, head.tiling, cache, weight_VH
         ctx.save_for_backward(hidden_LH, weight_VH, ids_TK, logprob_NK, softmax.tail_lse_N, tail_N, entropy_N)
         tail_T = call.rows.spread(tail_N) if with_tail else None
         if tail_T is not None and ids_NK.shape[1] == shard.vocab_size:
             ctx.mark_non_differentiable(tail_T)
-        return (
-            call.rows.spread(logprob_NK),
-            tail_T,
-            None if entropy_N is None else call.rows.spread(entropy_N),
-        )
+        entropy_T = None if entropy_N is None else call.rows.spread(entropy_N)
+        return call.rows.spread(logprob_NK), tail_T, entropy_T
 
     @staticmethod
     @once_differentiable  # pyright: ignore[reportUntypedFunctionDecorator]
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: HeadCall = ctx.call
         hidden_LH, weight_VH, ids_TK, *softmax = ctx.saved_tensors
-        backward, ids_NK = _arriving(call, tuple(softmax), grad_outputs), call.rows.select(ids_TK)
-        live = backward.live_rows()
+        logprob_NK, tail_lse_N, tail_N, entropy_N = softmax
+        # Autograd's gradients cover all tokens, and may be missing.
+        grad_logprob_NK, grad_tail_N, grad_entropy_N = (
+            None if grad_T is None else call.rows.select(grad_T) * call.scale for grad_T in grad_outputs
+        )
+        backward = SplitBackward(
+            logprob_NK,
+            tail_lse_N,
+            tail_N,
+            entropy_N,
+            torch.zeros_like(logprob_NK) if grad_logprob_NK is None else grad_logprob_NK,
+            torch.zeros_like(tail_N) if grad_tail_N is None else grad_tail_N,
+            grad_entropy_N,
+        )
+        live, ids_NK = backward.live_rows(), call.rows.select(ids_TK)
         if live is not None:
             ids_NK, backward = ids_NK[live], backward.at(live)
         outside, inside_NK = backward.outside(), backward.inside_NK()
@@ -188,80 +200,4 @@ class _LinearLogprobsAt(torch.autograd.Function):
                 tile_nv[place] = inside_NK.reshape(-1)[pair_p].to(tile_nv.dtype)
                 yield rows, tile_nv, column_NK[rows] - panel.start
 
-        frame = HeadBackward(call, hidden_LH, ctx.weight, ctx.tiling, ctx.needs_input_grad[:2])
-        return *frame.gradients(None, live, tiles), None, None, None
-
-
-def _check_distinct(ids_NK: Tensor) -> None:
-    sorted_NK = ids_NK.sort(1).values
-    repeated = sorted_NK[:, 1:][sorted_NK[:, 1:] == sorted_NK[:, :-1]]
-    if repeated.numel() > 0:
-        raise ValueError(f"index {int(repeated[0])} is given twice for one token: the ids must be distinct")
-
-
-def _take_out_all(
-    head: LinearHead, places: TilePlaces, call: HeadCall, cache: LogitsCache
-) -> tuple[Tensor, Tensor]:
-    """Of this rank's vocabulary: the logits at the ids [N, K], zero at others, and statistics of the rest."""
-    logit_NK = head.hidden_NH.new_zeros(places.shape, dtype=torch.float64)
-    tail_KFN = empty_statistics(len(head.panels), head.hidden_NH, call.with_entropy)
-    for tail_FN, panel in zip(tail_KFN, head.panels, strict=True):
-        for rows, logits_nv, _ in head.tiles(panel, cache.reserve(panel, head.hidden_NH)):
-            pair_p, place = places.within(panel, rows)
-            taken_p, tail_FN[:, rows] = take_out(logits_nv, place, call.with_entropy, head.scale)
-            logit_NK.view(-1)[pair_p] = taken_p
-    return logit_NK, merge_statistics(tail_KFN)
-
-
-def _sum_over_ranks(logit_NK: Tensor, tail_FN: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Join the ranks' parts in one all-gather; each logit is on one rank, and zero on the others."""
-    parts_RXN = gather_over_ranks(torch.cat([tail_FN, logit_NK.t()]), group)
-    count = tail_FN.shape[0]
-    return parts_RXN[:, count:].sum(0).t(), merge_statistics(parts_RXN[:, :count])
-
-
-def _arriving(call: HeadCall, softmax: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> SplitBackward:
-    """Pair the kept rows' softmax with autograd's gradients, which cover all tokens and may be missing."""
-    logprob_NK, tail_lse_N, tail_N, entropy_N = softmax
-
-    def select(grad_T: Tensor | None, like_N: Tensor) -> Tensor:
-        return torch.zeros_like(like_N) if grad_T is None else call.rows.select(grad_T) * call.scale
-
-    return SplitBackward(
-        logprob_NK,
-        tail_lse_N,
-        tail_N,
-        entropy_N,
-        grad_logprob_NK=select(grads[0], logprob_NK),
-        grad_tail_N=select(grads[1], tail_N),
-        grad_entropy_N=None if grads[2] is None else select(grads[2], tail_N),
-    )
-
-
-def plain_linear_logprobs_at(
-    hidden_SBH: Tensor,
-    weight_VH: Tensor,
-    indices_SBK: Tensor,
-    *,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    with_tail: bool = False,
-    with_entropy: bool = False,
-    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
-) -> IndexedLogprobs:
-    """Return the plain twin of `linear_logprobs_at` on a single rank, over all the logits.
-
-    Plain differentiable tensor arithmetic, kept to say what the kernel computes and to be compared with it.
-    """
-    logits_SBV = plain_logits(hidden_SBH, weight_VH, temperature, options)
-    kept_SB = torch.ones_like(indices_SBK[..., 0], dtype=torch.bool) if mask is None else mask != 0
-    index_SBK = torch.where(kept_SB.unsqueeze(-1), indices_SBK, 0)
-    logp_SBV = torch.log_softmax(logits_SBV, -1)
-    logprobs_SBK = torch.where(kept_SB.unsqueeze(-1), logp_SBV.gather(-1, index_SBK), 0.0)
-    tail_SB = entropy_SB = None
-    if with_tail:
-        rest_SBV = logp_SBV.scatter(-1, index_SBK, float("-inf"))
-        tail_SB = torch.where(kept_SB, rest_SBV.logsumexp(-1), 0.0)
-    if with_entropy:
-        entropy_SB = torch.where(kept_SB, -(logp_SBV.exp() * logp_SBV).sum(-1), 0.0)
-    return IndexedLogprobs(logprobs_SBK, tail_SB, entropy_SB)
+        return *head_gradients(ctx, hidden_LH, None, live, tiles), None, None, None

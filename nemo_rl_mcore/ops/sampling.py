@@ -54,16 +54,12 @@ def filter_logits(scaled_BV: Tensor, params: SamplingParams) -> Tensor:
         smallest_kept_B1 = scaled_BV.topk(params.top_k, dim=-1).values[:, -1:]
         scaled_BV = scaled_BV.masked_fill(scaled_BV < smallest_kept_B1, float("-inf"))
     if params.top_p < 1.0:
-        scaled_BV = _keep_top_p(scaled_BV, params.top_p)
+        descending_BV, order_BV = scaled_BV.sort(dim=-1, descending=True)
+        probability_BV = descending_BV.softmax(-1)
+        # A token stays while those before it have not yet reached top_p; so the first always stays.
+        dropped_BV = probability_BV.cumsum(-1) - probability_BV >= params.top_p
+        scaled_BV = scaled_BV.masked_fill(dropped_BV.scatter(1, order_BV, dropped_BV), float("-inf"))
     return scaled_BV
-
-
-def _keep_top_p(scaled_BV: Tensor, top_p: float) -> Tensor:
-    descending_BV, order_BV = scaled_BV.sort(dim=-1, descending=True)
-    probability_BV = descending_BV.softmax(-1)
-    # A token stays while those before it have not yet reached top_p; so the first always stays.
-    dropped_BV = probability_BV.cumsum(-1) - probability_BV >= top_p
-    return scaled_BV.masked_fill(dropped_BV.scatter(1, order_BV, dropped_BV), float("-inf"))
 
 
 def sample_keys(
@@ -72,37 +68,34 @@ def sample_keys(
     """Return a 64-bit key [B] for each (seed, step, prompt, sample, turn); all are int64 [B], and None is turn 0."""
     key_B = torch.full_like(prompts_B, seed)
     for part in (torch.full_like(prompts_B, step), prompts_B, samples_B):
-        key_B = _splitmix64(key_B) ^ part
-    key_B = _splitmix64(key_B)
+        key_B = splitmix64(key_B) ^ part
+    key_B = splitmix64(key_B)
     if turns_B is None:
         return key_B
     # The first turn has the key that answers without turns have.
-    return torch.where(turns_B == 0, key_B, _splitmix64(key_B ^ turns_B))
+    return torch.where(turns_B == 0, key_B, splitmix64(key_B ^ turns_B))
 
 
 def keyed_uniforms(keys_B: Tensor, position: int) -> Tensor:
     """Return the uniform numbers in [0, 1), float64 [B], one for each key at this position of its sequence."""
-    bits_B = _splitmix64(keys_B + _wrap(position * _GOLDEN_GAMMA))
-    return _shift_right(bits_B, 11).double() * 2.0**-53
+    bits_B = splitmix64(keys_B + signed_64(position * GOLDEN_GAMMA))
+    return ((bits_B >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
-def _splitmix64(state: Tensor) -> Tensor:
+def splitmix64(state: Tensor) -> Tensor:
     """Return SplitMix64's output function (Steele, Lea and Flood, 2014) of int64 tensors, which wrap as it needs."""
-    mixed = state + _wrap(_GOLDEN_GAMMA)
-    mixed = (mixed ^ _shift_right(mixed, 30)) * _wrap(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ _shift_right(mixed, 27)) * _wrap(0x94D049BB133111EB)
-    return mixed ^ _shift_right(mixed, 31)
+    mixed = state + signed_64(GOLDEN_GAMMA)
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        # A logical shift: torch's own copies the sign.
+        shifted = (mixed >> bits) & ((1 << (64 - bits)) - 1)
+        mixed = (mixed ^ shifted) * signed_64(factor)
+    return mixed
 
 
-def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """Return a logical shift: torch's own copies the sign."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _wrap(value: int) -> int:
+def signed_64(value: int) -> int:
     """Return the int64 with the low 64 bits of a Python int."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -67,14 +67,12 @@ def selective_scan(inputs: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tens
             samples=None if inputs.samples is None else inputs.samples[part],
         )
         # A sample that begins with the chunk finds the state of another one.
-        goes_on = inputs.samples is None or not start or _same(inputs.samples, start)
+        goes_on = (
+            inputs.samples is None or not start or bool(inputs.samples[start] == inputs.samples[start - 1])
+        )
         of_chunk, state_BHPN = _scan_chunk(chunk, state_BHPN if goes_on else torch.zeros_like(state_BHPN))
         read.append(of_chunk)
     return torch.cat(read, dim=1), state_BHPN
-
-
-def _same(samples_S: Tensor, start: int) -> bool:
-    return bool(samples_S[start] == samples_S[start - 1])
 
 
 def _scan_chunk(chunk: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +81,11 @@ def _scan_chunk(chunk: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
     heads, positions = values.shape[2], values.shape[1]
     # Differences of sums are small where the sums are large.
     decays_BQH = chunk.log_decays.double().cumsum(1)
-    of_first, of_last, pairs_QQ = _visible(chunk.samples, positions, values.device)
+    samples_Q = chunk.samples
+    if samples_Q is None:
+        samples_Q = torch.zeros(positions, dtype=torch.long, device=values.device)
+    of_first, of_last = samples_Q == samples_Q[0], samples_Q == samples_Q[-1]
+    pairs_QQ = (samples_Q[:, None] == samples_Q).tril()  # a position sees those of its sample up to itself
     keys_BQHN, queries_BQHN = (
         x.repeat_interleave(heads // x.shape[2], dim=2) for x in (chunk.keys, chunk.queries)
     )
@@ -99,11 +101,3 @@ def _scan_chunk(chunk: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
     to_last = ((decays_BQH[:, -1:] - decays_BQH).exp() * of_last[:, None]).to(precision)
     state = torch.einsum("bqh,bqhp,bqhn->bhpn", to_last, values, keys_BQHN)
     return read, state + since_first[:, -1, :, None, None] * state_BHPN
-
-
-def _visible(samples_Q: Tensor | None, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which positions are of the first one's sample, which of the last one's, and who sees whom [Q, Q]."""
-    if samples_Q is None:
-        samples_Q = torch.zeros(positions, dtype=torch.long, device=device)
-    pairs = (samples_Q[:, None] == samples_Q).tril()
-    return samples_Q == samples_Q[0], samples_Q == samples_Q[-1], pairs

@@ -23,21 +23,9 @@ from torch.utils._device import DeviceContext, _device_constructors
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
-    *(
-        "tensor",
-        "as_tensor",
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "arange",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-    ),
-    *("linspace", "eye", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-    *("empty_strided", "scalar_tensor", "tril_indices", "triu_indices"),
+    *("tensor", "as_tensor", "scalar_tensor", "empty", "zeros", "ones", "full", "eye", "arange", "linspace"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided"),
+    *("rand", "randn", "randint", "randperm", "tril_indices", "triu_indices"),
 )
 _TENSOR_FACTORIES = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 # What Megatron says about a machine without a GPU; on CPU its forked generators are the CPU generator by construction.
@@ -50,7 +38,6 @@ _installed = False
 
 
 def has_cuda() -> bool:
-    """Return whether this process computes on a CUDA device."""
     return torch.cuda.is_available()
 
 
@@ -60,7 +47,6 @@ def kept_generators() -> contextlib.AbstractContextManager[None]:
 
 
 def device() -> torch.device:
-    """Return the device that this process computes on."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else _CPU
 
 
@@ -77,12 +63,11 @@ def device_uuid(of: torch.device | None = None) -> str:
 
 
 def gpu_name() -> str:
-    """Return what this GPU is sold as; empty on CPU."""
     return torch.cuda.get_device_name() if has_cuda() else ""
 
 
 def peak_memory_bytes() -> int:
-    """Return the most that this process has held so far: of GPU memory, allocated by torch; on CPU of the machine's."""
+    """Return the most held so far: of GPU memory, by torch; on CPU of the machine's."""
     if has_cuda():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -111,23 +96,15 @@ def empty_cache() -> None:
 
 
 def current_stream() -> torch.cuda.Stream:
-    """Return the stream on which this thread launches its work."""
     return torch.cuda.current_stream()
 
 
 def new_stream() -> torch.cuda.Stream:
-    """Return a stream whose work runs next to that of the current one."""
     return torch.cuda.Stream()
 
 
 def on_stream(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
-    """Launch the block's work on a stream."""
     return torch.cuda.stream(stream)
-
-
-def communication_backend() -> str:
-    """Return the torch.distributed backend of the device: nccl on CUDA, else gloo."""
-    return "nccl" if has_cuda() else "gloo"
 
 
 def device_rng_states() -> list[torch.Tensor]:
@@ -137,7 +114,6 @@ def device_rng_states() -> list[torch.Tensor]:
 
 
 def restore_device_rng_states(states: list[torch.Tensor]) -> None:
-    """Set the generators back to what `device_rng_states` returned."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
@@ -159,14 +135,10 @@ def install(local_rank: int = 0) -> None:
     random_log.addFilter(lambda record: record.getMessage() not in _EXPECTED_WARNINGS)
     # Megatron marks its fusions with torch.compile. Here they run as they are written: compiling them would need a C++
     # toolchain, and loading the compiler doubles the time to import Megatron.
-    torch.compile = _uncompiled
+    torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
     _wrap_device_arguments()
     _stand_in_for_torch_cuda()
     _complete_gloo()
-
-
-def _uncompiled(model: Any = None, **_options: Any) -> Any:
-    return model if model is not None else (lambda function: function)
 
 
 def _as_cpu(requested: Any) -> Any:
@@ -229,19 +201,18 @@ def _wrap_device_arguments() -> None:
     _replace(tensor, type=cuda_type_name, record_stream=lambda self, _stream: None)
 
 
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_args, **_kwargs: answer
+
+
 class _Event:
     """An event of a device that finishes everything at once."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-    def record(self, *_args: Any) -> None: ...
-    def wait(self, *_args: Any) -> None: ...
-    def synchronize(self) -> None: ...
 
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _other: _Event) -> float:
-        return 0.0
+    record = wait = synchronize = _always(None)
+    query = _always(True)
+    elapsed_time = _always(0.0)
 
 
 class _Stream(contextlib.nullcontext):  # type: ignore[type-arg]
@@ -263,16 +234,9 @@ class _Stream(contextlib.nullcontext):  # type: ignore[type-arg]
     def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()
 
-    def wait_event(self, _event: _Event) -> None: ...
-    def wait_stream(self, _stream: _Stream) -> None: ...
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return 0, 0
+    wait_event = wait_stream = synchronize = _always(None)
+    query = _always(True)
+    priority_range = staticmethod(_always((0, 0)))
 
 
 def _stand_in_for_torch_cuda() -> None:
@@ -284,15 +248,10 @@ def _stand_in_for_torch_cuda() -> None:
     _replace(cuda, **generator)
     _replace(cuda.random, **generator)
     _replace(cuda, **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.default_generator.manual_seed))
+    memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     answers: dict[Any, tuple[str, ...]] = {
         _CPU: ("current_device",),
-        0: (
-            "device_count",
-            "memory_allocated",
-            "max_memory_allocated",
-            "memory_reserved",
-            "max_memory_reserved",
-        ),
+        0: ("device_count", *memory),
         None: ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_stream"),
         stream: ("current_stream", "default_stream"),
         contextlib.nullcontext(): ("stream", "device"),
@@ -303,30 +262,22 @@ def _stand_in_for_torch_cuda() -> None:
     _replace(cuda.nvtx, range_push=_always(None), range_pop=_always(None))
 
 
-def _always(answer: Any) -> Callable[..., Any]:
-    return lambda *_args, **_kwargs: answer
-
-
 def _complete_gloo() -> None:
     """Give gloo the collectives of nccl that it lacks: split sizes as tensors, and uneven gather and scatter."""
-    plain_all_to_all, plain_all_gather, plain_reduce_scatter = (
-        dist.all_to_all_single,
-        dist.all_gather,
-        dist.reduce_scatter,
-    )
-
-    def as_list(sizes: Any) -> Any:
-        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+    plain_all_to_all, plain_all_gather = dist.all_to_all_single, dist.all_gather
+    plain_reduce_scatter = dist.reduce_scatter
 
     def all_to_all_single(
         output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
     ):
-        return plain_all_to_all(
-            output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op
+        received, sent = (
+            sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+            for sizes in (output_split_sizes, input_split_sizes)
         )
+        return plain_all_to_all(output, input, received, sent, group, async_op)
 
     def all_gather(tensor_list, tensor, group=None, async_op=False):
-        if _even(tensor_list, async_op):
+        if _are_even(tensor_list, async_op):
             return plain_all_gather(tensor_list, tensor, group, async_op)
         tensor_list[dist.get_rank(group)].copy_(tensor)
         for source, part in enumerate(tensor_list):
@@ -334,7 +285,7 @@ def _complete_gloo() -> None:
         return None
 
     def reduce_scatter(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if _even(input_list, async_op):
+        if _are_even(input_list, async_op):
             return plain_reduce_scatter(output, input_list, op, group, async_op)
         for target, part in enumerate(input_list):
             total = part.clone()
@@ -346,7 +297,7 @@ def _complete_gloo() -> None:
     _replace(dist, all_to_all_single=all_to_all_single, all_gather=all_gather, reduce_scatter=reduce_scatter)
 
 
-def _even(parts: list[torch.Tensor], async_op: bool) -> bool:
+def _are_even(parts: list[torch.Tensor], async_op: bool) -> bool:
     even = len({part.shape for part in parts}) == 1
     if async_op and not even:
         raise NotImplementedError("gloo has no asynchronous gather or scatter of parts of different shapes")

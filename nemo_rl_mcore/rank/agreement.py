@@ -14,6 +14,10 @@ from nemo_rl_mcore.errors import CodedError, PeerLostError, code_of
 from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.rendezvous import patient_group
 
+_Text = tuple[int, list[tuple[str, str]], str, str]
+_Told = tuple[str, _Text | None]
+"""Call and error of a rank: its number, classes by module and name, message and code."""
+
 
 class UnequalCallsError(RuntimeError):
     """The ranks were called differently: one stands at another call than the others."""
@@ -70,16 +74,20 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         places = "; ".join(f"rank {rank}: {at}" for rank, (at, _) in enumerate(told))
         raise UnequalCallsError(f"the ranks stand at different calls ({places}); call all of them alike")
     for _, failed in told:
-        if failed is not None:
-            rank, classes, message, code = failed
-            error = _rebuilt(classes, f"rank {rank}: {message}")
-            if isinstance(error, CodedError):
-                error.code = code
-            raise error
-
-
-_Text = tuple[int, list[tuple[str, str]], str, str]
-_Told = tuple[str, _Text | None]
+        if failed is None:
+            continue
+        rank, classes, message, code = failed
+        for module, name in classes:
+            kind = getattr(sys.modules.get(module), name, None)
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                try:
+                    error = kind(f"rank {rank}: {message}")
+                except (TypeError, ValueError, LookupError, AttributeError):  # it wants more than a message
+                    continue
+                if isinstance(error, CodedError):
+                    error.code = code
+                raise error
+        raise RuntimeError(f"rank {rank}: {message}")
 
 
 def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -> list[_Told]:
@@ -89,7 +97,21 @@ def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -
     try:
         if error is not None and _is_of_a_lost_peer(error):
             raise error  # that peer would not come to this meeting either
-        return _exchange(error, group, call)
+        # Three numbers for the common case; over gloo they are on the CPU, so that nobody waits for the device.
+        code = zlib.crc32(call.encode())
+        device = "cpu" if dist.get_backend(group) == "gloo" else accelerator.device()
+        extremes = torch.tensor([error is not None, code, -code], device=device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        failed, largest, smallest = extremes.tolist()
+        if not failed and largest == -smallest:
+            return []
+        text: _Text | None = None
+        if error is not None:  # as text, since not every error can be sent
+            classes = [(kind.__module__, kind.__qualname__) for kind in type(error).__mro__]
+            text = dist.get_rank(), classes, str(error) or type(error).__name__, code_of(error)
+        told: list[_Told] = [("", None)] * dist.get_world_size(group)
+        dist.all_gather_object(told, (call, text), group=group)
+        return told
     except RuntimeError as failure:
         if not _is_of_a_lost_peer(failure):
             raise
@@ -108,34 +130,3 @@ def _is_of_a_lost_peer(error: Exception) -> bool:
     return isinstance(error, PeerLostError) or (
         isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     )
-
-
-def _exchange(error: Exception | None, group: dist.ProcessGroup | None, call: str) -> list[_Told]:
-    code = zlib.crc32(call.encode())
-    # Three numbers for the common case; over gloo they are on the CPU, so that nobody waits for the device.
-    device = "cpu" if dist.get_backend(group) == "gloo" else accelerator.device()
-    extremes = torch.tensor([error is not None, code, -code], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    failed, largest, smallest = extremes.tolist()
-    if not failed and largest == -smallest:
-        return []
-    told: list[_Told] = [("", None)] * dist.get_world_size(group)
-    dist.all_gather_object(told, (call, None if error is None else _as_text(error)), group=group)
-    return told
-
-
-def _as_text(error: Exception) -> _Text:
-    """Rank, classes by module and name, message and code of an error: text, since not every error can be sent."""
-    classes = [(kind.__module__, kind.__qualname__) for kind in type(error).__mro__]
-    return dist.get_rank(), classes, str(error) or type(error).__name__, code_of(error)
-
-
-def _rebuilt(classes: list[tuple[str, str]], message: str) -> Exception:
-    for module, name in classes:
-        kind = getattr(sys.modules.get(module), name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            try:
-                return kind(message)
-            except (TypeError, ValueError, LookupError, AttributeError):  # it wants more than a message
-                continue
-    return RuntimeError(message)

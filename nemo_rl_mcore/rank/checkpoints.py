@@ -1,44 +1,26 @@
-"""The folder of a run's checkpoints: written aside, renamed when whole, found again by what they hold.
-
-  checkpoint_dir/step_N/training_info.json   the step, its metrics, the run's counters, every file with its size
-                        config.yaml          the recipe, resolved
-                        tokenizer/           the tokenizer, where it is one of files
-                        policy/              what the policy's workers wrote, with checksums of their own
-                        rollouts/            of an asynchronous run: its ledger, and the groups that were ready
-                        SHA256SUMS           the checksum of every other file
-  checkpoint_dir/tmp_*                       being written or deleted; the next run removes it
-  checkpoint_dir/aside_step_N                set aside: broken, or after the step that a run was resumed from
-
-A process may be killed at any moment: `step_N` appears and goes by one rename, so the others stay whole.
-"""
+"""Files that ranks write for a checkpoint: their checksums, and a thread that writes while the rank goes on."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-import os
 import re
-import shutil
-import stat
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from nemo_rl_mcore.data.strict_json import read_json, read_regular
-from nemo_rl_mcore.errors import RefusedError, code_of, quoted, shortened
+from nemo_rl_mcore.data.strict_json import read_regular
+from nemo_rl_mcore.errors import RefusedError, quoted
 from nemo_rl_mcore.rank import activity
 
 SUMS_FILE = "SHA256SUMS"
+POLICY_FOLDER = "policy"
+
 
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n\x00]+)")
 _CHUNK = 2**24
+_LOOK_EVERY_S = 0.1
 
 
 def sha256(path: Path) -> str:
@@ -58,7 +40,7 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """Return the hash of each file by its path inside; None for a folder without a list, as older ones are.
+    """Return the hash of each file by its path inside; None for a folder without a list.
 
     Raises ValueError, naming the file, when the list is broken.
     """
@@ -100,16 +82,6 @@ def require_sums(folder: Path, sums: Mapping[str, str], names: Iterable[str]) ->
             )
 
 
-def outside_of_lists(names: Iterable[str]) -> Iterator[str]:
-    """Of the paths inside a folder, those that no list of a folder further inside holds."""
-    names = [*names]
-    listed = tuple(name.removesuffix(SUMS_FILE) for name in names if name.endswith(f"/{SUMS_FILE}"))
-    return (name for name in names if not name.startswith(listed) or name.endswith(f"/{SUMS_FILE}"))
-
-
-_LOOK_EVERY_S = 0.1
-
-
 class BackgroundWrite:
     """Runs `write` in a background thread, from the start; the rank's thread asks how it went.
 
@@ -123,6 +95,20 @@ class BackgroundWrite:
         # A daemon: the process may end while a disk hangs.
         self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
         self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        began = time.monotonic()
+        with activity.counted_by(self._counter):
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001  # raised in the thread of who asks
+                self._error = cause = error
+                while (
+                    cause is not None
+                ):  # frames of an error and its causes hold the copy that was to be written
+                    traceback.clear_frames(cause.__traceback__)
+                    cause = cause.__cause__ or cause.__context__
+        self._seconds = time.monotonic() - began
 
     def seconds(self, *, wait: bool) -> float | None:
         """Return how long it took, None while it goes on; wait: until it has ended. Raises what `write` raised."""
@@ -142,303 +128,3 @@ class BackgroundWrite:
             if self._counter.progress != seen:
                 seen = self._counter.progress
                 activity.advance(seen.doing)
-
-    def _run(self, write: Callable[[], None]) -> None:
-        began = time.monotonic()
-        with activity.counted_by(self._counter):
-            try:
-                write()
-            except BaseException as error:  # noqa: BLE001  # raised in the thread of who asks
-                self._error = error
-                _forget_frames(error)
-        self._seconds = time.monotonic() - began
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Free what the frames of an error and its causes hold: the copy that was to be written."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-INFO_FILE = "training_info.json"
-POLICY_FOLDER = "policy"
-ROLLOUTS_FOLDER = "rollouts"
-
-_STEP_NAME = re.compile(r"step_(\d+)")
-_TEMPORARY_NAME = re.compile(r"tmp_(deleted_)?step_\d+")
-
-
-class NotACheckpointError(RefusedError):
-    """A folder that was named as a checkpoint holds none, or one that is not whole; the message names the file."""
-
-
-class _Info(BaseModel):
-    """`training_info.json`. checksums: the file of checksums beside it; None in those of older versions."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    step: Annotated[int, Field(ge=0)]
-    metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)] | None]
-    counters: dict[str, int | float | str | None]
-    files: dict[str, Annotated[int, Field(ge=0)]]
-    checksums: str | None = None
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A whole checkpoint. metrics: those of its step; counters: what the algorithm asked to keep.
-
-    has_checksums: False for one of an older version.
-    """
-
-    folder: Path
-    step: int
-    metrics: Mapping[str, float | None]
-    counters: Mapping[str, Any]
-    has_checksums: bool = True
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints stay: the newest, and `keep` in all (None: every one), the best or, without a metric, the last.
-
-    metric: its name in the step's metrics; a checkpoint without it, or whose value is not finite, ranks last.
-    """
-
-    keep: int | None = None
-    metric: str | None = None
-    higher_is_better: bool = True
-
-    def best_first(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-        """Return the checkpoints by rank; of equal ones the newer is better."""
-        return sorted(checkpoints, key=lambda one: (self._score(one), one.step), reverse=True)
-
-    def superfluous(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-        """Return those to delete."""
-        if self.keep is None or not checkpoints:
-            return []
-        newest = max(checkpoints, key=lambda one: one.step)
-        kept = self.best_first(checkpoints)[: self.keep]
-        return [one for one in checkpoints if one not in kept and one is not newest]
-
-    def _score(self, checkpoint: Checkpoint) -> float:
-        if self.metric is None:
-            return 0.0
-        value = checkpoint.metrics.get(self.metric)
-        if value is None or not math.isfinite(value):
-            return -math.inf
-        return value if self.higher_is_better else -value
-
-
-@dataclass(frozen=True)
-class CheckpointStore:
-    """The checkpoints of one run, under one folder.
-
-    verify_checksums: take a checkpoint for the latest only if its own files are what was written; those of the models
-    are compared by who loads them.
-    """
-
-    root: Path
-    retention: Retention = Retention()
-    verify_checksums: bool = True
-
-    def checkpoints(self) -> list[Checkpoint]:
-        """Return the whole ones, the oldest first; a folder that lacks a file, or holds a shorter one, is none."""
-        found = [(folder, _whole(folder, verify_checksums=False)) for folder in _step_folders(self.root)]
-        whole = [one for folder, one in found if one is not None and one.step == _step_of(folder)]
-        return sorted(whole, key=lambda one: one.step)
-
-    def newest_first(self) -> Iterator[Checkpoint]:
-        """Yield those to go on from, as their files are now."""
-        for one in reversed(self.checkpoints()):
-            checked = _whole(one.folder, verify_checksums=self.verify_checksums)
-            if checked is not None:
-                yield checked
-
-    def latest(self) -> Checkpoint | None:
-        """Return the one with the highest step."""
-        return next(self.newest_first(), None)
-
-    def begin_after(self, step: int) -> list[Path]:
-        """Make the folder one in which the step after `step` comes next; return what was set aside.
-
-        What earlier runs left unfinished is removed. Checkpoints of later steps belong to a run that went on another
-        way, or are broken: they are renamed, so that none of them is ever taken for the latest.
-        """
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.remove_unfinished()
-        aside: list[Path] = []
-        for folder in _step_folders(self.root):
-            if _step_of(folder) > step:
-                aside.append(free_name(self.root / f"aside_{folder.name}"))
-                folder.rename(aside[-1])
-        _sync(self.root)
-        return aside
-
-    def remove_unfinished(self) -> list[Path]:
-        """Remove what was being written or deleted when an earlier run ended; return it."""
-        found = [path for path in self.root.iterdir() if _TEMPORARY_NAME.fullmatch(path.name)]
-        for leftover in found:
-            _remove(leftover)
-        return found
-
-    def begin(self, step: int) -> Path:
-        """Return a folder to fill, which `commit` makes the checkpoint of this step; until then there is none."""
-        self.drop(step)  # what a first attempt has left, whose ranks have died
-        folder = self._unfinished(step)
-        folder.mkdir(parents=True)
-        return folder
-
-    def drop(self, step: int) -> None:
-        """Remove what was begun for a step, if anything was."""
-        shutil.rmtree(self._unfinished(step), ignore_errors=True)
-
-    def commit(self, step: int, metrics: Mapping[str, float], counters: Mapping[str, Any]) -> None:
-        """Bring what was filled to disk as `step_N`, then delete superfluous ones.
-
-        If it raises, or the process dies, the checkpoints before this one stay as they were.
-        metrics, counters: of the step, see `Checkpoint`.
-        """
-        folder = self._unfinished(step)
-        files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
-        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        info = _Info(
-            step=step, metrics=finite, counters=dict(counters), files=files, checksums=SUMS_FILE
-        ).model_dump()
-        (folder / INFO_FILE).write_text(json.dumps(info, indent=1, allow_nan=False), encoding="utf-8")
-        write_sums(folder, {name: sha256(folder / name) for name in outside_of_lists((INFO_FILE, *files))})
-        for path in (*_files(folder), *_folders(folder)):
-            activity.advance(f"bringing {path} to disk")
-            _sync(path)
-        folder.rename(self.root / f"step_{step}")
-        _sync(self.root)
-        self._delete_superfluous()
-
-    def _unfinished(self, step: int) -> Path:
-        return self.root / f"tmp_step_{step}"
-
-    def _delete_superfluous(self) -> None:
-        for checkpoint in self.retention.superfluous(self.checkpoints()):
-            # The rename takes it away as a whole; half deleted it would be a broken checkpoint.
-            doomed = self.root / f"tmp_deleted_{checkpoint.folder.name}"
-            checkpoint.folder.rename(doomed)
-            _remove(doomed)
-
-
-def read_checkpoint(folder: Path, *, verify_checksums: bool = True) -> Checkpoint:
-    """Return the checkpoint in a folder; raises NotACheckpointError, naming the file, when it is not whole.
-
-    verify_checksums: compare its own files with their checksums; those of the models are compared by who loads them.
-    """
-    path = folder / INFO_FILE
-    try:
-        info = _Info.model_validate(read_json(path, follow_links=False))
-    except OSError as error:
-        raise NotACheckpointError(
-            f"{path} cannot be read: {error.strerror}", code="unreadable-file"
-        ) from error
-    except ValueError as error:
-        raise NotACheckpointError(
-            f"{path} is broken: {shortened(' '.join(str(error).split()), 200)}", code="broken-file"
-        ) from error
-    verified = verify_checksums and info.checksums is not None
-    if verified:
-        _require_sums(folder, [INFO_FILE])  # first, since it says which files there are
-    home = folder.resolve()
-    for name, size in info.files.items():
-        _require_file(folder, home, name, size)
-    if verified:
-        _require_sums(folder, [*outside_of_lists(info.files)])
-    return Checkpoint(folder, info.step, info.metrics, info.counters, info.checksums is not None)
-
-
-def _require_sums(folder: Path, names: Iterable[str]) -> None:
-    try:
-        sums = read_sums(folder)
-        if sums is None:
-            raise RefusedError(f"{folder / SUMS_FILE} does not exist", code="missing-checksums")
-        require_sums(folder, sums, names)
-    except ValueError as error:
-        raise NotACheckpointError(str(error), code=code_of(error)) from error
-
-
-def _require_file(folder: Path, home: Path, name: str, size: int) -> None:
-    path = folder / name
-    try:
-        inside = path.resolve() == home / name  # no way out of the folder, and no link
-        status = path.lstat()
-    except (OSError, ValueError) as error:
-        raise NotACheckpointError(
-            f"{shortened(str(path), 200)} is not there: {shortened(str(error))}", code="missing-file"
-        ) from error
-    if not inside or not stat.S_ISREG(status.st_mode):
-        raise NotACheckpointError(f"{path} is no file of this folder", code="not-a-regular-file")
-    if status.st_size != size:
-        raise NotACheckpointError(
-            f"{path} has {status.st_size} bytes, and {size} were written", code="file-size"
-        )
-
-
-def _whole(folder: Path, *, verify_checksums: bool) -> Checkpoint | None:
-    try:
-        return read_checkpoint(folder, verify_checksums=verify_checksums)
-    except NotACheckpointError:
-        return None
-
-
-def require_checkpoint(folder: Path, key: str, *, verify_checksums: bool = True) -> Checkpoint:
-    """Return the checkpoint in the folder that a key names; raises NotACheckpointError, naming both, without one."""
-    try:
-        return read_checkpoint(folder, verify_checksums=verify_checksums)
-    except NotACheckpointError as error:
-        inside = [one.folder.name for one in CheckpointStore(folder).checkpoints()]
-        remedy = (
-            f"it holds {', '.join(inside)}: name one of them" if inside else "name a folder step_N of a run"
-        )
-        what = f"{key}: {str(folder)!r} is no whole checkpoint ({error}); {remedy}"
-        raise NotACheckpointError(what, code=code_of(error)) from error
-
-
-def _remove(path: Path) -> None:
-    """Delete a folder with all that is in it, or a file or link of its name."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def _step_folders(root: Path) -> list[Path]:
-    """Return all `step_N`, whole or not."""
-    return [path for path in root.iterdir() if _STEP_NAME.fullmatch(path.name)] if root.is_dir() else []
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
-
-
-def free_name(wanted: Path) -> Path:
-    """Return the name itself or, where it is taken, the first with a number after it."""
-    number, name = 1, wanted
-    while os.path.lexists(name):
-        name, number = wanted.with_name(f"{wanted.name}.{number}"), number + 1
-    return name
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Return the folder and those inside it, the innermost first."""
-    inner = [path for path in folder.rglob("*") if path.is_dir()]
-    return sorted((folder, *inner), key=lambda path: len(path.parts), reverse=True)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

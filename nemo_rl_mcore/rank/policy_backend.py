@@ -147,38 +147,26 @@ class SampledTokens:
 
 
 class PolicyBackend(TrainStepBackend, Protocol):
-    """The model of one rank, and all that is done with it.
+    """The model of one rank, and all that is done with it; results are those of the worker's calls of the same name.
 
     The ranks of a run call alike. They meet in `called_together` before each call, where the arguments are judged; the
-    calls raise on every rank what they raise on one. Results are the same on all ranks that share a shard of the batch.
+    calls raise on every rank what they raise on one. Results are the same on all ranks that share a shard of the batch,
+    and on the CPU. Reads are in evaluation mode, and leave an open train step as it is.
     """
 
     @property
     def trained(self) -> bool:
-        """Return whether the train step, `save` and `load` can be called."""
+        """Whether the train step, `save` and `load` can be called."""
         ...
 
     @property
-    def device(self) -> torch.device:
-        """Return what the model is on."""
-        ...
+    def device(self) -> torch.device: ...
 
-    def data_parallel_rank(self) -> int:
-        """Return which shard of a batch this rank is to be sent."""
-        ...
-
-    def data_parallel_size(self) -> int:
-        """Return how many shards a batch has."""
-        ...
-
-    def logprobs(self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False) -> Tensor:
-        """Return fp32 [B, S] on the CPU: column i is log p of token i; column 0 and the right padding are 0.
-
-        trained_only: so is all that token_mask [B, S] does not mark, for which no logits are computed.
-        In evaluation mode, as all reads; an open train step is left as it is.
-        """
-        ...
-
+    def data_parallel_rank(self) -> int: ...
+    def data_parallel_size(self) -> int: ...
+    def logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
+    ) -> Tensor: ...
     def keep_reference(self) -> None:
         """Keep the present weights as those of the reference policy."""
         ...
@@ -191,14 +179,8 @@ class PolicyBackend(TrainStepBackend, Protocol):
 
     def topk_logits(
         self, data: BatchedDataDict, k: int, micro_batch_size: int, *, trained_only: bool = False
-    ) -> TopKLogits:
-        """Return the k most probable next tokens; trained_only: of those that token_mask marks."""
-        ...
-
-    def values(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
-        """fp32 [B, S] on the CPU, of a critic: column i is of the state before token i; column 0 and padding are 0."""
-        ...
-
+    ) -> TopKLogits: ...
+    def values(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor: ...
     def generate(self, request: GenerationRequest) -> GeneratedRows:
         """Answer the prompts; a row's tokens depend on the weights, its prompt and its key alone."""
         ...
@@ -210,57 +192,32 @@ class PolicyBackend(TrainStepBackend, Protocol):
     def keep_on_device(self, what: OnDevice) -> None:
         """Have this on the device, and no more; not while a step is open. It holds no collective.
 
-        Gradients are 0 when they are back; all else is as it was, bit for bit. Steps, `save` and `load` need
-        EVERYTHING, other calls the weights.
+        Gradients are 0 when they are back; all else is as it was, bit for bit.
         """
         ...
 
     def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
-        """Write all that the next step depends on, the reference weights included, into an empty or new folder.
-
-        Raises ValueError, before anything is written, when the folder holds something, and OSError when it cannot be
-        written.
-        """
+        """Write all that the next step depends on; ValueError, with nothing written, for a folder that is not empty."""
         ...
 
     def save_in_background(self, folder: Path, committed_step_ids: Sequence[str]) -> BackgroundWrite:
-        """Copy what `save` writes, and write the copy while other calls go on, any of which may change the model.
-
-        One is to have ended before the next begins. Raises as `save` does; what writing raises, the result does.
-        """
+        """Copy what `save` writes, and write that while other calls go on; one ends before the next begins."""
         ...
 
     def load(self, folder: Path) -> Sequence[str]:
-        """Set back what `save` wrote, and return the committed step_ids.
-
-        Raises ValueError for what is no checkpoint of this model.
-        """
+        """Set back what `save` wrote, and return the committed step_ids."""
         ...
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
-        """Set the weights back alone; moments and schedule stay.
-
-        of_a_policy: this is a critic, and the folder's model has no value head: its own stays.
-        """
+        """Set the weights back alone; of_a_policy: this is a critic, and its value head, which that lacks, stays."""
         ...
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return each tensor of the Hugging Face model by its name, whole, on every rank; all must iterate to the end.
-
-        One that is to outlast its turn must be copied.
-        """
+        """Yield the tensors of the Hugging Face model, each whole until its turn ends; all ranks iterate to the end."""
         ...
 
-    def export_hf(self, folder: Path, origin: str | None) -> None:
-        """Write a new Hugging Face folder; `origin` names the model that training started from.
-
-        Raises ValueError when the folder exists.
-        """
-        ...
-
-    def shutdown(self) -> None:
-        """Leave the other ranks."""
-        ...
+    def export_hf(self, folder: Path, origin: str | None) -> None: ...
+    def shutdown(self) -> None: ...
 
 
 class Decoding(Protocol):
@@ -286,10 +243,7 @@ class WeightFilling(Protocol):
     """Whole Hugging Face tensors on their way into a model."""
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Load a tensor, whose memory may be reused when this returns.
-
-        Raises ValueError for one that the model does not have, or whose shape is another one.
-        """
+        """Load a tensor, whose memory may be reused then; ValueError for one that the model does not have like that."""
         ...
 
     def missing(self) -> Sequence[str]:
@@ -301,9 +255,7 @@ class GeneratorBackend(Protocol):
     """A model that only generates: one process holds all of it, and its weights are brought from elsewhere."""
 
     @property
-    def device(self) -> torch.device:
-        """Return what the model is on."""
-        ...
+    def device(self) -> torch.device: ...
 
     def decoding(self) -> Decoding:
         """Begin responses; several may take turns."""
@@ -313,17 +265,9 @@ class GeneratorBackend(Protocol):
         """Of the token after each prompt: fp32 [N, V] on the CPU, computed as a decoding does."""
         ...
 
-    def filling(self) -> WeightFilling:
-        """Begin to take new weights."""
-        ...
-
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyBackend.full_tensors`."""
-        ...
-
-    def shutdown(self) -> None:
-        """Free what the process holds for the model."""
-        ...
+    def filling(self) -> WeightFilling: ...
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+    def shutdown(self) -> None: ...
 
 
 GeneratorFactory = Callable[[PolicyConfig], GeneratorBackend]
@@ -332,21 +276,25 @@ GeneratorFactory = Callable[[PolicyConfig], GeneratorBackend]
 BackendFactory = Callable[[PolicyConfig, BackendOptions], PolicyBackend]
 """Builds the backend of this rank; the environment says which rank it is."""
 
-
-_BACKENDS = {"megatron_cfg": "nemo_rl_mcore.rank.megatron.backend"}
-"""The section of the policy that switches a framework on, and where its `open_backend` and `open_generator` are."""
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def open_backend(policy: PolicyConfig, options: BackendOptions) -> PolicyBackend:
-    """Prepare this rank's device, then import the framework of the policy and build its backend."""
-    factory: BackendFactory = _framework_of(policy).open_backend
+    """Prepare this rank's device, then import Megatron and build its backend."""
+    factory: BackendFactory = _megatron(policy).open_backend
     return factory(policy, options)
 
 
 def open_generator(policy: PolicyConfig) -> GeneratorBackend:
-    """Prepare this process's device, then import the framework of the policy and build a model that only generates."""
-    factory: GeneratorFactory = _framework_of(policy).open_generator
+    """Prepare this process's device, then import Megatron and build a model that only generates."""
+    factory: GeneratorFactory = _megatron(policy).open_generator
     return factory(policy)
+
+
+def _megatron(policy: PolicyConfig) -> Any:
+    os.environ.update(launch_settings(policy, os.environ))
+    accelerator.install(int(os.environ.get("LOCAL_RANK", "0")))  # before Megatron is imported
+    return import_module("nemo_rl_mcore.rank.megatron.backend")
 
 
 def launch_settings(policy: PolicyConfig, environ: Mapping[str, str]) -> dict[str, str]:
@@ -361,13 +309,3 @@ def launch_settings(policy: PolicyConfig, environ: Mapping[str, str]) -> dict[st
     if not shared or megatron.overlap_moe_expert_parallel_comm or _QUEUES in environ:
         return {}
     return {_QUEUES: "1"}
-
-
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-def _framework_of(policy: PolicyConfig) -> Any:
-    os.environ.update(launch_settings(policy, os.environ))
-    accelerator.install(int(os.environ.get("LOCAL_RANK", "0")))  # before Megatron is imported
-    module = next(path for section, path in _BACKENDS.items() if getattr(policy, section).enabled)
-    return import_module(module)

@@ -38,9 +38,12 @@ def join() -> None:
     _stay_on_loopback(address)
     # torchrun's agent holds the store itself.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    listening = None if rank or of_agent else _listening_socket(address, port)
+    listening = None
+    if not rank and not of_agent:
+        inherited = os.environ.pop(LISTENING_SOCKET, None)  # it is held once
+        listening = listen_at(address, port) if inherited is None else socket.socket(fileno=int(inherited))
     meeting = store(address, port, world_size, PATIENCE, listening)
-    backend = accelerator.communication_backend()
+    backend = "nccl" if accelerator.has_cuda() else "gloo"
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=world_size, timeout=PATIENCE)
     if backend != "gloo":
         # Ranks that wait for a file are not to keep their GPUs spinning.
@@ -50,7 +53,7 @@ def join() -> None:
 def join_alone() -> None:
     """Open a process group of this process alone, wherever RANK says that it stands among others."""
     _stay_on_loopback("localhost")
-    backend = accelerator.communication_backend()
+    backend = "nccl" if accelerator.has_cuda() else "gloo"
     alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=PATIENCE)
 
@@ -109,11 +112,6 @@ def give_up_port() -> None:
     """Free the port where processes are to meet, if this one holds it: for a library that listens there itself."""
     if (inherited := os.environ.pop(LISTENING_SOCKET, None)) is not None:
         os.close(int(inherited))
-
-
-def _listening_socket(address: str, port: int) -> socket.socket:
-    inherited = os.environ.pop(LISTENING_SOCKET, None)  # it is held once
-    return listen_at(address, port) if inherited is None else socket.socket(fileno=int(inherited))
 
 
 def _stay_on_loopback(address: str) -> None:

@@ -130,12 +130,11 @@ def reduce_metrics(sums: Mapping[str, MetricSum], gather: Gather) -> dict[str, M
     of_ranks = gather(torch.stack([sums[name].value.to(torch.float64) for name in names]))
     total, least, most = of_ranks.sum(0), of_ranks.amin(0), of_ranks.amax(0)
     place = {name: number for number, name in enumerate(names)}
-
-    def reduced(name: str, kind: MetricKind) -> MetricSum:
-        of_kind = {MetricKind.MIN: least, MetricKind.MAX: most}.get(kind, total)
-        return MetricSum(of_kind[place[name]], kind)
-
-    return {name: reduced(name, metric.kind) for name, metric in sums.items()}
+    extrema = {MetricKind.MIN: least, MetricKind.MAX: most}
+    return {
+        name: MetricSum(extrema.get(metric.kind, total)[place[name]], metric.kind)
+        for name, metric in sums.items()
+    }
 
 
 def combine_steps(

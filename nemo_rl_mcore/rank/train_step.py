@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import batched
 from typing import Any, Protocol
 
+from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.errors import CodedError
-from nemo_rl_mcore.losses.base import EPSILON, LossFunction
+from nemo_rl_mcore.data.batched_data_dict import EPISODE
+from nemo_rl_mcore.errors import CodedError, RefusedError
+from nemo_rl_mcore.losses.base import EPSILON, LossFunction, LossInputType
 from nemo_rl_mcore.rank.agreement import UnequalCallsError
 from nemo_rl_mcore.rank.sums import LocalSums, StepTotals
 
@@ -74,8 +76,80 @@ class StepResult:
     elapsed: float
 
 
+@dataclass(frozen=True)
+class BatchSizes:
+    """Rows of an optimizer step over all data-parallel ranks, and of a microbatch; whole samples both.
+
+    Recipes count samples, which a loss may make of several rows. An episode of several rows counts as one row.
+    """
+
+    gbs: int
+    mbs: int
+    rows_per_sample: int
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, loss_fn: LossFunction, gbs: int | None, mbs: int | None) -> BatchSizes:
+        """Return the sizes given in rows, or those of the config, which are in samples.
+
+        Raises ValueError for a size that is no positive multiple of the rows of a sample, and for a loss that expects
+        the fused head of a model without one.
+        """
+        # The loss's own switches; how a token's log-probability is computed is the model's matter.
+        fused = policy.megatron_cfg.use_fused_linear_logprobs
+        if loss_fn.use_fused_linear_logprobs and not fused and loss_fn.input_type is LossInputType.LOGPROB:
+            raise RefusedError(
+                f"{type(loss_fn).__name__} was made with use_fused_linear_logprobs=True, and this model computes "
+                "unfused: set policy.megatron_cfg.use_fused_linear_logprobs: true, or leave the argument out",
+                code="fused-loss",
+            )
+        rows = loss_fn.rows_per_sample
+        gbs = policy.train_global_batch_size * rows if gbs is None else gbs
+        mbs = policy.train_micro_batch_size * rows if mbs is None else mbs
+        for name, size in (("gbs", gbs), ("mbs", mbs)):
+            if size < 1 or size % rows:
+                raise RefusedError(
+                    f"{name} {size} is no positive multiple of the {rows} rows of a sample of "
+                    f"{type(loss_fn).__name__}",
+                    code="rows-per-sample",
+                )
+        return cls(gbs, mbs, rows)
+
+    def of_shard(self, shards: int) -> int:
+        """Return a step's rows in each of so many equal shards; ValueError when that would part a sample."""
+        if self.gbs % (shards * self.rows_per_sample):
+            raise RefusedError(
+                f"gbs {self.gbs} does not divide into {shards} data-parallel ranks, {self.rows_per_sample} "
+                "rows a sample",
+                code="data-parallel-split",
+            )
+        return self.gbs // shards
+
+    def steps(self, data: BatchedDataDict, shards: int = 1) -> list[BatchedDataDict]:
+        """Return the rows of each step, of which `data` holds one of so many equal shards.
+
+        Raises ValueError when that leaves some rows, there is none, or a sample would be parted.
+        """
+        rows, samples = self.of_shard(shards), data.samples(self.rows_per_sample)
+        size, unit = len(samples) * self.rows_per_sample, "episodes" if EPISODE in data else "rows"
+        if not size or size % rows:
+            raise RefusedError(
+                f"{size} {unit} are no multiple of the {rows} that one step takes (gbs {self.gbs} over {shards} "
+                "data-parallel ranks)",
+                code="rows-per-step",
+            )
+        steps = batched(samples, rows // self.rows_per_sample)
+        return [data.slice(step[0].start, step[-1].stop) for step in steps]
+
+
 class TrainStepBackend(Protocol):
-    """What a step needs of the framework that holds the model."""
+    """What a step needs of the framework that holds the model.
+
+    Inside `deferred_grad_sync` backward passes add to local gradients and reduce nothing; `finalize_gradients` reduces
+    them over all ranks, once. Learning rate and weight decay are those that the next optimizer step uses.
+    """
+
+    overlaps_grad_sync: bool
+    """Whether whole steps reduce within their backward pass; if not, the two calls for that are never made."""
 
     def called_together(self, call: str) -> AbstractContextManager[None]:
         """Return a context that all ranks enter with the same call, or all of them raise UnequalChunksError.
@@ -89,26 +163,15 @@ class TrainStepBackend(Protocol):
         ...
 
     def snapshot(self) -> Any:
-        """State outside weights and gradients that a step changes: random generators, counters, biases."""
+        """Return what a step changes besides weights and gradients: random generators, counters, biases."""
         ...
 
-    def restore(self, snapshot: Any) -> None:
-        """Set the state back that `snapshot` returned."""
-        ...
-
-    def zero_grad(self) -> None:
-        """Clear all gradients."""
-        ...
-
-    def deferred_grad_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward passes add to local gradients and reduce nothing."""
-        ...
-
-    overlaps_grad_sync: bool
-    """Whether whole steps reduce within their backward pass; if not, the two calls for that are never made."""
+    def restore(self, snapshot: Any) -> None: ...
+    def zero_grad(self) -> None: ...
+    def deferred_grad_sync(self) -> AbstractContextManager[None]: ...
 
     def reduce_counts(self, data: BatchedDataDict) -> StepTotals:
-        """Return what `reduce` will say of these rows' counts, without their metrics; the same result on every rank."""
+        """Return the counts that `reduce` will say of these rows, without their metrics."""
         ...
 
     def overlapped_grad_sync(self, factor: float) -> AbstractContextManager[bool]:
@@ -129,25 +192,18 @@ class TrainStepBackend(Protocol):
         """Sum over the data-parallel ranks; the same result on every rank."""
         ...
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the local gradients."""
-        ...
-
-    def finalize_gradients(self) -> None:
-        """Reduce the gradients over all ranks, once."""
-        ...
+    def scale_gradients(self, factor: float) -> None: ...
+    def finalize_gradients(self) -> None: ...
 
     def gradient_norm(self) -> float:
-        """Return the norm of the reduced gradients over all ranks, before clipping; inf or NaN if any gradient is."""
+        """Return the norm over all ranks before clipping; inf or NaN if any gradient is."""
         ...
 
     def optimizer_step(self, increment: int) -> bool:
         """Clip, update the weights and, if they were updated, advance the scheduler by `increment` samples."""
         ...
 
-    def learning_rate_and_weight_decay(self) -> tuple[float, float]:
-        """Return the values that the next optimizer step uses."""
-        ...
+    def learning_rate_and_weight_decay(self) -> tuple[float, float]: ...
 
 
 @dataclass
@@ -163,11 +219,6 @@ class _OpenStep:
     scaled: bool = False
     optimizer_began: bool = False
 
-    @property
-    def samples(self) -> int:
-        """Return what the scheduler advances by: recipes count samples, whatever rows a loss makes of them."""
-        return self.gbs // self.loss_fn.rows_per_sample
-
 
 class TrainStep:
     """One step at a time: IDLE -> begin -> OPEN -> finish -> IDLE; an exception leaves FAILED, whose exit is abort.
@@ -176,24 +227,15 @@ class TrainStep:
     """
 
     def __init__(self, backend: TrainStepBackend, committed_ids: Iterable[str] = ()):
-        self._backend = backend
-        self._step: _OpenStep | None = None
-        self._phase = Phase.IDLE
-        self._resources = ExitStack()
+        self.phase = Phase.IDLE
         self.updates = 0
         """Steps committed, skipped ones too."""
-        self._committed_ids = deque(committed_ids, maxlen=COMMITTED_IDS_KEPT)
+        self.committed_ids = tuple(committed_ids)[-COMMITTED_IDS_KEPT:]
+        """The step_ids that cannot be opened again: of the last steps that had one, the oldest first."""
+        self._backend = backend
+        self._step: _OpenStep | None = None
+        self._resources = ExitStack()
         self._last_result: StepResult | None = None  # of the step just committed, if it had an id
-
-    @property
-    def phase(self) -> Phase:
-        """Return where the step stands."""
-        return self._phase
-
-    @property
-    def committed_ids(self) -> tuple[str, ...]:
-        """Return the step_ids that cannot be opened again: of the last steps that had one, the oldest first."""
-        return tuple(self._committed_ids)
 
     def begin(
         self,
@@ -204,23 +246,22 @@ class TrainStep:
         step_id: str | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open a step with cleared gradients; `mbs` rows run at once.
+        """Open a step with cleared gradients; `mbs` rows run at once, and the scheduler advances by the samples of
+        `gbs`.
 
         prepare: called where a step may be opened; what it raises leaves none open.
-
-        The scheduler will advance by the samples of `gbs` rows.
         Raises TrainStepError when a step is open, or when `step_id` is one of the last COMMITTED_IDS_KEPT committed.
         """
         with self._backend.called_together("begin_train_step"):
             self._require(Phase.IDLE, "begin_train_step")
-            if step_id is not None and step_id in self._committed_ids:
+            if step_id is not None and step_id in self.committed_ids:
                 raise TrainStepError(
                     f"step_id {step_id!r} is already committed; begin_train_step needs a new step_id",
                     code="step-committed",
                 )
             prepare()
             self._open(loss_fn, gbs, mbs, step_id)
-        self._phase = Phase.OPEN
+        self.phase = Phase.OPEN
 
     def microbatch(
         self,
@@ -241,17 +282,17 @@ class TrainStep:
                     code="chunk-repeated",
                 )
             check(step.loss_fn)
-        self._phase = Phase.FAILED  # until the whole chunk is added, on all ranks
+        self.phase = Phase.FAILED  # until the whole chunk is added, on all ranks
         with self._backend.done_together("train_microbatch"):
-            self._add(step, data)
+            step.sums.add(self._backend.forward_backward(data, step.loss_fn, step.mbs))
         if chunk_id is not None:
             step.chunk_ids.add(chunk_id)
-        self._phase = Phase.OPEN
+        self.phase = Phase.OPEN
 
     def finish(self) -> StepResult:
         """Divide, reduce, update the weights, close the step; after a committed step with an id, its result again."""
         with self._backend.called_together("finish_train_step"):
-            if self._phase is Phase.IDLE and self._last_result is not None:
+            if self.phase is Phase.IDLE and self._last_result is not None:
                 return self._last_result
             step = self._require(Phase.OPEN, "finish_train_step")
         return self._commit(step)
@@ -262,12 +303,23 @@ class TrainStep:
         Where the reduction overlaps they meet before it too: from then on each of them takes part in it.
         """
         self._require(Phase.IDLE, "begin_train_step")
-        with self._backend.done_together("train"):
+        backend = self._backend
+        with backend.done_together("train"):
             step = self._open(loss_fn, gbs, mbs, None)
-            if not self._backend.overlaps_grad_sync:
-                self._add(step, data)
-        if self._backend.overlaps_grad_sync:
-            self._add_overlapped(step, data)
+            if not backend.overlaps_grad_sync:
+                step.sums.add(backend.forward_backward(data, loss_fn, mbs))
+        if backend.overlaps_grad_sync:
+            count = backend.reduce_counts(data).denominator(loss_fn.loss_type)
+            with backend.done_together("train"):
+                # A step without a valid sample has nothing to divide by.
+                sync = (
+                    nullcontext(False)
+                    if count == 0
+                    else backend.overlapped_grad_sync(1.0 / (count + EPSILON))
+                )
+                with sync as scaled:
+                    step.sums.add(backend.forward_backward(data, loss_fn, mbs))
+                step.scaled = scaled
         return self._commit(step)
 
     def abort(self) -> None:
@@ -282,46 +334,32 @@ class TrainStep:
                 "the step failed after the optimizer began to step, so the weights are unknown: reload the checkpoint",
                 code="weights-unknown",
             )
-        self._phase = Phase.FAILED  # until all is restored: an abort that failed can be called again
+        self.phase = Phase.FAILED  # until all is restored: an abort that failed can be called again
         self._resources.close()
         self._backend.zero_grad()
         self._backend.restore(self._step.snapshot)
-        self._step, self._phase = None, Phase.IDLE
+        self._step, self.phase = None, Phase.IDLE
 
     def _open(self, loss_fn: LossFunction, gbs: int, mbs: int, step_id: str | None) -> _OpenStep:
         step = _OpenStep(loss_fn, gbs, mbs, step_id, time.monotonic(), self._backend.snapshot())
         self._step, self._last_result = step, None
-        self._phase = Phase.FAILED  # until the step is wholly open, on all ranks
+        self.phase = Phase.FAILED  # until the step is wholly open, on all ranks
         self._backend.zero_grad()
         self._resources.enter_context(self._backend.deferred_grad_sync())
         return step
 
-    def _add(self, step: _OpenStep, data: BatchedDataDict) -> None:
-        step.sums.add(self._backend.forward_backward(data, step.loss_fn, step.mbs))
-
-    def _add_overlapped(self, step: _OpenStep, data: BatchedDataDict) -> None:
-        backend = self._backend
-        count = backend.reduce_counts(data).denominator(step.loss_fn.loss_type)
-        with backend.done_together("train"):
-            if count == 0:
-                self._add(step, data)
-                return
-            with backend.overlapped_grad_sync(_factor(count)) as scaled:
-                self._add(step, data)
-            step.scaled = scaled
-
     def _commit(self, step: _OpenStep) -> StepResult:
-        self._phase = Phase.FAILED  # until the step is committed
+        self.phase = Phase.FAILED  # until the step is committed
         totals = self._backend.reduce(step.sums)
         outcome = self._update(step, totals)
         if not outcome.update_successful:
             # Finalising the gradients has moved the biases of experts: a step that is skipped moves nothing.
             self._backend.restore(step.snapshot)
         result = StepResult(totals, outcome, time.monotonic() - step.started)
-        self._step, self._phase = None, Phase.IDLE
+        self._step, self.phase = None, Phase.IDLE
         self.updates += 1
         if step.step_id is not None:
-            self._committed_ids.append(step.step_id)
+            self.committed_ids = (*self.committed_ids, step.step_id)[-COMMITTED_IDS_KEPT:]
             self._last_result = result
         return result
 
@@ -335,7 +373,7 @@ class TrainStep:
             self._resources.close()
             return replace(kept, skip_reason=EMPTY_STEP)
         if not step.scaled:
-            backend.scale_gradients(_factor(count))
+            backend.scale_gradients(1.0 / (count + EPSILON))
         self._resources.close()
         backend.finalize_gradients()
         grad_norm = backend.gradient_norm()
@@ -345,13 +383,11 @@ class TrainStep:
         if not math.isfinite(grad_norm):
             return replace(kept, skip_reason=f"the gradient norm is {grad_norm}")
         step.optimizer_began = True
-        return replace(kept, update_successful=backend.optimizer_step(step.samples))
+        # Recipes count samples, whatever rows a loss makes of them.
+        samples = step.gbs // step.loss_fn.rows_per_sample
+        return replace(kept, update_successful=backend.optimizer_step(samples))
 
     def _require(self, phase: Phase, call: str) -> _OpenStep:
-        if self._phase is not phase:
-            raise out_of_order(call, self._phase)
+        if self.phase is not phase:
+            raise out_of_order(call, self.phase)
         return self._step  # type: ignore[return-value]  # begin's caller ignores it
-
-
-def _factor(count: float) -> float:
-    return 1.0 / (count + EPSILON)

@@ -5,11 +5,16 @@ B rows of this rank's shard, S sequence length, T new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
@@ -19,9 +24,9 @@ from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import sample_keys
 from nemo_rl_mcore.rank import accelerator, activity
-from nemo_rl_mcore.rank.batch_sizes import BatchSizes
 from nemo_rl_mcore.rank.checkpoints import POLICY_FOLDER, BackgroundWrite
 from nemo_rl_mcore.rank.policy_backend import (
+    DTYPES,
     BackendFactory,
     BackendOptions,
     GenerationRequest,
@@ -36,8 +41,10 @@ from nemo_rl_mcore.rank.refit.sender import (
     WeightSender,
     open_sender,
 )
-from nemo_rl_mcore.rank.results import as_result, evaluate
+from nemo_rl_mcore.rank.sums import neutral_value
 from nemo_rl_mcore.rank.train_step import (
+    BatchSizes,
+    OptimizerOutcome,
     Phase,
     StepResult,
     TrainStep,
@@ -45,6 +52,8 @@ from nemo_rl_mcore.rank.train_step import (
     out_of_order,
 )
 from nemo_rl_mcore.recipe.rules.policies import checked_policy
+
+_GIB = 1 << 30
 
 
 class MegatronPolicyWorker:
@@ -112,12 +121,10 @@ class MegatronPolicyWorker:
         """Return {"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
 
         data: input_ids [B, S], input_lengths [B]. Evaluation mode; the worker's temperature divides the logits.
-        trained_only: for the tokens that token_mask [B, S] marks alone, and 0 for all others: no logits are computed
-        for prompts and observations, which no loss reads.
+        trained_only: 0 also where token_mask [B, S] does not mark a token, for which no logits are computed.
         require_router_replay: True is refused, since experts are chosen anew in every pass.
         """
-
-        def check() -> None:
+        with self.backend.called_together("get_logprobs"):
             if require_router_replay:
                 raise RefusedError(
                     "get_logprobs(require_router_replay=True): experts are chosen anew in every pass, and cannot be "
@@ -125,10 +132,9 @@ class MegatronPolicyWorker:
                     code="no-router-replay",
                 )
             self._check.reading(data, trained_only=trained_only)
-
-        self._meet("get_logprobs", check)
-        logprobs = self.backend.logprobs(data, self._rows(micro_batch_size), trained_only=trained_only)
-        return BatchedDataDict(logprobs=logprobs)
+            self._keep_on_device(OnDevice.WEIGHTS)
+        rows = micro_batch_size or self.policy.logprob_batch_size
+        return BatchedDataDict(logprobs=self.backend.logprobs(data, rows, trained_only=trained_only))
 
     def get_reference_policy_logprobs(
         self, *, data: BatchedDataDict, micro_batch_size: int | None = None, trained_only: bool = False
@@ -139,9 +145,10 @@ class MegatronPolicyWorker:
                 "this worker has no reference policy: it was built with init_reference_model=False",
                 code="no-reference-policy",
             )
-        check = partial(self._check.reading, data, trained_only=trained_only)
-        self._meet("get_reference_policy_logprobs", check)
-        rows = self._rows(micro_batch_size)
+        with self.backend.called_together("get_reference_policy_logprobs"):
+            self._check.reading(data, trained_only=trained_only)
+            self._keep_on_device(OnDevice.WEIGHTS)
+        rows = micro_batch_size or self.policy.logprob_batch_size
         logprobs = self.backend.reference_logprobs(data, rows, trained_only=trained_only)
         return BatchedDataDict(reference_logprobs=logprobs)
 
@@ -153,34 +160,33 @@ class MegatronPolicyWorker:
         micro_batch_size: int | None = None,
         trained_only: bool = False,
     ) -> BatchedDataDict:
-        """Return the k most probable next tokens, as a teacher gives them, on the CPU.
+        """Return the fields of `TopKLogits`, as a teacher gives them; column i is about token i + 1.
 
-        {"topk_logits": fp32 [B, S, k] divided by the temperature, "topk_indices": int64 global ids, "logsumexp": fp32
-        [B, S] over the whole vocabulary, "tail_logmass": fp32 [B, S], the log of the probability of all other ids}.
-        Column i is about token i + 1; where that is not real or, with trained_only, not marked, all is 0.
+        Where that is not real or, with trained_only, not marked, all is 0.
         """
-        self._meet("get_topk_logits", partial(self._check.reading, data, k=k, trained_only=trained_only))
-        rows = self._rows(micro_batch_size)
+        with self.backend.called_together("get_topk_logits"):
+            self._check.reading(data, k=k, trained_only=trained_only)
+            self._keep_on_device(OnDevice.WEIGHTS)
+        rows = micro_batch_size or self.policy.logprob_batch_size
         return BatchedDataDict(vars(self.backend.topk_logits(data, k, rows, trained_only=trained_only)))
 
     def get_values(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """Return {"values": fp32 [B, S] on the CPU} of a worker whose role is value.
-
-        Column i is the value of the state before token i; column 0 and right padding are 0.
-        """
+        """Return {"values": fp32 [B, S] on the CPU} of a critic: column i of the state before token i; column 0 0."""
         if self.role is not Role.VALUE:
             raise RefusedError(
                 'this worker is a policy and has no values; build it with role="value"', code="no-value-head"
             )
-        self._meet("get_values", partial(self._check.reading, data))
-        return BatchedDataDict(values=self.backend.values(data, self._rows(micro_batch_size)))
+        with self.backend.called_together("get_values"):
+            self._check.reading(data)
+            self._keep_on_device(OnDevice.WEIGHTS)
+        rows = micro_batch_size or self.policy.logprob_batch_size
+        return BatchedDataDict(values=self.backend.values(data, rows))
 
     def generate(
         self, *, data: BatchedDataDict, step: int, stop_ids: list[int], greedy: bool = False
     ) -> BatchedDataDict:
-        """Answer the prompts: {"tokens": int64 [B, T], "logprobs": fp32 [B, T], "lengths": [B], "finished": bool [B]}.
+        """Answer the prompts with the fields of `GeneratedRows`.
 
-        Also "digests" int64 [B] of the tokens, see `data.token_digests`.
         data: input_ids [B, P], input_lengths [B], and prompt_index, sample_index int64 [B], which with the seed and
         `step` key the noise of each row; optional are turn_index int64 [B], 0 for the first, which is part of the key,
         and stop_strings, a tuple a row, which end it besides those of the configuration.
@@ -198,20 +204,7 @@ class MegatronPolicyWorker:
             self._seed, step, data["prompt_index"], data["sample_index"], data.get("turn_index")
         )
         request = GenerationRequest.of(self.policy, data, keys_B, stops, greedy=greedy)
-        found = self.backend.generate(request)
-        return BatchedDataDict(vars(found))
-
-    def _rows(self, micro_batch_size: int | None) -> int:
-        return micro_batch_size or self.policy.logprob_batch_size
-
-    def _meet(self, call: str, check: Callable[[], None] = lambda: None) -> None:
-        """Wait for the other ranks, however late their callers are; what `check` raises on one of them all raise.
-
-        The weights are on the device afterwards.
-        """
-        with self.backend.called_together(call):
-            check()
-            self._keep_on_device(OnDevice.WEIGHTS)
+        return BatchedDataDict(vars(self.backend.generate(request)))
 
     def _keep_on_device(self, what: OnDevice) -> None:
         """Have there what a call needs, and no more if policy.offload says so; an open step keeps all it has."""
@@ -242,7 +235,11 @@ class MegatronPolicyWorker:
             steps = [] if eval_mode else sizes.steps(data, self.backend.data_parallel_size())
             self._keep_on_device(OnDevice.WEIGHTS if eval_mode else OnDevice.EVERYTHING)
         if eval_mode:
-            return as_result([evaluate(self.backend, data, loss_fn, sizes.mbs)], self.policy)
+            started = time.monotonic()
+            totals = self.backend.evaluate(data, loss_fn, sizes.mbs)
+            lr, wd = self.backend.learning_rate_and_weight_decay()
+            outcome = OptimizerOutcome(False, grad_norm=0.0, lr=lr, wd=wd, skip_reason="eval_mode")
+            return as_result([StepResult(totals, outcome, time.monotonic() - started)], self.policy)
         results: list[StepResult] = []
         for batch in steps:
             opens_a_step = self.train_step.phase is Phase.IDLE
@@ -250,7 +247,10 @@ class MegatronPolicyWorker:
                 results.append(self.train_step.whole(batch, loss_fn, gbs=sizes.gbs, mbs=sizes.mbs))
             except Exception as error:
                 if opens_a_step:  # else the step is the caller's, and begin refused
-                    self._abort_after(error)
+                    try:
+                        self.train_step.abort()
+                    except TrainStepError as unknown_outcome:
+                        error.add_note(str(unknown_outcome))
                 raise
         return as_result(results, self.policy)
 
@@ -285,10 +285,10 @@ class MegatronPolicyWorker:
 
         Returns loss, which is global_loss, and grad_norm (fp32 [steps]), all_mb_metrics (a list per metric, with lr,
         wd, global_valid_seqs and global_valid_toks), metric_kinds (how each combines over steps), update_successful,
-        skip_reasons (None for a step that was applied), elapsed, which is train_elapsed_seconds, and of this rank
-        rank, model_dtype, peak_memory_gib and, on a GPU, gpu_name.
-        moe_metrics of a model with experts and mtp_metrics of one with prediction layers are means over the steps: the
-        load-balancing loss before its coefficient, and the cross-entropy of each prediction layer.
+        skip_reasons (None for a step that was applied), elapsed, which is train_elapsed_seconds, and of this rank rank,
+        model_dtype, peak_memory_gib and, on a GPU, gpu_name. moe_metrics of a model with experts (the load-balancing
+        loss before its coefficient) and mtp_metrics of one with prediction layers (the cross-entropy of each) are means
+        over the steps.
         """
         self._require_trained("finish_train_step")
         return as_result([self.train_step.finish()], self.policy)
@@ -308,19 +308,12 @@ class MegatronPolicyWorker:
                 code="not-trained",
             )
 
-    def _abort_after(self, error: Exception) -> None:
-        try:
-            self.train_step.abort()
-        except TrainStepError as unknown_outcome:
-            error.add_note(str(unknown_outcome))
-
     # Checkpoints
 
     def save_checkpoint(self, folder: str, wait: bool = True) -> None:
         """Write weights, optimizer, schedule and random state; all ranks write to the one folder, which they all see.
 
-        Without `wait` it returns when a copy is taken, in the CPU's memory, and `checkpoint_written` tells the rest:
-        what is trained meanwhile changes nothing of it.
+        Without `wait` it returns when a copy is taken, in the CPU's memory, and `checkpoint_written` tells the rest.
         Raises TrainStepError while a step is open, and ValueError for a folder that is not empty: on all ranks, before
         anything is written.
         """
@@ -353,11 +346,10 @@ class MegatronPolicyWorker:
         self._writing = None
 
     def load_checkpoint(self, folder: str, weights_only: bool = False) -> None:
-        """Set everything back that `save_checkpoint` wrote; with `weights_only` moments and schedule stay as they are.
+        """Set everything back that `save_checkpoint` wrote; with `weights_only` moments, schedule and step_ids stay.
 
-        The layout may be another one than that which saved, and random state is then not set back. An open
-        step is dropped; so is one that failed inside the optimizer, for which this is the way out. The committed
-        step_ids are then those of the checkpoint; with `weights_only` they stay.
+        The layout may be another one than that which saved, and random state is then not set back. An open step is
+        dropped; so is one that failed inside the optimizer, for which this is the way out.
         Raises ValueError on all ranks when the folder holds no checkpoint of this model, or a file that was changed.
         """
         with self.backend.called_together("load_checkpoint"):
@@ -375,20 +367,23 @@ class MegatronPolicyWorker:
 
     def export_hf(self, folder: str, origin: str | None = None) -> None:
         """Write the weights as a Hugging Face folder, a new one; `origin`: the model that training started from."""
-        self._meet("export_hf")
+        with self.backend.called_together("export_hf"):
+            self._keep_on_device(OnDevice.WEIGHTS)
         self.backend.export_hf(Path(folder), origin)
 
     # Weight sync and life cycle
 
     def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
         """Send weights to these engines from now on, see `sender.WeightSender`; says where to meet, if need be."""
-        self._stop_sending()
+        if self._sender is not None:
+            self._sender.close()
         self._sender = open_sender(settings, engines, self.backend.device)
         return self._sender.rendezvous
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
-        self._meet("prepare_refit_info")
+        with self.backend.called_together("prepare_refit_info"):
+            self._keep_on_device(OnDevice.WEIGHTS)
         return {
             name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in self.backend.full_tensors()
@@ -396,7 +391,8 @@ class MegatronPolicyWorker:
 
     def weights_digest(self, *, held_as: str | None = None) -> str:
         """Of all weights as a refit sends them, cast to the number format `held_as`; every rank calls it together."""
-        self._meet("weights_digest")
+        with self.backend.called_together("weights_digest"):
+            self._keep_on_device(OnDevice.WEIGHTS)
         digester = Digester(held_as)
         for name, tensor in self.backend.full_tensors():
             activity.advance(f"reading {name}")
@@ -412,7 +408,8 @@ class MegatronPolicyWorker:
             raise RefusedError(
                 "send_weights before connect_engines: there is no engine to send to", code="no-engines"
             )
-        self._meet("send_weights")
+        with self.backend.called_together("send_weights"):
+            self._keep_on_device(OnDevice.WEIGHTS)
         sent = self._sender.send(self.backend.full_tensors())
         if self.policy.offload == "all":
             with self.backend.called_together("the end of send_weights"):
@@ -422,11 +419,6 @@ class MegatronPolicyWorker:
     def gpu(self) -> str:
         """Return which GPU this rank is on, as CUDA_VISIBLE_DEVICES takes it; empty on CPU."""
         return accelerator.device_uuid(self.backend.device)
-
-    def _stop_sending(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-        self._sender = None
 
     def loading_s(self) -> float:
         """Return the seconds that loading weights has taken."""
@@ -442,10 +434,10 @@ class MegatronPolicyWorker:
             self._keep_on_device(OnDevice.EVERYTHING)
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Hold the weights on the device and, unless policy.offload is none, nothing else; also after reading calls.
+        """Hold the weights on the device and, unless policy.offload is none, nothing else.
 
-        keep_train_buffers: gradients and optimizer state are held, too. While a step is open they must be, so that it
-        is a TrainStepError to ask for the memory of them.
+        keep_train_buffers: gradients and optimizer state too, without which it is a TrainStepError while a step is
+        open.
         """
         with self.backend.called_together("prepare_for_lp_inference"):
             takes_buffers = self.policy.offload != "none" and not keep_train_buffers
@@ -456,6 +448,52 @@ class MegatronPolicyWorker:
 
     def shutdown(self) -> None:
         """Leave the process groups, when what is being written is written."""
-        self._stop_sending()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         self._end_writing()
         self.backend.shutdown()
+
+
+def as_result(steps: Sequence[StepResult], policy: PolicyConfig) -> dict[str, Any]:
+    """Return one entry a step in each list; the keys are those of `MegatronPolicyWorker.finish_train_step`."""
+    kinds = {name: kind for step in steps for name, kind in step.totals.kinds.items()}
+    metrics: dict[str, list[float]] = {
+        name: [step.totals.metrics.get(name, neutral_value(kind)) for step in steps]
+        for name, kind in kinds.items()
+    }
+    metrics |= {
+        "lr": [step.outcome.lr for step in steps],
+        "wd": [step.outcome.wd for step in steps],
+        "global_valid_seqs": [step.totals.valid_seqs for step in steps],
+        "global_valid_toks": [step.totals.valid_toks for step in steps],
+    }
+    row_tables = [step.totals.row_table for step in steps if step.totals.row_table is not None]
+    gpu_name, loss = accelerator.gpu_name(), torch.tensor([step.totals.metrics["loss"] for step in steps])
+    elapsed = sum(step.elapsed for step in steps)
+    of_experts = _means([step.totals.moe_metrics for step in steps])
+    of_prediction_layers = _means([step.totals.mtp_metrics for step in steps])
+    return {
+        **({"row_table": torch.cat(row_tables)} if row_tables else {}),
+        **({"moe_metrics": of_experts} if policy.model.num_moe_experts else {}),
+        **({"mtp_metrics": of_prediction_layers} if policy.model.mtp_num_layers else {}),
+        **({"gpu_name": gpu_name} if gpu_name else {}),
+        "rank": dist.get_rank() if dist.is_initialized() else 0,
+        "model_dtype": DTYPES[policy.precision],
+        "loss": loss,
+        "global_loss": loss,
+        "grad_norm": torch.tensor([step.outcome.grad_norm for step in steps]),
+        "all_mb_metrics": metrics,
+        "metric_kinds": kinds,
+        "update_successful": all(step.outcome.update_successful for step in steps),
+        "skip_reasons": [step.outcome.skip_reason for step in steps],
+        "elapsed": elapsed,
+        "train_elapsed_seconds": elapsed,
+        "peak_memory_gib": accelerator.peak_memory_bytes() / _GIB,
+    }
+
+
+def _means(steps: list[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: fmean(step[name] for step in steps if name in step) for name in names}

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from nemo_rl_mcore.config.base import Tree
-from nemo_rl_mcore.config.references import HIDDEN_ANYWHERE, Reference, References
+from nemo_rl_mcore.config.run_config import HIDDEN_ANYWHERE, Reference, References
 from nemo_rl_mcore.recipe.interpolations import for_our_resolvers, register
 
 _SHOWN = (57, 60, 297)
@@ -108,7 +108,12 @@ def without_values(text: str, references: References, *paths: str) -> str:
         judged = any(path and f"{key}.".startswith(f"{path}.") for path in paths)
         for one in _inner(reference.value):
             if len(one) >= (1 if judged else HIDDEN_ANYWHERE):
-                text = _without(text, one, reference.text)
+                quoted = repr(one)
+                cut = [
+                    f"{form[:width]}..." for form in (quoted, one) for width in _SHOWN if len(form) > width
+                ]
+                for form in (quoted, one, quoted[1:-1], *cut):
+                    text = text.replace(form, reference.text)
     return text
 
 
@@ -120,11 +125,3 @@ def _inner(value: object) -> Iterator[str]:
             yield from _inner(one)
     elif value is not None and not isinstance(value, bool):
         yield str(value)
-
-
-def _without(text: str, value: str, reference: str) -> str:
-    quoted = repr(value)
-    cut = [f"{form[:width]}..." for form in (quoted, value) for width in _SHOWN if len(form) > width]
-    for form in (quoted, value, quoted[1:-1], *cut):
-        text = text.replace(form, reference)
-    return text

@@ -102,22 +102,15 @@ def check(read: Computed, tree: Tree) -> tuple[RunConfig, tuple[Problem, ...]]:
     known = {problem.path for problem in read.problems}
     problems = [*read.problems, *(problem for problem in validated.problems if problem.path not in known)]
     warnings, config = validated.warnings, validated.config
-    if config is not None and (other := _other_tokenizer(config)):
-        (problems if _is_inherited(read.recipe, read.overridden) else warnings).append(other)
+    policy = None if config is None else config.policy
+    if policy is not None and (other := other_tokenizer(policy.model_name, policy.tokenizer.name)):
+        # It is wrong where nobody who names the model has named the tokenizer, nor an override one of the two.
+        named_in = {key: origin.file for key, origin in origins(read.recipe.files).items()}
+        wrong = not {MODEL, TOKENIZER} & set(read.overridden) and inherited(named_in)
+        (problems if wrong else warnings).append(other)
     if problems or config is None:
         raise ConfigError(read.located(problems))
     return config.refer(read.references), tuple(read.located(warnings))
-
-
-def _other_tokenizer(config: RunConfig) -> Problem | None:
-    return other_tokenizer(config.policy.model_name, config.policy.tokenizer.name)
-
-
-def _is_inherited(recipe: Recipe, overridden: Iterable[str]) -> bool:
-    """Return whether nobody who names the model has named the tokenizer, nor an override one of the two."""
-    if {MODEL, TOKENIZER} & set(overridden):
-        return False
-    return inherited({key: origin.file for key, origin in origins(recipe.files).items()})
 
 
 def hidden(problem: Problem, references: References) -> Problem:
@@ -163,12 +156,6 @@ class _Resolving:
             self._put(plain, str(key), section, key, path)
         return plain
 
-    def _list(self, many: ListConfig, prefix: str) -> list[object]:
-        plain: dict[str, object] = {}
-        for place in range(len(many)):
-            self._put(plain, str(place), many, place, join_path(prefix, str(place)))
-        return list(plain.values())
-
     def _put(
         self, plain: dict[str, object], name: str, parent: DictConfig | ListConfig, key: str | int, path: str
     ) -> None:
@@ -186,8 +173,13 @@ class _Resolving:
             value, reference = read_value(lambda: cast("Any", parent)[key], lambda: _raw(parent, key))
             if isinstance(value, DictConfig):
                 plain[name] = self.section(value, path)
+            elif isinstance(value, ListConfig):
+                many: Tree = {}
+                for place in range(len(value)):
+                    self._put(many, str(place), value, place, join_path(path, str(place)))
+                plain[name] = [*many.values()]
             else:
-                plain[name] = self._list(value, path) if isinstance(value, ListConfig) else value
+                plain[name] = value
         except (OmegaConfBaseException, RecursionError) as error:
             reason = str(error).splitlines()[0]
             what = f"{_raw(parent, key)} cannot be computed: {reason}"
@@ -229,18 +221,10 @@ def _numbers(given: tuple[object, ...]) -> tuple[Number, ...]:
     return cast("tuple[Number, ...]", given)
 
 
-def _sum(*terms: Number) -> Number:
-    return sum(_numbers(terms))
-
-
-def _largest(*values: Number) -> Number:
-    return max(_numbers(values))
-
-
 _RESOLVERS: dict[str, Callable[..., Number | str | None]] = {
     "oc.env": read_environment,
-    "add": _sum,
+    "add": lambda *terms: sum(_numbers(terms)),
     "mul": _product,
     "div": _divide,
-    "max": _largest,
+    "max": lambda *values: max(_numbers(values)),
 }

@@ -165,16 +165,12 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 def _bounds(metadata: tuple[object, ...]) -> str:
     limits = [
-        f"{words} {_number(getattr(item, name))}"
+        f"{words} {limit}" if isinstance(limit := getattr(item, name), int) else f"{words} {limit:g}"
         for item in metadata
         for name, words in _BOUNDS.items()
         if hasattr(item, name)
     ]
     return f", {' and '.join(limits)}" if limits else ""
-
-
-def _number(limit: float) -> str:
-    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def field_help(path: str, kind: Kind = GRPOMasterConfig) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from glob import glob
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -12,12 +13,37 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.base import Code, ConfigError, Problem, join_path
 from nemo_rl_mcore.config.master import kind_of
-from nemo_rl_mcore.recipe.anchors import anchored, recipe_file
 from nemo_rl_mcore.recipe.schema import Kind, is_known, suggestion
+from nemo_rl_mcore.recipe.shipped import shipped_recipe
 from nemo_rl_mcore.recipe.yaml_text import read_yaml_text, require_shallow, values_of
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+
+FILES = ("data_path", "prompt_file", "system_prompt_file", "tokenizer.name", "endpoint.command", "gym.python")
+"""Keys, wherever they stand, whose file is looked for beside the recipe, and else where the command is started."""
+
+
+def recipe_file(folder: Path, name: str | Path) -> Path:
+    """Return the recipe of that name: a file seen from the folder, or else one that is shipped."""
+    path = folder / name
+    return path if path.exists() else shipped_recipe(name) or path
+
+
+def anchored(tree: dict[str, object], folder: Path, prefix: str = "") -> dict[str, object]:
+    """Return the tree of a recipe, with the paths that start at its folder made absolute."""
+    return {key: _anchored(value, folder, f"{prefix}.{key}") for key, value in tree.items()}
+
+
+def _anchored(node: object, folder: Path, path: str) -> object:
+    if isinstance(node, dict):
+        return anchored(cast("dict[str, object]", node), folder, path)
+    if isinstance(node, list):
+        return [_anchored(value, folder, path) for value in cast("list[object]", node)]
+    if not isinstance(node, str):
+        return node
+    names_a_file = node and path.endswith(tuple(f".{key}" for key in FILES))
+    return str((folder / node).absolute()) if names_a_file and glob(node, root_dir=folder) else node
 
 
 @dataclass(frozen=True)
@@ -267,7 +293,7 @@ def _apply(
     tree: DictConfig, override: "Override", may_be_set: Callable[[str], bool], kind: Kind
 ) -> Problem | None:
     path = override.key_or_group
-    exists = path in _keys(tree)
+    exists = path in _paths(cast("dict[str, object]", OmegaConf.to_container(tree, resolve=False)), "")
     if override.is_sweep_override() or override.package is not None:
         return Problem(
             "not-supported",
@@ -318,10 +344,6 @@ def _delete(tree: DictConfig, override: "Override", exists: bool, kind: Kind) ->
         )
     del section[key]
     return None
-
-
-def _keys(tree: DictConfig) -> set[str]:
-    return set(_paths(cast("dict[str, object]", OmegaConf.to_container(tree, resolve=False)), ""))
 
 
 def _paths(tree: dict[str, object], prefix: str) -> Iterator[str]:

@@ -47,16 +47,17 @@ def validate(written: Tree) -> Validated:
         found = chain.from_iterable(_translate(one, tree, kind) for one in error.errors(include_url=False))
         wrong = dict.fromkeys(found)  # a union says it once for each of its branches
         # A model that could not be read is missing for that reason alone.
-        return Validated(None, problems + [one for one in wrong if not (problems and _is_of_model(one))], [])
+        return Validated(
+            None,
+            problems
+            + [one for one in wrong if not (problems and f"{one.path}.".startswith("policy.model."))],
+            [],
+        )
     if problems:
         return Validated(None, problems, [])
     found = list(run_problems(config))
     errors = [problem for problem in found if not problem.warns]
     return Validated(None if errors else config, errors, [problem for problem in found if problem.warns])
-
-
-def _is_of_model(problem: Problem) -> bool:
-    return f"{problem.path}.".startswith("policy.model.")
 
 
 Key = int | str

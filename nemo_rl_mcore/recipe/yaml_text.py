@@ -90,17 +90,14 @@ class _Counted:
                 name, before = self._open.pop()
                 self._sizes[name] = self.total - before
             case yaml.ScalarEvent():
-                _require_short(event)
+                value, line = cast("str", event.value), event.start_mark.line + 1
+                if len(value) > _SCALAR:
+                    raise ValueError(
+                        f"line {line}: a value has {len(value)} characters, and may have {_SCALAR}"
+                    )
+                if event.implicit[0] and _NUMBER.fullmatch(value):
+                    raise ValueError(f"line {line}: a number has {len(value)} digits")
                 self._sizes[anchor] = 1
                 self.total += 1
             case _:
                 pass
-
-
-def _require_short(scalar: yaml.ScalarEvent) -> None:
-    value = cast("str", scalar.value)
-    line = scalar.start_mark.line + 1
-    if len(value) > _SCALAR:
-        raise ValueError(f"line {line}: a value has {len(value)} characters, and may have {_SCALAR}")
-    if scalar.implicit[0] and _NUMBER.fullmatch(value):
-        raise ValueError(f"line {line}: a number has {len(value)} digits")

@@ -18,8 +18,7 @@ from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.recipe.rules.policies import POLICY_RULES
 from nemo_rl_mcore.recipe.rules.runs import RUN_RULES
 from nemo_rl_mcore.recipe.schema import allowed, section_of
-from nemo_rl_mcore.tools.migrate.judgements import JUDGEMENTS, Judgement
-from nemo_rl_mcore.tools.migrate.renamed import RENAMED
+from nemo_rl_mcore.tools.migrate.judgements import JUDGEMENTS, RENAMED, Judgement
 
 _INTRODUCTION = """\
 # Reference of the keys
@@ -68,8 +67,12 @@ _FOREIGN_PAGE, _COMBINATIONS_PAGE = "nemo_rl", "combinations"
 _PLACES = {"loop": "ALGORITHM", "asynchrony": "ALGORITHM.ASYNC", "gradient": "loss_fn"}
 """What stands on a page for the paths of rules that depend on the algorithm."""
 
-type _Section = tuple[str, str]
-"""A section's path, and its text."""
+_LIKE = 4
+"""So many rows in common make a section a repeat of an earlier one, to which it links."""
+
+type _Row = tuple[str, ...]
+type _Section = tuple[str, str, list[_Row]]
+"""A section's path, its purpose, and the rows of its own keys."""
 
 
 def reference_pages() -> dict[str, str]:
@@ -79,8 +82,9 @@ def reference_pages() -> dict[str, str]:
     for section in shared:
         pages.setdefault(_page_of(section[0]), []).append(section)
     pages |= {name: list(_sections_of_its_own(kind)) for name, kind in RUN_CONFIGS.items()}
-    titles = {name: ", ".join(f"`{path}`" for path, _ in sections) for name, sections in pages.items()}
-    texts = {name: _page(name, sections) for name, sections in pages.items()}
+    titles = {name: ", ".join(f"`{path}`" for path, *_ in sections) for name, sections in pages.items()}
+    shown: list[tuple[str, list[_Row]]] = []
+    texts = {name: _page(name, sections, shown) for name, sections in pages.items()}
     contents = (
         *((f"[{name}]({name}.md)", title) for name, title in titles.items()),
         (
@@ -89,7 +93,7 @@ def reference_pages() -> dict[str, str]:
         ),
         (f"[{_COMBINATIONS_PAGE}]({_COMBINATIONS_PAGE}.md)", "what does not go together"),
     )
-    index = "\n".join((_INTRODUCTION, _table(("page", "sections"), iter(contents)), top[1]))
+    index = "\n".join((_INTRODUCTION, _table(("page", "sections"), iter(contents)), _text("index", top, [])))
     texts |= {"index": index, _FOREIGN_PAGE: _page_of_nemo_rl(), _COMBINATIONS_PAGE: _combinations()}
     return {f"{name}.md": text for name, text in texts.items()}
 
@@ -100,11 +104,35 @@ def _page_of(path: str) -> str:
     return next(own, path.partition(".")[0])
 
 
-def _page(name: str, sections: list[_Section]) -> str:
-    purpose = f"What recipes of `{name}` have besides the sections of all.\n" if name in RUN_CONFIGS else ""
-    return "\n".join(
-        (f"# Keys of `{name}`\n", *([purpose] if purpose else []), *(text for _, text in sections))
+def _page(name: str, sections: list[_Section], shown: list[tuple[str, list[_Row]]]) -> str:
+    purpose = f"Recipes of `{name}` have these besides the sections of all.\n" if name in RUN_CONFIGS else ""
+    texts = (_text(name, section, shown) for section in sections)
+    return "\n".join((f"# Keys of `{name}`\n", *([purpose] if purpose else []), *texts))
+
+
+def _text(page: str, section: _Section, shown: list[tuple[str, list[_Row]]]) -> str:
+    """Return a section with its table, or with the rows by which it differs from one that is shown already.
+
+    shown: a link to each section of before, and its rows; this one is added.
+    """
+    path, purpose, rows = section
+    columns = ("key", "allowed", "default", "meaning")
+    parts = [f"## `{path}`" if path else "## Top level", purpose]
+    likest, alike = max(
+        ((one, len({*one[1]} & {*rows})) for one in shown), key=lambda pair: pair[1], default=(None, 0)
     )
+    if likest is None or alike < max(_LIKE, len(rows) / 2):
+        parts.append(_table(columns, iter(rows)))
+    else:
+        link, before = likest
+        names = {row[0] for row in rows}
+        without = ", ".join(row[0] for row in before if row[0] not in names)
+        differing = [row for row in rows if row not in before]
+        as_there = f"The keys of {link}" + (f" without {without}" if without else "")
+        parts.append(as_there + (", and:\n\n" + _table(columns, iter(differing)) if differing else ".\n"))
+    anchor = path.replace(".", "").lower()
+    shown.append((f"[`{path}`]({page}.md#{anchor})", rows))
+    return "\n\n".join(parts)
 
 
 def _sections_of_its_own(kind: type[RunConfig]) -> Iterator[_Section]:
@@ -122,10 +150,7 @@ def _sections(model: type[StrictModel], path: str) -> Iterator[_Section]:
     """
     inner = {name: section for name, field in model.model_fields.items() if (section := section_of(field))}
     own = {name: field for name, field in model.model_fields.items() if inner.get(name) != field.annotation}
-    title = f"## `{path}`" if path else "## Top level"
-    rows = (_row(name, field) for name, field in own.items())
-    table = _table(("key", "allowed", "default", "meaning"), rows)
-    yield path, f"{title}\n\n{inspect.getdoc(model)}\n\n{table}"
+    yield path, inspect.getdoc(model) or "", [_row(name, field) for name, field in own.items()]
     for name, section in inner.items():
         inside = join_path(path, name)
         if section is not SourceConfig or inside == "data.train":

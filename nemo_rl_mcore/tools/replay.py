@@ -18,28 +18,33 @@ import torch
 from torch import Tensor
 
 from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.config.run_config import KEPT_BYTES
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.strict_json import parse_json, read_regular
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, QuietObserver
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepObserver
 from nemo_rl_mcore.driver.algorithms.engine_comparison import bounds_of
-from nemo_rl_mcore.driver.algorithms.mismatch import trained_inputs
+from nemo_rl_mcore.driver.algorithms.mismatch import model_inputs
+from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, Policy
 from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroups
-from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE, Timeline, read_events
+from nemo_rl_mcore.driver.rollouts.events import EVENTS_FILE, Timeline, read_events
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector, concatenate_batches
 from nemo_rl_mcore.driver.rollouts.saved import digest_of_group, load_groups, versions_of
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.start import KEPT_GROUPS, draw_of
 from nemo_rl_mcore.driver.rollouts.transcript import TURN_OF_TOKEN, WEIGHT_VERSIONS
 from nemo_rl_mcore.driver.run import algorithm_of, fetch_weights, start_model
-from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, code_of
-from nemo_rl_mcore.rank.checkpoints import CheckpointStore
+
+
+class _Quiet(StepObserver):
+    """Keeps nothing."""
 
 
 @dataclass
@@ -111,7 +116,7 @@ class Rescoring:
         if not places:
             return
         batch = concatenate_batches([part for rows, part in parts if rows], self.pad_token_id)
-        now = self.policy.get_logprobs(trained_inputs(batch), trained_only=True)["logprobs"]
+        now = self.policy.get_logprobs(model_inputs(batch, "token_mask"), trained_only=True)["logprobs"]
         kept, mask = batch["generation_logprobs"], batch["token_mask"].bool()
         difference = (now - kept).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(~mask, 0)
         largest = float(difference.max())
@@ -172,7 +177,7 @@ class ReplayedSteps:
                 for position, group in logged.items()
                 if position not in found
                 or digest_of_group(found[position]) != group.digest
-                or versions_of(found[position], group.oldest) != [*group.segments]
+                or versions_of(found[position], min(group.versions)) != [*group.segments]
             ]
             if unequal:
                 raise RunStoppedError(
@@ -187,7 +192,7 @@ class ReplayedSteps:
             step: self.groups(step)
             for step in self._steps
             if step > version
-            and any(self._timeline.groups[one].oldest <= version for one in self._positions(step))
+            and any(min(self._timeline.groups[one].versions) <= version for one in self._positions(step))
         }
 
     @contextmanager
@@ -237,14 +242,12 @@ def require_kept(folder: Path, steps: range, key: str) -> None:
     if gone:
         first = next((step for step in steps if step > gone[-1]), None)
         remedy = (
-            f"begin after step {gone[-1]}, at a checkpoint"
-            if first
-            else f"{key}.keep_groups: true keeps them"
+            f"begin after step {gone[-1]}, at a checkpoint" if first else f"{key}.enabled: true keeps them"
         )
         raise RunStoppedError(
             f"--steps {steps.start - 1}:{steps.stop - 1}: {folder} does not have the groups of "
             f"{len(gone)} of these steps, {gone[0]} to {gone[-1]}: the run did not keep them, or no more than "
-            f"{key}.keep_groups_gb; {remedy}",
+            f"{KEPT_BYTES / 1e9:g} GB of them; {remedy}",
             code="groups-gone",
         )
 
@@ -339,7 +342,7 @@ class _Replay:
         """Train and compare every step; raises RunStoppedError for the first that is not that of the run."""
         collector, logged = self._collector(), _logged_metrics(self.run)
         rollouts = self._rollouts(collector)
-        algorithm: Algorithm[Any] = algorithm_of(self.parts, self.models, collector, QuietObserver(), None)
+        algorithm: Algorithm[Any] = algorithm_of(self.parts, self.models, collector, _Quiet(), None)
         rescoring = self._rescoring()
         for step in self.steps:
             rescoring.rescore(step - 1, rollouts.drawn_by(step - 1))
@@ -378,7 +381,7 @@ class _Replay:
         return Rescoring(
             self.models["policy"],
             _allowed(config),
-            rereads=config.policy.generation.engine.always_rereads
+            rereads=config.policy.generation.engine.traits.always_rereads
             or config.asynchrony.recompute_kv_cache_after_weight_updates,
             pad_token_id=self.parts.tokenizer.pad_token_id,
             first_version=self.steps.start - 1,
@@ -440,7 +443,7 @@ def _starts_of(config: RunConfig) -> dict[int, Path | None]:
     starts: dict[int, Path | None] = {0: None}
     section = config.checkpointing
     if section.enabled:
-        store = CheckpointStore(Path(section.checkpoint_dir), verify_checksums=section.verify_checksums)
+        store = CheckpointStore(Path(section.checkpoint_dir))
         starts |= {one.step: one.folder for one in store.newest_first()}
     return starts
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_run import Run
 
-from nemo_rl_mcore.rank.checkpoints import CheckpointStore
+from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 
 LIMIT_S, CALL_S, GROUP_S = 15.0, 8.0, 6.0
 """Seconds a fault may take; the deadlines of the runs' calls and collectives, which come on top where they tell it."""

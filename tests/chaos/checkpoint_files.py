@@ -96,8 +96,8 @@ def table(title: str, findings: list[Finding]) -> str:
 def _saved(worker: Any, root: Path) -> Path:
     from chat_tokenizer import save_chat_tokenizer
 
+    from nemo_rl_mcore.driver.checkpoints import CheckpointStore
     from nemo_rl_mcore.driver.run_folder import recipe_text
-    from nemo_rl_mcore.rank.checkpoints import CheckpointStore
     from nemo_rl_mcore.recipe.load import load_config
 
     recipe = TESTS.parent / "examples" / "configs" / "grpo_copy_cpu.yaml"
@@ -173,7 +173,8 @@ class _Harness:
         from nemo_rl_mcore.config.base import ConfigError
         from nemo_rl_mcore.data.messages import Message
         from nemo_rl_mcore.data.tokenizer import load_tokenizer
-        from nemo_rl_mcore.rank.checkpoints import POLICY_FOLDER, read_checkpoint
+        from nemo_rl_mcore.driver.checkpoints import read_checkpoint
+        from nemo_rl_mcore.rank.checkpoints import POLICY_FOLDER
         from nemo_rl_mcore.tools.check.given_weights import load_recipe_of
 
         checkpoint = read_checkpoint(step)

@@ -31,7 +31,7 @@ from nemo_rl_mcore.driver.parts import open_parts  # noqa: E402
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector  # noqa: E402
 from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved  # noqa: E402
 from nemo_rl_mcore.engine.engine import EngineFailedError  # noqa: E402
-from nemo_rl_mcore.environment.replies import LocalEnvironments  # noqa: E402
+from nemo_rl_mcore.environment.interface import LocalEnvironments  # noqa: E402
 from nemo_rl_mcore.errors import RanksFailedError  # noqa: E402
 from nemo_rl_mcore.recipe.load import load_config  # noqa: E402
 

@@ -175,7 +175,6 @@ class Recipe:
             f"policy.generation.embedded_cfg.engines={self.engines}",
             f"policy.generation.embedded_cfg.call_timeout_s={CALL_S}",
             f"policy.generation.embedded_cfg.max_restarts={self.engine_restarts}",
-            "policy.generation.embedded_cfg.restart_backoff_s=0.1",
         )
 
     def prompts(self, unused: Collection[int] = ()) -> dict[int, list[int]]:

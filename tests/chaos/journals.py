@@ -159,7 +159,7 @@ class JournaledMegatronPolicyWorker(MegatronPolicyWorker):
             ("save", "save", True),
         ):
             setattr(self.backend, method, self._passing(getattr(self.backend, method), point, before))
-        from nemo_rl_mcore.rank.megatron.sharded_files import (
+        from nemo_rl_mcore.rank.megatron.checkpoint import (
             PreparedState,  # with Megatron, which only ranks import
         )
 

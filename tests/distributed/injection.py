@@ -118,12 +118,12 @@ def _fails_on_leaving(original: Callable[..., Any], point: Point) -> Iterator[No
 @contextmanager
 def _no_end_of_finalize(point: Point) -> Iterator[None]:
     """Raise where Megatron's own finalising begins: an overlapped reduction is in flight by then."""
-    from nemo_rl_mcore.rank.megatron import grad_sync
+    from nemo_rl_mcore.rank.megatron import train_backend
 
     def raises(*_args: Any, **_options: Any) -> None:
         raise InjectedError(str(point))
 
-    with patch.object(grad_sync, "finalize_model_grads", raises):
+    with patch.object(train_backend, "finalize_model_grads", raises):
         yield
 
 

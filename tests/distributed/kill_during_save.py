@@ -59,7 +59,7 @@ def _prepare() -> None:
 
 def _round(folder: Path, ranks: int, *, check_only: bool = False) -> str:
     """Start ranks, kill them while they save; where they were then. Raises when what they loaded was not right."""
-    from nemo_rl_mcore.rank.checkpoints import CheckpointStore
+    from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 
     store = CheckpointStore(folder / "checkpoints")
     before = store.latest()
@@ -136,7 +136,8 @@ def _load_then_save_for_ever(
     import tiny
     import torch.distributed as dist
 
-    from nemo_rl_mcore.rank.checkpoints import POLICY_FOLDER, CheckpointStore, Retention
+    from nemo_rl_mcore.driver.checkpoints import CheckpointStore, Retention
+    from nemo_rl_mcore.rank.checkpoints import POLICY_FOLDER
 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     worker = tiny.worker(tiny.policy_config())

@@ -18,11 +18,10 @@ import torch
 
 from nemo_rl_mcore.config import GRPOMasterConfig, MegatronConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms import grpo
+from nemo_rl_mcore.driver.algorithms import grpo, mismatch
 from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.order import InOrder, Room
-from nemo_rl_mcore.driver.rollouts.states import Group, GroupState
+from nemo_rl_mcore.driver.rollouts.states import Group, GroupState, InOrder, Room
 from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS
 from nemo_rl_mcore.losses import LossFunction
 from nemo_rl_mcore.rank.train_step import _OpenStep
@@ -170,14 +169,14 @@ def correction_dropped_ahead() -> AbstractContextManager[Any]:
 
 def previous_logprobs_of_those_that_drew() -> AbstractContextManager[Any]:
     """The log-probabilities of the weights that drew a group, in place of those that train."""
-    right = grpo.add_logprobs
+    right = mismatch.add_logprobs
 
     def add(batch: BatchedDataDict, *others: Any, previous: bool = True) -> None:
         right(batch, *others, previous=previous)
         if previous and WEIGHT_VERSIONS in batch:
             batch["prev_logprobs"] = batch["generation_logprobs"]
 
-    return patch.object(grpo, "add_logprobs", add)
+    return patch.object(mismatch, "add_logprobs", add)
 
 
 def noise_of_the_open_step() -> AbstractContextManager[Any]:

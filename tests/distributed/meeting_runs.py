@@ -33,7 +33,7 @@ from nemo_rl_mcore.driver.observability import Sample
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts import start
 from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroup
-from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE, Timeline, read_events
+from nemo_rl_mcore.driver.rollouts.events import EVENTS_FILE, Timeline, read_events
 
 TOKENIZER = load_tokenizer("char")
 REWARDS = (0.1, 1.0, 0.3, 0.7)

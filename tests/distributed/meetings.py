@@ -223,7 +223,7 @@ def _wrong_groups(found: Outcome, wanted: Trained, config: RunConfig) -> Iterato
     if len({*every}) < len(every):
         yield f"groups train twice: {sorted(every)}"
     for step, positions in found.trained.items():
-        ages = [step - 1 - found.log.groups[position].oldest for position in positions]
+        ages = [step - 1 - min(found.log.groups[position].versions) for position in positions]
         if not 0 <= min(ages) <= max(ages) <= config.max_age:
             yield f"step {step}: the groups are {ages} versions old, at most {config.max_age} are allowed"
 

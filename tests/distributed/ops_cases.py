@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from plain_ops import linear_logprobs
 from torch import Tensor
 
 from nemo_rl_mcore.ops.linear_logprobs import (
     LinearLogprobsOptions,
     fused_linear_logprobs,
-    linear_logprobs,
 )
 from nemo_rl_mcore.ops.vocab_parallel import vocab_parallel_logprobs
 

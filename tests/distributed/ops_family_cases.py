@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from forked_ranks import recorded_collectives, write_reports
 from ops_cases import BATCH, HIDDEN, MASKS, REAL_VOCAB, SEQ, TOKENS, VOCAB, error
+from plain_ops import plain_linear_logprobs_at, plain_linear_topk_logprobs
 from torch import Tensor
 
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
-from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at, plain_linear_logprobs_at
-from nemo_rl_mcore.ops.linear_topk import TopK, linear_topk_logprobs, plain_linear_topk_logprobs
+from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
+from nemo_rl_mcore.ops.linear_topk import TopK, linear_topk_logprobs
 
 OUTPUTS = ("logprobs", "tail_logmass", "entropy")
 # Of shards of 16 and 8 both sides of every border, and the ends of the real vocabulary.

@@ -105,7 +105,7 @@ def written_during_a_step(folder, model, megatron, policy, copied=True):
     from unittest.mock import patch
 
     from nemo_rl_mcore.rank.checkpoints import read_sums
-    from nemo_rl_mcore.rank.megatron.sharded_files import PreparedState
+    from nemo_rl_mcore.rank.megatron.checkpoint import PreparedState
 
     worker, trained = build(model, megatron, **policy), Event()
     steps(worker, (1, 2))
@@ -197,11 +197,11 @@ def fail_to_copy(folder, part):
     import torch.distributed as dist
     import worker_state
 
-    from nemo_rl_mcore.rank.megatron import sharded_files
+    from nemo_rl_mcore.rank.megatron import checkpoint
 
     worker, raised = build({}, {}), None
     steps(worker, (1,))  # the policy is no more its reference
-    before, copy, copied = worker_state.capture(worker), sharded_files._copy, []
+    before, copy, copied = worker_state.capture(worker), checkpoint._copy, []
 
     def lack_memory(tensors):
         copied.append(tensors)
@@ -209,7 +209,7 @@ def fail_to_copy(folder, part):
             raise RuntimeError("can't allocate memory")
         copy(tensors)
 
-    with patch.object(sharded_files, "_copy", lack_memory):
+    with patch.object(checkpoint, "_copy", lack_memory):
         try:
             worker.save_checkpoint(f"{folder}/failed", wait=False)
         except RuntimeError as error:
@@ -336,8 +336,8 @@ def saved_by_megatron(folder, megatron):
     import worker_state
 
     from nemo_rl_mcore.rank.megatron import checkpoint
+    from nemo_rl_mcore.rank.megatron.checkpoint import layout_independent
     from nemo_rl_mcore.rank.megatron.optimizer_state import parts_of
-    from nemo_rl_mcore.rank.megatron.sharded_files import layout_independent
 
     def gathered(optimizer, weights, *, loading):
         gather = [part.sharded_param_state_fully_reshardable for part in parts_of(optimizer)]

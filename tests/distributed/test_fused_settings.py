@@ -101,7 +101,7 @@ def kept_by_two_layers(model, megatron, tokens):
     """The bytes that two more layers keep of a microbatch, and the estimate of `check`."""
     import tiny
 
-    from nemo_rl_mcore.tools.check.memory import activation_bytes
+    from nemo_rl_mcore.tools.check.plan import activation_bytes
 
     measured, estimated = [], []
     for layers in (2, 4):

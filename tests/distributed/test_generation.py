@@ -456,7 +456,7 @@ def logprobs_across_new_weights(reread):
         found.append(float(sampled.logprobs_N))
         tokens.append(int(sampled.tokens_N))
         row = BatchedDataDict(input_ids=torch.tensor([tokens]), input_lengths=torch.tensor([len(tokens)]))
-        read = model.logprobs(row, 1)
+        (read,) = model.read(row, 1, model.passes.logprobs())
         whole.append(float(read[0, len(tokens) - 1]))
     return found, whole
 

@@ -69,7 +69,7 @@ def build(model_class, model, megatron, policy, **options):
 
 def own_weights(worker, read):
     """What is read of each parameter of this rank, by the names that Hugging Face has for it."""
-    from nemo_rl_mcore.rank.megatron.hf_weights.placement import local_parameters, this_place
+    from nemo_rl_mcore.rank.megatron.hf_weights.load import local_parameters, this_place
 
     own = local_parameters(worker.backend.chunks, worker.policy.model, this_place())
     return {weight.names: read(parameter).detach().float().numpy().copy() for weight, parameter in own}

@@ -215,7 +215,7 @@ def prediction_scale():
         pairs(),
     )
     forward = worker.backend.forward
-    (microbatch,) = forward.batching.for_training(batch, 8, loss_fn.rows_per_sample)
+    (microbatch,) = forward.batching.microbatches(batch, 8, loss_fn.rows_per_sample)
     kept = batch["sample_mask"].view(-1, 2).amax(1).repeat_interleave(2)
     predicted = (batch["token_mask"][:, 1:] * kept[:, None]).sum()
     return forward.auxiliary.terms(microbatch, loss_fn).prediction, float(

@@ -60,9 +60,8 @@ def settings_on_gpus(policies):
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_rl_mcore.rank.megatron.fusions import Kernels
-    from nemo_rl_mcore.rank.megatron.model import bucket_settings, transformer_settings
-    from nemo_rl_mcore.rank.megatron.optimizer import optimizer_settings
+    from nemo_rl_mcore.rank.megatron.model import Kernels, bucket_settings, transformer_settings
+    from nemo_rl_mcore.rank.megatron.optimizer_state import optimizer_settings
 
     kernels = Kernels(gpu=True, engine=True, apex=False)
     return [

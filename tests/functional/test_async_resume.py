@@ -70,7 +70,7 @@ def resumed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     keys = (
         "grpo.async_grpo.min_groups_for_streaming_train=3",
-        *("grpo.async_grpo.keep_groups=true", "grpo.async_grpo.in_flight_weight_updates=false"),
+        "grpo.async_grpo.in_flight_weight_updates=false",
     )
     until_killed(start(folder, *keys), KILLED_AFTER)
     log, saved = (folder / "groups.jsonl").read_bytes(), newest_ledger(folder)

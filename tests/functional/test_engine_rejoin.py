@@ -38,7 +38,7 @@ def policy_config(overlapped):
             },
             "generation": {
                 "backend": "embedded", "max_new_tokens": 12, "colocated": {"enabled": False},
-                "embedded_cfg": {"engines": 1, "max_restarts": 1, "restart_backoff_s": 0.1},
+                "embedded_cfg": {"engines": 1, "max_restarts": 1},
             },
         }
     )  # fmt: skip

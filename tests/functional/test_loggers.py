@@ -10,13 +10,13 @@ from grpo_run import Run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_file import config_of, exit_code_of, rows_of, run_of
 
-from nemo_rl_mcore.driver.observability.services import MLFLOW_ID_FILE
+from nemo_rl_mcore.driver.observability.loggers import MLFLOW_ID_FILE
 
 pytestmark = [pytest.mark.nightly, pytest.mark.needs("wandb", "mlflow")]
 STEPS = 4
 
 
-def test_every_logger_has_one_whole_run_after_a_kill_and_a_resume(tmp_path) -> None:
+def test_every_logger_has_one_whole_run_after_a_kill_and_a_resume(tmp_path, monkeypatch) -> None:
     import mlflow
 
     folder = tmp_path / "run"
@@ -27,10 +27,11 @@ def test_every_logger_has_one_whole_run_after_a_kill_and_a_resume(tmp_path) -> N
             "policy.train_micro_batch_size=32",
             "logger.sample_table_period=1",
         ),
-        *("logger.wandb_enabled=true", "logger.wandb.mode=offline", "logger.mlflow_enabled=true"),
+        *("logger.wandb_enabled=true", "logger.mlflow_enabled=true"),
         *("checkpointing.enabled=true", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}"),
         "checkpointing.save_period=1",
     )
+    monkeypatch.setenv("WANDB_MODE", "offline")
     killed = Run(folder, *overrides)
     killed.wait_for_step(2, within_s=240)
     services = [

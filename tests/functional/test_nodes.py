@@ -108,7 +108,7 @@ def test_the_end_where_all_machines_are_needed(raylets: Raylets, second: str, st
 @pytest.mark.nightly
 def test_sampling_beside_training_over_two_machines(raylets: Raylets, second: str, start: Start) -> None:
     """Engines on the machine that is gone restart on another one."""
-    generation = ("engines=2", "max_restarts=2", "restart_backoff_s=0.1")
+    generation = ("engines=2", "max_restarts=2")
     overrides = tuple(f"policy.generation.embedded_cfg.{key}" for key in generation)
     run = start(
         "run",

@@ -16,8 +16,7 @@ SMALL = (
     *("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4"),
     *("policy.train_global_batch_size=16", "policy.train_micro_batch_size=8", "policy.logprob_batch_size=8"),
     *("cluster.num_nodes=2", "cluster.cpu_workers_per_node=1"),
-    *(f"policy.generation.vllm_cfg.{key}" for key in ("max_restarts=1", "restart_backoff_s=0.1")),
-    "policy.generation.vllm_cfg.start_timeout_s=900",
+    *(f"policy.generation.vllm_cfg.{key}" for key in ("max_restarts=1",)),
 )
 
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from plain_ops import linear_logprobs, plain_linear_logprobs_at, plain_linear_topk_logprobs
 from report import Report
 from torch import Tensor
 
 from nemo_rl_mcore.ops import _softmax as _elementwise
 from nemo_rl_mcore.ops._softmax import RowBackward
-from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs, linear_logprobs
-from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at, plain_linear_logprobs_at
-from nemo_rl_mcore.ops.linear_topk import linear_topk_logprobs, plain_linear_topk_logprobs
+from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
+from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
+from nemo_rl_mcore.ops.linear_topk import linear_topk_logprobs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCALE = 0.7

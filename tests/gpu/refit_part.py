@@ -21,10 +21,11 @@ from report import Report
 from torch import Tensor
 from trained_worker import weights
 
+from nemo_rl_mcore.engine.receivers import CudaIpcReceiver, ReceivingEnd, SharedMemoryReceiver
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.refit.digests import digests as refit_digests
 from nemo_rl_mcore.rank.refit.sender import EngineLostError, RefitSettings, open_sender
-from nemo_rl_mcore.rank.refit.transports import Bucket, CudaIpcReceiver, ReceivingEnd, SharedMemoryReceiver
+from nemo_rl_mcore.rank.refit.transports import Bucket
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

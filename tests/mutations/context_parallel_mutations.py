@@ -76,7 +76,7 @@ def contiguous_slices() -> AbstractContextManager[Any]:
 def borders_of_packed_samples_forgotten() -> AbstractContextManager[Any]:
     from nemo_rl_mcore.rank.megatron import attention
 
-    return patch.object(attention, "_first_of_sample", lambda _position, _borders: 0)
+    return patch.object(attention, "bisect_right", lambda _borders, _position: 1)
 
 
 def balance_counted_for_each_context_rank() -> AbstractContextManager[Any]:

@@ -109,17 +109,18 @@ def forgotten_finalize() -> AbstractContextManager[Any]:
 
 
 def hooks_never_restored() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import train_backend
+    from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
 
     @contextmanager
-    def hold_back(config: Any, chunks: list[Any]) -> Iterator[None]:
+    def hold_back(self: MegatronTrainBackend) -> Iterator[None]:
+        config = self.config
         config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func = None, nullcontext, None
         with ExitStack() as stack:
-            for chunk in chunks:
+            for chunk in self._wrapped:
                 stack.enter_context(chunk.no_sync())
             yield
 
-    return patch.object(train_backend, "deferred_grad_sync", hold_back)
+    return patch.object(MegatronTrainBackend, "deferred_grad_sync", hold_back)
 
 
 def scheduler_advances_on_a_skipped_step() -> AbstractContextManager[Any]:
@@ -206,8 +207,15 @@ def reduced_before_the_division() -> AbstractContextManager[Any]:
 
 def reductions_in_flight_are_forgotten() -> AbstractContextManager[Any]:
     from nemo_rl_mcore.rank.megatron import train_backend
+    from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
 
-    return patch.object(train_backend, "drop_reductions", _nothing)
+    clear = MegatronTrainBackend.zero_grad
+
+    def forgetful(self: MegatronTrainBackend) -> None:
+        with patch.object(train_backend, "bucket_groups", lambda _chunks: []):
+            clear(self)
+
+    return patch.object(MegatronTrainBackend, "zero_grad", forgetful)
 
 
 def _nothing(*_args: Any, **_options: Any) -> None: ...

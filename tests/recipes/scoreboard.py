@@ -1,7 +1,8 @@
 """What becomes of every recipe in a folder: migrated, and rehearsed on this machine.
 
 usage: python tests/recipes/scoreboard.py FOLDER [--on-paper] [--output FILE.jsonl] [--only WORD] [--limit N]
-Prints the table of docs/scoreboard.md. Each row is written as it is found, and a later call goes on behind it.
+Prints the table; docs/scoreboard.json has the last rows. Each row is written as it is found, and a later call goes on
+behind it.
 Configurations of models are read from $HF_HOME; files that recipes name are found from the current folder.
 """
 

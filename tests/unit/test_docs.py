@@ -13,12 +13,12 @@ import pytest
 from doc_pages import BLOCK, PAGES, REPO, blocks, in_backticks, prose
 
 from nemo_rl_mcore import cli
-from nemo_rl_mcore.agents.nemo_gym import SESSIONS_FILE
+from nemo_rl_mcore.agents.agents import SESSIONS_FILE
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.driver.observability.report import REPORT_FILE
+from nemo_rl_mcore.driver.observability.progress import REPORT_FILE
 from nemo_rl_mcore.driver.observability.rollouts import ROLLOUTS_FOLDER
 from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE
-from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE
+from nemo_rl_mcore.driver.rollouts.events import EVENTS_FILE
 from nemo_rl_mcore.driver.run_folder import RECIPE_FILE
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.of_nemo_rl import is_foreign

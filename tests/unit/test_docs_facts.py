@@ -16,10 +16,9 @@ import nemo_rl_mcore
 from nemo_rl_mcore.config.base import Code
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.rank import accelerator
-from nemo_rl_mcore.rank.results import as_result
 from nemo_rl_mcore.rank.sums import StepTotals
 from nemo_rl_mcore.rank.train_step import OptimizerOutcome, StepResult
-from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker, as_result
 from nemo_rl_mcore.recipe.load import load_config
 
 pytestmark = pytest.mark.stage("docs")
@@ -111,6 +110,15 @@ def test_the_kernels_tolerances_are_those_of_their_test():
     assert line
     rows = table("docs/numerics.md", "dtype | outputs")
     assert {dtype.strip("`"): tuple(map(float, rest)) for dtype, *rest in rows} == ast.literal_eval(line[1])
+
+
+PAPERS = [row for row in table("docs/algorithms.md", "paper | overrides") if row[0].startswith("[")]
+
+
+@pytest.mark.parametrize(("paper", "overrides"), PAPERS, ids=[row[0][1:].partition("]")[0] for row in PAPERS])
+def test_the_keys_of_a_paper_load(paper, overrides):
+    recipe = "ppo_cpu" if paper.startswith(("[PPO]", "[VAPO]")) else "grpo_copy_cpu"
+    load_config(REPO / f"examples/configs/{recipe}.yaml", overrides.strip("`").split())
 
 
 # Files about the project

@@ -20,7 +20,7 @@ from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.models.memory import estimate_memory
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.tools.check.memory import activation_bytes, plan_device_memory
+from nemo_rl_mcore.tools.check.plan import activation_bytes, plan_device_memory
 
 pytestmark = pytest.mark.stage("docs")
 

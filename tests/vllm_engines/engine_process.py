@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from nemo_rl_mcore.engine.engine import Request, Response
-    from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine, VllmEngine
-    from nemo_rl_mcore.engine.vllm.settings import EngineSettings
+    from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine, EngineSettings, VllmEngine
 
 VOCABULARY = 32
 FAMILIES = {
@@ -79,7 +78,7 @@ def weights(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def settings(folder: Path, **changes: Any) -> EngineSettings:
-    from nemo_rl_mcore.engine.vllm.settings import EngineSettings
+    from nemo_rl_mcore.engine.vllm.engine import EngineSettings
 
     return EngineSettings(
         **{

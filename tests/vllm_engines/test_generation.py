@@ -39,7 +39,7 @@ def policy_config(**generation):
             "max_total_sequence_length": 256,
             "megatron_cfg": {"tensor_model_parallel_size": 2, "optimizer": {"lr": 3e-2, "weight_decay": 0.0}},
             "generation": {
-                "backend": "vllm", "max_new_tokens": 12, "temperature": 0.7, "refit_bucket_bytes": 40_000, **generation,
+                "backend": "vllm", "max_new_tokens": 12, "temperature": 0.7, **generation,
             },
         }
     )  # fmt: skip

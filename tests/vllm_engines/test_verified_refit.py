@@ -28,7 +28,7 @@ def plant(worker, fault, names, old):
     """Change what this process's model holds: the values of its blocks of these tensors; old: of all, before."""
     import torch
 
-    from nemo_rl_mcore.engine.vllm.held_weights import blocks
+    from nemo_rl_mcore.engine.vllm.worker_extension import blocks
 
     model = worker.model_runner.get_model()
     held = {block.name: block.values for block in blocks(model)}
@@ -51,7 +51,7 @@ def plant(worker, fault, names, old):
 
 
 def what_is_held(worker):
-    from nemo_rl_mcore.engine.vllm.held_weights import blocks
+    from nemo_rl_mcore.engine.vllm.worker_extension import blocks
 
     return {block.name: block.values.clone() for block in blocks(worker.model_runner.get_model())}
 
@@ -164,7 +164,7 @@ def experts_refitted(folder, kernel):
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     from nemo_rl_mcore.config import ModelConfig
-    from nemo_rl_mcore.engine.vllm import held_weights
+    from nemo_rl_mcore.engine.vllm import worker_extension
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
     from nemo_rl_mcore.models.config_json import hf_config_of
     from nemo_rl_mcore.rank.refit.digests import IncompleteRefitError, digests
@@ -188,7 +188,7 @@ def experts_refitted(folder, kernel):
         if kernel == "as loaded":
             method = "process_weights_after_loading"
             patches.enter_context(patch.object(UnquantizedFusedMoEMethod, method, lambda self, layer: None))
-            patches.enter_context(patch.object(held_weights, "_AS_LOADED", (UnquantizedMoeBackend.CPU,)))
+            patches.enter_context(patch.object(worker_extension, "_AS_LOADED", (UnquantizedMoeBackend.CPU,)))
         engine = VllmEngine(tiny.settings(folder))
         found = [refit(engine, 0)]
         if kernel == "as loaded":

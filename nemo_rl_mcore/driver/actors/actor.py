@@ -3,7 +3,7 @@
 Ranks, engines and environments are all such actors; `supervised.py` is what runs in their processes. `gang.py` says
 what becomes of several that are called, and end, as a whole (ranks, and an engine alone); `pool.py` replaces one by one
 those that are lost (engines, environments). `HealthWatch` belongs to the thread that waits, and any thread may call
-`Actor.end`.
+`Actor.end`. `RayEngines` are engines as the first rank reaches them in a refit; a rank imports no more of the driver.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from nemo_rl_mcore.driver.actors.failures import RankFailure, RankIdentity, identity_in
-from nemo_rl_mcore.driver.actors.supervised import Health
+from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.activity import Progress
+from nemo_rl_mcore.rank.refit.sender import EngineLostError
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.driver.actors.cluster import RayCluster
@@ -74,7 +75,11 @@ class Actor:
             self.cluster.kill(self.handle, self.identity)
 
     def failure(self, error: BaseException) -> RankFailure:
-        return failure_of(self.number, self.identity or identity_in(str(error)), error)
+        """Tell from an error of Ray's a method that raised from the end of the process."""
+        identity = self.identity or identity_in(str(error))
+        if isinstance(error, RayTaskError):
+            return RankFailure(self.number, identity, str(error), error.cause, died=False)
+        return RankFailure(self.number, identity, str(error))
 
 
 async def settled(answer: Any, over: Callable[[], str | None], every_s: float = LOOK_EVERY_S) -> Future[Any]:
@@ -100,11 +105,6 @@ async def settled(answer: Any, over: Callable[[], str | None], every_s: float = 
     return future
 
 
-def failure_of(number: int, identity: RankIdentity, error: BaseException) -> RankFailure:
-    raised = isinstance(error, RayTaskError)
-    return RankFailure(number, identity, str(error), error.cause if raised else None, died=not raised)
-
-
 class HealthWatch:
     """Asks actors how far they are, without ever waiting for the answer.
 
@@ -113,8 +113,7 @@ class HealthWatch:
     """
 
     def __init__(self, actors: Sequence[Any]) -> None:
-        self.progress: dict[int, Progress] = {}
-        """What each rank said last."""
+        self.progress: dict[int, Progress] = {}  # of each rank, as it said last
         self._actors = actors
         self._asked: dict[int, Any] = {}
         self._answered_at: dict[int, float] = {}
@@ -131,11 +130,9 @@ class HealthWatch:
         return self._clock_s - self._looked_at >= every_s
 
     def moved(self) -> None:
-        """Count what just happened as progress."""
         self._moved_at = self._clock_s
 
     def look(self, ranks: Collection[int]) -> None:
-        """Take the answers that have come, and ask the ranks again."""
         self._looked_at = self._clock_s
         for rank in ranks:
             asked = self._asked.get(rank)
@@ -143,23 +140,60 @@ class HealthWatch:
                 self._asked[rank] = self._actors[rank]._health.remote(False)
             elif ray.wait([asked], timeout=0)[0]:
                 with suppress(RayError):  # a rank that died says so by its call
-                    self._take(rank, ray.get(asked))
+                    health: Any = ray.get(asked)
+                    progress = health.progress
+                    self._answered_at[rank] = self._clock_s
+                    if self.progress.get(rank) != progress:
+                        self.progress[rank] = progress
+                        self.moved()
                 self._asked[rank] = self._actors[rank]._health.remote(False)
-
-    def _take(self, rank: int, health: Health) -> None:
-        self._answered_at[rank] = self._clock_s
-        if self.progress.get(rank) != health.progress:
-            self.progress[rank] = health.progress
-            self.moved()
 
     def stalled(self, ranks: Collection[int], timeout_s: float) -> bool:
         """Say whether none of the ranks has moved for so long, or one of them has not even answered."""
         return self._clock_s - self._moved_at >= timeout_s or self.silent(ranks, timeout_s)
 
     def silent(self, ranks: Collection[int], seconds: float) -> bool:
-        """Say whether one of the ranks has not answered for so long."""
         return any(self._clock_s - self._answered_at.get(rank, 0.0) >= seconds for rank in ranks)
 
     def doing(self, rank: int) -> str:
-        """Return what a rank began last, as far as is known."""
         return self.progress[rank].doing if rank in self.progress else ""
+
+
+class RayEngines:
+    """`refit.sender.Engines` over actors with a method `load_bucket`.
+
+    noun: what messages call one of them. deadline_key: of the recipe, that has the deadline of `wait`. numbers: of the
+    engines in messages; left out, they count from 0.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        noun: str = "engine",
+        deadline_key: str = "",
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self._actors = [*actors]
+        self._numbers = [*range(len(self._actors))] if numbers is None else [*numbers]
+        self._noun, self._deadline_key = noun, deadline_key
+
+    def load_bucket(self, message: dict[str, Any]) -> list[Any]:
+        shared = ray.put(message)  # once for all engines, also where the message brings the bytes
+        return [actor.load_bucket.remote(shared) for actor in self._actors]
+
+    def wait(self, loading: list[Any], timeout_s: float) -> None:
+        for number, acknowledgement in zip(self._numbers, loading, strict=True):
+            engine, deadline = f"{self._noun} {number}", time.monotonic() + timeout_s
+            while not ray.wait([acknowledgement], timeout=min(LOOK_EVERY_S, timeout_s))[0]:
+                # This wait has its own deadline: the engine is late, not this rank.
+                activity.advance(f"waiting for {engine}")
+                if time.monotonic() >= deadline:
+                    key = self._deadline_key and f" ({self._deadline_key})"
+                    raise EngineLostError(
+                        f"{engine} did not acknowledge a bucket of weights within {timeout_s:g} s{key}",
+                        number,
+                    )
+            try:
+                ray.get(acknowledgement)
+            except RayActorError as error:
+                raise EngineLostError(f"{engine} died during a refit", number) from error

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import ray
@@ -43,37 +41,54 @@ class RayCluster:
     With RAY_ADDRESS in the environment it joins a cluster that runs; a session that the process already has
     is used and left alone; otherwise it starts a local one, which only this machine can reach, and ends it.
 
-    more_cpus: CPUs that other processes than the ranks ask Ray for; a local session then has them.
-
     Raises RunStoppedError: the machines have fewer GPUs or nodes than `cluster.*` asks for, nothing answers at
     RAY_ADDRESS, or the local session does not come up.
     """
 
-    def __init__(
-        self, config: ClusterConfig, *, ready_timeout_s: float = 120, more_cpus: float = 0.0
-    ) -> None:
-        self.config, self._more_cpus = config, math.ceil(more_cpus)
+    def __init__(self, config: ClusterConfig, *, ready_timeout_s: float = 120) -> None:
+        self.config = config
         self._address = os.environ.get("RAY_ADDRESS")
         self._ready_timeout_s = ready_timeout_s
         self._session: LocalSession | None = None  # if it was started here
         self._joined = False
-        self._is_local = self._address is None and config.num_nodes == 1
+        self.one_machine = self._address is None and config.num_nodes == 1
+        """All processes of the session are on this machine."""
         self._gcs: _GcsProbe | None = None
+        ranks = config.workers_per_node
+        cpus = round(ranks * _CPU_SHARE_OF_A_RANK, 4)
+        self._share_of_a_node: dict[str, float] = (
+            {"CPU": cpus} if config.on_cpu else {"GPU": ranks, "CPU": ranks}
+        )  # what the ranks of one machine take of it
         self.log_dir: Path | None = None
         """Folder of the workers' standard error, when they run on this machine."""
 
     def __enter__(self) -> Self:
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
-            self._start()
+            if ray.is_initialized():
+                address = ray.get_runtime_context().gcs_address
+                self.one_machine = address.startswith(LOOPBACK) and self.config.num_nodes == 1
+                self._gcs = _GcsProbe(address)
+            elif self._address:
+                self._join(self._address, quiet)
+            elif self.config.num_nodes > 1:
+                raise RunStoppedError(
+                    f"cluster.num_nodes={self.config.num_nodes} needs a Ray cluster that runs: start one with "
+                    "`ray start` on every machine and set RAY_ADDRESS, or set cluster.num_nodes to 1",
+                    code="no-cluster",
+                )
+            else:
+                self._session = LocalSession()
+                cpus = max(2, self.config.world_size)
+                self._session.start(cpus=cpus, on_cpu=self.config.on_cpu, quiet=quiet)
+                self.log_dir = self._session.log_dir
             self._check_resources()
         except BaseException:
             self.stop(keep_logs=True)
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.stop(keep_logs=isinstance(error, Exception))
 
     def shared_with(self, config: ClusterConfig) -> RayCluster:
@@ -82,13 +97,12 @@ class RayCluster:
         Raises RunStoppedError as the class does.
         """
         other = RayCluster(config, ready_timeout_s=self._ready_timeout_s)
-        other._session, other._gcs, other._is_local = self._session, self._gcs, self._is_local
+        other._session, other._gcs, other.one_machine = self._session, self._gcs, self.one_machine
         other.log_dir = self.log_dir
         other._check_resources()
         return other
 
     def stop(self, *, keep_logs: bool = False) -> None:
-        """End the local session with all its processes, or leave the cluster; idempotent."""
         # A second Ctrl-C must not leave half of the session behind.
         with deferred_stop_signals(hold=True):
             if self._session is not None:
@@ -96,27 +110,6 @@ class RayCluster:
             elif self._joined and ray.is_initialized():
                 ray.shutdown()
         self._session, self._joined = None, False
-
-    def _start(self) -> None:
-        if ray.is_initialized():
-            address = ray.get_runtime_context().gcs_address
-            self._is_local = address.startswith(LOOPBACK) and self.config.num_nodes == 1
-            self._gcs = _GcsProbe(address)
-            return
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if self._address:
-            self._join(self._address, quiet)
-        elif self.config.num_nodes > 1:
-            raise RunStoppedError(
-                f"cluster.num_nodes={self.config.num_nodes} needs a Ray cluster that runs: start one with "
-                "`ray start` on every machine and set RAY_ADDRESS, or set cluster.num_nodes to 1",
-                code="no-cluster",
-            )
-        else:
-            self._session = LocalSession()
-            cpus = max(2, self.config.world_size) + self._more_cpus
-            self._session.start(cpus=cpus, on_cpu=self.config.on_cpu, quiet=quiet)
-            self.log_dir = self._session.log_dir
 
     def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
         self._joined = True
@@ -161,8 +154,6 @@ class RayCluster:
                 code="missing-gpus",
             )
 
-    # What has died
-
     def lost(self) -> str | None:
         """Return what of Ray itself has died, without which no rank can be reached; None while all is well."""
         if self._session is not None:
@@ -170,7 +161,7 @@ class RayCluster:
         return self._gcs.lost() if self._gcs is not None else None
 
     def process_state(self, identity: RankIdentity | None) -> str:
-        """Return what the system says of a rank's process, as the end of a sentence; empty for other machines."""
+        """Give what the system says of a rank's process as the end of a sentence; empty for other machines."""
         if identity is None or self._session is None:
             return ""
         state = state_of(identity.pid)
@@ -187,7 +178,7 @@ class RayCluster:
     def await_machines(self) -> None:
         """Wait until there is room for all ranks; RunStoppedError where `cluster.node_wait_s` passes."""
         wanted, waited_s = self.config.num_nodes, self.config.node_wait_s
-        if self._is_local or (found := await_nodes(wanted, self._share_of_a_node, waited_s)) == wanted:
+        if self.one_machine or (found := await_nodes(wanted, self._share_of_a_node, waited_s)) == wanted:
             return
         raise RunStoppedError(
             f"{found} of {wanted} machines (cluster.num_nodes) have room for {self.config.workers_per_node} rank(s) "
@@ -202,12 +193,10 @@ class RayCluster:
         if ray.is_initialized() and self.lost() is None:
             ray.kill(actor, no_restart=True)
 
-    # Places
-
     def place_ranks(self) -> Placement:
         """Choose the rendezvous of one worker group and a slot for each of its ranks."""
         # Ranks are given their machines by name, but for one machine, which has CPUs for all of them.
-        alone = self.config.on_cpu and self._is_local
+        alone = self.config.on_cpu and self.one_machine
         group = None if alone else self._reserve(self._share_of_a_node, self.config.num_nodes)
         return Placement(self._slots(group), group)
 
@@ -217,24 +206,19 @@ class RayCluster:
         if ranks.group is None:
             return Placement(slots)
         shared = {"num_cpus": 0, "num_gpus": 0}  # Ray has given them to the other group
-        seen = [
-            {} if self.config.on_cpu else {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus or [""] * len(slots)
-        ]
-        return Placement(
-            tuple(
-                RankSlot(slot.rank, {**slot.environment, **gpu}, {**slot.options, **shared})
-                for slot, gpu in zip(slots, seen, strict=True)
-            )
-        )
+        placed: list[RankSlot] = []
+        for slot, gpu in zip(slots, gpus or [""] * len(slots), strict=True):
+            seen = {} if self.config.on_cpu else {"CUDA_VISIBLE_DEVICES": gpu}
+            placed.append(RankSlot(slot.rank, {**slot.environment, **seen}, {**slot.options, **shared}))
+        return Placement(tuple(placed))
 
     def reserve_gpus(self, per_node: int, nodes: int) -> PlacementGroup:
         """GPUs, with a CPU each, on so many machines; raises RunStoppedError when they do not become free."""
         return self._reserve({"GPU": per_node, "CPU": per_node}, nodes)
 
     def local_network(self) -> dict[str, str]:
-        """Environment that keeps process groups inside this machine, when the session is."""
         # A laptop's host name need not resolve; gloo would ask for it.
-        return {"GLOO_SOCKET_IFNAME": "lo"} if self._is_local else {}
+        return {"GLOO_SOCKET_IFNAME": "lo"} if self.one_machine else {}
 
     def address_of(self, group: PlacementGroup | None, bundle: int = 0) -> str:
         """Return the address of the machine that a bundle is on, or of this one without a group, to meet there."""
@@ -242,19 +226,6 @@ class RayCluster:
         if group is None:
             return nodes[ray.get_runtime_context().get_node_id()]
         return nodes[ray.util.placement_group_table(group)["bundles_to_node_id"][bundle]]
-
-    @property
-    def one_machine(self) -> bool:
-        """Return whether all processes of the session are on this machine."""
-        return self._is_local
-
-    @property
-    def _share_of_a_node(self) -> dict[str, float]:
-        """Return what the ranks of one machine take of it."""
-        ranks = self.config.workers_per_node
-        if self.config.on_cpu:
-            return {"CPU": round(ranks * _CPU_SHARE_OF_A_RANK, 4)}
-        return {"GPU": ranks, "CPU": ranks}
 
     def _reserve(self, of_each: Mapping[str, float], nodes: int) -> PlacementGroup:
         group = placement_group([dict(of_each)] * nodes, strategy="STRICT_SPREAD")
@@ -270,9 +241,8 @@ class RayCluster:
 
     def _slots(self, group: PlacementGroup | None) -> tuple[RankSlot, ...]:
         config = self.config
-        # The port is what rank 0 finds free.
         common = {
-            "MASTER_ADDR": LOOPBACK if self._is_local else self.address_of(group),
+            "MASTER_ADDR": LOOPBACK if self.one_machine else self.address_of(group),
             **self.local_network(),
             **rank_environment(os.environ, on_cpu=config.on_cpu),
             "WORLD_SIZE": str(config.world_size),
@@ -366,7 +336,16 @@ def lost_nodes(ids: Collection[str]) -> dict[str, str]:
 def await_nodes(wanted: int, needed: Mapping[str, float], within_s: float) -> int:
     """Return how many machines have so much of each resource free: as many as are wanted, or fewer after so long."""
     start, told = time.monotonic(), False
-    while (found := _with_room(needed)) < wanted and (waited_s := time.monotonic() - start) < within_s:
+    while True:
+        free = available_resources_per_node()
+        found = sum(
+            node["Alive"] and _probed(node) is None
+            for node in ray.nodes()
+            if all(free.get(node["NodeID"], {}).get(name, 0.0) >= amount for name, amount in needed.items())
+        )
+        waited_s = time.monotonic() - start
+        if found >= wanted or waited_s >= within_s:
+            return min(found, wanted)
         if waited_s > _REPORTED_AFTER_S and not told:
             told = True
             what = f"waiting for {wanted - found} of {wanted} machines (cluster.num_nodes)"
@@ -377,21 +356,9 @@ def await_nodes(wanted: int, needed: Mapping[str, float], within_s: float) -> in
         if signals.asked or signals.time_is_up:
             raise RunStoppedError("the run was to stop while it waited for machines")
         time.sleep(_LOOK_EVERY_S)
-    return min(found, wanted)
-
-
-def _with_room(needed: Mapping[str, float]) -> int:
-    """Return the number of machines that are there with so much of each resource free."""
-    free = available_resources_per_node()
-    return sum(
-        node["Alive"] and _probed(node) is None
-        for node in ray.nodes()
-        if all(free.get(node["NodeID"], {}).get(name, 0.0) >= amount for name, amount in needed.items())
-    )
 
 
 def _probed(node: Mapping[str, Any]) -> OSError | None:
-    """Return what stands against a machine's raylet answering."""
     try:
         probe(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
     except OSError as error:

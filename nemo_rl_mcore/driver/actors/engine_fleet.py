@@ -1,5 +1,8 @@
 """The engines of a run, each a gang of which one worker is called, in a pool that restarts those that are lost.
 
+They are separate processes on CPU, on the ranks' GPUs, or on separate GPUs. An engine has a slot on each machine that
+has processes of it, the first of which the driver calls.
+
 Runs in the driver. Who restarts an engine: `lose`, called by whoever has found it dead, hung or without weights, ends
 it, and a thread of `pool.Pool` starts another one, as long as the kind's `max_restarts` lasts. The thread that trains
 makes the calls that reach all engines (`run`), that of asynchronous rollouts asks single ones (`EngineRequests`).
@@ -8,19 +11,22 @@ makes the calls that reach all engines (`run`), that of asynchronous rollouts as
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl_mcore.config.generation import ColocatedConfig, GenerationConfig
 from nemo_rl_mcore.driver.actors.actor import LOOK_EVERY_S, Actor, GivenUpError, HealthWatch, settled
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.failures import RankFailure, WorkerCall, WorkerError
+from nemo_rl_mcore.driver.actors.failures import WorkerCall, WorkerError
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
-from nemo_rl_mcore.driver.actors.places import Placement
+from nemo_rl_mcore.driver.actors.places import Placement, RankSlot, rank_environment
 from nemo_rl_mcore.driver.actors.pool import Budget, Pool
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals
@@ -28,6 +34,7 @@ from nemo_rl_mcore.engine.engine import (
     EngineDiedError,
     EngineFailedError,
     EngineKind,
+    EngineMachines,
     Request,
     Response,
     Sampling,
@@ -35,7 +42,8 @@ from nemo_rl_mcore.engine.engine import (
 
 _HEALTH_S = 10.0
 """Within which an engine that is well says so."""
-_LONGEST_BACKOFF_S = 60.0
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
+_START_WITHIN_S = 600.0
 
 
 @dataclass(eq=False)
@@ -43,8 +51,8 @@ class StartedEngine:
     """An engine that runs; one that restarts in its place is another one. A `Member` of a pool.
 
     watch: of its health, for those who wait for single answers. version: of the weights that it holds, None before the
-    first and while a refit is under way or has broken off. joined: whether it has ever held some, and may be asked to
-    answer. asleep: whether training has its memory.
+    first and while a refit is under way or has broken off. joined: it has held some, and may be asked to answer.
+    asleep: training has its memory.
     """
 
     group: RayWorkerGroup
@@ -63,7 +71,7 @@ class StartedEngine:
 
 
 class EngineFleet(Pool[StartedEngine]):
-    """Pool of the engines: starts them, and calls those that live.
+    """Pool of the engines: starts them, and calls those that live. `start_all` has given them their `placement`.
 
     Engines that share the ranks' memory are replaced while it is theirs: in `wait`. Any thread may call any method, but
     each engine takes one call at a time.
@@ -80,27 +88,26 @@ class EngineFleet(Pool[StartedEngine]):
     ) -> None:
         self.kind = kind
         self._cluster, self._place = cluster, place
-        self._placement: Placement | None = None
+        self.placement: Placement | None = None
         budget = Budget(
             kind.max_restarts,
-            kind.restart_backoff_s,
+            _FIRST_BACKOFF_S,
             _LONGEST_BACKOFF_S,
             lambda _: current_stop_signals().asked,
-            self._report_restart,
+            lambda number, delay_s, error: write_line(
+                sys.stderr,
+                f"{kind.noun} {number} restarts in {delay_s:g} s, {self.budget.left()} restarts left "
+                f"({kind.section}.max_restarts): {str(error).splitlines()[0]}",
+            ),
             spent=f"{kind.section}.max_restarts: {kind.max_restarts} in a run, of which none is left",
         )
         super().__init__(
             kind.noun, self._start_engine, budget, lost=cluster.lost, changed=changed, in_wait=kind.sleeps
         )
 
-    @property
-    def started(self) -> bool:
-        return self._placement is not None
-
     def start_all(self) -> None:
-        """Start all engines; raises what the first one that failed has raised."""
-        self._placement = self._place()
-        numbers = [*dict.fromkeys(slot.rank for slot in self._placement.slots)]
+        self.placement = self._place()
+        numbers = [*dict.fromkeys(slot.rank for slot in self.placement.slots)]
         self.start(numbers)
         self.wait(len(numbers))
 
@@ -150,18 +157,18 @@ class EngineFleet(Pool[StartedEngine]):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._placement is not None and self._cluster.lost() is None:
-            self._placement.release()
+        if self.placement is not None and self._cluster.lost() is None:
+            self.placement.release()
 
     def _start_engine(self, number: int) -> StartedEngine:
         kind = self.kind
-        assert self._placement is not None  # `start_all` has made it
-        slots = tuple(slot for slot in self._placement.slots if slot.rank == number)
+        assert self.placement is not None  # `start_all` has made it
+        slots = tuple(slot for slot in self.placement.slots if slot.rank == number)
         group = RayWorkerGroup(
             kind.engine,
             self._cluster,
             (kind.settings,),
-            start_timeout_s=kind.start_timeout_s,
+            start_timeout_s=_START_WITHIN_S,
             call_timeout_s=kind.call_timeout_s,
             deadline_keys=kind.section,
             placement=Placement(slots),
@@ -173,26 +180,18 @@ class EngineFleet(Pool[StartedEngine]):
         process, *_ = group.members  # the others are its shares on further machines
         return StartedEngine(group, process, HealthWatch([process.handle]))
 
-    def _report_restart(self, number: int, delay_s: float, error: Exception) -> None:
-        write_line(
-            sys.stderr,
-            f"{self.kind.noun} {number} restarts in {delay_s:g} s, {self.budget.left()} restarts left "
-            f"({self.kind.section}.max_restarts): {str(error).splitlines()[0]}",
-        )
-
 
 class EngineRequests:
     """Sends groups of requests, each to the engine that answers the fewest; one asyncio loop at a time asks.
 
-    Several calls of a group, such as those of agents that play its samples, may be under way at once.
-    An engine that dies, or makes no progress for `call_timeout_s` of its kind, is lost to the fleet. A task that is
-    cancelled gives its group up.
+    Several calls of a group, such as those of agents that play its samples, may be under way at once. An engine that
+    dies, or makes no progress for `call_timeout_s`, is lost to the fleet. A task that is cancelled gives its group up.
     """
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet, self._kind = fleet, fleet.kind
+        # By the name that the engine knows a call by, its ticket and its engine.
         self._asked: dict[str, tuple[str, StartedEngine]] = {}
-        """By the name that the engine knows a call by, its ticket and its engine."""
         self._calls = count(1)
 
     async def respond(self, requests: Sequence[Request], sampling: Sampling, ticket: str) -> list[Response]:
@@ -215,7 +214,17 @@ class EngineRequests:
             engine.process.handle.cancel.remote(name)
             raise
         except RayError as error:
-            raise await self._failed(engine, engine.process.failure(error)) from None
+            failure = engine.process.failure(error)
+            gone = failure.died
+            if not gone:
+                try:
+                    async with asyncio.timeout(_HEALTH_S):
+                        await asyncio.wrap_future(engine.process.handle.health.remote().future())
+                except (RayError, TimeoutError):
+                    gone = True
+            what = f"{'died: ' if failure.died else ''}{failure.headline()}"
+            message = "\n".join(filter(None, [f"{engine.process}: {what}", failure.details()]))
+            raise (self._gone(engine, message) if gone else EngineFailedError(message)) from None
         finally:
             del self._asked[name]
 
@@ -225,7 +234,6 @@ class EngineRequests:
         return "; ".join(f"{one.process}, at {one.watch.doing(0) or 'nothing'!r}" for one in engines)
 
     async def _answered(self, engine: StartedEngine, answer: Any) -> list[Response]:
-        """Return what the engine gives, as long as it gets on."""
         watch, limit_s = engine.watch, self._kind.call_timeout_s
         watch.tick()
         watch.moved()
@@ -247,19 +255,82 @@ class EngineRequests:
         except GivenUpError as why:
             raise self._gone(engine, f"{engine.process}: {why}") from None
 
-    async def _failed(self, engine: StartedEngine, failure: RankFailure) -> Exception:
-        """Return what a failed answer means: an engine that is gone, or one that has raised."""
-        died = failure.died
-        if not died:
-            try:
-                async with asyncio.timeout(_HEALTH_S):
-                    await asyncio.wrap_future(engine.process.handle.health.remote().future())
-            except (RayError, TimeoutError):
-                died = True
-        what = f"{'died: ' if failure.died else ''}{failure.headline()}"
-        message = "\n".join(filter(None, [f"{engine.process}: {what}", failure.details()]))
-        return self._gone(engine, message) if died else EngineFailedError(message)
-
     def _gone(self, engine: StartedEngine, message: str) -> Exception:
         self._fleet.lose(engine, WorkerError(message, WorkerCall("generate", group=self._kind.name)))
         return self._fleet.failure or EngineDiedError(message)
+
+
+_CPU_SHARE_OF_AN_ENGINE = 0.1
+
+
+def place_engines(
+    cluster: RayCluster,
+    kind: EngineKind,
+    colocated: ColocatedConfig,
+    ranks: Placement,
+    rank_gpus: Sequence[str],
+) -> Placement:
+    """Return a slot for each engine; `rank_gpus` are the GPUs of the training ranks, by rank, and empty on CPU."""
+    config, size, on_cpu = cluster.config, kind.processes, cluster.config.on_cpu
+    environment = {**rank_environment(os.environ, on_cpu=on_cpu), **kind.environment}
+    if on_cpu:
+        environment |= cluster.local_network()
+    if on_cpu and size <= config.workers_per_node:
+        options: dict[str, Any] = {"num_cpus": _CPU_SHARE_OF_AN_ENGINE, "num_gpus": 0}
+        if not cluster.one_machine:
+            options["scheduling_strategy"] = "SPREAD"  # one that restarts may find its machine gone
+        return Placement(tuple(RankSlot(engine, environment, options) for engine in range(kind.engines)))
+    beside = on_cpu or colocated.enabled
+    if beside:
+        # Each is next to as many consecutive ranks as it has processes, on the GPUs that Ray has given those.
+        assert ranks.group is not None  # ranks on GPUs, and on several machines, have one
+        per_node, nodes, group = config.workers_per_node, config.num_nodes, ranks.group
+    else:  # on GPUs that Ray reserves for them
+        resources = colocated.resources
+        per_node, nodes = resources.gpus_per_node or size * kind.engines, resources.num_nodes or 1
+        group = cluster.reserve_gpus(per_node, nodes)
+    slots: list[RankSlot] = []
+    for engine in range(kind.engines if beside and not rank_gpus else per_node * nodes // size):
+        # On CPU engines may be many: they go round the machines.
+        shares = [replace(share, node=share.node % nodes) for share in shares_of(engine, size, per_node)]
+        addresses = [cluster.address_of(group, share.node) for share in shares] if len(shares) > 1 else []
+        for number, share in enumerate(shares):
+            own: dict[str, str] = {}
+            if addresses:  # tells its processes how to meet
+                own = EngineMachines(addresses[0], addresses[number], number, len(shares)).environment()
+            takes = {"num_cpus": 0, "num_gpus": 0} if beside else {"num_cpus": 1, "num_gpus": share.count}
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=share.node)
+            if beside:
+                first = share.node * per_node + share.first
+                own["CUDA_VISIBLE_DEVICES"] = ",".join(rank_gpus[first : first + share.count])
+            slots.append(RankSlot(engine, {**environment, **own}, {**takes, "scheduling_strategy": strategy}))
+    return Placement(tuple(slots), None if beside else group)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The processes of an engine on one machine: `count` of them, from place `first` of the machine's on."""
+
+    node: int
+    first: int
+    count: int
+
+
+def shares_of(engine: int, size: int, per_node: int) -> tuple[Share, ...]:
+    """Return where the processes of an engine are, `size` of each one, engine after engine over whole machines.
+
+    per_node: places of a machine; it divides `size`, or is divided by it.
+    """
+    node, first = divmod(engine * size, per_node)
+    if size <= per_node:
+        return (Share(node, first, size),)
+    return tuple(Share(node + further, 0, per_node) for further in range(size // per_node))
+
+
+def transport_of(cluster: RayCluster, generation: GenerationConfig) -> str:
+    """Choose the transport of refits: the one that is asked for, or the fastest one there is."""
+    if generation.refit_transport is not None:
+        return generation.refit_transport
+    if cluster.config.on_cpu:
+        return "shared_memory" if cluster.one_machine else "ray"
+    return "cuda_ipc" if generation.colocated.enabled else "nccl"

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.validation import BatchCheck, check_lengths
+from nemo_rl_mcore.driver.actors.actor import RayEngines
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.engine_fleet import EngineFleet, EngineRequests, StartedEngine
-from nemo_rl_mcore.driver.actors.engine_placement import place_engines, transport_of
+from nemo_rl_mcore.driver.actors.engine_fleet import (
+    EngineFleet,
+    EngineRequests,
+    StartedEngine,
+    place_engines,
+    transport_of,
+)
 from nemo_rl_mcore.driver.actors.failures import WorkerCall, WorkerError
 from nemo_rl_mcore.driver.actors.places import Placement
-from nemo_rl_mcore.driver.actors.ray_engines import RayEngines
 from nemo_rl_mcore.engine.engine import (
     EngineKind,
     NextLogprobs,
@@ -49,7 +53,7 @@ class WeightSource(Protocol):
     def send_weights(self) -> Digests: ...
 
 
-class EngineGeneration:
+class EngineGeneration(AbstractContextManager["EngineGeneration"]):
     """Implements `driver.interfaces.RolloutEngines` over engines that hold a copy of a policy's weights.
 
     Engines start when they are first given weights. One that dies, hangs or does not hold what it was sent restarts
@@ -83,23 +87,20 @@ class EngineGeneration:
             ),
             lambda: self._changed(),
         )
-        self._refits = EngineRefits(self._fleet, config, cluster, source)
+        self._source = source
+        self._makes_room = config.offload != "none" and config.generation.takes_turns
+        self._transport = transport_of(cluster, config.generation)
+        self._connected: tuple[int, list[StartedEngine]] | None = None
+        self._has_refitted = False
         self._requests = EngineRequests(self._fleet)
-        self._version: int | None = None
+        self.weights_version: int | None = None
+        self.weights_digest = ""
+        """Of the weights given last, where refits are verified; see `refit.digests.of_all`."""
         self._starting, self._check = starting, check
         self._changed: Callable[[], None] = lambda: None
 
-    @property
-    def weights_digest(self) -> str:
-        """Return the digest of the weights given last, where refits are verified; see `refit.digests.of_all`."""
-        return self._refits.digest
-
-    @property
-    def weights_version(self) -> int | None:
-        return self._version
-
     def update_weights(self, version: int) -> None:
-        self._version = version
+        self.weights_version = version
         self._ready()
         if self._check is not None:
             self._check(self)
@@ -127,7 +128,7 @@ class EngineGeneration:
                     for engine, share in rows.items()
                 },
                 sampling=sampling,
-                version=self._version,
+                version=self.weights_version,
                 context=f"step {step}",
             )
             for engine, responses in answers.items():
@@ -137,7 +138,6 @@ class EngineGeneration:
     def next_logprobs(
         self, prompts: Sequence[Sequence[int]], temperature: float
     ) -> list[Sequence[NextLogprobs]]:
-        """Ask each engine that lives; see `Engine.next_logprobs`."""
         answers: dict[StartedEngine, Sequence[NextLogprobs]] = {}
         while not answers:
             engines = self._ready()
@@ -169,12 +169,12 @@ class EngineGeneration:
         self._changed = changed
 
     def rejoin(self) -> None:
-        while behind := self._behind(self._fleet.live):
-            self._refits.send(behind, self._held_version())
-        self._fleet.raise_failure()
+        while behind := [engine for engine in self._fleet.live if engine.version != self.weights_version]:
+            self._send(behind, self._held_version())
+        if self._fleet.failure is not None:
+            raise self._fleet.failure
 
     def offload(self) -> None:
-        """Have engines that share the ranks' GPUs give their memory back."""
         if self._kind.sleeps:
             awake = [engine for engine in self._fleet.live if not engine.asleep]
             for engine in self._fleet.run(awake, "sleep"):
@@ -183,16 +183,10 @@ class EngineGeneration:
     def shutdown(self) -> None:
         self._fleet.shutdown()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def _keyed(self, data: BatchedDataDict, step: int) -> BatchedDataDict:
-        """Return the prompts with the key of each row's noise."""
         BatchCheck.of(self._config).prompts(data)
         check_lengths(data["input_lengths"], self._config)
         keys = sample_keys(
@@ -206,89 +200,27 @@ class EngineGeneration:
         )
 
     def _held_version(self) -> int:
-        if self._version is None:
+        if self.weights_version is None:
             raise WrongWeightsError("the engines have not been given weights: call update_weights first")
-        return self._version
-
-    def _behind(self, engines: Sequence[StartedEngine]) -> list[StartedEngine]:
-        return [engine for engine in engines if engine.version != self._version]
+        return self.weights_version
 
     def _ready(self) -> Sequence[StartedEngine]:
         """Return the engines that live, at least one, all with the current weights."""
         version = self._held_version()
-        if all(engine.asleep for engine in self._fleet.live):
-            self._refits.make_room()  # before the first one starts, too, which asks how much is free
-        if not self._fleet.started:
+        if self._makes_room and all(engine.asleep for engine in self._fleet.live):
+            # Ranks that share the engines' devices keep there what a refit needs, and no more; before the first engine
+            # starts, too, which asks how much is free.
+            self._source.prepare_for_lp_inference()
+        if self._fleet.placement is None:
             with self._starting():
                 self._fleet.start_all()
-        while behind := self._behind(engines := self._fleet.wait()):
-            self._refits.send(behind, version)
-        return engines
+        while True:
+            engines = self._fleet.wait()
+            if not (behind := [engine for engine in engines if engine.version != version]):
+                return engines
+            self._send(behind, version)
 
-
-def as_requests(data: BatchedDataDict) -> list[Request]:
-    """Return the rows of input_ids [B, P] and input_lengths [B] without padding, with seeds [B] and stop_strings."""
-    rows = zip(
-        data["input_ids"].tolist(),
-        data["input_lengths"].tolist(),
-        data["seeds"].tolist(),
-        data["stop_strings"],
-        strict=True,
-    )
-    return [Request(ids[:length], seed, strings) for ids, length, seed, strings in rows]
-
-
-def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
-    """Return what `GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 after the end.
-
-    The digests are those that came with the responses.
-    """
-    tokens_BT = torch.zeros(len(responses), max_new_tokens, dtype=torch.long)
-    logprobs_BT = torch.zeros(len(responses), max_new_tokens)
-    versions_BT = torch.full_like(tokens_BT, -1)
-    # numpy reads lists several times as fast as torch does.
-    columns = [column.numpy() for column in (tokens_BT, logprobs_BT, versions_BT)]
-    for row, response in enumerate(responses):
-        of_tokens = (response.tokens, response.logprobs, response.versions)
-        for column, values in zip(columns, of_tokens, strict=True):
-            column[row, : len(response.tokens)] = values
-    return BatchedDataDict(
-        tokens=tokens_BT,
-        logprobs=logprobs_BT,
-        lengths=torch.tensor([len(response.tokens) for response in responses], dtype=torch.long),
-        finished=torch.tensor([response.finished for response in responses], dtype=torch.bool),
-        weight_versions=versions_BT,
-        digests=torch.tensor([response.digest for response in responses], dtype=torch.long),
-    )
-
-
-class EngineRefits:
-    """Sends the weights of a source to engines of a fleet; only the thread that calls the source's ranks calls it."""
-
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        config: PolicyConfig,
-        cluster: RayCluster,
-        source: WeightSource,
-    ) -> None:
-        self.digest = ""
-        """Of what was sent last, where refits are verified; see `refit.digests.of_all`."""
-        self._fleet, self._kind, self._source = fleet, fleet.kind, source
-        self._makes_room = config.offload != "none" and config.generation.takes_turns
-        self._transport, self._verify = (
-            transport_of(cluster, config.generation),
-            config.generation.verify_refit,
-        )
-        self._connected: tuple[int, list[StartedEngine]] | None = None
-        self._succeeded = False
-
-    def make_room(self) -> None:
-        """Have ranks that share the engines' devices keep there what a refit needs, and no more, if they are to."""
-        if self._makes_room:
-            self._source.prepare_for_lp_inference()
-
-    def send(self, engines: Sequence[StartedEngine], version: int) -> None:
+    def _send(self, engines: Sequence[StartedEngine], version: int) -> None:
         """Try once to give these engines the source's weights; those that hold them afterwards have the version.
 
         What is lost meanwhile is for the fleet to restart, and for the caller to go on without: the engines that
@@ -306,17 +238,17 @@ class EngineRefits:
         try:
             sent = self._source.send_weights()
         except (WorkerError, EngineLostError) as error:
-            if not self._lose_whom_it_names(ready, error, context):
-                self._connected = None  # who is to meet for the next refit is not sure any more
-                raise
-            return
+            if self._lose_whom_it_names(ready, error, context):
+                return
+            self._connected = None  # who is to meet for the next refit is not sure any more
+            raise
         # What fails in the first refit of a run would fail in another process, too.
-        again = self._succeeded and self._fleet.budget.left() > 0
+        again = self._has_refitted and self._fleet.budget.left() > 0
         finished = self._fleet.run(ready, "finish_refit", version, sent, or_lose=again, context=context)
         for engine in self._wake(finished, "kv_cache", context):
             engine.version, engine.joined, engine.asleep = version, True, False
-            self._succeeded = True
-        self.digest = of_all(sent)
+            self._has_refitted = True
+        self.weights_digest = of_all(sent)
 
     def _wake(self, engines: Iterable[StartedEngine], tag: str, context: str) -> list[StartedEngine]:
         """Return those that live, after what slept has taken memory for the weights or the cache."""
@@ -353,7 +285,7 @@ class EngineRefits:
             kind.bucket_bytes,
             kind.call_timeout_s,
             receivers=len(engines) * kind.processes,
-            verify=self._verify,
+            verify=self._config.generation.verify_refit,
             held_as=kind.precision,
         )
         numbers = [engine.number for engine in engines]
@@ -373,3 +305,39 @@ class EngineRefits:
                 return False
         self._connected = wanted
         return True
+
+
+def as_requests(data: BatchedDataDict) -> list[Request]:
+    """Return the rows of input_ids [B, P] and input_lengths [B] without padding, with seeds [B] and stop_strings."""
+    rows = zip(
+        data["input_ids"].tolist(),
+        data["input_lengths"].tolist(),
+        data["seeds"].tolist(),
+        data["stop_strings"],
+        strict=True,
+    )
+    return [Request(ids[:length], seed, strings) for ids, length, seed, strings in rows]
+
+
+def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
+    """Return what `GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 after the end.
+
+    The digests are those that came with the responses.
+    """
+    tokens_BT = torch.zeros(len(responses), max_new_tokens, dtype=torch.long)
+    logprobs_BT = torch.zeros(len(responses), max_new_tokens)
+    versions_BT = torch.full_like(tokens_BT, -1)
+    # numpy reads lists several times as fast as torch does.
+    columns = [column.numpy() for column in (tokens_BT, logprobs_BT, versions_BT)]
+    for row, response in enumerate(responses):
+        of_tokens = (response.tokens, response.logprobs, response.versions)
+        for column, values in zip(columns, of_tokens, strict=True):
+            column[row, : len(response.tokens)] = values
+    return BatchedDataDict(
+        tokens=tokens_BT,
+        logprobs=logprobs_BT,
+        lengths=torch.tensor([len(response.tokens) for response in responses], dtype=torch.long),
+        finished=torch.tensor([response.finished for response in responses], dtype=torch.bool),
+        weight_versions=versions_BT,
+        digests=torch.tensor([response.digest for response in responses], dtype=torch.long),
+    )

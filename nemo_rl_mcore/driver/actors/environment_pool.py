@@ -11,18 +11,18 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import batched, chain
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import ray
 
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.config.custom_code import RAISED, handed_objects
-from nemo_rl_mcore.config.environment import EnvPoolConfig
+from nemo_rl_mcore.config.environment import PROCESS_START_S
 from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.driver.actors.actor import LOOK_EVERY_S, Actor, GivenUpError, settled
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
@@ -47,7 +47,7 @@ _MOST_REASONS = 20
 _DROPPED, _RETRIED, _RESTARTS = "env/dropped", "env/retried", "env/restarts"
 
 
-class EnvironmentPool:
+class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     """Implements `driver.interfaces.Environments` over `env.pool.size` actors, each with the environment of the recipe.
 
     The turns of a call are split into pieces, which any actor answers; which one does, and when, changes no reply. A
@@ -75,11 +75,12 @@ class EnvironmentPool:
                 _PAUSE_S,
                 _LONGEST_PAUSE_S,
                 lambda error: not isinstance(error, EnvironmentFailedError),
-                self._report_restart,
+                lambda _number, _delay_s, failure: self._report(failure, "another one starts in its place"),
                 in_a_row=True,
             ),
             lost=cluster.lost,
-            changed=self._pool_changed,
+            # Of a closed pool the loop ends before it would run.
+            changed=lambda: None if self._pool.closed else self._thread.begin(self._attend()),
         )
         self._counts, self._taken = Counter[str](), Counter[str]()  # they only grow: one thread writes each
         self._reasons, self._reported = Counter[str](), set[str]()
@@ -92,7 +93,7 @@ class EnvironmentPool:
         """See `driver.interfaces.Environments.replies`; a signal is heard meanwhile."""
         asked = self._thread.call(self._replies(turns))
         try:
-            # Each of the environments' calls has its deadline, and `_watch` ends them all when Ray is gone.
+            # Each of the environments' calls has its deadline, and `_start` has them all end when Ray is gone.
             with activity.at(f"waiting for replies to {len(turns)} answers", timed=False):
                 while not wait([asked], timeout=_WAKE_EVERY_S).done:
                     pass
@@ -113,7 +114,6 @@ class EnvironmentPool:
         return dict(self._reasons)
 
     def close(self) -> None:
-        """End all actors; idempotent. Who still waits for replies is cancelled."""
         with deferred_stop_signals():
             try:
                 self._pool.stop_starts()
@@ -121,20 +121,20 @@ class EnvironmentPool:
             finally:
                 self._pool.shutdown()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # What runs in the thread of the loop
 
     async def _start(self) -> None:
+        async def watch() -> None:
+            while (lost := await asyncio.to_thread(self._session_lost)) is None:
+                await asyncio.sleep(LOOK_EVERY_S)
+            raise lost
+
         if not self._started:
             self._started = True
-            self._thread.begin(self._watch())
+            self._thread.begin(watch())
             self._pool.start(range(self._size))
 
     async def _replies(self, turns: Sequence[Turn]) -> list[Reply]:
@@ -186,23 +186,7 @@ class EnvironmentPool:
         self._fail(stopped := RunStoppedError(told, code=RAISED))
         raise stopped
 
-    async def _serve(self, actor: SupervisedEnvironment) -> None:
-        """Have an actor answer pieces, one after another, until it is lost."""
-        while True:
-            piece = await self._pieces.next(actor.number)
-            try:
-                replies = await actor.ask(piece.turns, self._limits.timeout_s)
-            except EnvironmentFailedError as failure:
-                piece.fail(failure)
-                if failure.lost:
-                    self._pool.lose(actor, failure)
-                    return
-            else:
-                if not piece.replies.done():  # else nobody waits any more
-                    piece.replies.set_result(replies)
-
     async def _attend(self) -> None:
-        """Give pieces to actors that have started; raise why there will be no more of them."""
         if isinstance(failure := self._pool.failure, EnvironmentFailedError):
             retries = self._limits.retries
             raise RunStoppedError(
@@ -215,12 +199,35 @@ class EnvironmentPool:
                 actor.serves = True
                 self._thread.begin(self._serve(actor))
 
+    async def _serve(self, actor: SupervisedEnvironment) -> None:
+        limit_s = self._limits.timeout_s
+        late = f"no reply within {limit_s:g} s (env.pool.timeout_s)"
+        while True:
+            piece = await self._pieces.next(actor.number)
+            try:
+                asked = actor.handle.replies.remote(piece.turns, limit_s)
+                replies = await actor.result(asked, limit_s, late)
+            except EnvironmentFailedError as failure:
+                piece.fail(failure)
+                if failure.lost:
+                    self._pool.lose(actor, failure)
+                    return
+            else:
+                if not piece.replies.done():  # else nobody waits any more
+                    piece.replies.set_result(replies)
+
     def _build(self, number: int) -> SupervisedEnvironment:
-        """Start an actor, in the thread of the start."""
-        actor = SupervisedEnvironment.of(
-            number,
+        """Start an actor, in the thread of the start, on any machine that has what it asks for."""
+        limits = self._limits
+        actor = SupervisedEnvironment.begin(
+            actor_class(EnvironmentProcess, with_health=False),
+            RankSlot(
+                number,
+                rank_environment(os.environ, on_cpu=not limits.num_gpus),
+                {"num_cpus": 0, "num_gpus": limits.num_gpus, "scheduling_strategy": "SPREAD"},
+            ),
+            "environment actor",
             self._cluster,
-            self._limits,
             lambda: "the run ends" if self._pool.closed else self._cluster.lost(),
         )
         try:
@@ -230,16 +237,6 @@ class EnvironmentPool:
             raise
         return actor
 
-    def _pool_changed(self) -> None:
-        if not self._pool.closed:  # else the loop ends before it would run
-            self._thread.begin(self._attend())
-
-    async def _watch(self) -> None:
-        """Raise the end of the Ray session, for those who wait."""
-        while (lost := await asyncio.to_thread(self._session_lost)) is None:
-            await asyncio.sleep(LOOK_EVERY_S)
-        raise lost
-
     def _fail(self, error: BaseException) -> None:
         """End the run; a Ray that is gone is why its calls fail, too."""
         self._pieces.fail(self._session_lost() or error)
@@ -248,12 +245,9 @@ class EnvironmentPool:
         lost = self._cluster.lost()
         return None if lost is None else WorkerCall("replies", group="environments").end_of_session(lost)
 
-    def _report_restart(self, _number: int, _delay_s: float, failure: Exception) -> None:
-        assert isinstance(failure, EnvironmentFailedError)  # others are final
-        self._report(failure, "another one starts in its place")
-
-    def _report(self, failure: EnvironmentFailedError, what: str) -> None:
+    def _report(self, failure: Exception, what: str) -> None:
         """Print each reason once, as long as there are few: texts of the user's code may never be equal."""
+        assert isinstance(failure, EnvironmentFailedError)  # others are final
         if str(failure) not in self._reported and len(self._reported) < _MOST_REASONS:
             self._reported.add(str(failure))
             write_line(sys.stderr, failure.report("", f"; {what}"))
@@ -278,7 +272,7 @@ class EnvironmentFailedError(Exception):
 @dataclass(eq=False)
 class SupervisedEnvironment(Actor):
     """The driver's handle of an `EnvironmentProcess`, for one asyncio loop at a time: that of the thread that starts
-    it, then that of the environments' thread. A `Member` of a pool; it is on any machine that has what it asks for.
+    it, then that of the environments' thread.
 
     serves: whether the pool gives it turns. From then on it is the pool that reports the end of Ray: no reply is
     dropped for it.
@@ -286,38 +280,23 @@ class SupervisedEnvironment(Actor):
 
     serves: bool = field(default=False, init=False)
 
-    @classmethod
-    def of(
-        cls, number: int, cluster: RayCluster, pool: EnvPoolConfig, lost: Callable[[], str | None]
-    ) -> Self:
-        options = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus, "scheduling_strategy": "SPREAD"}
-        slot = RankSlot(number, rank_environment(os.environ, on_cpu=not pool.num_gpus), options)
-        remote_class = actor_class(EnvironmentProcess, with_health=False)
-        return cls.begin(remote_class, slot, "environment actor", cluster, lost)
-
     async def start(self, config: EnvConfig) -> None:
         """Build the environment of a recipe. Raises EnvironmentFailedError, also for a start that takes too long."""
-        limit_s = config.pool.start_timeout_s
+        limit_s = PROCESS_START_S
         deadline = time.monotonic() + limit_s
-        late = f"did not start within {limit_s:g} s (env.pool.start_timeout_s)"
-        keys = {"num_cpus": config.pool.num_cpus, "num_gpus": config.pool.num_gpus}
-        if asked := [f"env.pool.{key}: {number:g}" for key, number in keys.items() if number]:
-            late += f"; it asks for {' and '.join(asked)}"  # which may not have been free
-        self.identity = await self._result(self.handle._identify.remote(), limit_s, late)
+        late = f"did not start within {limit_s:g} s"
+        if config.pool.num_gpus:  # which may not have been free
+            late += f"; it asks for env.pool.num_gpus: {config.pool.num_gpus:g}"
+        self.identity = await self.result(self.handle._identify.remote(), limit_s, late)
         construction = Construction((config, handed_objects()), environment=given_variables(config.pool))
         built = self.handle._build.remote(ray.put(construction))
-        await self._result(built, deadline - time.monotonic(), late)
+        await self.result(built, deadline - time.monotonic(), late)
 
-    async def ask(self, turns: Sequence[Turn], within_s: float) -> list[Reply]:
-        """Return the reply to each turn.
+    async def result(self, ref: Any, within_s: float, late: str) -> Any:
+        """Wait for the result of a call. late: what to say of one that gives nothing in time.
 
         Raises EnvironmentFailedError, and what ends the run: a RunStoppedError but what the user's code has raised.
         """
-        late = f"no reply within {within_s:g} s (env.pool.timeout_s)"
-        return await self._result(self.handle.replies.remote(turns, within_s), within_s, late)
-
-    async def _result(self, ref: Any, within_s: float, late: str) -> Any:
-        """Return what a call gives. late: what to say of one that gives nothing in time."""
         deadline = time.monotonic() + within_s
 
         def over() -> str | None:
@@ -330,19 +309,16 @@ class SupervisedEnvironment(Actor):
             raise EnvironmentFailedError(str(why), self, lost=True, details=self._stderr()) from None
         if (error := answer.exception()) is None:
             return answer.result()
-        raise self._failed(error)
-
-    def _failed(self, error: BaseException) -> Exception:
         failure = self.failure(error)
         if failure.died:
             details = "\n".join(filter(None, [failure.details(), self._stderr()]))
-            return EnvironmentFailedError("its process died", self, lost=True, details=details)
+            raise EnvironmentFailedError("its process died", self, lost=True, details=details)
+        reason, details = failure.headline(), failure.details()
         if isinstance(failure.cause, RunStoppedError):
             if failure.cause.code != RAISED:
-                return failure.cause
+                raise failure.cause
             reason, _, details = str(failure.cause).partition("\n")
-            return EnvironmentFailedError(reason, self, lost=False, details=details)
-        return EnvironmentFailedError(failure.headline(), self, lost=False, details=failure.details())
+        raise EnvironmentFailedError(reason, self, lost=False, details=details)
 
     def _stderr(self) -> str:
         tail = stderr_tail(self.cluster.log_dir, self.identity) if self.identity else ""
@@ -377,7 +353,7 @@ class Pieces:
         self._failure: BaseException | None = None
 
     async def replies(self, turns: Sequence[Turn], avoided: int | None) -> list[Reply]:
-        """Return what an actor gives for turns, or raise what it has failed with; see `fail`."""
+        """Have an actor reply; raises the error that it has failed with, or that of `fail`."""
         if self._failure is not None:
             raise self._failure
         piece = TurnPiece(turns, avoided, asyncio.get_running_loop().create_future())
@@ -393,7 +369,6 @@ class Pieces:
                 self._waiting.remove(piece)
 
     async def next(self, actor: int) -> TurnPiece:
-        """Return the piece that this actor is to answer next, as soon as there is one."""
         async with self._changed:
             while True:
                 for piece in self._waiting:

@@ -42,9 +42,9 @@ def identity_in(report: str) -> RankIdentity:
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """Says what the ranks of a group are asked.
+    """Says what the ranks of a group, such as "policy", are asked, and what for, such as "step 12".
 
-    timeout_s: seconds without progress. key: of the recipe, that has the deadline. group: see `WorkerError`.
+    timeout_s: seconds without progress. key: of the recipe, that has the deadline.
     """
 
     method: str
@@ -57,7 +57,6 @@ class WorkerCall:
         return f"{self.method} ({self.context})" if self.context else self.method
 
     def not_started(self, why: str, code: str, *, final: bool = False) -> WorkerError:
-        """Return the failure of a call that a group refuses."""
         return WorkerError(f"{self} was not started: {why}", self, final=final, code=code)
 
     def end_of_session(self, lost: str) -> WorkerError:
@@ -69,12 +68,11 @@ class WorkerCall:
 class WorkerError(RanksFailedError):
     """One rank of a worker group failed; the message is complete, with the traceback of that rank.
 
-    rank, host: the one that failed first, -1 when none did and a deadline passed. method, context: what the group was
-    asked to do, and what for, such as "step 12". group: its name, such as "policy". cause: the exception that the rank
-    raised, where it could be sent back. code: that of the cause; of others rank-died, node-lost, no-progress,
-    session-lost, interrupted, shut-down, or ended-before for a group that an earlier failure ended. usable: whether the
-    group can still be called, since every rank has answered. final: whether Ray itself is gone. lost_node: the machine
-    of a rank, by Ray's id and its address, where it is gone, as opposed to the rank alone.
+    rank, host: the one that failed first, -1 when none did and a deadline passed. method, context, group: see
+    `WorkerCall`. cause: the exception that the rank raised, where it could be sent back. code: that of the cause; of
+    others rank-died, node-lost, no-progress, session-lost, interrupted, shut-down, or ended-before for a group that an
+    earlier failure ended. usable: the group can still be called, since every rank has answered. final: Ray itself is
+    gone. lost_node: the machine of a rank, by Ray's id and its address, where that is gone, as opposed to the rank.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class RankFailure:
 
     @property
     def is_of_a_peer(self) -> bool:
-        """Return whether the rank only tells that another one is gone, or what another one has raised."""
+        """True where the rank only tells that another one is gone, or what another one has raised."""
         return isinstance(self.cause, PeerLostError) or _OF_A_PEER.match(str(self.cause)) is not None
 
     def headline(self) -> str:
@@ -143,9 +141,7 @@ def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
     When a process dies its peers' collectives fail, sometimes before Ray notices the death: it comes first. Errors that
     ranks take over from another one come last.
     """
-    died = (failure for failure in failures if failure.died)
-    own = (failure for failure in failures if not failure.is_of_a_peer)
-    return next(died, None) or next(own, failures[0])
+    return min(failures, key=lambda failure: (not failure.died, failure.is_of_a_peer and not failure.died))
 
 
 def stderr_tail(log_dir: Path | None, identity: RankIdentity) -> str:
@@ -180,12 +176,6 @@ class Stall:
             return f"does not answer{self.silent}"
         return f"last began {self.doing!r}" if self.doing else "has not begun"
 
-    def as_lost(self) -> RankFailure | None:
-        if self.lost_node is None or self.identity is None:
-            return None
-        report = "the Ray server of its machine does not listen any more"
-        return RankFailure(self.rank, self.identity, report, lost_node=self.lost_node)
-
 
 def hung_first(stalls: Sequence[Stall]) -> list[Stall]:
     """Sort stalled ranks, those first that the others wait for: silent, or not at a meeting of the ranks."""
@@ -206,11 +196,8 @@ def describe_stall(
         f"{noun} {stall.rank} ({stall.identity or 'starting'}), which {stall}" for stall in stalls
     )
     first = f"{call} {why}: stopped {names}; {ranks - len(stalls)} of {ranks} {noun}s returned"
-    return "\n".join([first, *_stacks(stalls, noun)])
-
-
-def _stacks(stalls: Sequence[Stall], noun: str) -> list[str]:
-    return [f"--- {noun} {stall.rank}, where it stood ---\n{stall.stack}" for stall in stalls if stall.stack]
+    stacks = [f"--- {noun} {one.rank}, where it stood ---\n{one.stack}" for one in stalls if one.stack]
+    return "\n".join([first, *stacks])
 
 
 def describe(
@@ -239,5 +226,5 @@ def describe(
     parts.append(f"--- {noun} {root.rank}, as reported ---\n{root.details()}")
     if root.died and (tail := stderr_tail(log_dir, root.identity)):
         parts.append(f"--- {noun} {root.rank}, end of its standard error ---\n{tail}")
-    parts += _stacks(stalls, noun)
+    parts += [f"--- {noun} {one.rank}, where it stood ---\n{one.stack}" for one in stalls if one.stack]
     return "\n".join(parts)

@@ -12,12 +12,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -25,6 +24,7 @@ from ray.exceptions import RayError, RayTaskError
 from nemo_rl_mcore.driver.actors.actor import LOOK_EVERY_S, Actor, HealthWatch
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.failures import (
+    RankFailure,
     RankIdentity,
     Stall,
     WorkerCall,
@@ -40,7 +40,6 @@ from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.activity import Progress
 
-_MASTER_ADDRESS, _MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 # Python hears of signals between two waits, and of two signals that came during one it hears once.
 _WAKE_EVERY_S = 0.2
 _KILL_WAIT_S = 2.0
@@ -50,28 +49,22 @@ _STACKS_WITHIN_S = 2.0
 _ANSWERS_WITHIN_S = 3.0
 
 
-class RayWorkerGroup:
+class RayWorkerGroup(AbstractContextManager["RayWorkerGroup"]):
     """`world_size` actors of one class, each with the environment of its rank.
 
-    A call reaches every rank, because the ranks meet in collectives. For the same reason it is one at a time, from one
-    thread: two at once would be right only if they came to every rank in one order.
+    A call reaches every rank, because the ranks meet in collectives; hence there is one at a time, from one thread. The
+    first failure ends it: the others get a grace to report theirs, those that hang are killed, and one `WorkerError`
+    names the root cause. If every rank answered, be it by raising, none waits in a collective, and the group can be
+    called again, to abort a step for example; otherwise each later call raises the same failure. Deadlines are seconds
+    without progress of `rank.activity`. A first Ctrl-C or SIGTERM waits until the call is over.
 
-    The first failure ends a call: the others get a grace to report theirs, those that hang are killed, and one
-    `WorkerError` names the root cause. If every rank answered, be it by raising, none waits in a collective, and the
-    group can be called again, to abort a step for example; otherwise each later call raises the same failure.
-
-    Deadlines are seconds without progress: of `rank.activity`, whose counter each rank reports while it works.
-    A first Ctrl-C or SIGTERM waits until the call is over.
-
-    worker_class: a plain class; it becomes an actor here and nowhere else. args, kwargs: of every worker's constructor.
-    share_class: of all workers but the first, where that one alone is called. The others live with it: it is ended once
-    `serve` of one of them returns or raises.
-    start_timeout_s: deadline for all constructors. call_timeout_s: of calls that do not give their own.
-    deadline_keys: the section of a recipe that has these two keys, for messages.
-    placement: where the workers run; left out, the cluster places one for each of its ranks.
-    name: of the group, such as "policy", for messages and `WorkerError.group`. noun: of a worker, after the name.
-    secrets: environment variables that constructors need and nobody else is to see.
-    lost: says what has ended without which no worker can be reached, None while nothing has; left out, the cluster's.
+    worker_class: a plain class; it becomes an actor here. args, kwargs: of every constructor. share_class: of all
+    workers but the first, where that one alone is called; it ends once `serve` of one of them returns or raises.
+    start_timeout_s: for all constructors. call_timeout_s: of calls that do not give their own. deadline_keys: the
+    section of a recipe that has these two keys, for messages. placement: left out, the cluster places one for each of
+    its ranks. name: of the group, such as "policy", for messages and `WorkerError.group`. noun: of a worker, after the
+    name. secrets: environment variables that constructors need and nobody else is to see. lost: says what has ended
+    without which no worker can be reached, None while nothing has; left out, the cluster's.
 
     Raises WorkerError: a constructor failed, or not all finished in time.
     """
@@ -93,30 +86,29 @@ class RayWorkerGroup:
         share_class: type | None = None,
         lost: Callable[[], str | None] | None = None,
     ) -> None:
-        self._name = name
-        self._cluster = cluster
-        self._call_timeout_s = call_timeout_s
-        self._deadline_keys = deadline_keys
+        use_arrays_for_tensors()
+        self.placement = placement or cluster.place_ranks()
+        self.world_size = len(self.placement.slots)
+        self.members: Sequence[Actor] = ()
+        self._name, self._cluster = name, cluster
+        self._call_timeout_s, self._deadline_keys = call_timeout_s, deadline_keys
+        self._lost = lost or cluster.lost
+        self._called: Sequence[Actor] = ()
         self._last: PendingCall | None = None
         self._starting = threading.Lock()
-        use_arrays_for_tensors()
-        self._placement = placement or cluster.place_ranks()
-        self._lost, noun = lost or cluster.lost, f"{name} {noun}".strip()
-        self._members: Sequence[Actor] = ()
-        self._called: Sequence[Actor] = ()
         self._shut = False
         try:
             first = actor_class(worker_class)
             others = first if share_class is None else actor_class(share_class)
-            self._members = [
-                Actor.begin(others if at else first, slot, noun, cluster, self._lost)
-                for at, slot in enumerate(self._placement.slots)
+            self.members = [
+                Actor.begin(others if at else first, slot, f"{name} {noun}".strip(), cluster, self._lost)
+                for at, slot in enumerate(self.placement.slots)
             ]
             construction = Construction(args, kwargs or {}, secrets=secrets or {})
             self._build(construction, f"{worker_class.__name__}()", start_timeout_s)
-            self._called = self._members if share_class is None else self._members[:1]
+            self._called = self.members if share_class is None else self.members[:1]
             # Where a share ends, however that comes about, so does the first worker.
-            self._serving = [one.handle.serve.remote().future() for one in self._members[len(self._called) :]]
+            self._serving = [one.handle.serve.remote().future() for one in self.members[len(self._called) :]]
             for serving in self._serving:
                 # In a thread: in Ray's own, which tells of answers, no call of Ray's ever returns.
                 serving.add_done_callback(
@@ -127,22 +119,11 @@ class RayWorkerGroup:
             raise
 
     @property
-    def world_size(self) -> int:
-        return len(self._placement.slots)
-
-    @property
-    def members(self) -> Sequence[Actor]:
-        return tuple(self._members)
-
-    @property
-    def placement(self) -> Placement:
-        return self._placement
-
-    @property
     def identities(self) -> Mapping[int, RankIdentity]:
-        return {rank: one.identity for rank, one in enumerate(self._members) if one.identity is not None}
+        return {rank: one.identity for rank, one in enumerate(self.members) if one.identity is not None}
 
     def share(self, value: Any) -> Any:
+        """Store what several ranks are to be given; the result stands for it in a call."""
         return ray.put(value)
 
     def call(
@@ -158,9 +139,8 @@ class RayWorkerGroup:
     ) -> PendingCall:
         """Begin a call of `method` on every rank, with arguments common to all and, by keyword, each rank's own.
 
-        answering: the ranks whose answers are wanted; None is all. The others run the method, and give None.
-        timeout_s: the deadline; None is the group's. key: of the deadline, in the section of a recipe that the group
-        knows. context: what the call is for, such as "step 12", for messages.
+        answering: the ranks whose answers are wanted, None is all; the others run the method. timeout_s: None is the
+        group's. key: of that deadline in the recipe. context: what the call is for, such as "step 12", for messages.
 
         Raises GroupInUseError where the result of the call before has not been taken, WorkerError where the group
         cannot be called any more.
@@ -170,23 +150,33 @@ class RayWorkerGroup:
                 f"{method}: per_rank_kwargs has {len(per_rank_kwargs)} entries for {self.world_size} ranks",
                 code="entries-per-rank",
             )
-        call = WorkerCall(method, context, timeout_s or self._call_timeout_s, self._key(key), self._name)
-        own = per_rank_kwargs or [{}] * self.world_size
+        deadline = f"{self._deadline_keys}.{key}" if self._deadline_keys and key else ""
+        call = WorkerCall(method, context, timeout_s or self._call_timeout_s, deadline, self._name)
         with self._starting, deferred_stop_signals():
-            self._refuse(call)
+            last = self._last
+            if self._shut:
+                raise call.not_started("the worker group is shut down", "shut-down")
+            if last is not None and not last.over:
+                raise GroupInUseError(
+                    f"{call} was not started: {self._name or 'the worker group'} is at {last}, whose result has not "
+                    "been taken; one thread at a time makes one call at a time"
+                )
+            if last is not None and last.error is not None and not last.error.usable:
+                why = f"the worker group ended with an earlier failure: {last.error}"
+                raise call.not_started(why, "ended-before", final=last.error.final)
+            if (lost := self._lost()) is not None:
+                raise call.end_of_session(lost)
             refs: dict[Any, int] = {}
             for rank, member in enumerate(self._called):
                 actor, answers = member.handle, answering is None or rank in answering
                 run = getattr(actor, method).remote if answers else partial(actor._only_run.remote, method)
-                refs[run(*args, **kwargs, **own[rank])] = rank
+                own = per_rank_kwargs[rank] if per_rank_kwargs else {}
+                refs[run(*args, **kwargs, **own)] = rank
             self._last = PendingCall(call, self._called, refs)
             return self._last
 
     def run_all(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        """Return the result of `call`, in the order of the ranks.
-
-        Raises WorkerError: see the class; also after `timeout_s` without progress, naming ranks that did not return.
-        """
+        """Return the result of `call`, in the order of the ranks; raises WorkerError, see the class."""
         with deferred_stop_signals():
             return self.call(method, *args, **options).result()
 
@@ -196,23 +186,18 @@ class RayWorkerGroup:
         keep_places: the placement is not given back: another group is started in it.
         """
         self._shut = True  # first: a thread that waits soon sees them die
-        for member in self._members:
+        for member in self.members:
             member.end()
         if self._cluster.lost() is None and not keep_places:
-            self._placement.release()
+            self.placement.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def _build(self, construction: Construction, name: str, timeout_s: float) -> None:
         """Run the constructors: once all processes are there, and rank 0 has a port where they can meet."""
-        call = WorkerCall(name, "start of the workers", timeout_s, self._key("start_timeout_s"), self._name)
-        members, actors = self._members, [member.handle for member in self._members]
+        call = WorkerCall(name, "start of the workers", timeout_s, group=self._name)
+        members, actors = self.members, [member.handle for member in self.members]
 
         def answers(refs: Mapping[Any, int]) -> list[Any]:
             return PendingCall(call, members, refs).interruptible_result()
@@ -220,30 +205,12 @@ class RayWorkerGroup:
         identities = answers({actor._identify.remote(): rank for rank, actor in enumerate(actors)})
         for member, identity in zip(members, identities, strict=True):
             member.identity = identity
-        address = self._placement.slots[0].environment.get(_MASTER_ADDRESS)
+        address = self.placement.slots[0].environment.get("MASTER_ADDR")
         if address is not None:
             [port] = answers({actors[0]._listen.remote(address): 0})
-            construction = replace(construction, environment={_MASTER_PORT: str(port)})
+            construction = replace(construction, environment={"MASTER_PORT": str(port)})
         shared = ray.put(construction)
         answers({actor._build.remote(shared): rank for rank, actor in enumerate(actors)})
-
-    def _key(self, name: str) -> str:
-        return f"{self._deadline_keys}.{name}" if self._deadline_keys and name else ""
-
-    def _refuse(self, call: WorkerCall) -> None:
-        """Raise what keeps the group from being called, if anything does."""
-        if self._shut:
-            raise call.not_started("the worker group is shut down", "shut-down")
-        if (last := self._last) is not None and not last.over:
-            raise GroupInUseError(
-                f"{call} was not started: {self._name or 'the worker group'} is at {last}, whose result has not "
-                "been taken; one thread at a time makes one call at a time"
-            )
-        if last is not None and last.error is not None and not last.error.usable:
-            why = f"the worker group ended with an earlier failure: {last.error}"
-            raise call.not_started(why, "ended-before", final=last.error.final)
-        if (lost := self._lost()) is not None:
-            raise call.end_of_session(lost)
 
 
 class CallEnd(Enum):
@@ -264,18 +231,15 @@ class GroupInUseError(RuntimeError):
 class PendingCall:
     """Waits for what `RayWorkerGroup.call` has begun; one thread at a time asks it.
 
-    It is pending until `result` has given or raised what came of it, and the group takes no other call before. Calls to
-    several groups are waited for together by asking each whether it is `done`, about every second: progress is heard,
-    and deadlines pass, only while somebody asks or waits.
-
-    refs: rank by Ray's reference of its answer.
+    It is pending until `result` has given or raised what came of it (`over`, `error`), and the group takes no other
+    call before. Progress is heard, and deadlines pass, only while somebody asks or waits. refs: rank by Ray's reference
+    of its answer.
     """
 
     def __init__(self, call: WorkerCall, members: Sequence[Actor], refs: Mapping[Any, int]) -> None:
         self.over = False
-        """Whether `result` has given or raised what came of it."""
         self.error: WorkerError | None = None
-        """What `result` has raised."""
+        self.timeout_s = call.timeout_s
         self._call, self._members, self._refs = call, members, dict(refs)
         self._watch = HealthWatch([member.handle for member in members])
         self._results: dict[int, Any] = {}
@@ -288,21 +252,14 @@ class PendingCall:
         return str(self._call)
 
     @property
-    def timeout_s(self) -> float:
-        return self._call.timeout_s
-
-    @property
     def progress(self) -> Mapping[int, Progress]:
-        """Return what each rank said last, of those that have said anything; any thread may ask."""
+        """The last words of each rank that has said anything; any thread may ask."""
         return dict(self._watch.progress)
 
     def done(self) -> bool:
-        """Say whether `result` has no more to wait for: the ranks have answered, or the call has failed. Never waits.
-
-        Raises GroupInUseError when another thread asks, too.
-        """
+        """Say, without a wait, whether the ranks have answered or the call has failed; GroupInUseError as `result`."""
         with self._one_thread():
-            return self._poll(0)
+            return self._look(0)
 
     def result(self) -> list[Any]:
         """Wait for the answers, in the order of the ranks; a first Ctrl-C or SIGTERM waits until the call is over.
@@ -314,9 +271,18 @@ class PendingCall:
 
     def interruptible_result(self) -> list[Any]:
         """Do as `result`, but no signal has to wait: for workers that nobody else has heard of yet."""
-        with self._one_thread(), activity.at(self._at):
+
+        def doing() -> str:
+            said = self.progress
+            ranks = [
+                f"{rank} at {said[rank].doing!r}" if rank in said else f"{rank} silent"
+                for rank in self._waiting
+            ]
+            return f"{self}: {self._members[0].noun} {', '.join(ranks) or 'none'}"
+
+        with self._one_thread(), activity.at(doing):
             try:
-                while not self.over and not self._poll(_WAKE_EVERY_S):
+                while not self.over and not self._look(_WAKE_EVERY_S):
                     pass
                 if not self.over:
                     self.error = None if self._ended is CallEnd.ANSWERED else self._failure()
@@ -329,14 +295,6 @@ class PendingCall:
                 raise self.error
             return [answer for _, answer in sorted(self._results.items(), key=lambda item: item[0])]
 
-    def _at(self) -> str:
-        """Return the call, and what each rank that is waited for said last."""
-        said = self.progress
-        ranks = [
-            f"{rank} at {said[rank].doing!r}" if rank in said else f"{rank} silent" for rank in self._waiting
-        ]
-        return f"{self}: {self._members[0].noun} {', '.join(ranks) or 'none'}"
-
     @contextmanager
     def _one_thread(self) -> Iterator[None]:
         if not self._asking.acquire(blocking=False):
@@ -346,63 +304,58 @@ class PendingCall:
         finally:
             self._asking.release()
 
-    def _poll(self, wait_s: float) -> bool:
-        if self._ended is None:
-            self._ended = self._ending(wait_s)
-        return self._ended is not None
-
     @property
     def _waiting(self) -> list[int]:
         return sorted(self._refs.values())
 
-    def _ending(self, wait_s: float) -> CallEnd | None:
-        """Take the answers that come within so many seconds; says why the call is over, None while it is not.
+    def _look(self, wait_s: float) -> bool:
+        """Take the answers that come within so many seconds, and say whether the call is over.
 
         After the first failure the other ranks have a grace to report theirs.
         """
+        if self._ended is not None:
+            return True
         self._watch.tick()
         self._take(wait_s)
         if not self._refs:
-            return CallEnd.FAILED if self._errors else CallEnd.ANSWERED
-        if self._errors:
+            self._ended = CallEnd.FAILED if self._errors else CallEnd.ANSWERED
+        elif self._errors:
             died = any(not isinstance(error, RayTaskError) for _, error in self._errors)
-            grace_s = _GRACE_AFTER_A_DEATH_S if died else _GRACE_S
-            return CallEnd.FAILED if time.monotonic() - self._failed_at >= grace_s else None
-        if self._watch.due(min(LOOK_EVERY_S, self.timeout_s / 4)):
+            if time.monotonic() - self._failed_at >= (_GRACE_AFTER_A_DEATH_S if died else _GRACE_S):
+                self._ended = CallEnd.FAILED
+        elif self._watch.due(min(LOOK_EVERY_S, self.timeout_s / 4)):
             if self._members[0].lost() is not None:
-                return CallEnd.LOST
-            if self._gone(self._waiting):  # Ray says so some seconds later
-                return CallEnd.GONE
-            self._watch.look(self._waiting)
-            if self._watch.stalled(self._waiting, self.timeout_s):
-                return CallEnd.STALLED
-            # What hangs would never hear of the stop; what only takes long answers, and is waited for.
-            if current_stop_signals().asked and self._watch.silent(self._waiting, _ANSWERS_WITHIN_S):
-                return CallEnd.SILENT
-        return None
+                self._ended = CallEnd.LOST
+            elif self._gone(self._waiting):  # Ray says so some seconds later
+                self._ended = CallEnd.GONE
+            else:
+                self._watch.look(self._waiting)
+                if self._watch.stalled(self._waiting, self.timeout_s):
+                    self._ended = CallEnd.STALLED
+                # What hangs would never hear of the stop; what only takes long answers, and is waited for.
+                elif current_stop_signals().asked and self._watch.silent(self._waiting, _ANSWERS_WITHIN_S):
+                    self._ended = CallEnd.SILENT
+        return self._ended is not None
 
     def _take(self, wait_s: float) -> None:
         """Take the answers that are there, if need be wait so long for one."""
         wanted = 1
         while self._refs and (ready := ray.wait(list(self._refs), num_returns=wanted, timeout=wait_s)[0]):
             for ref in ready:
-                self._take_one(ref)
+                rank = self._refs[ref]
+                self._watch.moved()
+                try:
+                    self._results[rank] = ray.get(ref)
+                except RayError as error:
+                    if not self._errors:
+                        self._failed_at = time.monotonic()
+                    self._errors.append((rank, error))
+                del self._refs[ref]  # last: a Ctrl-C before it has the answer taken once more
             wait_s, wanted = 0, len(self._refs)  # one by one it would cost the square of the ranks
 
-    def _take_one(self, ref: Any) -> None:
-        rank = self._refs[ref]
-        self._watch.moved()
-        try:
-            self._results[rank] = ray.get(ref)
-        except RayError as error:
-            if not self._errors:
-                self._failed_at = time.monotonic()
-            self._errors.append((rank, error))
-        del self._refs[ref]  # last: a Ctrl-C before it has the answer taken once more
-
     def _failure(self) -> WorkerError:
-        """Return what went wrong; ranks that do not return are killed."""
-        call, cluster = self._call, self._members[0].cluster
+        """Describe the failure; ranks that do not return are killed."""
+        call, cluster, noun = self._call, self._members[0].cluster, self._members[0].noun
         failures = [self._members[rank].failure(error) for rank, error in self._errors]
         # Ranks that all answered, if only by raising, still serve: an open train step can be aborted.
         usable = not self._waiting and not any(failure.died for failure in failures)
@@ -414,29 +367,45 @@ class PendingCall:
             for one in failures
         ]
         stalls = self._stalls()
+        lost_node = next((stall.lost_node for stall in stalls if stall.lost_node is not None), None)
         for rank in self._waiting:
             self._members[rank].end()
-        if stalls and _lost_node(stalls) is None:
+        if stalls and lost_node is None:
             # Else Ray logs the answers of the dead; that of one whose machine is gone takes it long.
             deadline = time.monotonic() + _KILL_WAIT_S
             while self._refs and (left := deadline - time.monotonic()) > 0:
                 self._take(left)
-        if self._ended is CallEnd.GONE:
-            failures = [failure for stall in stalls if (failure := stall.as_lost()) is not None]
-            stalls = [stall for stall in stalls if stall.lost_node is None]
-        noun = self._members[0].noun
         if self._ended in (CallEnd.STALLED, CallEnd.SILENT):
             stopping = self._ended is CallEnd.SILENT
             message = describe_stall(stalls, len(self._members), call, noun, stopping=stopping)
-            return WorkerError(message, call, lost_node=_lost_node(stalls), code="no-progress")
+            return WorkerError(message, call, lost_node=lost_node, code="no-progress")
+        if self._ended is CallEnd.GONE:
+            report = "the Ray server of its machine does not listen any more"
+            failures = [
+                RankFailure(stall.rank, stall.identity, report, lost_node=stall.lost_node)
+                for stall in stalls
+                if stall.lost_node is not None and stall.identity is not None
+            ]
+            stalls, lost_node = [stall for stall in stalls if stall.lost_node is None], None
         message = describe(failures, stalls, str(call), cluster.log_dir, noun)
-        return WorkerError(message, call, root_cause(failures), usable=usable, lost_node=_lost_node(stalls))
+        return WorkerError(message, call, root_cause(failures), usable=usable, lost_node=lost_node)
 
     def _stalls(self) -> list[Stall]:
-        """Return what is known of the ranks that have not answered; it is asked for before they are killed."""
-        cluster = self._members[0].cluster
-        gone = self._gone(self._waiting)
-        stacks = self._stacks(gone) if self._waiting else {}
+        """Describe the ranks that have not answered, before they are killed.
+
+        Those whose machines are there say where they stand in their code, if they say anything.
+        """
+        cluster, gone = self._members[0].cluster, self._gone(self._waiting)
+        asked = {
+            self._members[rank].handle._health.remote(True): rank
+            for rank in self._waiting
+            if rank not in gone and not self._watch.silent([rank], _ANSWERS_WITHIN_S)
+        }
+        ready = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_WITHIN_S)[0] if asked else []
+        stacks: dict[int, str] = {}
+        for ref in ready:
+            with suppress(RayError):
+                stacks[asked[ref]] = ray.get(ref).stack
         return [
             Stall(
                 (member := self._members[rank]).number,
@@ -449,30 +418,8 @@ class PendingCall:
             for rank in self._waiting
         ]
 
-    def _stacks(self, gone: Collection[int]) -> dict[int, str]:
-        """Return where those that have not answered stand in their code, if they say so; those that are gone do not."""
-        answering = [
-            rank
-            for rank in self._waiting
-            if rank not in gone and not self._watch.silent([rank], _ANSWERS_WITHIN_S)
-        ]
-        asked = {self._members[rank].handle._health.remote(True): rank for rank in answering}
-        ready, _ = (
-            ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_WITHIN_S) if asked else ([], [])
-        )
-        stacks: dict[int, str] = {}
-        for ref in ready:
-            with suppress(RayError):
-                stacks[asked[ref]] = ray.get(ref).stack
-        return stacks
-
     def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return those whose machine is gone, and which it is."""
         identities = {rank: self._members[rank].identity for rank in ranks}
         asked = {rank: one.node_id for rank, one in identities.items() if one is not None}
         lost = self._members[0].cluster.lost_nodes({*asked.values()})
         return {rank: lost[node] for rank, node in asked.items() if node in lost}
-
-
-def _lost_node(stalls: Iterable[Stall]) -> str | None:
-    return next((stall.lost_node for stall in stalls if stall.lost_node is not None), None)

@@ -10,9 +10,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 import numpy as np
@@ -63,20 +62,17 @@ class OneProcess:
         undo.enter_context(accelerator.kept_generators())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._as_before.close()
 
-    # What `RayCluster` has, of this machine, which is there.
-
-    def lost_nodes(self, ids: Collection[str]) -> dict[str, str]:
+    def lost_nodes(self, _ids: Collection[str]) -> dict[str, str]:
+        """As of `RayCluster`, like what follows; this machine is there."""
         return {}
 
     def await_machines(self) -> None:
         pass
 
-    def place_colocated(self, ranks: Placement, gpus: Sequence[str]) -> Placement:
+    def place_colocated(self, ranks: Placement, _gpus: Sequence[str]) -> Placement:
         return ranks
 
 
@@ -110,9 +106,7 @@ class InProcessRank:
         listener = listen_at(_LOOPBACK)
         os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
         os.environ[LISTENING_SOCKET] = str(listener.detach())
-        call = self._call(
-            f"{worker_class.__name__}()", "start of the workers", start_timeout_s, "start_timeout_s"
-        )
+        call = WorkerCall(f"{worker_class.__name__}()", "start of the workers", start_timeout_s, group=name)
         self._worker = self._answer(call, worker_class, *args, **kwargs or {})
 
     def share(self, value: Any) -> Any:
@@ -129,7 +123,8 @@ class InProcessRank:
         context: str = "",
         **kwargs: Any,
     ) -> list[Any]:
-        call = self._call(method, context, timeout_s or self._call_timeout_s, key)
+        deadline = f"{self._deadline_keys}.{key}" if self._deadline_keys and key else ""
+        call = WorkerCall(method, context, timeout_s or self._call_timeout_s, deadline, self._name)
         if self._worker is None:
             raise call.not_started("the worker group is shut down", "shut-down")
         if self._ended is not None:
@@ -146,28 +141,10 @@ class InProcessRank:
         if worker is not None:
             worker.shutdown()
 
-    def _call(self, method: str, context: str, timeout_s: float, key: str) -> WorkerCall:
-        named = f"{self._deadline_keys}.{key}" if self._deadline_keys and key else ""
-        return WorkerCall(method, context, timeout_s, named, self._name)
-
     def _answer(self, call: WorkerCall, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what it gives; raises WorkerError, with the traceback, for what it raises."""
-        try:
-            with activity.at(str(call)), _quiet(), self._watched(call):
-                return run(*args, **kwargs)
-        except WorkerError:
-            raise
-        except Exception as error:
-            report = "".join(traceback.format_exception(error))
-            failure = RankFailure(0, self.identities[0], report, error, died=False)
-            message = describe([failure], [], str(call), None, self._noun)
-            raise WorkerError(message, call, failure, usable=self._worker is not None) from error
-
-    @contextmanager
-    def _watched(self, call: WorkerCall) -> Generator[None]:
-        """Raise WorkerError in the block when it makes no progress for as long as the call may take."""
-        found: list[WorkerError] = []
-        over, thread = threading.Event(), threading.get_ident()
+        """Return what it gives. Raises WorkerError: with the traceback for what it raises, and without progress."""
+        stalled: list[WorkerError] = []
+        over, thread, disabled = threading.Event(), threading.get_ident(), logging.root.manager.disable
 
         def watch() -> None:
             seen, idle_s, every_s = activity.current(), 0.0, min(_LOOK_EVERY_S, call.timeout_s / 4)
@@ -178,30 +155,31 @@ class InProcessRank:
                 seen = activity.current()
             stall = Stall(0, self.identities[0], seen.doing, activity.stack_of(thread))
             message = describe_stall([stall], 1, call, self._noun)
-            found.append(WorkerError(message, call, code="no-progress"))
-            current_stop_signals().fail(found[0])
+            stalled.append(WorkerError(message, call, code="no-progress"))
+            current_stop_signals().fail(stalled[0])
 
         watcher = threading.Thread(target=watch, name=f"watch of {call}", daemon=True)
-        watcher.start()
+        # As of a rank of Ray's, what libraries warn of is not seen on the terminal: errors alone are.
+        logging.disable(logging.WARNING)
         try:
-            yield
+            with activity.at(str(call)), warnings.catch_warnings(action="ignore"):
+                watcher.start()
+                try:
+                    return run(*args, **kwargs)
+                finally:
+                    over.set()
+                    watcher.join()
         except FailedFromOutsideError:
-            if not found:
+            if not stalled:
                 raise
-            self._ended = found[0]
+            self._ended = stalled[0]
             raise self._ended from None
+        except WorkerError:
+            raise
+        except Exception as error:
+            report = "".join(traceback.format_exception(error))
+            failure = RankFailure(0, self.identities[0], report, error, died=False)
+            message = describe([failure], [], str(call), None, self._noun)
+            raise WorkerError(message, call, failure, usable=self._worker is not None) from error
         finally:
-            over.set()
-            watcher.join()
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Keep what libraries warn of from the terminal, as what a rank of Ray's writes: errors alone are seen."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(disabled)
+            logging.disable(disabled)

@@ -36,12 +36,8 @@ _MACHINE_NAMES = frozenset(
 # What tunes or debugs a rank, on whatever machine it runs.
 _RANK_NAMES = frozenset(
     (
-        *(
-            "CUDA_DEVICE_MAX_CONNECTIONS",
-            "CUDA_LAUNCH_BLOCKING",
-            "CUBLAS_WORKSPACE_CONFIG",
-            "GLOO_SOCKET_IFNAME",
-        ),
+        *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
+        "GLOO_SOCKET_IFNAME",
         *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM"),
         *("TRITON_CACHE_DIR", "MKL_NUM_THREADS", "PYTHONFAULTHANDLER", "PYTHONWARNINGS"),
     )
@@ -50,29 +46,20 @@ _RANK_PREFIXES = ("NCCL_", "NVTE_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "MEG
 
 _HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
-_SESSION_SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Ranks without a GPU get CUDA_VISIBLE_DEVICES from us; this also silences Ray's notice about its default.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-
 # On, Ray's default on Linux, a local session listens on every network; off, on the loopback interface.
 LISTEN_ON_ALL_INTERFACES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-# On, Ray's default, a driver under `uv run` has its folder packed and an environment built for every worker. On one
-# machine the workers can use the driver's own.
-_REBUILD_UV_ENVIRONMENT = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
-# Ray prints these on the driver's terminal whatever its log settings say; a `WorkerError` tells it better.
-_DEATH_NOTICES = (
-    "A worker died or was killed while executing a task|Raylet is terminated|has been marked dead"
-)
 
 
 def set_ray_import_switches(environ: MutableMapping[str, str]) -> None:
     """Set what Ray reads when it is imported; a value that is already there stays."""
-    environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _DEATH_NOTICES)
+    # Ray prints these on the driver's terminal whatever its log settings say; a `WorkerError` tells it better.
+    notices = "A worker died or was killed while executing a task|Raylet is terminated|has been marked dead"
+    environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", notices)
     if not environ.get("RAY_ADDRESS"):
         environ.setdefault(LISTEN_ON_ALL_INTERFACES, "0")
-        environ.setdefault(_REBUILD_UV_ENVIRONMENT, "0")
+        # On, Ray's default, a driver under `uv run` has its folder packed and an environment built for every worker. On
+        # one machine the workers can use the driver's own.
+        environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 
 def _kept(environ: Mapping[str, str], names: Collection[str], prefixes: tuple[str, ...]) -> dict[str, str]:
@@ -81,7 +68,12 @@ def _kept(environ: Mapping[str, str], names: Collection[str], prefixes: tuple[st
 
 def session_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Keep what the processes of a local Ray session may inherit, and add Ray's settings."""
-    return _kept(environ, _MACHINE_NAMES | _RANK_NAMES, (*_RANK_PREFIXES, "RAY_")) | _SESSION_SETTINGS
+    return {
+        **_kept(environ, _MACHINE_NAMES | _RANK_NAMES, (*_RANK_PREFIXES, "RAY_")),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ranks without a GPU get CUDA_VISIBLE_DEVICES from us; this also silences Ray's notice about its default.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
 
 
 def rank_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
@@ -112,7 +104,6 @@ def given_variables(config: EnvPoolConfig) -> dict[str, str]:
 
 @contextmanager
 def only_environment(environment: Mapping[str, str]) -> Generator[None]:
-    """Replace os.environ inside the block, and restore it after."""
     saved = dict(os.environ)
     os.environ.clear()
     os.environ.update(environment)
@@ -127,7 +118,7 @@ _ANSWERS_WITHIN_S = 3.0
 
 
 def has_port(address: str) -> bool:
-    """Return whether an address is `host:port`; others are "auto", or forms that Ray checks at once."""
+    """Tell `host:port` from other addresses; others are "auto", or forms that Ray checks at once."""
     host, _, port = address.rpartition(":")
     return bool(host) and "/" not in host and port.isdecimal()
 

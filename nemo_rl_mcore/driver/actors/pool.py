@@ -18,14 +18,15 @@ _STARTS_END_WITHIN_S = 15.0
 
 
 class Member(Protocol):
-    """A process of a pool that runs; the one in its place is another member with the same number."""
+    """A process of a pool that runs; the one in its place is another member with the same number.
+
+    end: ends the process at once; idempotent.
+    """
 
     @property
     def number(self) -> int: ...
 
-    def end(self) -> None:
-        """End the process at once; idempotent."""
-        ...
+    def end(self) -> None: ...
 
 
 @dataclass
@@ -34,8 +35,8 @@ class Budget:
 
     limit: restarts of a run, of lost members and failed starts alike, but for first starts, which are not repeated. Or,
     in_a_row, failed starts of one member in a row; those that are lost are then replaced at once, without end.
-    pause_s: before a restart; doubles with each one, up to longest_s. final: whether an error lets nothing start any
-    more. report: gets the number, the pause and the error of a restart. spent: note on the error that finds none left.
+    pause_s: before a restart; doubles with each one, up to longest_s. final: true for an error after which nothing
+    starts. report: gets the number, the pause and the error of a restart. spent: note on the error that finds none.
     """
 
     limit: int
@@ -45,11 +46,11 @@ class Budget:
     report: Callable[[int, float, Exception], None]
     in_a_row: bool = False
     spent: str = ""
-    _taken: Counter[int] = field(default_factory=Counter[int])
+    taken: Counter[int] = field(default_factory=Counter[int])
 
     def left(self, number: int = 0) -> int:
         """Count the restarts that are left, of the run or, in_a_row, of a member."""
-        return self.limit - self._taken[number if self.in_a_row else 0]
+        return self.limit - self.taken[number if self.in_a_row else 0]
 
     def take(self, number: int, error: Exception, *, starting: bool, first: bool) -> float | None:
         """Take one restart: seconds until it is due; None where the run ends with the error.
@@ -65,14 +66,9 @@ class Budget:
         if not self.left(number) or self.final(error):
             return None
         delay_s = min(self.longest_s, self.pause_s * 2.0 ** (self.limit - self.left(number)))
-        self._taken[number if self.in_a_row else 0] += 1
+        self.taken[number if self.in_a_row else 0] += 1
         self.report(number, delay_s, error)
         return delay_s
-
-    def started(self, number: int) -> None:
-        """Take note that a start has succeeded."""
-        if self.in_a_row:
-            self._taken[number] = 0
 
 
 class Pool[Living: Member]:
@@ -97,10 +93,8 @@ class Pool[Living: Member]:
         changed: Callable[[], None],
         in_wait: bool = False,
     ) -> None:
-        self.failure: Exception | None = None
-        """Why the run ends: a member was lost, or did not start, and the budget replaces no more."""
-        self.restarts = 0
-        """Begun since the run started."""
+        self.failure: Exception | None = None  # for which the run ends: the budget replaces no more
+        self.restarts = 0  # begun since the run started
         self._noun, self._build, self.budget = noun, build, budget
         self._lost, self._notify_owner, self._in_wait = lost, changed, in_wait
         self._live: dict[int, Living] = {}
@@ -114,11 +108,9 @@ class Pool[Living: Member]:
 
     @property
     def closed(self) -> bool:
-        """Say whether nothing is to start any more."""
         return self._closed.is_set()
 
     def start(self, numbers: Iterable[int]) -> None:
-        """Begin the first start of each member."""
         for number in numbers:
             self._begin_start(number, None)
 
@@ -134,14 +126,11 @@ class Pool[Living: Member]:
             self._changed.wait_for(
                 lambda: self.failure is not None or self.closed or len(self._live) >= at_least
             )
-        self.raise_failure()
+        if self.failure is not None:
+            raise self.failure
         if self.closed:
             raise RunStoppedError(f"no {self._noun} starts any more: the run ends")
         return self.live
-
-    def raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
 
     def lose(self, member: Living, error: Exception) -> None:
         """Give up a member that died, hangs or is of no use, and start another one in its place; idempotent."""
@@ -183,9 +172,8 @@ class Pool[Living: Member]:
         """Take one restart out of the budget and say when it is due; None, and the pool has failed, if it must not."""
         if self.failure is not None or self.closed:
             return None
-        delay_s = None
-        if self._lost() is None:
-            delay_s = self.budget.take(number, error, starting=starting, first=first)
+        possible = self._lost() is None
+        delay_s = self.budget.take(number, error, starting=starting, first=first) if possible else None
         if delay_s is None:
             self.failure = error
         else:
@@ -215,7 +203,8 @@ class Pool[Living: Member]:
                 with self._changed:
                     if joins := not self.closed:
                         self._live[number] = member
-                        self.budget.started(number)
+                        if self.budget.in_a_row:
+                            self.budget.taken[number] = 0
                 if not joins:
                     member.end()
                 break

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 
 _ROUNDS, _PAUSE_S = 20, 0.5
 
@@ -22,25 +22,22 @@ def writers(folder: str) -> list[int]:
 
     Titles and environments do not tell: some of Ray's processes overwrite theirs.
     """
-    numbers = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    return [pid for pid in numbers if pid != os.getpid() and _writes_into(pid, folder)]
-
-
-def _writes_into(pid: int, folder: str) -> bool:
-    try:
-        return any(
-            os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(f"{folder}/")
-            and _may_write(f"/proc/{pid}/fdinfo/{descriptor}")
-            for descriptor in os.listdir(f"/proc/{pid}/fd")
-        )
-    except OSError:  # it is gone, or another user's
-        return False
-
-
-def _may_write(fdinfo: str) -> bool:
-    with open(fdinfo) as lines:
-        flags = next(line for line in lines if line.startswith("flags:"))
-    return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
+    found: list[int] = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        if pid == os.getpid():
+            continue
+        try:
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                if not os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(f"{folder}/"):
+                    continue
+                with open(f"/proc/{pid}/fdinfo/{descriptor}") as lines:
+                    flags = next(line for line in lines if line.startswith("flags:"))
+                if int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY:
+                    found.append(pid)
+                    break
+        except OSError:  # it is gone, or another user's
+            continue
+    return found
 
 
 def family(mark: str) -> list[int]:
@@ -48,8 +45,18 @@ def family(mark: str) -> list[int]:
 
     Whoever has cleared its environment is found as long as its parent runs.
     """
-    table = dict(_parents_and_sessions())
-    marked = {pid for pid in table if _has(pid, mark)}
+    table: dict[int, tuple[int, int]] = {}  # parent and session of each process
+    marked: list[int] = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                _state, parent, _group, session, *_ = file.read().rpartition(b")")[2].split()
+            table[pid] = int(parent), int(session)
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if mark.encode() in file.read().split(b"\0"):
+                    marked.append(pid)
+        except OSError:  # it is gone, or another user's
+            continue
     sessions = {table[pid][1] for pid in marked}
     found, more = set[int](), {pid for pid, (_, session) in table.items() if session in sessions}
     while more:
@@ -58,37 +65,14 @@ def family(mark: str) -> list[int]:
     return [*found - {os.getpid()}]
 
 
-def _parents_and_sessions() -> Iterator[tuple[int, tuple[int, int]]]:
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                _state, parent, _group, session, *_ = file.read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        yield int(name), (int(parent), int(session))
-
-
-def _has(pid: int, mark: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return mark.encode() in file.read().split(b"\0")
-    except OSError:  # it is gone, or another user's
-        return False
-
-
-WHO = {"writers": writers, "family": family}
-
-
 def main(who: str, of: str) -> None:
     """Wait for the driver, then kill in rounds: what dies may have started something meanwhile."""
     if sys.stdin.buffer.readline():
         return
     for _ in range(_ROUNDS):
-        for pid in WHO[who](of):
-            try:
+        for pid in {"writers": writers, "family": family}[who](of):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
         time.sleep(_PAUSE_S)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,6 @@ from nemo_rl_mcore.errors import RunStoppedError
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 256 << 20
 _SERVERS = ("raylet", "gcs_server")
-_NEEDED_TO_LEAVE = (*_SERVERS, "ray::")
-_RUN = "NEMO_RL_RUN"
-"""The variable by which a run's agents, and what they have started, are found after its end."""
 
 
 class LocalSession:
@@ -44,9 +41,8 @@ class LocalSession:
         self.log_dir: Path | None = None
         # For this user alone; not under TMPDIR, since the names of Unix sockets must be short.
         parent = os.environ.get("RAY_TMPDIR", "/tmp")
-        self._folder = Path(
-            tempfile.mkdtemp(prefix="nemo_rl_mcore_", dir=parent)
-        ).resolve()  # as /proc shows it
+        folder = tempfile.mkdtemp(prefix="nemo_rl_mcore_", dir=parent)
+        self._folder = Path(folder).resolve()  # as /proc shows it
         self._reaper = Reaper("writers", str(self._folder))
         self._begun = False
         self._servers: Mapping[str, int] = {}
@@ -65,11 +61,10 @@ class LocalSession:
             )
         self._begun = True
         # Interrupted halfway, `ray.init` leaves processes that `ray.shutdown` does not know of.
-        with (
-            deferred_stop_signals(hold=True),
-            _children_ignore_stops(),
-            only_environment(session_environment(os.environ)),
-        ):
+        with deferred_stop_signals(hold=True), only_environment(session_environment(os.environ)):
+            # Schedulers and terminals send these to all processes, but the driver decides what becomes of its ranks.
+            # Ray itself keeps Ctrl-C away from them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
             try:
                 context: Any = ray.init(
                     address="local",
@@ -89,16 +84,18 @@ class LocalSession:
                     "or start a cluster with `ray start --head` and set RAY_ADDRESS",
                     code="session-start",
                 ) from error
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.log_dir = Path(context.address_info["session_dir"]) / "logs"
         pids = {name: one.pid for name, one in processes_of(self._folder)}
         self._servers = {name: pids[name] for name in _SERVERS if name in pids}
 
     def lost(self) -> str | None:
         """Return which of Ray's servers has died: without them no rank can be started, asked or ended."""
-        dead = (
-            f"Ray's {name} (pid {pid}) died" for name, pid in self._servers.items() if state_of(pid) == "gone"
-        )
-        return next(dead, None)
+        for name, pid in self._servers.items():
+            if state_of(pid) == "gone":
+                return f"Ray's {name} (pid {pid}) died"
+        return None
 
     def kill(self, pid: int) -> None:
         kill([process for _, process in processes_of(self._folder) if process.pid == pid], wait_s=0)
@@ -109,7 +106,9 @@ class LocalSession:
         if self._begun and self.lost() is None and ray.is_initialized():
             # Ray asks its processes to stop one by one, and waits a second for those that do not listen. Without the
             # raylet, which goes with its agents, Ray would end this process here and now, whatever it has to say yet.
-            kill([one for name, one in processes_of(self._folder) if not name.startswith(_NEEDED_TO_LEAVE)])
+            kill(
+                [one for name, one in processes_of(self._folder) if not name.startswith((*_SERVERS, "ray::"))]
+            )
             ray.shutdown()
         else:
             # Ray's would tell a dead server of an exception, and wait for it.
@@ -120,43 +119,26 @@ class LocalSession:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-@contextmanager
-def _children_ignore_stops() -> Generator[None]:
-    """Shield processes started inside from SIGTERM and SIGHUP, which schedulers and terminals send to all.
-
-    The driver decides what becomes of its ranks. Ray itself keeps Ctrl-C away from them.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def processes_of(folder: Path) -> list[tuple[str, psutil.Process]]:
     """Return every process of the session whose folder this is, known by where it writes, with its name."""
     found: list[tuple[str, psutil.Process]] = []
     for pid in reaper.writers(str(folder)):
-        try:
+        with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             found.append((process.name(), process))
-        except psutil.NoSuchProcess:
-            continue
     return found
 
 
 def kill(processes: Collection[psutil.Process], wait_s: float = 5.0) -> list[psutil.Process]:
     """Kill the processes, stopped ones too, and return those that are still there after `wait_s` seconds."""
     for process in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
     return psutil.wait_procs(processes, timeout=wait_s)[1]
 
 
 def state_of(pid: int) -> str:
-    """Return what the system says of a process of this machine: "running", "stopped", ..., or "gone"."""
+    """Return the state of a process of this machine: "running", "stopped", ..., or "gone"."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
@@ -167,7 +149,7 @@ def state_of(pid: int) -> str:
 class Reaper:
     """A process that waits for the end of this one; if it ends without `dismiss`, the reaper kills whom it is to kill.
 
-    who, of: see `reaper.WHO`. Ray's own processes notice a dead driver too, but some of them only after a minute.
+    who, of: arguments of `reaper`. Ray's own processes notice a dead driver too, but some of them only after a minute.
     """
 
     def __init__(self, who: str, of: str) -> None:
@@ -181,22 +163,19 @@ class Reaper:
         )
 
     def dismiss(self) -> None:
-        """End the reaper, which kills nobody; idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
-            try:
+            with suppress(BrokenPipeError):  # somebody killed it
                 self._process.stdin.write(b"done\n")
                 self._process.stdin.close()
-            except BrokenPipeError:  # somebody killed it
-                pass
             self._process.wait()
 
 
 @contextmanager
 def marked_processes() -> Generator[dict[str, str]]:
     """Yield a variable for the environment of processes that end, with all they start, where this one is killed."""
-    value = secrets.token_hex(16)
-    killer = Reaper("family", f"{_RUN}={value}")
+    name, value = "NEMO_RL_RUN", secrets.token_hex(16)
+    killer = Reaper("family", f"{name}={value}")
     try:
-        yield {_RUN: value}
+        yield {name: value}
     finally:
         killer.dismiss()

@@ -1,4 +1,4 @@
-"""What an actor's own process runs around its worker, so that the driver can supervise it (`actor.py`).
+"""The part of an actor that its own process runs around its worker, so that the driver can supervise it (`actor.py`).
 
 A process that only runs reward functions imports this, and never torch: tensors are made to travel where torch is.
 """
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, dtype
 
-_HEALTH = "health"
 _RAY_FOLDER = str(Path(ray.__file__).parent)
 
 
@@ -38,7 +37,7 @@ class Health:
 
 @dataclass(frozen=True)
 class Construction:
-    """Holds what an actor needs to run its worker's constructor.
+    """Arguments of a worker's constructor, which its actor runs.
 
     environment: added to that of the process. secrets: variables that it has while the constructor runs. They travel as
     an argument: what stands in Ray's `runtime_env` is written into Ray's logs.
@@ -53,13 +52,9 @@ class Construction:
 def actor_class(worker_class: type, *, with_health: bool = True) -> Any:
     """Make an actor of `worker_class`, with further methods for its supervisor.
 
-    with_health: whether it has `_health`; without, its methods run in the main thread of the process, as code needs
-    that handles signals.
-
-    _identify: which process it is. _listen: take a port where the ranks are to meet. _build: run the worker's
-    constructor, which the actor's own cannot do, because no actor answers before that is over. _only_run: a method
-    whose answer nobody wants, and which is no coroutine. _health: answered by a second thread, whatever the worker
-    does.
+    `_build` runs the worker's constructor, which the actor's own cannot do, because no actor answers before that is
+    over; `_only_run` a method whose answer nobody wants. with_health: a second thread answers `_health`, whatever the
+    worker does; without, methods run in the main thread of the process, as code needs that handles signals.
     """
 
     class Supervised(worker_class):
@@ -70,7 +65,7 @@ def actor_class(worker_class: type, *, with_health: bool = True) -> Any:
             context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
             return RankIdentity(host, os.getpid(), context.get_worker_id(), context.get_node_id())
 
-        def _listen(self, address: str) -> int:
+        def _listen(self, address: str) -> int:  # where the ranks are to meet
             from nemo_rl_mcore.rank.rendezvous import LISTENING_SOCKET, listen_at
 
             # The port is free because this process, which is to listen there, has it already.
@@ -94,22 +89,19 @@ def actor_class(worker_class: type, *, with_health: bool = True) -> Any:
         def _only_run(self, method: str, *args: Any, **kwargs: Any) -> None:
             getattr(self, method)(*args, **kwargs)
 
+    Supervised.__name__ = Supervised.__qualname__ = worker_class.__name__
     if not with_health:
-        return ray.remote(_named(Supervised, worker_class))
+        return ray.remote(Supervised)
 
     class Watched(Supervised):
-        @ray.method(concurrency_group=_HEALTH)
+        @ray.method(concurrency_group="health")
         def _health(self, with_stack: bool) -> Health:
             thread = vars(self).get("_worker_thread")
             return Health(activity.current(), stack_of(thread, _RAY_FOLDER) if with_stack and thread else "")
 
-    as_actor: Any = ray.remote(concurrency_groups={_HEALTH: 1})  # type: ignore[reportCallIssue]
-    return as_actor(_named(Watched, worker_class))
-
-
-def _named(actor: type, worker_class: type) -> type:
-    actor.__name__ = actor.__qualname__ = worker_class.__name__
-    return actor
+    as_actor: Any = ray.remote(concurrency_groups={"health": 1})  # type: ignore[reportCallIssue]
+    Watched.__name__ = Watched.__qualname__ = worker_class.__name__
+    return as_actor(Watched)
 
 
 def use_arrays_for_tensors() -> None:
@@ -121,18 +113,16 @@ def use_arrays_for_tensors() -> None:
     """
     import torch
 
-    register_serializer(torch.Tensor, serializer=_to_array, deserializer=_to_tensor)
+    def as_array(tensor: Tensor) -> tuple[np.ndarray[Any, Any], dtype]:
+        local = tensor.detach().cpu()
+        # numpy has no bfloat16; its bits travel as integers.
+        return (local.view(torch.int16) if tensor.dtype is torch.bfloat16 else local).numpy(), tensor.dtype
+
+    register_serializer(torch.Tensor, serializer=as_array, deserializer=_as_tensor)
 
 
-def _to_array(tensor: Tensor) -> tuple[np.ndarray[Any, Any], dtype]:
-    import torch
-
-    local = tensor.detach().cpu()
-    # numpy has no bfloat16; its bits travel as integers.
-    return (local.view(torch.int16) if tensor.dtype is torch.bfloat16 else local).numpy(), tensor.dtype
-
-
-def _to_tensor(sent: tuple[np.ndarray[Any, Any], dtype]) -> Tensor:
+def _as_tensor(sent: tuple[np.ndarray[Any, Any], dtype]) -> Tensor:
+    """Undo `as_array` in a process that may not have imported torch before."""
     import torch
 
     array, kind = sent

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +29,9 @@ from nemo_rl_mcore.losses.kl import kl_estimate
 
 VARIANCE_FLOOR = 1e-8
 STD_EPSILON = 1e-6
+USUAL_LIMIT = 100.0
+_NAMED_SAMPLES = 4
+_SHOWN_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
@@ -75,21 +77,28 @@ def group_statistics(prompt_ids: Tensor, rewards: Tensor, *, leave_one_out: bool
     return GroupStatistics(baseline, std)
 
 
-def rows_with_signal(prompt_ids: Tensor, rewards: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Return [B] bool: whether the row's group has two different rewards, as dynamic sampling asks.
-
-    counted: bool [B], the rows whose rewards are looked at; None is all.
-    """
+def rows_with_signal(prompt_ids: Tensor, rewards: Tensor) -> Tensor:
+    """Return [B] bool, the rows whose group has two different rewards, as dynamic sampling asks."""
     groups = group_numbers(prompt_ids)
     start = torch.zeros_like(rewards)
-    of_counted, given = (groups, rewards) if counted is None else (groups[counted], rewards[counted])
-    largest = start.scatter_reduce(0, of_counted, given, "amax", include_self=False)
-    smallest = start.scatter_reduce(0, of_counted, given, "amin", include_self=False)
+    largest = start.scatter_reduce(0, groups, rewards, "amax", include_self=False)
+    smallest = start.scatter_reduce(0, groups, rewards, "amin", include_self=False)
     return (largest != smallest)[groups]
 
 
-class AdvantageEstimator(Protocol):
-    """Judges the tokens of a rollout; `compute_advantage` of each class does, on tensors, what `add_to` does."""
+class AdvantageEstimator(ABC):
+    """Judges the tokens of a rollout. The columns that `compute_advantage` takes by name are those of `add_to`."""
+
+    with_critic = False
+    """Whether it takes a critic's values, and gives returns besides."""
+
+    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
+        self.cfg = cfg
+        self.loss_cfg = loss_cfg
+
+    @abstractmethod
+    def compute_advantage(self, *args: Any, **columns: Any) -> Any:
+        """Return [B,S] advantages of (prompt_ids, rewards, mask) and log-probabilities; with a critic returns too."""
 
     def add_to(self, batch: BatchedDataDict) -> None:
         """Add advantages [B,S], and returns [B,S] where a critic learns them, by what the batch has.
@@ -98,73 +107,45 @@ class AdvantageEstimator(Protocol):
         An episode is judged as one row, its rows one after the other; one that was dropped has advantages of 0, and
         is nothing to the others. Raises ValueError for what is needed and not there.
         """
-        ...
-
-
-def clip_advantages(batch: BatchedDataDict, low: float | None, high: float | None) -> None:
-    """Hold the advantages [B,S] of a batch between two bounds, null for none."""
-    if low is not None or high is not None:
-        batch["advantages"] = batch["advantages"].clamp(low, high)
-
-
-class WithoutCritic(ABC):
-    """An estimator that compares the answers to a prompt."""
-
-    @abstractmethod
-    def compute_advantage(
-        self,
-        prompt_ids: Tensor,
-        rewards: Tensor,
-        mask: Tensor,
-        *,
-        logprobs_policy: Tensor | None = None,
-        logprobs_reference: Tensor | None = None,
-    ) -> Tensor:
-        """Return [B,S] advantages; prompt_ids ([B] or [B,P]) group rows, mask [B,S] marks responses."""
-
-    def add_to(self, batch: BatchedDataDict) -> None:
-        """See `AdvantageEstimator.add_to`."""
         episodes = EpisodeRows.of(batch)
-        advantages = self.compute_advantage(
-            episodes.one_each(batch["prompt_index"]),
-            episodes.one_each(batch["rewards"]),
-            episodes.joined(_valid_tokens(batch)),
-            logprobs_policy=_joined(episodes, batch, "prev_logprobs"),
-            logprobs_reference=_joined(episodes, batch, "reference_policy_logprobs"),
+        rewards = episodes.one_each(batch["rewards"])
+        mask = episodes.joined(batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
+        policy, reference = (
+            episodes.joined(batch[key]) if key in batch else None
+            for key in ("prev_logprobs", "reference_policy_logprobs")
         )
-        batch["advantages"] = episodes.parted(advantages)
+        if not self.with_critic:
+            prompts = episodes.one_each(batch["prompt_index"])
+            advantages = self.compute_advantage(
+                prompts, rewards, mask, logprobs_policy=policy, logprobs_reference=reference
+            )
+            batch["advantages"] = episodes.parted(advantages)
+            return
+        values = episodes.joined(require(batch, "values", "adv_estimator.name: gae"))
+        advantages, returns = self.compute_advantage(
+            None, rewards, mask, values=values, logprobs=policy, reference_logprobs=reference
+        )
+        batch["advantages"], batch["returns"] = episodes.parted(advantages), episodes.parted(returns)
 
 
-class GRPOAdvantageEstimator(WithoutCritic):
+class GRPOAdvantageEstimator(AdvantageEstimator):
     """The reward of a row against those of the other answers to its prompt, the same on every column."""
 
-    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
-        self.cfg = cfg
-
     def compute_advantage(
-        self,
-        prompt_ids: Tensor,
-        rewards: Tensor,
-        mask: Tensor,
-        *,
-        logprobs_policy: Tensor | None = None,
-        logprobs_reference: Tensor | None = None,
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **_logprobs: Tensor | None
     ) -> Tensor:
-        """Return [B,S] advantages; every column is filled, masked ones too."""
+        """Return [B,S] advantages, masked columns filled too; prompt_ids ([B] or [B,P]) group rows."""
         group = group_statistics(prompt_ids, rewards, leave_one_out=self.cfg.use_leave_one_out_baseline)
         advantages = rewards - group.baseline
         if self.cfg.normalize_rewards:
             scaled = advantages / (group.std + STD_EPSILON)
             advantages = torch.where(group.std > 0, scaled, advantages)
-        return _to_columns(advantages.to(rewards.dtype), mask)
+        advantages = advantages.to(rewards.dtype)
+        return advantages[:, None].expand(mask.shape).clone()
 
 
-class ReinforcePlusPlusAdvantageEstimator(WithoutCritic):
+class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
     """The reward less the group's mean and the KL penalty, whitened over the tokens of the batch."""
-
-    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
-        self.cfg = cfg
-        self.loss_cfg = loss_cfg
 
     def compute_advantage(
         self,
@@ -175,15 +156,12 @@ class ReinforcePlusPlusAdvantageEstimator(WithoutCritic):
         logprobs_policy: Tensor | None = None,
         logprobs_reference: Tensor | None = None,
     ) -> Tensor:
-        """Return [B,S] advantages; every column is filled, masked ones too.
-
-        Raises ValueError when use_kl_in_reward needs log-probabilities ([B,S]) that are not given.
-        """
+        """Return [B,S] advantages, masked columns too; ValueError where use_kl_in_reward lacks log-probabilities."""
         advantages = rewards
         if self.cfg.minus_baseline:
             group = group_statistics(prompt_ids, rewards, leave_one_out=False)
             advantages = (rewards - group.baseline).to(rewards.dtype)
-        advantages = _to_columns(advantages, mask)
+        advantages = advantages[:, None].expand(mask.shape).clone()
         penalty = kl_penalty(
             self.loss_cfg, ("logprobs_policy", logprobs_policy), ("logprobs_reference", logprobs_reference)
         )
@@ -192,12 +170,10 @@ class ReinforcePlusPlusAdvantageEstimator(WithoutCritic):
         return whiten(advantages, mask, unbiased=False)
 
 
-class GeneralizedAdvantageEstimator:
+class GeneralizedAdvantageEstimator(AdvantageEstimator):
     """GAE over the tokens of each row, with separate lambdas for the policy and for the critic's targets."""
 
-    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
-        self.cfg = cfg
-        self.loss_cfg = loss_cfg
+    with_critic = True
 
     def compute_advantage(
         self,
@@ -209,10 +185,9 @@ class GeneralizedAdvantageEstimator:
         logprobs: Tensor | None = None,
         reference_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (advantages, returns), both [B,S]; prompt_ids is not read.
+        """Return (advantages, returns), both [B,S]; advantages are 0 on masked columns, prompt_ids is not read.
 
-        values, logprobs and reference_logprobs are [B,S]. Advantages are 0 on masked columns.
-        Raises ValueError when use_kl_in_reward needs log-probabilities that are not given.
+        values and log-probabilities are [B,S]. Raises ValueError when use_kl_in_reward needs some that are not given.
         """
         penalty = kl_penalty(
             self.loss_cfg, ("logprobs", logprobs), ("reference_logprobs", reference_logprobs)
@@ -226,33 +201,18 @@ class GeneralizedAdvantageEstimator:
         token_rewards = torch.where(counts & (later == 1), rewards.to(torch.float64)[:, None], 0.0)
         if penalty is not None:
             token_rewards = token_rewards - torch.where(counts, penalty, 0.0)
-        value_lambda = self.cfg.gae_lambda if self.cfg.gae_lambda_value is None else self.cfg.gae_lambda_value
-        gamma = self.cfg.gae_gamma
+        cfg = self.cfg
+        value_lambda = cfg.gae_lambda if cfg.gae_lambda_value is None else cfg.gae_lambda_value
+        policy_lambda = cfg.gae_lambda if cfg.gae_lambda_policy is None else cfg.gae_lambda_policy
+        if cfg.length_adaptive_alpha > 0:
+            lengths = mask.sum(dim=1).to(torch.float64)
+            policy_lambda = (1 - 1 / (cfg.length_adaptive_alpha * lengths).clamp(min=1)).clamp(0, 1)
+        gamma = cfg.gae_gamma
         returns = values + discounted_errors(token_rewards, values, mask, gamma=gamma, lam=value_lambda)
-        policy_lambda = self._policy_lambda(mask.sum(dim=1).to(torch.float64))
         advantages = discounted_errors(token_rewards, values, mask, gamma=gamma, lam=policy_lambda)
-        if self.cfg.normalize_advantages:
+        if cfg.normalize_advantages:
             advantages = whiten(advantages, mask, unbiased=True)
-        return torch.where(mask != 0, advantages, 0.0).to(dtype), returns.to(dtype)
-
-    def add_to(self, batch: BatchedDataDict) -> None:
-        """See `AdvantageEstimator.add_to`."""
-        episodes = EpisodeRows.of(batch)
-        advantages, returns = self.compute_advantage(
-            None,
-            episodes.one_each(batch["rewards"]),
-            episodes.joined(_valid_tokens(batch)),
-            values=episodes.joined(require(batch, "values", "adv_estimator.name: gae")),
-            logprobs=_joined(episodes, batch, "prev_logprobs"),
-            reference_logprobs=_joined(episodes, batch, "reference_policy_logprobs"),
-        )
-        batch["advantages"], batch["returns"] = episodes.parted(advantages), episodes.parted(returns)
-
-    def _policy_lambda(self, lengths: Tensor) -> float | Tensor:
-        alpha = self.cfg.length_adaptive_alpha
-        if alpha > 0:
-            return (1 - 1 / (alpha * lengths).clamp(min=1)).clamp(0, 1)
-        return self.cfg.gae_lambda if self.cfg.gae_lambda_policy is None else self.cfg.gae_lambda_policy
+        return torch.where(counts, advantages, 0.0).to(dtype), returns.to(dtype)
 
 
 def discounted_errors(
@@ -291,11 +251,7 @@ def whiten(values: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
 def kl_penalty(
     loss_cfg: ClippedPGLossConfig, policy: tuple[str, Tensor | None], reference: tuple[str, Tensor | None]
 ) -> Tensor | None:
-    """Return what the KL takes off each token's reward, or None when the loss takes care of the KL.
-
-    policy, reference: the caller's name for the log-probabilities, and these.
-    Raises ValueError naming the missing ones.
-    """
+    """Return what the KL takes off each reward, None where the loss has it; ValueError for a column not given."""
     if not loss_cfg.use_kl_in_reward or loss_cfg.reference_policy_kl_penalty == 0:
         return None
     of_policy, of_reference = policy[1], reference[1]
@@ -315,7 +271,43 @@ def kl_penalty(
     return loss_cfg.reference_policy_kl_penalty * estimate
 
 
-_ESTIMATORS: Mapping[str, Callable[[AdvantageEstimatorConfig, ClippedPGLossConfig], AdvantageEstimator]] = {
+class _Own(AdvantageEstimator):
+    """A class of the user's own, whose `compute_advantage` has the signature of a built-in one."""
+
+    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig, key: str) -> None:
+        super().__init__(cfg, loss_cfg)
+        assert cfg.type is not None
+        self.with_critic = cfg.name == "gae"
+        own = build(cfg.type, key, cfg.args, cfg, loss_cfg, needs=("compute_advantage",))
+        self._own = cast("AdvantageEstimator", own)
+        self._name = f"{key}: {cfg.type}.compute_advantage"
+
+    def compute_advantage(
+        self, prompt_ids: Tensor | None, rewards: Tensor, mask: Tensor, **columns: Any
+    ) -> Any:
+        with custom_code(self._name):
+            given = self._own.compute_advantage(prompt_ids, rewards, mask, **columns)
+        if self.with_critic and not (
+            isinstance(given, tuple) and len(cast("tuple[object, ...]", given)) == 2
+        ):
+            raise CustomCodeError(
+                f"{self._name} gave no pair of advantages and returns", code="estimator-result"
+            )
+        for one in cast("tuple[object, ...]", given if self.with_critic else (given,)):
+            if not isinstance(one, Tensor) or one.shape != mask.shape:
+                found = tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__
+                raise CustomCodeError(
+                    f"{self._name} gave {found} in place of a tensor {tuple(mask.shape)}",
+                    code="estimator-result",
+                )
+            if not torch.isfinite(one[mask != 0]).all():
+                raise CustomCodeError(
+                    f"{self._name} gave a number that is not finite", code="estimator-result"
+                )
+        return cast("Any", given)
+
+
+_ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
     "grpo": GRPOAdvantageEstimator,
     "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
     "gae": GeneralizedAdvantageEstimator,
@@ -323,34 +315,20 @@ _ESTIMATORS: Mapping[str, Callable[[AdvantageEstimatorConfig, ClippedPGLossConfi
 
 
 def make_advantage_estimator(
-    cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig
+    cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig, key: str = "adv_estimator.type"
 ) -> AdvantageEstimator:
-    """Return the estimator that `cfg.name` names."""
-    return _ESTIMATORS[cfg.name](cfg, loss_cfg)
+    """Return the estimator of a section: the one that it names, or a class of the user's own, called with `args` too.
 
-
-class ComputesAdvantage(Protocol):
-    """What a class of the user's own has to have; its signature is that of the built-in estimators."""
-
-    def compute_advantage(self, *args: Any, **kwargs: Any) -> Any:
-        """See `WithoutCritic.compute_advantage`, and for PPO `GeneralizedAdvantageEstimator.compute_advantage`."""
-        ...
+    It is built again in every step, so that a run can resume: nothing may be kept in it. Raises ValueError, naming the
+    key, for a class that is not there or has no `compute_advantage`.
+    """
+    return _ESTIMATORS[cfg.name](cfg, loss_cfg) if cfg.type is None else _Own(cfg, loss_cfg, key)
 
 
 def estimator_of(config: RunConfig, loss_cfg: ClippedPGLossConfig) -> AdvantageEstimator:
-    """Return the advantage estimator of a recipe: the one that it names, or a class of the user's own.
-
-    The class is called with its section and that of the loss, as built-in ones are, then with `args`. It is built again
-    in every step, so that a run can resume: nothing may be kept in it. Raises ValueError, naming the key, for a class
-    that is not there or has no `compute_advantage`.
-    """
-    cfg: AdvantageEstimatorConfig = getattr(config.loop, "adv_estimator")  # noqa: B009
-    if cfg.type is None:
-        return make_advantage_estimator(cfg, loss_cfg)
-    key = f"{config.algorithm}.adv_estimator.type"
-    own = build(cfg.type, key, cfg.args, cfg, loss_cfg, needs=("compute_advantage",))
-    kind = _OwnWithCritic if cfg.name == "gae" else _OwnWithoutCritic
-    return kind(cast("ComputesAdvantage", own), f"{key}: {cfg.type}.compute_advantage")
+    """Return the estimator of a recipe; raises as `make_advantage_estimator`."""
+    section: AdvantageEstimatorConfig = getattr(config.loop, "adv_estimator")  # noqa: B009
+    return make_advantage_estimator(section, loss_cfg, f"{config.algorithm}.adv_estimator.type")
 
 
 def check_estimator(config: RunConfig) -> None:
@@ -359,91 +337,26 @@ def check_estimator(config: RunConfig) -> None:
         estimator_of(config, ClippedPGLossConfig())
 
 
-class _OwnWithoutCritic(WithoutCritic):
-    def __init__(self, own: ComputesAdvantage, name: str) -> None:
-        self._own, self._name = own, name
-
-    def compute_advantage(self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **logprobs: Any) -> Tensor:
-        """Return what the user's class gives, which must be finite on the tokens of the mask."""
-        with custom_code(self._name):
-            given = self._own.compute_advantage(prompt_ids, rewards, mask, **logprobs)
-        return _checked(self._name, [given], mask)[0]
-
-
-class _OwnWithCritic(GeneralizedAdvantageEstimator):
-    def __init__(self, own: ComputesAdvantage, name: str) -> None:
-        self._own, self._name = own, name
-
-    def compute_advantage(
-        self, prompt_ids: Tensor | None, rewards: Tensor, mask: Tensor, **columns: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the user's class gives: advantages and returns."""
-        with custom_code(self._name):
-            given = self._own.compute_advantage(prompt_ids, rewards, mask, **columns)
-        if not isinstance(given, tuple) or len(cast("tuple[object, ...]", given)) != 2:
-            raise CustomCodeError(
-                f"{self._name} gave no pair of advantages and returns", code="estimator-result"
-            )
-        advantages, returns = _checked(self._name, cast("tuple[object, ...]", given), mask)
-        return advantages, returns
-
-
-def _checked(name: str, given: Sequence[object], mask: Tensor) -> list[Tensor]:
-    """Return tensors [B,S] that are finite where the mask counts."""
-    for one in given:
-        if not isinstance(one, Tensor) or one.shape != mask.shape:
-            found = tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__
-            raise CustomCodeError(
-                f"{name} gave {found} in place of a tensor {tuple(mask.shape)}", code="estimator-result"
-            )
-        if not torch.isfinite(one[mask != 0]).all():
-            raise CustomCodeError(f"{name} gave a number that is not finite", code="estimator-result")
-    return [cast("Tensor", one) for one in given]
-
-
-def _valid_tokens(batch: BatchedDataDict) -> Tensor:
-    return batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
-
-
-def _joined(episodes: EpisodeRows, batch: BatchedDataDict, key: str) -> Tensor | None:
-    return episodes.joined(batch[key]) if key in batch else None
-
-
-def _to_columns(per_row: Tensor, mask: Tensor) -> Tensor:
-    return per_row[:, None].expand(mask.shape).clone()
-
-
-USUAL_LIMIT = 100.0
-_NAMED_SAMPLES = 4
-_SHOWN_CHARACTERS = 80
-
-
 def warn_of_large_advantages(step: int, rollout: Rollout) -> None:
     """Write one line to standard error if a trained token has an advantage above 100 in absolute value."""
     batch = rollout.batch
     trained = batch["token_mask"] * batch["sample_mask"].unsqueeze(1) > 0
     episodes = EpisodeRows.of(batch)
     largest_E = episodes.joined(batch["advantages"].abs().masked_fill(~trained, 0.0)).amax(1)
-    if (largest_E > USUAL_LIMIT).any():
-        write_line(sys.stderr, _describe(step, rollout, episodes.first, largest_E))
-
-
-def _describe(step: int, rollout: Rollout, first_E: Tensor, largest_E: Tensor) -> str:
     order = largest_E.argsort(descending=True, stable=True)
     above = [int(number) for number in order if largest_E[number] > USUAL_LIMIT]
-    named = [
-        _describe_row(rollout, int(first_E[number]), float(largest_E[number]))
-        for number in above[:_NAMED_SAMPLES]
-    ]
+    if not above:
+        return
+    named: list[str] = []
+    for number in above[:_NAMED_SAMPLES]:
+        row = int(episodes.first[number])
+        prompt, sample = rollout.prompts[row], int(batch["sample_index"][row])
+        text = f"{prompt.text[:_SHOWN_CHARACTERS]}{'...' if len(prompt.text) > _SHOWN_CHARACTERS else ''}"
+        size, reward = float(largest_E[number]), float(batch["rewards"][row])
+        named.append(f"prompt {prompt.index} {text!r} sample {sample}: {size:.4g} (reward {reward:.4g})")
     more = ", ..." if len(above) > _NAMED_SAMPLES else ""
-    return (
+    write_line(
+        sys.stderr,
         f"step {step}: {len(above)} of {len(largest_E)} responses have advantages above {USUAL_LIMIT:g} in absolute "
-        f"value and outweigh the others: {', '.join(named)}{more}"
+        f"value and outweigh the others: {', '.join(named)}{more}",
     )
-
-
-def _describe_row(rollout: Rollout, row: int, size: float) -> str:
-    prompt, sample = rollout.prompts[row], int(rollout.batch["sample_index"][row])
-    text = f"{prompt.text[:_SHOWN_CHARACTERS]}{'...' if len(prompt.text) > _SHOWN_CHARACTERS else ''}"
-    reward = float(rollout.batch["rewards"][row])
-    return f"prompt {prompt.index} {text!r} sample {sample}: {size:.4g} (reward {reward:.4g})"

@@ -17,8 +17,12 @@ from nemo_rl_mcore.config.algorithm import GivenRowsConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch
-from nemo_rl_mcore.driver.algorithms.samples import samples_of
-from nemo_rl_mcore.driver.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
+from nemo_rl_mcore.driver.algorithms.step_metrics import (
+    join_results,
+    rollout_metrics,
+    samples_of,
+    train_metrics,
+)
 from nemo_rl_mcore.driver.observability import Sample
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.episode_rows import first_rows, uncounted_rows
@@ -29,56 +33,13 @@ from nemo_rl_mcore.rank import activity
 
 
 class StepObserver(Protocol):
-    """Watches the run: timed phases, metrics, samples."""
+    """Watches a step, as `RunRecorder` does; a subclass without methods keeps nothing."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time a phase of the step."""
-        ...
-
-    def attempt(self) -> AbstractContextManager[None]:
-        """Take the samples that are added in a block only where it does not raise."""
-        ...
-
-    def redoing(self) -> AbstractContextManager[None]:
-        """Time a block as one phase, `recovery`: steps that it trains again were recorded before."""
-        ...
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a finished step."""
-        ...
-
-    def checkpointed(self, step: int) -> None:
-        """Take note that the checkpoint of a step is whole."""
-        ...
+        return nullcontext()
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
-        """Take answers of the step at hand, which are written down when it is logged."""
-        ...
-
-
-class QuietObserver:
-    """A `StepObserver` that keeps nothing."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """See `StepObserver.phase`."""
-        return nullcontext()
-
-    def attempt(self) -> AbstractContextManager[None]:
-        """See `StepObserver.attempt`."""
-        return nullcontext()
-
-    def redoing(self) -> AbstractContextManager[None]:
-        """See `StepObserver.redoing`."""
-        return nullcontext()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `StepObserver.log`."""
-
-    def checkpointed(self, step: int) -> None:
-        """See `StepObserver.checkpointed`."""
-
-    def add_samples(self, samples: Iterable[Sample]) -> None:
-        """See `StepObserver.add_samples`."""
+        """Take answers of the step, which are written down when it is logged."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +58,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Says what a step was.
-
-    metrics: its numbers. skip_reasons: of its optimizer steps in order, None for one that was applied.
-    batch: what it trained on.
-    """
+    """The numbers of a step, why each optimizer step was skipped (None: it was not), and what it trained on."""
 
     metrics: dict[str, float]
     skip_reasons: Sequence[str | None]
@@ -113,8 +70,7 @@ class Algorithm[Config: RunConfig](ABC):
     """An algorithm over its parts; `TrainingLoop` runs it.
 
     A subclass writes `judge` and `update`, and extends `validate` where there is more to judge than the policy's
-    answers. A further model is a separate field. rollouts: where the groups of a step come from; None where the data
-    set gives answers.
+    answers. rollouts: where the groups of a step come from; None where the data set gives answers.
     """
 
     config: Config
@@ -128,8 +84,7 @@ class Algorithm[Config: RunConfig](ABC):
     def judge(self, step: Step) -> Judged:
         """Take the rows of a step, and add what the loss needs: log-probabilities, values, advantages.
 
-        No weight changes: the step may be dropped. An engine that shares the ranks' memory sleeps when its answers are
-        there.
+        No weight changes: the step may be dropped. An engine in the ranks' memory sleeps when its answers are there.
         """
 
     @abstractmethod
@@ -178,16 +133,14 @@ class Algorithm[Config: RunConfig](ABC):
         metrics |= counted.result()
 
     def record(self, step: int, rollout: Rollout, *, trained: bool = True) -> None:
-        """Have answers of a step written down, the first of those that are trained on token by token."""
         tables = self.config.logger.rollouts.token_tables if trained else 0
         self.observer.add_samples(samples_of(rollout, step, self.collector.tokenizer, tables=tables))
 
     def validate(self, step: int) -> dict[str, float]:
-        """Answer the held-out prompts: mean reward and share of full marks; the engine then sleeps.
+        """Answer the held-out prompts: mean reward and share of full marks, of each source too; the engine then sleeps.
 
-        The likeliest ones, unless the recipe says otherwise; of several to a prompt also pass_k.
-        Where the prompts have several sources, the same of each of them besides.
-        Episodes that are dropped or not scored do not count.
+        The likeliest answers, unless the recipe says otherwise; of several to a prompt also pass_k. Episodes that are
+        dropped or not scored do not count.
         """
         loop = self.config.loop
         answers, greedy = loop.validation_answers
@@ -231,17 +184,10 @@ class Algorithm[Config: RunConfig](ABC):
         loss_fn: LossFunction,
         rows: Callable[[Sequence[Prompt]], BatchedDataDict],
     ) -> dict[str, float]:
-        """Measure the loss of held-out samples as if they were one batch, whatever the batches that they are taken in.
-
-        rows: makes those that the loss reads of the prompts of a batch.
-        """
-        policy = self.config.policy
+        """Measure the loss of held-out samples as one batch, whatever the batches; rows: makes what the loss reads."""
         held_out = self.prompts.validation(self.config.val_loss_samples)
-        size, per_pass = (
-            loop.val_global_batch_size or policy.train_global_batch_size,
-            loop.val_micro_batch_size,
-        )
-        mbs = per_pass and per_pass * loss_fn.rows_per_sample
+        size = loop.val_global_batch_size or self.config.policy.train_global_batch_size
+        mbs = loop.val_micro_batch_size and loop.val_micro_batch_size * loss_fn.rows_per_sample
         results: list[dict[str, Any]] = []
         for first in range(0, len(held_out), size):
             with activity.at(f"the loss of row {first} of {len(held_out)} of a validation", timed=False):

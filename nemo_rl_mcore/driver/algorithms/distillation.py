@@ -11,10 +11,9 @@ from nemo_rl_mcore.config import DistillationMasterConfig
 from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.driver.algorithms.advantages import estimator_of, warn_of_large_advantages
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
-from nemo_rl_mcore.driver.algorithms.mismatch import add_logprobs, trained_inputs
+from nemo_rl_mcore.driver.algorithms.mismatch import add_logprobs, model_inputs
 from nemo_rl_mcore.driver.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.driver.policy import Policy
-from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns
 from nemo_rl_mcore.losses import make_loss
@@ -27,35 +26,29 @@ class DistillationTrainer(Algorithm[DistillationMasterConfig]):
     teacher: Policy
 
     def judge(self, step: Step) -> Judged:
-        """Take answers, and ask the teacher."""
-        rollout, section = None, self.config.distillation
+        """Take answers, and ask the teacher; a policy gradient needs more of the student's own answers."""
+        rollout, section, loss = None, self.config.distillation, self.config.loss_fn
         if self.config.generations_per_prompt:
-            rollout = self._sampled(step)
+            with self.observer.phase("generation"):
+                rollout = step.whole()
             batch = rollout.batch
+            if loss.rl_weight:
+                with self.observer.phase("logprobs"):
+                    add_logprobs(batch, self.policy, loss.rl)
+                estimator_of(self.config, loss.rl).add_to(batch)
+                warn_of_large_advantages(step.number, rollout)
         else:
             prompts = self.prompts.train_batch(step.number, section.num_prompts_per_step)
             batch = given_answers(prompts, self.collector.tokenizer)
         with self.observer.phase("teacher"):
             k = section.topk_logits_k or self.config.policy.model.vocab_size
-            said = self.teacher.get_topk_logits(trained_inputs(batch), k, trained_only=True)
-            for name, value in said.items():
+            inputs = model_inputs(batch, "token_mask")
+            for name, value in self.teacher.get_topk_logits(inputs, k, trained_only=True).items():
                 batch[f"teacher_{name}"] = value
         require_sampled_ids(batch)
         return Judged(batch, rollout)
 
-    def _sampled(self, step: Step) -> Rollout:
-        """Return the student's answers; with what the policy gradient needs, where there is one."""
-        with self.observer.phase("generation"):
-            rollout = step.whole()
-        if self.config.loss_fn.rl_weight:
-            with self.observer.phase("logprobs"):
-                add_logprobs(rollout.batch, self.policy, self.config.loss_fn.rl)
-            estimator_of(self.config, self.config.loss_fn.rl).add_to(rollout.batch)
-            warn_of_large_advantages(step.number, rollout)
-        return rollout
-
     def update(self, step: Step, judged: Judged) -> StepOutcome:
-        """Train the student."""
         batch = judged.batch
         with self.training(step.number, judged.rollout) as metrics:
             result = self.policy.train(trained_columns(batch), make_loss(self.config.loss_fn))

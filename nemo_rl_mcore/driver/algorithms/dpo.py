@@ -18,7 +18,7 @@ from nemo_rl_mcore.data.answers import PreferenceSource
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
-from nemo_rl_mcore.driver.algorithms.mismatch import trained_inputs
+from nemo_rl_mcore.driver.algorithms.mismatch import model_inputs
 from nemo_rl_mcore.driver.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.driver.rollouts.episode_rows import uncounted_rows
 from nemo_rl_mcore.driver.rollouts.player import Rollout
@@ -33,7 +33,7 @@ _ROWS_PER_PAIR = DPOLossFn.rows_per_sample
 KEPT_BYTES = 2**30
 """The memory of the driver for what is kept, at 4 bytes a token: 131,000 pairs of two answers of 1,024 tokens."""
 
-Block = Mapping[int, list[torch.Tensor]]
+Block = dict[int, list[torch.Tensor]]
 """The rows of each pair by its prompt_index, [tokens of the row] each."""
 
 
@@ -45,13 +45,10 @@ class ReferenceBlocks:
     they are packed, the rank that has it. So a row is always computed in the same block of rows, and the numbers are
     the same whether they were kept or are computed again, as a resumed run has to.
 
-    A pair's block is the batch of the step that draws it first, as long as KEPT_BYTES hold the blocks up to it.
-    Later passes then ask for nothing. A run that is resumed in one of them asks for each block once more, when it
-    first meets a pair of it. Pairs of the other blocks, and those of a source without passes, are asked for at
-    every step, in the batch of that step.
+    A pair's block is the batch of the step that draws it first, as long as KEPT_BYTES hold the blocks up to it. Pairs
+    of the others, and of a source without passes, are asked for at every step, in the batch of that step.
 
-    ask: gives the reference's log-probabilities [B, S] of a batch, 0 where token_mask is.
-    count: pairs of a step. longest: tokens of a row at most.
+    ask: gives [B, S] of a batch, 0 where token_mask is. count: pairs of a step. longest: tokens of a row at most.
     """
 
     pairs: PreferenceSource
@@ -68,8 +65,21 @@ class ReferenceBlocks:
         first = self.pairs.first_steps(step, self.count)
         if first is None:
             return self.ask(batch)
-        of_pair = [block if block <= self._kept_steps() else step for block in first]
-        blocks = {number: self._block(number, step, batch) for number in sorted({*of_pair})}
+        kept_steps = KEPT_BYTES // (self.count * _ROWS_PER_PAIR * self.longest * torch.float32.itemsize)
+        of_pair = [block if block <= kept_steps else step for block in first]
+        blocks: dict[int, Block] = {}
+        for number in sorted({*of_pair}):
+            block = self._kept.get(number)
+            if block is None:
+                asked = batch if number == step else self.pairs.train_batch(number, self.count)
+                lengths: list[int] = asked["input_lengths"].tolist()
+                pairs: list[int] = asked["prompt_index"].tolist()
+                block = Block()
+                for pair, length, values in zip(pairs, lengths, self.ask(asked), strict=True):
+                    block.setdefault(pair, []).append(values[:length].clone())
+            if number <= kept_steps:
+                self._kept[number] = block
+            blocks[number] = block
         indices: list[int] = batch["prompt_index"].tolist()
         found = torch.zeros(batch["input_ids"].shape)
         for row, index in enumerate(indices):
@@ -86,28 +96,6 @@ class ReferenceBlocks:
         if sum(kept.nbytes for kept in (*self._held_out.values(), found)) <= KEPT_BYTES:
             self._held_out[pairs] = found
         return found
-
-    def _kept_steps(self) -> int:
-        """Return how many blocks are kept at most."""
-        return KEPT_BYTES // (self.count * _ROWS_PER_PAIR * self.longest * torch.float32.itemsize)
-
-    def _block(self, number: int, step: int, batch: BatchedDataDict) -> Block:
-        if number in self._kept:
-            return self._kept[number]
-        asked = batch if number == step else self.pairs.train_batch(number, self.count)
-        block = _by_pair(asked, self.ask(asked))
-        if number <= self._kept_steps():
-            self._kept[number] = block
-        return block
-
-
-def _by_pair(batch: BatchedDataDict, logprobs: torch.Tensor) -> Block:
-    rows: dict[int, list[torch.Tensor]] = {}
-    lengths: list[int] = batch["input_lengths"].tolist()
-    indices: list[int] = batch["prompt_index"].tolist()
-    for index, length, values in zip(indices, lengths, logprobs, strict=True):
-        rows.setdefault(index, []).append(values[:length].clone())
-    return rows
 
 
 @dataclass(frozen=True)
@@ -128,12 +116,12 @@ class DPOTrainer(Algorithm[DPOMasterConfig]):
             batch = self.pairs.train_batch(step.number, self.config.policy.train_global_batch_size)
         with self.observer.phase("reference"):
             known = self._reference
-            _add_reference(batch, known.of_step(step.number, batch) if known else self._ask_reference(batch))
+            logprobs = self._ask_reference(batch) if known is None else known.of_step(step.number, batch)
+        batch["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)  # column i is log p of token i + 1
         require_sampled_ids(batch)
         return Judged(batch, rollout, metrics=paired)
 
     def update(self, step: Step, judged: Judged) -> StepOutcome:
-        """Train on the pairs."""
         batch = judged.batch
         with self.training(step.number, judged.rollout) as metrics:
             result = self.policy.train(trained_columns(batch), self._loss_fn)
@@ -153,24 +141,19 @@ class DPOTrainer(Algorithm[DPOMasterConfig]):
 
         def compared(prompts: Sequence[Prompt]) -> BatchedDataDict:
             batch = pairs.rows(prompts)
-            _add_reference(batch, reference.of_validation(batch))
+            batch["reference_policy_logprobs"] = reference.of_validation(batch).roll(-1, dims=1)
             return trained_columns(batch)
 
         held_out = self.evaluate(self.config.dpo, self._loss_fn, compared)
-        return (
-            judged
-            | {"validation/loss": held_out["validation/loss"]}
-            | preference_metrics(held_out, "validation")
-        )
+        found = {"validation/loss": held_out["validation/loss"]} | preference_metrics(held_out, "validation")
+        return judged | found
 
     @property
     def _loss_fn(self) -> DPOLossFn:
-        fused = self.config.policy.megatron_cfg.use_fused_linear_logprobs
-        return DPOLossFn(self.config.dpo.loss, fused)
+        return DPOLossFn(self.config.dpo.loss, self.config.policy.megatron_cfg.use_fused_linear_logprobs)
 
     @cached_property
     def _reference(self) -> ReferenceBlocks | None:
-        """Return that of given pairs."""
         if self.pairs is None:
             return None
         policy = self.config.policy
@@ -178,21 +161,14 @@ class DPOTrainer(Algorithm[DPOMasterConfig]):
         return ReferenceBlocks(self.pairs, self._ask_reference, count, longest)
 
     def _ask_reference(self, batch: BatchedDataDict) -> torch.Tensor:
-        return self.policy.get_reference_policy_logprobs(trained_inputs(batch), trained_only=True)[
-            "reference_logprobs"
-        ]
-
-
-def _add_reference(batch: BatchedDataDict, logprobs: torch.Tensor) -> None:
-    # DPO's convention: column i is log p of token i + 1.
-    batch["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)
+        inputs = model_inputs(batch, "token_mask")
+        return self.policy.get_reference_policy_logprobs(inputs, trained_only=True)["reference_logprobs"]
 
 
 def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     """Measure what pairs show, under names that say so: `accuracy` elsewhere is that of answers.
 
-    preference_accuracy: the share of pairs whose chosen answer has the higher reward. rewards_chosen_mean,
-    rewards_rejected_mean, and rewards_margin_mean, their difference: log-probability less the reference's.
+    Rewards are log-probabilities less the reference's; the margin is their difference.
     """
     chosen, rejected = (metrics[f"{prefix}/rewards_{side}_mean"] for side in ("chosen", "rejected"))
     return {
@@ -206,9 +182,8 @@ def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, f
 def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict, float]:
     """Return a pair of each prompt's best and worst answer, and the share of the pairs whose rewards differ.
 
-    A pair of equal rewards has no preference: its sample_mask is 0. The rollout's mask is then 1 on the answers
-    that are in a pair which counts. An answer that was dropped or not scored is neither best nor worst.
-    Raises ValueError for answers of several rows.
+    A pair of equal rewards has no preference: its sample_mask is 0, and 1 in the rollout only on answers of other
+    pairs. Answers that were dropped or not scored are left out. Raises ValueError for answers of several rows.
     """
     if EPISODE in rollout.batch:
         raise RefusedError(

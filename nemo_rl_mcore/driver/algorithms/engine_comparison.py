@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -84,14 +83,12 @@ class Comparison:
 
     @property
     def agreement(self) -> str:
-        """Return what is said of a comparison that `require` let pass."""
         return (
             f"engine and training agree on {self.rows} rows x {self.vocabulary} tokens: largest difference of "
             f"log-probability {self.largest:.3g}, KL {self.kl:.3g}"
         )
 
     def require(self, allowed: Bounds) -> None:
-        """Raise EnginesDifferError for more than is allowed."""
         if self.largest <= allowed.difference and self.kl <= allowed.kl:
             return
         raise EnginesDifferError(
@@ -116,11 +113,43 @@ def compare(
     temperature: that of the policy's log-probabilities, `RunConfig.logprob_temperature`; both sides divide by it.
     Neither side is changed, and no noise is drawn. Raises EnginesDifferError for an engine with another vocabulary.
     """
-    trained_NV = torch.stack([_training_logprobs(policy, prompt, vocabulary) for prompt in prompts])
-    found = [
-        _compared(engine, prompts, _as_rows(engine, answered, vocabulary), trained_NV)
-        for engine, answered in enumerate(engines.next_logprobs(prompts, temperature))
-    ]
+    # Training has logits only where a real token follows: here any does, for none sees the next.
+    trained_NV = torch.full((len(prompts), vocabulary), torch.nan, dtype=torch.float64)
+    for row, prompt in enumerate(prompts):
+        ids = torch.tensor([[*prompt, prompt[-1]]])
+        batch = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([ids.shape[1]]))
+        given, last = policy.get_topk_logits(batch, vocabulary), len(prompt) - 1
+        logits, total = given["topk_logits"][0, last].double(), given["logsumexp"][0, last].double()
+        trained_NV[row, given["topk_indices"][0, last]] = logits - total
+    found: list[Comparison] = []
+    for engine, answered in enumerate(engines.next_logprobs(prompts, temperature)):
+        for of_prompt in answered:
+            if len(of_prompt) != vocabulary:
+                raise EnginesDifferError(
+                    f"engine {engine} has a vocabulary of {len(of_prompt)} tokens, and policy.model.vocab_size is "
+                    f"{vocabulary}",
+                    code="vocabularies-differ",
+                )
+        answered_NV = torch.tensor(np.stack(answered), dtype=torch.float64)
+        difference_NV = (answered_NV - trained_NV).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        row, token = divmod(int(difference_NV.argmax()), vocabulary)
+        # In fp32 the probabilities of a large vocabulary do not add up to one: a divergence so small is lost in that.
+        p_NV, q_NV = trained_NV.log_softmax(-1), answered_NV.log_softmax(-1)
+        divergence_N = (p_NV.exp() * (p_NV - q_NV)).sum(-1)
+        found.append(
+            Comparison(
+                rows=len(prompts),
+                vocabulary=vocabulary,
+                largest=float(difference_NV[row, token]),
+                kl=float(divergence_N.max()),
+                engine=engine,
+                row=row,
+                length=len(prompts[row]),
+                token=token,
+                by_engine=float(answered_NV[row, token]),
+                by_training=float(trained_NV[row, token]),
+            )
+        )
     worst = max(found, key=lambda comparison: comparison.largest)
     return replace(worst, kl=max(comparison.kl for comparison in found))
 
@@ -164,49 +193,3 @@ def rows_to_compare(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tok
     )
     encoded = (tokenizer.encode(prompt.text, prompt.literal) for prompt in prompts[:_PROMPTS])
     return [ids[:longest] or [tokenizer.eos_token_id] for ids in encoded]
-
-
-def _training_logprobs(policy: Policy, prompt: Sequence[int], vocabulary: int) -> Tensor:
-    """Float64 [V]. Training has logits only where a real token follows: here any does, for none sees the next."""
-    ids = torch.tensor([[*prompt, prompt[-1]]])
-    batch = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([ids.shape[1]]))
-    given = policy.get_topk_logits(batch, vocabulary)
-    last = len(prompt) - 1
-    logprobs_V = torch.full((vocabulary,), torch.nan, dtype=torch.float64)
-    logprobs_V[given["topk_indices"][0, last]] = (
-        given["topk_logits"][0, last].double() - given["logsumexp"][0, last].double()
-    )
-    return logprobs_V
-
-
-def _as_rows(engine: int, answered: Sequence[NDArray[np.float32]], vocabulary: int) -> Tensor:
-    for row in answered:
-        if len(row) != vocabulary:
-            raise EnginesDifferError(
-                f"engine {engine} has a vocabulary of {len(row)} tokens, and policy.model.vocab_size is {vocabulary}",
-                code="vocabularies-differ",
-            )
-    return torch.tensor(np.stack(answered), dtype=torch.float64)
-
-
-def _compared(
-    engine: int, prompts: Sequence[Sequence[int]], answered_NV: Tensor, trained_NV: Tensor
-) -> Comparison:
-    rows, vocabulary = trained_NV.shape
-    difference_NV = (answered_NV - trained_NV).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    row, token = divmod(int(difference_NV.argmax()), vocabulary)
-    # In fp32 the probabilities of a large vocabulary do not add up to one, and a divergence so small is lost in that.
-    p_NV, q_NV = trained_NV.log_softmax(-1), answered_NV.log_softmax(-1)
-    divergence_N = (p_NV.exp() * (p_NV - q_NV)).sum(-1)
-    return Comparison(
-        rows=rows,
-        vocabulary=vocabulary,
-        largest=float(difference_NV[row, token]),
-        kl=float(divergence_N.max()),
-        engine=engine,
-        row=row,
-        length=len(prompts[row]),
-        token=token,
-        by_engine=float(answered_NV[row, token]),
-        by_training=float(trained_NV[row, token]),
-    )

@@ -9,13 +9,9 @@ from functools import cached_property
 import torch
 
 from nemo_rl_mcore.config import GRPOMasterConfig
-from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
+from nemo_rl_mcore.config.master import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.advantages import (
-    clip_advantages,
-    estimator_of,
-    warn_of_large_advantages,
-)
+from nemo_rl_mcore.driver.algorithms.advantages import estimator_of, warn_of_large_advantages
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
 from nemo_rl_mcore.driver.algorithms.mismatch import (
     Mismatch,
@@ -44,20 +40,26 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
     """
 
     def judge(self, step: Step) -> Judged:
-        """Judge the groups; each chunk is added to the split step where there is one."""
-        rollouts: list[Rollout] = []
-        mismatch: list[Mismatch] = []
-        rows = 0
-        if self.config.streams:
+        """Add log-probabilities and advantages to whole groups; a split step takes each chunk."""
+        config, rollouts, mismatch, rows = self.config, list[Rollout](), list[Mismatch](), 0
+        if config.streams:
             self.policy.begin_train_step(self._loss_fn, step_id=f"step {step.number}")
         with self._aborted_where_it_fails():
             for rollout in self._answered(step):
-                mismatch += self._judge(step.number, rollout)
-                if self.config.streams:
+                batch = rollout.batch
+                with self.observer.phase("logprobs"):
+                    mismatch += add_compared_logprobs(config, self.policy, step.number, batch)
+                estimator_of(config, config.loss_fn).add_to(batch)
+                low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+                if low is not None or high is not None:
+                    batch["advantages"] = batch["advantages"].clamp(low, high)
+                warn_of_large_advantages(step.number, rollout)
+                require_sampled_ids(batch)
+                if config.streams:
                     with self.observer.phase("train"):
                         columns = self._trained(rollout, rows)
                         self.policy.train_microbatch(columns, chunk_id=f"rows from {rows}")
-                rows += rollout.batch.size
+                rows += batch.size
                 rollouts.append(rollout)
         whole = Rollout.concatenate(rollouts, self.collector.tokenizer.pad_token_id)
         return Judged(whole.batch, whole, mismatch)
@@ -76,17 +78,6 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
             if chunk is None:
                 return
             yield chunk
-
-    def _judge(self, step: int, rollout: Rollout) -> list[Mismatch]:
-        """Add log-probabilities and advantages to whole groups; returns the comparison with the engine, if made now."""
-        batch, section = rollout.batch, self.config.grpo
-        with self.observer.phase("logprobs"):
-            mismatch = add_compared_logprobs(self.config, self.policy, step, batch)
-        estimator_of(self.config, self.config.loss_fn).add_to(batch)
-        clip_advantages(batch, section.advantage_clip_low, section.advantage_clip_high)
-        warn_of_large_advantages(step, rollout)
-        require_sampled_ids(batch)
-        return mismatch
 
     def update(self, step: Step, judged: Judged) -> StepOutcome:
         """Train on the judged groups, or finish the split step that has them."""
@@ -120,7 +111,6 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
 
     @contextmanager
     def _aborted_where_it_fails(self) -> Generator[None]:
-        """Drop the split step, where there is one, when the block fails."""
         try:
             yield
         except BaseException as error:

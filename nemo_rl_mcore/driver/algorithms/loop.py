@@ -8,20 +8,25 @@ there others take their place, and the part is tried again.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepObserver, StepOutcome
-from nemo_rl_mcore.driver.algorithms.recovery import Recovery
-from nemo_rl_mcore.driver.algorithms.run_checkpoints import Completed, RunCheckpoints
-from nemo_rl_mcore.driver.algorithms.stops import SkipGuard, TimeLimit, TooManySkippedStepsError
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepOutcome
+from nemo_rl_mcore.driver.algorithms.recovery import Recovery, TimeLimit
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import (
+    RunCheckpoints,
+    SkipGuard,
+    StepCheckpoint,
+    TooManySkippedStepsError,
+)
 from nemo_rl_mcore.driver.interfaces import GenerationInterface
-from nemo_rl_mcore.driver.observability import STARTUP_PREFIX
+from nemo_rl_mcore.driver.observability import STARTUP_PREFIX, RunRecorder
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals
 from nemo_rl_mcore.errors import RunStoppedError
@@ -39,7 +44,7 @@ class TrainingLoop:
     algorithm: Algorithm[Any]
     models: Mapping[str, Policy]
     engine: GenerationInterface
-    observer: StepObserver
+    observer: RunRecorder
     checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
     frozen: Mapping[str, Policy] = field(default_factory=dict[str, Policy])
 
@@ -54,27 +59,28 @@ class TrainingLoop:
         """Whether the engine has the weights of the last step, and the memory that it may share with the ranks."""
 
     def run(self) -> None:
-        """Take all `steps`."""
         for _ in self.steps():
             pass
 
     def steps(self) -> Generator[int]:
         """Train up to the loop's `max_num_steps`, from the first step or from where the checkpoints say.
 
-        Yields the number of each step when it is finished, logged, and saved where a checkpoint is due. Where a signal,
-        unless a second one follows, `checkpoint_must_save_by`, a RunStoppedError or the end of the generator stops the
-        run, the last finished step is saved before it ends, if the ranks still serve and hold its weights. A save that
-        fails then is the cause of a stop that was no failure.
-        Raises TooManySkippedStepsError, and saves nothing, when `max_consecutive_skips` optimizer steps in a row were
-        skipped.
+        Yields each step when it is logged, and saved where a checkpoint is due. Where a signal, unless a second one
+        follows, `checkpoint_must_save_by`, a RunStoppedError or the end of the generator stops the run, the last
+        finished step is saved before it ends, if the ranks still hold its weights. A save that fails then is the cause
+        of a stop that was no failure. Raises TooManySkippedStepsError, and saves nothing, after `max_consecutive_skips`
+        skipped optimizer steps.
         """
+        gc.collect()
+        gc.freeze()  # what is there stays out of the collector's full passes, each of a fifth of a second
         try:
-            with self._limit, _settled_heap():
+            with self._limit:
                 behind = self._start()
                 for step in range(behind + 1, self.config.loop.max_num_steps + 1):
                     current_stop_signals().stop_if_asked()
-                    with self._limit.step():
-                        outcome = self._step(step)
+                    began = time.monotonic()
+                    outcome = self._step(step)
+                    self._limit.took(step=time.monotonic() - began)
                     self._guard.stop_if_too_many(step, outcome.batch)
                     if self.config.asynchronous:  # engines at work are not to wait for what comes next here
                         self._recovery.surviving(partial(self._publish, step))
@@ -90,29 +96,27 @@ class TrainingLoop:
             if (failure := self._recovery.save_at_the_end(stop)) is not None:
                 raise stop from failure
             raise
+        finally:
+            gc.unfreeze()
 
     def _start(self) -> int:
         """Return how many steps are behind the run, whose weights models and engine then have."""
-        behind = self.checkpoints.resumed_step
-        with self._startup("restore", needed=behind is not None):
+        behind, phase = self.checkpoints.resumed_step, self.observer.phase
+        with nullcontext() if behind is None else phase(f"{STARTUP_PREFIX}restore"):
             counters = self.checkpoints.restore(self.models)
             self._guard = SkipGuard(self.config.max_consecutive_skips, **counters)
-        with self._startup("weights", needed=not self.config.policy.generation.decodes_on_ranks):
+        on_ranks = self.config.policy.generation.decodes_on_ranks
+        with nullcontext() if on_ranks else phase(f"{STARTUP_PREFIX}weights"):
             self._recovery.surviving(lambda: self.engine.update_weights(behind or 0))
         if self.config.loop.val_at_start and behind is None:
             self.observer.log(0, self._recovery.surviving(lambda: self.algorithm.validate(0)))
             self._awake = False
         return behind or 0
 
-    def _startup(self, part: str, *, needed: bool) -> AbstractContextManager[None]:
-        """Time a part of the start, apart from the first step."""
-        return self.observer.phase(f"{STARTUP_PREFIX}{part}") if needed else nullcontext()
-
     def _step(self, step: int) -> StepOutcome:
-        """Train, validate and record a step."""
-        loop, surviving = self.config.loop, self._recovery.surviving
-        last = loop.max_num_steps
-        with self._recorded(step) as row:
+        """Train, validate and record a step; what is finished of it is recorded, however it ends."""
+        loop, surviving, row = self.config.loop, self._recovery.surviving, dict[str, float]()
+        try:
             with ExitStack() as until_recorded:
                 outcome = surviving(partial(self._train, step, until_recorded))
                 self._awake = False
@@ -121,9 +125,14 @@ class TrainingLoop:
                 row |= {"train/skipped_steps": self._guard.total, "train/empty_steps": self._guard.empty}
                 self.checkpoints.finish(step, row, self._guard.counters())
                 self._recovery.finished(step, row)
-            if (loop.val_period and step % loop.val_period == 0) or (step == last and loop.val_at_end):
+            at_end = step == loop.max_num_steps and loop.val_at_end
+            if (loop.val_period and step % loop.val_period == 0) or at_end:
                 row |= surviving(partial(self._validate, step))
             row |= self._recovery.metrics()
+        finally:
+            if row:
+                with deferred_stop_signals(hold=True):
+                    self.observer.log(step, row)
         return outcome
 
     def _train(self, step: int, until_recorded: ExitStack) -> StepOutcome:
@@ -140,12 +149,11 @@ class TrainingLoop:
         with self.algorithm.open_step(step) as opened:
             judged = self.algorithm.judge(opened)
             until_recorded.enter_context(deferred_stop_signals())
-            self.checkpoints.begin_update()
+            self.checkpoints.updating = True
             opened.finishing()
             return self.algorithm.update(opened, judged)
 
     def _publish(self, version: int) -> None:
-        """Give the engine the weights, and wake it."""
         with self.observer.phase("weight_sync"):
             self.engine.update_weights(version)
 
@@ -154,28 +162,16 @@ class TrainingLoop:
         with self.observer.phase("validation"):
             return self.algorithm.validate(step)
 
-    @contextmanager
-    def _recorded(self, step: int) -> Generator[dict[str, float]]:
-        """Hold the metrics of a step, and log them once it is finished, however the block ends."""
-        row: dict[str, float] = {}
-        try:
-            yield row
-        finally:
-            if row:
-                with deferred_stop_signals(hold=True):
-                    self.observer.log(step, row)
-
     def _save_if_due(self, step: int) -> None:
-        """Complete the checkpoint that is being written, if one is, and begin that of this step, if it is due."""
         checkpoints, models, last = self.checkpoints, self.models, step == self.config.loop.max_num_steps
 
-        def begin() -> Completed | None:
+        def begin() -> StepCheckpoint | None:
             if checkpoints.unsaved:  # else it was begun before ranks were lost
                 checkpoints.save_finished(models)
             return checkpoints.complete(models, wait=last)
 
         with deferred_stop_signals():
-            if checkpoints.begun:
+            if checkpoints.begun is not None:
                 due = checkpoints.due(step)
                 self._save(lambda: checkpoints.complete(models, wait=due))
             if checkpoints.due(step):
@@ -183,23 +179,11 @@ class TrainingLoop:
         if not last:
             self._limit.stop_if_the_next_step_does_not_fit()
 
-    def _save(self, part: Callable[[], Completed | None]) -> None:
+    def _save(self, part: Callable[[], StepCheckpoint | None]) -> None:
         with self.observer.phase("checkpoint"):  # of the step that follows
             completed = self._recovery.surviving(part)
         if completed is not None:
-            self._limit.saved(completed.seconds)
-            self.algorithm.checkpointed(completed.step)
-            self._recovery.checkpointed(completed.step)
-            self.observer.checkpointed(completed.step)
-        self._limit.saving(self.checkpoints.begun)
-
-
-@contextmanager
-def _settled_heap() -> Generator[None]:
-    """Keep what is there at the start out of the collector's full passes, each of which takes a fifth of a second."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+            for told in (self.algorithm, self.observer):
+                told.checkpointed(completed.finished.step)
+        took = None if completed is None else completed.seconds
+        self._limit.took(save=took, saving=self.checkpoints.begun is not None)

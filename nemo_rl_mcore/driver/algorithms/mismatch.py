@@ -2,7 +2,7 @@
 
 Every step is checked: so is the first one of a run, and the first one after a resume, when weights that reached the
 engine wrong would show. What `mask` and `stop` act on is computed before the step trains; else the training pass may be
-what gives the log-probabilities, see `config.prev_logprobs`. Either way it is one table, see `losses.sampler_table`.
+what gives the log-probabilities, see `config.prev_logprobs`. Either way it is one table, of `losses.kl`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_rl_mcore.config import ClippedPGLossConfig, GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_mcore.config.generation import MismatchConfig
 from nemo_rl_mcore.config.loss import KLType
-from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
+from nemo_rl_mcore.config.master import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.policy import Policy
@@ -26,7 +26,7 @@ from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows
 from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.losses import ClippedPGLossFn, LossFunction, make_loss
-from nemo_rl_mcore.losses.sampler_table import COLUMNS, ROW_NUMBER, sampler_table
+from nemo_rl_mcore.losses.kl import COLUMNS, ROW_NUMBER, sampler_table
 
 _NAMED_SAMPLES = 4
 _ROWS_AT_A_TIME = 64
@@ -38,14 +38,9 @@ class MismatchError(RunStoppedError):
     """The engine and training disagree by more than policy.generation.mismatch allows."""
 
 
-def model_inputs(batch: BatchedDataDict) -> BatchedDataDict:
-    """Return what a pass without a loss needs of a batch."""
-    return BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
-
-
-def trained_inputs(batch: BatchedDataDict) -> BatchedDataDict:
-    """Return what a pass needs that is asked about the trained tokens alone."""
-    return BatchedDataDict(model_inputs(batch) | {"token_mask": batch["token_mask"]})
+def model_inputs(batch: BatchedDataDict, *more: str) -> BatchedDataDict:
+    """Return the columns that a pass without a loss needs; of the trained tokens alone it needs `token_mask` more."""
+    return BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths", *more)})
 
 
 def policy_loss(config: GRPOMasterConfig | PPOMasterConfig) -> LossFunction:
@@ -59,11 +54,8 @@ def policy_loss(config: GRPOMasterConfig | PPOMasterConfig) -> LossFunction:
 def add_logprobs(
     batch: BatchedDataDict, policy: Policy, loss: ClippedPGLossConfig, *, previous: bool = True
 ) -> None:
-    """Add prev_logprobs, if asked for, and, where a KL penalty needs them, reference_policy_logprobs, fp32 [B, S].
-
-    Both are 0 where token_mask is.
-    """
-    inputs = trained_inputs(batch)
+    """Add prev_logprobs and, for a KL penalty, reference_policy_logprobs, fp32 [B, S], 0 where token_mask is."""
+    inputs = model_inputs(batch, "token_mask")
     if previous:
         batch["prev_logprobs"] = policy.get_logprobs(inputs, trained_only=True)["logprobs"]
     if loss.reference_policy_kl_penalty != 0:
@@ -74,7 +66,7 @@ def add_logprobs(
 def table_of_batch(batch: BatchedDataDict, kl_type: KLType = "k3") -> Tensor:
     """Return the `sampler_table` of prev_logprobs, where token_mask and sample_mask are set."""
     compared = BatchedDataDict({name: batch[name] for name in _COMPARED})
-    parts = [_empty_table(0)]
+    parts = [torch.zeros(0, len(COLUMNS), dtype=torch.float64)]
     for start in range(0, batch.size, _ROWS_AT_A_TIME):
         rows = compared.slice(start, min(start + _ROWS_AT_A_TIME, batch.size))
         trained = (rows["token_mask"] * rows["sample_mask"].unsqueeze(1))[:, 1:] > 0
@@ -85,7 +77,7 @@ def table_of_batch(batch: BatchedDataDict, kl_type: KLType = "k3") -> Tensor:
 
 def table_of_training(result: Mapping[str, Any], rows: int) -> Tensor:
     """Return the same of a step's training pass, for a batch of `rows` that went out with their `row_number`."""
-    table = _empty_table(rows)
+    table = torch.zeros(rows, len(COLUMNS), dtype=torch.float64)
     found = result.get("row_table")
     if found is not None:
         # What fills up a microbatch has no token, and the number of a row that it is not.
@@ -95,12 +87,8 @@ def table_of_training(result: Mapping[str, Any], rows: int) -> Tensor:
     return table
 
 
-def _empty_table(rows: int) -> Tensor:
-    return torch.zeros(rows, len(COLUMNS), dtype=torch.float64)
-
-
 def with_row_numbers(columns: BatchedDataDict, first: int = 0) -> BatchedDataDict:
-    """Return the columns, and the number of each row in the table of the step; `first` is that of the first."""
+    """Return the columns, and with them the number of each row in the table of the step, from `first` on."""
     return BatchedDataDict(columns | {ROW_NUMBER: torch.arange(first, first + columns.size)})
 
 
@@ -128,35 +116,27 @@ class Mismatch:
         per_sequence = torch.where(tokens_E > 0, error_E / tokens_E.clamp(min=1), 1.0)
         return cls(table, rows, episodes, per_sequence)
 
-    @property
-    def compared(self) -> Tensor:
-        """Return bool [E], the responses that are compared."""
-        return self.episodes.one_each(self.rows)
-
     def metrics(self, threshold: float | None) -> dict[str, float]:
         """Return what a step reports: means over tokens, and the largest value, 1 where nothing is trained on."""
         tokens, error, divergence = (self.table[self.rows, column].sum() for column in range(3))
-        responses = self.per_sequence[self.compared]
+        responses = self.per_sequence[self.episodes.one_each(self.rows)]
         metrics = {
             "mismatch/token_mult_prob_error": float(error) / int(tokens) if tokens else 1.0,
             "mismatch/gen_kl_error": float(divergence) / max(int(tokens), 1),
             "mismatch/max_seq_mult_prob_error": float(responses.max()) if len(responses) else 1.0,
         }
         if threshold is not None:
-            above = self.above(threshold)[self.compared]
+            above = self.above(threshold)[self.episodes.one_each(self.rows)]
             metrics["mismatch/seqs_above_threshold"] = float(above.double().mean()) if len(above) else 0.0
         return metrics
 
     def above(self, threshold: float) -> Tensor:
         """Return bool [E], which of the compared responses disagree by more; one that is not a number does."""
-        return ~(self.per_sequence <= threshold) & self.compared
+        return ~(self.per_sequence <= threshold) & self.episodes.one_each(self.rows)
 
 
 def drawn_by(version: int, batch: BatchedDataDict) -> Tensor:
-    """Return bool [B]: no token of the response, in none of its rows, was drawn by weights of another version.
-
-    Without weight_versions the ranks that train have drawn all.
-    """
+    """Return bool [B]: weights of this version, or ranks where none is told, have drawn all rows of the response."""
     if WEIGHT_VERSIONS not in batch:
         return torch.ones(batch.size, dtype=torch.bool)
     versions_BS = batch[WEIGHT_VERSIONS]
@@ -169,10 +149,7 @@ def drawn_by(version: int, batch: BatchedDataDict) -> Tensor:
 def add_compared_logprobs(
     config: GRPOMasterConfig | PPOMasterConfig, policy: Policy, step: int, batch: BatchedDataDict
 ) -> list[Mismatch]:
-    """Add the log-probabilities that the loss needs, of a rollout that the policy has sampled.
-
-    Returns the comparison with the engine where a pass before training makes it; else `train` does.
-    """
+    """Add the log-probabilities that the loss needs; returns the comparison, if a pass before training makes it."""
     passes_before = reader_of_prev_logprobs(config) is not None
     add_logprobs(batch, policy, config.loss_fn, previous=passes_before)
     if not passes_before:
@@ -182,12 +159,37 @@ def add_compared_logprobs(
 
 
 def compare_with_engine(step: int, batch: BatchedDataDict, table: Tensor, config: MismatchConfig) -> Mismatch:
-    """Compare the responses of a step that its own weights sampled, and do what `action` says; see `act_on_mismatch`.
+    """Compare the responses of a step that its own weights sampled, and do what `action` says of those that differ.
 
-    What older weights sampled differs by its age.
+    What older weights sampled differs by its age. `warn` writes a line to standard error; `mask` sets the sample_mask
+    of responses above the threshold to 0, so that they are not trained on. Raises MismatchError for `stop`.
     """
     found = Mismatch.of(batch, table, drawn_by(step - 1, batch))
-    act_on_mismatch(step, batch, found, config)
+    if config.threshold is None:
+        return found
+    above = found.above(config.threshold)
+    if not above.any():
+        return found
+    numbers = [number for number, differs in enumerate(above) if differs]
+    prompts = found.episodes.one_each(batch["prompt_index"])
+    samples = found.episodes.one_each(batch["sample_index"])
+    named = [
+        f"prompt {int(prompts[number])} sample {int(samples[number])}: {float(found.per_sequence[number]):.4g}"
+        for number in numbers[:_NAMED_SAMPLES]
+    ]
+    more = ", ..." if len(numbers) > _NAMED_SAMPLES else ""
+    compared = int(found.episodes.one_each(found.rows).sum())
+    text = (
+        f"step {step}: training and generation disagree about {len(numbers)} of {compared} responses "
+        f"by more than policy.generation.mismatch.threshold: {config.threshold} ({', '.join(named)}{more})"
+    )
+    match config.action:
+        case "stop":
+            raise MismatchError(f"{text}; are the engine's weights those of training, and its precision?")
+        case "mask":
+            batch["sample_mask"] = batch["sample_mask"] * ~found.episodes.on_rows(above)
+        case "warn":
+            write_line(sys.stderr, text)
     return found
 
 
@@ -216,39 +218,3 @@ def correction_metrics(table: Tensor) -> dict[str, float]:
         "async/importance_ratio_max": float(table[:, -1].max()),
         "async/behaviour_kl": behaviour_kl / tokens,
     }
-
-
-def act_on_mismatch(step: int, batch: BatchedDataDict, found: Mismatch, config: MismatchConfig) -> None:
-    """Do what `action` says about responses above the threshold.
-
-    `warn` writes a line to standard error; `mask` sets their sample_mask to 0, so that they are not trained on.
-    Raises MismatchError for `stop`.
-    """
-    if config.threshold is None:
-        return
-    above = found.above(config.threshold)
-    if not above.any():
-        return
-    text = _describe(step, batch, found, above, config.threshold)
-    match config.action:
-        case "stop":
-            raise MismatchError(f"{text}; are the engine's weights those of training, and its precision?")
-        case "mask":
-            batch["sample_mask"] = batch["sample_mask"] * ~found.episodes.on_rows(above)
-        case "warn":
-            write_line(sys.stderr, text)
-
-
-def _describe(step: int, batch: BatchedDataDict, found: Mismatch, above: Tensor, threshold: float) -> str:
-    numbers = [number for number, differs in enumerate(above) if differs]
-    prompts = found.episodes.one_each(batch["prompt_index"])
-    samples = found.episodes.one_each(batch["sample_index"])
-    named = [
-        f"prompt {int(prompts[number])} sample {int(samples[number])}: {float(found.per_sequence[number]):.4g}"
-        for number in numbers[:_NAMED_SAMPLES]
-    ]
-    more = ", ..." if len(numbers) > _NAMED_SAMPLES else ""
-    return (
-        f"step {step}: training and generation disagree about {len(numbers)} of {int(found.compared.sum())} responses "
-        f"by more than policy.generation.mismatch.threshold: {threshold} ({', '.join(named)}{more})"
-    )

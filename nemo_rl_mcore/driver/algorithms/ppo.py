@@ -5,7 +5,7 @@ https://arxiv.org/abs/1707.06347; advantages are those of https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,6 @@ class PPOTrainer(Algorithm[PPOMasterConfig]):
     critic: Policy
 
     def judge(self, step: Step) -> Judged:
-        """Add log-probabilities, the critic's values and advantages."""
         with self.observer.phase("generation"):
             rollout = step.whole()
         batch = rollout.batch
@@ -55,34 +54,36 @@ class PPOTrainer(Algorithm[PPOMasterConfig]):
     def update(self, step: Step, judged: Judged) -> StepOutcome:
         """Train `ppo_epochs` times; the policy once the critic is warm."""
         batch, config = judged.batch, self.config
+        loss, value_loss = policy_loss(config), make_loss(config.value_loss_fn, section="value_loss_fn")
+        policy_epochs, critic_epochs = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
         with self.training(step.number, judged.rollout) as metrics:
-            of_policy, of_critic = self._train(step.number, batch)
+            for epoch in range(config.ppo.ppo_epochs):
+                rows = shuffled(with_row_numbers(trained_columns(batch)), config.seed, step.number, epoch)
+                critic_epochs.append(self.critic.train(rows, value_loss))
+                if step.number > config.ppo.critic_warmup_steps:
+                    policy_epochs.append(self.policy.train(rows, loss))
+        of_critic = join_results(critic_epochs)
         metrics |= step.finish() | train_metrics(of_critic, "value")
         metrics["value/explained_variance"] = explained_variance(batch)
         reasons, settings = of_critic["skip_reasons"], config.policy.generation.mismatch
         found = judged.mismatch[0] if judged.mismatch else None
-        if of_policy is not None:
+        if policy_epochs:
+            of_policy = join_results(policy_epochs)
             if found is None:
                 table = table_of_training(of_policy, batch.size)
                 found = compare_with_engine(step.number, batch, table, settings)
             metrics |= train_metrics(of_policy)
-            reasons = skip_reasons_of_both(of_policy["skip_reasons"], reasons)
+            # A minibatch that either model skipped counts: a run in which one of them is stuck must end, too.
+            reasons = [
+                next(
+                    (one for one in pair if one not in (None, EMPTY_STEP)),
+                    None if None in pair else EMPTY_STEP,
+                )
+                for pair in zip(of_policy["skip_reasons"], reasons, strict=True)
+            ]
         if found is not None:
             metrics |= comparison_metrics(found, batch, settings.threshold, asynchronous=config.asynchronous)
         return StepOutcome(metrics, reasons, batch)
-
-    def _train(self, step: int, batch: BatchedDataDict) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
-        """Return the results of the policy, None while only the critic warms up, and of the critic, over all epochs."""
-        ppo, loss = self.config.ppo, policy_loss(self.config)
-        value_loss = make_loss(self.config.value_loss_fn, section="value_loss_fn")
-        of_policy: list[Mapping[str, Any]] = []
-        of_critic: list[Mapping[str, Any]] = []
-        for epoch in range(ppo.ppo_epochs):
-            rows = shuffled(with_row_numbers(trained_columns(batch)), self.config.seed, step, epoch)
-            of_critic.append(self.critic.train(rows, value_loss))
-            if step > ppo.critic_warmup_steps:
-                of_policy.append(self.policy.train(rows, loss))
-        return join_results(of_policy) if of_policy else None, join_results(of_critic)
 
 
 def shuffled(batch: BatchedDataDict, seed: int, step: int, epoch: int) -> BatchedDataDict:
@@ -93,22 +94,8 @@ def shuffled(batch: BatchedDataDict, seed: int, step: int, epoch: int) -> Batche
     return batch.select_indices([row for number in order for row in samples[number]])
 
 
-def skip_reasons_of_both(
-    of_policy: Sequence[str | None], of_critic: Sequence[str | None]
-) -> list[str | None]:
-    """Say why a minibatch was skipped by either model: a run in which one of them is stuck must end, too."""
-    reasons: list[str | None] = []
-    for pair in zip(of_policy, of_critic, strict=True):
-        nothing_failed = None if None in pair else EMPTY_STEP
-        reasons.append(next((one for one in pair if one not in (None, EMPTY_STEP)), nothing_failed))
-    return reasons
-
-
 def explained_variance(batch: BatchedDataDict) -> float:
-    """Return the share of the returns' variance that the critic explains: 1 - Var(returns - values) / Var(returns).
-
-    0 where the returns do not vary.
-    """
+    """Return the share of the returns' variance that the critic explains; 0 where they do not vary."""
     counts = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) != 0
     returns, values = batch["returns"][counts].double(), batch["values"][counts].double()
     # The variance of equal numbers need not come out as 0.

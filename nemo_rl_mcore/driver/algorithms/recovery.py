@@ -1,24 +1,26 @@
 """Survive failures of ranks: try again, or bring new ranks to where the old ones were, and go on.
 
-Where a run does not survive, its last finished step is saved.
+Where a run does not survive, or its time is over, its last finished step is saved.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from nemo_rl_mcore.config import RunConfig
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepObserver, StepOutcome
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import NOT_WRITTEN, RunCheckpoints
-from nemo_rl_mcore.driver.folders import too_full
 from nemo_rl_mcore.driver.interfaces import GenerationInterface
+from nemo_rl_mcore.driver.observability import RunRecorder
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.driver.run_folder import too_full
 from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals
 from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError, code_of, run_stopped_by
 from nemo_rl_mcore.rank import activity
@@ -36,16 +38,13 @@ class Recovery:
     Ranks that raised have the step undone and are asked again, twice in a row at most. In place of ranks that died or
     hang there are new ones, `cluster.max_trainer_restarts` times in a run: all models go back to the last checkpoint,
     and the steps since then are trained again from the same answers. On CPU that gives the same bits.
-
-    algorithm: trains steps again. models: what checkpoints hold, by name. engine: that answers with the policy's
-    weights. frozen: models that are only asked.
     """
 
     config: RunConfig
     algorithm: Algorithm[Any]
     models: Mapping[str, Policy]
     engine: GenerationInterface
-    observer: StepObserver
+    observer: RunRecorder
     checkpoints: RunCheckpoints
     frozen: Mapping[str, Policy]
     retries: int = field(default=0, init=False)
@@ -76,38 +75,29 @@ class Recovery:
                     raise
                 if error.usable and raised == _RETRIES:
                     raise
-                if error.usable and self._undo():
-                    raised += 1
-                    self.retries += 1
-                    _log(error, f"it is tried again ({raised} of {_RETRIES})")
-                else:
+                undone = False  # stays so where an abort does not take back all
+                if error.usable and (self._undone_by_abort or not self.checkpoints.updating):
+                    with suppress(RanksFailedError):
+                        undone = self._undone()
+                if not undone:
                     self._go_back(error)
+                    continue
+                self.checkpoints.updating = False
+                raised += 1
+                self.retries += 1
+                told = f"it is tried again ({raised} of {_RETRIES})"
+                write_line(sys.stderr, f"{_first_line(error)}; {told}")
 
     def finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take note of how a step went, to compare it with what it may be when it is trained again."""
+        """Take note of a step, until a checkpoint has it: no step before that will be trained again."""
+        saved = self.checkpoints.saved_step or 0
+        self._outcomes = {one: outcome for one, outcome in self._outcomes.items() if one > saved}
         self._outcomes[step] = {name: metrics[name] for name in _COMPARED if name in metrics}
         self._updates = {name: model.updates for name, model in self.models.items()}
 
-    def checkpointed(self, step: int) -> None:
-        """Take note that no step up to this one will be trained again."""
-        self._outcomes = {one: outcome for one, outcome in self._outcomes.items() if one > step}
-
     def metrics(self) -> dict[str, float]:
-        """Count what has happened since the start; empty where nothing has."""
         counted = {"retries": self.retries, "restarts": self.restarts, "redone_steps": self.redone}
         return {f"recovery/{name}": count for name, count in counted.items()} if any(counted.values()) else {}
-
-    def _undo(self) -> bool:
-        """Have the ranks as they were after the last finished step; false where an abort does not take back all."""
-        if self.checkpoints.updating and not self._undone_by_abort:
-            return False
-        try:
-            if not self._undone():
-                return False
-        except RanksFailedError:
-            return False
-        self.checkpoints.updating = False
-        return True
 
     def _undone(self) -> bool:
         """Abort what is open; says whether the models are as the last finished step has left them."""
@@ -131,7 +121,8 @@ class Recovery:
                 self.checkpoints.settle(self.models)
             saved = self.checkpoints.saved_step
             where = "its start" if saved is None else f"the checkpoint of step {saved}"
-            _log(error, f"the run goes back to {where}, {left - self.restarts} left ({RESTARTS_KEY})")
+            told = f"the run goes back to {where}, {left - self.restarts} left ({RESTARTS_KEY})"
+            write_line(sys.stderr, f"{_first_line(error)}; {told}")
             try:
                 with activity.at("going back to the last checkpoint", timed=False), self.observer.redoing():
                     self._bring_back()
@@ -142,28 +133,13 @@ class Recovery:
                 error = again
 
     def _bring_back(self) -> None:
-        self.checkpoints.going_back = True  # to the end: however this fails, nobody saves what it leaves
+        checkpoints = self.checkpoints
+        checkpoints.going_back = True  # to the end: however this fails, nobody saves what it leaves
         self.engine.offload()  # what shares the memory of new ranks
-        self._replace_lost()
-        saved = self.checkpoints.saved_step
-        if saved is not None:
-            self.checkpoints.restore(self.models)
-        self.checkpoints.updating = False
-        steps = range((saved or 0) + 1, self.checkpoints.finished_step + 1)
-        unequal = [step for step in steps if self._differs(step, self.algorithm.redo(step))]
-        self.checkpoints.going_back = False
-        self._updates = {name: model.updates for name, model in self.models.items()}
-        self.redone += len(steps)
-        if steps:
-            which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-            how = f"not to the bit: {unequal} differ" if unequal else "with the same loss and gradient norm"
-            write_line(sys.stderr, f"{which} trained again from the same rows, {how}")
-
-    def _replace_lost(self) -> None:
-        """Restart ranks of models that lack some or are stuck; of all that train where no checkpoint holds them."""
-        fresh = self.models if self.checkpoints.saved_step is None else ()
+        saved = checkpoints.saved_step
         for name, model in self._all.items():
-            lost = name in fresh or not model.serves()
+            # Those that train are all new where no checkpoint holds them, the others that lack ranks or are stuck.
+            lost = (saved is None and name in self.models) or not model.serves()
             if not lost:
                 try:
                     model.abort_train_step()
@@ -171,31 +147,40 @@ class Recovery:
                     lost = True
             if lost:
                 model.restart()
-
-    def _differs(self, step: int, outcome: StepOutcome) -> bool:
-        """Compare a step with how it went first; no number is equal to no number, as the loss of a skipped step."""
-        for name, before in self._outcomes[step].items():
-            now = outcome.metrics.get(name)
-            if now != before and not (now is not None and math.isnan(now) and math.isnan(before)):
-                return True
-        return False
+        if saved is not None:
+            checkpoints.restore(self.models)
+        checkpoints.updating = False
+        finished = checkpoints.resumed_step if checkpoints.finished is None else checkpoints.finished.step
+        steps, unequal = range((saved or 0) + 1, (finished or 0) + 1), list[int]()
+        for step in steps:
+            again = self.algorithm.redo(step).metrics
+            for name, before in self._outcomes[step].items():
+                now = again.get(name)
+                # No number is equal to no number, as the loss of a skipped step.
+                if now != before and not (now is not None and math.isnan(now) and math.isnan(before)):
+                    unequal.append(step)
+                    break
+        checkpoints.going_back = False
+        self._updates = {name: model.updates for name, model in self.models.items()}
+        self.redone += len(steps)
+        if steps:
+            which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+            how = f"not to the bit: {unequal} differ" if unequal else "with the same loss and gradient norm"
+            write_line(sys.stderr, f"{which} trained again from the same rows, {how}")
 
     # The end of a run that was stopped
 
     def save_at_the_end(self, stop: BaseException) -> RunStoppedError | None:
-        """Save the last finished step, unless that was done or tried; the checkpoints report why it cannot be.
-
-        Returns what the attempt failed with.
-        """
+        """Save the last finished step, unless that was tried; returns what it failed with, the checkpoints say why."""
         reason = run_stopped_by(stop)
-        self.checkpoints.note_failure(_first_line(reason))
+        self.checkpoints.failure = _first_line(reason)
         try:
             if not current_stop_signals().insisted:
                 return self._save_after(reason)
         except KeyboardInterrupt:
-            self.checkpoints.note_failure(_SECOND_SIGNAL)
+            self.checkpoints.failure = _SECOND_SIGNAL
             raise
-        self.checkpoints.note_failure(_SECOND_SIGNAL)
+        self.checkpoints.failure = _SECOND_SIGNAL
         return None
 
     def _save_after(self, reason: RunStoppedError | None) -> RunStoppedError | None:
@@ -206,26 +191,24 @@ class Recovery:
         if code_of(reason) == NOT_WRITTEN and too_full(self.config):
             return None
         if checkpoints.updating and not self._undone_by_abort:
-            checkpoints.note_failure("the step after them had begun to change the weights")
+            checkpoints.failure = "the step after them had begun to change the weights"
             return None
         if checkpoints.going_back:
-            checkpoints.note_failure("the ranks were being brought back to them")
+            checkpoints.failure = "the ranks were being brought back to them"
             return None
         with deferred_stop_signals():
             try:
                 if not self._undone():
-                    checkpoints.note_failure("the step after them has changed the weights")
+                    checkpoints.failure = "the step after them has changed the weights"
                     return None
                 reason = None
                 if self.config.policy.offload != "none":
-                    with suppress(
-                        RunStoppedError
-                    ):  # lost ones have left the room that the ranks need to save
+                    with suppress(RunStoppedError):  # lost ones have left the room that the ranks need
                         self.engine.offload()
                 checkpoints.save_finished(self.models)
                 checkpoints.complete(self.models, wait=True)
             except RunStoppedError as error:
-                checkpoints.note_failure(_first_line(reason or error))
+                checkpoints.failure = _first_line(reason or error)
                 return error
         return None
 
@@ -235,9 +218,56 @@ class Recovery:
             try:
                 self.checkpoints.settle(self.models)
             except RunStoppedError as error:
-                self.checkpoints.note_failure(_first_line(error))
+                self.checkpoints.failure = _first_line(error)
                 return error
         return None
+
+
+class TimeLimit:
+    """A context manager that ends a run while its last step can still be saved, as long as steps and saves have taken.
+
+    seconds: from the start of the process's command to the end of the save; None: no limit. Until a save has been
+    timed it is taken to be as long as the longest step.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._signals = current_stop_signals()
+        self._longest_step = 0.0
+        self._longest_save: float | None = None
+        self._saves_at_the_end = 1
+        self._saves_s = 0.0
+
+    def __enter__(self) -> Self:
+        self.took()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._signals.limit_time(None)
+
+    def took(self, *, step: float = 0.0, save: float | None = None, saving: bool | None = None) -> None:
+        """Take note of the seconds of a step, validation included, and of a save, in the background or not.
+
+        saving: whether a save goes on, which must end before another one begins. A step that takes longer than those
+        before is stopped in time.
+        """
+        self._longest_step = max(self._longest_step, step)
+        if save is not None:
+            self._longest_save = max(self._longest_save or 0.0, save)
+        if saving is not None:
+            self._saves_at_the_end = 2 if saving else 1
+        one_save = self._longest_step if self._longest_save is None else self._longest_save
+        self._saves_s = self._saves_at_the_end * one_save
+        if self._seconds is not None:
+            self._signals.limit_time(self._seconds - self._saves_s)
+
+    def stop_if_the_next_step_does_not_fit(self) -> None:
+        """Raise TimeLimitReachedError."""
+        if self._seconds is None:
+            return
+        passed = time.monotonic() - self._signals.began
+        if passed + self._longest_step + self._saves_s >= self._seconds:
+            self._signals.end_for_time()
 
 
 def _first_line(error: RunStoppedError | None) -> str:
@@ -247,7 +277,3 @@ def _first_line(error: RunStoppedError | None) -> str:
 def _asked_to_stop() -> bool:
     signals = current_stop_signals()
     return signals.asked or signals.time_is_up
-
-
-def _log(error: RanksFailedError, what: str) -> None:
-    write_line(sys.stderr, f"{str(error).splitlines()[0]}; {what}")

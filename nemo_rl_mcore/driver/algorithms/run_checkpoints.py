@@ -9,29 +9,16 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemo_rl_mcore.config import CheckpointingConfig, RunConfig
+from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, Tokenizer
-from nemo_rl_mcore.driver.algorithms.stops import SkipGuard
-from nemo_rl_mcore.driver.folders import nearest_folder
-from nemo_rl_mcore.driver.policy import Policy
-from nemo_rl_mcore.driver.run_folder import (
-    RECIPE_FILE,
-    TOKENIZER_FOLDER,
-    Change,
-    bounds_of,
-    cannot_resume,
-    changes_since,
-    read_recipe_of,
-    recipe_text,
-)
-from nemo_rl_mcore.driver.signals import current_stop_signals
-from nemo_rl_mcore.errors import ChangedRunError, RanksFailedError, RunStoppedError, code_of, folder_error
-from nemo_rl_mcore.rank import activity
-from nemo_rl_mcore.rank.checkpoints import (
+from nemo_rl_mcore.driver.checkpoints import (
     INFO_FILE,
     Checkpoint,
     CheckpointStore,
@@ -40,25 +27,107 @@ from nemo_rl_mcore.rank.checkpoints import (
     read_checkpoint,
     require_checkpoint,
 )
+from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.driver.run_folder import (
+    RECIPE_FILE,
+    TOKENIZER_FOLDER,
+    bounds_of,
+    cannot_resume,
+    changes_since,
+    nearest_folder,
+    read_recipe_of,
+    recipe_text,
+)
+from nemo_rl_mcore.driver.signals import current_stop_signals
+from nemo_rl_mcore.errors import ChangedRunError, RanksFailedError, RunStoppedError, code_of, folder_error
+from nemo_rl_mcore.rank import activity
+from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
+_NAMED_SAMPLES = 8
+_LOGARITHMS_OF_NOTHING = ("teacher_tail_logmass",)
+"""Columns in which -inf is a value: a teacher that names the whole vocabulary leaves no mass."""
 NOT_WRITTEN = "checkpoint-not-written"
 """The code of a checkpoint whose folder cannot be written to."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_FOLDERS = {
-    *_FULL,
-    *(
-        errno.EFBIG,
-        errno.EROFS,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EIO,
-        errno.ESTALE,
-    ),
-    *(errno.ENOENT, errno.ENOTDIR),
+    *(*_FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTDIR),
 }
 _FULL_BELOW = 1 << 20
 # The line that ends a traceback, with the path if it has one.
 _ERRNO = re.compile(r"^(?:[\w.]+: |rank \d+: )+\[Errno (\d+)\][^\n']*(?:'([^'\n]+)')?", re.MULTILINE)
+
+
+class TooManySkippedStepsError(RunStoppedError):
+    """More optimizer steps in a row were skipped than `max_consecutive_skips` allows."""
+
+
+@dataclass
+class SkipGuard:
+    """Follows the optimizer steps of a run, which stops after `limit` in a row whose loss or gradient was not finite.
+
+    total: all steps skipped so. empty: steps that had nothing to train on, which say nothing of the run's health.
+    """
+
+    limit: int
+    total: int = 0
+    empty: int = 0
+    in_a_row: int = 0
+    last_reason: str = ""
+
+    @classmethod
+    def accepts(cls, counters: Mapping[str, object]) -> bool:
+        """Say whether the constructor takes these counters, which were read from a file."""
+        kinds = {name: type(value) for name, value in cls(limit=1).counters().items()}
+        return all(
+            type(value) is kinds.get(name) and (not isinstance(value, int) or value >= 0)
+            for name, value in counters.items()
+        )
+
+    def counters(self) -> dict[str, int | str]:
+        """Return what a run that goes on later gives the constructor besides `limit`."""
+        counted = asdict(self)
+        del counted["limit"]
+        return counted
+
+    def record(self, skip_reasons: Sequence[str | None]) -> None:
+        for reason in skip_reasons:
+            if reason == EMPTY_STEP:
+                self.empty += 1
+            elif reason is None:
+                self.in_a_row = 0
+            else:
+                self.total += 1
+                self.in_a_row += 1
+                self.last_reason = reason
+
+    def stop_if_too_many(self, step: int, batch: BatchedDataDict) -> None:
+        """Raise TooManySkippedStepsError at the limit: it names the samples with a value that is not finite, or all."""
+        if self.in_a_row < self.limit:
+            return
+        prompts, samples = batch["prompt_index"].tolist(), batch["sample_index"].tolist()
+        broken: dict[int, list[str]] = {}
+        for key, value in batch.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                sound = value.isfinite() | (value == -torch.inf if key in _LOGARITHMS_OF_NOTHING else False)
+                for row in (~sound.reshape(len(value), -1).all(1)).nonzero().flatten():
+                    broken.setdefault(int(row), []).append(key)
+        named = [
+            f"prompt {prompts[row]} sample {samples[row]} ({', '.join(keys)})" for row, keys in broken.items()
+        ]
+        more = f" and {len(named) - _NAMED_SAMPLES} more" if len(named) > _NAMED_SAMPLES else ""
+        suspects = f"not finite in: {'; '.join(named[:_NAMED_SAMPLES])}{more}"
+        if not broken:
+            drawn = sorted(set(prompts))
+            suspects = (
+                f"the batch itself is finite, so the weights or the loss are at fault (policy.recompute_prev_logprobs: "
+                f"always names rows whose log-probabilities are not finite); its prompts are "
+                f"{drawn[:_NAMED_SAMPLES]}{' ...' if len(drawn) > _NAMED_SAMPLES else ''}"
+            )
+        raise TooManySkippedStepsError(
+            f"step {step}: the optimizer step was skipped {self.in_a_row} times in a row "
+            f"(max_consecutive_skips: {self.limit}); {self.last_reason}; {suspects}"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,25 +139,14 @@ class FinishedStep:
     counters: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Completed:
-    """A checkpoint that is there. seconds: that it took, in the background too."""
-
-    step: int
-    seconds: float
-
-
 @dataclass
-class _Begun:
-    """A checkpoint that is being written; seconds for the copies, and for writing in the background."""
+class StepCheckpoint:
+    """A checkpoint that is being written; once it is there, the seconds that it took, in the background too."""
 
     finished: FinishedStep
-    at: float
     copying_s: float = 0.0
     writing_s: float = 0.0
-
-    def copied(self) -> None:
-        self.copying_s = time.monotonic() - self.at
+    seconds: float = 0.0
 
 
 @dataclass
@@ -109,8 +167,10 @@ class RunCheckpoints:
     tokenizer: Tokenizer | None = None
     extra_parts: dict[str, Callable[[Path], None]] = field(default_factory=dict[str, Callable[[Path], None]])
     in_background: frozenset[str] = frozenset()
-    _finished: FinishedStep | None = field(default=None, init=False)
-    _begun: _Begun | None = field(default=None, init=False)
+    finished: FinishedStep | None = field(default=None, init=False)
+    """The last one."""
+    begun: StepCheckpoint | None = field(default=None, init=False)
+    """The checkpoint that is not complete."""
     _saved: int | None = field(default=None, init=False)
     _tried: int | None = field(default=None, init=False)
     _overdue: bool = field(default=False, init=False)
@@ -119,37 +179,26 @@ class RunCheckpoints:
     """Whether weights change, by a step that is not finished."""
     going_back: bool = field(default=False, init=False)
     """Whether the weights are, or may be, those of a step before the last finished one, which is trained again."""
-    _failure: str = field(default="", init=False)
+    failure: str = field(default="", init=False)
+    """Why the last finished step is not saved."""
 
     @property
     def resumed_step(self) -> int | None:
-        """Return the last step that is behind the run, if it goes on from a checkpoint."""
         return self.start.step if self.start is not None else None
 
     @property
     def nothing_left(self) -> bool:
-        """Say whether the run goes on from a checkpoint of its last step, or of a later one."""
         return self.start is not None and self.start.step >= self.last_step
 
     @property
     def unsaved(self) -> bool:
         """Say whether there is a finished step with a place, whose save was not tried, or met a full disk."""
-        return self.store is not None and self._finished is not None and self._finished.step != self._tried
-
-    @property
-    def begun(self) -> bool:
-        """Say whether a checkpoint was begun that is not complete."""
-        return self._begun is not None
+        return self.store is not None and self.finished is not None and self.finished.step != self._tried
 
     @property
     def saved_step(self) -> int | None:
         """Return the step of the checkpoint that `restore` goes back to: the run's last one, else where it began."""
         return self._saved if self._saved is not None else self.resumed_step
-
-    @property
-    def finished_step(self) -> int:
-        """Return the last step whose update is done, be it before the run began."""
-        return self._finished.step if self._finished is not None else self.resumed_step or 0
 
     def restore(self, models: Mapping[str, Policy]) -> Mapping[str, Any]:
         """Set the models back to the last checkpoint; returns the counters that the run began with."""
@@ -165,30 +214,24 @@ class RunCheckpoints:
         return self.start.folder if self.start is not None else None
 
     def due(self, step: int) -> bool:
-        """Say whether a checkpoint is to follow this step."""
         on_time = step % self.save_period == 0 or step == self.last_step
         return self.store is not None and (on_time or self._overdue)
 
-    def begin_update(self) -> None:
-        """Take note that the next step changes the weights from now on."""
-        self.updating = True
-
     def finish(self, step: int, metrics: Mapping[str, float], counters: Mapping[str, Any]) -> None:
-        """Take note of a step whose update is done."""
-        self._finished = FinishedStep(step, metrics, counters)
+        self.finished = FinishedStep(step, metrics, counters)
         self.updating = False
 
     def save_finished(self, models: Mapping[str, Policy]) -> None:
-        """Begin the checkpoint of the step that was finished last, which `complete` completes.
+        """Begin the checkpoint of the last finished step, which `complete` completes; prompts go by (seed, step).
 
-        The data needs no position: prompts are drawn by (seed, step). Of the models `in_background` a copy is taken.
-        Raises RunStoppedError, naming the folder and why, when it cannot be written to; nothing is then left of it.
+        Of the models `in_background` a copy is taken. Raises RunStoppedError, naming the folder and why, where it
+        cannot be written to; nothing is then left of it.
         """
         assert self.store is not None
-        assert self._finished is not None
-        finished = self._finished
+        assert self.finished is not None
+        finished, began = self.finished, time.monotonic()
         self._tried, self._overdue = finished.step, False
-        self._begun = _Begun(finished, time.monotonic())
+        self.begun = begun = StepCheckpoint(finished)
         with activity.at(f"saving step {finished.step}", timed=False), self._whole_or_nothing(models):
             folder = self.store.begin(finished.step)
             (folder / RECIPE_FILE).write_text(self.recipe, encoding="utf-8")
@@ -199,14 +242,11 @@ class RunCheckpoints:
             for name, model in models.items():
                 (folder / name).mkdir()
                 model.save_checkpoint(str(folder / name), wait=name not in self.in_background)
-            self._begun.copied()
+            begun.copying_s = time.monotonic() - began
 
-    def complete(self, models: Mapping[str, Policy], *, wait: bool) -> Completed | None:
-        """Make a checkpoint of what was begun, if it is written; wait: until it is. None: nothing was, or it is not.
-
-        Raises as `save_finished` does, and what a model raises that could not write.
-        """
-        if (begun := self._begun) is None:
+    def complete(self, models: Mapping[str, Policy], *, wait: bool) -> StepCheckpoint | None:
+        """Make a checkpoint of what was begun, once it is written; wait: until then. None: nothing was, or not yet."""
+        if (begun := self.begun) is None:
             return None
         assert self.store is not None
         step = begun.finished.step
@@ -218,8 +258,9 @@ class RunCheckpoints:
                 begun.writing_s = max(begun.writing_s, written_s)
             committing = time.monotonic()
             self.store.commit(step, begun.finished.metrics, begun.finished.counters)
-        self._begun, self._saved = None, step
-        return Completed(step, begun.copying_s + begun.writing_s + time.monotonic() - committing)
+        self.begun, self._saved = None, step
+        begun.seconds = begun.copying_s + begun.writing_s + time.monotonic() - committing
+        return begun
 
     def settle(self, models: Mapping[str, Policy]) -> None:
         """Complete what was begun, or drop it where ranks that write it are lost: others are to take their place."""
@@ -230,15 +271,20 @@ class RunCheckpoints:
     def _whole_or_nothing(self, models: Mapping[str, Policy]) -> Generator[None]:
         """Leave nothing of the checkpoint when the block raises, and have it made up for; see `save_finished`."""
         assert self.store is not None
-        assert self._begun is not None
-        step = self._begun.finished.step
+        assert self.begun is not None
+        step = self.begun.finished.step
         try:
             yield
         except BaseException as error:
             # While the disk is as full as it was.
             of_folder = isinstance(error, (OSError, RunStoppedError))
             reason = error_of_the_folder(error, self.store.root) if of_folder else None
-            self._drop(models)
+            for name in self.in_background & models.keys():  # no one is to write on, into the next one
+                with suppress(RunStoppedError):
+                    if models[name].serves() and not current_stop_signals().insisted:
+                        models[name].checkpoint_written(wait=True)
+            self.store.drop(step)
+            self.begun, self._tried, self._overdue = None, None, True
             if reason is None:
                 raise
             self._tried = None if reason.errno in _FULL else step
@@ -247,30 +293,16 @@ class RunCheckpoints:
             )
             raise RunStoppedError(f"{failure}; saving step {step} failed", code=NOT_WRITTEN) from error
 
-    def _drop(self, models: Mapping[str, Policy]) -> None:
-        assert self.store is not None
-        assert self._begun is not None
-        for name in self.in_background & models.keys():  # who still writes is not to do so into the next one
-            with suppress(RunStoppedError):
-                if models[name].serves() and not current_stop_signals().insisted:
-                    models[name].checkpoint_written(wait=True)
-        self.store.drop(self._begun.finished.step)
-        self._begun, self._tried, self._overdue = None, None, True
-
-    def note_failure(self, why: str) -> None:
-        """Take note of why the last finished step is not saved."""
-        self._failure = why
-
     def standing(self) -> str:
         """Return what is kept of the weights, what is lost, and how the run goes on: for how it ended."""
         saved = self.saved_step
         parts: list[str] = []
-        if self._finished is None:
+        if self.finished is None:
             parts.append("no step was finished")
-        elif (last := self._finished.step) != saved:
+        elif (last := self.finished.step) != saved:
             first = (saved or 0) + 1
             steps = f"step {last}" if first == last else f"steps {first} to {last}"
-            why = "checkpointing.enabled is false" if self.store is None else self._failure
+            why = "checkpointing.enabled is false" if self.store is None else self.failure
             parts.append(f"the weights of {steps} are lost" + (f" ({why})" if why else ""))
         if self.store is not None and saved is not None:
             how = "" if self.resume in ("auto", "must") else " with checkpointing.resume=auto"
@@ -324,7 +356,7 @@ def open_checkpoints(
     if not section.enabled:
         return RunCheckpoints()
     retention = Retention(section.keep_top_k, section.logged_metric, section.higher_is_better)
-    store = CheckpointStore(Path(section.checkpoint_dir), retention, section.verify_checksums)
+    store = CheckpointStore(Path(section.checkpoint_dir), retention)
     start = _find_start(section, store, notify)
     built_in = config.policy.tokenizer.name == CHAR_TOKENIZER_NAME
     checkpoints = RunCheckpoints(
@@ -338,8 +370,7 @@ def open_checkpoints(
         in_background=frozenset(name for name, plan in config.models.items() if plan.saved_in_background),
     )
     if start is not None:
-        changes = _changes(start, config, refuse_changes=refuse_changes and section.resume == "auto")
-        notify(_standing(start, config, changes, ended_by))
+        notify(_standing(start, config, refuse_changes and section.resume == "auto", ended_by))
     if checkpoints.nothing_left:
         if store.root.is_dir():
             for leftover in store.remove_unfinished():
@@ -352,7 +383,7 @@ def open_checkpoints(
 
 def _why_aside(folder: Path, section: CheckpointingConfig) -> str:
     try:
-        found = read_checkpoint(folder, verify_checksums=section.verify_checksums)
+        found = read_checkpoint(folder)
     except NotACheckpointError as error:
         return str(error)
     if not SkipGuard.accepts(found.counters):
@@ -363,10 +394,9 @@ def _why_aside(folder: Path, section: CheckpointingConfig) -> str:
 def require_whole(folder: str, key: str, section: CheckpointingConfig, notify: Notify) -> Checkpoint:
     """Return the checkpoint that a key names; `notify` is called when it has no checksums. Raises RunStoppedError."""
     try:
-        found = require_checkpoint(Path(folder), key, verify_checksums=section.verify_checksums)
+        found = require_checkpoint(Path(folder), key)
     except NotACheckpointError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
-    _report_without_checksums(found, section, notify)
     return found
 
 
@@ -388,18 +418,11 @@ def _find_start(section: CheckpointingConfig, store: CheckpointStore, notify: No
             "the folder of the run",
             code="nothing-to-resume",
         )
-    if latest is not None:
-        _report_without_checksums(latest, section, notify)
     return latest
 
 
-def _report_without_checksums(checkpoint: Checkpoint, section: CheckpointingConfig, notify: Notify) -> None:
-    if section.verify_checksums and not checkpoint.has_checksums:
-        notify(f"{checkpoint.folder} was saved without checksums: its files are not verified")
-
-
-def _changes(start: Checkpoint, config: RunConfig, *, refuse_changes: bool) -> list[Change]:
-    """Return what has changed; refuse a checkpoint of another algorithm, or whose state has no place in the models."""
+def _standing(start: Checkpoint, config: RunConfig, refuse_changes: bool, ended_by: Sequence[str]) -> str:
+    """Say where the run begins, or that nothing is left of it, and what has changed; refuse what cannot go on."""
     try:
         saved = read_recipe_of(start.folder)
     except ValueError as error:
@@ -407,7 +430,8 @@ def _changes(start: Checkpoint, config: RunConfig, *, refuse_changes: bool) -> l
     if reason := cannot_resume(saved, config):
         raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}", code="other-run")
     changes = changes_since(saved, config)
-    of_the_result = _of_the_result(changes, config)
+    bounds = bounds_of(config)
+    of_the_result = [change for change in changes if change.path not in bounds]
     if refuse_changes and of_the_result:
         told = ", ".join(map(str, of_the_result))
         error = ChangedRunError(
@@ -418,22 +442,10 @@ def _changes(start: Checkpoint, config: RunConfig, *, refuse_changes: bool) -> l
         )
         error.keys = tuple(change.path for change in of_the_result)
         raise error
-    return changes
-
-
-def _of_the_result(changes: Sequence[Change], config: RunConfig) -> list[Change]:
-    return [change for change in changes if change.path not in bounds_of(config)]
-
-
-def _standing(
-    start: Checkpoint, config: RunConfig, changes: Sequence[Change], ended_by: Sequence[str]
-) -> str:
-    """Say where the run begins, or that nothing is left of it, and why."""
     if start.step < config.loop.max_num_steps:
-        told, how = changes, "with changes"
-        line = f"resuming after step {start.step} from {start.folder}"
+        line, how = f"resuming after step {start.step} from {start.folder}", "with changes"
     else:
-        told, how = _of_the_result(changes, config), "without these changes"
         keys = " and ".join(ended_by or (f"{config.algorithm}.max_num_steps",))
         line = f"already finished after step {start.step}, saved in {start.folder} ({keys})"
-    return line + (f", {how}: {', '.join(map(str, told))}" if told else "")
+        changes, how = of_the_result, "without these changes"
+    return line + (f", {how}: {', '.join(map(str, changes))}" if changes else "")

@@ -16,12 +16,10 @@ class SFTTrainer(Algorithm[SFTMasterConfig]):
     """The likelihood of given answers."""
 
     def judge(self, step: Step) -> Judged:
-        """Take the step's answers."""
         prompts = self.prompts.train_batch(step.number, self.config.policy.train_global_batch_size)
         return Judged(given_answers(prompts, self.collector.tokenizer))
 
     def update(self, step: Step, judged: Judged) -> StepOutcome:
-        """Train on them."""
         batch = judged.batch
         with self.observer.phase("train"):
             result = self.policy.train(batch, self._loss_fn)

@@ -2,17 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import EPISODE
+from nemo_rl_mcore.data.tokenizer import Tokenizer, token_texts
 from nemo_rl_mcore.driver.algorithms.advantages import group_statistics, rows_with_signal
+from nemo_rl_mcore.driver.observability.rollouts import Sample, TokenTable, TurnRecord
 from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows
 from nemo_rl_mcore.driver.rollouts.metrics import episode_metrics
 from nemo_rl_mcore.driver.rollouts.player import Rollout, prompt_lengths
+from nemo_rl_mcore.driver.rollouts.transcript import REPLIES, REWARDS_PREFIX, TURN_OF_TOKEN, WEIGHT_VERSIONS
 from nemo_rl_mcore.rank.sums import EXTREMA, combine_steps, neutral_value
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
+
+_DECIMALS = 4
+
+
+def samples_of(
+    rollout: Rollout, step: int, tokenizer: Tokenizer, *, tables: int = 0, of_validation: bool = False
+) -> list[Sample]:
+    """Return every row of a step or of a validation; the first `tables` of them token by token."""
+    batch = rollout.batch
+    current = step if of_validation else step - 1  # the version that has drawn all, where none is told
+    versions = batch.get(WEIGHT_VERSIONS, torch.full((batch.size, 1), current))
+    newest = versions.amax(1)
+    columns = {
+        "prompt_index": batch["prompt_index"],
+        "sample_index": batch["sample_index"],
+        "reward": rollout.environment_rewards,
+        "shaped_reward": batch["rewards"],
+        "prompt_tokens": prompt_lengths(batch),
+        "response_tokens": batch["token_mask"].sum(1).long(),
+        "truncated": ~batch["finished"],
+        "weight_version_min": torch.where(versions < 0, newest.unsqueeze(1), versions).amin(1),
+        "weight_version_max": newest,
+    }
+    if not of_validation:
+        columns["sample_mask"] = batch["sample_mask"]
+    if "advantages" in batch:
+        mask, advantages = batch["token_mask"], batch["advantages"]
+        # A response without a token has a mean of nothing, which is not finite.
+        columns["advantage"] = (advantages * mask).sum(1) / mask.sum(1)
+        columns["advantage_first"] = advantages.gather(1, mask.argmax(1, keepdim=True)).squeeze(1)
+    values: list[list[Any]] = [column.tolist() for column in columns.values()]  # pyright: ignore[reportUnknownMemberType]
+    by_name = {  # None where a reward is more than a float32 holds
+        name.removeprefix(REWARDS_PREFIX): [r if math.isfinite(r) else None for r in column.tolist()]
+        for name, column in batch.items()
+        if name.startswith(REWARDS_PREFIX)
+    }
+    return [
+        Sample(
+            step=step,
+            prompt=rollout.prompts[row].text,
+            answer=rollout.prompts[row].answer,
+            response=rollout.responses[row],
+            source=rollout.prompts[row].source,
+            rewards={name: rewards[row] for name, rewards in by_name.items()} or None,
+            turns=[*_turns(batch, row, tokenizer)] if TURN_OF_TOKEN in batch else None,
+            tokens=_token_table(batch.slice(row, row + 1), tokenizer, of_validation)
+            if row < tables
+            else None,
+            **dict(zip(columns, of_row, strict=True)),
+        )
+        for row, of_row in enumerate(zip(*values, strict=True))
+    ]
+
+
+def _turns(batch: BatchedDataDict, row: int, tokenizer: Tokenizer) -> Iterator[TurnRecord]:
+    """Yield a row's answers, those of which it has sampled tokens, and the observations between them."""
+    ids_S, turn_S = batch["input_ids"][row].numpy(), batch[TURN_OF_TOKEN][row].numpy()
+    replies = batch[REPLIES][row]
+    turns = [*range(1, len(replies) + 1)]
+    if EPISODE in batch:
+        turns = [turn for turn in turns if turn in turn_S]
+    for place, turn in enumerate(turns):
+        # What the model was shown before it; what is said to the last one it is not.
+        for role, content in replies[turn - 2].get("observation", ()) if place else ():
+            yield TurnRecord(role=role, content=content)
+        reply = replies[turn - 1]
+        said = TurnRecord(role="assistant", content=tokenizer.decode(ids_S[turn_S == turn].tolist()))
+        if not reply.keys() & {"dropped", "unscored"}:
+            said["reward"] = reply["reward"]
+        yield said
+
+
+def _token_table(batch: BatchedDataDict, tokenizer: Tokenizer, of_validation: bool) -> TokenTable:
+    own = slice(int(prompt_lengths(batch)), int(batch["input_lengths"]))
+    ids_N, mask_N = batch["input_ids"][0, own], batch["token_mask"][0, own]
+    sampled = mask_N.bool().tolist()
+
+    numbers: dict[str, list[float | None]] = {}
+    for name in ("generation_logprobs", "prev_logprobs", "advantages"):
+        if name in batch:
+            values = zip(batch[name][0, own].tolist(), sampled, strict=True)
+            # What rounds to -0.0 is 0.
+            numbers[name] = [
+                (round(value, _DECIMALS) or 0.0) if drawn and math.isfinite(value) else None
+                for value, drawn in values
+            ]
+    return TokenTable(
+        text=token_texts(tokenizer, ids_N.tolist()),
+        turn=batch.get(TURN_OF_TOKEN, batch["token_mask"])[0, own].int().tolist(),
+        mask=None if of_validation else (mask_N * batch["sample_mask"]).bool().int().tolist(),
+        generation_logprobs=numbers.get("generation_logprobs"),
+        prev_logprobs=numbers.get("prev_logprobs"),
+        advantages=numbers.get("advantages"),
+    )
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
@@ -29,9 +129,15 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     environment_rewards = episodes.one_each(rollout.environment_rewards)
     response_lengths = episodes.total(batch["token_mask"].sum(1))
     with_signal = rows_with_signal(prompt_index, episodes.one_each(batch["rewards"]))
+    one_group = torch.zeros_like(prompt_index)
+    of_all = group_statistics(one_group, environment_rewards, leave_one_out=False)
+    within_groups = group_statistics(prompt_index, environment_rewards, leave_one_out=False)
     metrics |= {
         "train/reward": float(environment_rewards.mean()),
-        **_spread(environment_rewards, prompt_index),
+        "train/reward_min": float(environment_rewards.min()),
+        "train/reward_max": float(environment_rewards.max()),
+        "train/reward_std": float(of_all.std[0]),
+        "train/reward_std_within_groups": float(within_groups.std.mean()),
         "train/mean_prompt_length": float(episodes.one_each(prompt_lengths(batch)).float().mean()),
         "train/mean_gen_tokens_per_sample": float(response_lengths.mean()),
         "train/max_gen_tokens_per_sample": float(response_lengths.max()),
@@ -42,19 +148,6 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         total = episodes.joined(batch["advantages"] * batch["token_mask"]).sum()
         metrics["train/advantages_mean"] = float(total / response_lengths.sum())
     return metrics
-
-
-def _spread(rewards: torch.Tensor, prompt_index: torch.Tensor) -> dict[str, float]:
-    """Return extrema and unbiased deviation of [B] rewards, of all and, on the mean, of those to one prompt."""
-    one_group = torch.zeros_like(prompt_index)
-    return {
-        "train/reward_min": float(rewards.min()),
-        "train/reward_max": float(rewards.max()),
-        "train/reward_std": float(group_statistics(one_group, rewards, leave_one_out=False).std[0]),
-        "train/reward_std_within_groups": float(
-            group_statistics(prompt_index, rewards, leave_one_out=False).std.mean()
-        ),
-    }
 
 
 def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str, float]:
@@ -86,18 +179,16 @@ def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what one `train` would have returned for the optimizer steps of several, for `train_metrics`."""
     names = dict.fromkeys(name for result in results for name in result["all_mb_metrics"])
     kinds = {name: kind for result in results for name, kind in result["metric_kinds"].items()}
-
-    def steps_of(name: str, result: Mapping[str, Any]) -> list[float]:
-        # A step may lack a metric that others have, such as the extrema of nothing.
-        missing = [neutral_value(kinds[name])] * len(result["skip_reasons"]) if name in kinds else []
-        return result["all_mb_metrics"].get(name, missing)
-
+    per_step: dict[str, list[float]] = {name: [] for name in names}
+    for result in results:
+        for name, values in per_step.items():
+            # A step may lack a metric that others have, such as the extrema of nothing.
+            missing = [neutral_value(kinds[name])] * len(result["skip_reasons"]) if name in kinds else []
+            values += result["all_mb_metrics"].get(name, missing)
     row_tables = [result["row_table"] for result in results if "row_table" in result]
     return {
         **({"row_table": torch.cat(row_tables)} if row_tables else {}),
-        "all_mb_metrics": {
-            name: [value for result in results for value in steps_of(name, result)] for name in names
-        },
+        "all_mb_metrics": per_step,
         "metric_kinds": kinds,
         "grad_norm": torch.cat([result["grad_norm"] for result in results]),
         "update_successful": all(result["update_successful"] for result in results),

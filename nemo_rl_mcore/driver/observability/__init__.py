@@ -1,9 +1,9 @@
 """What a run shows and leaves behind: metric sinks, loggers, progress, timing, report."""
 
+from nemo_rl_mcore.driver.observability.loggers import RunFacts
 from nemo_rl_mcore.driver.observability.progress import STARTUP_PREFIX
 from nemo_rl_mcore.driver.observability.recorder import RunRecorder, finish_report
 from nemo_rl_mcore.driver.observability.rollouts import RolloutSink, Sample, read_rollouts
-from nemo_rl_mcore.driver.observability.services import RunFacts
 from nemo_rl_mcore.driver.observability.sinks import read_history
 
 __all__ = [

@@ -1,4 +1,8 @@
-"""What a person sees while a run goes on: a live panel on a terminal, a plain line now and then elsewhere."""
+"""What a person is shown of a run's metrics.
+
+While it goes on that is a live panel on a terminal, and a plain line now and then elsewhere; at its end tables, which
+are made from the rows of metrics.jsonl alone.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from nemo_rl_mcore.driver.output import open_console
+from nemo_rl_mcore.driver.observability.rollouts import ROLLOUTS_FOLDER, Sample
+from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE, Row
+from nemo_rl_mcore.driver.output import open_console, visible
 
 VALIDATION_PREFIX, TIMING_PREFIX = "validation/", "timing/"
 STARTUP_PREFIX = "startup/"
@@ -54,6 +62,20 @@ _ZERO_WHERE_UNUSED = ("train/kl_penalty", "train/probs_ratio_clipfrac")
 """Metrics of a loss that are 0 all along where the recipe has nothing to penalise or to clip."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
+
+REPORT_FILE = "report.html"
+_TOLD = (
+    *(name for _, name in (*HEADLINE_METRICS, *PANEL_METRICS)),
+    *(name for _, names, _ in SIDE_BY_SIDE for name in names),
+    *("train/rewards_chosen_mean", "train/rewards_rejected_mean", "train/entropy"),
+    *("train/token_mult_prob_error", "train/reward_std_within_groups", "train/max_gen_tokens_per_sample"),
+    *("async/ess", "async/mixed_versions", "async/importance_ratio_max", "async/behaviour_kl"),
+)
+"""The metrics of the summary, in this order, before those with these beginnings."""
+_SUMMARY_PREFIXES = ("async/requeued/", "async/dropped/", VALIDATION_PREFIX, "performance/", "timing/")
+_STARTUP = "timing/startup/"
+_FIRST, _LAST = 5, 20
+_NUMBER_WIDTH, _TABLE_WIDTH = 9, 100
 
 
 class Best(NamedTuple):
@@ -109,7 +131,6 @@ class ProgressDisplay:
 
     @property
     def begun(self) -> bool:
-        """Return whether the first step has begun."""
         return self._steps.started
 
     def begin(self) -> None:
@@ -122,7 +143,6 @@ class ProgressDisplay:
             self._live.start()
 
     def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Take in the steps of an earlier run."""
         for row in rows:
             self._take(int(row["step"]), row)
 
@@ -132,10 +152,13 @@ class ProgressDisplay:
         self._take(step, metrics)
         self._bar.update(self._steps.id, completed=step)
         if self._live is None and (step in (self._first, self._steps.total) or step % self._plain_every == 0):
-            self._print(self._plain_line(metrics))
+            parts = [f"step {self._steps.completed}/{self._steps.total}"]
+            parts += [f"{label} {text}" for label, text in self._told(HEADLINE_METRICS, metrics)]
+            parts += [f"{phase} {seconds:.2f} s" for phase, seconds in _phases(metrics).items()]
+            parts.append(f"elapsed {timedelta(seconds=int(self._steps.elapsed or 0))}")
+            self._print("  ".join(parts))
 
     def saved(self, step: int) -> None:
-        """Show that the checkpoint of a step is whole."""
         self._saved = step
         if self._live is None:
             self._print(f"checkpoint saved: step {self._saved}")
@@ -164,12 +187,6 @@ class ProgressDisplay:
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _plain_line(self, metrics: Mapping[str, float]) -> str:
-        parts = [f"step {self._steps.completed}/{self._steps.total}"]
-        parts += [f"{label} {text}" for label, text in self._told(HEADLINE_METRICS, metrics)]
-        parts += [f"{phase} {seconds:.2f} s" for phase, seconds in _phases(metrics).items()]
-        return "  ".join([*parts, f"elapsed {timedelta(seconds=int(self._steps.elapsed or 0))}"])
 
     def _told(
         self, headlines: Sequence[tuple[str, str]], metrics: Mapping[str, float]
@@ -200,9 +217,20 @@ class ProgressDisplay:
         return Panel(Group(self._bar, rows), title=self._title or None, title_align="left")
 
     def _trend(self, name: str) -> str:
-        series = self._series[name]
-        drawn = series and self._console.encoding.startswith("utf")
-        return f"  {_sparkline(series, _DRAWN[name])}" if drawn else ""
+        """Draw a series, from 0 to its highest value or `_DRAWN`, as means of at most 40 shares; NaN is a gap."""
+        values = self._series[name]
+        if not values or not self._console.encoding.startswith("utf"):
+            return ""
+        finite = [value for value in values if math.isfinite(value)]
+        low, high = min([0.0, *finite]), max([_DRAWN[name], *finite])
+        if len(values) > _SPARK_WIDTH:
+            edges = [position * len(values) // _SPARK_WIDTH for position in range(_SPARK_WIDTH + 1)]
+            shares = [[value for value in values[a:b] if not math.isnan(value)] for a, b in pairwise(edges)]
+            values = [sum(share) / len(share) if share else math.nan for share in shares]
+        scale = (len(_SPARK) - 1) / ((high - low) or 1.0)
+        heights = [(min(max(value, low), high) - low) * scale for value in values]
+        drawn = "".join(" " if math.isnan(height) else _SPARK[round(height)] for height in heights)
+        return f"  {drawn}"
 
 
 def _phases(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -220,17 +248,71 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _sparkline(values: Sequence[float], at_least: float) -> str:
-    """Draw a series as at most 40 characters, each the mean of its share; NaN is a gap.
+def print_report(
+    log_dir: Path, rows: Sequence[Row], samples: Sequence[Sample] = (), *, console: Console
+) -> None:
+    if not rows:
+        console.print("No step was finished: nothing to report.")
+        return
+    for table in summary_tables(rows):
+        if table.row_count:
+            # A file, which has no width, is not to be cut off at that of a small terminal.
+            console.print(table, width=None if console.is_terminal else _TABLE_WIDTH, crop=False)
+    if samples:
+        console.print(sample_table(samples))
+    for name in (METRICS_FILE, ROLLOUTS_FOLDER, REPORT_FILE):
+        if (file := log_dir / name).exists():
+            console.print(f"{file}", markup=False, highlight=False, soft_wrap=True)
 
-    The scale goes from 0 to the highest value, or to `at_least`, and from the lowest one where that is below 0.
+
+def summary_tables(rows: Sequence[Row]) -> tuple[Table, Table]:
+    """Return a table of the metrics of every step, and one of those of some steps, such as a validation's.
+
+    A metric has a line. The first table has its mean over the first and the last steps and its range, of finite values;
+    the second one its first, best and last value: means over steps would say nothing of it.
     """
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = min([0.0, *finite]), max([at_least, *finite])
-    if len(values) > _SPARK_WIDTH:
-        edges = [position * len(values) // _SPARK_WIDTH for position in range(_SPARK_WIDTH + 1)]
-        shares = [[value for value in values[a:b] if not math.isnan(value)] for a, b in pairwise(edges)]
-        values = [sum(share) / len(share) if share else math.nan for share in shares]
-    scale = (len(_SPARK) - 1) / ((high - low) or 1.0)
-    heights = [(min(max(value, low), high) - low) * scale for value in values]
-    return "".join(" " if math.isnan(height) else _SPARK[round(height)] for height in heights)
+    # A validation before the first step has a row of its own, step 0.
+    steps = sum(row["step"] > 0 for row in rows)
+    dense, sparse = Table(title_justify="left"), Table(title_justify="left")
+    dense.title = f"{steps} steps; means of the first {_FIRST} and the last {_LAST}"
+    sparse.title = "of some steps; the first, the best and the last value"
+    columns = (dense, ("first", "last", "min", "max")), (sparse, ("first", "best", "at step", "last"))
+    for table, headings in columns:
+        table.add_column("metric", no_wrap=True)
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True, min_width=_NUMBER_WIDTH)
+    shown = shown_metrics(*rows)
+    logged = dict.fromkeys(name for row in rows for name in row if name in shown and name != "step")
+    known = [name for name in _TOLD if name in logged]
+    known += [
+        name
+        for name in logged
+        if name.startswith(_SUMMARY_PREFIXES)
+        and not (name.endswith("_cpu") or name.startswith(_STARTUP) or name in known)
+    ]
+    for name in known or logged:  # everything where nothing is known
+        points = [Best(int(row["step"]), row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+        values = [value for _, value in points]
+        if not points:
+            continue
+        if name.startswith(VALIDATION_PREFIX) or 2 * len(points) < len(rows):
+            best = best_of(name, points)
+            first, highest, last = (f"{value:.4g}" for value in (values[0], best.value, values[-1]))
+            sparse.add_row(escape(name), first, highest, str(best.step), last)
+        else:
+            ends = (sum(some) / len(some) for some in (values[:_FIRST], values[-_LAST:]))
+            cells = (f"{value:.4g}" for value in (*ends, min(values), max(values)))
+            dense.add_row(escape(name), *cells)
+    return dense, sparse
+
+
+def sample_table(samples: Sequence[Sample]) -> Table:
+    table = Table(title="samples", title_justify="left")
+    for heading in ("step", "prompt", "answer", "response", "ended", "reward"):
+        table.add_column(heading)
+    for sample in samples:
+        # Spelt out here, too: whichever console it is printed on.
+        texts = (escape(visible(text)) for text in (sample.prompt, sample.answer, sample.response))
+        ended = "no" if sample.truncated else "yes"
+        table.add_row(str(sample.step), *texts, ended, f"{sample.reward:.3g}")
+    return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,15 @@ from typing import Self, TextIO, cast
 from rich.console import Console
 
 from nemo_rl_mcore.config import LoggerConfig
-from nemo_rl_mcore.driver.observability.loggers import Loggers
-from nemo_rl_mcore.driver.observability.progress import STARTUP_PREFIX, TIMING_PREFIX, ProgressDisplay
-from nemo_rl_mcore.driver.observability.report import REPORT_FILE, print_report
+from nemo_rl_mcore.driver.observability.loggers import Loggers, RunFacts
+from nemo_rl_mcore.driver.observability.progress import (
+    REPORT_FILE,
+    STARTUP_PREFIX,
+    TIMING_PREFIX,
+    ProgressDisplay,
+    print_report,
+)
 from nemo_rl_mcore.driver.observability.rollouts import RolloutSink, Sample
-from nemo_rl_mcore.driver.observability.services import RunFacts
 from nemo_rl_mcore.driver.observability.sinks import (
     METRICS_FILE,
     EqualRewardsSink,
@@ -32,8 +36,6 @@ from nemo_rl_mcore.driver.signals import deferred_stop_signals
 from nemo_rl_mcore.errors import FolderError, folder_error
 from nemo_rl_mcore.rank import activity
 
-type MetricSink = RolloutSink | JsonlSink | ProgressDisplay | EqualRewardsSink | Loggers
-"""What takes the metrics of each step."""
 _KEY = "logger.log_dir"
 _TOKENS = "train/total_num_tokens"
 _TOLD_AS = {"restore": "restoring the checkpoint", "weights": "sending the weights to the engines"}
@@ -58,10 +60,7 @@ def finish_report(config: LoggerConfig, write_page: Callable[[Path], object] | N
 
 
 class Startup:
-    """The parts of the start of a run, each told as it begins, with its seconds as it ends.
-
-    They may lie inside each other; each second counts in the innermost one.
-    """
+    """The parts of the start of a run; each second counts in the innermost one."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -76,48 +75,41 @@ class Startup:
         told_as = told_as or _TOLD_AS[name]
         pieces: dict[str, float] = {}
         if name != _TOLD_AT_ITS_END:
-            self._begin(told_as)
+            self._tell(begun=told_as)
         began, inner_before = time.perf_counter(), self._inner_s
         try:
             yield pieces
         except BaseException:
-            self._end_line()
+            self._tell()
             raise
         whole = time.perf_counter() - began
         own = whole - (self._inner_s - inner_before)
         self._inner_s = inner_before + whole
         self.seconds |= {name: own, **pieces}
         if self._unfinished != told_as:
-            self._begin(told_as)
+            self._tell(begun=told_as)
         named = ", ".join(f"{piece.replace('_', ' ')} {part:.1f} s" for piece, part in pieces.items())
-        self._end_line(f" {own:.1f} s" + (f" ({named})" if named else ""))
+        self._tell(f" {own:.1f} s" + (f" ({named})" if named else ""))
 
-    def _begin(self, told_as: str) -> None:
-        self._end_line()
-        self._print(f"{told_as} ...", end="")
-        self._unfinished = told_as
-
-    def _end_line(self, text: str = "") -> None:
+    def _tell(self, ended: str = "", begun: str = "") -> None:
+        """End the line of the part at hand, where there is one, and begin that of another."""
         if self._unfinished:
-            self._print(text)
-            self._unfinished = ""
-
-    def _print(self, text: str, end: str = "\n") -> None:
-        self._console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(ended, markup=False, highlight=False, soft_wrap=True)
+        if begun:
+            text = f"{begun} ..."
+            self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        self._unfinished = begun
 
 
 class RunRecorder:
-    """A context manager: `phase` times, `log` ends a step, and leaving it closes the sinks and reports.
+    """A context manager: `phase` times, `log` ends a step, and leaving it closes what writes, and reports.
 
-    Loggers that the config asks for are told of `run`, and can fail without an effect on it.
-    `startup` times and tells the parts of the start, also before the block; the first step begins when the last of
-    them has ended. The first row has their seconds, `timing/startup/<part>`.
-    The report is also written when the block raises or is interrupted, about the steps that were finished. A console
-    that takes no more, as when its terminal is closed, changes nothing else.
-    To each step it adds `timing/<phase>`, `timing/total` (wall seconds since the step before) and, when the
-    step has `train/total_num_tokens`, `performance/tokens_per_sec`. With `run.resumed_step` it goes on with the metrics
-    of an earlier run in the same folder, up to that step. write_page: makes a page of the folder, at the end.
-    summary: whether the end prints the tables of the metrics.
+    `startup` tells the parts of the start, also before the block; the first step begins when the last of them has
+    ended, and the first row has their seconds, `timing/startup/<part>`. To each step it adds `timing/<phase>`,
+    `timing/total` (wall seconds since the step before) and `performance/tokens_per_sec`. With `run.resumed_step` it
+    goes on with the metrics of an earlier run in the same folder. The report is also written when the block raises,
+    about the steps that were finished; a console that takes no more changes nothing else. write_page: makes a page of
+    the folder. summary: print tables at the end.
     """
 
     def __init__(
@@ -143,8 +135,10 @@ class RunRecorder:
         self._startup = Startup(self._console)
         self._shown: deque[Sample] = deque(maxlen=config.num_val_samples_to_print)
         self._loggers = Loggers(config, self._run, self._say)
+        self._equal_rewards = EqualRewardsSink(self._say) if self._run.rewards_teach else None
         self._rollouts: RolloutSink | None = None
-        self._sinks: list[MetricSink] = []
+        self._metrics: JsonlSink | None = None
+        self._samples: list[Sample] = []
         self._rows: list[dict[str, float]] = []
         self._attempted: list[Sample] | None = None
         self._redoing = False
@@ -155,27 +149,22 @@ class RunRecorder:
         """The metrics that were logged last, and their `step`."""
 
     def __enter__(self) -> Self:
-        """Open the sinks and start the display."""
         resumed_step = self._run.resumed_step
         with self._written():
             self._rollouts = RolloutSink(self._log_dir, self._config.rollouts, resumed_step, self._say)
-            metrics = JsonlSink(self._log_dir, resumed_step)
+            self._metrics = JsonlSink(self._log_dir, resumed_step)
             if resumed_step is not None:
                 self._rows += read_history(self._log_dir)
                 self._progress.recall(self._rows)
-        # The answers of a step are there before its row tells of it.
-        self._sinks = [self._rollouts, metrics, self._progress]
-        if self._run.rewards_teach:
-            self._sinks.append(EqualRewardsSink(self._say))
-        self._sinks.append(self._loggers)
         with ExitStack() as opened:
-            for sink in self._sinks:
-                opened.callback(sink.close)
+            opened.callback(self._metrics.close)
+            if self._equal_rewards is not None:
+                opened.callback(self._equal_rewards.close)
             opened.enter_context(self._loggers)
             self._startup.seconds |= self._loggers.startup_s
             opened.callback(
                 self._progress.close
-            )  # the panel first: what loggers say at their end stands below it
+            )  # the panel first: what loggers say at their end is below it
             self._opened = opened.pop_all()
         self._step_began = time.perf_counter()
         return self
@@ -184,29 +173,23 @@ class RunRecorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close everything, then report; raises FolderError where that fails and nothing else ended the run."""
+        parts: list[Callable[[], object]] = [partial(self._opened.__exit__, kind, error, trace)]
+        if self._rows:
+            parts.append(partial(complete_rows, self._log_dir, self._rows))
+            if self._write_page is not None and self._config.html_report_enabled:
+                parts.append(partial(self._write_page, self._log_dir))
+        failures: list[OSError] = []
         with deferred_stop_signals(hold=True):
-            failures = list(self._end(partial(self._opened.__exit__, kind, error, trace)))
+            for part in (*parts, self._report):
+                try:
+                    part()
+                except OSError as failure:
+                    failures.append(failure)
         if failures and not isinstance(error, FolderError):
             told = folder_error(_KEY, self._log_dir, failures[0])
             if error is None:
                 raise told
             write_line(sys.stderr, f"{told}: the report is not whole")
-
-    def _end(self, close: Callable[[], object]) -> Iterator[OSError]:
-        """Yield what fails; each part is tried."""
-        for part in (close, self._complete_rows, self._page, self._report):
-            try:
-                part()
-            except OSError as failure:
-                yield failure
-
-    def _complete_rows(self) -> None:
-        if self._rows:
-            complete_rows(self._log_dir, self._rows)
-
-    def _page(self) -> None:
-        if self._rows and self._write_page is not None and self._config.html_report_enabled:
-            self._write_page(self._log_dir)
 
     def _report(self) -> None:
         if self._summary:
@@ -226,10 +209,7 @@ class RunRecorder:
 
     @contextmanager
     def startup(self, part: str, told_as: str = "") -> Generator[dict[str, float]]:
-        """Time a part of the start, see `Startup.part`; nothing of it belongs to the first step.
-
-        Once steps have begun, as when engines restart, it is a part of the step at hand.
-        """
+        """Time a part of the start or, once steps have begun, as when engines restart, of the step at hand."""
         with activity.at(told_as or part, timed=False):
             if self._progress.begun:
                 yield {}
@@ -242,8 +222,8 @@ class RunRecorder:
     def phase(self, name: str) -> Generator[None]:
         """Time a phase of the step, or, where its name begins with `startup/`, a part of the start.
 
-        Phases may repeat within a step, and are added; one inside another counts in both, one that raises as well.
-        CPU seconds are those of this process alone, all its threads together.
+        Phases are added; one inside another counts in both, one that raises as well. CPU seconds are of this process
+        alone.
         """
         if name.startswith(STARTUP_PREFIX):
             with self.startup(name.removeprefix(STARTUP_PREFIX)):
@@ -262,7 +242,6 @@ class RunRecorder:
             self._phases[f"{name}_cpu"] += time.process_time() - cpu
 
     def checkpointed(self, step: int) -> None:
-        """Say that the checkpoint of a step is whole."""
         self._progress.saved(step)
 
     @contextmanager
@@ -288,7 +267,6 @@ class RunRecorder:
                 self._attempted = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a finished step everywhere."""
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
         row = {**metrics, **{f"{TIMING_PREFIX}{name}": s for name, s in self._phases.items()}}
@@ -300,17 +278,21 @@ class RunRecorder:
             row["performance/tokens_per_sec"] = row[_TOKENS] / seconds
         self.last_row = {"step": step, **row}
         self._rows.append({"step": step, **row})
+        samples, self._samples = self._samples, []
+        assert self._rollouts is not None
+        assert self._metrics is not None
         with self._written():
-            for sink in self._sinks:
-                sink.log(step, row)
+            self._rollouts.log(step, samples)  # the answers of a step are there before its row tells of it
+            self._metrics.log(step, row)
+            self._progress.log(step, row)
+            if self._equal_rewards is not None:
+                self._equal_rewards.log(step, row)
+            self._loggers.log(step, row, samples)
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
-        """Take the answers of the step at hand, which are written when it is logged."""
         if self._attempted is not None:
             self._attempted += samples
             return
-        assert self._rollouts is not None
         samples = list(samples)
-        self._rollouts.add(samples)
-        self._loggers.add(samples)
+        self._samples += samples
         self._shown.extend(sample for sample in samples if sample.sample_index == 0)

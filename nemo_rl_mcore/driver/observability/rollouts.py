@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -21,6 +21,7 @@ VALIDATION_FOLDER = "validation"
 _NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 _KEPT_ONE_IN = 10
 _GIB = 1 << 30
+_MOST_BYTES = 10 * _GIB
 # Higher levels take several times as long, for files that are hardly smaller.
 _COMPRESSION = 1
 
@@ -89,10 +90,10 @@ class Sample:
 
 
 class RolloutSink:
-    """A metric sink: `add` gives it the answers of the step at hand, `log` writes them, in whole files.
+    """Writes the answers of each step, in whole files.
 
     Files that an earlier run left are put aside in a folder `rollouts.1`, or the next free number; a resumed run goes
-    on with them, and it is those of the steps after `resumed_step` that are put aside. Above `max_gib` the oldest
+    on with them, and it is those of the steps after `resumed_step` that are put aside. Above 10 GiB the oldest
     steps are removed, but for every tenth and for validations, which stay; `say` is told so once.
     """
 
@@ -101,40 +102,53 @@ class RolloutSink:
     ) -> None:
         self._folder = log_dir / ROLLOUTS_FOLDER
         self._config, self._say = config, say
-        self._added: list[Sample] = []
         self._told = False
-        _put_aside(self._folder, resumed_step)
+        for cut_off in self._folder.rglob(f"*{TEMPORARY}"):
+            cut_off.unlink()
+        there = _files(self._folder)
+        if later := [path for path in there if resumed_step is None or _step_of(path) > resumed_step]:
+            aside = next_free(self._folder)
+            for path in later:
+                moved = aside / path.relative_to(self._folder)
+                moved.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(moved)
         self._sizes = {path: path.stat().st_size for path in _files(self._folder)}
 
-    def add(self, samples: Iterable[Sample]) -> None:
-        """Keep answers until the step is logged."""
-        if self._config.enabled:
-            self._added += samples
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write what was added; raises OSError, and then leaves nothing of the file."""
-        del metrics
-        added, self._added = self._added, []
-        for folder, of_validation in ((self._folder, False), (self._folder / VALIDATION_FOLDER, True)):
-            samples = [sample for sample in added if sample.of_validation is of_validation]
-            if samples:
-                path = folder / f"step_{step}.jsonl.gz"
-                self._sizes[path] = _write(path, samples)
+    def log(self, step: int, answers: Iterable[Sample]) -> None:
+        """Write the answers of a step; raises OSError, and then leaves nothing of the file."""
+        by_folder: dict[Path, list[Sample]] = {}
+        for sample in answers if self._config.enabled else ():
+            folder = self._folder / VALIDATION_FOLDER if sample.of_validation else self._folder
+            by_folder.setdefault(folder, []).append(sample)
+        encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+        for folder in sorted(by_folder):  # training, then validation
+            lines = list[str]()
+            for sample in by_folder[folder]:
+                try:
+                    lines.append(encode(vars(sample)))
+                except ValueError:  # JSON has no numbers that are not finite
+                    finite = vars(sample).copy()
+                    for name, value in finite.items():
+                        if isinstance(value, float) and not math.isfinite(value):
+                            finite[name] = None
+                    lines.append(encode(finite))
+            # A lone surrogate, which no encoding takes, becomes the escape that JSON has for it.
+            text = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
+            packed = gzip.compress(text, _COMPRESSION, mtime=0)
+            path = folder / f"step_{step}.jsonl.gz"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                file.write(packed)
+            self._sizes[path] = len(packed)
         self._keep_to_the_bound(step)
 
-    def close(self) -> None:
-        """Forget the answers of a step that was not finished."""
-        self._added = []
-
     def _keep_to_the_bound(self, newest: int) -> None:
-        if self._config.max_gib is None:
-            return
-        total, bound = sum(self._sizes.values()), self._config.max_gib * _GIB
-        if total <= bound:
+        total = sum(self._sizes.values())
+        if total <= _MOST_BYTES:
             return
         removable = [path for path in self._sizes if path.parent == self._folder]
         for path in sorted(removable, key=_step_of):
-            if total <= bound:
+            if total <= _MOST_BYTES:
                 break
             if _step_of(path) % _KEPT_ONE_IN and _step_of(path) != newest:
                 path.unlink(missing_ok=True)
@@ -142,47 +156,19 @@ class RolloutSink:
         if not self._told:
             self._told = True
             self._say(
-                f"{self._folder} has reached {self._config.max_gib:g} GiB (logger.rollouts.max_gib): from now on the "
+                f"{self._folder} has reached {_MOST_BYTES / _GIB:g} GiB: from now on the "
                 f"oldest steps are removed, but for every {_KEPT_ONE_IN}th"
             )
 
 
 def read_rollouts(path: Path, most_bytes: int | None = None) -> Iterator[dict[str, object]]:
-    """Yield the answers in one of the files, in the order of the batch.
-
-    Raises ValueError where they take more than `most_bytes`, which are not read; OSError for what is no regular file.
-    """
+    """Yield the answers in a file; ValueError where they take more than `most_bytes`, OSError for no regular file."""
     left = most_bytes
     with open_regular(path) as packed, gzip.GzipFile(fileobj=packed) as file:
         while line := file.readline(-1 if left is None else left + 1):
             if left is not None and (left := left - len(line)) < 0:
                 raise ValueError(f"its answers take more than {most_bytes} bytes")
             yield json.loads(line)
-
-
-def _write(path: Path, samples: Sequence[Sample]) -> int:
-    """Write a file under another name first; returns its bytes."""
-    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-    lines = "".join(f"{_encoded(sample, encode)}\n" for sample in samples)
-    # A lone surrogate, which no encoding takes, becomes the escape that JSON has for it.
-    packed = gzip.compress(lines.encode(errors="backslashreplace"), _COMPRESSION, mtime=0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(packed)
-    return len(packed)
-
-
-def _encoded(sample: Sample, encode: Callable[[object], str]) -> str:
-    """As JSON, which has no numbers that are not finite: None stands for them."""
-    try:
-        return encode(vars(sample))
-    except ValueError:
-        return encode(
-            {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in vars(sample).items()
-            }
-        )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -193,16 +179,3 @@ def _step_of(path: Path) -> int:
     found = _NAME.fullmatch(path.name)
     assert found is not None
     return int(found[1])
-
-
-def _put_aside(folder: Path, resumed_step: int | None) -> None:
-    for cut_off in folder.rglob(f"*{TEMPORARY}"):
-        cut_off.unlink()
-    later = [path for path in _files(folder) if resumed_step is None or _step_of(path) > resumed_step]
-    if not later:
-        return
-    aside = next_free(folder)
-    for path in later:
-        moved = aside / path.relative_to(folder)
-        moved.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(moved)

@@ -20,11 +20,10 @@ Row = Mapping[str, float]
 
 
 class JsonlSink:
-    """`log_dir/metrics.jsonl`: one object a step, on disk as soon as it is logged.
+    """`log_dir/metrics.jsonl`: one object a step, on disk as soon as it is logged; null stands for what is not finite.
 
-    JSON knows no NaN and no infinity: a value that is not finite is written as null. A file that an earlier
-    run left is renamed to `metrics.1.jsonl`, or the next free number: a file is one run, and nothing is lost.
-    A resumed run goes on with the file, and it is the rows after `resumed_step` that are put aside so.
+    A file that an earlier run left is renamed to `metrics.1.jsonl`, or the next free number. A resumed run goes on with
+    the file, and it is the rows after `resumed_step` that are put aside so.
     """
 
     def __init__(self, log_dir: Path, resumed_step: int | None = None) -> None:
@@ -43,7 +42,6 @@ class JsonlSink:
         _write_row(self._file, {"step": step, **metrics})
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -72,33 +70,26 @@ def _put_aside_after(step: int, path: Path) -> None:
 
     They are copied first, and the file is replaced at once: wherever the process dies, no row is lost.
     """
-
-    def is_kept(line: str) -> bool:
+    kept, later = list[str](), list[str]()
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            return line.endswith("\n") and int(json.loads(line)["step"]) <= step
+            is_kept = line.endswith("\n") and int(json.loads(line)["step"]) <= step
         except (ValueError, TypeError, KeyError):
-            return False
-
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    later = [line for line in lines if not is_kept(line)]
+            is_kept = False
+        (kept if is_kept else later).append(line)
     if not later:
         return
-    for written, of_lines in ((next_free(path), later), (path, filter(is_kept, lines))):
+    for written, lines in ((next_free(path), later), (path, kept)):
         with replacing(written) as file:
-            file.write("".join(of_lines).encode())
+            file.write("".join(lines).encode())
 
 
 def read_history(
     log_dir: Path, damaged: Callable[[ValueError], object] | None = None
 ) -> list[dict[str, float]]:
-    """Read the rows of a run from its folder; null comes back as NaN.
+    """Read the rows of a run from its folder; null comes back as NaN, a last line that was cut off is left out.
 
-    damaged: is told of each line that is not a row, which is then left out.
-
-    Raises:
-        ValueError: the folder has no metrics.jsonl, or a line of it is not a row and there is no `damaged`. A last
-            line that was cut off, as in a run that is being written or was killed, is left out.
-
+    Raises ValueError where there is no metrics.jsonl, or a line is not a row and no `damaged` is told of it instead.
     """
     path = log_dir / METRICS_FILE
     if not path.is_file():
@@ -109,28 +100,23 @@ def read_history(
     rows: list[dict[str, float]] = []
     for number, line in enumerate(complete, start=1):
         try:
-            rows.append(_row(line, f"{path}:{number}"))
-        except ValueError as error:
+            values: dict[str, Any] = json.loads(line)
+            if not math.isfinite(values.get("step", math.nan)):
+                raise ValueError("its step is no number")
+            # One string a name, whatever the number of rows.
+            row = {sys.intern(name): math.nan if one is None else float(one) for name, one in values.items()}
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            broken = RefusedError(f"{path}:{number} is not a row of metrics: {error}", code="broken-row")
             if damaged is None:
-                raise
-            damaged(error)
+                raise broken from error
+            damaged(broken)
+        else:
+            rows.append(row)
     return rows
 
 
-def _row(line: bytes, where: str) -> dict[str, float]:
-    try:
-        values: dict[str, Any] = json.loads(line)
-        if not math.isfinite(values.get("step", math.nan)):
-            raise ValueError("its step is no number")
-        return {
-            sys.intern(name): math.nan if value is None else float(value) for name, value in values.items()
-        }
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise RefusedError(f"{where} is not a row of metrics: {error}", code="broken-row") from error
-
-
 class EqualRewardsSink:
-    """A metric sink that tells of ten such steps in a row, once a row, or of a shorter run that had no others."""
+    """Tells of ten steps in a row whose answers all had one reward, once a row, or of a shorter run of no others."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
@@ -138,7 +124,6 @@ class EqualRewardsSink:
         self._reward = 0.0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Count a step whose lowest reward is its highest."""
         if "train/reward_min" not in metrics:
             return
         self._steps += 1
@@ -148,7 +133,6 @@ class EqualRewardsSink:
             self._tell()
 
     def close(self) -> None:
-        """Tell of a run that is shorter."""
         if 0 < self._in_a_row == self._steps < _STEPS:
             self._tell()
         self._steps = 0

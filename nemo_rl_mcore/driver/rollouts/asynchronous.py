@@ -8,6 +8,7 @@ under one condition, on which the trainer waits.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +23,87 @@ from nemo_rl_mcore.driver.rollouts.events import Token
 from nemo_rl_mcore.driver.rollouts.metrics import Pace, age_metrics, pace_metrics
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
-from nemo_rl_mcore.driver.rollouts.stall_watch import StallWatch
 from nemo_rl_mcore.driver.rollouts.states import GroupState, StepState
+from nemo_rl_mcore.driver.signals import current_stop_signals
 from nemo_rl_mcore.engine.engine import EngineDiedError, EngineFailedError
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.rank import activity
+
+_LOOK_EVERY_S, _END_WITHIN_S = 1.0, 5.0
+_GROUPS_SHOWN = 8
+
+
+class StallWatch:
+    """A thread from `start` to `close`, which sees whether groups are answered and steps end.
+
+    Its clock stands still while the thread that trains is at something that is not timed, see `activity.at`, and while
+    the whole process does.
+
+    limit_s: seconds in which nothing moves; None watches nothing. key: of the recipe, that has it. whereabouts: says
+    who answers a group, by its ticket. stop: has the thread that trains raise an error when it next waits; called where
+    that thread listens to no signals, which reach it wherever it stands.
+    """
+
+    def __init__(
+        self,
+        limit_s: float | None,
+        key: str,
+        whereabouts: Callable[[str], str],
+        stop: Callable[[BaseException], None],
+    ) -> None:
+        self._limit_s, self._key, self._whereabouts, self._stop = limit_s, key, whereabouts, stop
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.moves = 0
+        """Groups that were answered and steps that ended, counted by one thread at a time."""
+        self.in_flight: dict[str, float] = {}
+        """Since when each group is asked for, by its ticket."""
+        self.stall: RunStoppedError | None = None
+
+    def start(self) -> None:
+        """Watch the thread that calls this; once is enough."""
+        self.moves += 1
+        if self._limit_s is not None and self._thread is None:
+            watched = threading.current_thread(), self._limit_s
+            self._thread = threading.Thread(target=self._watch, args=watched, name="stall watch", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End no run any more."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_END_WITHIN_S)
+
+    def _watch(self, trainer: threading.Thread, limit_s: float) -> None:
+        every_s, thread = min(_LOOK_EVERY_S, limit_s / 20), trainer.ident or 0
+        seen, still_s = self.moves, 0.0
+        while still_s < limit_s:
+            if self._closed.wait(every_s):
+                return
+            if seen != self.moves or not activity.is_timed(thread):
+                seen, still_s = self.moves, 0.0
+            else:
+                still_s += every_s  # as far as this process ran meanwhile
+        now, flights = time.monotonic(), [*self.in_flight.items()]
+        engines = "no group is in flight: none may be asked for before a step ends, or no engine has weights"
+        if flights:
+            shown: list[str] = []
+            for ticket, since in flights[:_GROUPS_SHOWN]:
+                where = self._whereabouts(ticket)
+                shown.append(f"{ticket} ({now - since:.1f} s)" + (where and f" at {where}"))
+            if len(flights) > len(shown):
+                shown.append(f"and {len(flights) - len(shown)} more")
+            engines = f"groups in flight: {', '.join(shown)}"
+        message = [
+            f"no group was answered and no step ended for {limit_s:g} s ({self._key})",
+            f"training: {activity.describe(thread) or 'between two parts of a step'}",
+            f"engines: {engines}",
+            f"--- training, where it stood ---\n{activity.stack_of(thread)}",
+        ]
+        self.stall = RunStoppedError("\n".join(message), code="stalled")
+        of_signals = trainer is threading.main_thread() and current_stop_signals()
+        if not (of_signals and of_signals.fail(self.stall)):
+            self._stop(self.stall)
 
 
 @dataclass(eq=False)
@@ -51,11 +128,11 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
             section.stall_timeout_s,
             f"{self.key}.stall_timeout_s",
             self.engine.whereabouts,
-            self._stop_trainer,
+            self._wake_trainer,
         )
         self._paused = self._ended = False
-        self._thread = LoopThread("rollouts", self._stop_trainer)
-        self.engine.listen(self._engines_changed)
+        self._thread = LoopThread("rollouts", self._wake_trainer)
+        self.engine.listen(self._wake_trainer)
 
     def update_weights(self, version: int) -> None:
         """Give the engines the policy's weights; groups in flight go on with them, unless they are to end before.
@@ -79,17 +156,14 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
         self._dispatch()
 
     def offload(self) -> None:
-        """Do nothing: the engines have separate memory."""
-
-    def _filled(self) -> None:
-        """Do nothing: the engines go on answering."""
+        """Do nothing: the engines have separate memory, and go on answering."""
 
     def finish(self) -> Pace:
         """Take note that the optimizer has stepped; returns what happened since the last step."""
         with self._changed:
             self._count_idle()
             pace = super().finish()
-            self._watch.moved()
+            self._watch.moves += 1
             pace.engine_restarts = self.engine.restarts
             pace.ready = self.ledger.count(GroupState.READY)
             pace.in_flight = self.ledger.count(GroupState.INFLIGHT)
@@ -110,7 +184,7 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
                     return
             self.engine.rejoin()  # the open step has not changed the published weights yet
             with self._changed:
-                self._watch.moved()
+                self._watch.moves += 1
             self._dispatch()
 
     def __exit__(
@@ -122,7 +196,10 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
             self._ended = True
         self._thread.close()
         super().__exit__(kind, error, trace)
-        self._watch.raise_in_place_of(error)
+        stall = self._watch.stall
+        # The interrupt that the stall came by, and no other signal.
+        if stall is not None and isinstance(error, KeyboardInterrupt) and not current_stop_signals().asked:
+            raise stall from error
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait, with the condition, until something is so, and count the time; a signal is heard meanwhile.
@@ -167,9 +244,9 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
             async with asyncio.timeout(self.section.rollout_timeout_s):
                 return await self.engine.respond(asked, step=group.step, ticket=ticket)
 
+        self._watch.in_flight[ticket] = time.monotonic()
         try:
-            with self._watch.asking(ticket):
-                batch = await self.draw.collector.play([group.prompt], group.asked, respond)
+            batch = await self.draw.collector.play([group.prompt], group.asked, respond)
         except TimeoutError:
             if self._refitting or halts != self._halts:  # its engine could not answer
                 self._cancel(token, "timeout")
@@ -184,7 +261,7 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
             self._cancel(token, type(error).__name__)
         except Exception as error:  # noqa: BLE001  # raised by the thread that trains, once it is one too many
             if isinstance(error, RunStoppedError) and not isinstance(error, EngineFailedError):
-                self._stop_trainer(error)  # before the group may be asked again
+                self._wake_trainer(error)  # before the group may be asked again
                 self._cancel(token, type(error).__name__)
             else:
                 self._fail(token, type(error).__name__, error)
@@ -192,17 +269,14 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
             with self._changed:
                 self._commit(token, batch)
                 self._failures = 0
-                self._watch.moved()
+                self._watch.moves += 1
                 self._changed.notify_all()
         finally:
+            del self._watch.in_flight[ticket]
             self._dispatch()
 
-    def _engines_changed(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def _stop_trainer(self, error: BaseException) -> None:
-        """Have the thread that trains raise this when it next waits."""
+    def _wake_trainer(self, error: BaseException | None = None) -> None:
+        """Have the thread that trains look again, or raise this when it next waits."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

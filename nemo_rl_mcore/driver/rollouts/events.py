@@ -6,10 +6,18 @@ version counts the training steps that the weights have had.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal, dataclass_transform
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal, Self, dataclass_transform
 
-from pydantic import ConfigDict, Field, TypeAdapter, with_config
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+
+from nemo_rl_mcore.data.strict_json import parse_json, read_regular
+from nemo_rl_mcore.driver.run_folder import next_free, open_own
+from nemo_rl_mcore.errors import FolderError, RefusedError, RunStoppedError, code_of, folder_error, quoted
 
 _exactly = with_config(ConfigDict(extra="forbid"))
 """A line with a key that is not known is damaged."""
@@ -70,6 +78,10 @@ class Committed:
     token: Token
     segments: tuple[Segment, ...]
     digest: str = ""
+
+    @property
+    def versions(self) -> list[int]:
+        return [segment.version for segment in self.segments]
 
 
 @_event
@@ -188,3 +200,178 @@ Event = (
 
 EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
 """Reads and writes the line of an event, a JSON object."""
+
+
+EVENTS_FILE = "groups.jsonl"
+"""Of a run, in its log_dir."""
+
+
+class LogMark(BaseModel):
+    """A place in a log: so many bytes, and their hash, by which the log is known again."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    size: Annotated[int, Field(ge=0)]
+    sha256: str
+
+
+BEGINNING = LogMark(size=0, sha256=hashlib.sha256().hexdigest())
+
+
+class EventLog:
+    """Appends events to a file; an event is in the file when `append` returns.
+
+    So it outlives this process at once, and the machine from the end of each train step and checkpoint on. What a
+    process that was killed had written of its last line is cut off first. Raises OSError, naming the file, when it
+    cannot be written; the line that failed is not in the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = open_own(path, os.O_RDWR)
+        try:
+            with open(self._descriptor, "rb", closefd=False) as file:
+                whole = file.read()
+            self._size = whole.rfind(b"\n") + 1
+            os.ftruncate(self._descriptor, self._size)
+            self._hash = hashlib.sha256(whole[: self._size])
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def append(self, event: Event) -> None:
+        """Write an event, and wait for the disk where a train step or a checkpoint has ended."""
+        line, written = EVENT.dump_json(event) + b"\n", 0
+        try:
+            while written < len(line):
+                written += os.pwrite(self._descriptor, line[written:], self._size + written)
+            if isinstance(event, Finished | Checkpointed):
+                os.fsync(self._descriptor)
+        except BaseException as error:  # a second Ctrl-C, too: a part of a line is damage
+            os.ftruncate(self._descriptor, self._size)
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(self._path)) from error
+            raise
+        self._size += len(line)
+        self._hash.update(line)
+
+    def mark(self) -> LogMark:
+        """Return where the log stands; up to there it is on disk: a checkpoint never names events that are not."""
+        os.fsync(self._descriptor)
+        return LogMark(size=self._size, sha256=self._hash.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        os.close(self._descriptor)
+
+
+def read_events(path: Path) -> list[Event]:
+    """Return the events of a log; a last line without an end is left out, as the process was killed while it wrote it.
+
+    Raises ValueError naming file and line for one that is damaged, OSError for a file that cannot be read.
+    """
+    *lines, _ = read_regular(path).split(b"\n")
+    events: list[Event] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            parse_json(line.decode())  # stricter than what follows: a key that is there twice is damage, too
+            events.append(EVENT.validate_json(line, strict=True))
+        except ValueError as error:
+            what = f"{error} ({quoted(line)})"
+            if isinstance(error, ValidationError):
+                first = error.errors(include_url=False)[0]
+                where = ".".join(map(str, first["loc"]))
+                what = f"{where and f'{where}: '}{first['msg']}"
+            raise RefusedError(
+                f"{path}, line {number}: it is no event: {what}", code="broken-event"
+            ) from error
+    return events
+
+
+class RunLog(EventLog):
+    """Appends to the log of a run in its folder; failures are FolderErrors.
+
+    before: the events of earlier starts. That the optimizer has stepped is never refused: the step is recorded first,
+    and the event after it raises.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._failure: FolderError | None = None
+        path = folder / EVENTS_FILE
+        try:
+            self.before = read_events(path) if path.exists() else []
+            super().__init__(path)
+        except OSError as error:
+            raise folder_error("logger.log_dir", folder, error) from error
+        except ValueError as error:
+            raise RunStoppedError(
+                f"logger.log_dir: {error}; name another folder, or remove the file", code=code_of(error)
+            ) from error
+
+    def append(self, event: Event) -> None:
+        """Write an event; raises FolderError, also for one before it that could not be written."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            super().append(event)
+        except OSError as error:
+            self._failure = folder_error("logger.log_dir", self._folder, error)
+            if not isinstance(event, Finished):
+                raise self._failure from error
+
+
+def set_aside_after(path: Path, mark: LogMark) -> bool:
+    """Move what a log holds after a mark into a numbered file next to it, and all of a log that is not the mark's.
+
+    Returns whether the log goes on from the mark. The rest is copied first: wherever the process dies, no event is
+    lost. Raises OSError.
+    """
+    content = read_regular(path, follow_links=False) if path.exists() else b""
+    kept = content[: mark.size]
+    known = hashlib.sha256(kept).hexdigest() == mark.sha256
+    size = len(kept) if known else 0
+    if size < len(content):
+        with next_free(path).open("xb") as aside:
+            aside.write(content[size:])
+            os.fsync(aside.fileno())
+        os.truncate(path, size)
+    return known
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What an asynchronous run trained on and which weights had drawn it, of the steps that no resume has taken back.
+
+    chunks: positions by step. groups: by position. weights: the digest of each version that engines were given.
+    """
+
+    chunks: dict[int, Sequence[Sequence[int]]] = field(default_factory=dict[int, Sequence[Sequence[int]]])
+    groups: dict[int, Committed] = field(default_factory=dict[int, Committed])
+    weights: dict[int, str] = field(default_factory=dict[int, str])
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Timeline:
+        """Read a log from its beginning."""
+        found = cls()
+        for event in events:
+            match event:
+                case Started():
+                    for step in [step for step in found.chunks if step > event.version]:
+                        del found.chunks[step]
+                        found.weights.pop(step, None)
+                case Committed():
+                    found.groups[event.token.position] = event
+                case Finished():
+                    found.chunks[event.step] = event.chunks
+                case Published():
+                    found.weights[event.version] = event.digest
+                case _:
+                    pass
+        return found
+
+    def positions(self, steps: range) -> list[int]:
+        """Return the groups of these steps, in the order in which they were trained."""
+        return [position for step in steps for chunk in self.chunks[step] for position in chunk]

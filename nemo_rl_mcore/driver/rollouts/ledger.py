@@ -21,12 +21,17 @@ from typing import Any, Self
 
 from nemo_rl_mcore.driver.rollouts import events
 from nemo_rl_mcore.driver.rollouts.events import Event, Segment, Token
-from nemo_rl_mcore.driver.rollouts.order import ORDERS, Room
 from nemo_rl_mcore.driver.rollouts.saved import SavedGroup, SavedLedger
-from nemo_rl_mcore.driver.rollouts.states import Group, GroupState, LedgerError, Limits, StepState
+from nemo_rl_mcore.driver.rollouts.states import (
+    ORDERS,
+    Group,
+    GroupState,
+    LedgerError,
+    Limits,
+    Room,
+    StepState,
+)
 from nemo_rl_mcore.errors import RefusedError
-
-Chunks = tuple[tuple[int, ...], ...]
 
 
 class Ledger:
@@ -58,7 +63,7 @@ class Ledger:
         self._groups: dict[int, Group] = {}  # by position, upwards
         self._pending: list[int] = []  # a heap
         self._chunks: list[tuple[int, ...]] = []
-        self._steps: dict[int, Chunks] = {}  # of the steps that may have to be redone
+        self._steps: dict[int, tuple[tuple[int, ...], ...]] = {}  # of the steps that may have to be redone
         self._forgotten = version
         log(events.Started(incarnation=incarnation, version=version))
 
@@ -69,12 +74,11 @@ class Ledger:
 
     @property
     def live(self) -> int:
-        """Count the groups that are INFLIGHT, READY or LEASED."""
+        """Groups that are INFLIGHT, READY or LEASED."""
         return len(self._groups) - len(self._pending)
 
     @property
     def trained(self) -> int:
-        """Count the groups trained since the first start."""
         return self.version * self.limits.groups_per_step
 
     def count(self, state: GroupState) -> int:
@@ -95,7 +99,6 @@ class Ledger:
     # Rollouts
 
     def may_dispatch(self) -> bool:
-        """Say whether another group may be generated now."""
         return self.live + self.trained < self._admitted
 
     @property
@@ -252,13 +255,11 @@ class Ledger:
         self._return_leases()
 
     def abort(self, reason: str) -> None:
-        """Give the open step up; its groups are READY again."""
         self._require(StepState.OPEN)
         self._log(events.Aborted(step=self.version + 1, reason=reason))
         self._return_leases()
 
     def publish(self, digest: str = "") -> None:
-        """Say that the engines hold `version`."""
         self._require(StepState.COMMITTED)
         self._log(events.Published(version=self.version, digest=digest))
         self.step = StepState.IDLE
@@ -313,7 +314,15 @@ class Ledger:
             version=self.version,
             cursor=self.cursor,
             dropped=dict(self.dropped),
-            groups=[SavedGroup.of(group) for group in self._groups.values()],
+            groups=[
+                SavedGroup(
+                    position=group.position,
+                    attempt=group.attempt,
+                    failures=group.failures,
+                    min_version=group.min_version if group.state is GroupState.READY else None,
+                )
+                for group in self._groups.values()
+            ],
         ).model_dump()
 
     @classmethod

@@ -6,7 +6,7 @@ Shapes: B rows (prompts x samples), P longest prompt, T new tokens, S = longest 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +15,170 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.chat import Observer
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.data.turns import Reply, Turn
+from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
 from nemo_rl_mcore.driver.interfaces import Environments, GenerationInterface
-from nemo_rl_mcore.driver.rollouts.episodes import ONE_ANSWER, EpisodeForm, Episodes
 from nemo_rl_mcore.driver.rollouts.metrics import check_drops
-from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES, WEIGHT_VERSIONS, with_equal_columns
+from nemo_rl_mcore.driver.rollouts.transcript import (
+    DIGESTS,
+    RESPONSES,
+    WEIGHT_VERSIONS,
+    Piece,
+    Transcript,
+    batch_of,
+    padded,
+    tokens_of,
+    with_equal_columns,
+)
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import activity
+
+
+@dataclass(frozen=True)
+class EpisodeForm:
+    """Says how long episodes may be, and what observations look like.
+
+    turns: answers at most. tokens: of all that the model reads; new_tokens: that an answer needs. observer: None where
+    there is one answer.
+    """
+
+    turns: int
+    tokens: int
+    new_tokens: int
+    observer: Observer | None
+
+
+ONE_ANSWER = EpisodeForm(turns=1, tokens=0, new_tokens=0, observer=None)
+"""What comes after the answer to a prompt plays no part."""
+
+
+@dataclass
+class _Episode(Transcript):
+    """An episode that is played, and what it goes on with."""
+
+    prompt: Prompt
+    messages: list[Message]
+    turns: int = 0
+    metadata: Any = None
+    stop_strings: tuple[str, ...] = ()
+
+
+class Episodes:
+    """Episodes that advance together, a turn at a time: `asked`, `answer`, `turns`, `hear`, and so on to `batch`."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        asked: BatchedDataDict,
+        tokenizer: Tokenizer,
+        form: EpisodeForm,
+    ) -> None:
+        """prompts: of each row; asked: input_ids [B, P], input_lengths, prompt_index and sample_index [B]."""
+        self._first, self._tokenizer, self._form = asked, tokenizer, form
+        self._given = frozenset[str]()
+        """Columns of the answers."""
+        self._turn = 0
+        lengths, samples = asked["input_lengths"].tolist(), asked["sample_index"].tolist()
+        rows = zip(prompts, samples, asked["input_ids"].numpy(), lengths, strict=True)
+        self._rows = [
+            _Episode(prompt.index, sample, [[Piece(ids_P[:length])]], prompt, [*conversation(prompt)])
+            for prompt, sample, ids_P, length in rows
+        ]
+
+    @property
+    def _open(self) -> list[_Episode]:
+        return [row for row in self._rows if row.ending is None]
+
+    def asked(self) -> BatchedDataDict | None:
+        """Return what `GenerationInterface.generate` takes, for the rows that go on; None when all have ended."""
+        if not self._turn:
+            return self._first
+        rows = self._open
+        if not rows:
+            return None
+        asked = BatchedDataDict(
+            input_ids=padded(
+                [row.rows[-1] for row in rows], lambda piece: piece.ids_N, self._tokenizer.pad_token_id
+            ),
+            input_lengths=torch.tensor([tokens_of(row.rows[-1]) for row in rows]),
+            prompt_index=torch.tensor([row.prompt.index for row in rows]),
+            sample_index=torch.tensor([row.sample for row in rows]),
+            turn_index=torch.full((len(rows),), self._turn),
+        )
+        if any(row.stop_strings for row in rows):
+            asked["stop_strings"] = [row.stop_strings for row in rows]
+        return asked
+
+    def answer(self, answered: BatchedDataDict) -> None:
+        """Take the answers to what was asked, see `GenerationInterface.generate`."""
+        self._turn += 1
+        self._given = frozenset(answered)
+        given: dict[str, NDArray[Any]] = {name: column.numpy() for name, column in answered.items()}
+        for place, row in enumerate(self._open):
+            of_tokens = slice(given["lengths"][place])
+            ids_N, logprobs_N = given["tokens"][place, of_tokens], given["logprobs"][place, of_tokens]
+            versions_N = given[WEIGHT_VERSIONS][place, of_tokens] if WEIGHT_VERSIONS in given else -1
+            row.rows[-1].append(Piece(ids_N, self._turn, logprobs_N, versions_N))
+            row.digests += [int(given[DIGESTS][place])] if DIGESTS in given else []
+            row.turns, row.finished = self._turn, bool(given["finished"][place])
+            text = self._tokenizer.decode(ids_N.tolist())
+            row.response = text if self._turn == 1 else None
+            row.messages.append(Message("assistant", text))
+
+    def turns(self) -> list[Turn]:
+        """Return what the environment is to reply to."""
+        return [Turn(row.prompt, tuple(row.messages), row.finished, row.metadata) for row in self._open]
+
+    def hear(self, replies: Sequence[Reply]) -> None:
+        """Take the replies, in the order of `turns`; raises ValueError when they are not as many.
+
+        An episode whose observation cannot be encoded is dropped; its last reply says why.
+        """
+        for row, reply in zip(self._open, replies, strict=True):
+            row.take(reply)
+            row.metadata, row.stop_strings = reply.metadata, reply.stop_strings
+            if reply.dropped is not None:
+                row.ending = Ending.DROPPED
+            elif reply.unscored:
+                row.ending = Ending.UNSCORED
+            elif not row.finished:
+                row.ending = Ending.ANSWER_LIMIT
+            elif reply.terminated:
+                row.ending = Ending.TERMINATED
+            elif row.turns == self._form.turns:
+                row.ending = Ending.TURN_LIMIT
+            else:
+                self._observe(row, reply.observation)
+
+    def _observe(self, row: _Episode, observation: tuple[Message, ...]) -> None:
+        assert self._form.observer is not None  # an episode of one answer has ended
+        try:
+            whole = self._form.observer.whole_prompt(row.prompt, row.messages, observation)
+            ids = whole or self._form.observer.ids_of(row.rows[-1][-1].ids_N.tolist(), observation)
+        except ValueError as error:
+            row.ending = Ending.DROPPED
+            row.replies[-1]["dropped"] = f"what the environment observed: {error}"
+            return
+        if len(ids) + (0 if whole else tokens_of(row.rows[-1])) + self._form.new_tokens > self._form.tokens:
+            row.ending = Ending.NO_ROOM
+            return
+        if whole:
+            row.rows.append([])
+        row.rows[-1].append(Piece(np.array(ids, dtype=np.int64)))
+        row.messages += observation
+
+    def batch(self) -> BatchedDataDict:
+        """Return all episodes, in the order of their prompts; the columns are those of `Rollout`, scored."""
+        return batch_of(
+            self._rows,
+            pad_token_id=self._tokenizer.pad_token_id,
+            turns=self._form.turns,
+            versions=WEIGHT_VERSIONS in self._given,
+            digests=DIGESTS in self._given,
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +258,16 @@ class Responder:
 
     def ask(self, prompts: Sequence[Prompt], samples: int) -> BatchedDataDict:
         """Return what `GenerationInterface.generate` takes, for `samples` answers to each prompt; see `respond`."""
-        ids = [self._encode(prompt) for prompt in prompts]
+        ids: list[list[int]] = []
+        for prompt in prompts:
+            tokens = self.tokenizer.encode(prompt.text, prompt.literal)
+            if not 0 < len(tokens) <= self.max_prompt_length:
+                raise RefusedError(
+                    f"prompt {prompt.index} has {len(tokens)} tokens; prompts must have 1 to {self.max_prompt_length}: "
+                    f"shorten it or raise data.max_input_seq_length ({prompt.text[:80]!r})",
+                    code="prompt-length",
+                )
+            ids.append(tokens)
         lengths = torch.tensor([len(row) for row in ids])
         input_ids = torch.full((len(ids), int(lengths.max())), self.tokenizer.pad_token_id)
         for row, tokens in enumerate(ids):
@@ -128,25 +292,15 @@ class Responder:
         # The text of each row's answer, or of all after its prompt, where observations stand in between.
         ids_BS, sampled_BS = batch["input_ids"].numpy(), batch["token_mask"].numpy() != 0
         first_B, end_B = sampled_BS.argmax(1), sampled_BS.shape[1] - sampled_BS[:, ::-1].argmax(1)
-        spans = zip(ids_BS, first_B.tolist(), end_B.tolist(), sampled_BS.sum(1).tolist(), strict=True)
-
-        def read(ids_S: NDArray[np.int64], first: int, end: int, count: int) -> str:
-            decode = self.tokenizer.decode if end - first == count else self.tokenizer.text_of
-            return decode(ids_S[first:end].tolist()) if count else ""
-
-        known: Sequence[str | None] = batch.get(RESPONSES, [None] * batch.size)
-        responses = [read(*span) if text is None else text for text, span in zip(known, spans, strict=True)]
+        counts = sampled_BS.sum(1).tolist()
+        responses: list[str] = []
+        for row, text in enumerate(batch.get(RESPONSES, [None] * batch.size)):
+            if text is None:
+                ids = ids_BS[row, first_B[row] : end_B[row]].tolist()
+                decode = self.tokenizer.decode if len(ids) == counts[row] else self.tokenizer.text_of
+                text = decode(ids) if counts[row] else ""
+            responses.append(text)
         return Rollout(batch, of_rows, responses)
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt.text, prompt.literal)
-        if not 0 < len(ids) <= self.max_prompt_length:
-            raise RefusedError(
-                f"prompt {prompt.index} has {len(ids)} tokens; prompts must have 1 to {self.max_prompt_length}: "
-                f"shorten it or raise data.max_input_seq_length ({prompt.text[:80]!r})",
-                code="prompt-length",
-            )
-        return ids
 
 
 @dataclass(frozen=True)
@@ -170,55 +324,32 @@ class RolloutCollector(Responder):
         self, prompts: Sequence[Prompt], asked: BatchedDataDict, *, step: int, greedy: bool = False
     ) -> BatchedDataDict:
         """Play episodes that begin with `asked` in this thread, the answers of each turn in one call; see `play`."""
-
-        async def respond(asking: BatchedDataDict) -> BatchedDataDict:
-            return self.generation.generate(asking, step=step, greedy=greedy)
-
-        async def replies(turns: Sequence[Turn]) -> Sequence[Reply]:
+        episodes = self.episodes(prompts, asked)
+        while (asking := episodes.asked()) is not None:
+            episodes.answer(self.generation.generate(asking, step=step, greedy=greedy))
+            turns = episodes.turns()
             # Whose code may be anybody's: the time counts also where that of a validation does not.
             with activity.at(f"scoring {len(turns)} responses", timed=True):
-                return self.environments.replies(turns)
-
-        return _ended(self.play(prompts, asked, respond, replies, apart=_here))
-
-    def check_drops(self, step: int, batches: Sequence[BatchedDataDict]) -> None:
-        """See `episode_metrics.check_drops`."""
-        check_drops(step, batches, self.max_drop_rate, self.environments.drop_reasons)
+                heard = self.environments.replies(turns)
+            episodes.hear(heard)
+        return episodes.batch()
 
     async def play(
         self,
         prompts: Sequence[Prompt],
         asked: BatchedDataDict,
         respond: Callable[[BatchedDataDict], Awaitable[BatchedDataDict]],
-        replies: Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]] | None = None,
-        *,
-        apart: Callable[..., Awaitable[object]] = asyncio.to_thread,
     ) -> BatchedDataDict:
-        """Play episodes that begin with `asked`, turn by turn; `respond` gives the answers of a turn.
-
-        replies: in place of `Environments.replies_soon`. apart: where observations are encoded, which may take seconds
-        that an event loop does not have.
-        """
-        episodes, replies = self.episodes(prompts, asked), replies or self.environments.replies_soon
+        """Play episodes that begin with `asked`, turn by turn; `respond` gives the answers of a turn."""
+        episodes = self.episodes(prompts, asked)
         while (asking := episodes.asked()) is not None:
             episodes.answer(await respond(asking))
-            heard = await replies(episodes.turns())
+            heard = await self.environments.replies_soon(episodes.turns())
             if self.form.observer is None:
                 episodes.hear(heard)
-            else:
-                await apart(episodes.hear, heard)
+            else:  # encoding observations may take seconds that an event loop does not have
+                await asyncio.to_thread(episodes.hear, heard)
         return episodes.batch()
 
-
-async def _here(call: Callable[..., None], *args: object) -> None:
-    call(*args)
-
-
-def _ended[Result](coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine whose every wait is over when it returns: in this thread, which hears signals as ever."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    coroutine.close()
-    raise RuntimeError("an episode of a synchronous step waits for an event loop")
+    def check_drops(self, step: int, batches: Sequence[BatchedDataDict]) -> None:
+        check_drops(step, batches, self.max_drop_rate, self.environments.drop_reasons)

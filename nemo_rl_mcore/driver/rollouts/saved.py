@@ -25,10 +25,8 @@ from safetensors.torch import load, save_file  # pyright: ignore[reportUnknownVa
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.strict_json import parse_json, read_json, read_regular
 from nemo_rl_mcore.driver.output import write_line
-from nemo_rl_mcore.driver.rollouts.event_log import LogMark
-from nemo_rl_mcore.driver.rollouts.events import Segment
-from nemo_rl_mcore.driver.rollouts.order import ORDERS, Room
-from nemo_rl_mcore.driver.rollouts.states import Group, GroupState, Limits
+from nemo_rl_mcore.driver.rollouts.events import LogMark, Segment
+from nemo_rl_mcore.driver.rollouts.states import ORDERS, Group, GroupState, Limits, Room
 from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES, WEIGHT_VERSIONS, sampled_versions
 from nemo_rl_mcore.errors import RefusedError, code_of, folder_error
 from nemo_rl_mcore.rank.checkpoints import read_sums, require_sums, sha256, write_sums
@@ -67,49 +65,38 @@ def save_groups(folder: Path, groups: Mapping[int, BatchedDataDict]) -> None:
     Raises ValueError, naming group and key, for a batch with values that JSON would change, and OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    texts = _Groups(groups=[_texts(position, batch) for position, batch in groups.items()])
-    try:
-        save_file(_tensors(groups), folder / TENSORS_FILE)
-    except SafetensorError as error:  # of the operating system, in words alone
-        raise OSError(errno.EIO, str(error), str(folder / TENSORS_FILE)) from error
-    (folder / TEXTS_FILE).write_text(texts.model_dump_json(), encoding="utf-8")
-    write_sums(folder, {name: sha256(folder / name) for name in (TENSORS_FILE, TEXTS_FILE)})
-
-
-def _texts(position: int, batch: BatchedDataDict) -> _Group:
-    entries: dict[str, list[Any] | None] = {}
-    for key, value in batch.items():
-        if key == RESPONSES:  # decoded again by whoever reads the group
-            continue
-        if isinstance(value, torch.Tensor):
-            entries[key] = None
-            continue
-        try:
-            unchanged = json.loads(json.dumps(value, allow_nan=False)) == value
-        except (TypeError, ValueError):
-            unchanged = False
-        if not unchanged:
-            raise RefusedError(
-                f"group {position} cannot be saved: {key!r} holds values that JSON would change",
-                code="json-values",
-            )
-        entries[key] = value
-    return _Group(position=position, entries=entries)
-
-
-def _tensors(groups: Mapping[int, BatchedDataDict]) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    texts: list[_Group] = []
+    tensors: dict[str, torch.Tensor] = {}
     storages = set[int]()
     for position, batch in groups.items():
+        entries: dict[str, list[Any] | None] = {}
         for key, value in batch.items():
-            if not isinstance(value, torch.Tensor):
+            if key == RESPONSES:  # decoded again by whoever reads the group
                 continue
-            tensor = value.detach().cpu().contiguous()
-            storage = tensor.untyped_storage().data_ptr()
-            # A file has each tensor on its own; two of one storage are refused.
-            found[f"{position}.{key}"] = tensor.clone() if storage in storages else tensor
-            storages.add(storage)
-    return found
+            if isinstance(value, torch.Tensor):
+                entries[key], tensor = None, value.detach().cpu().contiguous()
+                storage = tensor.untyped_storage().data_ptr()
+                # A file has each tensor on its own; two of one storage are refused.
+                tensors[f"{position}.{key}"] = tensor.clone() if storage in storages else tensor
+                storages.add(storage)
+                continue
+            try:
+                unchanged = json.loads(json.dumps(value, allow_nan=False)) == value
+            except (TypeError, ValueError):
+                unchanged = False
+            if not unchanged:
+                raise RefusedError(
+                    f"group {position} cannot be saved: {key!r} holds values that JSON would change",
+                    code="json-values",
+                )
+            entries[key] = value
+        texts.append(_Group(position=position, entries=entries))
+    try:
+        save_file(tensors, folder / TENSORS_FILE)
+    except SafetensorError as error:  # of the operating system, in words alone
+        raise OSError(errno.EIO, str(error), str(folder / TENSORS_FILE)) from error
+    (folder / TEXTS_FILE).write_text(_Groups(groups=texts).model_dump_json(), encoding="utf-8")
+    write_sums(folder, {name: sha256(folder / name) for name in (TENSORS_FILE, TEXTS_FILE)})
 
 
 def load_groups(folder: Path) -> dict[int, BatchedDataDict]:
@@ -120,7 +107,16 @@ def load_groups(folder: Path) -> dict[int, BatchedDataDict]:
             f"{folder} holds no saved groups, or only a part of them: it has no list of checksums"
         )
     require_sums(folder, sums, (TENSORS_FILE, TEXTS_FILE))
-    texts = _read_texts(folder / TEXTS_FILE)
+    try:
+        text = read_regular(folder / TEXTS_FILE, follow_links=False)
+        parse_json(text)  # stricter than what follows: a key that is there twice is damage, too
+        texts = _Groups.model_validate_json(text).groups
+    except (OSError, ValueError) as error:
+        raise RefusedError(
+            f"{folder / TEXTS_FILE} cannot be read: {error}", code="unreadable-file"
+        ) from error
+    if len({one.position for one in texts}) < len(texts):
+        raise RefusedError(f"{folder / TEXTS_FILE} is broken: a group is there twice", code="group-twice")
     try:
         tensors = load(read_regular(folder / TENSORS_FILE, follow_links=False))
     except (OSError, SafetensorError) as error:
@@ -144,19 +140,6 @@ def load_groups(folder: Path) -> dict[int, BatchedDataDict]:
     except ValueError as error:
         raise RefusedError(f"{folder / TEXTS_FILE} is broken: {error}", code=code_of(error)) from error
     return found
-
-
-def _read_texts(path: Path) -> list[_Group]:
-    try:
-        text = read_regular(path, follow_links=False)
-        parse_json(text)  # stricter than what follows: a key that is there twice is damage, too
-        groups = _Groups.model_validate_json(text).groups
-    except (OSError, ValueError) as error:
-        raise RefusedError(f"{path} cannot be read: {error}", code="unreadable-file") from error
-    positions = [one.position for one in groups]
-    if len({*positions}) < len(positions):
-        raise RefusedError(f"{path} is broken: a group is there twice", code="group-twice")
-    return groups
 
 
 def digest_of_group(batch: BatchedDataDict) -> str:
@@ -215,13 +198,14 @@ class GroupArchive:
         """Write the groups of a finished step, by position; raises FolderError."""
         if self._full:
             return
-        name = f"{_STEP}{step}"
+        folder = self._root / f"{_STEP}{step}"
         try:
-            save_groups(self._root / name, groups)
-            self._held[name] = _bytes(self._root / name)
-            self._remove_oldest()
+            save_groups(folder, groups)
+            self._held[folder.name] = _bytes(folder)
+            self._make_room()
             if not self._checkpoints and sum(self._held.values()) > self._most:
-                self._remove(name)
+                shutil.rmtree(folder)
+                del self._held[folder.name]
                 self._full = True
                 write_line(
                     sys.stdout, f"{self._root} is full: the groups of step {step} and later are not kept"
@@ -233,20 +217,17 @@ class GroupArchive:
         """Take note that a replay may begin after this step; raises FolderError."""
         self._saved = step
         try:
-            self._remove_oldest()
+            self._make_room()
         except OSError as error:
             raise folder_error("logger.log_dir", self._root, error) from error
 
-    def _remove_oldest(self) -> None:
+    def _make_room(self) -> None:
         for name in [*self._held]:
             if sum(self._held.values()) <= self._most:
                 return
             if name.startswith(_ASIDE) or int(name.removeprefix(_STEP)) <= self._saved:
-                self._remove(name)
-
-    def _remove(self, name: str) -> None:
-        shutil.rmtree(self._root / name)
-        del self._held[name]
+                shutil.rmtree(self._root / name)
+                del self._held[name]
 
 
 def _bytes(folder: Path) -> int:
@@ -263,17 +244,6 @@ class SavedGroup(_Exactly):
     attempt: _Count
     failures: _Count
     min_version: _Count | None
-
-    @classmethod
-    def of(cls, group: Group) -> Self:
-        """Return what a checkpoint keeps of a group."""
-        ready = group.state is GroupState.READY
-        return cls(
-            position=group.position,
-            attempt=group.attempt,
-            failures=group.failures,
-            min_version=group.min_version if ready else None,
-        )
 
     def as_group(self) -> Group:
         """Return what the ledger of a resumed run has of it."""
@@ -307,37 +277,30 @@ class SavedLedger(_Exactly):
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "it"
             raise _broken("ledger-fields", f"{place}: {first['msg']}") from error
-        if refusal := ledger._damage() or ledger._conflict(limits):
-            raise refusal
-        return ledger
-
-    def _damage(self) -> RefusedError | None:
-        positions = [group.position for group in self.groups]
-        if any(later <= earlier for earlier, later in pairwise([*positions, self.cursor])):
-            return _broken("ledger-order", "its groups are not in order, or not before the cursor")
-        if self.version * self.groups_per_step + sum(self.dropped.values()) + len(positions) != self.cursor:
-            return _broken("ledger-positions", "positions before the cursor are missing")
-        if any((group.min_version or 0) > self.version for group in self.groups):
-            return _broken("ledger-versions", "a group is newer than the weights")
-        return None
-
-    def _conflict(self, limits: Limits) -> RefusedError | None:
-        groups_per_step, max_age = limits.groups_per_step, limits.max_age
-        if groups_per_step != self.groups_per_step:
-            return RefusedError(
-                f"{limits.groups_key} is {groups_per_step}, and the saved run had {self.groups_per_step}: "
+        groups, groups_per_step, max_age = ledger.groups, limits.groups_per_step, limits.max_age
+        positions = [group.position for group in groups]
+        if any(later <= earlier for earlier, later in pairwise([*positions, ledger.cursor])):
+            raise _broken("ledger-order", "its groups are not in order, or not before the cursor")
+        trained = ledger.version * ledger.groups_per_step
+        if trained + sum(ledger.dropped.values()) + len(positions) != ledger.cursor:
+            raise _broken("ledger-positions", "positions before the cursor are missing")
+        if any((group.min_version or 0) > ledger.version for group in groups):
+            raise _broken("ledger-versions", "a group is newer than the weights")
+        if groups_per_step != ledger.groups_per_step:
+            raise RefusedError(
+                f"{limits.groups_key} is {groups_per_step}, and the saved run had {ledger.groups_per_step}: "
                 "which prompts are left would not be known; set it back",
                 code="groups-per-step",
             )
         # Spare ones that the step does not take are put away at its end.
-        room = Room(groups_per_step + limits.spare, groups_per_step, self.version, max_age)
-        if not ORDERS[limits.order].fits([one.as_group() for one in self.groups], room):
-            return RefusedError(
+        room = Room(groups_per_step + limits.spare, groups_per_step, ledger.version, max_age)
+        if not ORDERS[limits.order].fits([group.as_group() for group in groups], room):
+            raise RefusedError(
                 f"{limits.age_key} is {max_age} and the order {limits.order}, and the saved run has groups ready that "
                 "will be older when they are trained; set both back",
                 code="trajectory-age",
             )
-        return None
+        return ledger
 
 
 def _broken(code: str, what: str) -> RefusedError:

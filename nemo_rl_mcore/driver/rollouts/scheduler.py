@@ -19,8 +19,7 @@ from typing import Any, Self
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.interfaces import GenerationInterface
 from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroup, DrawnGroups
-from nemo_rl_mcore.driver.rollouts.event_log import LogMark
-from nemo_rl_mcore.driver.rollouts.events import Token
+from nemo_rl_mcore.driver.rollouts.events import LogMark, Token
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.metrics import Pace
 from nemo_rl_mcore.driver.rollouts.player import Rollout
@@ -80,12 +79,11 @@ class Step:
         return Rollout.concatenate(chunks, self.draw.collector.tokenizer.pad_token_id)
 
     def finishing(self) -> None:
-        """Take note that the optimizer is about to step."""
         if self.scheduler is not None:
             self.scheduler.finishing()
 
     def finish(self) -> dict[str, float]:
-        """Take note that it has; returns what the step reports of how its groups came to be."""
+        """Take note that the optimizer has stepped; returns what the step reports of how its groups came to be."""
         if self.scheduler is None:
             return {}
         reported = self.scheduler.report(self.scheduler.finish(), self._taken)
@@ -128,12 +126,12 @@ class Scheduler[Engine: GenerationInterface](ABC):
             self._publish(version)
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
-        """Answer prompts that are in no group, as of a validation; the weights do not change meanwhile."""
+        """Answer prompts that are in no group, as those of a validation."""
         return self.engine.generate(data, step=step, greedy=greedy)
 
-    @abstractmethod
     def offload(self) -> None:
-        """See `GenerationInterface.offload`."""
+        """Have the engine sleep: where the two share memory, the ranks have it from here on."""
+        self.engine.offload()
 
     # What the training loop asks for its steps
 
@@ -177,9 +175,8 @@ class Scheduler[Engine: GenerationInterface](ABC):
         """Return what a checkpoint between two steps is to hold, as it is now; groups may be answered meanwhile."""
         with self._changed:
             ledger = SavedLedger.model_validate(self.ledger.to_json())
-            return SavedRollouts(
-                ledger, mark_log(), {position: self.groups[position] for position in ledger.ready}
-            )
+            ready = {position: self.groups[position] for position in ledger.ready}
+            return SavedRollouts(ledger, mark_log(), ready)
 
     def __enter__(self) -> Self:
         return self
@@ -203,21 +200,19 @@ class Scheduler[Engine: GenerationInterface](ABC):
                     positions = self.ledger.leasable()
                     self.ledger.lease(positions)
             if not self.ledger.room():
-                self._filled()
+                self.offload()
             yield positions
 
     def groups_at(self, positions: Sequence[int]) -> Chunk:
-        """Return groups as they were drawn, and their data."""
         with self._changed:
             return [self._drawn[one] for one in positions], [self.groups[one] for one in positions]
 
     def finishing(self) -> None:
-        """Take note that the optimizer is about to step."""
         with self._changed:
             self.ledger.finishing()
 
     def finish(self) -> Pace:
-        """Take note that it has; returns what happened since the last step."""
+        """Take note that the optimizer has stepped; returns what happened since the last step."""
         with self._changed:
             self.ledger.finish()
             pace, self._pace = self._pace, Pace()
@@ -236,10 +231,6 @@ class Scheduler[Engine: GenerationInterface](ABC):
     @abstractmethod
     def _wait_for_ready(self, groups: int) -> None:
         """Return once so many groups are leasable; nothing is locked."""
-
-    @abstractmethod
-    def _filled(self) -> None:
-        """Hear that the open step has all its groups."""
 
     def _are_ready(self, groups: int) -> bool:
         return len(self.ledger.leasable()) >= groups
@@ -310,10 +301,6 @@ class SynchronousScheduler(Scheduler[GenerationInterface]):
 
     groups_per_round: int = field(kw_only=True)
 
-    def offload(self) -> None:
-        """See `GenerationInterface.offload`."""
-        self.engine.offload()
-
     def _wait_for_ready(self, groups: int) -> None:
         while not self._are_ready(groups):
             self._draw_ahead()
@@ -325,21 +312,15 @@ class SynchronousScheduler(Scheduler[GenerationInterface]):
             try:
                 # The noise is of the step that drew a prompt: those of two steps are asked for one after the other.
                 for _, same_step in groupby(tokens, lambda token: self._drawn[token.position].step):
-                    self._answer([*same_step], groups)
+                    asked = [*same_step]
+                    batches = self.draw.play_now([self._drawn[token.position] for token in asked])
+                    for token, batch in zip(asked, batches, strict=True):
+                        if self._are_ready(groups):
+                            self.ledger.requeue(token, SURPLUS)
+                            self._unused.append((token.position, batch))
+                        else:
+                            self._commit(token, batch)
             except BaseException as error:
                 for token in tokens:
                     self.ledger.requeue(token, type(error).__name__)
                 raise
-
-    def _answer(self, tokens: list[Token], groups: int) -> None:
-        batches = self.draw.play_now([self._drawn[token.position] for token in tokens])
-        for token, batch in zip(tokens, batches, strict=True):
-            if self._are_ready(groups):
-                self.ledger.requeue(token, SURPLUS)
-                self._unused.append((token.position, batch))
-            else:
-                self._commit(token, batch)
-
-    def _filled(self) -> None:
-        """Have the engine sleep: the ranks have its memory from here on."""
-        self.engine.offload()

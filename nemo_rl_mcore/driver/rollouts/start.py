@@ -9,15 +9,25 @@ from pathlib import Path
 from typing import Any, cast
 
 from nemo_rl_mcore.config import RolloutConfig, RunConfig
+from nemo_rl_mcore.config.run_config import KEPT_BYTES
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.driver.checkpoints import ROLLOUTS_FOLDER, Checkpoint, free_name
 from nemo_rl_mcore.driver.interfaces import GenerationInterface, RolloutEngines
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
 from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroup
 from nemo_rl_mcore.driver.rollouts.episode_rows import dropped_rows
-from nemo_rl_mcore.driver.rollouts.event_log import BEGINNING, EVENTS_FILE, LogMark, RunLog, set_aside_after
-from nemo_rl_mcore.driver.rollouts.events import Committed, Started, Token
+from nemo_rl_mcore.driver.rollouts.events import (
+    BEGINNING,
+    EVENTS_FILE,
+    Committed,
+    LogMark,
+    RunLog,
+    Started,
+    Token,
+    set_aside_after,
+)
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
 from nemo_rl_mcore.driver.rollouts.saved import (
@@ -31,7 +41,6 @@ from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler, SynchronousSchedu
 from nemo_rl_mcore.driver.rollouts.states import Limits
 from nemo_rl_mcore.driver.run_folder import changes_of_answers, read_recipe_of
 from nemo_rl_mcore.errors import RunStoppedError, code_of, folder_error
-from nemo_rl_mcore.rank.checkpoints import ROLLOUTS_FOLDER, Checkpoint, free_name
 
 KEPT_GROUPS = "groups"
 """Folder of the groups that a replay trains on, one of each step in it."""
@@ -85,8 +94,10 @@ def scheduler_of(
     """Return the scheduler that the recipe asks for."""
     archive, most_unused = None, None
     if config.keeps_groups:
-        folder, most = Path(config.logger.log_dir) / KEPT_GROUPS, config.asynchrony.keep_groups_gb * 1e9
-        archive = GroupArchive(folder, most, checkpoints=config.checkpointing.enabled, step=ledger.version)
+        folder = Path(config.logger.log_dir) / KEPT_GROUPS
+        archive = GroupArchive(
+            folder, KEPT_BYTES, checkpoints=config.checkpointing.enabled, step=ledger.version
+        )
     loop, per_round = config.loop, groups_per_round(config)
     if isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling:
         most_unused = loop.dynamic_sampling_max_gen_batches * per_round - loop.num_prompts_per_step

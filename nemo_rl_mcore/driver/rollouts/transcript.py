@@ -7,7 +7,7 @@ token is trained twice. Shapes: B rows, N tokens of a piece, S of the longest ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,18 +69,8 @@ class Transcript:
 
     @property
     def has_versions(self) -> bool:
-        """Say whether the engine told the versions of the weights that sampled a token."""
+        """The engine told the versions of the weights that sampled a token."""
         return any(not isinstance(piece.versions_N, int) for row in self.rows for piece in row)
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """Return those of the last row."""
-        return self.rows[-1]
-
-    @property
-    def length(self) -> int:
-        """Return how many tokens the last row has."""
-        return _length(self.rows[-1])
 
 
 def batch_of(
@@ -102,7 +92,7 @@ def batch_of(
     uncounted = ending >= Ending.DROPPED
     batch = BatchedDataDict(
         input_ids=padded(rows, lambda piece: piece.ids_N, pad_token_id),
-        input_lengths=torch.tensor([_length(row) for row in rows]),
+        input_lengths=torch.tensor([tokens_of(row) for row in rows]),
         token_mask=(turn_of_token > 0).float(),
         sample_mask=(~uncounted).float(),
         generation_logprobs=padded(rows, lambda piece: piece.logprobs_N, 0.0),
@@ -132,7 +122,7 @@ def padded(
     rows: Sequence[Sequence[Piece]], values: Callable[[Piece], NDArray[Any] | float], fill: float
 ) -> torch.Tensor:
     """Return [B, S] of a value for each token, filled on the right: fp32 where `fill` is a float, else int64."""
-    padded_BS = torch.full((len(rows), max(map(_length, rows))), fill)
+    padded_BS = torch.full((len(rows), max(map(tokens_of, rows))), fill)
     for padded_S, row in zip(padded_BS.numpy(), rows, strict=True):
         start = 0
         for piece in row:
@@ -141,7 +131,7 @@ def padded(
     return padded_BS
 
 
-def _length(row: Sequence[Piece]) -> int:
+def tokens_of(row: Sequence[Piece]) -> int:
     return sum(len(piece.ids_N) for piece in row)
 
 
@@ -158,17 +148,22 @@ def with_equal_columns(batches: Sequence[BatchedDataDict]) -> list[BatchedDataDi
     Where all were dropped, no reward has a name and nothing was sampled; where none has several rows, each row is one.
     """
     names = dict.fromkeys(name for batch in batches for name in batch)
-    return [_with_columns(batch, names) for batch in batches]
-
-
-def _with_columns(batch: BatchedDataDict, names: Collection[str]) -> BatchedDataDict:
-    absent: dict[str, Callable[[], Any]] = {
-        EPISODE: lambda: torch.arange(batch.size),
-        RESPONSES: lambda: [None] * batch.size,
-        WEIGHT_VERSIONS: lambda: torch.full_like(batch["input_ids"], -1),
-    } | {name: lambda: torch.zeros(batch.size) for name in names if name.startswith(REWARDS_PREFIX)}
-    missing = {name: make() for name, make in absent.items() if name in names and name not in batch}
-    return BatchedDataDict({**batch, **missing}) if missing else batch
+    equal: list[BatchedDataDict] = []
+    for batch in batches:
+        missing: dict[str, Any] = {}
+        for name in names:
+            if name in batch:
+                continue
+            if name == EPISODE:
+                missing[name] = torch.arange(batch.size)
+            elif name == RESPONSES:
+                missing[name] = [None] * batch.size
+            elif name == WEIGHT_VERSIONS:
+                missing[name] = torch.full_like(batch["input_ids"], -1)
+            elif name.startswith(REWARDS_PREFIX):
+                missing[name] = torch.zeros(batch.size)
+        equal.append(BatchedDataDict({**batch, **missing}) if missing else batch)
+    return equal
 
 
 def trained_columns(batch: BatchedDataDict) -> BatchedDataDict:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from nemo_rl_mcore.engine.engine import (
+    EngineMachines,
     GenerationCancelledError,
     HeldWeights,
     NextLogprobs,
@@ -21,13 +24,76 @@ from nemo_rl_mcore.engine.engine import (
     Response,
     Sampling,
 )
-from nemo_rl_mcore.engine.vllm.settings import WHOLE_VOCABULARY, EngineSettings, on_this_machine
-from nemo_rl_mcore.rank import activity
+from nemo_rl_mcore.engine.receivers import MessageRelay
+from nemo_rl_mcore.rank import activity, rendezvous
 from nemo_rl_mcore.rank.refit.digests import Digests, HeldBlock, joined, require_as_sent
-from nemo_rl_mcore.rank.refit.transports import MessageRelay
 
-_LARGEST_SEED = (1 << 63) - 1
-"""vLLM seeds torch's generators, and takes -1 for no seed: keys lose their sign."""
+WHOLE_VOCABULARY = -1
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Arguments of an engine.
+
+    model_dir: folder with config.json; weights are drawn at random until the first refit. precision: `float32` or
+    `bfloat16`. kv_cache_memory_bytes: None is a share of the GPU's memory. tokenizer: folder of one, which stop strings
+    need. quantization: of the layers' weights, by vLLM's name for it, but for layers whose names match one of the
+    patterns in `unquantized`. further: arguments of the recipe's own.
+    """
+
+    model_dir: str
+    precision: str
+    max_model_len: int
+    max_num_seqs: int
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    quantization: str | None = None
+    unquantized: tuple[str, ...] = ()
+    kv_cache_dtype: str = "auto"
+    gpu_memory_utilization: float = 0.6
+    kv_cache_memory_bytes: int | None = None
+    enforce_eager: bool = True
+    enable_sleep_mode: bool = False
+    tokenizer: str | None = None
+    further: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def arguments(self, machines: EngineMachines | None = None) -> dict[str, Any]:
+        """Keyword arguments of vLLM's engines; machines: of an engine that is on several, as this process sees them."""
+        processes = self.tensor_parallel_size * self.pipeline_parallel_size
+        apart = ("model_dir", "precision", "unquantized", "further")
+        arguments: dict[str, Any] = {
+            **self.further,
+            **{
+                name: value for name, value in vars(self).items() if name not in apart
+            },  # vLLM calls them the same
+            "model": self.model_dir,
+            "load_format": "dummy",
+            "skip_tokenizer_init": self.tokenizer is None,
+            "dtype": self.precision,
+            # Left to itself, vLLM would have Ray start them, in the places that Ray has given to the ranks.
+            "distributed_executor_backend": "mp" if processes > 1 else None,
+            # Of the distribution that is sampled from: the temperature divides the logits, as in training.
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": WHOLE_VOCABULARY,
+            "worker_extension_cls": "nemo_rl_mcore.engine.vllm.worker_extension.RefitExtension",
+            "disable_log_stats": True,
+        }
+        if self.unquantized:
+            arguments["quantization_config"] = {"ignore": [*self.unquantized]}
+        if machines is not None:
+            arguments |= {"nnodes": machines.count, "node_rank": machines.number}
+            arguments |= {"master_addr": machines.first, "master_port": machines.port}
+        return arguments
+
+
+def on_this_machine() -> EngineMachines | None:
+    """Read of which machines the engine is; vLLM is reached where the others look."""
+    machines = EngineMachines.of(os.environ)
+    if machines is not None:
+        os.environ["VLLM_HOST_IP"] = machines.own
+        rendezvous.give_up_port()  # vLLM listens there
+    return machines
 
 
 class VllmEngine:
@@ -44,21 +110,16 @@ class VllmEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, version: int | None, ticket: str = ""
     ) -> list[Response]:
-        """See `Engine.generate`; the weights do not change under way."""
         activity.advance("generate")
         held = self.weights.require(version)
         prompts: Any = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         params = [_sampling_params(request, sampling) for request in requests]
-        outputs = [output.outputs[0] for output in self._llm.generate(prompts, params, use_tqdm=False)]
-        return [
-            Response.of(
-                list(output.token_ids),
-                _logprobs(output),
-                [held] * len(output.token_ids),
-                finished=_finished(output),
-            )
-            for output in outputs
-        ]
+        responses: list[Response] = []
+        for output in self._llm.generate(prompts, params, use_tqdm=False):
+            drawn = output.outputs[0]
+            tokens, finished = list(drawn.token_ids), drawn.finish_reason == "stop"
+            responses.append(Response.of(tokens, _logprobs(drawn), [held] * len(tokens), finished=finished))
+        return responses
 
     def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
         activity.advance("next_logprobs")
@@ -71,7 +132,6 @@ class VllmEngine:
         """Nothing to do: one call at a time is heard, so that what was asked for has been answered."""
 
     def begin_refit(self, version: int) -> None:
-        """See `Engine.begin_refit`; until `finish_refit` nothing is generated."""
         activity.advance("begin_refit")
         self.weights.begin(version)
         self._llm.collective_rpc("begin_refit")
@@ -92,7 +152,7 @@ class VllmEngine:
         self._llm.collective_rpc("join_refit_broadcast", kwargs=rendezvous)
 
     def sleep(self) -> None:
-        self.weights.drop()
+        self.weights.whole = False
         self._llm.sleep(level=2)
 
     def wake_up(self, tags: Sequence[str]) -> None:
@@ -126,13 +186,8 @@ class AsyncVllmEngine:
         self.weights = HeldWeights()
 
     async def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        version: int | None = None,
-        ticket: str = "",
+        self, requests: Sequence[Request], sampling: Sampling, version: int | None = None, ticket: str = ""
     ) -> list[Response]:
-        """See `Engine.generate`; without a version, requests wait for a refit under way to end."""
         activity.advance("generate")
         if version is not None:
             self.weights.require(version)
@@ -151,22 +206,20 @@ class AsyncVllmEngine:
     async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
         activity.advance("next_logprobs")
         self.weights.require(None)
-        return list(await asyncio.gather(*(self._next(prompt, temperature) for prompt in prompts)))
 
-    async def _next(self, prompt: Sequence[int], temperature: float) -> NextLogprobs:
-        params = _next_params(temperature)
-        found: list[NextLogprobs] = []
-        async for output in self._llm.generate(_apart(prompt), params, request_id=str(next(self._numbers))):
-            found.append(_next_logprobs(output.outputs[0]))
-        [whole] = found
-        return whole
+        async def after(prompt: Sequence[int]) -> NextLogprobs:
+            name, params = str(next(self._numbers)), _next_params(temperature)
+            answers = self._llm.generate(_apart(prompt), params, request_id=name)
+            [whole] = [_next_logprobs(output.outputs[0]) async for output in answers]
+            return whole
+
+        return list(await asyncio.gather(*(after(prompt) for prompt in prompts)))
 
     async def cancel(self, ticket: str) -> None:
         if (answers := self._asked.pop(ticket, None)) is not None:
             answers.cancel()
 
     async def begin_refit(self, version: int) -> None:
-        """See `Engine.begin_refit`; requests in flight pause."""
         activity.advance("begin_refit")
         self.weights.begin(version)
         self._may_generate.clear()
@@ -179,7 +232,6 @@ class AsyncVllmEngine:
         await self._llm.collective_rpc("load_refit_bucket", args=(self._relay.relay(message),))
 
     async def finish_refit(self, version: int, sent: Digests) -> int:
-        """See `Engine.finish_refit`; generation goes on."""
         activity.advance("finish_refit")
         self._relay.close()
         require_refit(sent, await self._llm.collective_rpc("finish_refit", args=(reads_back(sent),)))
@@ -192,8 +244,7 @@ class AsyncVllmEngine:
         await self._llm.collective_rpc("join_refit_broadcast", kwargs=rendezvous)
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`; requests in flight are ended."""
-        self.weights.drop()
+        self.weights.whole = False
         self._may_generate.clear()
         await self._llm.sleep(level=2)
 
@@ -226,7 +277,7 @@ class AsyncVllmEngine:
             tokens += drawn.token_ids
             logprobs += _logprobs(drawn)
             versions += [self.weights.newest] * len(drawn.token_ids)
-            finished = _finished(drawn)
+            finished = drawn.finish_reason == "stop"
         return Response.of(tokens, logprobs, versions, finished=finished)
 
 
@@ -240,7 +291,8 @@ def _sampling_params(request: Request, sampling: Sampling) -> Any:
         temperature=0.0 if sampling.greedy else sampling.temperature,
         top_k=sampling.top_k or 0,
         top_p=sampling.top_p,
-        seed=request.seed & _LARGEST_SEED,
+        # vLLM seeds torch's generators, and takes -1 for no seed: keys lose their sign.
+        seed=request.seed & (1 << 63) - 1,
         logprobs=0,  # of the drawn token alone
         # The end-of-sequence that counts is among the stop ids, whatever config.json says.
         ignore_eos=True,
@@ -286,22 +338,17 @@ def _next_logprobs(output: Any) -> NextLogprobs:
 
 
 def _logprobs(output: Any) -> list[float]:
-    """Of the tokens that were drawn."""
     return [row[token].logprob for row, token in zip(output.logprobs or (), output.token_ids, strict=True)]
 
 
-def _finished(output: Any) -> bool:
-    return output.finish_reason == "stop"
-
-
 class VllmShare:
-    """Runs the processes that a `VllmEngine` has on one of its further machines; an `EngineShare`.
+    """Runs the processes that a `VllmEngine` has on one of its further machines.
 
     They take their work from the engine itself, over vLLM's own queues.
     """
 
     usage: ClassVar[str] = "LLM_CLASS"
-    """What vLLM calls the use of the engine, which decides the sizes that its processes have to agree on."""
+    """vLLM's name for the use of the engine, which decides the sizes that its processes have to agree on."""
 
     def __init__(self, settings: EngineSettings) -> None:
         from vllm import EngineArgs
@@ -317,13 +364,11 @@ class VllmShare:
 
 
 class AsyncVllmShare(VllmShare):
-    """Runs the processes that an `AsyncVllmEngine` has on one of its further machines; an `EngineShare`."""
-
     usage = "ENGINE_CONTEXT"
 
 
 def reads_back(sent: Digests) -> bool:
-    """Return whether there is something to compare."""
+    """Say that the engine is to read its weights, to compare them with what was sent."""
     return any(digest is not None for digest in sent.values())
 
 

@@ -1,4 +1,6 @@
-"""What runs inside the engine's process, beside the model: it loads buckets of weights. Nothing of Megatron is here.
+"""Runs inside the engine's process, beside the model: loads buckets of weights, and reads those that are held.
+
+Nothing of Megatron is here.
 
 vLLM mixes `RefitExtension` into its worker class, whose other attributes it must not share a name with.
 """
@@ -8,22 +10,203 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import signal
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_pp_group
 from vllm.model_executor.layers import utils as vllm_linear
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
-from nemo_rl_mcore.engine.vllm.held_weights import held_blocks
+from nemo_rl_mcore.engine.receivers import Receivers
 from nemo_rl_mcore.rank import accelerator
-from nemo_rl_mcore.rank.refit.transports import Receivers
+from nemo_rl_mcore.rank.refit.digests import HeldBlock, block_sum
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+_AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+"""Kernels that read the experts' weights where and as they are loaded; others have rearranged copies."""
+
+
+class UnreadableError(ValueError):
+    """A parameter whose tensors are not known."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The present values of a block of a Hugging Face tensor.
+
+    shape: of the whole tensor. corner: row and column of it at which the block begins.
+    """
+
+    name: str
+    values: torch.Tensor
+    shape: tuple[int, ...]
+    corner: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a layer: its own name in it, and the layer's name in the model.
+
+    packed: what vLLM's stacked layers consist of, `packed_modules_mapping` of the model.
+    """
+
+    layer_name: str
+    name: str
+    values: torch.Tensor
+    packed: Mapping[str, Sequence[str]]
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.layer_name}.{self.name}"
+
+    def whole(self) -> Block:
+        return Block(self.full_name, self.values, tuple(self.values.shape))
+
+    def rows(self, name: str, values: torch.Tensor, shard: int, rows: int) -> Block:
+        """Return a tensor's rows, cut evenly: `shard` counts this one, `rows` are those of the whole."""
+        return Block(name, values, (rows, *values.shape[1:]), (shard * values.shape[0], 0))
+
+    def part_names(self) -> list[str]:
+        parent, _, own = self.layer_name.rpartition(".")
+        if own not in self.packed:
+            raise UnreadableError("packed_modules_mapping does not say what it consists of")
+        return [f"{parent}.{part}.{self.name}" for part in self.packed[own]]
+
+
+def blocks(model: Any) -> Iterator[Block]:
+    """Yield the block that each parameter of a vLLM model holds here; shared ones come once.
+
+    Raises UnreadableError, naming all the parameters that cannot be read and why, after the others.
+    """
+    shared: set[int] = set()
+    refused: list[str] = []
+    for layer_name, layer in model.named_modules():
+        for name, values in layer.named_parameters(recurse=False):
+            if id(values) in shared:
+                continue
+            shared.add(id(values))
+            parameter = Parameter(layer_name, name, values.detach(), model.packed_modules_mapping)
+            try:
+                yield from _blocks_of(layer, parameter)
+            except UnreadableError as error:
+                refused.append(f"{parameter.full_name} ({error})")
+    if refused:
+        raise UnreadableError(refused)
+
+
+def held_blocks(model: Any) -> tuple[list[HeldBlock], list[str]]:
+    """Return the blocks that this process holds, and the parameters that cannot be read, each with the reason."""
+    found: list[tuple[Block, torch.Tensor]] = []
+    refused: list[str] = []
+    try:
+        for block in blocks(model):
+            row, column = block.corner
+            found.append((block, block_sum(block.values, first_row=row, first_column=column)))
+    except UnreadableError as error:
+        [refused] = error.args
+    totals = torch.stack([total for _, total in found]).tolist() if found else []
+    held: list[HeldBlock] = []
+    for (block, _), total in zip(found, totals, strict=True):
+        columns = block.values.shape[-1] if block.values.ndim > 1 else 1
+        size = block.values.numel() // max(1, columns), columns
+        dtype = str(block.values.dtype).removeprefix("torch.")
+        held.append(HeldBlock(block.name, dtype, block.shape, block.corner, size, total))
+    return held, refused
+
+
+def _blocks_of(layer: Any, parameter: Parameter) -> Iterable[Block]:
+    """Read a parameter by the very class of its layer: a subclass may hold its weights otherwise."""
+    kind, name, values = type(layer), parameter.full_name, parameter.values
+    if kind in (RMSNorm, ReplicatedLinear, GateLinear):
+        return [parameter.whole()]
+    if kind is ColumnParallelLinear:
+        return [parameter.rows(name, values, layer.tp_rank, layer.output_size)]
+    if kind is RowParallelLinear:
+        if parameter.name == "bias":
+            return [parameter.whole()]
+        shape, corner = (values.shape[0], layer.input_size), (0, layer.tp_rank * values.shape[1])
+        return [Block(name, values, shape, corner)]
+    if kind is MergedColumnParallelLinear:
+        return _merged(layer, parameter)
+    if kind is QKVParallelLinear:
+        return _qkv(layer, parameter)
+    if kind in (VocabParallelEmbedding, ParallelLMHead):
+        place = layer.shard_indices
+        if layer.num_added_embeddings:
+            raise UnreadableError("it has entries beside those of the vocabulary")
+        shape = (layer.org_vocab_size, *values.shape[1:])
+        return [Block(name, values[: place.num_org_elements], shape, (place.org_vocab_start_index, 0))]
+    if kind is RoutedExperts:
+        return _experts(layer, parameter)
+    raise UnreadableError(f"what {kind.__name__} holds is not known")
+
+
+def _merged(layer: Any, parameter: Parameter) -> Iterator[Block]:
+    names, sizes = parameter.part_names(), layer.output_sizes
+    if len(names) != len(sizes):
+        raise UnreadableError(f"{len(sizes)} parts, and packed_modules_mapping names {len(names)}")
+    parts = parameter.values.split([size // layer.tp_size for size in sizes])
+    for name, size, part in zip(names, sizes, parts, strict=True):
+        yield parameter.rows(name, part, layer.tp_rank, size)
+
+
+def _qkv(layer: Any, parameter: Parameter) -> Iterator[Block]:
+    names = parameter.part_names()
+    if len(names) != 3:
+        raise UnreadableError(f"q, k and v, and packed_modules_mapping names {len(names)}")
+    heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+    total_heads = [layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads]
+    shards = [layer.tp_rank, *[layer.tp_rank // layer.num_kv_head_replicas] * 2]
+    head_sizes = [layer.head_size, layer.head_size, layer.v_head_size]
+    parts = parameter.values.split([n * size for n, size in zip(heads, head_sizes, strict=True)])
+    for name, part, shard, total, size in zip(names, parts, shards, total_heads, head_sizes, strict=True):
+        yield parameter.rows(name, part, shard, total * size)
+
+
+def _experts(layer: Any, parameter: Parameter) -> Iterator[Block]:
+    """Of the experts that are here: w13 is gate above up, w2 is down; both are cut along the hidden units."""
+    moe = layer.moe_config
+    units = moe.intermediate_size_per_partition
+    backend = layer.quant_method.unquantized_backend
+    if backend not in _AS_LOADED:
+        raise UnreadableError(f"the kernel {backend.value} reads rearranged weights")
+    unpadded = moe.intermediate_size_per_partition_unpadded, moe.hidden_dim_unpadded
+    if unpadded != (units, moe.hidden_dim) or parameter.name not in ("w13_weight", "w2_weight"):
+        raise UnreadableError("its layout is not known")
+    shard, shards = moe.moe_parallel_config.tp_rank, moe.moe_parallel_config.tp_size
+    parent = parameter.layer_name.removesuffix(".routed_experts")
+    # Of each expert that is here, its number in the whole model, and its number here.
+    here = [(expert, expert) for expert in range(layer.local_num_experts)]
+    if layer.expert_map is not None:
+        here = [(expert, local) for expert, local in enumerate(layer.expert_map.tolist()) if local >= 0]
+    for expert, local in here:
+        values = parameter.values[local]
+        name = f"{parent}.{expert}"
+        if parameter.name == "w2_weight":
+            corner = 0, shard * units
+            yield Block(f"{name}.down_proj.weight", values, (moe.hidden_dim, units * shards), corner)
+        else:
+            for part, rows in zip(("gate_proj", "up_proj"), values.split(units), strict=True):
+                yield parameter.rows(f"{name}.{part}.weight", rows, shard, units * shards)
+
 
 _PR_SET_PDEATHSIG = 1
 
@@ -52,12 +235,20 @@ class RefitExtension:
         self._refit_received: set[str] = set()
         self._refit_loaded: set[str] = set()
         self._refit_ends().close()
-        self._refit_make_room_between_stages()
+        runner = self.model_runner
+        model: Any = runner.get_model()
+        # A later stage gets its input in tensors that vLLM makes as it warms up, which it does not on CPU.
+        later = self.device.type == "cpu" and not get_pp_group().is_first_rank
+        if later and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=self.device
+            )
         self._refit_quantize()  # what an abandoned refit has left
+        self._refit_quantizes = self.vllm_config.model_config.quantization is not None
         if self._refit_quantizes:
-            initialize_layerwise_reload(self._refit_model())
+            initialize_layerwise_reload(model)
         # Where vLLM quantizes, it makes others of them, and scales, once a layer is complete.
-        self._refit_parameters = [name for name, _ in self._refit_model().named_parameters()]
+        self._refit_parameters = [name for name, _ in model.named_parameters()]
 
     def load_refit_bucket(self, message: dict[str, Any]) -> None:
         """Copy a bucket's tensors, named as Hugging Face names them, into the model."""
@@ -65,7 +256,8 @@ class RefitExtension:
         if self._refit_quantizes:  # vLLM keeps them until a layer is complete, and the bucket is filled again
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            self._refit_loaded |= self._refit_model().load_weights(iter(tensors.items()))
+            model: Any = self.model_runner.get_model()
+            self._refit_loaded |= model.load_weights(iter(tensors.items()))
         self._refit_received.update(tensors)
         accelerator.synchronize(self.device)
 
@@ -76,7 +268,7 @@ class RefitExtension:
         """
         self._refit_ends().close()
         self._refit_quantize()
-        model = self._refit_model()
+        model = self.model_runner.get_model()
         blocks, unreadable = held_blocks(model) if read_back else ([], [])
         return {
             "received": sorted(self._refit_received),
@@ -85,30 +277,11 @@ class RefitExtension:
             "unreadable": unreadable,
         }
 
-    @property
-    def _refit_quantizes(self) -> bool:
-        return self.vllm_config.model_config.quantization is not None
-
     def _refit_quantize(self) -> None:
         """Have vLLM quantize what has been loaded and is not yet, if anything is."""
-        if self._refit_quantizes:
+        if self.vllm_config.model_config.quantization is not None:
             with set_current_vllm_config(self.vllm_config):
-                finalize_layerwise_reload(self._refit_model(), self.vllm_config.model_config)
-
-    def _refit_make_room_between_stages(self) -> None:
-        """Make what a later stage gets its input in: vLLM does so as it warms up, which it does not on CPU."""
-        runner = self.model_runner
-        if (
-            self.device.type == "cpu"
-            and not get_pp_group().is_first_rank
-            and runner.intermediate_tensors is None
-        ):
-            runner.intermediate_tensors = self._refit_model().make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=self.device
-            )
-
-    def _refit_model(self) -> Any:
-        return self.model_runner.get_model()
+                finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
 
     def _refit_ends(self) -> Receivers:
         # vLLM mixes this class in after it has made the worker: there is no constructor of its own.
@@ -120,35 +293,21 @@ def unwritten(parameters: Iterable[str], loaded: Iterable[str]) -> list[str]:
 
     Up to 0.31 vLLM leaves the layer `routed_experts` out of the names of experts' weights.
     """
-
-    def said(name: str) -> str:
-        return name.replace(".routed_experts.", ".")
-
-    known = {said(name) for name in loaded}
-    return sorted(name for name in parameters if said(name) not in known)
-
-
-def _keep_weights_unpacked() -> None:
-    """Let linear layers on CPU multiply by their weights as they are.
-
-    vLLM packs copies of them when it loads a model, and knows no way to pack new ones: a refit would raise, or with
-    tied embeddings leave the output layer at the old weights without a word.
-    """
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        vllm_linear.dispatch_cpu_unquantized_gemm = _use_plain_linear
+    experts = ".routed_experts."
+    known = {name.replace(experts, ".") for name in loaded}
+    return sorted(name for name in parameters if name.replace(experts, ".") not in known)
 
 
 def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-def _end_with_parent() -> None:
-    """Let the kernel end this process with the one that started it, however that ends: no engine is left behind."""
-    if multiprocessing.parent_process() is not None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+if current_platform.is_cpu():
+    # Linear layers multiply by their weights as they are. vLLM packs copies of them when it loads a model, and knows no
+    # way to pack new ones: a refit would raise, or with tied embeddings leave the output layer at the old weights
+    # without a word.
+    vllm_linear.dispatch_cpu_unquantized_gemm = _use_plain_linear
 
-
-_keep_weights_unpacked()
-_end_with_parent()
+if multiprocessing.parent_process() is not None:
+    # The kernel ends this process with the one that started it, however that ends: no engine is left behind.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

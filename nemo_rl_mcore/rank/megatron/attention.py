@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -55,22 +54,17 @@ class LocalAttention(DotProductAttention):
         super().__init__(alone, *args, **kwargs)
         self.config = config
         if config.softmax_type == "learnable":
-            self.softmax_offset = torch.nn.Parameter(self._drawn_sinks())
+            # Every rank draws the sinks of all heads, so that layouts begin alike.
+            heads, device = self.num_attention_heads_per_partition, accelerator.device()
+            sinks = torch.empty(config.num_attention_heads, dtype=config.params_dtype, device=device)
+            if config.perform_initialization:
+                cast(Any, config.init_method)(sinks)
+            first = self.tp_group.rank() * heads
+            self.softmax_offset = torch.nn.Parameter(sinks[first : first + heads].clone())
         if config.softmax_type == "off-by-one" or self.attention_dropout.p > 0:
             raise ValueError("the local attention has neither a fixed softmax offset nor dropout")
         window = self.scale_mask_softmax.window_size
         self._window: int | None = None if window is None else window[0] + 1
-
-    def _drawn_sinks(self) -> torch.Tensor:
-        """Return this rank's sinks; every rank draws those of all heads, so that layouts begin alike."""
-        config, heads = self.config, self.num_attention_heads_per_partition
-        sinks = torch.empty(
-            config.num_attention_heads, dtype=config.params_dtype, device=accelerator.device()
-        )
-        if config.perform_initialization:
-            cast(Any, config.init_method)(sinks)
-        first = self.tp_group.rank() * heads
-        return sinks[first : first + heads].clone()
 
     def forward(
         self,
@@ -105,11 +99,12 @@ class LocalAttention(DotProductAttention):
         causal = self.attn_mask_type is AttnMaskType.causal and queries > 1
         if window is None or window >= keys:
             return _attend(query, key, value, None, causal, scale, sinks).flatten(2)
-        # Block by block, no query's scores with keys that it does not see are made.
-        context = [
-            _attend_from_last(query[first:after], key[begin:end], value[begin:end], scale, sinks, window)
-            for first, after, begin, end in _windows(queries, keys, window)
-        ]
+        # Block by block, no query's scores with keys that it does not see are made. Queries are the last of the keys'.
+        context, behind = list[torch.Tensor](), keys - queries
+        for start in range(0, queries, _BLOCK):
+            end = min(start + _BLOCK, queries)
+            seen = slice(max(0, behind + start - window + 1), behind + end)
+            context.append(_attend_from_last(query[start:end], key[seen], value[seen], scale, sinks, window))
         return torch.cat(context).flatten(2)
 
     def _shared(
@@ -156,14 +151,6 @@ def _visible(queries: int, keys: int, window: int | None, device: torch.device) 
     return visible if window is None else visible.triu(behind - window + 1)
 
 
-def _windows(queries: int, keys: int, window: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield blocks of queries, which are the last of the keys' positions, and the keys that they see."""
-    behind = keys - queries
-    for first in range(0, queries, _BLOCK):
-        after = min(first + _BLOCK, queries)
-        yield first, after, max(0, behind + first - window + 1), behind + after
-
-
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -177,49 +164,34 @@ def _attend(
 
     sinks: [N], or None.
     """
-    repeats = query.shape[2] // key.shape[2]
+    heads = query.shape[2]
+    if heads > key.shape[2]:
+        # Each query group's head once for every query head that shares it.
+        key, value = (part.repeat_interleave(heads // part.shape[2], dim=2) for part in (key, value))
     if sinks is not None:
-        return _attend_with_sinks(query, key, value, visible, causal, scale or query.shape[-1] ** -0.5, sinks)
+        # One more key of the value 0, whose score is the sink of its head whatever the query. Queries and keys are one
+        # channel longer: 1 in queries, 0 in keys, and the sink in the key that is added. It stands before the others,
+        # and where they are causal a query before the first does too, which nobody reads.
+        of_scores = scale or query.shape[-1] ** -0.5
+        scale, query = of_scores, pad(query, (0, 1), value=1.0)
+        key, value = (pad(part, (0, 1)) for part in (key, value))
+        sink = pad((sinks.to(key.dtype) / of_scores).unsqueeze(-1), (key.shape[-1] - 1, 0))
+        sink = sink.expand(1, *key.shape[1:])
+        key, value = torch.cat([sink, key]), torch.cat([torch.zeros_like(sink), value])
+        if causal:
+            query = torch.cat([torch.zeros_like(query[:1]), query])
+        elif visible is not None:
+            visible = pad(visible, (1, 0), value=True)
     context_BNQD = scaled_dot_product_attention(
-        *(x.permute(1, 2, 0, 3) for x in (query, _repeat(key, repeats), _repeat(value, repeats))),
+        *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
         attn_mask=visible,
         is_causal=causal,
         scale=scale,
     )
-    return context_BNQD.permute(2, 0, 1, 3)
-
-
-def _attend_with_sinks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-    sinks: torch.Tensor,
-) -> torch.Tensor:
-    """Attend with one more key of the value 0, whose score is the sink of its head whatever the query.
-
-    Queries and keys are one channel longer: 1 in queries, 0 in keys, and the sink in the key that is added. It stands
-    before the others, and where they are causal a query before the first does too, which nobody reads.
-    """
-    repeats = query.shape[2] // key.shape[2]
-    query = pad(query, (0, 1), value=1.0)
-    key, value = (pad(_repeat(part, repeats), (0, 1)) for part in (key, value))
-    batch, heads, size = key.shape[1:]
-    sink = pad((sinks.to(key.dtype) / scale).unsqueeze(-1), (size - 1, 0)).expand(1, batch, heads, size)
-    key, value = torch.cat([sink, key]), torch.cat([torch.zeros_like(sink), value])
-    if causal:
-        query = torch.cat([torch.zeros_like(query[:1]), query])
-    elif visible is not None:
-        visible = pad(visible, (1, 0), value=True)
-    context = _attend(query, key, value, visible, causal, scale)[..., :-1]
-    return context[1:] if causal else context
-
-
-def _repeat(heads_KBGD: torch.Tensor, times: int) -> torch.Tensor:
-    """Return each query group's head once for every query head that shares it."""
-    return heads_KBGD if times == 1 else heads_KBGD.repeat_interleave(times, dim=2)
+    context = context_BNQD.permute(2, 0, 1, 3)
+    if sinks is None:
+        return context
+    return context[1 if causal else 0 :, ..., :-1]
 
 
 class _Block(NamedTuple):
@@ -237,22 +209,14 @@ def _blocks(
     starts = [
         column
         for column, last in enumerate([-2, *positions[:-1]])
-        if _begins(positions[column], last, borders)
+        if positions[column] != last + 1 or positions[column] in borders
     ]
     blocks: list[_Block] = []
     for first, after in pairwise([*starts, len(positions)]):
         for column in range(first, after, most):
             end = min(column + most, after)
-            seen = _first_of_sample(positions[column], borders)
+            seen = borders[bisect_right(borders, positions[column]) - 1]
             if window is not None:
                 seen = max(seen, positions[column] - window + 1)
             blocks.append(_Block(slice(column, end), slice(seen, positions[end - 1] + 1)))
     return blocks
-
-
-def _begins(position: int, last: int, borders: tuple[int, ...]) -> bool:
-    return position != last + 1 or position in borders
-
-
-def _first_of_sample(position: int, borders: tuple[int, ...]) -> int:
-    return borders[bisect_right(borders, position) - 1]

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,7 +50,6 @@ from nemo_rl_mcore.data.microbatch import Microbatch
 from nemo_rl_mcore.losses.base import LossFunction, LossType, valid_counts
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron import parallel_groups
-from nemo_rl_mcore.rank.megatron.fusions import recomputes_routers
 from nemo_rl_mcore.rank.megatron.model_class import language_models
 from nemo_rl_mcore.rank.megatron.passes import next_tokens, tokens_to_train
 
@@ -91,18 +90,26 @@ class AuxiliaryLosses:
             and config.moe_router_load_balancing_type != "none"
             and config.moe_aux_loss_coeff != 0
         )
-        self._microbatches = 0
-        self._balanced_microbatches = 0
-        self._trained_microbatches = 0
-        self._tracker = _Tracker()
-        self._router_padding: torch.Tensor | None = (
-            None  # bool [tokens of a router], of the running microbatch
+        self._recomputes_routers = config.recompute_granularity == "full" or (
+            config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
         )
+        self._microbatches = self._balanced_microbatches = self._trained_microbatches = 0
+        self._tracker = _Tracker()
+        # bool [tokens of a router], of the running microbatch
+        self._router_padding: torch.Tensor | None = None
+
+        def uncount_padding(router: Any, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+            # Out of the tokens that move the experts' bias: that bias fails on the shape of a mask.
+            if self._router_padding is not None and torch.is_grad_enabled():
+                _probs, routing_map = output
+                router.local_tokens_per_expert -= routing_map[self._router_padding].sum(0)
+
         routers = [part for chunk in chunks for part in chunk.modules() if isinstance(part, TopKRouter)]
         self._own_expert_layers = len(routers)
+        self._expert_layers: float | None = None  # of the whole model, once it is asked for
         if config.moe_router_enable_expert_bias:
             for router in routers:
-                router.register_forward_hook(self._uncount_padding)
+                router.register_forward_hook(uncount_padding)
 
     def terms(self, microbatch: Microbatch, loss_fn: LossFunction) -> AuxiliaryTerms | None:
         """Return what a training microbatch, still on the CPU, needs; None for a model without such losses."""
@@ -121,9 +128,14 @@ class AuxiliaryLosses:
         real = ~microbatch.whole.padding
         # Over no real token at all the load-balancing loss would be 0/0; there its scale is 0 anyway.
         shows_padding = self._balances and bool(real.any())
-        routed = self._routed_tokens(microbatch, real_only=shows_padding) * dist.get_world_size(
-            _sequence_ranks()
-        )
+        # The tokens by whose number Megatron multiplies this rank's part of a load-balancing loss.
+        if not shows_padding:
+            routed = self._own_columns(microbatch.padding).numel()
+        elif self._counts_all_ranks:
+            routed = int(real.sum())
+        else:
+            routed = int((~self._own_columns(microbatch.padding)).sum())
+        routed *= dist.get_world_size(_sequence_ranks())
         self._balanced_microbatches += shows_padding
         recorded = float(shows_padding)
         if shows_padding and config.moe_router_load_balancing_type == "seq_aux_loss":
@@ -166,26 +178,20 @@ class AuxiliaryLosses:
         A pipeline has run other microbatches forward by then, and Megatron's own call at the end of a forward pass
         (pipeline_parallel/schedules.py, forward_step_calc_loss) would leave the scale of the last of them.
         """
+        router_padding = self._router_padding
+
+        def begin_backward(gradient: torch.Tensor) -> None:
+            # New tensors each time: set_loss_scale keeps the first one it is handed, and copies later ones into it
+            # (transformer/moe/moe_utils.py, transformer/multi_token_prediction.py).
+            MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), terms.router, device=gradient.device))
+            MTPLossAutoScaler.set_loss_scale(torch.full((1,), terms.prediction, device=gradient.device))
+            if self._recomputes_routers:
+                # Routers count and record when their layer is computed again.
+                self._router_padding, self._tracker.factor = router_padding, terms.recorded
+
         for tensor in output if isinstance(output, tuple) else (output,):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._begin_backward, terms, self._router_padding))
-
-    def _begin_backward(
-        self, terms: AuxiliaryTerms, router_padding: torch.Tensor | None, gradient: torch.Tensor
-    ) -> None:
-        # New tensors each time: set_loss_scale keeps the first one it is handed, and copies later ones into it
-        # (transformer/moe/moe_utils.py, transformer/multi_token_prediction.py).
-        MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), terms.router, device=gradient.device))
-        MTPLossAutoScaler.set_loss_scale(torch.full((1,), terms.prediction, device=gradient.device))
-        if recomputes_routers(self._config):
-            # Routers count and record when their layer is computed again.
-            self._router_padding, self._tracker.factor = router_padding, terms.recorded
-
-    def _uncount_padding(self, router: Any, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Take the padding out of the tokens that move the experts' bias: that bias fails on the shape of a mask."""
-        if self._router_padding is not None and torch.is_grad_enabled():
-            _probs, routing_map = output
-            router.local_tokens_per_expert -= routing_map[self._router_padding].sum(0)
+                tensor.register_hook(begin_backward)
 
     def reset(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Forget what an earlier step left: recorded losses, and the tokens that routers counted."""
@@ -198,43 +204,35 @@ class AuxiliaryLosses:
         reset_model_temporary_tensors(self._config, [*chunks])
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(moe_metrics, mtp_metrics) of the microbatches since the last reset; a second call finds none."""
+        """(moe_metrics, mtp_metrics) of the microbatches since the last reset; a second call finds none.
+
+        The load-balancing loss is without coefficient, the mean over layers and microbatches with a token; a prediction
+        layer's cross-entropy is the mean over the microbatches that train it.
+        """
         if not self._microbatches:
             return {}, {}
-        metrics = self._balance() if self._balances else {}, self._prediction_losses()
-        self._microbatches = self._balanced_microbatches = self._trained_microbatches = 0
-        return metrics
-
-    def _balance(self) -> dict[str, float]:
-        """Return the load-balancing loss without coefficient: the mean over layers and microbatches with a token."""
-        found: dict[str, float] = {}
-        for name, entry in self._tracker.metrics.items():
+        balance: dict[str, float] = {}
+        for name, entry in self._tracker.metrics.items() if self._balances else ():
             total = entry.values.sum().double().reshape(1)
             dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
             # Each rank of a sequence has its part of the loss.
             dist.all_reduce(total, group=_sequence_ranks())
             (mean,) = self._mean_over_data_parallel(total, self._balanced_microbatches)
-            found[name] = mean / self._expert_layers
-        return found
-
-    @cached_property
-    def _expert_layers(self) -> float:
-        """Return the number of layers of the whole model that have experts."""
-        count = torch.tensor([self._own_expert_layers], dtype=torch.double, device=accelerator.device())
-        dist.all_reduce(count, group=parallel_state.get_pipeline_model_parallel_group())
-        return count.item()
-
-    def _prediction_losses(self) -> dict[str, float]:
-        """Return each multi-token prediction layer's cross-entropy: its mean over the microbatches that train it."""
-        layers = self._config.mtp_num_layers or 0
-        if not layers:
-            return {}
-        means = None
-        if parallel_groups.is_last_stage():
-            total = MTPLossLoggingHelper.tracker["loss_values"].double()
-            means = self._mean_over_data_parallel(total, self._trained_microbatches)
-        means = parallel_groups.broadcast_from_last_stage(means)
-        return {f"mtp_{layer} loss": mean for layer, mean in enumerate(means, start=1)}
+            if self._expert_layers is None:
+                layers = torch.tensor([self._own_expert_layers], dtype=torch.double, device=total.device)
+                dist.all_reduce(layers, group=parallel_state.get_pipeline_model_parallel_group())
+                self._expert_layers = layers.item()
+            balance[name] = mean / self._expert_layers
+        predictions: dict[str, float] = {}
+        if self._config.mtp_num_layers:
+            means = None
+            if parallel_groups.is_last_stage():
+                total = MTPLossLoggingHelper.tracker["loss_values"].double()
+                means = self._mean_over_data_parallel(total, self._trained_microbatches)
+            means = parallel_groups.broadcast_from_last_stage(means)
+            predictions = {f"mtp_{layer} loss": mean for layer, mean in enumerate(means, start=1)}
+        self._microbatches = self._balanced_microbatches = self._trained_microbatches = 0
+        return balance, predictions
 
     def _mean_over_data_parallel(self, total: torch.Tensor, microbatches: int) -> list[float]:
         packed = torch.cat([total, total.new_tensor([microbatches])])
@@ -248,14 +246,6 @@ class AuxiliaryLosses:
             return mask_BS
         rank = parallel_state.get_tensor_model_parallel_rank()
         return mask_BS.chunk(self._config.tensor_model_parallel_size, dim=1)[rank]
-
-    def _routed_tokens(self, microbatch: Microbatch, *, real_only: bool) -> int:
-        """Return the tokens by whose number Megatron multiplies this rank's part of a load-balancing loss."""
-        if not real_only:
-            return self._own_columns(microbatch.padding).numel()
-        if self._counts_all_ranks:
-            return int((~microbatch.whole.padding).sum())
-        return int((~self._own_columns(microbatch.padding)).sum())
 
     @cached_property
     def _counts_all_ranks(self) -> bool:

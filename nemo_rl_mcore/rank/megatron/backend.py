@@ -5,8 +5,12 @@ Shapes: B rows of this rank's shard, S sequence length, K ids a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +18,17 @@ from torch import Tensor
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.config.megatron import UNDIVIDED
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.ops.sampling import at_temperature
 from nemo_rl_mcore.rank import accelerator, activity, rendezvous
 from nemo_rl_mcore.rank.agreement import together
 from nemo_rl_mcore.rank.checkpoints import BackgroundWrite
-from nemo_rl_mcore.rank.megatron import checkpoint, generation, notices, parallel_groups
+from nemo_rl_mcore.rank.megatron import checkpoint, generation, parallel_groups, tell_once
 from nemo_rl_mcore.rank.megatron.hf_weights.export import full_tensors, save_pretrained
 from nemo_rl_mcore.rank.megatron.hf_weights.load import WholeWeightFilling
-from nemo_rl_mcore.rank.megatron.offload import Offload
+from nemo_rl_mcore.rank.megatron.optimizer_state import parts_of, weights_of
+from nemo_rl_mcore.rank.megatron.passes import ModelPass
 from nemo_rl_mcore.rank.megatron.reference_policy import ReferencePolicy, is_kept_on_device
-from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
+from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend, evaluation_mode
 from nemo_rl_mcore.rank.policy_backend import (
     BackendOptions,
     GeneratedRows,
@@ -36,7 +42,7 @@ from nemo_rl_mcore.rank.policy_backend import (
 
 def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBackend:
     """Meet the other ranks and build this rank's part of the model; the device is prepared, see `accelerator`."""
-    notices.tell_once()
+    tell_once()
     activity.advance("meeting the other ranks")
     parallel_groups.initialize(policy.megatron_cfg, options.seed)
     activity.advance("building the model")
@@ -69,112 +75,126 @@ class MegatronBackend(MegatronTrainBackend):
         self._policy = policy
         self._verify_checksums = options.verify_checksums
         self._reference: ReferencePolicy | None = None
-        self._offload = Offload(self.chunks, self._wrapped, self.optimizer if self.trained else None)
+        # What of the model waits in the CPU's memory, and what is on the device; None while that is being changed.
+        self._weights_away, self._state_away = _Shelf(), _Shelf()
+        self._present: OnDevice | None = OnDevice.EVERYTHING
 
     @property
     def device(self) -> torch.device:
-        """Return the device of this process."""
         return accelerator.device()
 
-    def data_parallel_rank(self) -> int:
-        """Return the place of this rank among those that hold different samples."""
-        return parallel_groups.data_parallel_rank()
-
-    def data_parallel_size(self) -> int:
-        """Return how many ranks hold different samples."""
-        return parallel_groups.data_parallel_size()
+    data_parallel_rank = staticmethod(parallel_groups.data_parallel_rank)
+    data_parallel_size = staticmethod(parallel_groups.data_parallel_size)
 
     # Reads
 
     def logprobs(self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False) -> Tensor:
-        """Return the log-probabilities fp32 [B, S]; see `PolicyBackend.logprobs`."""
-        return self._logprobs("get_logprobs", data, micro_batch_size, trained_only)
+        kind = self.forward.passes.logprobs(trained_only=trained_only)
+        return self._read("get_logprobs", data, micro_batch_size, kind)[0]
 
     def keep_reference(self) -> None:
-        """Copy the weights, see `megatron.reference_policy`."""
         on_device = is_kept_on_device(self._policy, self.chunks)
         self._reference = ReferencePolicy(self.chunks, on_device=on_device)
 
     def reference_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
     ) -> Tensor:
-        """Return the log-probabilities fp32 [B, S] under the reference weights."""
         assert self._reference is not None
+        kind = self.forward.passes.logprobs(trained_only=trained_only)
         with self._reference.swapped_in():
-            return self._logprobs("get_reference_policy_logprobs", data, micro_batch_size, trained_only)
+            return self._read("get_reference_policy_logprobs", data, micro_batch_size, kind)[0]
 
     def topk_logits(
         self, data: BatchedDataDict, k: int, micro_batch_size: int, *, trained_only: bool = False
     ) -> TopKLogits:
-        """Return the k most probable next tokens; see `PolicyBackend.topk_logits`."""
-        names = ("topk_logits", "topk_indices", "logsumexp", "tail_logmass")
-        read = self._read(
-            "get_topk_logits",
-            lambda: (
-                self.forward.topk(data, k, micro_batch_size, trained_only=trained_only) or [None] * len(names)
-            ),
-        )
-        return TopKLogits(**dict(zip(names, read, strict=True)))
+        kind = self.forward.passes.topk(k, trained_only=trained_only)
+        logits, indices, logsumexp, tail = self._read("get_topk_logits", data, micro_batch_size, kind, 4)
+        return TopKLogits(logits, indices, logsumexp, tail)
 
     def values(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
-        """Return a critic's values fp32 [B, S]; see `PolicyBackend.values`."""
-        return self._read("get_values", lambda: [self.forward.values(data, micro_batch_size)])[0]
+        return self._read("get_values", data, micro_batch_size, self.forward.passes.values())[0]
+
+    def _read(
+        self, call: str, data: BatchedDataDict, micro_batch_size: int, kind: ModelPass, tensors: int = 1
+    ) -> list[Tensor]:
+        """Return the tensors that the last pipeline stage reads, on every stage and on the CPU."""
+        with together(f"the end of {call}"):
+            local = self.forward.read(data, micro_batch_size, kind)
+        broadcast = parallel_groups.broadcast_tensor_from_last_stage
+        return [broadcast(values).cpu() for values in local or [None] * tensors]
 
     def generate(self, request: GenerationRequest) -> GeneratedRows:
-        """Decode with the training model; see `rank.megatron.generation`."""
         with together("the end of generate"):
             return generation.generate(self.decoding(), request)
 
     def decoding(self) -> generation.DecodingSession:
-        """See `GeneratorBackend.decoding`."""
         return generation.DecodingSession(self.forward, self._policy.model.vocab_size)
 
     def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> Tensor:
-        """See `GeneratorBackend.next_logprobs`."""
-        return generation.next_logprobs(self.forward, self._policy.model.vocab_size, prompts, temperature)
-
-    def _logprobs(
-        self, call: str, data: BatchedDataDict, micro_batch_size: int, trained_only: bool
-    ) -> Tensor:
-        return self._read(
-            call, lambda: [self.forward.logprobs(data, micro_batch_size, trained_only=trained_only)]
-        )[0]
-
-    @staticmethod
-    def _read(call: str, read: Callable[[], Sequence[Tensor | None]]) -> list[Tensor]:
-        """Return the tensors that the last pipeline stage reads, on every stage and on the CPU.
-
-        Ranks with more rows than others are waited for with patience, unlike those of a train step.
-        """
-        with together(f"the end of {call}"):
-            local = read()
-        return [parallel_groups.broadcast_tensor_from_last_stage(values).cpu() for values in local]
+        rows: list[Tensor] = []
+        with evaluation_mode(self.chunks):
+            for prompt in prompts:
+                ids_1P = torch.tensor([list(prompt)], device=self.device)
+                # By the passes of a session.
+                logits_1V = generation.next_logits(self.forward, 1, len(prompt) + 1)(ids_1P)
+                logits_1V = logits_1V[:, : self._policy.model.vocab_size]
+                rows.append(at_temperature(logits_1V, temperature).log_softmax(-1).cpu())
+        return torch.cat(rows)
 
     # Checkpoints and weights
 
     def keep_on_device(self, what: OnDevice) -> None:
-        """See `PolicyBackend.keep_on_device`."""
-        self._offload.keep(what)
+        """See `PolicyBackend.keep_on_device`; what a call that failed has left is moved by the next one.
+
+        Megatron frees its gradient buffers itself. Its call for the optimizer gives every tensor new memory, which in
+        float32 are the weights, and that for the weights knows those of the distributed optimizer alone. So these are
+        moved here, below the tensors: whoever views a storage, such as a shard of a bucket, finds it filled again.
+        """
+        if self._present is what:
+            return
+        self._present = None
+        everything = what is OnDevice.EVERYTHING
+        # Megatron asks for a buffer's storage in a way that torch says it will drop.
+        quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
+        if self.trained and not everything:
+            self.optimizer.zero_grad()  # gradients of main weights may have memory of their own
+            of_model = {weight.untyped_storage().data_ptr() for weight in weights_of(self.chunks)}
+            kept: list[Any] = []
+            for part in parts_of(self.optimizer):
+                for group in part.optimizer.param_groups:
+                    kept += group["params"]
+                for state in part.optimizer.state.values():
+                    kept += (value for value in state.values() if isinstance(value, Tensor))
+            self._state_away.put_away(
+                tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in of_model
+            )
+            with quiet:
+                for chunk in self._wrapped:
+                    chunk.offload_grad_buffers(empty_cache=False)
+        if what is OnDevice.NOTHING:
+            self._weights_away.put_away(weights_of(self.chunks))
+        else:
+            self._weights_away.bring_back()
+        if everything:
+            self._state_away.bring_back()
+            with quiet:
+                for chunk in self._wrapped:
+                    chunk.restore_grad_buffers()
+        else:
+            accelerator.empty_cache()  # others are to have it
+        self._present = what
 
     def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
-        """See `rank.megatron.checkpoint.save_policy`."""
         checkpoint.save_policy(self, self._policy.megatron_cfg, self._reference, folder, committed_step_ids)
 
     def save_in_background(self, folder: Path, committed_step_ids: Sequence[str]) -> BackgroundWrite:
-        """See `rank.megatron.checkpoint.copy_policy`."""
-        group, device = rendezvous.background_group(), self.device
+        group = rendezvous.background_group()
         write = checkpoint.copy_policy(
             self, self._policy.megatron_cfg, self._reference, folder, committed_step_ids
         )
-
-        def write_copy() -> None:
-            accelerator.compute_on(device)
-            write(group)
-
-        return BackgroundWrite(write_copy)
+        return BackgroundWrite(partial(write, group))
 
     def load(self, folder: Path) -> Sequence[str]:
-        """See `rank.megatron.checkpoint.load_policy`."""
         return checkpoint.load_policy(
             self,
             self._policy.megatron_cfg,
@@ -184,25 +204,52 @@ class MegatronBackend(MegatronTrainBackend):
         )
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
-        """See `rank.megatron.checkpoint.load_weights_of`; an optimizer takes its copies again."""
         checkpoint.load_weights_of(
             self.chunks, folder, of_a_policy=of_a_policy, verify_checksums=self._verify_checksums
         )
         self.weights_replaced()
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `rank.megatron.hf_weights.export.full_tensors`."""
         return full_tensors(self.chunks, self._policy)
 
     def filling(self) -> WeightFilling:
-        """See `GeneratorBackend.filling`."""
         return WholeWeightFilling(self.chunks, self._policy.model)
 
     def export_hf(self, folder: Path, origin: str | None) -> None:
-        """See `rank.megatron.hf_weights.export.save_pretrained`."""
         save_pretrained(self.chunks, self._policy, folder, origin=origin)
 
     def shutdown(self) -> None:
-        """Leave the layout's groups, then the process group."""
         parallel_groups.destroy()
         rendezvous.leave()
+
+
+@dataclass
+class _Shelf:
+    """The contents of storages without memory, page-locked meanwhile; torch keeps such memory for the next time."""
+
+    contents: list[tuple[torch.UntypedStorage, Tensor]] = field(
+        default_factory=list[tuple[torch.UntypedStorage, Tensor]]
+    )
+
+    def put_away(self, tensors: Iterable[Tensor]) -> None:
+        device, pinned = accelerator.device(), accelerator.has_cuda()
+        of_tensors = (tensor.untyped_storage() for tensor in tensors if tensor.device == device)
+        storages = {storage.data_ptr(): storage for storage in of_tensors}
+        taken: list[tuple[torch.UntypedStorage, Tensor]] = []
+        for storage in storages.values():
+            if size := storage.nbytes():
+                contents = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                view = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+                taken.append((storage, contents.copy_(view, non_blocking=True)))
+        accelerator.synchronize(device)
+        for storage, contents in taken:
+            self.contents.append((storage, contents))
+            storage.resize_(0)
+
+    def bring_back(self) -> None:
+        device = accelerator.device()
+        while self.contents:  # for want of memory it may end half-way, and be called again
+            storage, contents = self.contents[-1]
+            storage.resize_(contents.numel())
+            torch.empty(0, dtype=torch.uint8, device=device).set_(storage).copy_(contents)
+            self.contents.pop()

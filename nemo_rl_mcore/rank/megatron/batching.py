@@ -15,7 +15,6 @@ from nemo_rl_mcore.config.policy import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.microbatch import (
-    BatchingStrategy,
     DynamicRows,
     FixedRows,
     Microbatch,
@@ -25,7 +24,13 @@ from nemo_rl_mcore.data.microbatch import (
 )
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron import parallel_groups
-from nemo_rl_mcore.rank.megatron.context_parallel import ContextParallelMicrobatch, slices_of_a_sample
+from nemo_rl_mcore.rank.megatron.context_parallel import (
+    ContextParallelMicrobatch,
+    context_parallel_rank,
+    context_parallel_size,
+    slices_of_a_sample,
+    zigzag,
+)
 
 
 @dataclass(frozen=True)
@@ -41,48 +46,41 @@ class Batching:
     column_multiple: int
     budgets: TokenBudgets | None = None
 
-    def for_training(
-        self, data: BatchedDataDict, micro_batch_size: int, rows_per_sample: int
+    def microbatches(
+        self, data: BatchedDataDict, micro_batch_size: int, rows_per_sample: int | None
     ) -> list[Microbatch]:
-        """Return the microbatches of one schedule call that trains or evaluates; a token budget overrules the size."""
-        if self.budgets is None:
-            return self._split(data, FixedRows(micro_batch_size, self.column_multiple, rows_per_sample))
-        return self._split(
-            data, self._by_tokens(self.budgets, self.budgets.of_training(rows_per_sample), rows_per_sample)
-        )
+        """Return the microbatches of one schedule call; a token budget overrules the size.
 
-    def for_logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> list[Microbatch]:
-        """Return the microbatches of a schedule call without a loss, row by row; a token budget overrules the size."""
-        data = data.without(EPISODE)
-        if self.budgets is None:
-            return self._split(data, FixedRows(micro_batch_size, self.column_multiple))
-        return self._split(data, self._by_tokens(self.budgets, self.budgets.logprob))
-
-    def _by_tokens(self, budgets: TokenBudgets, tokens: int, rows_per_sample: int = 1) -> BatchingStrategy:
-        budget = TokenBudget(tokens, budgets.length_round, self.column_multiple)
-        if not budgets.packed:
-            return DynamicRows(budget, rows_per_sample)
-        stages = self.config.pipeline_model_parallel_size
-        slices = slices_of_a_sample(self.config.context_parallel_size)
-        return PackedRows(budget, stages > 1, rows_per_sample, row_multiple=slices)
-
-    def _split(self, data: BatchedDataDict, strategy: BatchingStrategy) -> list[Microbatch]:
+        rows_per_sample: of the loss that trains or evaluates; None for a call without one, which reads row by row.
+        """
+        config, budgets, rows = self.config, self.budgets, rows_per_sample or 1
+        if rows_per_sample is None:
+            data = data.without(EPISODE)
+        strategy = FixedRows(micro_batch_size, self.column_multiple, rows)
+        if budgets is not None:
+            tokens = budgets.logprob if rows_per_sample is None else budgets.of_training(rows)
+            budget = TokenBudget(tokens, budgets.length_round, self.column_multiple)
+            strategy = DynamicRows(budget, rows)
+            if budgets.packed:
+                slices = slices_of_a_sample(config.context_parallel_size)
+                pipelined = config.pipeline_model_parallel_size > 1
+                strategy = PackedRows(budget, pipelined, rows, row_multiple=slices)
         groups = strategy.groups(data)
-        empty = self._calls(len(groups)) - len(groups)
-        built = strategy.build(data, groups + [[]] * empty)
-        if self.config.context_parallel_size == 1:
-            return built
-        return [ContextParallelMicrobatch.of(microbatch) for microbatch in built]
-
-    def _calls(self, microbatches: int) -> int:
-        """Return how often this rank runs the model: once at least, however few rows it has."""
-        calls = max(microbatches, 1)
-        if self.config.expert_model_parallel_size > 1:
+        calls = max(len(groups), 1)  # this rank runs the model once at least, however few rows it has
+        if config.expert_model_parallel_size > 1:
             # Each forward pass exchanges tokens with other data-parallel ranks, so all must make as many.
             calls = parallel_groups.largest_of_data_parallel_ranks(calls)
-        if self.config.virtual_pipeline_model_parallel_size is not None:
-            calls = round_up(calls, self.config.pipeline_model_parallel_size)
-        return calls
+        if config.virtual_pipeline_model_parallel_size is not None:
+            calls = round_up(calls, config.pipeline_model_parallel_size)
+        built = strategy.build(data, groups + [[]] * (calls - len(groups)))
+        if config.context_parallel_size == 1:
+            return built
+        ranks, rank = context_parallel_size(), context_parallel_rank()
+        shared: list[Microbatch] = []
+        for whole in built:
+            own = zigzag(whole.borders or (0, whole.input_ids.shape[1]), ranks)[rank]
+            shared.append(ContextParallelMicrobatch(whole.rows, whole.places, whole, own))
+        return shared
 
 
 def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[str, Any]:
@@ -93,13 +91,13 @@ def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[
     borders = microbatch.borders
     if not borders:
         return {"attention_mask": None}
-    if config.transformer_impl == "transformer_engine" or config.context_parallel_size > 1:
-        return {"attention_mask": None, "packed_seq_params": _packed_seq_params(borders, config)}
-    return {"attention_mask": _hidden_keys(borders)}
-
-
-def _packed_seq_params(borders: tuple[int, ...], config: TransformerConfig) -> PackedSeqParams:
-    """Return the borders for kernels that run each sample by itself, and for rotary positions cut sample by sample."""
+    if config.transformer_impl != "transformer_engine" and config.context_parallel_size == 1:
+        # Bool [1, 1, L, L], true where a query may not look: other samples and its own future. The rotary embedding is
+        # of relative positions, so it matters nothing where in the row a sample begins.
+        sample_L = sample_of_tokens(borders)
+        visible_LL = (sample_L.unsqueeze(1) == sample_L).tril()
+        return {"attention_mask": ~visible_LL[None, None]}
+    # For kernels that run each sample by itself, and for rotary positions cut sample by sample.
     cumulative = torch.tensor(borders, dtype=torch.int32, device=accelerator.device())
     longest = max(end - start for start, end in pairwise(borders))
     parameters = PackedSeqParams(
@@ -112,17 +110,7 @@ def _packed_seq_params(borders: tuple[int, ...], config: TransformerConfig) -> P
     if config.is_hybrid_model:
         # Megatron's Mamba layers read which sample each token is of.
         parameters.seq_idx = sample_of_tokens(borders)[None].int()
-    return parameters
-
-
-def _hidden_keys(borders: tuple[int, ...]) -> torch.Tensor:
-    """Return bool [1, 1, L, L] for the local layers, true where a query may not look: other samples and its own future.
-
-    The rotary embedding is of relative positions, so it matters nothing where in the row a sample begins.
-    """
-    sample_L = sample_of_tokens(borders)
-    visible_LL = (sample_L.unsqueeze(1) == sample_L).tril()
-    return ~visible_LL[None, None]
+    return {"attention_mask": None, "packed_seq_params": parameters}
 
 
 def sample_of_tokens(borders: Sequence[int]) -> torch.Tensor:

@@ -4,6 +4,10 @@ weights/, reference/, optimizer/   torch_dist, which any parallel layout reads
 random/rank_R.pt                   the generators of one rank, of use to the same layout only
 state.json                         the counters of optimizer and schedule, the layout, the last committed step_ids
 SHA256SUMS                         the checksum of every file
+
+torch_dist is self-describing: what one layout wrote, another reads. All ranks must see the folder.
+`dist_checkpointing.save` and `load` are composed here from their parts: there the first rank writes alone what the
+others wait for, and what is unpickled is read without a limit.
 """
 
 from __future__ import annotations
@@ -12,25 +16,55 @@ import io
 import logging
 import random
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import (
+    StrictHandling,
+    determine_global_metadata,
+    validate_integrity_and_strict_load,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.futures import Future
 
 from nemo_rl_mcore.config import MegatronConfig
 from nemo_rl_mcore.data.strict_json import read_json, read_regular
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.agreement import agreed, agreed_on_first
 from nemo_rl_mcore.rank.checkpoints import SUMS_FILE, read_sums, require_sums, sha256, write_sums
 from nemo_rl_mcore.rank.megatron.optimizer_state import (
@@ -39,13 +73,9 @@ from nemo_rl_mcore.rank.megatron.optimizer_state import (
     optimizer_step,
     sharded_optimizer_state,
 )
+from nemo_rl_mcore.rank.megatron.parallel_groups import rng_tracker
 from nemo_rl_mcore.rank.megatron.reference_policy import ReferencePolicy
-from nemo_rl_mcore.rank.megatron.sharded_files import (
-    PreparedState,
-    ShardedStateDict,
-    layout_independent,
-    load_sharded,
-)
+from nemo_rl_mcore.rank.megatron.sharded_metadata import COMMON_STATE, read_metadata
 from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.rank.megatron.value_head import VALUE_HEAD
 from nemo_rl_mcore.rank.rendezvous import patient_group
@@ -60,14 +90,19 @@ def write_sums_together(folder: Path, group: dist.ProcessGroup | None) -> None:
     group: of all ranks; None is as in `agreement.together`. Raises OSError on all ranks when one of them cannot.
     """
     rank = dist.get_rank()
-    own = agreed(
-        lambda: {name: sha256(folder / name) for name in _files(folder) if _writer(name) == rank}, group
-    )
+
+    def own_sums() -> dict[str, str]:
+        sums: dict[str, str] = {}
+        for name in _files(folder):
+            match = _WRITER.match(Path(name).name)
+            if rank == (int(match[1]) if match is not None else 0):
+                sums[name] = sha256(folder / name)
+        return sums
+
     of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, own, group)
-    agreed_on_first(
-        lambda: write_sums(folder, {name: value for part in of_all for name, value in part.items()}), group
-    )
+    dist.all_gather_object(of_all, agreed(own_sums, group), group)
+    together = {name: value for part in of_all for name, value in part.items()}
+    agreed_on_first(lambda: write_sums(folder, together), group)
 
 
 def require_sums_together(folder: Path, part: str = "", *, required: bool) -> None:
@@ -105,14 +140,7 @@ def _files(folder: Path) -> Iterator[str]:
             yield str(path.relative_to(folder))
 
 
-def _writer(name: str) -> int:
-    """Return the rank that wrote a file."""
-    match = _WRITER.match(Path(name).name)
-    return int(match[1]) if match is not None else 0
-
-
 def generators_file(folder: Path) -> Path:
-    """Return the file of this rank."""
     return folder / f"rank_{dist.get_rank()}.pt"
 
 
@@ -123,17 +151,14 @@ def present_generators() -> bytes:
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), position, has_gauss, cached),
         "device": accelerator.device_rng_states(),
-        "tracker": _tracker().get_states(),
+        "tracker": rng_tracker().get_states(),
     }
     torch.save(state, file := io.BytesIO())
     return file.getvalue()
 
 
 def read_generators(folder: Path) -> dict[str, Any]:
-    """Return the saved generators; each is tried on one of its own kind, so that restoring cannot fail half-way.
-
-    Raises ValueError, naming the file, when it is not a state of these generators.
-    """
+    """Return the saved generators; each is tried on one of its own kind, so that restoring cannot fail half-way."""
     path = generators_file(folder)
     try:
         state = torch.load(io.BytesIO(read_regular(path, follow_links=False)), weights_only=True)
@@ -142,25 +167,13 @@ def read_generators(folder: Path) -> dict[str, Any]:
         on_device = torch.Generator(accelerator.device())
         for own, saved in zip((torch.Generator(), on_device), state["device"], strict=False):
             own.set_state(saved)
-        if state["tracker"].keys() != _tracker().get_states().keys():
+        if state["tracker"].keys() != rng_tracker().get_states().keys():
             raise ValueError("it has other generators than this layout")
         for saved in state["tracker"].values():
             on_device.set_state(saved)
     except Exception as error:  # of four libraries, for whatever is not a state
         raise ValueError(f"{path} is not the random state of a rank: {error}") from error
     return cast("dict[str, Any]", state)
-
-
-def restore_generators(state: dict[str, Any]) -> None:
-    """Set the generators to what `read` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    accelerator.restore_device_rng_states(state["device"])
-    _tracker().set_states(state["tracker"])
-
-
-def _tracker() -> CudaRNGStatesTracker:
-    return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
 
 
 WEIGHTS = "weights"
@@ -171,8 +184,6 @@ STATE_FILE = "state.json"
 
 
 class _State(BaseModel):
-    """`state.json`."""
-
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     optimizer_step: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -194,11 +205,11 @@ def save_policy(
     Raises ValueError on all ranks, before anything is written, when the folder holds something; OSError on all ranks
     when one of them cannot write.
     """
-    agreed_on_first(lambda: _require_empty(folder))
+    _require_empty(folder)
     group = patient_group()  # one rank may write for long
     for name, state in _parts(backend, config, reference):
         PreparedState.of(state, copied=False).write(folder / name, group)
-    _Rest.of(backend, config, committed_step_ids).write(folder, group)
+    _rest_of(backend, config, committed_step_ids)(folder, group)
 
 
 def copy_policy(
@@ -213,14 +224,15 @@ def copy_policy(
     What is returned is to be called once on every rank, with a group of all ranks that no other thread uses; the
     policy may be trained meanwhile. The errors are those of `save_policy`.
     """
-    agreed_on_first(lambda: _require_empty(folder))
+    _require_empty(folder)
     parts = {name: PreparedState.of(state, copied=True) for name, state in _parts(backend, config, reference)}
-    rest = _Rest.of(backend, config, committed_step_ids)
+    write_rest, device = _rest_of(backend, config, committed_step_ids), accelerator.device()
 
     def write(group: dist.ProcessGroup) -> None:
+        accelerator.compute_on(device)  # also in a thread that has not yet
         for name in [*parts]:
             parts.pop(name).write(folder / name, group)  # what is written is needed no more
-        rest.write(folder, group)
+        write_rest(folder, group)
 
     return write
 
@@ -233,36 +245,30 @@ def _parts(
     if reference is not None:
         with reference.swapped_in():
             yield REFERENCE, _model_state(backend.chunks)
-    yield OPTIMIZER, _optimizer_state(backend, config, loading=False)
+    weights = _model_state(backend.chunks, one_tensor_for_all_layers=not config.freeze)
+    yield OPTIMIZER, sharded_optimizer_state(backend.optimizer, weights, loading=False)
 
 
-@dataclass(frozen=True)
-class _Rest:
-    """What is small: the counters, and this rank's generators as their file has them."""
+def _rest_of(
+    backend: MegatronTrainBackend, config: MegatronConfig, committed_step_ids: Sequence[str]
+) -> Callable[[Path, dist.ProcessGroup | None], None]:
+    """Take what is small, and return what writes it, with the checksums of all that the folder then holds."""
+    counters = _State(
+        optimizer_step=optimizer_step(backend.optimizer),
+        schedule_samples=int(backend.scheduler.num_steps),
+        layout=_layout(config),
+        committed_step_ids=[*committed_step_ids],
+        has_checksums=True,
+    )
+    generators, text = agreed(present_generators), counters.model_dump_json()
 
-    counters: _State
-    generators: bytes
-
-    @classmethod
-    def of(
-        cls, backend: MegatronTrainBackend, config: MegatronConfig, committed_step_ids: Sequence[str]
-    ) -> Self:
-        counters = _State(
-            optimizer_step=optimizer_step(backend.optimizer),
-            schedule_samples=int(backend.scheduler.num_steps),
-            layout=_layout(config),
-            committed_step_ids=[*committed_step_ids],
-            has_checksums=True,
-        )
-        return cls(counters, agreed(present_generators))
-
-    def write(self, folder: Path, group: dist.ProcessGroup | None) -> None:
-        """Write it, and the checksums of all that the folder then holds; every rank takes part."""
+    def write(folder: Path, group: dist.ProcessGroup | None) -> None:
         agreed_on_first((folder / RANDOM).mkdir, group)
-        agreed(lambda: generators_file(folder / RANDOM).write_bytes(self.generators), group)
-        text = self.counters.model_dump_json()
+        agreed(lambda: generators_file(folder / RANDOM).write_bytes(generators), group)
         agreed_on_first(lambda: (folder / STATE_FILE).write_text(text, encoding="utf-8"), group)
         write_sums_together(folder, group)
+
+    return write
 
 
 def load_policy(
@@ -287,12 +293,17 @@ def load_policy(
         load_weights(backend.chunks, folder / REFERENCE)
         reference.keep()
     load_weights(backend.chunks, folder / WEIGHTS)
-    state = load_sharded(_optimizer_state(backend, config, loading=True), folder / OPTIMIZER)
+    weights = _model_state(backend.chunks, one_tensor_for_all_layers=not config.freeze)
+    wanted = sharded_optimizer_state(backend.optimizer, weights, loading=True)
+    state = load_sharded(wanted, folder / OPTIMIZER)
     load_optimizer_state(backend.optimizer, state, saved.optimizer_step, folder / OPTIMIZER)
     backend.scheduler.num_steps = saved.schedule_samples
     backend.scheduler.step(0)  # the rates of that place in the schedule
     if generators is not None:
-        restore_generators(generators)
+        random.setstate(generators["python"])
+        np.random.set_state(generators["numpy"])
+        accelerator.restore_device_rng_states(generators["device"])
+        rng_tracker().set_states(generators["tracker"])
     return saved.committed_step_ids
 
 
@@ -324,35 +335,22 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, *, of_a_policy
     loaded = load_sharded(state, folder)
     for number, chunk in enumerate(chunks):
         # What else is left out is Transformer Engine's state of FP8, see `_model_state`.
-        _model(chunk).load_state_dict(loaded[str(number)], strict=False)
-
-
-def _optimizer_state(
-    backend: MegatronTrainBackend, config: MegatronConfig, *, loading: bool
-) -> ShardedStateDict:
-    # Layers are one tensor, unless some of them have no state of a weight that others have.
-    weights = _model_state(backend.chunks, one_tensor_for_all_layers=not config.freeze)
-    return sharded_optimizer_state(backend.optimizer, weights, loading=loading)
+        cast(MegatronModule, unwrap_model(chunk)).load_state_dict(loaded[str(number)], strict=False)
 
 
 def _model_state(
     chunks: Sequence[torch.nn.Module], *, one_tensor_for_all_layers: bool = True
 ) -> ShardedStateDict:
-    """Return the sharded weights and buffers of each chunk; they are the model's own tensors, not copies."""
+    """one_tensor_for_all_layers: false where some have no state of a weight that others have."""
     state: ShardedStateDict = {}
     gather_parameters(chunks)
     for number, chunk in enumerate(chunks):
         metadata = layout_independent() | {"non_homogeneous_layers": not one_tensor_for_all_layers}
-        whole = _model(chunk).sharded_state_dict(metadata=metadata)
+        whole = cast(MegatronModule, unwrap_model(chunk)).sharded_state_dict(metadata=metadata)
         # Transformer Engine keeps the scales of FP8 as pickled objects; there is no FP8 here.
         _, tensors = extract_matching_values(whole, lambda entry: isinstance(entry, ShardedObject))
         state[str(number)] = tensors
     return state
-
-
-def _model(chunk: torch.nn.Module) -> MegatronModule:
-    """Return the model inside of what Megatron wraps around it."""
-    return cast(MegatronModule, unwrap_model(chunk))
 
 
 def _layout(config: MegatronConfig) -> dict[str, int | None]:
@@ -368,11 +366,16 @@ def _layout(config: MegatronConfig) -> dict[str, int | None]:
 
 
 def _require_empty(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RefusedError(
-            f"{folder} is there and not an empty folder; a checkpoint is written into a new one",
-            code="folder-not-empty",
-        )
+    """Raise RefusedError on all ranks where the first one finds something."""
+
+    def look() -> None:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise RefusedError(
+                f"{folder} is there and not an empty folder; a checkpoint is written into a new one",
+                code="folder-not-empty",
+            )
+
+    agreed_on_first(look)
 
 
 def _read_state(folder: Path) -> _State:
@@ -389,3 +392,153 @@ def _read_state(folder: Path) -> _State:
         ) from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not the state of a policy: {error}") from error
+
+
+def layout_independent() -> dict[str, Any]:
+    """Megatron's `metadata` for sharded state dicts that any layout can read.
+
+    A new one for each call: Megatron notes the process groups of the present layout in it.
+    """
+    return {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
+
+
+@dataclass(frozen=True)
+class PreparedState:
+    """A state dict as torch's writer takes it: of each tensor what this rank is to write."""
+
+    by_key: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: ShardedStateDict, *, copied: bool) -> Self:
+        """Prepare a state dict of ShardedTensors; every rank takes part.
+
+        copied: into the CPU's memory, so that it may be written while the tensors change; else they must not.
+        """
+        part, common = save_preprocess(state)
+        sharded = cast(ShardedStateDict, part)
+        # dist_checkpointing.load reads it.
+        sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=dist.get_rank())
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+        if copied:
+            tensors = [entry for entry in nested_values(by_key) if isinstance(entry, ShardedTensor)]
+            agreed(lambda: _copy(tensors))  # one rank may lack the memory
+        return cls(mcore_to_pyt_state_dict(by_key))  # type: ignore[arg-type]  # a defaultdict of lists
+
+    def write(self, folder: Path, group: dist.ProcessGroup | None) -> None:
+        """Write it into a folder, which is made; every rank of the group takes part, which is of all ranks.
+
+        Raises OSError on all ranks, naming the folder, when one of them cannot write.
+        """
+        activity.advance(f"writing {folder}")
+        agreed_on_first(lambda: folder.mkdir(parents=True), group)
+        try:
+            # Each rank writes its own file, itself. The save of dist_checkpointing/strategies/torch.py first starts a
+            # manager process for the results of writers (filesystem_async.py): it imports the main program again,
+            # which takes seconds, and outlives a killed rank.
+            save(
+                self.by_key,
+                storage_writer=FileSystemWriter(folder, sync_files=True),
+                planner=_SavePlanner(
+                    dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+                ),
+                process_group=group,
+            )
+        except CheckpointException as error:  # from torch, and no Exception
+            failure, _ = next(iter(error.failures.values()))
+            told = str(failure) or type(failure).__name__
+            raise OSError(f"{folder} cannot be written: {told}") from error
+        agreed_on_first(lambda: save_config(CheckpointingConfig("torch_dist"), str(folder)), group)
+
+
+def load_sharded(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
+    """Fill a state dict of ShardedTensors, in place where it can be; every rank takes part.
+
+    Raises ValueError on all ranks, naming the folder and, where one is at fault, the file, when it holds no checkpoint,
+    tensors of other names or shapes, or anything else than tensors.
+    """
+    metadata = agreed(lambda: read_metadata(folder))
+    sharded, loaded, factories = load_preprocess(state)
+    part, _ = extract_sharded_base(sharded)
+    sharded = cast(ShardedStateDict, part)
+    of_this_rank, of_all = determine_global_metadata(sharded)
+
+    def fill() -> None:
+        try:
+            described = TorchDistLoadShardedStrategy().load_tensors_metadata(folder, metadata)
+            validate_integrity_and_strict_load(
+                sharded, StrictHandling.RAISE_ALL, True, of_this_rank, of_all, described
+            )
+            merge(loaded, _read(sharded, _Reader(folder, metadata)))
+        except (CheckpointingException, CheckpointException) as error:
+            failure = error
+            if isinstance(error, CheckpointException):
+                failure, _ = next(iter(error.failures.values()))
+            told = str(failure) or type(failure).__name__
+            raise RefusedError(f"{folder} does not fit this model: {told}", code="other-model") from error
+
+    agreed(fill)
+    return cast("dict[str, Any]", apply_factory_merges(loaded, cast(ShardedStateDict, factories)))
+
+
+def _read(state: ShardedStateDict, reader: _Reader) -> ShardedStateDict:
+    """As `TorchDistLoadShardedStrategy.load` does, by a reader that unpickles nothing."""
+    tensors = [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
+    by_key, places, names = _replace_state_dict_keys_with_sharded_keys(state)
+    wanted = mcore_to_pyt_state_dict(by_key, is_loading=True)
+    planner = _LoadPlanner(
+        shapes_validation_sharded_tensors=[entry for entry in tensors if not entry.allow_shape_mismatch],
+        allow_shape_mismatch_sharded_tensors={e.key: e for e in tensors if e.allow_shape_mismatch},
+        flatten_state_dict=False,
+        flatten_sharded_tensors=False,
+    )
+    load(wanted, storage_reader=reader, planner=planner, no_dist=True)
+    found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in wanted.items()}  # type: ignore[arg-type]
+    read = _replace_sharded_keys_with_state_dict_keys(found, places, names)  # type: ignore[arg-type]
+    _restore_dict_types(read, state)
+    return cast(ShardedStateDict, read)
+
+
+def _copy(tensors: Sequence[ShardedTensor]) -> None:
+    for entry in tensors:
+        activity.advance(f"copying {entry.key}")
+        entry.data = cast(torch.Tensor, entry.data).detach().to("cpu", copy=True)
+
+
+class _SavePlanner(MCoreSavePlanner):
+    """Tells of each tensor that is written: the whole may take long."""
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        activity.advance(f"writing {write_item.index.fqn}")
+        return super().resolve_data(write_item)
+
+
+class _LoadPlanner(MCoreLoadPlanner):
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        activity.advance(f"reading {read_item.dest_index.fqn}")
+        return super().resolve_tensor(read_item)
+
+
+class _Reader(FileSystemReader):
+    """Reads by a description that was looked through before; torch's own would unpickle it, and others on failure."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._folder, self._metadata = folder, metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read one file after another, so that an error names its file."""
+        items_of: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            items_of[self.storage_data[item.storage_index].relative_path].append(item)
+        for name, items in sorted(items_of.items()):
+            activity.advance(f"reading {self._folder / name}")
+            try:
+                super().read_data(replace(plan, items=items), planner)
+            except Exception as error:
+                raise ValueError(f"{self._folder / name} is broken: {error}") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

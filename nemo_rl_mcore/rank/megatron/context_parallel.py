@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from nemo_rl_mcore.data.microbatch import Microbatch
+from nemo_rl_mcore.rank.megatron import parallel_groups
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,12 @@ class ContextParallelMicrobatch(Microbatch):
     shared: Microbatch
     positions: Tensor
 
-    @classmethod
-    def of(cls, whole: Microbatch) -> Self:
-        """Take this rank's part; raises ValueError where a sample is no multiple of 2 CP tokens."""
-        columns = whole.input_ids.shape[1]
-        positions = zigzag(whole.borders or (0, columns), context_parallel_size())[context_parallel_rank()]
-        return cls(whole.rows, whole.places, whole, positions)
-
     @property
     def whole(self) -> Microbatch:
-        """See `Microbatch.whole`."""
         return self.shared
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """Return those of the whole row."""
         return self.whole.borders
 
     def to_model(self, values_BS: Tensor) -> Tensor:
@@ -68,7 +59,6 @@ class ContextParallelMicrobatch(Microbatch):
         return self.whole.from_model(gathered.transpose(0, 1))
 
     def to(self, device: torch.device) -> Self:
-        """Return the microbatch on a device."""
         whole = self.whole.to(device)
         return replace(
             self, rows=whole.rows, places=whole.places, shared=whole, positions=self.positions.to(device)
@@ -86,7 +76,7 @@ def gather_in_order(local: Tensor, borders: Sequence[int], *, grad_of_every_rank
     gathered: Tensor = gather_from_sequence_parallel_region(
         local.contiguous(),
         tensor_parallel_output_grad=not grad_of_every_rank_is_whole,
-        group=context_parallel_group(),
+        group=parallel_groups.context_parallel_group(),
     )
     order = zigzag(tuple(borders) or (0, len(gathered)), ranks).flatten()
     return gathered.index_select(0, order.argsort().to(local.device))
@@ -114,28 +104,9 @@ def slices_of_a_sample(ranks: int) -> int:
     return 2 * ranks if ranks > 1 else 1
 
 
-def own_positions(columns: int) -> Tensor:
-    """Return the positions that this rank has of rows of so many columns, int64 [columns / CP]."""
-    return zigzag((0, columns), context_parallel_size())[context_parallel_rank()]
-
-
-def owner_of(position: int, columns: int) -> tuple[int, int]:
-    """Return which rank has a position of rows of so many columns, and at which of its columns."""
-    rank, column = (zigzag((0, columns), context_parallel_size()) == position).nonzero()[0].tolist()
-    return rank, column
-
-
 def context_parallel_size() -> int:
-    """Return how many ranks share each sequence."""
     return cast(int, parallel_state.get_context_parallel_world_size())
 
 
 def context_parallel_rank() -> int:
-    """Return the place of this rank among them."""
     return cast(int, parallel_state.get_context_parallel_rank())
-
-
-def context_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks that share each sequence."""
-    group: Any = parallel_state.get_context_parallel_group()
-    return cast(dist.ProcessGroup, group)

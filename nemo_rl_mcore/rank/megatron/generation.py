@@ -6,7 +6,7 @@ Shapes: B rows that run together, P prompt length, L length so far, T new tokens
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +17,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
 from nemo_rl_mcore.data.tokenizer import StopConditions
-from nemo_rl_mcore.ops.sampling import SamplingParams, at_temperature, keyed_uniforms, sample_tokens
+from nemo_rl_mcore.ops.sampling import SamplingParams, keyed_uniforms, sample_tokens
 from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.agreement import together
 from nemo_rl_mcore.rank.megatron import parallel_groups
 from nemo_rl_mcore.rank.megatron.context_parallel import (
-    context_parallel_group,
+    context_parallel_rank,
     context_parallel_size,
-    own_positions,
-    owner_of,
+    zigzag,
 )
-from nemo_rl_mcore.rank.megatron.guard import Collect, Guard
-from nemo_rl_mcore.rank.megatron.passes import no_tokens
+from nemo_rl_mcore.rank.megatron.passes import Collect, Guard, no_tokens
 from nemo_rl_mcore.rank.megatron.train_backend import ForwardBackward, causal_inputs, evaluation_mode
 from nemo_rl_mcore.rank.policy_backend import GeneratedRows, GenerationRequest, SampledTokens
 
@@ -39,12 +37,11 @@ NextLogits = Callable[[torch.Tensor], torch.Tensor]
 def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogits:
     """Decode with a cache where the layout lets one token through the model, else by a whole pass for each token."""
     config = model.config
-    if parallel_groups.pipeline_stages() > 1 or config.sequence_parallel or config.context_parallel_size > 1:
+    divided = max(config.pipeline_model_parallel_size, config.context_parallel_size) > 1
+    # Megatron's own Mamba layers keep no state unless its engine runs them.
+    stateless = accelerator.has_cuda() and config.mamba_num_heads is not None
+    if divided or config.sequence_parallel or stateless:
         return RecomputedLogits(model)
-    if accelerator.has_cuda() and config.mamba_num_heads is not None:
-        return RecomputedLogits(
-            model
-        )  # Megatron's own Mamba layers keep no state unless its engine runs them
     return CachedLogits(model, StaticInferenceContext(rows, max_length))
 
 
@@ -68,7 +65,6 @@ class CachedLogits:
     cache: StaticInferenceContext
 
     def __call__(self, sequences_BL: torch.Tensor) -> torch.Tensor:
-        """See `NextLogits`."""
         if self.cache.sequence_len_offset:
             return self._read(sequences_BL)
         distinct_DL, of_row_B = torch.unique(sequences_BL, dim=0, return_inverse=True)
@@ -100,13 +96,13 @@ class RecomputedLogits:
     model: ForwardBackward
 
     def __call__(self, sequences_BL: torch.Tensor) -> torch.Tensor:
-        """See `NextLogits`."""
         rows, length = sequences_BL.shape
-        padded = torch.nn.functional.pad(sequences_BL, (0, -length % self.model.sequence_multiple))
+        padded = torch.nn.functional.pad(sequences_BL, (0, -length % self.model.batching.column_multiple))
         input_ids, positions, mask = causal_inputs(padded)
-        own = own_positions(padded.shape[1]).to(padded.device)
+        of_ranks = zigzag((0, padded.shape[1]), context_parallel_size())
+        own = of_ranks[context_parallel_rank()].to(padded.device)
         input_ids, positions = input_ids.index_select(1, own), positions.index_select(1, own)
-        owner, place = owner_of(length - 1, padded.shape[1])
+        owner, place = (of_ranks == length - 1).nonzero()[0].tolist()
         guard = Guard(self.model.config)
 
         def forward_step(_data: object, chunk: Any) -> Any:
@@ -127,7 +123,7 @@ class RecomputedLogits:
             data_iterator=[iter(()) for _ in chunks] if interleaved else iter(()),
             model=[*chunks] if interleaved else chunks[0],
             # The interleaved schedule runs microbatches in multiples of the stages: the same one each time.
-            num_microbatches=parallel_groups.pipeline_stages() if interleaved else 1,
+            num_microbatches=self.model.config.pipeline_model_parallel_size if interleaved else 1,
             seq_length=padded.shape[1],
             micro_batch_size=rows,
             forward_only=True,
@@ -136,7 +132,7 @@ class RecomputedLogits:
             guard.raise_error()
         logits_BV = parts[0] if parts else None
         if logits_BV is not None and context_parallel_size() > 1:
-            dist.broadcast(logits_BV, group=context_parallel_group(), group_src=owner)
+            dist.broadcast(logits_BV, group=parallel_groups.context_parallel_group(), group_src=owner)
         return parallel_groups.broadcast_tensor_from_last_stage(logits_BV)
 
 
@@ -161,7 +157,6 @@ def _logits_at(
 
 
 def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedRows:
-    """Answer all prompts in a new session."""
     session.add(request)
     rows, steps = len(request.prompts), request.max_new_tokens
     tokens_BT, logprobs_BT = torch.zeros(rows, steps, dtype=torch.long), torch.zeros(rows, steps)
@@ -173,19 +168,6 @@ def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedR
             lengths_B[sampled.rows_N] += 1
             finished_B[sampled.rows_N] = sampled.stopped_N
     return GeneratedRows(tokens_BT, logprobs_BT, lengths_B, finished_B, digests_of_rows(tokens_BT, lengths_B))
-
-
-def next_logprobs(
-    model: ForwardBackward, vocab_size: int, prompts: Sequence[Sequence[int]], temperature: float
-) -> torch.Tensor:
-    """Return log-probabilities of all tokens after each prompt, fp32 [B, V] on the CPU, by the passes of a session."""
-    rows: list[torch.Tensor] = []
-    with evaluation_mode(model.chunks):
-        for prompt in prompts:
-            ids_1P = torch.tensor([list(prompt)], device=accelerator.device())
-            logits_1V = next_logits(model, 1, len(prompt) + 1)(ids_1P)[:, :vocab_size]
-            rows.append(at_temperature(logits_1V, temperature).log_softmax(-1).cpu())
-    return torch.cat(rows)
 
 
 class DecodingSession:
@@ -203,10 +185,16 @@ class DecodingSession:
         self._rows = 0
 
     def add(self, request: GenerationRequest) -> range:
-        """See `Decoding.add`."""
         first, self._rows = self._rows, self._rows + len(request.prompts)
-        for places in _batches_of_equal_length(request):
-            self._waiting.append(_Waiting(request, {first + place: place for place in places}))
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for row, prompt in enumerate(request.prompts):
+            by_length[len(prompt)].append(row)
+        for _, rows in sorted(by_length.items()):
+            size = request.batch_size or len(rows)
+            for start in range(0, len(rows), size):
+                places = rows[start : start + size]
+                of_session = {first + place: place for place in places}
+                self._waiting.append(_Waiting(request, of_session, request.bound(places[0])))
         return range(first, self._rows)
 
     def step(self) -> SampledTokens | None:
@@ -215,23 +203,23 @@ class DecodingSession:
         There may be no row among them: the others that this rank exchanges tokens with are then kept company.
         """
         with evaluation_mode(self.model.chunks):
-            self._batch = self._batch or self._next_batch()
             if self._batch is None:
-                return None
+                waiting = self._waiting.popleft() if self._waiting else None
+                steps = self._largest(0 if waiting is None else waiting.bound)
+                if not steps:
+                    return None
+                self._batch = _Batch.of(self.model, waiting or _NOTHING, steps)
             sampled = self._batch.step(self._vocab_size)
         if not self._largest(len(self._batch.open)):
             self._batch = None
         return sampled
 
     def reread(self) -> None:
-        """See `Decoding.reread`."""
-        if self._batch is not None:
-            self._batch.reread(self.model)
-
-    def _next_batch(self) -> _Batch | None:
-        waiting = self._waiting.popleft() if self._waiting else None
-        steps = self._largest(0 if waiting is None else waiting.bound)
-        return _Batch.of(self.model, waiting or _NOTHING, steps) if steps else None
+        if (batch := self._batch) is not None:
+            # An empty cache, of the same size.
+            rows, length = batch.sequences_BL.shape
+            left = batch.steps - len(batch.new_tokens[0])
+            batch.next_logits = next_logits(self.model, rows, length + left)
 
     def _largest(self, number: int) -> int:
         """Return the largest of the numbers of this rank and those that it exchanges tokens with in a forward pass."""
@@ -240,26 +228,17 @@ class DecodingSession:
         return parallel_groups.largest_of_data_parallel_ranks(number)
 
 
-def _batches_of_equal_length(request: GenerationRequest) -> Iterator[list[int]]:
-    by_length: dict[int, list[int]] = defaultdict(list)
-    for row, prompt in enumerate(request.prompts):
-        by_length[len(prompt)].append(row)
-    for _, rows in sorted(by_length.items()):
-        size = request.batch_size or len(rows)
-        yield from (rows[start : start + size] for start in range(0, len(rows), size))
-
-
 @dataclass(frozen=True)
 class _Waiting:
-    """Rows of a request that will run together: row of the session -> place in the request."""
+    """Rows of a request that will run together.
+
+    places: row of the session -> place in the request. bound: the most tokens of each response, as prompts of one
+    length have it.
+    """
 
     request: GenerationRequest
     places: dict[int, int]
-
-    @property
-    def bound(self) -> int:
-        """Return the most tokens of each response: the prompts have one length."""
-        return self.request.bound(next(iter(self.places.values()), 0))
+    bound: int
 
 
 # What a rank without rows runs to keep the others company: one token, of which nothing is used.
@@ -267,7 +246,8 @@ _NOTHING = _Waiting(
     GenerationRequest(
         [[0]], torch.zeros(1, dtype=torch.long), 0, [StopConditions()], SamplingParams(greedy=True)
     ),
-    {},
+    places={},
+    bound=0,
 )
 
 
@@ -292,7 +272,6 @@ class _Batch:
 
     @classmethod
     def of(cls, model: ForwardBackward, waiting: _Waiting, steps: int) -> _Batch:
-        """Return a batch that is decoded by so many tokens at most."""
         request, device = waiting.request, accelerator.device()
         places = [*waiting.places.values()] or [0]
         prompts_BP = torch.tensor([list(request.prompts[place]) for place in places])
@@ -308,11 +287,6 @@ class _Batch:
             next_logits(model, rows, length + steps),
             [[] for _ in places],
         )
-
-    def reread(self, model: ForwardBackward) -> None:
-        """Start with an empty cache, of the same size."""
-        rows, length = self.sequences_BL.shape
-        self.next_logits = next_logits(model, rows, length + self.steps - len(self.new_tokens[0]))
 
     def step(self, vocab_size: int) -> SampledTokens:
         """Draw a token for each row, and close those that it completes."""

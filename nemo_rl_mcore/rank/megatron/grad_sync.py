@@ -1,48 +1,18 @@
-"""Hold Megatron's gradient synchronisation back while several schedule calls add up one step's gradients."""
+"""Reduce a step's gradients while its last schedule call computes them, though several calls add them up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore.rank.megatron import parallel_groups
-
-
-@contextmanager
-def deferred_grad_sync(config: TransformerConfig, chunks: list[DistributedDataParallel]) -> Iterator[None]:
-    """Inside, backward passes only add to the local gradient buckets: nothing is reduced, nothing finalised.
-
-    The schedules (pipeline_parallel/schedules.py) would otherwise reduce through `grad_sync_func`, leave `no_sync` for
-    each call's last microbatch, and finalise at each call's end. All three functions come back on leaving, also after
-    an exception. Enter it after the buckets were zeroed, since zeroing resets the flag that `no_sync` clears.
-    """
-    saved = config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func
-    config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func = None, nullcontext, None
-    try:
-        with ExitStack() as stack:
-            for chunk in chunks:
-                stack.enter_context(chunk.no_sync())
-            yield
-    finally:
-        config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func = saved
-
-
-def finalize_gradients(chunks: list[DistributedDataParallel]) -> None:
-    """Reduce the step's gradients, once, or end the reductions that were started.
-
-    This is more than the data-parallel reduction: layer-norm gradients under sequence parallelism, tied embeddings
-    across pipeline stages and router biases are Megatron's to sum here. The gradients are already divided by the
-    number of tokens or sequences, so no token count is handed over.
-    """
-    start_reductions([group for group in bucket_groups(chunks) if group.ddp_config.overlap_grad_reduce])
-    finalize_model_grads([*chunks], num_tokens=None)
 
 
 def start_reductions(groups: list[Any]) -> None:
@@ -50,18 +20,6 @@ def start_reductions(groups: list[Any]) -> None:
     for group in groups:
         if group.grad_reduce_handle is None:
             group.start_grad_sync()
-
-
-def drop_reductions(chunks: list[DistributedDataParallel]) -> None:
-    """Wait for the reductions in flight, whose gradients nobody wants.
-
-    One that is left would write into cleared gradients, and make the next step skip its own.
-    """
-    for group in bucket_groups(chunks):
-        handle, group.grad_reduce_handle = group.grad_reduce_handle, None
-        if handle is not None:
-            with suppress(RuntimeError):  # of a peer that is gone; the next meeting tells
-                handle.wait()
 
 
 def bucket_groups(chunks: list[DistributedDataParallel]) -> list[Any]:
@@ -90,9 +48,13 @@ class OverlappedGradSync:
         Else they are as `deferred_grad_sync` leaves them. A rank whose schedule fails reduces what it has, since the
         others may wait for it: whoever clears the gradients then ends that.
         """
-        self.all_ranks_know = self.all_ranks_know or self._agree()
+        first_pass = any(group.is_first_batch for group in bucket_groups(self.chunks))
         if not self.all_ranks_know:
-            with self._learning():
+            known = torch.tensor(int(bool(self.order) and not first_pass))
+            dist.all_reduce(known, op=dist.ReduceOp.MIN, group=parallel_groups.computing_ranks())
+            self.all_ranks_know = bool(known)
+        if not self.all_ranks_know:
+            with self._learning(first_pass=first_pass):
                 yield False
             return
         with _multiplied_by(factor, self.chunks), self._last_microbatch_counts():
@@ -101,19 +63,11 @@ class OverlappedGradSync:
             finally:
                 start_reductions(self.order)
 
-    def _agree(self) -> bool:
-        knows = bool(self.order) and not self._is_first_pass()
-        known = torch.tensor(int(knows))
-        dist.all_reduce(known, op=dist.ReduceOp.MIN, group=parallel_groups.computing_ranks())
-        return bool(known)
-
-    def _is_first_pass(self) -> bool:
-        return any(group.is_first_batch for group in bucket_groups(self.chunks))
-
     @contextmanager
-    def _learning(self) -> Iterator[None]:
+    def _learning(self, *, first_pass: bool) -> Iterator[None]:
         """Inside, Megatron counts the last microbatch's gradients, and their order is noted; nothing is reduced."""
-        group_of = {parameter: group for group in bucket_groups(self.chunks) for parameter in group.params}
+        groups = bucket_groups(self.chunks)
+        group_of = {parameter: group for group in groups for parameter in group.params}
         last_come: dict[torch.nn.Parameter, None] = {}
 
         def note(parameter: torch.nn.Parameter) -> None:
@@ -123,25 +77,21 @@ class OverlappedGradSync:
         hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in group_of]
         learned = False
         try:
-            with self._last_microbatch_counts() if self._is_first_pass() else nullcontext():
+            with self._last_microbatch_counts() if first_pass else nullcontext():
                 yield
-            learned = last_come.keys() == group_of.keys() and self._counts_are_whole()
+            learned = last_come.keys() == group_of.keys() and all(
+                len(group.per_param_grad_ready_counts) == len(group.params)
+                for group in groups
+                if group.is_first_batch
+            )
         finally:
             for hook in hooks:
                 hook.remove()
             if learned:
                 self.order = [*dict.fromkeys(group_of[parameter] for parameter in reversed(last_come))][::-1]
             else:
-                self._forget_counts()
-
-    def _counts_are_whole(self) -> bool:
-        groups = [group for group in bucket_groups(self.chunks) if group.is_first_batch]
-        return all(len(group.per_param_grad_ready_counts) == len(group.params) for group in groups)
-
-    def _forget_counts(self) -> None:
-        """Megatron would take them for those of every later pass."""
-        for group in bucket_groups(self.chunks):
-            group.per_param_grad_ready_counts = {}
+                for group in groups:  # Megatron would take them for those of every later pass
+                    group.per_param_grad_ready_counts = {}
 
     @contextmanager
     def _last_microbatch_counts(self) -> Iterator[None]:

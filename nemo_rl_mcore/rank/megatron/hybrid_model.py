@@ -15,7 +15,7 @@ Shapes: S sequence, B batch, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, cast
@@ -43,48 +43,37 @@ _FEED_FORWARD = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
 def hybrid_model(policy: PolicyConfig, config: TransformerConfig, **keywords: Any) -> HybridLanguageModel:
     """Return this rank's stage; `keywords` are those that GPTModel has too."""
-    pattern = Symbols.PIPE.join(_patterns_of_chunks(policy))
-    return HybridLanguageModel(config, _stack_spec(policy, config), hybrid_layer_pattern=pattern, **keywords)
-
-
-def _patterns_of_chunks(policy: PolicyConfig) -> Iterator[str]:
-    model = policy.model
-    layer = Symbols.ATTENTION + (Symbols.MLP if model.num_moe_experts is None else Symbols.MOE)
-    whole = model.hybrid_layer_pattern or layer * model.num_layers
-    first = 0
-    for layers in policy.megatron_cfg.layers_of_chunks(model.num_layers):
-        after = first + layers * policy.parts_of_a_layer
-        yield whole[first:after]
+    model, megatron, parts_of_a_layer = policy.model, policy.megatron_cfg, policy.parts_of_a_layer
+    pair = Symbols.ATTENTION + (Symbols.MLP if model.num_moe_experts is None else Symbols.MOE)
+    whole = model.hybrid_layer_pattern or pair * model.num_layers
+    stages, first = list[str](), 0
+    for layers in megatron.layers_of_chunks(model.num_layers):
+        after = first + layers * parts_of_a_layer
+        stages.append(whole[first:after])
         first = after
-
-
-def _stack_spec(policy: PolicyConfig, config: TransformerConfig) -> ModuleSpec:
-    megatron = policy.megatron_cfg
-    layer = layer_spec(megatron, config)
+    layer, dense = layer_spec(megatron, config), layer_spec(megatron, config, dense=True)
     parts = HybridStackSubmodules(
         attention_layer=_part(layer, _ATTENTION),
-        mlp_layer=_part(layer_spec(megatron, config, dense=True), _FEED_FORWARD),
+        mlp_layer=_part(dense, _FEED_FORWARD),
         moe_layer=_part(layer, _FEED_FORWARD),
     )
-    if policy.model.has_mamba:
+    if model.has_mamba:
         parts.mamba_layer = mamba_layer_spec(megatron)
-    return ModuleSpec(
+    stack = ModuleSpec(
         module=_Stack,
-        params={"final_norm": norm_of(megatron), "parts_of_a_layer": policy.parts_of_a_layer},
+        params={"final_norm": norm_of(megatron), "parts_of_a_layer": parts_of_a_layer},
         submodules=parts,
     )
+    pattern = Symbols.PIPE.join(stages)
+    return HybridLanguageModel(config, stack, hybrid_layer_pattern=pattern, **keywords)
 
 
 def _part(layer: ModuleSpec, names: tuple[str, ...]) -> ModuleSpec:
     """Return a layer with these modules only; the others of a default one do nothing."""
-    others = {
-        field.name: getattr(_NOTHING, field.name) for field in fields(_NOTHING) if field.name not in names
-    }
-    others.pop("sharded_state_dict_keys_map")
+    nothing = TransformerLayerSubmodules()
+    kept = {*names, "sharded_state_dict_keys_map"}
+    others = {field.name: getattr(nothing, field.name) for field in fields(nothing) if field.name not in kept}
     return replace(layer, submodules=replace(cast(Any, layer.submodules), **others))
-
-
-_NOTHING = TransformerLayerSubmodules()
 
 
 class _Stack(HybridStack):
@@ -215,7 +204,7 @@ class HybridLanguageModel(HybridModel):
         """Return the answer to a question; the loss where labels are given."""
         if not isinstance(labels, _Question):
             return super().compute_language_model_loss(labels, logits)
-        # Logits here are of an output layer that was not asked: `hook_check` refuses them.
+        # Logits here are of an output layer that was not asked: `require_hook` refuses them.
         return logits.value if isinstance(logits, _Answer) else logits
 
     def _scale_logits(self, logits: Any) -> Any:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,21 +17,32 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from nemo_rl_mcore.config import MegatronConfig
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron.attention import LocalAttention
-from nemo_rl_mcore.rank.megatron.biases import biased_experts
-from nemo_rl_mcore.rank.megatron.latent_layers import (
-    LatentAttention,
-    require_latent_attention,
-    with_latent_experts,
-)
+
+_SINKS = re.compile(r".+\.core_attention\.softmax_offset")
+_BIASES = re.compile(r".+\.mlp\.experts\..+\.bias\d*")
+_NORM_EPSILON = 1e-6
+"""Added to the mean square of a latent, whatever layernorm_epsilon is (transformers, DeepseekV3Attention)."""
+_NORMS = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
+"""The norms of latents; Transformer Engine has them in what follows."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -57,7 +73,6 @@ def use_transformer_engine(config: MegatronConfig) -> bool:
 
 
 def norm_of(config: MegatronConfig) -> Any:
-    """Return the class of the norms that stand alone."""
     if not use_transformer_engine(config):
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
@@ -66,10 +81,7 @@ def norm_of(config: MegatronConfig) -> Any:
 
 
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """Return a layer's ModuleSpec, or the submodules of a stage; GPTModel takes both, though annotated with the first.
-
-    Raises RefusedError, on every stage, for ranks on GPUs that share sequences and have local layers.
-    """
+    """Return a layer's ModuleSpec, or the submodules of a stage; GPTModel takes both, though typed as the first."""
     layer, frequency = layer_spec(config, transformer), transformer.moe_layer_freq
     if use_transformer_engine(config) and not isinstance(frequency, list):
         return layer
@@ -82,22 +94,8 @@ def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stag
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_of(config))
 
 
-def _refuse_local_attention(config: MegatronConfig) -> None:
-    shared = config.context_parallel_size
-    if shared > 1 and accelerator.has_cuda() and not use_transformer_engine(config):
-        raise RefusedError(
-            f"policy.megatron_cfg.context_parallel_size: {shared} needs Transformer Engine's attention on GPUs, and "
-            f"policy.megatron_cfg.transformer_impl: {config.transformer_impl} is local layers here; install the extra "
-            "te on this machine, or set policy.megatron_cfg.context_parallel_size: 1",
-            code="missing-package",
-        )
-
-
 def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """Return the block of multi-token prediction layers, on the stage that holds them; None elsewhere, and without any.
-
-    Raises ValueError, on every stage, where this Megatron cannot build them.
-    """
+    """Return the block of multi-token prediction layers, on the stage that holds them, else None."""
     if not transformer.mtp_num_layers:
         return None
     if not builds_prediction_layers():
@@ -138,14 +136,27 @@ def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense:
     """Return what one layer is made of, attention and feed-forward or experts, with the norms before them.
 
     dense: whether it has no experts, though others of the model have some.
-    Raises RefusedError for ranks on GPUs that share sequences and have local layers.
+    Raises RefusedError for ranks on GPUs that share sequences and have local layers, and where the installed Megatron
+    cannot build what the model has.
     """
-    _refuse_local_attention(config)
+    shared, engine = config.context_parallel_size, use_transformer_engine(config)
+    if shared > 1 and accelerator.has_cuda() and not engine:
+        raise RefusedError(
+            f"policy.megatron_cfg.context_parallel_size: {shared} needs Transformer Engine's attention on GPUs, and "
+            f"policy.megatron_cfg.transformer_impl: {config.transformer_impl} is local layers here; install the extra "
+            "te on this machine, or set policy.megatron_cfg.context_parallel_size: 1",
+            code="missing-package",
+        )
     experts = None if dense else transformer.num_moe_experts
     latent = transformer.multi_latent_attention
-    if latent:
-        require_latent_attention()
-    if use_transformer_engine(config):
+    if latent and not hasattr(MLASelfAttention, "_qkv_down_projection"):
+        # There is no place for the gradients to come together.
+        raise RefusedError(
+            f"policy.model.multi_latent_attention: true: megatron-core {megatron_version} does not say where latents "
+            "are made; install megatron-core 0.19",
+            code="missing-package",
+        )
+    if engine:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts,
             moe_grouped_gemm=transformer.moe_grouped_gemm,
@@ -155,6 +166,11 @@ def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense:
         if latent:
             cast(Any, layer.submodules).self_attention.module = LatentAttention
         return layer
+    return _local_layer_spec(transformer, experts)
+
+
+def _local_layer_spec(transformer: TransformerConfig, experts: int | None) -> ModuleSpec:
+    latent = transformer.multi_latent_attention
     submodules = get_gpt_layer_local_submodules(
         num_experts=experts,
         moe_grouped_gemm=False,
@@ -164,14 +180,123 @@ def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense:
     )
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     if transformer.add_bias_linear and experts is not None:
-        submodules.mlp = biased_experts()
+        products = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=_ExpertOutput)
+        parts = MoESubmodules(experts=partial(SequentialMLP, submodules=products))
+        submodules.mlp = cast(Any, partial(MoELayer, submodules=parts))
     attention: Any = cast(ModuleSpec, submodules.self_attention)
     attention.submodules.core_attention = LocalAttention
     if latent:
         attention.module = LatentAttention
     if experts and transformer.moe_latent_size:
-        submodules.mlp = with_latent_experts(submodules.mlp)
+        builder = submodules.mlp
+        if not isinstance(builder, partial) or builder.func is not MoELayer:
+            raise RefusedError(
+                f"policy.model.moe_latent_size: megatron-core {megatron_version} builds such experts only where "
+                "Transformer Engine is installed; install the extra te, or megatron-core 0.19",
+                code="missing-package",
+            )
+        submodules.mlp = cast(Any, partial(_LatentMoELayer, *builder.args, **builder.keywords))
     if transformer.qk_layernorm:
         for name in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm"):
             setattr(attention.submodules, name, RMSNorm)
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+class _ExpertOutput(RowParallelLinear):
+    """Upstream's product, whose result may be added to in place.
+
+    MLP.forward adds an expert's bias so, and the result of upstream's is a view that autograd lets nobody change.
+    """
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
+def mark_for_tensor_parallel(model: torch.nn.Module) -> None:
+    """Mark sinks as cut by ranks, and biases of experts as whole.
+
+    Unmarked, the norm of gradients has the sinks of one rank alone (tensor_parallel/layers.py,
+    param_is_not_tensor_parallel_duplicate). And upstream adds up the gradients of experts' biases over the ranks that
+    share tokens (RowParallelLinear marks them under sequence parallelism), which hold other experts, or the same sums.
+    """
+    for name, parameter in model.named_parameters():
+        if _SINKS.fullmatch(name) and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        elif _BIASES.fullmatch(name):
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+
+
+class _ReplicatedLinear(torch.nn.Module):
+    """A product with a weight that is the same on all ranks; under sequence parallelism each has its own tokens."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        inputs: int,
+        outputs: int,
+        init_method: Callable[[torch.Tensor], object] | None = None,
+    ):
+        super().__init__()
+        weight = torch.empty(outputs, inputs, dtype=config.params_dtype, device=accelerator.device())
+        self.weight = torch.nn.Parameter(weight)
+        if config.perform_initialization:
+            cast(Any, init_method or config.init_method)(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[..., outputs] for [..., inputs]; the second value is where upstream's layers have a bias."""
+        return torch.nn.functional.linear(hidden, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Upstream's attention, whose latents are the same on all tensor-parallel ranks."""
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **keywords: Any):
+        super().__init__(config, *args, **keywords)
+        keys_and_values = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
+        latents = {"linear_q_down_proj": self.config.q_lora_rank, "linear_kv_down_proj": keys_and_values}
+        for name, size in latents.items():
+            if config.transformer_impl == "local" and hasattr(self, name):
+                setattr(self, name, _ReplicatedLinear(config, config.hidden_size, cast(int, size)))
+        for part in (getattr(self, name, None) for name in _NORMS):
+            if part is not None:
+                part.eps = _NORM_EPSILON
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return the parts as the spec has them; upstream would norm a hidden state that is no latent once more."""
+        parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in parts}
+
+    def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the latents [S', B, R] of queries, and of keys and values with the rotated part after them.
+
+        Under sequence parallelism the gather of the rotated part sums its gradient over the ranks' heads.
+        """
+        queries, keys_and_values = super()._qkv_down_projection(hidden_states)
+        if not self.config.sequence_parallel:
+            latent, rotated = keys_and_values.split(
+                [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1
+            )
+            rotated = cast(torch.Tensor, copy_to_tensor_model_parallel_region(rotated))
+            keys_and_values = torch.cat([latent, rotated], dim=-1)
+        return queries, keys_and_values
+
+
+class _LatentMoELayer(MoELayer):
+    """Upstream's layer of experts, with projections to their latent and back that need no Transformer Engine."""
+
+    def __init__(self, config: TransformerConfig, submodules: MoESubmodules, *args: Any, **keywords: Any):
+        assert config.moe_latent_size is not None
+        without = copy(config)
+        without.moe_latent_size = None
+
+        def experts(count: int, _without: object, **more: Any) -> Any:
+            return submodules.experts(count, config, **more)
+
+        super().__init__(without, replace(submodules, experts=experts), *args, **keywords)
+        for part in (self, self.router, self.token_dispatcher):
+            cast(Any, part).config = config
+        hidden, latent = config.hidden_size, config.moe_latent_size
+        self.fc1_latent_proj = _ReplicatedLinear(config, hidden, latent)
+        self.fc2_latent_proj = _ReplicatedLinear(config, latent, hidden, config.output_layer_init_method)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -60,16 +61,13 @@ class ReferenceMambaLayer(MambaLayer):
     ) -> Tensor:
         """Return the hidden states [S, B, H]; `attention_mask` is [1, 1, S, S], true where a position may not look."""
         if attention_mask is not None and packed_seq_params is None:
-            packed_seq_params = PackedSeqParams(cu_seqlens_q=_borders_of(attention_mask))
+            # A position that does not see the one before it is the first of its own sample.
+            first = attention_mask[0, 0].diagonal(-1).nonzero().flatten() + 1
+            end = first.new_full((1,), attention_mask.shape[-1])
+            borders = torch.cat([first.new_zeros(1), first, end])
+            packed_seq_params = PackedSeqParams(cu_seqlens_q=borders)
         keywords["packed_seq_params"] = packed_seq_params
         return cast(Tensor, super().forward(hidden_states, attention_mask, *args, **keywords))
-
-
-def _borders_of(hidden_keys: Tensor) -> Tensor:
-    """Return where samples begin and end: a position that does not see the one before it is the first of its own."""
-    columns = hidden_keys.shape[-1]
-    first = hidden_keys[0, 0].diagonal(-1).nonzero().flatten() + 1
-    return torch.cat([first.new_zeros(1), first, first.new_full((1,), columns)])
 
 
 class ReferenceMambaMixer(MambaMixer):
@@ -108,7 +106,19 @@ class ReferenceMambaMixer(MambaMixer):
             skip_bias_add=False,
             tp_comm_buffer_name="fc1",
         )
-        self._make_own_parameters()
+        # Each rank draws the parameters of all, as upstream's distributions are, and keeps its part.
+        convolved, bound = self._parts(1)[1:4], 1 / math.sqrt(MAMBA_TAPS)
+        self.conv1d_weight = self._part(
+            torch.empty(sum(convolved), 1, MAMBA_TAPS).uniform_(-bound, bound), convolved
+        )
+        self.conv1d_bias = self._part(torch.empty(sum(convolved)).uniform_(-bound, bound), convolved)
+        steps = torch.empty(self.nheads).uniform_(math.log(_SHORTEST_STEP), math.log(_LONGEST_STEP)).exp()
+        before_softplus = steps + torch.log(-torch.expm1(-steps))
+        self.dt_bias = self._part(before_softplus, (self.nheads,))
+        self.A_log = self._part(torch.empty(self.nheads).uniform_(*_DECAYS).log(), (self.nheads,))
+        self.D = self._part(torch.ones(self.nheads), (self.nheads,))
+        scale = self._part(torch.ones(self.d_inner), (self.d_inner,))
+        self.norm = GatedNorm(scale, self.ngroups_local_tp, self.tp_group)
         self.out_proj = build_module(
             *(submodules.out_proj, self.d_inner, d_model),
             **common,
@@ -124,28 +134,11 @@ class ReferenceMambaMixer(MambaMixer):
         inner, keys = self.d_inner // ranks, self.ngroups * self.d_state // ranks
         return inner, inner, keys, keys, self.nheads // ranks
 
-    def _make_own_parameters(self) -> None:
-        """Draw the parameters of all ranks, as upstream's distributions are, and keep this one's part."""
-        convolved, bound = self._parts(1)[1:4], 1 / math.sqrt(MAMBA_TAPS)
-        self.conv1d_weight = self._part(_uniform(-bound, bound, sum(convolved), 1, MAMBA_TAPS), convolved)
-        self.conv1d_bias = self._part(_uniform(-bound, bound, sum(convolved)), convolved)
-        steps = _uniform(math.log(_SHORTEST_STEP), math.log(_LONGEST_STEP), self.nheads).exp()
-        self.dt_bias = self._part(
-            steps + torch.log(-torch.expm1(-steps)), (self.nheads,)
-        )  # softplus gives steps
-        self.A_log = self._part(_uniform(*_DECAYS, self.nheads).log(), (self.nheads,))
-        self.D = self._part(torch.ones(self.nheads), (self.nheads,))
-        self.norm = GatedNorm(
-            self._part(torch.ones(self.d_inner), (self.d_inner,)), self.ngroups_local_tp, self.tp_group
-        )
-
     def _part(self, whole: Tensor, sections: Sequence[int]) -> Parameter:
         ranks, rank = self.tp_group.size(), self.tp_group.rank()
         own = torch.cat([section.chunk(ranks)[rank] for section in whole.split(list(sections))])
         parameter = Parameter(own.to(accelerator.device(), self.config.params_dtype))
-        marks = {"tensor_model_parallel": True, "partition_dim": 0}
-        for name, value in marks.items():
-            setattr(parameter, name, value)
+        parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
         return parameter
 
     def forward(
@@ -166,7 +159,7 @@ class ReferenceMambaMixer(MambaMixer):
         projected_SBX, _ = self.in_proj(hidden_states)
         if context_parallel_size() > 1:
             projected_SBX = gather_in_order(projected_SBX, borders, grad_of_every_rank_is_whole=False)
-        state = _State.of(self, inference_context, projected_SBX)
+        state = _State(self, inference_context, projected_SBX.shape[1], projected_SBX)
         samples_S = sample_of_tokens(borders) if borders else None
         mixed_SBD = self._mix(projected_SBX.transpose(0, 1), samples_S, state).transpose(0, 1)
         if context_parallel_size() > 1:
@@ -208,10 +201,7 @@ class ReferenceMambaMixer(MambaMixer):
         return self
 
 
-def _uniform(low: float, high: float, *shape: int) -> Tensor:
-    return torch.empty(*shape).uniform_(low, high)
-
-
+@dataclass(frozen=True)
 class _State:
     """What a mixer knows of the tokens before its input: none, or what a decoding session has kept of each row.
 
@@ -219,37 +209,35 @@ class _State:
     them.
     """
 
-    def __init__(self, mixer: ReferenceMambaMixer, context: Any, rows: int, like: Tensor):
-        self._mixer, self._context, self._rows, self._like = mixer, context, rows, like
-
-    @classmethod
-    def of(cls, mixer: ReferenceMambaMixer, context: Any, projected_SBX: Tensor) -> _State:
-        return cls(mixer, context, projected_SBX.shape[1], projected_SBX)
+    mixer: ReferenceMambaMixer
+    context: Any
+    rows: int
+    like: Tensor
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the values [B, W - 1, C] before the first, and the state [B, H, P, N]."""
-        if self._context is not None and self._context.sequence_len_offset:
-            kept = self._context.key_value_memory_dict[self._mixer.layer_number]
-            before, state = (x[:, : self._rows] for x in kept)
+        if self.context is not None and self.context.sequence_len_offset:
+            kept = self.context.key_value_memory_dict[self.mixer.layer_number]
+            before, state = (x[:, : self.rows] for x in kept)
             return before.transpose(0, 1), state[0]
-        mixer, precision = self._mixer, torch.promote_types(self._like.dtype, torch.float32)
+        mixer, precision = self.mixer, torch.promote_types(self.like.dtype, torch.float32)
         channels = mixer.d_inner_local_tp + 2 * mixer.ngroups_local_tp * mixer.d_state
         sizes = mixer.nheads_local_tp, mixer.headdim, mixer.d_state
         return (
-            self._like.new_zeros(self._rows, MAMBA_TAPS - 1, channels),
-            self._like.new_zeros(self._rows, *sizes, dtype=precision),
+            self.like.new_zeros(self.rows, MAMBA_TAPS - 1, channels),
+            self.like.new_zeros(self.rows, *sizes, dtype=precision),
         )
 
     def keep(self, last_BWC: Tensor, state_BHPN: Tensor) -> None:
         """Keep both for the next token, in the room of all rows of the session."""
-        if self._context is None:
+        if self.context is None:
             return
         parts = last_BWC.transpose(0, 1), state_BHPN.unsqueeze(0)
-        rows = self._context.max_batch_size
+        rows = self.context.max_batch_size
         room = tuple(x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in parts)
         for whole, part in zip(room, parts, strict=True):
-            whole[:, : self._rows] = part
-        self._context.key_value_memory_dict[self._mixer.layer_number] = room
+            whole[:, : self.rows] = part
+        self.context.key_value_memory_dict[self.mixer.layer_number] = room
 
 
 class GatedNorm(torch.nn.Module):
@@ -287,23 +275,20 @@ def mamba_layer_spec(config: MegatronConfig) -> ModuleSpec:
     Raises RefusedError for ranks on GPUs without the packages of Megatron's kernels, or with local layers, whose masks
     those kernels do not read.
     """
-    if accelerator.has_cuda():
-        return _on_gpu(config)
-    return ModuleSpec(
-        module=ReferenceMambaLayer,
-        submodules=_layer(
-            ModuleSpec(
-                module=ReferenceMambaMixer,
-                submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+    # Upstream's annotation names no functions, and hybrid_layer_specs.py gives it this one.
+    add = cast(type, get_bias_dropout_add)
+    if not accelerator.has_cuda():
+        local = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+        return ModuleSpec(
+            module=ReferenceMambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=norm_of(config),
+                mixer=ModuleSpec(module=ReferenceMambaMixer, submodules=local),
+                mamba_bda=add,
+                # Transformer Engine has the norm and the projection in one module.
+                sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
             ),
-            norm=norm_of(config),
-            # Transformer Engine has the norm and the projection in one module.
-            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
-        ),
-    )
-
-
-def _on_gpu(config: MegatronConfig) -> ModuleSpec:
+        )
     missing = [package for package in _KERNELS if importlib.util.find_spec(package) is None]
     if missing or not use_transformer_engine(config):
         raise RefusedError(
@@ -319,12 +304,5 @@ def _on_gpu(config: MegatronConfig) -> ModuleSpec:
     )
 
     projections = MambaMixerSubmodules(in_proj=TELayerNormColumnParallelLinear, out_proj=TERowParallelLinear)
-    return ModuleSpec(
-        module=MambaLayer, submodules=_layer(ModuleSpec(module=MambaMixer, submodules=projections))
-    )
-
-
-def _layer(mixer: ModuleSpec, **others: Any) -> MambaLayerSubmodules:
-    # Upstream's annotation names no functions, and hybrid_layer_specs.py gives it this one.
-    add = cast(type, get_bias_dropout_add)
-    return MambaLayerSubmodules(mixer=mixer, mamba_bda=add, **others)
+    mixer = ModuleSpec(module=MambaMixer, submodules=projections)
+    return ModuleSpec(module=MambaLayer, submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=add))

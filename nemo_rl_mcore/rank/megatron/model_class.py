@@ -15,7 +15,6 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.errors import RefusedError
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 else:
     LanguageModel = LanguageModule
 
-__all__ = ["LanguageModel", "biased_routers", "language_model", "language_models", "layer_numbers"]
+__all__ = ["LanguageModel", "biased_routers", "language_model", "language_models"]
 
 
 def language_model(
@@ -76,10 +75,3 @@ def biased_routers(modules: Iterable[torch.nn.Module]) -> list[tuple[TopKRouter,
         for part in module.modules()
         if isinstance(part, TopKRouter) and part.expert_bias is not None
     ]
-
-
-def layer_numbers(model: LanguageModel) -> list[int]:
-    """Return which layer of the whole model, from 0, each one in the list of a stage is, or is a part of."""
-    decoder = cast(Any, model.decoder)
-    parts: int = getattr(decoder, "parts_of_a_layer", 1)  # of a HybridModel
-    return [(layer.layer_number - 1) // parts for layer in cast("Iterable[TransformerLayer]", decoder.layers)]

@@ -1,8 +1,8 @@
-"""What an optimizer keeps of each weight, named and shaped as the weight is: so it can be stored without its layout.
+"""Megatron's optimizer with its schedules, and what it keeps of each weight, stored without its layout.
 
 Megatron has a format for each kind of optimizer, and numbers the optimizers of dense and expert weights by their place.
-Here the fp32 copy and the moments of a weight are called `optimizer.state.<kind>.<weight>` whatever keeps them, so that
-parallel sizes and the distributed optimizer may change between save and load.
+Here the fp32 copy and the moments of a weight are called `optimizer.state.<kind>.<weight>` whatever keeps them, named
+and shaped as the weight is, so that parallel sizes and the distributed optimizer may change between save and load.
 
 Megatron's own way to whole weights, `DistributedOptimizer.sharded_param_state_fully_reshardable`, is not used. Up to
 0.19.2 it leaves the padding between buckets out of what it cuts at places that count it, and it finds a weight by its
@@ -20,18 +20,74 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
+from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.agreement import agreed
-from nemo_rl_mcore.rank.megatron.sharded_files import ShardedStateDict
+from nemo_rl_mcore.rank.policy_backend import DTYPES
+
+
+def build_optimizer(
+    policy: PolicyConfig, chunks: list[DistributedDataParallel]
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Build the optimizer over this rank's chunks, and its schedule.
+
+    It has fp32 main parameters under bf16, sharded if the config says so. The schedule is counted in samples: it
+    advances by the global batch size at each applied optimizer step.
+    """
+    schedule, peak = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(**optimizer_settings(policy)),
+        [*chunks],
+        # None sets the decay of norms and biases to 0.
+        config_overrides={} if peak.decay_norms_and_biases else None,
+    )
+    samples = policy.train_global_batch_size
+    # OptimizerParamScheduler asserts warm-up < decay, and decay > 0; a constant schedule has neither end.
+    decay_iters = schedule.lr_decay_iters or schedule.lr_warmup_iters + 1
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=peak.lr,
+        min_lr=peak.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_iters * samples,
+        lr_decay_steps=decay_iters * samples,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=schedule.start_weight_decay,
+        end_wd=schedule.end_weight_decay,
+        wd_incr_steps=decay_iters * samples,
+        wd_incr_style=schedule.weight_decay_incr_style,
+    )
+    return optimizer, scheduler
+
+
+def optimizer_settings(policy: PolicyConfig) -> dict[str, Any]:
+    optimizer = policy.megatron_cfg.optimizer
+    return {
+        "optimizer": optimizer.optimizer,
+        "lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "weight_decay": optimizer.weight_decay,
+        "bf16": policy.precision == "bfloat16",
+        "params_dtype": DTYPES[policy.precision],
+        "adam_beta1": optimizer.adam_beta1,
+        "adam_beta2": optimizer.adam_beta2,
+        "adam_eps": optimizer.adam_eps,
+        "sgd_momentum": optimizer.sgd_momentum,
+        "use_distributed_optimizer": optimizer.use_distributed_optimizer,
+        "overlap_param_gather": policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
+        "clip_grad": policy.max_grad_norm,
+    }
 
 
 def weights_of(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
@@ -74,13 +130,20 @@ def sharded_optimizer_state(
     state: ShardedStateDict = {}
     for number, part in enumerate(parts_of(optimizer)):
         _ensure_moments(part)
-        state[str(number)] = {
-            place: {
+        of_part = state[str(number)] = {}
+        for place, (weight, main) in enumerate(_weights(part)):
+            kept = {} if main is None else _state_of(part, weight, main)
+            if isinstance(part, DistributedOptimizer):
+                kinds = _MOMENTS if weight.dtype == torch.float32 else (_MAIN, *_MOMENTS)
+                if loading:
+                    empty = partial(torch.empty, weight.shape, dtype=torch.float32, device="cpu")
+                    kept = {kind: empty() for kind in kinds}
+                else:
+                    kept = {kind: _gathered(part, weight, kept.get(kind)) for kind in kinds}
+            of_part[place] = {
                 kind: make_sharded_optimizer_tensor(entries[id(weight)], tensor, f"{_PREFIX}.{kind}")
-                for kind, tensor in _whole_state(part, weight, main, loading=loading).items()
+                for kind, tensor in kept.items()
             }
-            for place, (weight, main) in enumerate(_weights(part))
-        }
     return state
 
 
@@ -97,27 +160,25 @@ def load_optimizer_state(
         for (weight, main), kinds in zip(_weights(part), state.get(str(number), {}).values(), strict=True)
         if main is not None
     ]
-    agreed(lambda: _require_copies(read, folder))
+
+    def require_copies() -> None:
+        # Of what Megatron's own format, see above, has put at wrong places.
+        for part, weight, _, kinds in read:
+            own = partial(_own_part, part, weight)
+            if _MAIN in kinds and not own(kinds[_MAIN]).to(weight).equal(own(weight)):
+                raise RefusedError(
+                    f"{folder} holds an fp32 copy of a weight that is not the weight rounded: the optimizer's state "
+                    "lies at wrong places, or is of other weights; start from the weights alone",
+                    code="optimizer-of-other-weights",
+                )
+
+    agreed(require_copies)
     with torch.no_grad():
         for part, weight, main, kinds in read:
             for kind, tensor in _state_of(part, weight, main).items():
                 tensor.copy_(_own_part(part, weight, kinds[kind]))
     for part in parts_of(optimizer):
         _set_step(part, step)
-
-
-def _require_copies(
-    read: list[tuple[Any, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]], folder: Path
-) -> None:
-    """Raise RefusedError for what Megatron's own format, see above, has put at wrong places."""
-    for part, weight, _, kinds in read:
-        own = partial(_own_part, part, weight)
-        if _MAIN in kinds and not own(kinds[_MAIN]).to(weight).equal(own(weight)):
-            raise RefusedError(
-                f"{folder} holds an fp32 copy of a weight that is not the weight rounded: the optimizer's state lies "
-                "at wrong places, or is of other weights; start from the weights alone",
-                code="optimizer-of-other-weights",
-            )
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> float:
@@ -186,23 +247,21 @@ def _weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
 
     Of a distributed optimizer that is a part of the flat weight or None, and the order is that of all who share it.
     """
+
+    def paired(weights: list[list[Any]], mains: list[list[Any]]) -> dict[torch.Tensor, torch.Tensor]:
+        return dict(zip(chain(*weights), chain(*mains), strict=True))
+
     if isinstance(part, DistributedOptimizer):
-        shards = {
-            **_paired(part.model_float16_groups, part.shard_fp32_from_float16_groups),
-            **_paired(part.model_fp32_groups, part.shard_fp32_groups),
-        }
+        shards = paired(part.model_float16_groups, part.shard_fp32_from_float16_groups)
+        shards |= paired(part.model_fp32_groups, part.shard_fp32_groups)
         yield from (
             (weight, shards.get(weight)) for buffer in part.buffers for weight in buffer.param_index_map
         )
     elif isinstance(part, Float16OptimizerWithFloat16Params):
-        yield from _paired(part.float16_groups, part.fp32_from_float16_groups).items()
-        yield from _paired(part.fp32_from_fp32_groups, part.fp32_from_fp32_groups).items()
+        yield from paired(part.float16_groups, part.fp32_from_float16_groups).items()
+        yield from paired(part.fp32_from_fp32_groups, part.fp32_from_fp32_groups).items()
     else:
         yield from ((weight, weight) for group in part.optimizer.param_groups for weight in group["params"])
-
-
-def _paired(weights: list[list[Any]], mains: list[list[Any]]) -> dict[torch.Tensor, torch.Tensor]:
-    return dict(zip(chain(*weights), chain(*mains), strict=True))
 
 
 def _state_of(part: Any, weight: torch.Tensor, main: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -211,19 +270,6 @@ def _state_of(part: Any, weight: torch.Tensor, main: torch.Tensor) -> dict[str, 
     return ({_MAIN: main} if main.dtype != weight.dtype else {}) | {
         kind: value for kind, value in moments.items() if kind != _STEP and value is not None
     }
-
-
-def _whole_state(
-    part: Any, weight: torch.Tensor, main: torch.Tensor | None, *, loading: bool
-) -> dict[str, torch.Tensor]:
-    """Return `_state_of` a whole weight, which of a distributed optimizer all ranks that share it gather."""
-    own = {} if main is None else _state_of(part, weight, main)
-    if not isinstance(part, DistributedOptimizer):
-        return own
-    kinds = _MOMENTS if weight.dtype == torch.float32 else (_MAIN, *_MOMENTS)
-    if loading:
-        return {kind: torch.empty(weight.shape, dtype=torch.float32, device="cpu") for kind in kinds}
-    return {kind: _gathered(part, weight, own.get(kind)) for kind in kinds}
 
 
 def _gathered(part: DistributedOptimizer, weight: torch.Tensor, shard: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Log-probabilities of selected tokens, taken from decoder hidden states by Megatron's own hook.
 
 `GPTModel.forward(..., output_processor=, output_processor_context=)` (megatron-core 0.18 and later) calls the processor
-on the last pipeline stage in place of the output layer and the loss; `hook_check` makes sure of it.
+on the last pipeline stage in place of the output layer and the loss; `require_hook` makes sure of it.
 
 Shapes: S sequence, B batch, H hidden, V vocabulary; under sequence parallelism the hidden states are [S/tp, B, H].
 """
@@ -20,7 +20,6 @@ from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
 from nemo_rl_mcore.ops.linear_topk import linear_topk_logprobs
 from nemo_rl_mcore.ops.vocab_parallel import vocab_parallel_logprobs
 from nemo_rl_mcore.rank.megatron.parallel_groups import tensor_parallel_group
-from nemo_rl_mcore.rank.megatron.value_head import ValueHead
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ Processor = Callable[..., Outputs]
 
 
 def all_of(output: Outputs) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that a processor returned."""
     return output if isinstance(output, tuple) else (output,)
 
 
@@ -78,7 +76,7 @@ def unfused_processor(vocab_size: int) -> Processor:
     def process(
         *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, context: TokenSelection,
         scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
+    ) -> Outputs:  # fmt: skip
         def logprobs(hidden: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None) -> Any:
             logits, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=False)
             return vocab_parallel_logprobs(
@@ -111,9 +109,7 @@ def fused_processor(options: LinearLogprobsOptions) -> Processor:
     The model sets the options' `logit_scale`; the others are the caller's.
     """
 
-    def process(
-        *, hidden_states: torch.Tensor, context: TokenSelection, **hook: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def process(*, hidden_states: torch.Tensor, context: TokenSelection, **hook: Any) -> Outputs:
         return _fused_logprobs(hidden_states, context, _LinearHead.of(options, **hook))
 
     return process
@@ -144,9 +140,9 @@ def student_processor(options: LinearLogprobsOptions) -> Processor:
         if context.tokens is None:
             return at_ids.logprobs, at_ids.tail_logmass
         # The logits at the ids have taken the cache.
-        of_tokens = _fused_logprobs(hidden_states, context.tokens, head.without_cache())
-        more = of_tokens if isinstance(of_tokens, tuple) else (of_tokens,)
-        return at_ids.logprobs, at_ids.tail_logmass, *more
+        uncached = replace(head, options=replace(head.options, cache_bytes=0))
+        of_tokens = _fused_logprobs(hidden_states, context.tokens, uncached)
+        return at_ids.logprobs, at_ids.tail_logmass, *all_of(of_tokens)
 
     return process
 
@@ -173,19 +169,6 @@ def topk_processor(options: LinearLogprobsOptions) -> Processor:
     return process
 
 
-def value_processor(head: ValueHead | None) -> Processor:
-    """Return a processor for a critic: values fp32 [S, B], 0 off the context, a mask [S, B].
-
-    Stages without the head never call it.
-    """
-
-    def process(*, hidden_states: torch.Tensor, context: torch.Tensor, **_unused: Any) -> torch.Tensor:
-        assert head is not None
-        return torch.where(context, head(hidden_states), 0.0)
-
-    return process
-
-
 @dataclass(frozen=True)
 class _LinearHead:
     """The output layer as the kernels take it: this rank's rows of the weight, and how its logits are scaled."""
@@ -205,14 +188,8 @@ class _LinearHead:
         scale = float(scale_logits(torch.ones(())))
         return cls(weight, output_layer.sequence_parallel, replace(options, logit_scale=scale))
 
-    def without_cache(self) -> Self:
-        """Return the same, leaving no logits to the backward pass."""
-        return replace(self, options=replace(self.options, cache_bytes=0))
 
-
-def _fused_logprobs(
-    hidden_SBH: torch.Tensor, selection: TokenSelection, head: _LinearHead
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def _fused_logprobs(hidden_SBH: torch.Tensor, selection: TokenSelection, head: _LinearHead) -> Outputs:
     return fused_linear_logprobs(
         hidden_SBH,
         head.weight,

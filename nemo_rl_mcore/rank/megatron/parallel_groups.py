@@ -13,7 +13,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import (
+    CudaRNGStatesTracker,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 
 from nemo_rl_mcore.config import MegatronConfig
 from nemo_rl_mcore.ops._groups import all_gather_rows
@@ -87,6 +91,11 @@ def _seed_everything(seed: int, *, spread_experts: bool) -> None:
         torch.manual_seed(stage_seed)
 
 
+def rng_tracker() -> CudaRNGStatesTracker:
+    """Return the generators that ranks of a layout share or do not."""
+    return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
+
+
 def computing_ranks() -> dist.ProcessGroup:
     """All ranks, over gloo, for `process_group_timeout_s`: where they meet at the end of what each has computed."""
     assert _computing_ranks is not None
@@ -99,7 +108,6 @@ def data_parallel_rank() -> int:
 
 
 def data_parallel_size() -> int:
-    """Return how many ranks hold different samples."""
     return parallel_state.get_data_parallel_world_size()
 
 
@@ -120,11 +128,6 @@ def largest_of_data_parallel_ranks(number: int) -> int:
     return int(largest)
 
 
-def pipeline_stages() -> int:
-    """Return how many ranks share the layers of one model copy."""
-    return parallel_state.get_pipeline_model_parallel_world_size()
-
-
 def is_last_stage() -> bool:
     """Return whether this rank holds the output layer (of the last virtual stage, if there are several)."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -138,32 +141,32 @@ def gather_over_data_parallel_ranks(numbers: torch.Tensor) -> torch.Tensor:
 
 def broadcast_from_last_stage(value: Any) -> Any:
     """Give every pipeline stage the small picklable value that the last stage holds."""
-    if pipeline_stages() == 1:
+    group = pipeline_group()
+    if group.size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=_last_stage_rank(), group=pipeline_group())
+    source = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast_object_list(box, src=source, group=group)
     return box[0]
 
 
 def broadcast_tensor_from_last_stage(tensor: torch.Tensor | None) -> torch.Tensor:
     """Give every pipeline stage the tensor of the last stage; the others pass None and need not know its shape."""
-    if pipeline_stages() == 1:
+    group = pipeline_group()
+    if group.size() == 1:
         assert tensor is not None
         return tensor
     shape, dtype = broadcast_from_last_stage(None if tensor is None else (tensor.shape, tensor.dtype))
-    received = (
-        torch.empty(shape, dtype=dtype, device=accelerator.device())
-        if tensor is None
-        else tensor.contiguous()
-    )
-    dist.broadcast(received, src=_last_stage_rank(), group=pipeline_group())
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=dtype, device=accelerator.device())
+    received = tensor.contiguous()
+    dist.broadcast(received, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return received
 
 
-def _last_stage_rank() -> int:
-    return parallel_state.get_pipeline_model_parallel_last_rank()
-
-
 def pipeline_group() -> dist.ProcessGroup:
-    """Return the stages of one model copy."""
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+
+
+def context_parallel_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())

@@ -1,16 +1,21 @@
 """The kinds of pass over a model: what is asked of it at each position, and what becomes of the answer.
 
-Shapes: S sequence, B rows of a microbatch, K ids a token.
+`Guard` lets a schedule run to its end although a step of this rank failed, so that no rank waits for what never comes.
+
+Shapes: S sequence, B rows of a microbatch, K ids a token, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 
 from nemo_rl_mcore.config.custom_code import custom_code
 from nemo_rl_mcore.data import BatchedDataDict
@@ -24,6 +29,7 @@ from nemo_rl_mcore.losses.base import (
     ValueOutputs,
 )
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
+from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron.output_processor import (
     Outputs,
     Processor,
@@ -33,7 +39,6 @@ from nemo_rl_mcore.rank.megatron.output_processor import (
     all_of,
     student_processor,
     topk_processor,
-    value_processor,
 )
 from nemo_rl_mcore.rank.megatron.value_head import ValueHead
 from nemo_rl_mcore.rank.sums import LocalSums
@@ -75,37 +80,62 @@ class Passes:
 
     def logprobs(self, *, trained_only: bool = False) -> ModelPass:
         """Log-probabilities of all real tokens, or of those that token_mask marks; a result is (places, ([B, S],))."""
-        return ModelPass(
-            self.token_processor, _of_a_read(trained_only), self._select_tokens, _collect_logprobs
-        )
+        wanted = marked_next_tokens if trained_only else real_next_tokens
+        return ModelPass(self.token_processor, wanted, self._select_tokens, _collect_of_next_token)
 
     def values(self) -> ModelPass:
         """Return the values of the states before all real tokens; a result is (places, ([B, S],))."""
+        head = self.value_head
+
+        def process(*, hidden_states: torch.Tensor, context: torch.Tensor, **_unused: Any) -> torch.Tensor:
+            """Return values fp32 [S, B], 0 off the context, a mask [S, B]; stages without the head never call it."""
+            assert head is not None
+            return torch.where(context, head(hidden_states), 0.0)
+
         # The hidden state that predicts a token is the state before it, so values shift as log-probabilities do.
-        return ModelPass(value_processor(self.value_head), real_next_tokens, _mask, _collect_logprobs)
+        return ModelPass(
+            process,
+            wanted=real_next_tokens,
+            context=lambda _microbatch, mask_BS: _by_position(mask_BS),
+            collect=_collect_of_next_token,
+        )
 
     def topk(self, k: int, *, trained_only: bool = False) -> ModelPass:
         """Return the k best next tokens: (places, (logits [B, S, K], ids, logsumexp [B, S], tail [B, S]))."""
 
-        def context(_microbatch: Microbatch, mask_BS: torch.Tensor) -> TopKSelection:
-            return TopKSelection(k, _by_position(mask_BS), self.temperature)
+        def collect(microbatch: Microbatch, output: Outputs) -> LossTriple:
+            values = tuple(_rows(microbatch, value) for value in all_of(output))
+            return values[0].sum(), no_tokens(values[0]), (microbatch.places, values)
 
-        processor = topk_processor(self.linear_options)
-        return ModelPass(processor, _of_a_read(trained_only), context, _collect_unshifted)
+        return ModelPass(
+            topk_processor(self.linear_options),
+            wanted=marked_next_tokens if trained_only else real_next_tokens,
+            context=lambda _microbatch, mask_BS: TopKSelection(k, _by_position(mask_BS), self.temperature),
+            collect=collect,
+        )
 
     def loss(self, loss_fn: LossFunction) -> ModelPass:
         """Return what a loss function reads, and its sums; a result is `LocalSums`."""
         match loss_fn.input_type:
             case LossInputType.LOGPROB:
-                context = partial(self._select_tokens, with_entropy=loss_fn.needs_entropy)
-                processor, read = self.token_processor, _token_outputs
+                context, processor = self._select_tokens, self.token_processor
+                context = partial(context, with_entropy=loss_fn.needs_entropy)
             case LossInputType.VALUE:
-                processor, context, read = value_processor(self.value_head), _mask, _value_outputs
+                critic = self.values()
+                context, processor = critic.context, critic.processor
             case LossInputType.DISTILLATION:
-                context = partial(self._select_at_ids, loss_fn)
-                processor, read = student_processor(self.linear_options), _distillation_outputs
+                context, processor = self._select_at_ids, student_processor(self.linear_options)
+                context = partial(context, loss_fn)
+
+        def collect(microbatch: Microbatch, output: Outputs) -> LossTriple:
+            named = loss_fn.custom_name
+            outputs = _loss_outputs(loss_fn.input_type, microbatch, output)
+            with nullcontext() if named is None else custom_code(f"{named}.sums"):
+                sums = loss_fn.sums(outputs, microbatch.rows)
+            return sums.loss, no_tokens(sums.loss), LocalSums.of(sums, microbatch.rows)
+
         wanted = partial(tokens_to_train, rows_per_sample=loss_fn.rows_per_sample)
-        return ModelPass(processor, wanted, context, partial(_collect_sums, loss_fn, read))
+        return ModelPass(processor, wanted, context, collect)
 
     def _select_tokens(
         self, microbatch: Microbatch, mask_BS: torch.Tensor, with_entropy: bool = False
@@ -147,10 +177,6 @@ def real_next_tokens(rows: BatchedDataDict) -> torch.Tensor:
     return positions < (rows["input_lengths"] - 1).unsqueeze(1)
 
 
-def _of_a_read(trained_only: bool) -> Callable[[BatchedDataDict], torch.Tensor]:
-    return marked_next_tokens if trained_only else real_next_tokens
-
-
 def marked_next_tokens(rows: BatchedDataDict) -> torch.Tensor:
     """[B, S], true at each position whose next token token_mask marks, whether or not its row counts."""
     return torch.nn.functional.pad(rows["token_mask"].bool()[:, 1:], (0, 1))
@@ -166,13 +192,7 @@ def tokens_to_train(rows: BatchedDataDict, rows_per_sample: int = 1) -> torch.Te
 
 
 def _by_position(values_BS: torch.Tensor) -> torch.Tensor:
-    """[B, S, ...] as Megatron has it: [S, B, ...]."""
     return values_BS.transpose(0, 1).contiguous()
-
-
-def _mask(_microbatch: Microbatch, mask_BS: torch.Tensor) -> torch.Tensor:
-    """Return the context of a processor that needs to know only where it is to answer."""
-    return _by_position(mask_BS)
 
 
 def _rows(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
@@ -180,53 +200,104 @@ def _rows(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
     return microbatch.from_model(values_SB.transpose(0, 1))
 
 
-def _next_tokens(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
-    """Return what the model says of each position's next token: [B, S-1, ...]."""
-    return _rows(microbatch, values_SB)[:, :-1]
-
-
-def _shifted(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
-    """[B, S]: a position's output belongs to the token after it, so the columns move one to the right."""
-    return torch.nn.functional.pad(_next_tokens(microbatch, values_SB), (1, 0))
-
-
-def _collect_logprobs(microbatch: Microbatch, output: Outputs) -> LossTriple:
+def _collect_of_next_token(microbatch: Microbatch, output: Outputs) -> LossTriple:
+    """Collect [B, S], whose columns move one to the right: a position's output belongs to the token after it."""
     values_SB = all_of(output)[0]
-    return values_SB.sum(), no_tokens(values_SB), (microbatch.places, (_shifted(microbatch, values_SB),))
+    shifted_BS = torch.nn.functional.pad(_rows(microbatch, values_SB)[:, :-1], (1, 0))
+    return values_SB.sum(), no_tokens(values_SB), (microbatch.places, (shifted_BS,))
 
 
-def _collect_unshifted(microbatch: Microbatch, output: Outputs) -> LossTriple:
-    values = tuple(_rows(microbatch, value) for value in all_of(output))
-    return values[0].sum(), no_tokens(values[0]), (microbatch.places, values)
+def _loss_outputs(
+    kind: LossInputType, microbatch: Microbatch, output: Outputs
+) -> TokenOutputs | ValueOutputs | DistillationOutputs:
+    of_next_token = [_rows(microbatch, value)[:, :-1] for value in all_of(output)]
+    match kind:
+        case LossInputType.LOGPROB:
+            return TokenOutputs(*of_next_token)
+        case LossInputType.VALUE:
+            return ValueOutputs(torch.nn.functional.pad(of_next_token[0], (1, 0)))
+        case LossInputType.DISTILLATION:
+            at_ids, tail, *of_tokens = of_next_token
+            data = microbatch.rows
+            logprobs = data["teacher_topk_logits"] - data["teacher_logsumexp"].unsqueeze(-1)
+            teacher_tail = data.get("teacher_tail_logmass")
+            return DistillationOutputs(
+                student=TopKLogprobs(at_ids, tail),
+                teacher=TopKLogprobs(
+                    logprobs[:, :-1], None if teacher_tail is None else teacher_tail[:, :-1]
+                ),
+                tokens=TokenOutputs(*of_tokens) if of_tokens else None,
+            )
 
 
-def _collect_sums(
-    loss_fn: LossFunction, read: Callable[[Microbatch, Outputs], Any], microbatch: Microbatch, output: Outputs
-) -> LossTriple:
-    outputs, rows = read(microbatch, output), microbatch.rows
-    if loss_fn.custom_name is None:
-        sums = loss_fn.sums(outputs, rows)
-    else:
-        with custom_code(f"{loss_fn.custom_name}.sums"):
-            sums = loss_fn.sums(outputs, rows)
-    return sums.loss, no_tokens(sums.loss), LocalSums.of(sums, microbatch.rows)
+Collect = Callable[..., LossTriple]
 
 
-def _token_outputs(microbatch: Microbatch, output: Outputs) -> TokenOutputs:
-    return TokenOutputs(*(_next_tokens(microbatch, value) for value in all_of(output)))
+@dataclass
+class Guard:
+    """Keeps the first error of one schedule call; whoever made the call raises it, on all ranks, when it has ended.
+
+    A loss that failed becomes a zero whose gradients are zeros: the backward pass runs as on the ranks beside this one.
+    Under pipeline parallelism so does a forward step that failed: zeros go on to the next stage. What cannot be made
+    up for: a failure of one rank alone inside of layers that it shares with others (tensor or expert parallelism),
+    and one in a backward pass under pipeline parallelism. Those others wait until their group's time is over.
+    """
+
+    config: TransformerConfig
+    error: Exception | None = None
+
+    def forward_step(
+        self, model: Any, ids_BS: torch.Tensor, run: Callable[[], tuple[Any, Collect]]
+    ) -> tuple[Any, Collect]:
+        """Run a forward step of one microbatch (its input ids as the model takes them): its output and its loss."""
+        try:
+            return run()
+        except Exception as error:
+            if self.config.pipeline_model_parallel_size == 1:
+                raise
+            self.error = self.error or error
+        # What this stage would have sent on, as zeros [S, B, H]; its gradient, zeros too, goes back.
+        model, (rows, columns) = unwrap_model(model), ids_BS.shape
+        if self.config.sequence_parallel:
+            columns //= self.config.tensor_model_parallel_size
+        shape = (1,) if model.post_process else (columns, rows, self.config.hidden_size)
+        zeros = torch.zeros(shape, dtype=self.config.pipeline_dtype, device=accelerator.device())
+        received = zeros.requires_grad_() if model.pre_process else model.decoder.input_tensor
+        return zeros + received.flatten()[:0].sum(), _nothing
+
+    def loss(self, collect: Collect) -> Collect:
+        """Return the loss of one microbatch; where it fails, or one before it has failed, zero."""
+
+        def guarded(output: Outputs) -> LossTriple:
+            config = self.config
+            if self.error is None:
+                try:
+                    return collect(output)
+                except Exception as error:
+                    self.error = error
+                    if (  # no other rank takes part in this one's passes
+                        config.tensor_model_parallel_size == config.pipeline_model_parallel_size == 1
+                        and config.expert_model_parallel_size == config.context_parallel_size == 1
+                    ):
+                        raise
+            return _nothing(output)
+
+        return guarded
+
+    def raise_error(self) -> None:
+        """Raise the error that was kept, if there is one, and forget it.
+
+        An error that is held by a frame of its own traceback would stay, and all activations of those frames with it.
+        """
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
 
-def _value_outputs(microbatch: Microbatch, output: Outputs) -> ValueOutputs:
-    return ValueOutputs(_shifted(microbatch, all_of(output)[0]))
-
-
-def _distillation_outputs(microbatch: Microbatch, output: Outputs) -> DistillationOutputs:
-    at_ids, tail, *of_tokens = (_next_tokens(microbatch, value) for value in all_of(output))
-    data = microbatch.rows
-    logprobs = data["teacher_topk_logits"] - data["teacher_logsumexp"].unsqueeze(-1)
-    teacher_tail = data.get("teacher_tail_logmass")
-    return DistillationOutputs(
-        student=TopKLogprobs(at_ids, tail),
-        teacher=TopKLogprobs(logprobs[:, :-1], None if teacher_tail is None else teacher_tail[:, :-1]),
-        tokens=TokenOutputs(*of_tokens) if of_tokens else None,
-    )
+def _nothing(output: Outputs) -> LossTriple:
+    # Zeros, whose gradients are zeros also where a tensor is not finite.
+    loss = torch.stack([part.flatten()[:0].sum().float() for part in all_of(output)]).sum()
+    return loss, no_tokens(loss), None

@@ -28,7 +28,9 @@ class ReferencePolicy:
         for chunk in chunks:
             # Asked for its state a router widens its experts' bias, which it would else do in its first pass.
             chunk.state_dict()
-        self._kept = [self._memory_like(piece) for piece in self._pieces()]
+        place = None if on_device else "cpu"
+        pinned = not on_device and accelerator.has_cuda()
+        self._kept = [torch.empty_like(piece, device=place, pin_memory=pinned) for piece in self._pieces()]
         self.keep()
 
     def keep(self) -> None:
@@ -53,11 +55,6 @@ class ReferencePolicy:
             yield
         finally:
             self._exchange(spares)
-
-    def _memory_like(self, piece: torch.Tensor) -> torch.Tensor:
-        if self.on_device:
-            return torch.empty_like(piece)
-        return torch.empty(piece.shape, dtype=piece.dtype, device="cpu", pin_memory=accelerator.has_cuda())
 
     def _pieces(self) -> Iterator[torch.Tensor]:
         """Yield the memory of all weights as uint8 [at most PIECE_BYTES]: what is copied is copied bit for bit.

@@ -179,15 +179,12 @@ def _parts(name: Any, entry: Any) -> Iterator[torch.Size | None]:
             type(chunk.offsets) is torch.Size and type(chunk.sizes) is torch.Size,
             f"{name} has a part without a place",
         )
-        _require(_fits(chunk, entry.size), f"{name} has a part outside of it")
+        fits = len(chunk.offsets) == len(chunk.sizes) == len(entry.size) and all(
+            offset >= 0 and 0 <= length <= whole - offset
+            for offset, length, whole in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+        )
+        _require(fits, f"{name} has a part outside of it")
         yield chunk.offsets
-
-
-def _fits(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
-    return len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
-        offset >= 0 and 0 <= length <= whole - offset
-        for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
-    )
 
 
 def _require(fine: bool, complaint: str) -> None:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
 from megatron.core import __version__ as megatron_version
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.config.logits_cache import LogitsCache
-from nemo_rl_mcore.config.policy import TokenBudgets
+from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore.config.megatron import LOGITS_CHUNK_BYTES, LogitsCache
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Microbatch, in_batch_order
 from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.models.frozen import frozen_of
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.agreement import UnequalCallsError, together
@@ -36,21 +36,14 @@ from nemo_rl_mcore.rank.megatron.auxiliary_losses import (
 )
 from nemo_rl_mcore.rank.megatron.batching import Batching, attention_inputs
 from nemo_rl_mcore.rank.megatron.context_parallel import slices_of_a_sample
-from nemo_rl_mcore.rank.megatron.grad_sync import (
-    OverlappedGradSync,
-    deferred_grad_sync,
-    drop_reductions,
-    finalize_gradients,
-)
-from nemo_rl_mcore.rank.megatron.guard import Collect, Guard
+from nemo_rl_mcore.rank.megatron.grad_sync import OverlappedGradSync, bucket_groups, start_reductions
 from nemo_rl_mcore.rank.megatron.hf_weights.load import load_pretrained
-from nemo_rl_mcore.rank.megatron.model import build_model, freeze, in_precision, wrap_data_parallel
+from nemo_rl_mcore.rank.megatron.model import build_model, freeze_weights, in_precision, wrap_data_parallel
 from nemo_rl_mcore.rank.megatron.model_class import LanguageModel
-from nemo_rl_mcore.rank.megatron.optimizer import build_optimizer, build_scheduler
+from nemo_rl_mcore.rank.megatron.optimizer_state import build_optimizer
 from nemo_rl_mcore.rank.megatron.output_processor import fused_processor, unfused_processor
-from nemo_rl_mcore.rank.megatron.passes import LossTriple, ModelPass, Passes
-from nemo_rl_mcore.rank.megatron.transforms import transforms
-from nemo_rl_mcore.rank.megatron.value_head import value_head_of
+from nemo_rl_mcore.rank.megatron.passes import Collect, Guard, LossTriple, ModelPass, Passes
+from nemo_rl_mcore.rank.megatron.value_head import give_value_head, value_head_of
 from nemo_rl_mcore.rank.policy_backend import BackendOptions
 from nemo_rl_mcore.rank.sums import LocalSums, StepTotals
 from nemo_rl_mcore.rank.train_step import UnequalChunksError
@@ -76,75 +69,19 @@ def evaluation_mode(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 class ForwardBackward:
     """The model of this rank and how its outputs are taken.
 
-    passes: what can be asked of it.
-    sequence_multiple: batches are padded to a multiple of this many columns.
-    token_budgets: what microbatches are sized by; None for a fixed number of rows.
+    passes: what can be asked of it. batching: how rows become microbatches. auxiliary: the losses that layers attach to
+    their own backward pass.
     """
 
     config: TransformerConfig
     chunks: list[MegatronModule]
     passes: Passes
-    sequence_multiple: int
-    token_budgets: TokenBudgets | None = None
+    batching: Batching
+    auxiliary: AuxiliaryLosses
 
-    @cached_property
-    def batching(self) -> Batching:
-        """Return how rows become microbatches."""
-        return Batching(self.config, self.sequence_multiple, self.token_budgets)
-
-    @cached_property
-    def auxiliary(self) -> AuxiliaryLosses:
-        """Return the losses that layers attach to their own backward pass."""
-        return AuxiliaryLosses(self.config, self.chunks)
-
-    def logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
-    ) -> torch.Tensor | None:
-        """Return the log-probabilities of `input_ids` [B, S] as fp32 [B, S]; None off the last pipeline stage.
-
-        Column i is log p of token i given those before it; column 0 and the right padding are 0.
-        trained_only: so is all that `token_mask` does not mark.
-        """
-        kind = self.passes.logprobs(trained_only=trained_only)
-        return (self._read(data, micro_batch_size, kind) or [None])[0]
-
-    def values(self, data: BatchedDataDict, micro_batch_size: int) -> torch.Tensor | None:
-        """Return a critic's values as fp32 [B, S]; None off the last pipeline stage.
-
-        Column i is the value of the state before token i; column 0 and the right padding are 0.
-        """
-        return (self._read(data, micro_batch_size, self.passes.values()) or [None])[0]
-
-    def topk(
-        self, data: BatchedDataDict, k: int, micro_batch_size: int, *, trained_only: bool = False
-    ) -> list[torch.Tensor]:
-        """Return the k best next tokens per position: logits and ids [B, S, k], logsumexp and tail's log-mass [B, S].
-
-        Empty off the last pipeline stage; 0 where the next token is not real or, with trained_only, not marked by
-        `token_mask`.
-        """
-        return self._read(data, micro_batch_size, self.passes.topk(k, trained_only=trained_only))
-
-    def loss_sums(
-        self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int, *, forward_only: bool
-    ) -> LocalSums:
-        """Return the loss sums of the rows on this rank (empty off the last pipeline stage).
-
-        Unless `forward_only`, the gradients of the un-normalised loss are added to the local gradient buckets.
-        """
-        parts = self._run(
-            self.batching.for_training(data, micro_batch_size, loss_fn.rows_per_sample),
-            self.passes.loss(loss_fn),
-            trained_by=None if forward_only else loss_fn,
-        )
-        total = LocalSums()
-        for part in parts:
-            total.add(part)
-        return total
-
-    def _read(self, data: BatchedDataDict, micro_batch_size: int, kind: ModelPass) -> list[torch.Tensor]:
+    def read(self, data: BatchedDataDict, micro_batch_size: int, kind: ModelPass) -> list[torch.Tensor]:
         """Return what a pass without gradients says of the batch, in its order; nothing off the last pipeline stage."""
-        microbatches = self.batching.for_logprobs(data, micro_batch_size)
+        microbatches = self.batching.microbatches(data, micro_batch_size, None)
         with evaluation_mode(self.chunks):
             parts = self._run(microbatches, kind)
         if not parts:
@@ -156,13 +93,27 @@ class ForwardBackward:
             for values in zip(*(values for _, values in parts), strict=True)
         ]
 
+    def loss_sums(
+        self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int, *, forward_only: bool
+    ) -> LocalSums:
+        """Return the loss sums of the rows on this rank (empty off the last pipeline stage).
+
+        Unless `forward_only`, the gradients of the un-normalised loss are added to the local gradient buckets.
+        """
+        parts = self._run(
+            self.batching.microbatches(data, micro_batch_size, loss_fn.rows_per_sample),
+            self.passes.loss(loss_fn),
+            trained_by=None if forward_only else loss_fn,
+        )
+        total = LocalSums()
+        for part in parts:
+            total.add(part)
+        return total
+
     def _run(
         self, on_cpu: list[Microbatch], kind: ModelPass, *, trained_by: LossFunction | None = None
     ) -> list[Any]:
-        """Run microbatches through the schedule: forward only, unless they are trained by a loss.
-
-        An error of a loss is raised when the schedule has ended, since other ranks take part in it: see `Guard`.
-        """
+        """Run microbatches through the schedule: forward only, unless they are trained by a loss."""
         terms = [None if trained_by is None else self.auxiliary.terms(part, trained_by) for part in on_cpu]
         microbatches = [microbatch.to(accelerator.device()) for microbatch in on_cpu]
         rows, columns = microbatches[0].input_ids.shape
@@ -174,15 +125,22 @@ class ForwardBackward:
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=[*self.chunks] if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(microbatches),
-                seq_length=columns
-                * self.config.context_parallel_size,  # of the whole rows, which Megatron cuts
+                # Of the whole rows, which Megatron cuts.
+                seq_length=columns * self.config.context_parallel_size,
                 micro_batch_size=rows,
                 forward_only=trained_by is None,
             )
         finally:
-            if self.config.num_moe_experts is not None:
-                _forget_routing(self.chunks)
-        guard.raise_error()
+            # Token dispatchers hold the last microbatch's graph by the routers' shares: and so the model, its groups
+            # and their threads, where Python's collector cannot see them.
+            for layer in (part for chunk in self.chunks for part in chunk.modules()):
+                if isinstance(layer, MoELayer):
+                    kept = vars(layer.token_dispatcher)
+                    graphs = (
+                        name for name, value in kept.items() if getattr(value, "grad_fn", None) is not None
+                    )
+                    kept |= dict.fromkeys(graphs)
+        guard.raise_error()  # now that the schedule, in which other ranks take part, has ended
         return parts
 
     def _forward_step(
@@ -197,9 +155,18 @@ class ForwardBackward:
         microbatch, terms = next(microbatches)
         activity.advance("a microbatch")
         collect = guard.loss(partial(kind.collect, microbatch))
+
+        def collect_of_plan(*outputs: torch.Tensor) -> LossTriple:
+            # A plan has no output before it runs, and its outputs come one by one.
+            first, *more = outputs
+            output = outputs if more else first
+            if terms is not None:
+                self.auxiliary.follow(terms, output)
+            return collect(output)
+
         if return_schedule_plan:
             plan = model.build_schedule_plan(**self._model_inputs(microbatch, terms, kind, model))
-            return plan, partial(self._collect_of_plan, collect, terms)
+            return plan, collect_of_plan
 
         def run() -> tuple[Any, Collect]:
             output = model(**self._model_inputs(microbatch, terms, kind, model))
@@ -229,32 +196,6 @@ class ForwardBackward:
             inputs |= self.auxiliary.model_inputs(terms, microbatch, mask_BS, model)
         return inputs
 
-    def _collect_of_plan(
-        self, collect: Collect, terms: AuxiliaryTerms | None, *outputs: torch.Tensor
-    ) -> LossTriple:
-        """Return the loss of a plan's outputs: a plan has no output before it runs, and its outputs come one by one."""
-        first, *more = outputs
-        output = (first, *more) if more else first
-        if terms is not None:
-            self.auxiliary.follow(terms, output)
-        return collect(output)
-
-
-def _forget_routing(chunks: Sequence[torch.nn.Module]) -> None:
-    """Free the last microbatch's graph, which token dispatchers hold by the routers' shares.
-
-    It holds the model, and so its groups and their threads, where Python's collector cannot see it.
-    """
-    for chunk in chunks:
-        for layer in chunk.modules():
-            if isinstance(layer, MoELayer):
-                kept = vars(layer.token_dispatcher)
-                kept |= {name: None for name, value in kept.items() if _has_graph(value)}
-
-
-def _has_graph(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
-
 
 def causal_inputs(input_ids_BL: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor, None]:
     """GPTModel's input_ids, position_ids and attention mask for the tokens from `start` on.
@@ -266,7 +207,10 @@ def causal_inputs(input_ids_BL: torch.Tensor, start: int = 0) -> tuple[torch.Ten
     return input_ids_BL[:, start:], positions, None
 
 
-FIRST_VERSION_WITH_HOOK = "0.18.0"
+_NO_HOOK = (
+    f"megatron-core {megatron_version}: the forward of {{}} {{}} the output_processor that log-probabilities are taken "
+    "by; install megatron-core >= 0.18.0, with a model that calls it"
+)
 
 
 def require_hook(models: Iterable[LanguageModel]) -> None:
@@ -279,47 +223,38 @@ def require_hook(models: Iterable[LanguageModel]) -> None:
         try:
             inspect.signature(model.forward).bind_partial(output_processor=None)
         except TypeError as error:
-            raise _no_hook(model, "does not take") from error
+            raise RuntimeError(_NO_HOOK.format(type(model).__name__, "does not take")) from error
         if model.post_process:
-            _FirstPass(model)
+            _watch_first_pass(model)
 
 
-class _FirstPass:
-    """Watches a model until one pass has called its processor."""
+def _watch_first_pass(model: LanguageModel) -> None:
+    """Raise after the first pass with a processor that has not called it, or else watch no more."""
+    handed_over = called = False
 
-    def __init__(self, model: LanguageModel):
-        self._handed_over = self._called = False
-        self._hooks = (
-            model.register_forward_pre_hook(self._hand_over, with_kwargs=True),
-            model.register_forward_hook(self._check),
-        )
-
-    def _hand_over(self, _model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hand_over(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal handed_over, called
         processor = kwargs.get("output_processor")
-        self._handed_over, self._called = processor is not None, False
+        handed_over, called = processor is not None, False
         if processor is None:  # a pass of someone who wants the logits
             return None
 
         def watched(**hook: Any) -> Any:
-            self._called = True
+            nonlocal called
+            called = True
             return processor(**hook)
 
         return args, kwargs | {"output_processor": watched}
 
-    def _check(self, model: Any, _args: tuple[Any, ...], _output: Any) -> None:
-        if not self._handed_over:
-            return
-        if not self._called:
-            raise _no_hook(model, "takes, and ignores,")
-        for hook in self._hooks:
+    def check(model: Any, _args: tuple[Any, ...], _output: Any) -> None:
+        if handed_over and not called:
+            raise RuntimeError(_NO_HOOK.format(type(model).__name__, "takes, and ignores,"))
+        for hook in hooks if handed_over else ():
             hook.remove()
 
-
-def _no_hook(model: object, what_it_does: str) -> RuntimeError:
-    return RuntimeError(
-        f"megatron-core {megatron_version}: the forward of {type(model).__name__} {what_it_does} the output_processor "
-        f"that log-probabilities are taken by; install megatron-core >= {FIRST_VERSION_WITH_HOOK}, with a model that "
-        "calls it"
+    hooks = (
+        model.register_forward_pre_hook(hand_over, with_kwargs=True),
+        model.register_forward_hook(check),
     )
 
 
@@ -343,47 +278,55 @@ class MegatronTrainBackend:
     scheduler: OptimizerParamScheduler
 
     def __init__(self, policy: PolicyConfig, options: BackendOptions):
-        self.trained = options.trained
+        self.trained, megatron = options.trained, policy.megatron_cfg
         self.config, models = build_model(policy)
         if policy.model_name is not None:
             with activity.loading(), together("the end of loading the weights"):
                 load_pretrained(policy, models)  # before the optimizer takes its fp32 copies
         require_hook(models)
-        for transform in transforms(policy, options):
-            transform(models)
+        # What goes by the table of weights comes before parameters that are not in it.
+        if options.trained and frozen_of(policy):
+            freeze_weights(policy, models)
+        if options.role is Role.VALUE:
+            for model in models:
+                give_value_head(model)
         modules = in_precision(self.config, models)
+        # A model that is not trained has no buffers for gradients. Its `requires_grad` stays: Megatron's linear layers
+        # take another way for weights without it, linear_with_frozen_weight (tensor_parallel/layers.py), which rounds
+        # otherwise.
         self._wrapped = wrap_data_parallel(policy, self.config, modules) if options.trained else []
-        self.chunks: list[MegatronModule] = [*self._wrapped] or freeze(modules)
+        self.chunks: list[MegatronModule] = [*self._wrapped] or [module.eval() for module in modules]
         if options.trained:
-            self.optimizer = build_optimizer(policy, self._wrapped)
-            self.scheduler = build_scheduler(policy, self.optimizer)
-        self.overlaps_grad_sync = policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce
+            self.optimizer, self.scheduler = build_optimizer(policy, self._wrapped)
+        self.overlaps_grad_sync = megatron.distributed_data_parallel_config.overlap_grad_reduce
         self._overlapped = OverlappedGradSync(self.config, self._wrapped)
+        # Each rank that shares a sequence has an equal part of it.
+        parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
+        multiple = parts * slices_of_a_sample(megatron.context_parallel_size)
         self.forward = ForwardBackward(
             self.config,
             self.chunks,
             _passes(policy, self.chunks, options),
-            _sequence_multiple(policy),
-            policy.token_budgets,
+            Batching(self.config, multiple, policy.token_budgets),
+            AuxiliaryLosses(self.config, self.chunks),
         )
 
     def snapshot(self) -> _Snapshot:
         """Return the random generators, which dropout draws from, and the buffers that routers count in."""
-        buffers = [buffer.clone() for buffer in self._buffers()]
-        return _Snapshot(accelerator.device_rng_states(), _rng_tracker().get_states(), buffers)
+        return _Snapshot(
+            generators=accelerator.device_rng_states(),
+            tracker=parallel_groups.rng_tracker().get_states(),
+            buffers=[buffer.clone() for chunk in self._wrapped for buffer in chunk.module.buffers()],
+        )
 
     def restore(self, snapshot: _Snapshot) -> None:
-        """Set random generators and buffers back."""
         accelerator.restore_device_rng_states(snapshot.generators)
-        _rng_tracker().set_states(snapshot.tracker)
-        for buffer, saved in zip(self._buffers(), snapshot.buffers, strict=True):
+        parallel_groups.rng_tracker().set_states(snapshot.tracker)
+        buffers = [buffer for chunk in self._wrapped for buffer in chunk.module.buffers()]
+        for buffer, saved in zip(buffers, snapshot.buffers, strict=True):
             buffer.copy_(saved)
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return [buffer for chunk in self._wrapped for buffer in chunk.module.buffers()]
-
     def weights_replaced(self) -> None:
-        """Have the optimizer, if there is one, take its copies from the weights again."""
         if self.trained:
             self.optimizer.reload_model_params()
 
@@ -401,33 +344,53 @@ class MegatronTrainBackend:
             ) from error
 
     def done_together(self, call: str) -> AbstractContextManager[None]:
-        """See `TrainStepBackend.done_together`."""
         return together(f"the end of {call}", parallel_groups.computing_ranks())
 
     def zero_grad(self) -> None:
-        """Clear the gradient buckets, the optimizer's gradients and what auxiliary losses have added up."""
-        drop_reductions(self._wrapped)
+        """Clear the gradient buckets, the optimizer's gradients and what auxiliary losses have added up.
+
+        Reductions in flight are waited for: one that is left would write into cleared gradients, and make the next step
+        skip its own.
+        """
+        for group in bucket_groups(self._wrapped):
+            handle, group.grad_reduce_handle = group.grad_reduce_handle, None
+            if handle is not None:
+                with suppress(RuntimeError):  # of a peer that is gone; the next meeting tells
+                    handle.wait()
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.forward.auxiliary.reset(self.chunks)
 
-    def deferred_grad_sync(self) -> AbstractContextManager[None]:
-        """See `megatron.grad_sync.deferred_grad_sync`."""
-        return deferred_grad_sync(self.config, self._wrapped)
+    @contextmanager
+    def deferred_grad_sync(self) -> Iterator[None]:
+        """Inside, backward passes only add to the local gradient buckets: nothing is reduced, nothing finalised.
+
+        The schedules (pipeline_parallel/schedules.py) would otherwise reduce through `grad_sync_func`, leave `no_sync`
+        for each call's last microbatch, and finalise at each call's end. All three functions come back on leaving, also
+        after an exception. Enter it after the buckets were zeroed: zeroing resets the flag that `no_sync` clears.
+        """
+        config = self.config
+        saved = config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func
+        config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func = None, nullcontext, None
+        try:
+            with ExitStack() as stack:
+                for chunk in self._wrapped:
+                    stack.enter_context(chunk.no_sync())
+                yield
+        finally:
+            config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func = saved
 
     def overlapped_grad_sync(self, factor: float) -> AbstractContextManager[bool]:
-        """See `megatron.overlapped_grad_sync`."""
+        """Let this call's gradients be reduced while they come; see `megatron.grad_sync`."""
         return self._overlapped.begin(factor)
 
     def forward_backward(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int
     ) -> LocalSums:
-        """Add the gradients of the rows' un-normalised loss; return its sums on this rank."""
         return self.forward.loss_sums(data, loss_fn, micro_batch_size, forward_only=False)
 
     def evaluate(self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int) -> StepTotals:
-        """Return the loss and metrics of the rows of all ranks, without gradients."""
         with evaluation_mode(self.chunks):
             with self.done_together("an evaluation"):
                 sums = self.forward.loss_sums(data, loss_fn, micro_batch_size, forward_only=True)
@@ -440,7 +403,6 @@ class MegatronTrainBackend:
         return replace(totals, moe_metrics=moe_metrics, mtp_metrics=mtp_metrics)
 
     def reduce_counts(self, data: BatchedDataDict) -> StepTotals:
-        """Return the counts of the rows of all ranks, without a metric."""
         return self._totals(LocalSums.counts(data))
 
     def _totals(self, sums: LocalSums) -> StepTotals:
@@ -450,13 +412,19 @@ class MegatronTrainBackend:
         return parallel_groups.broadcast_from_last_stage(totals)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the local gradient buckets."""
         for chunk in self._wrapped:
             chunk.scale_gradients(factor)
 
     def finalize_gradients(self) -> None:
-        """See `megatron.grad_sync.finalize_gradients`."""
-        finalize_gradients(self._wrapped)
+        """Reduce the step's gradients, once, or end the reductions that were started.
+
+        This is more than the data-parallel reduction: layer-norm gradients under sequence parallelism, tied embeddings
+        across pipeline stages and router biases are Megatron's to sum here. The gradients are already divided by the
+        number of tokens or sequences, so no token count is handed over.
+        """
+        groups = bucket_groups(self._wrapped)
+        start_reductions([group for group in groups if group.ddp_config.overlap_grad_reduce])
+        finalize_model_grads([*self._wrapped], num_tokens=None)
 
     def gradient_norm(self) -> float:
         """Return the L2 norm of the reduced gradients over all ranks, before clipping."""
@@ -476,43 +444,26 @@ class MegatronTrainBackend:
         return self.scheduler.get_lr(group), self.scheduler.get_wd(group)
 
 
-def _rng_tracker() -> CudaRNGStatesTracker:
-    return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
-
-
 def _passes(policy: PolicyConfig, chunks: list[MegatronModule], options: BackendOptions) -> Passes:
-    config, vocab_size = policy.megatron_cfg, policy.model.vocab_size
+    config, ddp = policy.megatron_cfg, policy.megatron_cfg.distributed_data_parallel_config
     fused = config.use_fused_linear_logprobs
     cache = LogitsCache.of(config.fused_linear_logprobs_cache_bytes if fused else 0)
     linear_options = LinearLogprobsOptions(
         chunk_size=config.fused_linear_logprobs_chunk_size,
-        chunk_bytes=config.fused_linear_logprobs_chunk_bytes,
-        vocab_size=vocab_size,
+        chunk_bytes=LOGITS_CHUNK_BYTES,
+        vocab_size=policy.model.vocab_size,
         cache_bytes=cache.limit,
         cache_bytes_per_logit=cache.bytes_per_logit,
-        accumulate_main_grad=options.trained and _head_adds_to_main_grad(policy),
+        # The output weight's gradient may be summed in its gradient bucket, tile by tile, unless a 16-bit bucket would
+        # round every tile's part. Multi-token prediction uses the weight a second time, through autograd, whose
+        # gradient the data-parallel hook drops once a weight says that its own is in place.
+        accumulate_main_grad=options.trained
+        and (ddp.grad_reduce_in_fp32 or policy.precision == "float32")
+        and not policy.model.mtp_num_layers,
     )
     return Passes(
-        token_processor=fused_processor(linear_options) if fused else unfused_processor(vocab_size),
+        fused_processor(linear_options) if fused else unfused_processor(policy.model.vocab_size),
         temperature=options.temperature,
         linear_options=linear_options,
         value_head=value_head_of(chunks[-1]),
     )
-
-
-def _head_adds_to_main_grad(policy: PolicyConfig) -> bool:
-    """Return whether the output weight's gradient may be summed in its gradient bucket, tile by tile.
-
-    A 16-bit bucket would round every tile's part. Multi-token prediction uses the weight a second time, through
-    autograd, whose gradient the data-parallel hook drops once a weight says that its own is in place.
-    """
-    ddp = policy.megatron_cfg.distributed_data_parallel_config
-    wide = ddp.grad_reduce_in_fp32 or policy.precision == "float32"
-    return wide and not policy.model.mtp_num_layers
-
-
-def _sequence_multiple(policy: PolicyConfig) -> int:
-    """Return what batches are padded to: each rank that shares a sequence has an equal part of it."""
-    megatron = policy.megatron_cfg
-    parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
-    return parts * slices_of_a_sample(megatron.context_parallel_size)

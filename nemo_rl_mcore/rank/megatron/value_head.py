@@ -47,23 +47,20 @@ def give_value_head(model: LanguageModel) -> None:
     """
     apart = model.pre_process is not model.post_process and not model.config.mtp_num_layers
     if model.share_embeddings_and_output_weights and apart:
-        _part_with_copy(model)
+        shared = cast(Any, model)
+        if model.pre_process:
+            # `finalize_model_grads` would sum its gradient with that of the copy.
+            shared.share_embeddings_and_output_weights = False
+        else:
+            shared.output_layer.weight = None
+            # It would look for the copy among the tensors of a checkpoint (models/common/language_module).
+            shared.tie_embeddings_and_output_weights_state_dict = lambda *_: None
     if not model.post_process:
         return
     model.add_module(VALUE_HEAD, ValueHead(model.config))
     if not model.share_embeddings_and_output_weights:
         for parameter in model.output_layer.parameters():
             parameter.requires_grad = False
-
-
-def _part_with_copy(model: Any) -> None:
-    if model.pre_process:
-        # `finalize_model_grads` would sum its gradient with that of the copy.
-        model.share_embeddings_and_output_weights = False
-    else:
-        model.output_layer.weight = None
-        # It would look for the copy among the tensors of a checkpoint (models/common/language_module).
-        model.tie_embeddings_and_output_weights_state_dict = lambda *_: None
 
 
 def value_head_of(model: torch.nn.Module) -> ValueHead | None:

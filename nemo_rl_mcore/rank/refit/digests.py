@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+
+from nemo_rl_mcore.ops.sampling import GOLDEN_GAMMA, signed_64, splitmix64
 
 _ALL_BITS = (1 << 64) - 1
 _ROWS, _COLUMNS = 0x243F6A8885A308D3, 0x13198A2E03707344
@@ -80,8 +82,11 @@ def block_sum(
 
     first_row, first_column: of the whole tensor, where the block begins. dtype: see `digest`.
     """
-    matrix = _as_matrix(block.detach())
-    words = (dtype or block.dtype).itemsize // _WORDS[(dtype or block.dtype).itemsize].itemsize
+    dtype = dtype or block.dtype
+    matrix = block.detach()
+    matrix = matrix.reshape(-1, 1) if matrix.ndim < 2 else matrix.flatten(0, -2)
+    word = _WORDS[dtype.itemsize]
+    words = dtype.itemsize // word.itemsize
     total = torch.zeros((), dtype=torch.int64, device=block.device)
     limit = _WORDS_AT_A_TIME[block.device.type] // words
     column = first_column
@@ -95,7 +100,9 @@ def block_sum(
             row += len(rows)
             at_a_time = max(1, limit // max(1, width))
             for part, weights in zip(rows.split(at_a_time), row_weights.split(at_a_time), strict=True):
-                total += ((_as_words(part, dtype) * column_weights).sum(1) * weights).sum()
+                # A view of other sizes needs entries that lie side by side.
+                in_words = part.to(dtype).contiguous().view(word)
+                total += ((in_words * column_weights).sum(1) * weights).sum()
     return total
 
 
@@ -112,34 +119,10 @@ def sealed(total: int, dtype: torch.dtype, shape: Iterable[int]) -> int:
     return (total + int.from_bytes(hashlib.blake2b(kind, digest_size=8).digest())) & _ALL_BITS
 
 
-def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.ndim < 2:
-        return tensor.reshape(-1, 1)
-    return tensor if tensor.ndim == 2 else tensor.flatten(0, -2)
-
-
-def _as_words(part: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    cast = part if dtype is None else part.to(dtype)
-    # A view of other sizes needs entries that lie side by side.
-    return cast.contiguous().view(_WORDS[cast.dtype.itemsize])
-
-
 def _weights(seed: int, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return odd int64 [count] of the positions from `start` on: the mixing function of SplitMix64."""
-    mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device)
-    mixed = mixed * _signed(0x9E3779B97F4A7C15) + _signed(seed)
-    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
-    return (mixed ^ _shifted(mixed, 31)) | 1
-
-
-def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, zeros following."""
-    return (numbers >> bits) & (_ALL_BITS >> bits)
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
+    """Return odd int64 [count], pseudo-random numbers of the positions from `start` on."""
+    positions = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    return splitmix64(positions * signed_64(GOLDEN_GAMMA) + signed_64(seed)) | 1
 
 
 type Digests = Mapping[str, int | None]
@@ -184,15 +167,20 @@ def require_as_sent(
     with the reason.
     """
     both = {name: (sent[name], held[name]) for name in sent if name in held}
-    different = [name for name, pair in both.items() if None not in pair and pair[0] != pair[1]]
     found = {
-        "not as they were sent": different,
+        "not as they were sent": [
+            name for name, pair in both.items() if None not in pair and pair[0] != pair[1]
+        ],
         "sent and not found": [name for name in sent if name not in held],
         "there and not sent": [name for name in held if name not in sent],
         "without new weights": [*unwritten],
         "not to be read back (policy.generation.verify_refit: false does without)": [*unreadable],
     }
-    wrong = [f"{len(names)} {what}: {_some(names)}" for what, names in found.items() if names]
+    wrong: list[str] = []
+    for what, names in found.items():
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        if names:
+            wrong.append(f"{len(names)} {what}: {', '.join(names[:_NAMED])}{more}")
     if wrong:
         raise IncompleteRefitError(f"of {len(sent)} tensors " + "; ".join(wrong))
 
@@ -213,25 +201,18 @@ def joined(processes: Iterable[Iterable[HeldBlock]]) -> dict[str, int]:
     blocks: dict[str, list[HeldBlock]] = {}
     for block in itertools.chain.from_iterable(processes):
         blocks.setdefault(block.name, []).append(block)
-    return {name: _whole(of_tensor) for name, of_tensor in blocks.items()}
-
-
-def _whole(blocks: Sequence[HeldBlock]) -> int:
-    first = blocks[0]
-    totals = {(block.corner, block.size): block.total for block in blocks}
-    # Blocks are shards of one partition: two are the same, or do not overlap.
-    entries = sum(rows * columns for _, (rows, columns) in totals)
-    whole = entries == torch.Size(first.shape).numel()
-    alike = all(
-        (block.dtype, block.shape, block.total)
-        == (first.dtype, first.shape, totals[block.corner, block.size])
-        for block in blocks
-    )
-    if not (whole and alike):
-        return _OF_NO_TENSOR
-    return sealed(sum(totals.values()), getattr(torch, first.dtype), first.shape)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    found: dict[str, int] = {}
+    for name, of_tensor in blocks.items():
+        first = of_tensor[0]
+        totals = {(block.corner, block.size): block.total for block in of_tensor}
+        # Blocks are shards of one partition: two are the same, or do not overlap.
+        entries = sum(rows * columns for _, (rows, columns) in totals)
+        whole = entries == torch.Size(first.shape).numel()
+        alike = all(
+            (block.dtype, block.shape, block.total)
+            == (first.dtype, first.shape, totals[block.corner, block.size])
+            for block in of_tensor
+        )
+        total, dtype = sum(totals.values()), getattr(torch, first.dtype)
+        found[name] = sealed(total, dtype, first.shape) if whole and alike else _OF_NO_TENSOR
+    return found

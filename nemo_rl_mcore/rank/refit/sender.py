@@ -22,7 +22,6 @@ from nemo_rl_mcore.rank.refit.digests import Digester
 from nemo_rl_mcore.rank.refit.transports import (
     BroadcastSender,
     Bucket,
-    Bystander,
     CudaIpcSender,
     MessageSender,
     Packer,
@@ -51,10 +50,7 @@ class Engines(Protocol):
         ...
 
     def wait(self, loading: Any, timeout_s: float) -> None:
-        """Wait until all of them have loaded it.
-
-        Raises EngineLostError, naming the engine, or what loading raised there.
-        """
+        """Wait until all have loaded it; raises EngineLostError, naming the engine, or what loading raised there."""
         ...
 
 
@@ -102,7 +98,7 @@ class WeightSender:
     ) -> None:
         self.rendezvous = rendezvous
         self._settings, self._engines, self._transport = settings, engines, transport
-        self._is_first = _is_first()
+        self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._packers = [Packer(slot) for slot in transport.slots]
         self._loading: list[Any] = [None] * len(self._packers)
         self._slot = 0
@@ -113,8 +109,29 @@ class WeightSender:
         Raises EngineLostError, naming the engine, what loading raised there, or ValueError for a tensor that no bucket
         has room for: on all ranks, at the same tensor, so that none waits for another in the rest of the export.
         """
+        digester = Digester(self._settings.held_as) if self._settings.verify and self._is_first else None
+        sent: dict[str, int | None] = {}
         try:
-            return self._send(tensors)
+            for name, tensor in tensors:
+                activity.advance(f"sending {name}")
+                sent[name] = None
+                # Of the trainer's tensor, not of its copy in the buffer.
+                if digester is not None:
+                    digester.add(name, tensor)
+                if not self._packers[self._slot].add(name, tensor):
+                    self._deliver_and_turn()
+                    if not self._packers[self._slot].add(name, tensor):
+                        raise RefusedError(
+                            f"a bucket of {self._settings.bucket_bytes} bytes is below the "
+                            f"{tensor.nbytes} bytes of {name}; raise it",
+                            code="bucket-size",
+                        )
+            if self._packers[self._slot].used:
+                self._deliver_and_turn()
+            with together("the end of a refit"):
+                for slot in range(len(self._packers)):
+                    self._wait_for_engines(slot)
+            return sent if digester is None else {**digester.digests()}
         finally:
             self._loading = [None] * len(self._packers)
             for packer in self._packers:
@@ -124,30 +141,6 @@ class WeightSender:
         """Free the buffers."""
         self._packers.clear()
         self._transport.close()
-
-    def _send(self, tensors: NamedTensors) -> dict[str, int | None]:
-        digester = Digester(self._settings.held_as) if self._settings.verify and self._is_first else None
-        sent: dict[str, int | None] = {}
-        for name, tensor in tensors:
-            activity.advance(f"sending {name}")
-            sent[name] = None
-            # Of the trainer's tensor, not of its copy in the buffer.
-            if digester is not None:
-                digester.add(name, tensor)
-            if not self._packers[self._slot].add(name, tensor):
-                self._deliver_and_turn()
-                if not self._packers[self._slot].add(name, tensor):
-                    raise RefusedError(
-                        f"policy.generation.refit_bucket_bytes: {self._settings.bucket_bytes} is below the "
-                        f"{tensor.nbytes} bytes of {name}; raise it",
-                        code="bucket-size",
-                    )
-        if self._packers[self._slot].used:
-            self._deliver_and_turn()
-        with together("the end of a refit"):
-            for slot in range(len(self._packers)):
-                self._wait_for_engines(slot)
-        return sent if digester is None else {**digester.digests()}
 
     def _deliver_and_turn(self) -> None:
         """Hand the filled slot to the engines and go on with the other, once that one is free."""
@@ -172,37 +165,27 @@ class WeightSender:
 
 def open_sender(settings: RefitSettings, engines: Engines, device: torch.device) -> WeightSender:
     """Open the sender of this rank; all ranks open theirs together."""
-    if settings.transport == "nccl" and _is_first():
-        return _open_broadcast(settings, engines, device)
-    return WeightSender(settings, engines, _sending_end(settings, device))
-
-
-def _sending_end(settings: RefitSettings, device: torch.device) -> SendingEnd:
-    if settings.transport == "cuda_ipc":
-        return CudaIpcSender(settings.bucket_bytes, device)
-    if not _is_first():
-        return Bystander(settings.bucket_bytes)
+    slot_bytes = settings.bucket_bytes
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    rendezvous: BroadcastRendezvous | None = None
     match settings.transport:
+        case "cuda_ipc":
+            transport: SendingEnd = CudaIpcSender(slot_bytes, device)
+        case _ if not is_first:
+            transport = SendingEnd(slot_bytes)
         case "shared_memory":
-            return SharedMemorySender(settings.bucket_bytes)
+            transport = SharedMemorySender(slot_bytes)
         case "ray":
-            return MessageSender(settings.bucket_bytes)
+            transport = MessageSender(slot_bytes)
+        case "nccl":
+            address = os.environ["MASTER_ADDR"]
+            listening = listen_at(address)  # where the other ranks reach this one, the engines can
+            world_size, timeout = 1 + settings.receivers, timedelta(seconds=settings.timeout_s)
+            rendezvous = BroadcastRendezvous(address, listening.getsockname()[1], world_size)
+            group = join_broadcast_group(
+                address, rendezvous.port, 0, world_size, timeout, device.type, listening
+            )
+            transport = BroadcastSender(slot_bytes, device, group)
         case _:
             raise ValueError(f"refit_transport: {settings.transport!r} is not known")
-
-
-def _open_broadcast(settings: RefitSettings, engines: Engines, device: torch.device) -> WeightSender:
-    listening = listen_at(os.environ["MASTER_ADDR"])  # where the other ranks reach this one, the engines can
-    rendezvous = BroadcastRendezvous(
-        os.environ["MASTER_ADDR"], listening.getsockname()[1], 1 + settings.receivers
-    )
-    timeout = timedelta(seconds=settings.timeout_s)
-    group = join_broadcast_group(
-        rendezvous.address, rendezvous.port, 0, rendezvous.world_size, timeout, device.type, listening
-    )
-    transport = BroadcastSender(settings.bucket_bytes, device, group)
     return WeightSender(settings, engines, transport, rendezvous)
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

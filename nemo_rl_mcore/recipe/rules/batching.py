@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import Rule, Rules
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.recipe.rules.parallelism import OF_THE_LAYOUT, VIRTUAL
@@ -35,9 +34,9 @@ def divisor_near(wanted: int, number: int, ranks: int) -> int:
 
 def _batch_sizes(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     """Yield batch sizes that ranks cannot share equally; a last microbatch may hold fewer samples."""
-    batch, ranks, loop = config.policy.train_global_batch_size, config.data_parallel_size, config.loop
+    batch, ranks = config.policy.train_global_batch_size, config.data_parallel_size
     of_ranks = f"{ranks} data-parallel ranks"
-    if not isinstance(loop, RolloutConfig):
+    if config.prompts_key == _BATCH:
         fix = f"set it to a multiple of {ranks}, or change the number of ranks"
         yield Rule(
             "not-divisible",
@@ -48,7 +47,7 @@ def _batch_sizes(config: RunConfig) -> Iterator[Rule[RunConfig]]:
             says=f"{batch} does not divide among {of_ranks}",
         )
         return
-    samples, factors = loop.samples_per_step, (_PROMPTS, _GENERATIONS)
+    samples, factors = config.samples_per_step, (_PROMPTS, _GENERATIONS)
     if samples % ranks:
         says = f"{samples} samples of a step do not divide among {of_ranks}"
         fix = f"make the samples, or {' * '.join(map(config.key, factors))}, a multiple of {ranks}"

@@ -10,7 +10,6 @@ from nemo_rl_mcore.config.base import Rule, Rules
 from nemo_rl_mcore.config.generation import EmbeddedConfig, VllmConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.models import missing_family
-from nemo_rl_mcore.models.engine_sizes import largest_weight_bytes
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.config.run_config import RunConfig
@@ -139,25 +138,14 @@ POLICY_RULES: Rules[PolicyConfig] = (
             "incompatible",
             f"generation.{key}",
             lambda own, key=key, neutral=neutral: (
-                not own.generation.engine.reports_before_filters and getattr(own.generation, key) != neutral
+                not own.generation.engine.traits.reports_before_filters
+                and getattr(own.generation, key) != neutral
             ),
             ("generation.backend",),
             {f"generation.{key}": neutral, "generation.backend": "embedded"},
             "its log-probabilities are those after the filter, while training computes them before it",
         )
         for key, neutral in (("top_p", 1.0), ("top_k", None))
-    ),
-    Rule(
-        "too-small",
-        "generation.refit_bucket_bytes",
-        lambda own: (
-            not own.generation.decodes_on_ranks
-            and own.generation.refit_bucket_bytes is not None
-            and own.generation.refit_bucket_bytes < largest_weight_bytes(own)
-        ),
-        ("model",),
-        "set it to null, or raise it",
-        lambda own: f"the largest weight has {largest_weight_bytes(own)} bytes",
     ),
     Rule(
         "too-small",

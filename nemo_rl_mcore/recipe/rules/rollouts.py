@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import EpisodesConfig, RolloutConfig
 from nemo_rl_mcore.config.base import Rule, Rules
-from nemo_rl_mcore.config.data import TURN_TASKS, RowKind
+from nemo_rl_mcore.config.data import SCORE_WITHIN_S, TURN_TASKS, RowKind
 from nemo_rl_mcore.config.environment import EnvPoolConfig
 from nemo_rl_mcore.config.master import GRPOMasterConfig
 from nemo_rl_mcore.config.run_config import RunConfig
@@ -34,9 +34,9 @@ def remarks(config: RunConfig) -> Iterator[str]:
     if not section.in_flight_weight_updates:
         key = f"{config.asynchrony_key}.in_flight_weight_updates"
         yield f"{key}: false: each update waits until no group is being answered"
-    if generation.engine.always_rereads and not section.recompute_kv_cache_after_weight_updates:
+    if generation.engine.traits.always_rereads and not section.recompute_kv_cache_after_weight_updates:
         key = f"{config.asynchrony_key}.recompute_kv_cache_after_weight_updates"
-        yield f"{key}: false: {generation.engine.noun}s recompute it all the same"
+        yield f"{key}: false: {generation.engine.traits.noun}s recompute it all the same"
     if config.streams and config.policy.model.load_balancing_loss:
         yield f"policy.model.moe_aux_loss_coeff: the loss depends on how {config.key(_STREAMING)} cuts a step"
 
@@ -180,7 +180,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: (
             run.asynchronous
             and run.policy.generation.takes_turns
-            and run.policy.generation.engine.sleeps
+            and run.policy.generation.engine.traits.sleeps
             and not run.cluster.on_cpu
         ),
         _OF_ENGINES,
@@ -256,14 +256,11 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: (
             run.env.math is not None
             and run.env.pool_size
-            and run.env.pool.timeout_s <= _LIMITS_OF_A_SCORE * run.env.math.timeout_s
+            and run.env.pool.timeout_s <= _LIMITS_OF_A_SCORE * SCORE_WITHIN_S
         ),
-        ("env.math.timeout_s",),
-        lambda run: (
-            f"set it above {_LIMITS_OF_A_SCORE * (run.env.math.timeout_s if run.env.math else 0)}, or lower "
-            "env.math.timeout_s"
-        ),
-        f"a score has that limit {_LIMITS_OF_A_SCORE} times",
+        ("env.math",),
+        f"set it above {_LIMITS_OF_A_SCORE * SCORE_WITHIN_S}",
+        f"a score has the limit of {SCORE_WITHIN_S} s {_LIMITS_OF_A_SCORE} times",
     ),
     Rule(
         "too-small",

@@ -1,12 +1,20 @@
-"""What the data set of a run tells on paper: rows, steps, and what is wrong with its files or its class."""
+"""The data set and the chat template of a run on paper, without torch or transformers: rows, steps, what is wrong."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Problem, Tree
 from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.config.policy import TokenizerConfig
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data.examples import (
     Examples,
@@ -18,22 +26,30 @@ from nemo_rl_mcore.data.examples import (
     read_texts,
     run_token_problems,
 )
-from nemo_rl_mcore.data.hub import local_folder
-from nemo_rl_mcore.data.row_readers import GYM_COLUMN
-from nemo_rl_mcore.data.rows import is_fetched
-from nemo_rl_mcore.data.strict_json import read_json
-from nemo_rl_mcore.data.tokenizer_folder import special_tokens_of
-from nemo_rl_mcore.tools.check.chat_template import unshown_problems
+from nemo_rl_mcore.data.hub import ends_of, local_folder, special_tokens_of
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.rows import GYM_COLUMN, is_fetched
+from nemo_rl_mcore.data.strict_json import read_json, read_regular
+
+if TYPE_CHECKING:
+    from jinja2.parser import Parser
 
 FIRST_ROWS = 2
 """How many rows `check` shows."""
+_LOOKED_AT = 8
+"""Rows of each form of a message: a template that leaves a field out does so in all of them, or by its place."""
+
+type Said = dict[str, Any]
+"""A message, by the names of its fields."""
+type Show = Callable[[list[Said], Sequence[Mapping[str, Any]]], str | None]
+"""A template's text of messages and tools; None where it fails, which is told as the run reads its rows."""
 
 
 @dataclass(frozen=True)
 class DataPlan:
     """How long the files of a data set last; rows that are dropped for their length are still counted.
 
-    first: of the rows to train on, those that `check` shows. equal_pairs: pairs of two equal answers.
+    first: of the rows to train on, those that `check` shows.
     """
 
     rows: int
@@ -41,7 +57,7 @@ class DataPlan:
     rows_per_step: int
     steps: int
     first: tuple[Prompt, ...] = ()
-    equal_pairs: tuple[Prompt, ...] = ()
+    warnings: tuple[Problem, ...] = ()
 
 
 def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
@@ -49,7 +65,7 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
 
     Among the problems are warnings.
     """
-    problems = [*template_problems(config)]
+    problems, chat = [*template_problems(config)], config.data.apply_chat_template
     if not config.data.from_files:
         texts = config.data.default
         return None, problems + [one.below("data.default") for one in (read_texts(texts)[1] if texts else ())]
@@ -58,33 +74,31 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
             if is_fetched(source) or source.streaming:
                 problems += [problem.below(path) for problem in read_texts(source)[1]]
             else:
-                chat = config.data.apply_chat_template
                 problems += read_examples({path: source}, {}, config.row_kind, chat=chat)[1]
         return None, problems
     examples, wrong = read_run_examples(config)
     problems += wrong
+    rows, held_out = examples.train, examples.held_out
     if not wrong:
-        problems += count_problems(config, examples.train, examples.held_out)
-        problems += _gym_row_problems(config, examples)
+        problems += count_problems(config, rows, held_out)
+        of_gym = (*rows, *held_out) if config.env.nemo_gym is not None else ()
+        lacking = next((row for row in of_gym if GYM_COLUMN not in row.columns), None)
+        if lacking is not None:
+            what = f"{lacking.place} has no {GYM_COLUMN}, and NeMo Gym's agents play the rows"
+            remedy = "name rows of NeMo Gym's"
+            problems.append(Problem("missing", "data.train", what, remedy, ("env.nemo_gym",)))
         problems += run_token_problems(config, examples, special_tokens_of(config.policy.tokenizer.name))
-        problems += unshown_problems(config, examples)
-    rows = len(examples.train)
-    steps, _ = last_step(config, rows)
-    first = tuple(examples.train[:FIRST_ROWS])
-    pairs = [*examples.train, *examples.held_out] if config.row_kind is RowKind.PAIRS else []
-    equal = tuple(pair for pair in pairs if pair.rejected == (pair.solution or pair.answer))
-    return DataPlan(rows, len(examples.held_out), config.prompts_per_step, steps, first, equal), problems
-
-
-def data_warnings(plan: DataPlan | None) -> Iterator[Problem]:
-    """Yield pairs that teach nothing."""
-    if plan is None or not plan.equal_pairs:
-        return
-    what = (
-        f"{len(plan.equal_pairs)} of {plan.rows + plan.held_out} pairs have two equal answers, which teach nothing; "
-        f"the first is {plan.equal_pairs[0].place}"
-    )
-    yield Problem("no-signal", "data.train", what, "leave them out")
+        problems += _unshown_problems(config, examples)
+    warnings: tuple[Problem, ...] = ()
+    pairs = [*rows, *held_out] if config.row_kind is RowKind.PAIRS else []
+    if equal := [pair for pair in pairs if pair.rejected == (pair.solution or pair.answer)]:
+        what = f"{len(equal)} of {len(pairs)} pairs have two equal answers, which teach nothing; "
+        what += f"the first is {equal[0].place}"
+        warnings = (Problem("no-signal", "data.train", what, "leave them out"),)
+    steps, _ = last_step(config, len(rows))
+    first = tuple(rows[:FIRST_ROWS])
+    plan = DataPlan(len(rows), len(held_out), config.prompts_per_step, steps, first, warnings)
+    return plan, problems
 
 
 def fetched(config: RunConfig) -> list[str]:
@@ -93,28 +107,19 @@ def fetched(config: RunConfig) -> list[str]:
     return list(dict.fromkeys(source.paths[0] for source in sources if is_fetched(source)))
 
 
-def _gym_row_problems(config: RunConfig, examples: Examples) -> Iterator[Problem]:
-    """Yield the first row that NeMo Gym's agents cannot play."""
-    rows = (*examples.train, *examples.held_out) if config.env.nemo_gym is not None else ()
-    lacking = next((row for row in rows if GYM_COLUMN not in row.columns), None)
-    if lacking is not None:
-        what = f"{lacking.place} has no {GYM_COLUMN}, and NeMo Gym's agents play the rows"
-        yield Problem("missing", "data.train", what, "name rows of NeMo Gym's", ("env.nemo_gym",))
+# The chat template
 
 
-def chat_template_told(config: RunConfig) -> str | None:
-    """Say whether prompts are shown in the chat template; None where agents, or a task of ours, decide that."""
-    if not config.data.from_files or config.env.endpoint is not None:
-        return None
-    tokenizer = config.policy.tokenizer
-    folder = local_folder(tokenizer.name) if tokenizer.name != "char" else None
-    whose = "policy.tokenizer.chat_template" if tokenizer.chat_template is not None else tokenizer.name
-    if config.data.apply_chat_template:
-        return f"applied, that of {whose}"
-    if tokenizer.chat_template is not None or (folder is not None and has_template(folder)):
-        return f"not applied, though {whose} has one: data.apply_chat_template: true applies it"
-    known = folder is not None or tokenizer.name == "char"
-    return f"not applied, {'the tokenizer has none' if known else 'prompts are plain text'}"
+def has_template(folder: Path) -> bool:
+    """Return whether the tokenizer in a folder has a chat template, as far as its files tell."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        settings = read_json(folder / "tokenizer_config.json", finite=False)
+    except (OSError, ValueError):
+        # Reported as what is wrong with the tokenizer, or left to the library that reads its format.
+        return True
+    return isinstance(settings, dict) and bool(cast("Tree", settings).get("chat_template"))
 
 
 def template_problems(config: RunConfig) -> Iterator[Problem]:
@@ -131,13 +136,171 @@ def template_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("requires", "data.apply_chat_template", what, remedy)
 
 
-def has_template(folder: Path) -> bool:
-    """Return whether the tokenizer in a folder has a chat template, as far as its files tell."""
-    if (folder / "chat_template.jinja").is_file():
-        return True
+def turn_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield a chat template that writes none of the ends behind an answer: a model that has learnt it runs on."""
+    ends = [text for text in ends_of(config.policy).values() if text]
+    if not config.data.apply_chat_template or config.data.add_eos or not ends:
+        return
+    show, answer = _shown_by(config.policy.tokenizer), "ANSWER"
+    said = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]
+    behind = ((show and show(said, ())) or "").rpartition(answer)[2]
+    if behind.strip() and not any(end in behind for end in ends):
+        yield Problem(
+            "contradicts",
+            "data.apply_chat_template",
+            f"the chat template writes {behind!r:.80} behind an answer, which holds none of the ends of an answer "
+            f"({', '.join(map(repr, ends))}), so that answers in its form run on to their length limit",
+            "name the id of its end of turn in policy.generation.stop_token_ids, or in eos_token_id of the model's "
+            "generation_config.json",
+            ("policy.generation.stop_token_ids",),
+        )
+
+
+def unread_variables(config: RunConfig) -> Iterator[Problem]:
+    """Yield variables that the chat template does not read, as far as it lies on this machine."""
+    tokenizer = config.policy.tokenizer
+    given = tokenizer.chat_template_kwargs
+    if not given or not config.shows_chats:
+        return
+    from jinja2 import TemplateSyntaxError, meta
+
+    texts, _ = _templates(tokenizer)
     try:
-        settings = read_json(folder / "tokenizer_config.json", finite=False)
-    except (OSError, ValueError):
-        # Reported as what is wrong with the tokenizer, or left to the library that reads its format.
-        return True
-    return isinstance(settings, dict) and bool(cast("dict[str, object]", settings).get("chat_template"))
+        trees = [_environment().parse(text) for text in texts.values()]
+    except TemplateSyntaxError:
+        return  # as showing a row will tell
+    read = {name for tree in trees for name in meta.find_undeclared_variables(tree)}
+    for name in given if trees else ():
+        if name not in read:
+            near = difflib.get_close_matches(name, read, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "remove it"
+            source = "policy.tokenizer.chat_template" if tokenizer.chat_template else "policy.tokenizer.name"
+            key, what = f"policy.tokenizer.chat_template_kwargs.{name}", "the chat template does not read it"
+            yield Problem("has-no-effect", key, f"has no effect: {what}", remedy, (source,))
+
+
+def _unshown_problems(config: RunConfig, examples: Examples) -> Iterator[Problem]:
+    """Yield a warning for each field that the template shows nothing of, with the first row that has it."""
+    if not config.data.apply_chat_template or (show := _shown_by(config.policy.tokenizer)) is None:
+        return
+    for path, rows in (("data.train", examples.train), ("data.validation", examples.held_out)):
+        looked_at, found = Counter[tuple[str, ...]](), dict[tuple[str, str], list[str]]()
+        for row in rows:
+            said = [*(row.context or (Message("user", row.text),))]
+            if config.row_kind is not RowKind.PROMPTS:
+                given = row.answer if row.solution is None else row.solution
+                said.append(row.extras.answer or Message("assistant", given))
+            messages = [message.fields(parsed=True) for message in said]
+            forms: set[tuple[str, ...]] = {(one["role"], *one) for one in messages}
+            forms |= {("tools",)} if row.extras.tools else set()
+            if any(looked_at[form] < _LOOKED_AT for form in forms):
+                looked_at.update(forms)
+                for what in _left_out(messages, row.extras.tools, show):
+                    found.setdefault(what, []).append(row.place)
+        for (name, role), places in found.items():
+            of = f" of messages of role {role!r}" if role else ""
+            more = f", and so in {len(places) - 1} more rows that were looked at" if len(places) > 1 else ""
+            what = f"{places[0]}: the chat template shows nothing of {name}{of}{more}"
+            remedy = "leave it out, or name a tokenizer or policy.tokenizer.chat_template that shows it"
+            yield Problem("has-no-effect", path, what, remedy, ("policy.tokenizer.name",))
+
+
+def _left_out(
+    messages: list[Said], tools: Sequence[Mapping[str, Any]], show: Show
+) -> Iterator[tuple[str, str]]:
+    """Yield each field, and the role that has it, without which a conversation is shown as it is with it."""
+    whole = show(messages, tools)
+    if whole is None:
+        return
+    if tools and show(messages, ()) == whole:
+        yield "tools", ""
+    for role, *names in dict.fromkeys((one["role"], *one) for one in messages):
+        for name in names:
+            changed = [dict(one) for one in messages]
+            for one in changed:
+                if (one["role"], *one) != (role, *names):
+                    continue
+                if name != "content":
+                    del one[name]
+                elif one[name]:  # which each message has
+                    one[name] = "some-content-4821"
+            if name != "role" and changed != messages and show(changed, tools) == whole:
+                yield name, role
+
+
+def _shown_by(tokenizer: TokenizerConfig) -> Show | None:
+    """Return what shows a conversation as transformers does; None where no file that is here says it."""
+    texts, tokens = _templates(tokenizer)
+    variables = tokens | (tokenizer.chat_template_kwargs or {})
+
+    def show(messages: list[Said], tools: Sequence[Mapping[str, Any]]) -> str | None:
+        from jinja2 import TemplateError
+
+        text = texts.get("tool_use" if tools else "default") or next(iter(texts.values()))
+        given = variables | {"messages": messages, "tools": [*tools] or None, "add_generation_prompt": False}
+        # What a template's own code raises.
+        own = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+        try:
+            return _environment().from_string(text).render(given)
+        except (TemplateError, *own):
+            return None
+
+    return show if texts else None
+
+
+def _templates(tokenizer: TokenizerConfig) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the templates, and the special tokens, by name, as far as the recipe or files that are here have them.
+
+    What is wrong with the files is told where the tokenizer is examined.
+    """
+    folder, settings = local_folder(tokenizer.name), cast("Tree", {})
+    with suppress(OSError, ValueError):
+        found = None if folder is None else read_json(folder / "tokenizer_config.json", finite=False)
+        settings = cast("Tree", found) if isinstance(found, dict) else settings
+    tokens = {
+        key: cast("Tree", value).get("content") if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key.endswith("_token")
+    }
+    if tokenizer.chat_template:
+        return {"default": tokenizer.chat_template}, tokens
+    if folder is not None and (file := folder / "chat_template.jinja").is_file():
+        try:
+            return {"default": read_regular(file).decode()}, tokens
+        except (OSError, ValueError):
+            return {}, tokens
+    given = settings.get("chat_template")
+    several = (
+        cast("list[object]", given) if isinstance(given, list) else [{"name": "default", "template": given}]
+    )
+    named = [cast("Tree", one) for one in several if isinstance(one, dict)]
+    texts = {str(one.get("name")): text for one in named if isinstance(text := one.get("template"), str)}
+    return texts, tokens
+
+
+def _environment() -> Any:
+    """Return what templates of models are written for, see transformers' chat_template_utils.py."""
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """A mark of what an assistant says, which shows nothing itself."""
+
+        tags = {"generation"}  # noqa: RUF012 - as the class above has it
+
+        def parse(self, parser: Parser) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    def as_json(value: object, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    found: Any = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    found.filters["tojson"] = as_json
+    found.globals |= {"raise_exception": refuse, "strftime_now": datetime.now().strftime}
+    return found

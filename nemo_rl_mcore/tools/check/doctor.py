@@ -23,8 +23,8 @@ from packaging.utils import canonicalize_name
 from nemo_rl_mcore.config import ConfigError, RunConfig
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.driver.actors.places import probe
-from nemo_rl_mcore.driver.folders import folders_of, nearest_folder, try_to_write
 from nemo_rl_mcore.driver.output import open_console, write_line
+from nemo_rl_mcore.driver.run_folder import folders_of, nearest_folder, try_to_write
 from nemo_rl_mcore.models.memory import estimate_memory
 from nemo_rl_mcore.recipe.load import load_with_warnings
 from nemo_rl_mcore.tools.check.machine import (
@@ -35,8 +35,7 @@ from nemo_rl_mcore.tools.check.machine import (
     missing_packages,
     needed_packages,
 )
-from nemo_rl_mcore.tools.check.memory import plan_engines
-from nemo_rl_mcore.tools.check.plan import preflight
+from nemo_rl_mcore.tools.check.plan import plan_engines, preflight
 from nemo_rl_mcore.tools.check.probes import Answer, Question, ask
 from nemo_rl_mcore.tools.check.render import Finding, Section, Status, render
 

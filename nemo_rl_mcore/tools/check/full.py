@@ -11,6 +11,7 @@ from statistics import median
 
 from nemo_rl_mcore.config import EnvConfig, RunConfig
 from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.config.environment import PROCESS_START_S
 from nemo_rl_mcore.data.answers import answer_row, pair_rows
 from nemo_rl_mcore.data.datasets import EpochSource, Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
@@ -22,8 +23,8 @@ from nemo_rl_mcore.driver.actors.places import (
     session_environment,
 )
 from nemo_rl_mcore.driver.parts import Parts, open_parts
+from nemo_rl_mcore.environment.interface import replies_of
 from nemo_rl_mcore.environment.registry import EnvironmentProcess
-from nemo_rl_mcore.environment.replies import replies_of
 from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError, shortened
 from nemo_rl_mcore.tools.check.plan import Plan
 from nemo_rl_mcore.tools.check.render import Finding
@@ -119,7 +120,7 @@ def _replies_of_process(env: EnvConfig, turns: Sequence[Turn]) -> Sequence[Reply
     there.close()
     try:
         for limit_s, key in (
-            (env.pool.start_timeout_s, "env.pool.start_timeout_s"),
+            (PROCESS_START_S, "start"),
             (env.pool.timeout_s, "env.pool.timeout_s"),
         ):
             if not replies.poll(limit_s):

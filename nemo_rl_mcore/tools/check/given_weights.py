@@ -15,8 +15,8 @@ from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.megatron import UNDIVIDED
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data.examples import read_set, special_token_problems
+from nemo_rl_mcore.data.hub import special_tokens_of
 from nemo_rl_mcore.data.rows import is_fetched
-from nemo_rl_mcore.data.tokenizer_folder import special_tokens_of
 from nemo_rl_mcore.driver.run_folder import RECIPE_FILE, TOKENIZER_FOLDER, read_recipe_of
 from nemo_rl_mcore.models import count_parameters
 from nemo_rl_mcore.models.memory import WEIGHT_BYTES, estimate_memory

@@ -87,7 +87,7 @@ def needed_packages(config: RunConfig) -> dict[str, Package]:
         "logger.mlflow_enabled": "mlflow" if logger.mlflow_enabled else None,
         "logger.tensorboard_enabled": "tensorboard" if logger.tensorboard_enabled else None,
         _CONTEXT if _shared_on_gpus(config) else _LAYERS: "transformer_engine" if fused else None,
-        "policy.generation.backend": config.policy.generation.engine.package,
+        "policy.generation.backend": config.policy.generation.engine.traits.package,
         "env.math": "math_verify" if env.math is not None else None,
         "env.endpoint.tool_parser": "renderers" if parser else None,
     }

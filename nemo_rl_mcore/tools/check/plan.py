@@ -1,21 +1,25 @@
-"""Everything that can be known about a run before Ray, torch or Megatron is imported."""
+"""Everything that can be known about a run before Ray, torch or Megatron is imported.
 
-from collections.abc import Iterator, Sequence
+In the estimates of memory each figure counts numbers (weights, values), and bytes where its name or docstring says so.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, as_yaml, value_at
+from nemo_rl_mcore.config.generation import EmbeddedConfig
+from nemo_rl_mcore.config.model import ATTENTION, EXPERTS, MAMBA, MLP
 from nemo_rl_mcore.config.policy import PolicyConfig
-from nemo_rl_mcore.config.run_config import ModelPlan, RunConfig
-from nemo_rl_mcore.data.hub import require_whole_weights
-from nemo_rl_mcore.data.tokenizer_folder import tokenizer_problems
-from nemo_rl_mcore.driver.folders import folder_problems
-from nemo_rl_mcore.driver.run_folder import init_checkpoint_problems
-from nemo_rl_mcore.models.memory import RunMemory, estimate_memory
+from nemo_rl_mcore.config.run_config import KEPT_BYTES, ModelPlan, RunConfig
+from nemo_rl_mcore.data.hub import require_whole_weights, tokenizer_problems
+from nemo_rl_mcore.driver.run_folder import folder_problems, init_checkpoint_problems
+from nemo_rl_mcore.models import count_parameters, layer_slots, outside_of_layers
+from nemo_rl_mcore.models.engine_sizes import refit_bucket_bytes
+from nemo_rl_mcore.models.memory import WEIGHT_BYTES, RunMemory, estimate_memory, training_tokens
 from nemo_rl_mcore.recipe.load import hidden
 from nemo_rl_mcore.recipe.rules.model import FUSED_RULES
-from nemo_rl_mcore.tools.check.chat_template import turn_problems, unread_variables
-from nemo_rl_mcore.tools.check.data import DataPlan, data_warnings, examine_data, fetched
+from nemo_rl_mcore.tools.check.data import DataPlan, examine_data, fetched, turn_problems, unread_variables
 from nemo_rl_mcore.tools.check.machine import (
     agent_problems,
     gpu_problems,
@@ -24,7 +28,6 @@ from nemo_rl_mcore.tools.check.machine import (
     missing_packages,
     transformer_impl,
 )
-from nemo_rl_mcore.tools.check.memory import DeviceMemory, EnginesPlan, plan_device_memory, plan_engines
 
 _BYTES_PER_TOKEN = 40
 """Of a sample in the driver, and where it is kept: ids, masks, log-probabilities, versions, as tensors."""
@@ -57,6 +60,50 @@ class KeptGroups:
     driver_bytes: int
     step_bytes: int
     disk_bytes: int
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Weights of one process of an engine, in numbers, and bytes of these and of the buckets that bring new ones."""
+
+    parameters: int
+    weights: int
+    buckets: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of it."""
+        return self.weights + self.buckets
+
+
+@dataclass(frozen=True)
+class EnginesPlan:
+    """The engines of a run, in words.
+
+    memory: of each one, where it is embedded, and so one process, and not the ranks. share: of the fullest process of a
+    vLLM engine, where each has several.
+    """
+
+    where: str
+    memory: ProcessMemory | None = None
+    share: ProcessMemory | None = None
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a GPU, without what CUDA, NCCL and fragmentation take.
+
+    activations: of the microbatches under way, of the model that has most. training: with all that the ranks keep.
+    during_generation: what the ranks keep while engines generate on their GPUs; None where none do. engine_share: of a
+    GPU, what an engine takes then. smallest: the least bytes that a GPU has to have.
+    """
+
+    tokens: int
+    activations: int
+    training: int
+    during_generation: int | None
+    engine_share: float
+    smallest: int
 
 
 @dataclass(frozen=True)
@@ -101,7 +148,9 @@ def preflight(
     """
     data, of_data = examine_data(config) if of_a_run else (None, [])
     started = [plan for plan in config.models.values() if of_a_run or plan.policy is config.policy]
-    absent = [plan for plan in started if not Path(plan.policy.init_checkpoint or "/").exists()]
+    there, absent = list[ModelPlan](), list[ModelPlan]()
+    for plan in started:
+        (there if Path(plan.policy.init_checkpoint or "/").exists() else absent).append(plan)
     untrained = tuple(dict.fromkeys(problem for plan in absent for problem in init_checkpoint_problems(plan)))
     missing = (
         *(folder_problems(config) if of_a_run else ()),
@@ -109,8 +158,19 @@ def preflight(
         *(agent_problems(config) if of_a_run else ()),
     )
     of_layers = tuple(layer_warnings(config))
+    # Models that start from the same folder have the same problems with it.
+    of_weights = dict.fromkeys(problem for plan in there for problem in init_checkpoint_problems(plan))
+    for plan in started:
+        folder = plan.policy.model_name
+        try:
+            if folder is not None and Path(folder).is_dir():  # those of the hub are fetched by the run
+                require_whole_weights(Path(folder))
+        except ValueError as error:
+            key, remedy = plan.key("policy.model_name"), "name a folder that holds the weights"
+            of_weights[Problem("not-readable", key, str(error), remedy)] = None
     problems = (
-        *_file_problems(config, started),
+        *tokenizer_problems(config.policy),
+        *of_weights,
         *(problem for problem in of_data if not problem.warns),
         *(import_problems(config.import_paths) if of_a_run else ()),
         *(() if elsewhere else missing),
@@ -135,7 +195,7 @@ def preflight(
         warnings=(
             *warnings,
             *(problem for problem in of_data if problem.warns),
-            *data_warnings(data),
+            *(() if data is None else data.warnings),
             *unread_variables(config),
             *turn_problems(config),
             *(() if elsewhere else of_layers),
@@ -146,13 +206,12 @@ def preflight(
 
 def _batch(config: RunConfig) -> BatchArithmetic:
     policy, samples, ranks = config.policy, config.samples_per_step, config.data_parallel_size
+    per_pass = ranks * policy.train_micro_batch_size
     return BatchArithmetic(
         samples=samples,
         samples_per_rank=samples // ranks,
         optimizer_steps=samples // policy.train_global_batch_size,
-        microbatches_per_optimizer_step=-(
-            -policy.train_global_batch_size // (ranks * policy.train_micro_batch_size)
-        ),
+        microbatches_per_optimizer_step=-(-policy.train_global_batch_size // per_pass),
         logprob_passes=-(-(samples // ranks) // policy.logprob_batch_size),
     )
 
@@ -162,7 +221,7 @@ def _kept_groups(config: RunConfig) -> KeptGroups:
     steps = min(saving.save_period, config.loop.max_num_steps) if saving.enabled else 0
     group_bytes = config.generations_per_prompt * config.policy.max_total_sequence_length * _BYTES_PER_TOKEN
     step_bytes = per_step * group_bytes if config.keeps_groups else 0
-    most = max(int(config.asynchrony.keep_groups_gb * 1e9), steps * step_bytes)
+    most = max(KEPT_BYTES, steps * step_bytes)
     return KeptGroups(
         kept_groups=steps * per_step,
         driver_bytes=(steps * per_step + config.max_live_groups) * group_bytes,
@@ -178,20 +237,133 @@ def _guardrails(policy: PolicyConfig) -> Iterator[tuple[str, bool]]:
         yield f"policy.{rule.related[0]}: {value}", rule.problem(policy) is None
 
 
-def _file_problems(config: RunConfig, started: Sequence[ModelPlan]) -> Iterator[Problem]:
-    """Yield what is wrong with files of the tokenizer and of weights; those of the hub are fetched by the run."""
-    yield from tokenizer_problems(config.policy)
-    # Models that start from the same folder have the same problems with it.
-    problems = dict[Problem, None]()
-    for plan in started:
-        if Path(plan.policy.init_checkpoint or "/").exists():
-            problems |= dict.fromkeys(init_checkpoint_problems(plan))
-    for plan in started:
-        folder = plan.policy.model_name
-        try:
-            if folder is not None and Path(folder).is_dir():
-                require_whole_weights(Path(folder))
-        except ValueError as error:
-            key, remedy = plan.key("policy.model_name"), "name a folder that holds the weights"
-            problems[Problem("not-readable", key, str(error), remedy)] = None
-    yield from problems
+# Engines
+
+
+def plan_engines(config: RunConfig) -> EnginesPlan:
+    """Say who answers; an offline run has an engine for its validation at most."""
+    generation, cluster, policy = config.policy.generation, config.cluster, config.policy
+    if generation.decodes_on_ranks:
+        return EnginesPlan("on the training ranks")
+    colocated, resources = generation.colocated.enabled, generation.colocated.resources
+    if cluster.on_cpu:
+        place = "in processes beside the ranks"
+    elif colocated:
+        place = "on the ranks' GPUs in turn with them"
+    else:
+        place = "on GPUs beside those of the ranks"
+    engine, size = generation.engine, generation.vllm_cfg.processes
+    if isinstance(engine, EmbeddedConfig):
+        count = engine.engines
+    elif cluster.on_cpu:
+        count = generation.vllm_cfg.cpu_engines
+    else:
+        apart = (resources.gpus_per_node or 0) * (resources.num_nodes or 1)
+        count = (cluster.world_size if colocated else apart) // size
+    engines = f"{count} {engine.traits.noun}{'s' if count != 1 else ''}"
+    if isinstance(engine, EmbeddedConfig):
+        parameters = count_parameters(policy.model)
+        weights = parameters * WEIGHT_BYTES[policy.precision]
+        buckets = 2 * refit_bucket_bytes(policy)  # one is filled, one copied
+        return EnginesPlan(f"{engines}, {place}", ProcessMemory(parameters, weights, buckets))
+    if size == 1:
+        return EnginesPlan(f"{engines}, {place}")
+    per_node = cluster.workers_per_node if cluster.on_cpu or colocated else resources.gpus_per_node or size
+    over = f" on {size // per_node} machines" if size > per_node else ""
+    where = f"{engines} of {size} processes{over} each, {place}"
+    return EnginesPlan(where, share=_share_memory(policy))
+
+
+def _share_memory(policy: PolicyConfig) -> ProcessMemory:
+    """Estimate the fullest process of a vLLM engine; what tensor parallelism leaves whole, such as norms, is small."""
+    model, vllm = policy.model, policy.generation.vllm_cfg
+    outside, stages = outside_of_layers(model), vllm.pipeline_parallel_size
+    layers = [sum(slot.count(model) for slot in layer_slots(model, at)) for at in range(model.num_layers)]
+    first = outside.embedding.count(model)
+    last = sum(slot.count(model) for slot in outside.of(model) if slot is not outside.embedding)
+    ends = first + last if stages == 1 else max(first, last)
+    of_stage = -(-len(layers) // stages)
+    fullest = max(sum(layers[at : at + of_stage]) for at in range(len(layers) - of_stage + 1))
+    parameters = -(-(fullest + ends) // vllm.tensor_parallel_size)
+    of_each = 1 if vllm.precision == "fp8" else WEIGHT_BYTES[vllm.precision or policy.precision]
+    return ProcessMemory(parameters, parameters * of_each)
+
+
+# A GPU
+
+
+def plan_device_memory(config: RunConfig, memory: RunMemory) -> DeviceMemory:
+    """Estimate a GPU in the two halves of a step, from the estimates of the models."""
+    tokens, policy, during_generation = training_tokens(config), config.policy, None
+    activations = max(
+        activation_bytes(plan.policy, tokens) for plan in config.models.values() if plan.trained
+    )
+    training = smallest = memory.total + activations
+    share = policy.generation.vllm_cfg.gpu_memory_utilization
+    if policy.generation.takes_turns and not config.cluster.on_cpu:
+        during_generation = 0  # nothing is computed with what is kept, so there are no logits
+        for model in memory.models.values():
+            during_generation += model.reference
+            during_generation += 0 if policy.offload == "all" else model.weights
+            during_generation += model.gradients + model.optimizer if policy.offload == "none" else 0
+        beside = round(during_generation / (1 - share))
+        smallest = max(training, beside, round(_share_memory(policy).weights / share))
+    return DeviceMemory(tokens, activations, training, during_generation, share, smallest)
+
+
+def activation_bytes(policy: PolicyConfig, tokens: int) -> int:
+    """Return bytes that a rank keeps of so many tokens of a microbatch for their backward pass, by its largest stage.
+
+    Counted are the inputs of products, norms, attention and activation functions, with attention that keeps no scores
+    (as in https://arxiv.org/abs/2205.05198, section 4, for layers of this kind). A first stage has as many microbatches
+    under way as there are stages.
+    """
+    megatron, model, size = policy.megatron_cfg, policy.model, WEIGHT_BYTES[policy.precision]
+    stages = megatron.pipeline_model_parallel_size
+    layers = megatron.largest_stage(model.num_layers)
+    shared = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
+    selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
+    again = (megatron.recompute_modules or ()) if selective else ()
+    modules = {MLP: "mlp", EXPERTS: "moe"}  # Megatron's names of parts that are computed again as a whole
+    kept, whole = list[float](), list[float]()
+    for layer in range(model.num_layers):
+        of_gpt = ATTENTION + (MLP if layer < model.dense_layers else EXPERTS)
+        kept.append(0.0)
+        whole.append(0.0)
+        for kind in of_gpt if model.hybrid_layer_pattern is None else model.hybrid_layer_pattern[layer]:
+            outside = 2 * model.hidden_size / shared  # the residual and what the norm gives
+            of_part = outside + _inside(policy, kind)
+            whole[layer] += of_part
+            norm = model.hidden_size / shared if "layernorm" in again else 0
+            kept[layer] += (outside if modules.get(kind) in again else of_part) - norm
+    if megatron.activation_checkpointing and megatron.recompute_granularity == "full":
+        return round(size * tokens * (layers * stages * model.hidden_size / shared + max(whole)))
+    of_stages = [sum(kept[first : first + layers]) for first in range(model.num_layers - layers + 1)]
+    computed = max(of_whole - of_kept for of_whole, of_kept in zip(whole, kept, strict=True))
+    return round(size * tokens * (stages * max(of_stages) + computed))
+
+
+def _inside(policy: PolicyConfig, kind: str) -> float:
+    """Return the numbers of each token in attention, a feed-forward part, experts or Mamba, on one rank."""
+    model, megatron = policy.model, policy.megatron_cfg
+    tensor = megatron.tensor_model_parallel_size
+    if kind == ATTENTION and model.multi_latent_attention:
+        latents = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim
+        return 2 * (model.head_dim + model.value_dim) * model.num_attention_heads / tensor + 2 * latents
+    if kind == ATTENTION:
+        # Queries, keys, values, and what attention gives.
+        return 2 * model.head_dim * (model.num_attention_heads + model.query_groups) / tensor
+    if kind == MAMBA:
+        # What is projected, what is convolved, what the scan gives, and its norm.
+        keys = model.mamba_num_groups * model.mamba_state_dim
+        return (5 * model.mamba_size + 4 * keys + (model.mamba_num_heads or 0)) / tensor
+    # A gated product: both halves of its input and what it gives; unfused, copies of both besides.
+    halves = 5 if megatron.bias_activation_fusion is False else 3
+    of_each = halves if model.gated else 2
+    if kind == MLP:
+        return of_each * model.ffn_size / tensor
+    own = of_each * (model.moe_shared_expert_intermediate_size or 0)
+    # A token's copies at its experts: what they are given, and compute.
+    of_one = model.expert_input_size + (3 if model.gated else 2) * model.expert_ffn_size
+    experts = model.moe_router_topk * of_one + (model.moe_latent_size or 0)
+    return own / tensor + experts / (tensor if megatron.sequence_parallel else 1)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -16,23 +16,22 @@ from rich.text import Text
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import StrictModel, join_path
 from nemo_rl_mcore.config.loss import DPOLossConfig
-from nemo_rl_mcore.config.prev_logprobs import source_of_prev_logprobs
+from nemo_rl_mcore.config.master import source_of_prev_logprobs
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceDefaults
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
 from nemo_rl_mcore.data.examples import read_texts
-from nemo_rl_mcore.data.tokenizer_folder import ends_of
-from nemo_rl_mcore.driver.folders import checkpoints_on_disk
+from nemo_rl_mcore.data.hub import ends_of, local_folder
 from nemo_rl_mcore.driver.output import visible
-from nemo_rl_mcore.driver.run_folder import leaves
+from nemo_rl_mcore.driver.run_folder import checkpoints_on_disk, leaves
 from nemo_rl_mcore.errors import shortened
-from nemo_rl_mcore.models.memory import MemoryEstimate, reference_place
+from nemo_rl_mcore.models.memory import reference_place
 from nemo_rl_mcore.recipe.environment_values import without_values
 from nemo_rl_mcore.recipe.load import compute
 from nemo_rl_mcore.recipe.rules.rollouts import remarks
 from nemo_rl_mcore.recipe.sources import COMMAND_LINE, origins, read_recipe, taken_back
-from nemo_rl_mcore.tools.check.data import FIRST_ROWS, chat_template_told
-from nemo_rl_mcore.tools.check.plan import Plan
+from nemo_rl_mcore.tools.check.data import FIRST_ROWS, has_template
+from nemo_rl_mcore.tools.check.plan import KeptGroups, Plan
 
 
 class Status(StrEnum):
@@ -77,19 +76,18 @@ _STYLES = {Status.MISSING: "yellow", Status.WRONG: "red", Status.UNKNOWN: "yello
 
 def render(sections: Iterable[Section]) -> Group:
     """Lay out sections; print them with soft_wrap: a line longer than the terminal is not broken inside a key."""
-    return Group(*(line for section in sections for line in _lines(section)))
-
-
-def _lines(section: Section) -> Iterator[Text]:
-    yield Text(section.title, style="bold")
-    width = max(_NAME_WIDTH, *(len(finding.name) for finding in section.findings))
-    for one in section.findings:
-        line = Text(f"  {one.name:<{width}}  ")
-        if one.status is not Status.OK:
-            line.append(one.status, style=_STYLES[one.status]).append(": ")
-        yield line.append(one.found)
-        if one.mend:
-            yield Text(f"  {'':<{width}}  mend: {one.mend}", style="bold" if one.needed else "")
+    lines = list[Text]()
+    for section in sections:
+        lines.append(Text(section.title, style="bold"))
+        width = max(_NAME_WIDTH, *(len(finding.name) for finding in section.findings))
+        for one in section.findings:
+            line = Text(f"  {one.name:<{width}}  ")
+            if one.status is not Status.OK:
+                line.append(one.status, style=_STYLES[one.status]).append(": ")
+            lines.append(line.append(one.found))
+            if one.mend:
+                lines.append(Text(f"  {'':<{width}}  mend: {one.mend}", style="bold" if one.needed else ""))
+    return Group(*lines)
 
 
 # A plan
@@ -100,14 +98,18 @@ def sections_of(plan: Plan, in_full: Iterable[Finding] = ()) -> Iterator[Section
 
     in_full: what `check --full` has found besides.
     """
+    asynchronous = "Asynchronous rollouts, in groups of answers to one prompt"
+    fused = [Finding("ok" if ok else "refused", setting) for setting, ok in plan.guardrails]
+    if not plan.config.policy.megatron_cfg.use_fused_linear_logprobs:
+        fused = [Finding("use_fused_linear_logprobs", "off")]
     warnings = (Finding(f"{number}.", str(one)) for number, one in enumerate(plan.warnings, start=1))
     for title, findings in (
         ("What is trained", subject_of(plan)),
         ("Parallel layout", _layout(plan)),
         ("Batch arithmetic of a step", _batch(plan)),
-        ("Asynchronous rollouts, in groups of answers to one prompt", _asynchronous(plan)),
+        (asynchronous, () if plan.asynchronous is None else _asynchronous(plan, plan.asynchronous)),
         ("Run", _run(plan)),
-        ("Fused log-probabilities", _guardrails(plan)),
+        ("Fused log-probabilities", fused),
         *_memory(plan),
         ("Data, in full", in_full),
         ("Warnings", warnings),
@@ -121,12 +123,12 @@ def subject_of(plan: Plan) -> Iterator[Finding]:
 
     References stand in place of what is from the environment.
     """
-    for name, value in _subject(plan.config, plan.data.first if plan.data else ()):
+    of_data, of_loss = _data(plan.config, plan.data.first if plan.data else ()), _learning(plan.config)
+    for name, value in chain(_models(plan.config), of_data, of_loss):
         yield Finding(name, visible(without_values(value, plan.config.references)))
 
 
-def _subject(config: RunConfig, rows: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each line; rows: the first of the data set's files."""
+def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "algorithm", f"{config.algorithm}{', asynchronous rollouts' if config.asynchronous else ''}"
     for name, plan in config.models.items():
         model, policy = plan.policy.model, plan.policy
@@ -136,20 +138,52 @@ def _subject(config: RunConfig, rows: Sequence[Prompt]) -> Iterator[tuple[str, s
     yield "tokenizer", config.policy.tokenizer.name
     if ends := ends_of(config.policy):
         yield "answers end with", ", ".join(f"{text!r} ({token})" for token, text in ends.items())
-    if config.data.type is not None or not config.data.from_files:
-        yield "data", config.data.type or str(config.data.dataset_name)
+
+
+def _data(config: RunConfig, rows: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
+    """Yield the sources, the first rows, of files or of an embedded task, and how they are shown."""
+    data, tokenizer = config.data, config.policy.tokenizer
+    if data.type is not None or not data.from_files:
+        yield "data", data.type or str(data.dataset_name)
     for path, source in (config.train_sources | config.validation_sources).items():
         yield path, ", ".join(map(str, source.paths))
-    for number, example in enumerate(rows or _first_of_task(config), start=1):
-        yield f"row {number}", _row(example)
-    if (told := chat_template_told(config)) is not None:
-        yield "chat template", told
-    if config.learns_from_samples or config.loop.validates:
-        yield "environment", _environment(config)
-    yield from _learning(config)
+    if not rows and not data.from_files and data.type is None:
+        task = DigitTaskSource(data.dataset_name, data.num_digits, config.seed)
+        texts, _ = read_texts(data.default or SourceDefaults())
+        rows = [texts.shown(one, chat=data.apply_chat_template) for one in task.train_batch(1, FIRST_ROWS)]
+    for number, row in enumerate(rows, start=1):
+        shown = " ".join(f"[{message.role}] {message.content}" for message in row.context) or row.text
+        parts = {"": shown, "answer ": row.solution or row.answer, "rejected ": row.rejected or ""}
+        told = [f"{name}{shortened(text, 100)!r}" for name, text in parts.items() if text or not name]
+        yield f"row {number}", ", ".join(told)
+    if not data.from_files or config.env.endpoint is not None:
+        return  # a task of ours, or agents, decide how prompts are shown
+    folder = local_folder(tokenizer.name) if tokenizer.name != "char" else None
+    whose = "policy.tokenizer.chat_template" if tokenizer.chat_template is not None else tokenizer.name
+    if data.apply_chat_template:
+        told = f"applied, that of {whose}"
+    elif tokenizer.chat_template is not None or (folder is not None and has_template(folder)):
+        told = f"not applied, though {whose} has one: data.apply_chat_template: true applies it"
+    elif folder is not None or tokenizer.name == "char":
+        told = "not applied, the tokenizer has none"
+    else:
+        told = "not applied, prompts are plain text"
+    yield "chat template", told
 
 
 def _learning(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield environment, losses, advantages and optimizers."""
+    env, turns = config.env, config.max_rollout_turns
+    if config.learns_from_samples or config.loop.validates:
+        named = ["arithmetic", "guess_number", "calculator", "math"]
+        named = [name for name in named if getattr(env, name) is not None]
+        named += [f"{name}: {path}" for name, path in (env.rewards or {}).items()]
+        if env.custom is not None:
+            named.append(env.custom.type)
+        if env.endpoint is not None:
+            of = ("NeMo Gym's",) if env.nemo_gym is not None else env.endpoint.command
+            named.append(f"agents, {' '.join(of)}")
+        yield "environment", (", ".join(named) or "none") + (f", up to {turns} turns" if turns > 1 else "")
     if isinstance(config.loop, DPOLossConfig):
         yield "loss", _keys(config.loop, only=DPOLossConfig)
     for path, loss in config.losses.items():
@@ -166,49 +200,13 @@ def _learning(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"schedule{of}", _keys(schedule, "lr_decay_style")
 
 
-def _first_of_task(config: RunConfig) -> list[Prompt]:
-    """Return the first prompts of an embedded task."""
-    data = config.data
-    if data.from_files or data.type is not None:
-        return []
-    prompts = DigitTaskSource(data.dataset_name, data.num_digits, config.seed).train_batch(1, FIRST_ROWS)
-    texts, _ = read_texts(data.default or SourceDefaults())
-    chat = data.apply_chat_template
-    return [texts.shown(one, chat=chat) for one in prompts]
-
-
-def _row(row: Prompt) -> str:
-    """Spell what the model is shown and what is the answer, on one line."""
-    shown = " ".join(f"[{message.role}] {message.content}" for message in row.context) or row.text
-    texts = {"": shown, "answer ": row.solution or row.answer, "rejected ": row.rejected or ""}
-    return ", ".join(f"{name}{shortened(text, 100)!r}" for name, text in texts.items() if text or not name)
-
-
-def _environment(config: RunConfig) -> str:
-    env, turns = config.env, config.max_rollout_turns
-    named = [
-        name
-        for name in ("arithmetic", "guess_number", "calculator", "math")
-        if getattr(env, name) is not None
-    ]
-    named += [f"{name}: {path}" for name, path in (env.rewards or {}).items()]
-    if env.custom is not None:
-        named.append(env.custom.type)
-    if env.endpoint is not None:
-        of = ("NeMo Gym's",) if env.nemo_gym is not None else env.endpoint.command
-        named.append(f"agents, {' '.join(of)}")
-    return (", ".join(named) or "none") + (f", up to {turns} turns" if turns > 1 else "")
-
-
 def _keys(section: BaseModel, *always: str, only: type[BaseModel] | None = None) -> str:
     """Spell the keys, of a class of the section's, that differ from their defaults or are always shown."""
-    fields = (only or type(section)).model_fields
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
-    shown = [
-        f"{name}: {value}"
-        for name, default in defaults.items()
-        if (value := getattr(section, name)) != default or name in always
-    ]
+    shown = list[str]()
+    for name, field in (only or type(section)).model_fields.items():
+        value = getattr(section, name)
+        if name in always or value != field.get_default(call_default_factory=True):
+            shown.append(f"{name}: {value}")
     return ", ".join(shown) or "all keys at their defaults"
 
 
@@ -262,10 +260,8 @@ def _batch(plan: Plan) -> Iterator[Finding]:
         yield Finding("tokens", f"up to {prompt} prompt, and {left}")
 
 
-def _asynchronous(plan: Plan) -> Iterator[Finding]:
-    config, kept = plan.config, plan.asynchronous
-    if kept is None:
-        return
+def _asynchronous(plan: Plan, kept: KeptGroups) -> Iterator[Finding]:
+    config = plan.config
     age, groups, live = config.max_age, config.prompts_per_step, config.max_live_groups
     yield Finding("age", f"{age} training step(s) at most")
     answered = f"of which {config.max_inflight_groups} are being answered at most"
@@ -299,23 +295,26 @@ def _run(plan: Plan) -> Iterator[Finding]:
         yield Finding("not on this machine", str(problem))
 
 
-def _guardrails(plan: Plan) -> Iterator[Finding]:
-    if not plan.config.policy.megatron_cfg.use_fused_linear_logprobs:
-        yield Finding("use_fused_linear_logprobs", "off")
-    for setting, ok in plan.guardrails:
-        yield Finding("ok" if ok else "refused", setting)
-
-
 def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[Finding]]]:
-    """Yield a section for each model, and one for all where there are several."""
+    """Yield a section for each model, and one for all where there are several; then GPUs and engines."""
     models = plan.memory.models
     for name, memory in models.items():
         of_which = f" of the {name}" if len(models) > 1 else ""
-        yield f"Memory per rank{of_which}, without activations and key-value cache", _of_model(memory)
+        on_rank = f"{memory.rank_parameters:,} on the fullest rank"
+        rows = [Finding("model", f"{memory.parameters:,} weights, {on_rank}")]
+        parts = ("weights", "gradients", "optimizer", "reference", "logits", "total")
+        rows += [Finding(part, _bytes(getattr(memory, part))) for part in parts]
+        yield f"Memory per rank{of_which}, without activations and key-value cache", rows
     if len(models) > 1:
         yield "Memory per rank of all models", [Finding("total", _bytes(plan.memory.total))]
-    if plan.device_memory is not None:
-        yield "Memory of a GPU, without CUDA's own and the key-value cache of ranks", _of_gpu(plan)
+    if (gpu := plan.device_memory) is not None:
+        rows = [Finding("activations", f"{_bytes(gpu.activations)} of {gpu.tokens} tokens")]
+        rows.append(Finding("while ranks train", _bytes(gpu.training)))
+        if gpu.during_generation is not None:
+            share = f"the engines' share at gpu_memory_utilization: {gpu.engine_share:g}"
+            rows.append(Finding("while engines answer", f"{_bytes(gpu.during_generation)}, and {share}"))
+        rows.append(Finding("a GPU needs", f"{_bytes(gpu.smallest)} at least"))
+        yield "Memory of a GPU, without CUDA's own and the key-value cache of ranks", rows
     if (engine := plan.engines.memory) is not None:
         rows = [Finding("model", f"{engine.parameters:,} weights, the whole model")]
         rows += [Finding(name, _bytes(getattr(engine, name))) for name in ("weights", "buckets", "total")]
@@ -324,24 +323,6 @@ def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[Finding]]]:
         rows = [Finding("model", f"{share.parameters:,} weights on the fullest process")]
         rows.append(Finding("weights", _bytes(share.weights)))
         yield "Memory per process of a vLLM engine, without key-value cache", rows
-
-
-def _of_model(memory: MemoryEstimate) -> Iterator[Finding]:
-    on_rank = f"{memory.rank_parameters:,} on the fullest rank"
-    yield Finding("model", f"{memory.parameters:,} weights, {on_rank}")
-    for name in ("weights", "gradients", "optimizer", "reference", "logits", "total"):
-        yield Finding(name, _bytes(getattr(memory, name)))
-
-
-def _of_gpu(plan: Plan) -> Iterator[Finding]:
-    memory = plan.device_memory
-    assert memory is not None
-    yield Finding("activations", f"{_bytes(memory.activations)} of {memory.tokens} tokens")
-    yield Finding("while ranks train", _bytes(memory.training))
-    if memory.during_generation is not None:
-        share = f"the engines' share at gpu_memory_utilization: {memory.engine_share:g}"
-        yield Finding("while engines answer", f"{_bytes(memory.during_generation)}, and {share}")
-    yield Finding("a GPU needs", f"{_bytes(memory.smallest)} at least")
 
 
 def _bytes(number: float) -> str:

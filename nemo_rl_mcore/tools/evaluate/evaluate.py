@@ -19,28 +19,27 @@ from nemo_rl_mcore.data.turns import first_turn
 from nemo_rl_mcore.driver.actors.one_process import OneProcess
 from nemo_rl_mcore.driver.algorithms.engine_comparison import rows_to_compare
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import require_whole
-from nemo_rl_mcore.driver.golds import require_answers
+from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 from nemo_rl_mcore.driver.interfaces import GenerationInterface
 from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.observability.recorder import Startup
 from nemo_rl_mcore.driver.output import count_of, open_console, say_aside, write_line
-from nemo_rl_mcore.driver.parts import stop_ids_of, tokenizer_of
+from nemo_rl_mcore.driver.parts import require_answers, stop_ids_of, tokenizer_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, open_place, start_frozen
-from nemo_rl_mcore.driver.rollouts.player import Responder, Rollout
+from nemo_rl_mcore.driver.rollouts.player import Responder
 from nemo_rl_mcore.driver.run_folder import held_folders
 from nemo_rl_mcore.environment.functions import RewardFunctions, require_columns
-from nemo_rl_mcore.environment.interface import Environment, votes_of
+from nemo_rl_mcore.environment.interface import Environment, replies_of, votes_of
 from nemo_rl_mcore.environment.registry import make_environment
-from nemo_rl_mcore.environment.replies import replies_of
 from nemo_rl_mcore.errors import RunStoppedError, code_of
-from nemo_rl_mcore.rank.checkpoints import CheckpointStore
-from nemo_rl_mcore.tools.evaluate.metrics import Estimate, set_metrics
 from nemo_rl_mcore.tools.evaluate.samples import (
     RESULTS_FILE,
+    Estimate,
     SampleFile,
     SampleRow,
     enter,
     identity_of,
+    set_metrics,
     write_json,
     writing_to,
 )
@@ -80,35 +79,33 @@ class Evaluator:
 
         Raises FolderError where the folder cannot be written to, and what engine and environment raise.
         """
-        results = {name: self._result(self._rows(name, prompts)) for name, prompts in sets.items()}
-        told = {name: asdict(result) for name, result in results.items()}
-        with writing_to(self.folder):
-            write_json(self.folder / RESULTS_FILE, told)
-        return results
-
-    def _rows(self, name: str, prompts: Sequence[Prompt]) -> list[SampleRow]:
-        """Return the rows of a set: those on disk, then those that are asked now."""
-        batches = [*batched(prompts, self.batch_size)]
-        keys = [(prompt.index, sample) for prompt in prompts for sample in range(self.samples)]
-        file = SampleFile(
-            self.folder / f"{name}.jsonl", keys, [len(batch) * self.samples for batch in batches]
-        )
-        with writing_to(self.folder):
-            rows = file.go_on()
-        if rows:
-            self.notify(f"{name}: {len(rows)} of {len(keys)} samples are there")
-        for batch in batches[math.ceil(len(rows) / (self.batch_size * self.samples)) :]:
-            new = self._ask(batch)
+        results: dict[str, SetResult] = {}
+        for name, prompts in sets.items():
+            batches = [*batched(prompts, self.batch_size)]
+            keys = [(prompt.index, sample) for prompt in prompts for sample in range(self.samples)]
+            sizes = [len(batch) * self.samples for batch in batches]
+            file = SampleFile(self.folder / f"{name}.jsonl", keys, sizes)
             with writing_to(self.folder):
-                file.append(new)
-            rows += new
-            self.notify(f"{name}: {len(rows)} of {len(keys)} samples, mean reward {_mean_reward(rows):.4g}")
-        return rows
+                rows = file.go_on()
+            if rows:
+                self.notify(f"{name}: {len(rows)} of {len(keys)} samples are there")
+            for batch in batches[math.ceil(len(rows) / (self.batch_size * self.samples)) :]:
+                new = self._ask(batch)
+                with writing_to(self.folder):
+                    file.append(new)
+                rows += new
+                reward = math.fsum(row.reward for row in rows) / len(rows)
+                self.notify(f"{name}: {len(rows)} of {len(keys)} samples, mean reward {reward:.4g}")
+            scored = [[row.scored for row in samples] for samples in batched(rows, self.samples)]
+            results[name] = SetResult(len(scored), self.samples, set_metrics(scored, self.k_values))
+        with writing_to(self.folder):
+            write_json(self.folder / RESULTS_FILE, {name: asdict(result) for name, result in results.items()})
+        return results
 
     def _ask(self, prompts: Sequence[Prompt]) -> list[SampleRow]:
         rollout = self.start().respond(prompts, self.samples, step=_NOISE_STEP, greedy=self.greedy)
         finished = rollout.batch["finished"].tolist()
-        answers = zip(rollout.prompts, rollout.responses, finished, strict=True)
+        answers = [*zip(rollout.prompts, rollout.responses, finished, strict=True)]
         turns = [first_turn(prompt, response, finished=ended) for prompt, response, ended in answers]
         replies = replies_of(self.environment, turns, {})
         votes = [
@@ -116,34 +113,22 @@ class Evaluator:
             for responses in batched(rollout.responses, self.samples)
             for vote in votes_of(self.environment, responses)
         ]
+        scored = zip(answers, replies, votes, strict=True)
         return [
-            _row(rollout, place, reply.reward, vote.answer, vote.first)
-            for place, (reply, vote) in enumerate(zip(replies, votes, strict=True))
+            SampleRow(
+                index=prompt.index,
+                sample=int(rollout.batch["sample_index"][place]),
+                prompt=prompt.text,
+                response=response,
+                reward=reply.reward,
+                answer=vote.answer,
+                gold=prompt.answer,
+                tokens=int(rollout.batch["token_mask"][place].sum()),
+                finished=bool(ended),
+                vote=vote.first,
+            )
+            for place, ((prompt, response, ended), reply, vote) in enumerate(scored)
         ]
-
-    def _result(self, rows: Sequence[SampleRow]) -> SetResult:
-        scored = [[row.scored for row in samples] for samples in batched(rows, self.samples)]
-        return SetResult(len(scored), self.samples, set_metrics(scored, self.k_values))
-
-
-def _row(rollout: Rollout, place: int, reward: float, answer: str | None, vote: int | None) -> SampleRow:
-    prompt = rollout.prompts[place]
-    return SampleRow(
-        index=prompt.index,
-        sample=int(rollout.batch["sample_index"][place]),
-        prompt=prompt.text,
-        response=rollout.responses[place],
-        reward=reward,
-        answer=answer,
-        gold=prompt.answer,
-        tokens=int(rollout.batch["token_mask"][place].sum()),
-        finished=bool(rollout.batch["finished"][place]),
-        vote=vote,
-    )
-
-
-def _mean_reward(rows: Sequence[SampleRow]) -> float:
-    return math.fsum(row.reward for row in rows) / len(rows)
 
 
 _VERSION = 1
@@ -151,21 +136,58 @@ _VERSION = 1
 
 
 def run_eval(config: RunConfig) -> int:
-    """Evaluate the policy of a configuration that `as_evaluated` has made; see `exit_status`."""
-    return exit_status(lambda: _print_table(evaluate(config)))
+    """Evaluate the policy of a configuration that `as_evaluated` has made, and print a table; see `exit_status`."""
+
+    def evaluated() -> None:
+        from rich.table import Table
+
+        results = evaluate(config)
+        table = Table("metric", *results)
+        table.add_row("prompts x samples", *(f"{one.prompts} x {one.samples}" for one in results.values()))
+        for metric in next(iter(results.values())).metrics:
+            estimates = [one.metrics[metric] for one in results.values()]
+            errors = ["" if one.stderr is None else f" ± {one.stderr:.2g}" for one in estimates]
+            cells = (f"{one.mean:.4g}{error}" for one, error in zip(estimates, errors, strict=True))
+            table.add_row(metric, *cells)
+        open_console(highlight=False).print(table)
+
+    return exit_status(evaluated)
 
 
 def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
     """Evaluate, and return the metrics of each set by its name; raises ConfigError and RunStoppedError."""
-    if config.policy.init_checkpoint is not None:
-        require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
+    section, weights = config.eval, config.policy.init_checkpoint
+    assert section is not None
+    if weights is not None:
+        require_whole(weights, "--checkpoint", config.checkpointing, say_aside)
     tokenizer = tokenizer_of(config.policy, config.data)
     environment, sets = _open(config, tokenizer)
     folder = Path(config.logger.log_dir)
-    _say(f"weights: {_weights(config)}")
+    weights = weights or config.policy.model_name
+    if weights is None:
+        weights = "drawn at random by the seed, as the recipe says"
+        saved = CheckpointStore(Path(config.checkpointing.checkpoint_dir)).latest()
+        if saved is not None:
+            weights += f"; --checkpoint {saved.folder} takes those of the recipe's last run"
+    _say(f"weights: {weights}")
     with held_folders({"eval.save_path": folder}), ExitStack() as started:
         enter(folder, identity_of(config, sets), _say)
-        evaluator = _evaluator(config, tokenizer, environment, sets, started)
+
+        @cache
+        def start() -> Responder:
+            generation = _generation(config, tokenizer, next(iter(sets.values())), started)
+            return Responder(generation, tokenizer, config.max_prompt_length)
+
+        evaluator = Evaluator(
+            folder=folder,
+            environment=environment,
+            start=start,
+            samples=section.num_tests_per_prompt,
+            batch_size=config.loop.val_batch_size,
+            k_values=section.k_values,
+            greedy=section.temperature == 0,
+            notify=_say,
+        )
         try:
             results = evaluator.evaluate(sets)
         except BaseException as error:
@@ -173,16 +195,6 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
             raise
     _say(f"the samples and results.json are in {folder}")
     return results
-
-
-def _weights(config: RunConfig) -> str:
-    """Return which weights are evaluated; where the recipe names none, also how to take those that its run saved."""
-    given = config.policy.init_checkpoint or config.policy.model_name
-    if given is not None:
-        return given
-    saved = CheckpointStore(Path(config.checkpointing.checkpoint_dir)).latest()
-    hint = "" if saved is None else f"; --checkpoint {saved.folder} takes those of the recipe's last run"
-    return f"drawn at random by the seed, as the recipe says{hint}"
 
 
 def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[str, list[Prompt]]]:
@@ -202,35 +214,6 @@ def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[st
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
     return environment, sets
-
-
-def _evaluator(
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    environment: Environment,
-    sets: Mapping[str, Sequence[Prompt]],
-    started: ExitStack,
-) -> Evaluator:
-    """Return an evaluator that starts ranks and engine when there is something left to ask; they end with the stack."""
-    section = config.eval
-    assert section is not None
-
-    @cache
-    def start() -> Responder:
-        first = next(iter(sets.values()))
-        generation = _generation(config, tokenizer, first, started)
-        return Responder(generation, tokenizer, config.max_prompt_length)
-
-    return Evaluator(
-        folder=Path(config.logger.log_dir),
-        environment=environment,
-        start=start,
-        samples=section.num_tests_per_prompt,
-        batch_size=config.loop.val_batch_size,
-        k_values=section.k_values,
-        greedy=section.temperature == 0,
-        notify=_say,
-    )
 
 
 def _generation(
@@ -259,18 +242,3 @@ def _generation(
 
 def _say(line: str) -> None:
     write_line(sys.stdout, line)
-
-
-def _print_table(results: Mapping[str, SetResult]) -> None:
-    """Each metric of each set, with its standard error."""
-    from rich.table import Table
-
-    table = Table("metric", *results)
-    table.add_row("prompts x samples", *(f"{one.prompts} x {one.samples}" for one in results.values()))
-    for metric in next(iter(results.values())).metrics:
-        table.add_row(metric, *(_shown(one.metrics[metric]) for one in results.values()))
-    open_console(highlight=False).print(table)
-
-
-def _shown(estimate: Estimate) -> str:
-    return f"{estimate.mean:.4g}" + ("" if estimate.stderr is None else f" ± {estimate.stderr:.2g}")

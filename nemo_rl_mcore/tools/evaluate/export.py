@@ -36,18 +36,7 @@ def run_export(config: RunConfig, output: str) -> int:
 
 
 def export(config: RunConfig, output: Path) -> None:
-    """Write the weights; raises RunStoppedError."""
-    origin = _origin(config, output)
-    with (
-        open_place(config) as cluster,
-        start_frozen(config, cluster) as policy,
-    ):
-        policy.export_hf(str(output), origin=origin)
-    write_line(sys.stdout, f"the weights are in {output}")
-
-
-def _origin(config: RunConfig, output: Path) -> str | None:
-    """Return the model that the run started from, if it still exists; refuse what would fail after ranks started."""
+    """Write the weights; raises RunStoppedError for what would fail after ranks started."""
     policy = config.policy
     assert policy.init_checkpoint is not None
     folder = Path(policy.init_checkpoint)
@@ -62,5 +51,9 @@ def _origin(config: RunConfig, output: Path) -> str | None:
         raise RunStoppedError(f"--output {str(output)!r} exists already; name another folder")
     tokenizer_of(policy)
     given: str | None = recipe["policy"].get("model_name")
-    name = given and value_now(given)
-    return name if name is not None and local_folder(name) is not None else None
+    origin = given and value_now(given)
+    if origin is not None and local_folder(origin) is None:
+        origin = None
+    with open_place(config) as cluster, start_frozen(config, cluster) as ranks:
+        ranks.export_hf(str(output), origin=origin)
+    write_line(sys.stdout, f"the weights are in {output}")

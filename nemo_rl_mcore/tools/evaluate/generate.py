@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import batched
 from pathlib import Path
@@ -44,15 +43,27 @@ class Asked:
 
 
 def run_generate(config: RunConfig, asked: Asked) -> int:
-    """Answer the prompts with the weights of the policy, by its ranks; see `exit_status`."""
-    told = "the answers above are" if asked.output is None else f"the answers in {asked.output} are"
-    return exit_status(lambda: _generate(config, asked), lambda: f"{told} all there are")
+    """Answer the prompts with the weights of the policy, by its ranks; see `exit_status`.
 
+    Answers are written as they come: to standard output, or as rows of JSON to a new file.
+    """
+    output = asked.output
 
-def _generate(config: RunConfig, asked: Asked) -> None:
-    with _written_to(asked.output) as write:
-        for answered in answers(config, asked):
-            write(answered)
+    def generate() -> None:
+        if output is None:
+            for answered in answers(config, asked):
+                for prompt, response in zip(answered.prompts, answered.responses, strict=True):
+                    write_line(sys.stdout, f"{prompt.text}{response}")
+            return
+        with _new_file(output) as file:
+            for answered in answers(config, asked):
+                rows = rows_of(answered)
+                file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+                file.flush()
+        write_line(sys.stdout, f"the answers are in {output}")
+
+    told = "the answers above are" if output is None else f"the answers in {output} are"
+    return exit_status(generate, lambda: f"{told} all there are")
 
 
 def answers(config: RunConfig, asked: Asked) -> Generator[Rollout]:
@@ -68,23 +79,6 @@ def answers(config: RunConfig, asked: Asked) -> Generator[Rollout]:
             yield responder.respond(batch, asked.samples, step=0, greedy=asked.greedy)
 
 
-@contextmanager
-def _written_to(output: str | None) -> Generator[Callable[[Rollout], None]]:
-    """Give what writes answers as they come: to standard output, or to a new file."""
-    if output is None:
-        yield _as_lines
-        return
-    with _new_file(output) as file:
-
-        def write(answered: Rollout) -> None:
-            for row in rows_of(answered):
-                file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
-            file.flush()
-
-        yield write
-    write_line(sys.stdout, f"the answers are in {output}")
-
-
 def _new_file(output: str) -> TextIO:
     try:
         return Path(output).open("x", encoding="utf-8", errors="backslashreplace")
@@ -92,11 +86,6 @@ def _new_file(output: str) -> TextIO:
         raise RunStoppedError(f"--output {output!r} exists already; name another file") from error
     except OSError as error:
         raise RunStoppedError(f"--output {output!r} cannot be written: {error.strerror}") from error
-
-
-def _as_lines(answered: Rollout) -> None:
-    for prompt, response in zip(answered.prompts, answered.responses, strict=True):
-        write_line(sys.stdout, f"{prompt.text}{response}")
 
 
 def rows_of(answered: Rollout) -> Iterator[dict[str, object]]:
@@ -114,35 +103,39 @@ def rows_of(answered: Rollout) -> Iterator[dict[str, object]]:
 
 
 def prompts_to_answer(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> list[Prompt]:
-    """Prompts that the responder will take; one that it would refuse is refused before the ranks start."""
-    try:
-        given = [prompt_of(one, f"--prompt {quoted(one)}") for one in _each(asked.prompts)]
-        if asked.file is not None:
-            given += read_prompts(Path(asked.file), _input_key(config))
-    except ValueError as error:
-        raise RunStoppedError(
-            f"{'--prompt-file ' if asked.file else ''}{error}", code=code_of(error)
-        ) from error
-    if not given:
-        return _held_out(config, tokenizer)
-    return [_checked(config, replace(prompt, index=index), tokenizer) for index, prompt in enumerate(given)]
+    """Return prompts that the responder will take; one that it would refuse is refused before the ranks start.
 
-
-def _each(prompts: Iterable[object]) -> Iterator[object]:
-    """Yield texts and conversations, those of a list of them one by one."""
-    for given in prompts:
+    Raises RunStoppedError.
+    """
+    texts: list[object] = []
+    for given in asked.prompts:
         several = cast("list[object]", given) if isinstance(given, list | tuple) else []
-        if several and not isinstance(several[0], Mapping):
-            yield from several
-        else:
-            yield given
-
-
-def _input_key(config: RunConfig) -> str | None:
-    """Return the key of a prompt in the rows that are trained on."""
+        is_list = several and not isinstance(several[0], Mapping)  # and no conversation
+        texts += several if is_list else [given]
     train = config.data.train
     first = train[0] if isinstance(train, tuple) else train
-    return None if first is None else first.input_key
+    try:
+        prompts = [prompt_of(one, f"--prompt {quoted(one)}") for one in texts]
+        if asked.file is not None:
+            prompts += read_prompts(Path(asked.file), None if first is None else first.input_key)
+    except ValueError as error:
+        place = "--prompt-file " if asked.file else ""
+        raise RunStoppedError(f"{place}{error}", code=code_of(error)) from error
+    if prompts:
+        numbered = [replace(prompt, index=index) for index, prompt in enumerate(prompts)]
+        return [_checked(config, prompt, tokenizer) for prompt in numbered]
+    try:
+        source = open_prompts(config, tokenizer)
+    except ValueError as error:
+        raise RunStoppedError(str(error), code=code_of(error)) from error
+    if isinstance(source, EpochSource | StreamSource):
+        if not source.held_out:
+            raise RunStoppedError(
+                "the recipe holds no prompts out; name some: --prompt or --prompt-file", code="no-prompts"
+            )
+        return list(source.held_out[:_HELD_OUT_PROMPTS])
+    there = config.data.validation_prompts if config.data.embedded else _HELD_OUT_PROMPTS
+    return source.validation(min(_HELD_OUT_PROMPTS, there))
 
 
 def _checked(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
@@ -158,18 +151,3 @@ def _checked(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
             f"{prompt.place}: it has {length} tokens; 1 to {config.max_prompt_length} are allowed"
         )
     return prompt
-
-
-def _held_out(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    try:
-        source = open_prompts(config, tokenizer)
-    except ValueError as error:
-        raise RunStoppedError(str(error), code=code_of(error)) from error
-    if isinstance(source, EpochSource | StreamSource):
-        if not source.held_out:
-            raise RunStoppedError(
-                "the recipe holds no prompts out; name some: --prompt or --prompt-file", code="no-prompts"
-            )
-        return list(source.held_out[:_HELD_OUT_PROMPTS])
-    there = config.data.validation_prompts if config.data.embedded else _HELD_OUT_PROMPTS
-    return source.validation(min(_HELD_OUT_PROMPTS, there))

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import cast
 
@@ -21,10 +23,139 @@ from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.strict_json import parse_json, read_json
+from nemo_rl_mcore.driver.checkpoints import INFO_FILE
 from nemo_rl_mcore.driver.run_folder import leaves, next_free, open_own, open_to_append, replacing
-from nemo_rl_mcore.errors import folder_error
-from nemo_rl_mcore.rank.checkpoints import INFO_FILE, SUMS_FILE, sha256
-from nemo_rl_mcore.tools.evaluate.metrics import Scored
+from nemo_rl_mcore.errors import RefusedError, folder_error
+from nemo_rl_mcore.rank.checkpoints import SUMS_FILE, sha256
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A sample, as far as metrics read it.
+
+    tokens: its length. finished: it ended by itself, not at the length limit. vote: the number, among the samples of
+    its prompt, of the first one that gives the same answer; None for one that gives none.
+    """
+
+    reward: float
+    tokens: int
+    finished: bool
+    vote: int | None
+
+    @property
+    def correct(self) -> bool:
+        """Return whether it has full marks."""
+        return self.reward >= 1.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts and its standard error; `stderr` is None with one prompt, which tells nothing of others."""
+
+    mean: float
+    stderr: float | None
+
+
+def pass_at_k(correct: Sequence[bool], k: int) -> float:
+    """Return the chance that of k samples, drawn from the n without replacement, at least one is correct.
+
+    1 - C(n-c, k) / C(n, k) with c correct ones, in exact integers: the unbiased estimator of arXiv 2107.03374.
+    Raises ValueError unless 1 <= k <= n.
+    """
+    samples = len(correct)
+    _require(k, samples)
+    return float(1 - Fraction(math.comb(samples - sum(correct), k), math.comb(samples, k)))
+
+
+def maj_at_k(votes: Sequence[int | None], correct: Sequence[bool], k: int) -> float:
+    """Return the chance that the majority of k samples, drawn from the n without replacement, is correct.
+
+    Of the C(n, k) subsets of the samples, each in the samples' order, the share in which the elected sample is
+    correct. Samples with equal votes give the same answer; None gives none and elects nobody. The answer that most
+    samples of the subset give wins, of several the one that was given first; the elected sample is the first that gives
+    it. A subset without an answer is wrong. With k = n this is the majority of all samples. In exact integers.
+    Raises ValueError unless 1 <= k <= n.
+    """
+    samples = len(votes)
+    _require(k, samples)
+    places: dict[int, list[int]] = {}
+    for place, vote in enumerate(votes):
+        if vote is not None:
+            places.setdefault(vote, []).append(place)
+    silent = sum(vote is None for vote in votes)
+    won = 0
+    for own in places.values():
+        others = [other for other in places.values() if other is not own]
+        for rank, first in enumerate(own):
+            later = len(own) - rank - 1
+            if not correct[first]:
+                continue
+            for size in range(1, min(k, later + 1) + 1):  # of the elected answer's share of the subset
+                # Ways to fill the rest: coefficient i of a polynomial is that with i samples.
+                rest = [math.comb(silent, taken) for taken in range(silent + 1)]
+                for other in others:
+                    behind = sum(place > first for place in other)
+                    ways = [math.comb(len(other), taken) for taken in range(min(size, len(other) + 1))]
+                    rest = _product([*ways, math.comb(behind, size)], rest, k - size)
+                if k - size < len(rest):
+                    won += math.comb(later, size - 1) * rest[k - size]
+    return float(Fraction(won, math.comb(samples, k)))
+
+
+def _product(one: Sequence[int], other: Sequence[int], degree: int) -> list[int]:
+    """Return the product of two polynomials up to a degree."""
+    product = [0] * (min(degree, len(one) + len(other) - 2) + 1)
+    for low, factor in enumerate(one[: degree + 1]):
+        for place, value in enumerate(other[: degree + 1 - low], start=low):
+            product[place] += factor * value
+    return product
+
+
+def _require(k: int, samples: int) -> None:
+    if not 1 <= k <= samples:
+        raise RefusedError(
+            f"k = {k} needs as many samples of a prompt, and there are {samples}", code="too-few-samples"
+        )
+
+
+def over_prompts(values: Sequence[float]) -> Estimate:
+    """Return the mean of one value a prompt, with the standard error of a mean over drawn prompts: sd / sqrt(prompts).
+
+    Samples of one prompt resemble each other. Values that are means over them make this the clustered error.
+    """
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count == 1:
+        return Estimate(mean, None)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    return Estimate(mean, math.sqrt(variance / count))
+
+
+def set_metrics(prompts: Sequence[Sequence[Scored]], k_values: Sequence[int]) -> dict[str, Estimate]:
+    """Return what a set amounts to; `prompts` has the samples of each prompt, in their order.
+
+    reward and accuracy, the share of correct samples; pass@k and maj@k for each k; tokens, the length of a response;
+    truncated, the share that ended at the length limit.
+    """
+    metrics = {
+        "reward": [_mean([sample.reward for sample in samples]) for samples in prompts],
+        "accuracy": [_mean([sample.correct for sample in samples]) for samples in prompts],
+    }
+    for k in k_values:
+        metrics[f"pass@{k}"] = [pass_at_k([sample.correct for sample in samples], k) for samples in prompts]
+    for k in k_values:
+        metrics[f"maj@{k}"] = [
+            maj_at_k([sample.vote for sample in samples], [sample.correct for sample in samples], k)
+            for samples in prompts
+        ]
+    metrics["tokens"] = [_mean([sample.tokens for sample in samples]) for samples in prompts]
+    metrics["truncated"] = [_mean([not sample.finished for sample in samples]) for samples in prompts]
+    return {name: over_prompts(values) for name, values in metrics.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
 
 IDENTITY_FILE = "evaluation.json"
 RESULTS_FILE = "results.json"
@@ -54,34 +185,35 @@ def writing_to(folder: Path) -> Generator[None]:
 
 
 def enter(folder: Path, identity: Tree, notify: Callable[[str], None]) -> None:
-    """Make the folder one of this identity; `notify` is told of files that are set aside. Raises FolderError."""
-    with writing_to(folder):
-        _enter(folder, json.loads(json.dumps(identity)), notify)
+    """Make the folder one of this identity; `notify` is told of files that are set aside. Raises FolderError.
 
-
-def _enter(folder: Path, current: Tree, notify: Callable[[str], None]) -> None:
+    Files of other kinds, such as data or metrics, stay where they are.
+    """
+    current = json.loads(json.dumps(identity))
     path = folder / IDENTITY_FILE
-    try:
-        saved = read_json(path)
-    except FileNotFoundError:
-        saved = None
-    except ValueError:
-        saved = "broken"
-    if saved == current:
-        return
-    if theirs := _files(folder, saved, current):
-        aside = next_free(folder / ASIDE)
-        aside.mkdir()
+    with writing_to(folder):
+        try:
+            saved = read_json(path)
+        except FileNotFoundError:
+            saved = None
+        except ValueError:
+            saved = "broken"
+        if saved == current:
+            return
+        both = [cast("dict[str, object]", one) if isinstance(one, dict) else {} for one in (saved, current)]
+        sets = [one.get("sets") for one in both]
+        names = dict.fromkeys(name for one in sets if isinstance(one, dict) for name in cast("Tree", one))
         # The identity goes last: until then a command that is killed here begins again.
-        for file in theirs:
-            file.rename(aside / file.name)
-        was, now = (
-            dict(leaves(cast("dict[str, object]", one))) if isinstance(one, dict) else {}
-            for one in (saved, current)
-        )
-        others = [path for path in {**now, **was} if was and was.get(path) != now.get(path)]
-        notify(f"set aside: {aside}" + (f", of another {', '.join(others[:_SHOWN])}" if others else ""))
-    write_json(path, current)
+        evaluated = [*(f"{name}.jsonl" for name in names), RESULTS_FILE, IDENTITY_FILE]
+        if theirs := [folder / name for name in evaluated if (folder / name).is_file()]:
+            aside = next_free(folder / ASIDE)
+            aside.mkdir()
+            for file in theirs:
+                file.rename(aside / file.name)
+            was, now = (dict(leaves(one)) for one in both)
+            others = [key for key in {**now, **was} if was and was.get(key) != now.get(key)]
+            notify(f"set aside: {aside}" + (f", of another {', '.join(others[:_SHOWN])}" if others else ""))
+        write_json(path, current)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -90,14 +222,6 @@ def write_json(path: Path, value: object) -> None:
         file.write(json.dumps(value, indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _files(folder: Path, *identities: object) -> list[Path]:
-    """Return the files of evaluations, the identity last; others, such as data or metrics, are no concern of theirs."""
-    sets = [cast("Tree", one).get("sets") for one in identities if isinstance(one, dict)]
-    names = dict.fromkeys(name for one in sets if isinstance(one, dict) for name in cast("Tree", one))
-    found = [*(f"{name}.jsonl" for name in names), RESULTS_FILE, IDENTITY_FILE]
-    return [folder / name for name in found if (folder / name).is_file()]
 
 
 _SECTIONS = {"seed", "policy", "env", "eval", "cluster"}
@@ -109,7 +233,25 @@ _NOT_ASKED = ("sets", "save_path", "k_values")
 
 
 def identity_of(config: RunConfig, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, object]:
-    """Return the weights, the prompts of each set, and what of the recipe an answer and its score depend on."""
+    """Return the weights, the prompts of each set, and what of the recipe an answer and its score depend on.
+
+    The weights of a checkpoint are the checksum of its checksums; those of a Hugging Face folder its files by name,
+    size and time.
+    """
+    policy = config.policy
+    if policy.init_checkpoint is not None:
+        folder = Path(policy.init_checkpoint)
+        sums = folder / SUMS_FILE
+        weights = f"checkpoint {sha256(sums if sums.is_file() else folder / INFO_FILE)}"
+    elif policy.model_name is None:
+        weights = "drawn at random by the seed"
+    else:
+        whole = hashlib.sha256()
+        folder = fetched_folder(policy.model_name)
+        for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"))):
+            status = path.stat()
+            whole.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        weights = f"Hugging Face {whole.hexdigest()}"
     recipe = config.model_dump(mode="json", include=_SECTIONS)
     recipe["policy"] = {
         key: value
@@ -118,28 +260,11 @@ def identity_of(config: RunConfig, sets: Mapping[str, Sequence[Prompt]]) -> dict
     }
     recipe["eval"] = {key: value for key, value in recipe["eval"].items() if key not in _NOT_ASKED}
     return {
-        "weights": _weights(config),
+        "weights": weights,
         "sets": {name: digest_of(prompts) for name, prompts in sets.items()},
         "batch_size": config.loop.val_batch_size,
         **recipe,
     }
-
-
-def _weights(config: RunConfig) -> str:
-    """Of a checkpoint the checksum of its checksums; of a Hugging Face folder its files by name, size and time."""
-    policy = config.policy
-    if policy.init_checkpoint is not None:
-        folder = Path(policy.init_checkpoint)
-        sums = folder / SUMS_FILE
-        return f"checkpoint {sha256(sums if sums.is_file() else folder / INFO_FILE)}"
-    if policy.model_name is None:
-        return "drawn at random by the seed"
-    whole = hashlib.sha256()
-    folder = fetched_folder(policy.model_name)
-    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"))):
-        status = path.stat()
-        whole.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return f"Hugging Face {whole.hexdigest()}"
 
 
 @dataclass(frozen=True)
@@ -188,8 +313,11 @@ class SampleFile:
         found: list[SampleRow] = []
         ends = [0]
         for line, key in zip(content.split(b"\n")[:-1], self.keys, strict=False):
-            row = _read(line)
-            if row is None or (row.index, row.sample) != key:
+            try:
+                row = _ROW.validate_python(parse_json(line))
+            except ValueError:
+                break
+            if (row.index, row.sample) != key:
                 break
             found.append(row)
             ends.append(ends[-1] + len(line) + 1)
@@ -210,10 +338,3 @@ class SampleFile:
             file.write(text.encode(errors="backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
-
-
-def _read(line: bytes) -> SampleRow | None:
-    try:
-        return _ROW.validate_python(parse_json(line))
-    except ValueError:
-        return None

@@ -5,14 +5,16 @@ refused or, where they cost speed or memory and nothing else, dropped with a lin
 over, and nothing it asks for is lost silently.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
 from nemo_rl_mcore.config.base import Tree, join_path, value_at
+from nemo_rl_mcore.recipe.of_nemo_rl import inner_sections, leaf_paths
 from nemo_rl_mcore.tools.migrate.draft import Draft, Kind, shown
 
 
@@ -39,14 +41,19 @@ class Judgement:
 
     def accepts(self, value: object, section: Tree, recipe: Tree) -> bool:
         """Return whether the value changes nothing, given the section it stands in and the whole recipe."""
+        is_neutral = any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
+        if self.unread or is_neutral:
+            return True
+        enabled = value
+        if isinstance(value, Mapping):
+            values = cast("Mapping[str, object]", value)
+            enabled = values["enabled"] if "enabled" in values else any(values.values())
+        if self.switched_off and not enabled:
+            return True
         other = value_at(recipe, self.same_as) if "." in self.same_as else section.get(self.same_as)
-        return (
-            self.unread
-            or (self.switched_off and not _is_on(value))
-            or (other is not None and value == other)
-            or (self.unless != "" and is_known_of(self.unless, recipe) and not value_at(recipe, self.unless))
-            or any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
-        )
+        if other is not None and value == other:
+            return True
+        return bool(self.unless) and is_known_of(self.unless, recipe) and not value_at(recipe, self.unless)
 
 
 def is_known_of(path: str, recipe: Tree) -> bool:
@@ -55,29 +62,17 @@ def is_known_of(path: str, recipe: Tree) -> bool:
     return not section.endswith(".model") or value_at(recipe, f"{section}.num_layers") is not None
 
 
-def _is_on(section: object) -> bool:
-    if not isinstance(section, Mapping):
-        return bool(section)
-    values = cast("Mapping[str, object]", section)
-    return bool(values["enabled"]) if "enabled" in values else any(values.values())
-
-
-def _read() -> dict[str, Judgement]:
-    """Return the rows of the table by their paths; a section of it is for one section of a recipe, or for several."""
-    text = Path(__file__).with_name("judgements.yaml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    nothing = dict[str, Any]()
-    return {
-        join_path("" if section == "top" else section, key): Judgement(
-            **(nothing if row == "unread" else row)
-        )
-        for sections, rows in table.items()
-        for section in sections.split()
-        for key, row in rows.items()
-    }
-
-
-JUDGEMENTS = _read()
+_TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("judgements.yaml").read_text(encoding="utf-8")
+)
+_NOTHING = dict[str, Any]()
+JUDGEMENTS = {
+    join_path("" if section == "top" else section, key): Judgement(**(_NOTHING if row == "unread" else row))
+    for sections, rows in _TABLE.items()
+    for section in sections.split()
+    for key, row in rows.items()
+}
+"""The rows by the paths of their keys; a section of the table is for one section of a recipe, or for several."""
 
 
 def judge(draft: Draft, path: str, value: object, section: Tree, recipe: Tree, judged_as: str = "") -> bool:
@@ -96,18 +91,224 @@ def judge(draft: Draft, path: str, value: object, section: Tree, recipe: Tree, j
 
 def screen(draft: Draft, recipe: Tree) -> None:
     """Take the keys of the table out; recipe: the same one, with what config.json says of its models."""
-    _screen(draft, draft.tree, recipe, "", "")
+
+    def screen_section(section: Tree, prefix: str, written: str) -> None:
+        """`prefix` leads to the section in the table, and `written` in the recipe: with the places of lists."""
+        for key, value in [*section.items()]:
+            path, place = join_path(prefix, str(key)), join_path(written, str(key))
+            if judge(draft, place, value, section, recipe, path):
+                section.pop(key, None)
+                continue
+            for number, inner in inner_sections(value):
+                screen_section(inner, path, join_path(place, number))
+
+    screen_section(draft.tree, "", "")
 
 
-def _screen(draft: Draft, section: Tree, recipe: Tree, prefix: str, written: str) -> None:
-    """`prefix` leads to the section in the table, and `written` in the recipe: with the places of lists."""
-    for key, value in [*section.items()]:
-        path, place = join_path(prefix, str(key)), join_path(written, str(key))
-        if judge(draft, place, value, section, recipe, path):
-            section.pop(key, None)
-        elif isinstance(value, dict):
-            _screen(draft, cast("Tree", value), recipe, path, place)
-        elif isinstance(value, list):
-            for number, one in enumerate(cast("list[object]", value)):
-                if isinstance(one, dict):
-                    _screen(draft, cast("Tree", one), recipe, path, join_path(place, str(number)))
+_FOREIGN = "async_rl"
+_OWN = "grpo.async_grpo"
+BUFFER = "async_rl.max_buffered_rollouts"
+"""Compared with what may be under way, and read no further."""
+_MODEL = "policy.model"
+
+_SAMPLER = "async_rl.sampler.name"
+_ORDERS = {"in_order": "in_order", "weight_fifo": "in_order", "ready_first": "as_completed"}
+"""The order of consumption that each sampler is. `windowed` answers more than it trains on, and discards by age."""
+_ASYNC: dict[str, str] = {
+    _SAMPLER: f"{_OWN}.order",
+    "async_rl.sampler.max_lookahead_versions": f"{_OWN}.max_trajectory_age_steps",
+    "async_rl.sampler.max_staleness_versions": f"{_OWN}.max_trajectory_age_steps",
+    "async_rl.in_flight_weight_updates": f"{_OWN}.in_flight_weight_updates",
+    "async_rl.recompute_kv_cache_after_weight_updates": f"{_OWN}.recompute_kv_cache_after_weight_updates",
+    "async_rl.min_groups_for_streaming_train": f"{_OWN}.min_groups_for_streaming_train",
+    "async_rl.max_inflight_prompts": f"{_OWN}.max_inflight_prompts",
+    "async_rl.rollout_timeout_s": f"{_OWN}.rollout_timeout_s",
+}
+_MOVED: dict[str, str] = {
+    # Read where the model has experts; the third, where they are balanced by a bias.
+    "policy.megatron_cfg.moe_router_dtype": "policy.model.moe_router_dtype",
+    "policy.megatron_cfg.moe_router_load_balancing_type": "policy.model.moe_router_load_balancing_type",
+    "policy.megatron_cfg.moe_router_bias_update_rate": "policy.model.moe_router_bias_update_rate",
+    "policy.megatron_cfg.moe_aux_loss_coeff": "policy.model.moe_aux_loss_coeff",
+    "ppo.policy_training_start_step": "ppo.critic_warmup_steps",
+    "env.math.num_workers": "env.pool.size",
+}
+_OF_CRITIC = ("optimizer", "scheduler")
+"""Sections of value.megatron_cfg that stand in value here."""
+RENAMED: dict[str, str] = (
+    _ASYNC | _MOVED | {f"value.megatron_cfg.{name}": f"value.{name}" for name in _OF_CRITIC}
+)
+"""The key that is read for each of NeMo RL's."""
+
+_DEFAULT_LOOKAHEAD = 1
+"""Of max_lookahead_versions there, and of max_trajectory_age_steps here."""
+
+
+def rename(draft: Draft, recipe: Tree) -> None:
+    """Move keys to the names they have here; recipe: the same one, with what config.json says of its models.
+
+    A key of experts needs a model with experts, and one of their bias a bias. Two keys that contradict each other are
+    told.
+    """
+    has_experts = bool(value_at(recipe, f"{_MODEL}.num_moe_experts"))
+    biased = has_experts and bool(value_at(recipe, f"{_MODEL}.moe_router_enable_expert_bias"))
+    for source, target in _MOVED.items():
+        above = accumulate(target.split(".")[:-1], join_path)
+        if not draft.has(source) or not all(isinstance(draft.get(path), dict | None) for path in above):
+            continue  # where a section above the key is none, that is told, and the key has no place
+        value, own = draft.get(source), draft.get(target)
+        is_read = biased if target.endswith("bias_update_rate") else has_experts
+        if not is_known_of(target, recipe) and value is not None:
+            what = f"{shown(value)} rests on the model, and its config.json is not here"
+            remedy = "fetch the model, or describe it in policy.model, and migrate again"
+            draft.refuse(source, value, remedy, what)
+        elif target.startswith(_MODEL) and not is_read:
+            draft.drop(source)
+        elif own is None:
+            draft.rename(source, target)
+        elif own == value:
+            draft.pop(source)
+        else:
+            what = f"{shown(value)} contradicts {target}: {shown(own)}"
+            draft.refuse(source, value, "remove one of the two", what)
+    _rename_asynchronous(draft)
+
+
+def _rename_asynchronous(draft: Draft) -> None:
+    """Move what async_rl asks for; a buffer without room for all groups that may be under way is refused."""
+    if draft.get(_OWN) is None:
+        draft.pop(_OWN)
+    asked, given = draft.section(_FOREIGN), draft.pop(_FOREIGN)
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        draft.refuse(_FOREIGN, given, "allowed: a section", f"{given!r} is not allowed")
+    elif draft.algorithm != "grpo":
+        what = "asks for an asynchronous run of GRPO, for which alone NeMo RL has it, and this is one of "
+        own = f"; {draft.algorithm}.async_{draft.algorithm} asks for one here"
+        remedy = f"remove it{own if draft.algorithm != 'sft' else ''}"
+        draft.refuse(_FOREIGN, asked, remedy, what + draft.algorithm)
+    elif isinstance(draft.get(_OWN), dict | None):  # else that is told
+        own = _merge(draft, asked)
+        rollouts, groups = asked.get(BUFFER.rpartition(".")[2]), draft.get("grpo.num_prompts_per_step")
+        steps = own.get("max_trajectory_age_steps", _DEFAULT_LOOKAHEAD)
+        if rollouts is not None and isinstance(steps, int) and isinstance(groups, int):
+            needed = (steps + 1) * groups
+            if not isinstance(rollouts, int) or rollouts < needed:
+                what = f"{rollouts} has no room for the {needed} groups that may be under way: "
+                formula = "(async_rl.sampler.max_lookahead_versions + 1) * grpo.num_prompts_per_step"
+                remedy = "remove it, or lower async_rl.sampler.max_lookahead_versions"
+                draft.refuse(BUFFER, rollouts, remedy, what + formula)
+        draft.set(_OWN, own)
+
+
+def _merge(draft: Draft, asked: Tree) -> Tree:
+    """Return the section of our own, filled; where the two contradict each other, the foreign key is told."""
+    given = draft.section(_OWN)
+    own = dict(given)
+    if own.setdefault("enabled", True) is False:
+        what = f"asks for an asynchronous run, and {_OWN}.enabled is false"
+        draft.refuse(_FOREIGN, asked, "remove one of the two", what)
+    for path in leaf_paths({_FOREIGN: asked}):
+        value, target = value_at({_FOREIGN: asked}, path), _ASYNC.get(path)
+        key = (target or "").rpartition(".")[2]
+        if path == BUFFER:
+            draft.dropped.append(path)  # which is judged by the others
+        elif value == {}:
+            continue
+        elif path == _SAMPLER and value not in _ORDERS:
+            what = f"{shown(value)} discards answers for their age, which nothing here does"
+            draft.refuse(path, value, f"allowed: {', '.join(_ORDERS)}", what)
+        elif target is None:
+            draft.refuse(path, value, f"known keys: {', '.join([*_ASYNC, BUFFER])}", "unknown key")
+        else:
+            value = _ORDERS[str(value)] if path == _SAMPLER else value
+            if own.setdefault(key, value) != value:
+                what = f"{value} contradicts {target}: {own[key]}"
+                draft.refuse(path, value, "remove one of the two", what)
+            elif key not in given:
+                draft.origins[target] = path
+                draft.note(Kind.RENAMED, path, target)
+    return own
+
+
+# A critic and a teacher
+
+_OWN_KEYS: dict[str, tuple[str, ...]] = {
+    "value": ("optimizer", "scheduler", "max_grad_norm", "train_micro_batch_size"),
+    "teacher": ("model", "model_name", "hf_config_overrides", "init_checkpoint"),
+}
+"""What the sections hold here."""
+_CUT = (
+    *("micro_batch_size", "logprob_batch_size", "dynamic_batching", "sequence_packing", "parallel"),
+    *("pipeline_stage", "activation_checkpointing", "recompute_", "distributed_data_parallel_config"),
+    *("fused_linear", "_fusion"),
+)
+"""Parts of the names of keys that say how a model is cut, and nothing of what it computes."""
+
+
+def screen_second_models(draft: Draft, recipe: Tree) -> None:
+    """Leave of value and teacher what they hold here, and say what the rest asks for that the policy's does not.
+
+    recipe: as it was before the table was applied.
+    """
+    for name, own in _OWN_KEYS.items():
+        section = draft.section(name)
+        if not any(value_at(recipe, f"policy.{key}") is not None for key in section if key not in own):
+            continue
+        kept = Tree()
+        for key in own:
+            value = section.get(key)
+            # PyTorch's optimizers and schedules have the same names as ours, and a `name` inside.
+            if (isinstance(value, dict) and "name" not in value) if key in _OF_CRITIC else value is not None:
+                kept[key] = value
+        rest = {key: value for key, value in section.items() if key not in kept}
+        draft.set(name, kept)
+        if name == "value":
+            _move_sections(draft, recipe, rest, kept)
+        for path, value, around in _leaves(rest, ""):
+            _compare(draft, recipe, name, path, value, around)
+
+
+def _move_sections(draft: Draft, recipe: Tree, rest: Tree, kept: Tree) -> None:
+    """Take a critic's optimizer and scheduler out of the rest, and keep them where ours has none."""
+    for key in _OF_CRITIC:
+        source, theirs = f"value.megatron_cfg.{key}", value_at(rest, f"megatron_cfg.{key}")
+        if not isinstance(theirs, dict):
+            continue
+        cast("Tree", rest["megatron_cfg"]).pop(key)
+        if key in kept:
+            continue
+        inner, ours = cast("Tree", theirs), Tree()
+        for leaf, value in inner.items():
+            row = f"policy.megatron_cfg.{key}.{leaf}"
+            if not judge(draft, f"{source}.{leaf}", value, inner, recipe, row):
+                ours[leaf] = value
+                draft.origins[f"value.{key}.{leaf}"] = f"{source}.{leaf}"
+        draft.set(f"value.{key}", ours)
+        if ours:
+            draft.note(Kind.RENAMED, source, f"value.{key}")
+
+
+def _leaves(section: Tree, prefix: str) -> Iterator[tuple[str, object, Tree]]:
+    for key, value in section.items():
+        path = join_path(prefix, str(key))
+        if isinstance(value, dict) and f"policy.{path}" not in JUDGEMENTS:
+            yield from _leaves(cast("Tree", value), path)
+        else:
+            yield path, value, section
+
+
+def _compare(draft: Draft, recipe: Tree, name: str, path: str, value: object, section: Tree) -> None:
+    """Say what a key of a second model asks for that the policy's does not."""
+    written, of_policy = f"{name}.{path}", value_at(recipe, f"policy.{path}")
+    if value is None or value == of_policy:
+        draft.dropped.append(written)
+    elif judge(draft, written, value, section, recipe, f"policy.{path}"):
+        return
+    elif any(part in path for part in _CUT):
+        cost = f"it is cut as the policy is, by policy.{path}: {shown(of_policy)}"
+        draft.note(Kind.WARNED, written, f"{shown(value)} has no effect here; {cost}")
+    else:
+        what = f"{shown(value)} differs from policy.{path}: {shown(of_policy)}"
+        draft.refuse(written, value, "remove it, or give both the same value", what)

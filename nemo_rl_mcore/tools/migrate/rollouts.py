@@ -92,10 +92,11 @@ def read_logprobs(draft: Draft) -> None:
 def pass_on_vllm_kwargs(draft: Draft) -> None:
     """Split vLLM's arguments: those with a key of their own here, those that are passed on, and the rest, refused."""
     kwargs = f"{_GENERATION}.vllm_kwargs"
+    for name in ("max_num_seqs", "kv_cache_memory_bytes"):
+        if draft.has(f"{_VLLM}.{name}"):
+            draft.rename(f"{_VLLM}.{name}", f"{kwargs}.{name}")
     for name, value in [*draft.section(kwargs).items()]:
-        if name in ("max_num_seqs", "kv_cache_memory_bytes"):
-            draft.rename(f"{kwargs}.{name}", f"{_VLLM}.{name}")
-        elif not is_passed_on(name):
+        if not is_passed_on(name):
             draft.refuse(f"{kwargs}.{name}", value, "remove it; it gives other answers, or is set elsewhere")
     if draft.has(kwargs) and not draft.section(kwargs):
         draft.pop(kwargs)

@@ -29,7 +29,10 @@ _TORCH: Mapping[str, object] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, 
 
 
 def use_megatron(draft: Draft) -> None:
-    """Say in the keys of Megatron what a recipe asks of DTensor, if it does."""
+    """Say in the keys of Megatron what a recipe asks of DTensor, if it does.
+
+    Optimizers of torch are translated if their weight decay is decoupled.
+    """
     if not draft.get(f"{_DTENSOR}.enabled"):
         return
     draft.change(f"{_MEGATRON}.enabled", True, "Megatron takes the place of DTensor, the only backend here")
@@ -43,11 +46,6 @@ def use_megatron(draft: Draft) -> None:
         draft.change("policy.max_grad_norm", 0.0, "DTensor clips no gradient where it is null, or left out")
     draft.drop(f"{_MEGATRON}.optimizer.clip_grad")  # which DTensor does not read
     _take(draft, f"{_DDP}.grad_reduce_in_fp32", True, "DTensor, whose gradients are reduced in fp32,")
-    _use_adam(draft)
-
-
-def _use_adam(draft: Draft) -> None:
-    """Translate the optimizers of torch whose weight decay is decoupled, with their schedule."""
     given = draft.section("policy.optimizer")
     if not str(given.get("name", "")).endswith(("AdamW", "FusedAdam")):
         if given:

@@ -236,7 +236,7 @@ def _introduction(table: Table) -> list[str]:
 
 def _rehearse(runs: list[Ran], read: Rehearsed, factor: float, table: Table) -> None:
     largest = max((ran.config.cluster for ran in runs), key=lambda cluster: cluster.world_size)
-    with RayCluster(largest, more_cpus=runs[0].config.env.pool_cpus) as session:
+    with RayCluster(largest) as session:
         went_on: list[Row] = []
         for number, ran in enumerate(runs):
             _prove(table, ran, "two steps, saves, export", lambda ran=ran: _ran(ran, session))

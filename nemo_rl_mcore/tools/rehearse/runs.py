@@ -26,7 +26,7 @@ from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.run import Watch, train
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.models import missing_family
-from nemo_rl_mcore.rank.batch_sizes import BatchSizes
+from nemo_rl_mcore.rank.train_step import BatchSizes
 from nemo_rl_mcore.recipe.load import load_recipe
 from nemo_rl_mcore.recipe.shipped import SHIPPED
 from nemo_rl_mcore.recipe.sources import Recipe

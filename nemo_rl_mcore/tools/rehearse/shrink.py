@@ -177,7 +177,6 @@ def _engine(config: RunConfig) -> Tree:
         "backend": "embedded",
         "vllm_kwargs": None,
         "refit_transport": None,
-        "refit_bucket_bytes": None,
         "vllm_cfg": {},
         "colocated": {"enabled": generation.decodes_on_ranks},
     }

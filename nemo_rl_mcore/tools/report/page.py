@@ -12,8 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore.driver.observability.progress import Best, best_of
-from nemo_rl_mcore.driver.observability.report import REPORT_FILE
+from nemo_rl_mcore.driver.observability.progress import REPORT_FILE, Best, best_of
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.events import Aborted, Cancelled, Failed, Lost, Started
 from nemo_rl_mcore.driver.run_folder import replacing, shown_value

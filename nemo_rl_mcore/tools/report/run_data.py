@@ -20,8 +20,7 @@ from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data.strict_json import read_json
 from nemo_rl_mcore.driver.observability.rollouts import ROLLOUTS_FOLDER, VALIDATION_FOLDER, read_rollouts
 from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE, read_history
-from nemo_rl_mcore.driver.rollouts.event_log import EVENTS_FILE, read_events
-from nemo_rl_mcore.driver.rollouts.events import Event
+from nemo_rl_mcore.driver.rollouts.events import EVENTS_FILE, Event, read_events
 from nemo_rl_mcore.driver.run_folder import RECIPE_FILE, Tree, leaves, read_recipe_of
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.tools.evaluate.samples import RESULTS_FILE

@@ -152,6 +152,8 @@ def test_an_answer_that_was_not_delivered_is_given_again_and_a_retry_too(tokeniz
             endpoint.model.answering.clear()
             both = [asyncio.create_task(endpoint.chat(session, [USER])) for _ in range(2)]
             await endpoint.model.was_asked(3)
+            while sum(asked.waiting for several in session._asked.values() for asked in several) < 2:
+                await asyncio.sleep(0.01)
             endpoint.model.answering.set()
             return first, retried, anew, await asyncio.gather(*both), session.calls
 

@@ -19,8 +19,8 @@ from played_endpoint import LONGEST, MODEL, played
 from processes import left_after
 from refusals import refused
 
-from nemo_rl_mcore.agents import nemo_gym as room
-from nemo_rl_mcore.agents.nemo_gym import LOG_FILE, SESSIONS_FILE, GymSetup, nemo_gym
+from nemo_rl_mcore.agents import agents as room
+from nemo_rl_mcore.agents.agents import LOG_FILE, SESSIONS_FILE, GymSetup, nemo_gym
 from nemo_rl_mcore.agents.session import SessionLimits
 from nemo_rl_mcore.config.environment import GymConfig
 from nemo_rl_mcore.data.datasets import Prompt
@@ -35,9 +35,9 @@ def stand_in(monkeypatch):
 
 
 @asynccontextmanager
-async def gym_of(endpoint, folder, *, timeout_s=60.0, start_timeout_s=60.0, begins=""):
+async def gym_of(endpoint, folder, *, timeout_s=60.0, begins=""):
     setup = GymSetup(
-        GymConfig(python=sys.executable, start_timeout_s=start_timeout_s),
+        GymConfig(python=sys.executable),
         {"config_paths": ["a.yaml"]},
         endpoint.options.sampling,
         {"PATH": os.environ["PATH"], "BEGINS": begins},
@@ -130,9 +130,10 @@ def test_servers_that_die_end_the_run(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("begins", ["never", "slowly"])
-def test_servers_that_do_not_start_end_the_run(tokenizer, tmp_path, begins):
+def test_servers_that_do_not_start_end_the_run(tokenizer, tmp_path, monkeypatch, begins):
+    monkeypatch.setattr(room, "START_WITHIN_S", 1.0 if begins == "slowly" else 60.0)
     with refused("no-agent"):
-        ran(tokenizer, tmp_path, begins=begins, start_timeout_s=1.0 if begins == "slowly" else 60.0)
+        ran(tokenizer, tmp_path, begins=begins)
 
 
 def test_servers_whose_end_asyncio_has_not_told_yet_end_the_run(tokenizer, tmp_path, monkeypatch):
@@ -182,7 +183,7 @@ DRIVER = """
 import asyncio, os, sys
 from pathlib import Path
 from nemo_rl_mcore.config.environment import GymConfig
-from nemo_rl_mcore.agents import nemo_gym as room
+from nemo_rl_mcore.agents import agents as room
 from nemo_rl_mcore.agents.requests import RunSampling
 from nemo_rl_mcore.driver.actors.session import marked_processes
 

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import refused
 from scripted_engine import Drawing
 
-from nemo_rl_mcore.agents.endpoint import Endpoint
-from nemo_rl_mcore.agents.player import AgentCollector
+from nemo_rl_mcore.agents.endpoint import AgentCollector, Endpoint
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
-from nemo_rl_mcore.driver.rollouts.episodes import EpisodeForm
+from nemo_rl_mcore.driver.rollouts.player import EpisodeForm
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
 from nemo_rl_mcore.engine.engine import EngineDiedError
 from nemo_rl_mcore.recipe.load import load_config
@@ -138,13 +136,3 @@ def test_what_an_engine_raises_ends_the_group_and_its_agents(soon):
     drawing.error = EngineDiedError("gone")
     with pytest.raises(EngineDiedError):
         played(drawing=drawing, soon=soon)
-
-
-def test_a_port_that_is_taken_is_named():
-    config = load_config(RECIPE)
-    tokenizer = load_tokenizer(config.policy.tokenizer.name)
-    with opened(config, tokenizer) as endpoint:
-        port = endpoint.url.rpartition(":")[2]
-        taken = load_config(RECIPE, [f"env.endpoint.port={port}"])
-        with refused("port-taken", "env.endpoint.port", port), opened(taken, tokenizer):
-            pass

@@ -15,7 +15,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import CharTokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
-from nemo_rl_mcore.driver.algorithms.samples import samples_of
+from nemo_rl_mcore.driver.algorithms.step_metrics import samples_of
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.driver.rollouts.transcript import batch_of, require_sampled_ids
 

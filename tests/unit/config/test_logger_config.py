@@ -1,7 +1,7 @@
 import pytest
 from refusals import wrong_key
 
-from nemo_rl_mcore.config import LoggerConfig, MLflowConfig, WandbConfig, checked
+from nemo_rl_mcore.config import LoggerConfig, MLflowConfig, checked
 from nemo_rl_mcore.config.base import collect_problems
 
 
@@ -22,12 +22,6 @@ def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
     (problem,) = collect_problems(MLflowConfig.model_construct(tracking_uri="https://me:secret@host"))
     assert "MLFLOW_TRACKING_PASSWORD" in str(problem)
     assert "secret" not in str(problem)
-
-
-@pytest.mark.parametrize("tag", ["", "x" * 65])
-def test_tags_have_the_length_that_wandb_takes(tag) -> None:
-    with wrong_key("tags: too-large"):
-        checked(WandbConfig, WandbConfig(tags=(tag,)))
 
 
 def test_the_loggers_section_of_nemo_rl_carries_over() -> None:

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs, source_of_prev_logprobs
+from nemo_rl_mcore.config.master import reader_of_prev_logprobs, source_of_prev_logprobs
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
 from nemo_rl_mcore.tools.check.render import render, sections_of

@@ -111,10 +111,8 @@ def test_buckets_hold_the_largest_weight(load):
     assert largest_weight_bytes(config.policy) == 1000000 * 64 * 4
     assert refit_bucket_bytes(config.policy) == 1000000 * 64 * 4
     assert refit_bucket_bytes(load(*VLLM).policy) == 64 << 20
-    assert refit_bucket_bytes(load(*VLLM, f"+{GENERATION}.refit_bucket_bytes=40000").policy) == 40000
 
 
 def test_the_cache_on_cpu_has_room_for_sequences_of_whole_blocks(load):
     # Two layers, two heads of 32 for keys and for values, four bytes each, 64 sequences of one block of 128 tokens.
     assert cpu_cache_bytes(load(*VLLM).policy) == 64 * 128 * (2 * 2 * 2 * 32 * 4)
-    assert cpu_cache_bytes(load(*VLLM, f"+{GENERATION}.vllm_cfg.kv_cache_memory_bytes=9").policy) == 9

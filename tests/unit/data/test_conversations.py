@@ -5,9 +5,8 @@ import json
 import pytest
 from chat_templates import EOS, FORGETFUL_TOOLS, REWRITING, START, TOOLS, byte_tokenizer
 
-from nemo_rl_mcore.data.chat import rendered
+from nemo_rl_mcore.data.chat import Conversation, rendered
 from nemo_rl_mcore.data.messages import Message, ToolCall
-from nemo_rl_mcore.data.observations import Conversation
 
 USER = Message("user", "question")
 CALL = ToolCall("a1", "add", '{"a": 1, "b": "two"}')

@@ -13,7 +13,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import DynamicRows, FixedRows, PackedRows, TokenBudget, split_balanced
 from nemo_rl_mcore.data.validation import BatchCheck, BatchError
 from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
-from nemo_rl_mcore.rank.batch_sizes import BatchSizes
+from nemo_rl_mcore.rank.train_step import BatchSizes
 from nemo_rl_mcore.recipe.load import load_config
 
 # Five episodes, of 2, 1, 3, 1 and 1 rows.

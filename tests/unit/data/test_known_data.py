@@ -9,11 +9,9 @@ from library_files import write_parquet
 from refusals import refused
 
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.config.known_data import KNOWN, OTHER_NAMES
-from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.config.source import KNOWN, OTHER_NAMES, SourceConfig
 from nemo_rl_mcore.data.examples import read_examples
-from nemo_rl_mcore.data.row_readers import RowError, RowReader
-from nemo_rl_mcore.data.rows import Row
+from nemo_rl_mcore.data.rows import Row, RowError, RowReader
 
 USER = {"role": "user", "content": "What is 2+2?"}
 ROWS = {

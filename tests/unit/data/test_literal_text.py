@@ -8,11 +8,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl_mcore.data.answers import answer_row, conversation_row, pair_rows
-from nemo_rl_mcore.data.chat import ASSISTANT, USER, with_template
+from nemo_rl_mcore.data.chat import ASSISTANT, USER, make_observer, with_template
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.examples import PromptTexts
 from nemo_rl_mcore.data.messages import Message, Rendered, Seal, literal_spans
-from nemo_rl_mcore.data.observations import make_observer
 from nemo_rl_mcore.data.tokenizer import HuggingFaceTokenizer
 from tests.chat_tokenizer import EOS, PAD, START, chat_tokenizer
 

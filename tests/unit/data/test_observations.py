@@ -7,8 +7,8 @@ from chat_templates import APPENDING, EOS, REWRITING, STRICT, byte_tokenizer
 from chat_tokenizer import FORGETFUL, chat_tokenizer
 from refusals import refused
 
+from nemo_rl_mcore.data.chat import make_observer, require_append_only
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.observations import make_observer, require_append_only
 from nemo_rl_mcore.data.tokenizer import CharTokenizer, load_tokenizer
 
 

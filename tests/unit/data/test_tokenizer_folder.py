@@ -8,14 +8,14 @@ from refusals import briefs, wrong_key
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import AutoTokenizer
 
-from nemo_rl_mcore.data.tokenizer_folder import (
+from nemo_rl_mcore.data.hub import (
     ends_of,
     special_tokens_of,
     tokenizer_problems,
 )
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
-from nemo_rl_mcore.tools.check.chat_template import turn_problems
+from nemo_rl_mcore.tools.check.data import turn_problems
 from nemo_rl_mcore.tools.check.render import subject_of
 
 EXEMPLAR = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"

@@ -150,7 +150,7 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_is_brought_to_its_end(
 
 def test_what_ends_before_a_step_says_so(finished, monkeypatch, capsys):
     class NoCluster:
-        def __init__(self, _config, more_cpus):
+        def __init__(self, _config):
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(launch, "RayCluster", NoCluster, raising=False)

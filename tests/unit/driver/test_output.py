@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nemo_rl_mcore.cli import main
-from nemo_rl_mcore.driver.observability.report import sample_table
+from nemo_rl_mcore.driver.observability.progress import sample_table
 from nemo_rl_mcore.driver.observability.rollouts import Sample
 from nemo_rl_mcore.driver.output import open_console, visible, write_line
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from nemo_rl_mcore.driver.observability.sinks import JsonlSink, complete_rows
-from nemo_rl_mcore.driver.rollouts.event_log import BEGINNING, EventLog, set_aside_after
+from nemo_rl_mcore.driver.rollouts.events import BEGINNING, EventLog, set_aside_after
 from nemo_rl_mcore.driver.run_folder import next_free, replacing
 from nemo_rl_mcore.tools.evaluate.samples import SampleFile, write_json
 

@@ -9,8 +9,8 @@ import msgpack
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from nemo_rl_mcore.engine.receivers import BroadcastReceiver
 from nemo_rl_mcore.rank.refit.transports import (
-    BroadcastReceiver,
     BroadcastSender,
     Bucket,
     IpcHandle,

@@ -8,8 +8,8 @@ from nemo_rl_mcore.config.custom_code import handed
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.turns import first_turn
 from nemo_rl_mcore.environment.functions import RewardFunctions, require_columns
+from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.environment.registry import make_environment
-from nemo_rl_mcore.environment.replies import LocalEnvironments
 from nemo_rl_mcore.errors import CustomCodeError
 
 PROMPTS = [Prompt(7, "12>", "12", columns={"target": "129"}), Prompt(8, "34>", "34", columns={"target": "3"})]

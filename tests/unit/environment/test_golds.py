@@ -168,7 +168,7 @@ def no_cluster(monkeypatch):
     class Started(Exception):
         pass
 
-    def start(cluster, more_cpus):
+    def start(cluster):
         raise Started
 
     monkeypatch.setattr(launch, "RayCluster", start)

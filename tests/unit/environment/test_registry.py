@@ -11,9 +11,8 @@ from nemo_rl_mcore.environment.games import (
     CalculatorEnvironment,
     GuessNumberEnvironment,
 )
-from nemo_rl_mcore.environment.interface import EnvironmentReturn
+from nemo_rl_mcore.environment.interface import EnvironmentReturn, LocalEnvironments
 from nemo_rl_mcore.environment.registry import make_environment
-from nemo_rl_mcore.environment.replies import LocalEnvironments
 from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
 
 PROMPTS = [Prompt(7, "1>", "1"), Prompt(8, "2>", "2")]

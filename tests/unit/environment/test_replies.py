@@ -5,8 +5,7 @@ import torch
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.turns import first_turn
-from nemo_rl_mcore.environment.interface import EnvironmentReturn
-from nemo_rl_mcore.environment.replies import replies_of
+from nemo_rl_mcore.environment.interface import EnvironmentReturn, replies_of
 from nemo_rl_mcore.errors import RunStoppedError
 
 TURN = first_turn(Prompt(3, "1>", "1"), "2")

@@ -56,7 +56,7 @@ def test_reductions_by_hand():
     assert EXAMPLE.sequence_mean(VALUES).tolist() == pytest.approx([1.5, 8, 24])
     assert EXAMPLE.reduce(VALUES, LossType.TOKEN_LEVEL).item() == 11
     assert EXAMPLE.reduce(VALUES, LossType.SEQUENCE_LEVEL).item() == pytest.approx(9.5)
-    assert (EXAMPLE.minimum(VALUES).item(), EXAMPLE.maximum(VALUES).item()) == (1, 8)
+    assert [value.item() for value in EXAMPLE.extrema(VALUES)] == [1, 8]
 
 
 def test_a_row_without_tokens_has_mean_zero():
@@ -66,10 +66,10 @@ def test_a_row_without_tokens_has_mean_zero():
 
 def test_extrema_of_nothing_change_nothing():
     empty = masks([[1, 0, 0]], [1])
-    assert (empty.minimum(VALUES[:1]).item(), empty.maximum(VALUES[:1]).item()) == (math.inf, -math.inf)
+    assert [value.item() for value in empty.extrema(VALUES[:1])] == [math.inf, -math.inf]
     no_columns = masks([[1]], [1])
     nothing = torch.zeros(1, 0, dtype=torch.float64)
-    assert (no_columns.minimum(nothing).item(), no_columns.maximum(nothing).item()) == (math.inf, -math.inf)
+    assert [value.item() for value in no_columns.extrema(nothing)] == [math.inf, -math.inf]
 
 
 def test_counts_are_those_of_the_loss(make_batch: BatchMaker):

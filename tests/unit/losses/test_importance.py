@@ -7,7 +7,7 @@ import torch
 from nemo_rl_mcore.config import ClippedPGLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import Masks, MetricKind
-from nemo_rl_mcore.losses.importance import ImportanceWeights, weight_function
+from nemo_rl_mcore.losses.clipped_pg import ImportanceWeights, importance_weights
 
 RATIOS = [[2.0, 1.0, 0.25], [1.1, 0.9, 5.0], [8.0, 8.0, 8.0]]
 MASKS = Masks.of(
@@ -22,7 +22,7 @@ MASKS = Masks.of(
 def weights(**keys: Any) -> ImportanceWeights:
     cfg = ClippedPGLossConfig(use_importance_sampling_correction=True, **keys)
     log_ratio = MASKS.keep(torch.tensor(RATIOS, dtype=torch.float64).log(), "ratios")
-    return weight_function(cfg)(log_ratio, MASKS)
+    return importance_weights(cfg, log_ratio, MASKS)
 
 
 def bounded(kind: str, low: float | None, high: float, **keys: Any) -> ImportanceWeights:
@@ -100,4 +100,4 @@ def test_a_weight_that_is_not_finite_is_zero_before_the_bounds():
             truncated_importance_sampling_ratio=2.0,
             truncated_importance_sampling_ratio_min=0.5,
         )
-        assert weight_function(cfg)(log_ratio, masks).weights.tolist() == [expected], kind
+        assert importance_weights(cfg, log_ratio, masks).weights.tolist() == [expected], kind

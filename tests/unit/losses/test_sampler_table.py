@@ -16,7 +16,7 @@ from nemo_rl_mcore.driver.algorithms.mismatch import (
     with_row_numbers,
 )
 from nemo_rl_mcore.losses import ClippedPGLossFn, TokenOutputs
-from nemo_rl_mcore.losses.sampler_table import COLUMNS, sampler_table
+from nemo_rl_mcore.losses.kl import COLUMNS, sampler_table
 from nemo_rl_mcore.rank.sums import LocalSums
 
 THRESHOLD = 1.15

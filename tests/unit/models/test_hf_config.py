@@ -155,7 +155,7 @@ def test_a_base_that_the_other_section_hides_is_refused():
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_written_config_is_read_back_by_us_and_by_transformers(model_type):
-    latent = FAMILIES[model_type].latent_attention
+    latent = bool(FAMILIES[model_type].fields.get("multi_latent_attention"))
     rope = {"rope_theta": 77.0, **({"rope_type": "default"} if latent else STRETCHED)}
     given = config_of(
         model_type,

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from distributed.plain_ops import linear_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from nemo_rl_mcore.ops.linear_logprobs import (
     LinearLogprobsOptions,
     fused_linear_logprobs,
-    linear_logprobs,
 )
 
 TILINGS = {

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from distributed.plain_ops import plain_linear_logprobs_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
-from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at, plain_linear_logprobs_at
+from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
 
 TILINGS = {
     "default": LinearLogprobsOptions(),

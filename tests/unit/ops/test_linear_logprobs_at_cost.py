@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from distributed.plain_ops import plain_linear_logprobs_at
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
-from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at, plain_linear_logprobs_at
+from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
 
 TOKENS, HIDDEN, VOCAB, K = 32, 8, 64, 4
 LOGITS, FOR_HIDDEN, FOR_WEIGHT = (

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from distributed.plain_ops import linear_logprobs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -10,7 +11,6 @@ from nemo_rl_mcore.ops._head import plan_tiling
 from nemo_rl_mcore.ops.linear_logprobs import (
     LinearLogprobsOptions,
     fused_linear_logprobs,
-    linear_logprobs,
 )
 
 

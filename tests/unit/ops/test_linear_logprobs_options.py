@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from distributed.plain_ops import linear_logprobs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl_mcore.ops.linear_logprobs import (
     LinearLogprobsOptions,
     fused_linear_logprobs,
-    linear_logprobs,
 )
 
 TOKENS, HIDDEN, VOCAB = 24, 8, 700

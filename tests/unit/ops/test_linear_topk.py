@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from distributed.plain_ops import plain_linear_topk_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
-from nemo_rl_mcore.ops.linear_topk import TopK, linear_topk_logprobs, plain_linear_topk_logprobs
+from nemo_rl_mcore.ops.linear_topk import TopK, linear_topk_logprobs
 
 TILINGS = {
     "default": LinearLogprobsOptions(),

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nemo_rl_mcore.config.logits_cache import LogitsCache as Budget
+from nemo_rl_mcore.config.megatron import LogitsCache as Budget
 from nemo_rl_mcore.ops._head import LogitsCache
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
 from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at

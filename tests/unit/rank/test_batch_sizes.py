@@ -9,8 +9,7 @@ from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn, DistillationLossFn, DPOLossFn, MseValueLossFn, NLLLossFn
-from nemo_rl_mcore.rank.batch_sizes import BatchSizes
-from nemo_rl_mcore.rank.train_step import TrainStep
+from nemo_rl_mcore.rank.train_step import BatchSizes, TrainStep
 from nemo_rl_mcore.recipe.load import load_config
 
 

@@ -43,7 +43,7 @@ def test_every_algorithm_may_have_them(exemplar, recipe):
             *("policy.model.num_moe_experts=4", "policy.model.qk_layernorm=true"),
             "policy.megatron_cfg.expert_model_parallel_size=2",
         ],
-        [f"{GENERATION}.refit_transport=shared_memory", f"{GENERATION}.refit_bucket_bytes=40000"],
+        [f"{GENERATION}.refit_transport=shared_memory"],
         [f"{GENERATION}.embedded_cfg.engines=3"],
         [ON_GPUS, f"{GENERATION}.embedded_cfg.engines=3"],
         [
@@ -58,5 +58,5 @@ def test_what_goes_with_them(load, overrides):
 
 
 def test_none_of_it_holds_where_the_ranks_answer(load):
-    config = load(*FOREIGN, f"{GENERATION}.refit_transport=nccl", f"{GENERATION}.refit_bucket_bytes=1")
+    config = load(*FOREIGN, f"{GENERATION}.refit_transport=nccl")
     assert not [*run_problems(config)]

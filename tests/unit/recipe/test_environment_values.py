@@ -36,14 +36,12 @@ def write(tmp_path, exemplar, monkeypatch):
         ("${oc.env:JUDGE_KEY,other}", "${oc.env:JUDGE_KEY,'other'}"),
         ("${oc.env:NOT_SET,${oc.env:JUDGE_KEY}}", "${oc.env:NOT_SET,'${oc.env:JUDGE_KEY}'}"),
         ("Bearer ${oc.env:JUDGE_KEY}", "Bearer ${oc.env:JUDGE_KEY}"),
-        ("${logger.wandb.notes}", "${oc.env:JUDGE_KEY}"),
+        ("${logger.wandb.name}", "${oc.env:JUDGE_KEY}"),
         ("${oc.decode:${oc.env:JUDGE_KEY}}", "${oc.decode:${oc.env:JUDGE_KEY}}"),
     ],
 )
 def test_the_reference_is_saved_and_loads_again(write, tmp_path, given, saved):
-    config = load_config(
-        write(f"{{api_key: '{given}'}}", "logger: {wandb: {notes: '${oc.env:JUDGE_KEY}'}}\n")
-    )
+    config = load_config(write(f"{{api_key: '{given}'}}", "logger: {wandb: {name: '${oc.env:JUDGE_KEY}'}}\n"))
     assert SECRET in config.env.custom.args["api_key"]
     text = recipe_text(config)
     assert SECRET not in text
@@ -57,7 +55,7 @@ def test_the_reference_is_saved_and_loads_again(write, tmp_path, given, saved):
 def test_values_in_lists_and_copies_are_references_too(write, tmp_path, monkeypatch):
     monkeypatch.setenv("FOLDER", "models/tokenizer")
     config = load_config(
-        write("{keys: [a, ['${oc.env:JUDGE_KEY}']]}", "logger: {wandb: {tags: ['${oc.env:JUDGE_KEY}']}}\n"),
+        write("{keys: [a, ['${oc.env:JUDGE_KEY}']]}", "logger: {wandb: {name: '${oc.env:JUDGE_KEY}'}}\n"),
         ["+policy.init_checkpoint=${oc.env:FOLDER}"],
     )
     text = recipe_text(config)

@@ -158,7 +158,7 @@ def test_messages_have_interpolations_as_they_are_written(tmp_path, exemplar):
 
 def test_a_resolver_whose_name_is_computed_is_refused(tmp_path, exemplar):
     """What it gives could be of the environment, and is not known to be."""
-    lines = "logger: {wandb: {notes: env}, log_dir: '${oc.${logger.wandb.notes}:HOME}'}\n"
+    lines = "logger: {wandb: {name: env}, log_dir: '${oc.${logger.wandb.name}:HOME}'}\n"
     recipe = write(tmp_path, "child.yaml", f"defaults: {exemplar}\n{lines}")
     assert briefs(error_of(recipe).problems) == ["logger.log_dir: reference"]
 

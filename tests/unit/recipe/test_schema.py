@@ -5,8 +5,7 @@ from nemo_rl_mcore.config.base import StrictModel
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.recipe.of_nemo_rl import twin_in_policy
 from nemo_rl_mcore.recipe.schema import allowed, fields, is_known, nearest_path
-from nemo_rl_mcore.tools.migrate.judgements import JUDGEMENTS
-from nemo_rl_mcore.tools.migrate.renamed import RENAMED
+from nemo_rl_mcore.tools.migrate.judgements import JUDGEMENTS, RENAMED
 
 
 @pytest.mark.parametrize("path", sorted(fields()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nemo_rl_mcore.config import ModelConfig, PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data.hub import EOS, GENERATION, end_ids, local_folder
 from nemo_rl_mcore.data.tokenizer import ChatTemplate, load_tokenizer
 from nemo_rl_mcore.models import all_weights, family_of
@@ -23,8 +23,8 @@ from nemo_rl_mcore.models.weights import Weight
 from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.agreement import agreed_on_first, together
 from nemo_rl_mcore.rank.megatron.hf_weights.files import ShardWriter
+from nemo_rl_mcore.rank.megatron.hf_weights.load import Place, local_parameters, this_place
 from nemo_rl_mcore.rank.megatron.hf_weights.packing import whole
-from nemo_rl_mcore.rank.megatron.hf_weights.placement import Place, local_parameters, this_place
 from nemo_rl_mcore.rank.megatron.optimizer_state import gather_parameters
 from nemo_rl_mcore.rank.policy_backend import DTYPES
 
@@ -41,23 +41,48 @@ def full_tensors(
     outlast the iteration must be copied.
     Raises ValueError for an architecture that no supported Hugging Face family has.
     """
-    family_of(policy.model)
+    model, device = policy.model, accelerator.device()
+    family_of(model)
     gather_parameters(chunks)
     place = this_place()
-    own = {weight: parameter.detach() for weight, parameter in local_parameters(chunks, policy.model, place)}
-    stage_of = _stages(own, place)
+    own = {weight: parameter.detach() for weight, parameter in local_parameters(chunks, model, place)}
+    # The pipeline stage that holds each weight; the first one, where tied embeddings are on two.
+    keys = sorted({_stage_key(weight) for weight in own})
+    of_stages: list[list[str]] = [keys] * place.pipeline.size()
+    if place.pipeline.size() > 1:
+        dist.all_gather_object(of_stages, keys, group=place.pipeline)
+    stage_of = {key: stage for stage, keys in reversed([*enumerate(of_stages)]) for key in keys}
 
     def whole_of(weight: Weight) -> list[torch.Tensor]:
         stage = stage_of[_stage_key(weight)]
-        tensors = _empty(weight, policy)
-        if stage == place.pipeline.rank():
-            tensors = _whole_in_stage(weight, own.get(weight), tensors, policy.model, place)
-        for tensor in tensors:
-            _broadcast(tensor, stage, place.pipeline)
+        if stage == place.pipeline.rank() and (weight.expert is None or weight in own):
+            layout = weight.slot.layout
+            cut = weight.expert is None and layout.dimension is not None
+            tensors = whole(
+                layout, _all_shards(own[weight], place, cut=cut), weight.slot.shapes(model), model
+            )
+        else:
+            dtype = _dtype(weight, policy)
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in weight.slot.shapes(model)]
+        if stage == place.pipeline.rank() and weight.expert is not None:
+            owner = weight.expert // ((model.num_moe_experts or 0) // place.expert.size())
+            _broadcast(tensors, owner, place.expert)
+        _broadcast(tensors, stage, place.pipeline)
         return tensors
 
-    for names, weights in groupby(all_weights(policy.model), key=lambda weight: weight.names):
-        yield from zip(names, _joined([*weights], whole_of, policy), strict=True)
+    for names, of_names in groupby(all_weights(model), key=lambda weight: weight.names):
+        weights = [*of_names]
+        first = weights[0]
+        if not first.slot.stacked:
+            yield from zip(names, whole_of(first), strict=True)
+            continue
+        # One tensor holds those of all experts of a layer.
+        dtype, shapes = _dtype(first, policy), first.slot.tensor_shapes(model)
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        for number, weight in enumerate(weights):
+            for tensor, part in zip(tensors, whole_of(weight), strict=True):
+                tensor[number].copy_(part)
+        yield from zip(names, tensors, strict=True)
 
 
 def save_pretrained(
@@ -75,13 +100,25 @@ def save_pretrained(
     Raises ValueError when the folder exists, and OSError where it cannot be written: on all ranks.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    agreed_on_first(lambda: _make_room(folder, partial))
+
+    def make_room() -> None:
+        if folder.exists():
+            raise ValueError(f"the folder {str(folder)!r} exists already; name another one")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    agreed_on_first(make_room)
     writes = dist.get_rank() == 0
-    writer = ShardWriter(partial, _bytes_of(policy), shard_bytes)
+    bytes_of = {
+        name: math.prod(shape) * _dtype(weight, policy).itemsize
+        for weight in all_weights(policy.model)
+        for name, shape in zip(weight.names, weight.slot.tensor_shapes(policy.model), strict=True)
+    }
+    writer = ShardWriter(partial, bytes_of, shard_bytes)
     for name, tensor in full_tensors(chunks, policy):
         activity.advance(f"exporting {name}")
         # While a file is written the others wait here, with patience, and not in the collectives of the next tensor.
-        with together(f"the export of {name}") if writer.ends_a_file(name) else nullcontext():
+        with together(f"the export of {name}") if name in writer.ends_of_files else nullcontext():
             if writes:
                 writer.add(name, tensor)
     with together("the end of the export"):
@@ -89,13 +126,6 @@ def save_pretrained(
             writer.close()
             _write_surroundings(policy, partial, origin or policy.model_name)
             partial.rename(folder)
-
-
-def _make_room(folder: Path, partial: Path) -> None:
-    if folder.exists():
-        raise ValueError(f"the folder {str(folder)!r} exists already; name another one")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
 
 
 def _write_surroundings(policy: PolicyConfig, folder: Path, origin: str | None) -> None:
@@ -121,65 +151,13 @@ def _write_surroundings(policy: PolicyConfig, folder: Path, origin: str | None) 
         (folder / GENERATION).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
 
 
-def _bytes_of(policy: PolicyConfig) -> dict[str, int]:
-    return {
-        name: math.prod(shape) * _dtype(weight, policy).itemsize
-        for weight in all_weights(policy.model)
-        for name, shape in zip(weight.names, weight.slot.tensor_shapes(policy.model), strict=True)
-    }
-
-
 def _stage_key(weight: Weight) -> str:
     """Experts of a layer are in its stage, though each on one rank of several."""
     return weight.names[0] if weight.expert is None else f"experts of layer {weight.layer}"
 
 
-def _stages(own: Iterable[Weight], place: Place) -> dict[str, int]:
-    """Return the pipeline stage that holds each weight; the first one, where tied embeddings are on two."""
-    keys = sorted({_stage_key(weight) for weight in own})
-    of_stages: list[list[str]] = [keys] * place.pipeline.size()
-    if place.pipeline.size() > 1:
-        dist.all_gather_object(of_stages, keys, group=place.pipeline)
-    return {key: stage for stage, keys in reversed([*enumerate(of_stages)]) for key in keys}
-
-
-def _empty(weight: Weight, policy: PolicyConfig) -> list[torch.Tensor]:
-    dtype, device = _dtype(weight, policy), accelerator.device()
-    return [torch.empty(shape, dtype=dtype, device=device) for shape in weight.slot.shapes(policy.model)]
-
-
-def _joined(
-    weights: Sequence[Weight], whole_of: Callable[[Weight], list[torch.Tensor]], policy: PolicyConfig
-) -> list[torch.Tensor]:
-    """Return the tensors of the weights of one name: those of one weight, or of all experts of a layer."""
-    first, slot = weights[0], weights[0].slot
-    if not slot.stacked:
-        return whole_of(first)
-    dtype, device = _dtype(first, policy), accelerator.device()
-    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in slot.tensor_shapes(policy.model)]
-    for number, weight in enumerate(weights):
-        for tensor, part in zip(tensors, whole_of(weight), strict=True):
-            tensor[number].copy_(part)
-    return tensors
-
-
 def _dtype(weight: Weight, policy: PolicyConfig) -> torch.dtype:
     return torch.float32 if weight.slot.buffer else DTYPES[policy.precision]
-
-
-def _whole_in_stage(
-    weight: Weight, own: torch.Tensor | None, empty: list[torch.Tensor], model: ModelConfig, place: Place
-) -> list[torch.Tensor]:
-    """Return the tensors on all ranks of the stage: gathered over tensor-parallel ranks, or sent by an expert's."""
-    shapes, layout = weight.slot.shapes(model), weight.slot.layout
-    if weight.expert is None:
-        assert own is not None
-        return whole(layout, _all_shards(own, place, cut=layout.dimension is not None), shapes, model)
-    owner = weight.expert // ((model.num_moe_experts or 0) // place.expert.size())
-    tensors = empty if own is None else whole(layout, [own], shapes, model)
-    for tensor in tensors:
-        _broadcast(tensor, owner, place.expert)
-    return tensors
 
 
 def _all_shards(own: torch.Tensor, place: Place, *, cut: bool) -> list[torch.Tensor]:
@@ -190,6 +168,7 @@ def _all_shards(own: torch.Tensor, place: Place, *, cut: bool) -> list[torch.Ten
     return shards
 
 
-def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+def _broadcast(tensors: Sequence[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
     if group.size() > 1:
-        dist.broadcast(tensor, group=group, group_src=source)
+        for tensor in tensors:
+            dist.broadcast(tensor, group=group, group_src=source)

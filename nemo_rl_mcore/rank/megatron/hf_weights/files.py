@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,25 +23,6 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)])
 
 
-def packed_names(names: Collection[str]) -> Iterator[str]:
-    """Yield the tensors that are there as blocks and scales."""
-    for name in names:
-        whole = name.removesuffix(_BLOCKS)
-        if whole != name and whole + _SCALES in names:
-            yield whole
-
-
-def mxfp4_parts(name: str) -> tuple[str, str]:
-    """Return what the blocks and the scales of a tensor are called."""
-    return name + _BLOCKS, name + _SCALES
-
-
-def mxfp4_shape(blocks: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the tensor [E, 32 * G, R] for that of its blocks [E, R, G, 16]."""
-    experts, outputs, groups, _ = blocks
-    return experts, groups * _BLOCK, outputs
-
-
 def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """[E, 32 * G, R] in bfloat16, which holds every such number.
 
@@ -57,7 +37,7 @@ def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 _READABLE = ("F64", "F32", "F16", "BF16")
 
 
-class TensorFiles:
+class TensorFiles(ExitStack):
     """The tensors of a folder by name; files are opened when first read, and closed on leaving the context.
 
     Tensors in MXFP4 (`..._blocks` and `..._scales`) are read as the one tensor that they make, in bfloat16.
@@ -65,33 +45,34 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
         self._files: dict[Path, Any] = {}
-        self._open = ExitStack()
         self._file_of = tensor_files(folder)
-        self._packed = frozenset(packed_names(self._file_of))
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Return all tensors."""
-        parts = {part for name in self._packed for part in mxfp4_parts(name)}
-        return frozenset(self._file_of) - parts | self._packed
+        # Blocks and scales of each tensor that is there as these.
+        self._packed = {
+            name.removesuffix(_BLOCKS): (name, name.removesuffix(_BLOCKS) + _SCALES)
+            for name in self._file_of
+            if name.endswith(_BLOCKS) and name.removesuffix(_BLOCKS) + _SCALES in self._file_of
+        }
+        parts = {part for both in self._packed.values() for part in both}
+        self.names = frozenset(self._file_of) - parts | self._packed.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole tensor's."""
-        if name in self._packed:
-            return mxfp4_shape(self._slices(mxfp4_parts(name)[0]).get_shape())
-        return tuple(self._slices(name).get_shape())
+        """Return the whole tensor's: [E, 32 * G, R] for blocks [E, R, G, 16]."""
+        if name not in self._packed:
+            return tuple(self._slices(name).get_shape())
+        experts, outputs, groups, _ = self._slices(self._packed[name][0]).get_shape()
+        return experts, groups * _BLOCK, outputs
 
     def path_of(self, name: str) -> Path:
-        """Return the file that holds the tensor."""
-        return self._file_of[mxfp4_parts(name)[0] if name in self._packed else name]
+        return self._file_of[self._packed[name][0] if name in self._packed else name]
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """Return a part of a tensor; the rest is not read, but for other rows and columns of experts in MXFP4."""
         if name in self._packed:
             experts, *rest = part
-            blocks, scales = (self._slices(one)[experts] for one in mxfp4_parts(name))
+            blocks, scales = (self._slices(one)[experts] for one in self._packed[name])
             return dequantized(blocks, scales)[(slice(None), *rest)]
         slices = self._slices(name)
         if slices.get_dtype() not in _READABLE:
@@ -101,35 +82,21 @@ class TensorFiles:
             )
         return slices[part]
 
-    def __enter__(self) -> Self:
-        """Return the files."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close them."""
-        self._files.clear()
-        self._open.close()
-
     def _slices(self, name: str) -> Any:
         path = self._file_of[name]
-        try:
-            return self._opened(path).get_slice(name)
-        except SafetensorError as error:
-            raise RefusedError(
-                f"{str(path)!r} does not hold the tensor {name}: {error}", code="missing-tensors"
-            ) from error
-
-    def _opened(self, path: Path) -> Any:
         if path not in self._files:
             try:
-                self._files[path] = self._open.enter_context(safe_open(path, framework="pt", device="cpu"))
+                self._files[path] = self.enter_context(safe_open(path, framework="pt", device="cpu"))
             except (OSError, SafetensorError) as error:
                 raise RefusedError(
                     f"{str(path)!r} cannot be read: {error}", code="unreadable-file"
                 ) from error
-        return self._files[path]
+        try:
+            return self._files[path].get_slice(name)
+        except SafetensorError as error:
+            raise RefusedError(
+                f"{str(path)!r} does not hold the tensor {name}: {error}", code="missing-tensors"
+            ) from error
 
 
 class ShardWriter:
@@ -140,25 +107,30 @@ class ShardWriter:
 
     def __init__(self, folder: Path, bytes_of: Mapping[str, int], shard_bytes: int) -> None:
         self._folder = folder
-        self._shards = [*_shards(bytes_of, shard_bytes)]
+        self._shards = [list[str]()]
+        size = 0
+        for name, more in bytes_of.items():
+            if self._shards[-1] and size + more > shard_bytes:
+                self._shards.append([])
+                size = 0
+            self._shards[-1].append(name)
+            size += more
+        self.ends_of_files = {shard[-1] for shard in self._shards if shard}
         self._total = sum(bytes_of.values())
         self._written: dict[str, str] = {}
         self._pending: dict[str, torch.Tensor] = {}
         self._number = 0
 
-    def ends_a_file(self, name: str) -> bool:
-        """Return whether this tensor is the last of its file, which is written when it comes."""
-        return any(shard[-1] == name for shard in self._shards)
-
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take the next tensor; they come in the order of the sizes."""
+        """Take the next tensor; they come in the order of the sizes, and the last of a file's has it written."""
         self._pending[name] = tensor.to("cpu", copy=True)
         if list(self._pending) == self._shards[self._number]:
-            file = self._name(self._number)
+            self._number, count = self._number + 1, len(self._shards)
+            file = ONE_FILE if count == 1 else f"model-{self._number:05d}-of-{count:05d}.safetensors"
             activity.advance(f"writing {self._folder / file}")
             save_file(self._pending, self._folder / file, metadata={"format": "pt"})
             self._written |= dict.fromkeys(self._pending, file)
-            self._pending, self._number = {}, self._number + 1
+            self._pending = {}
 
     def close(self) -> None:
         """Write the index; ValueError where tensors have not come."""
@@ -171,18 +143,3 @@ class ShardWriter:
         if len(self._shards) > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": self._written}
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    def _name(self, number: int) -> str:
-        count = len(self._shards)
-        return ONE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _shards(bytes_of: Mapping[str, int], shard_bytes: int) -> Iterator[list[str]]:
-    names, size = list[str](), 0
-    for name, more in bytes_of.items():
-        if names and size + more > shard_bytes:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += more
-    yield names

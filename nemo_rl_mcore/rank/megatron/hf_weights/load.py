@@ -7,25 +7,60 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.models import all_weights, family_of, missing_family, outside_of_layers
 from nemo_rl_mcore.models.pretrained import differences, pretrained_model
-from nemo_rl_mcore.models.weights import Weight
+from nemo_rl_mcore.models.weights import EXPERT_BIAS, Weight
 from nemo_rl_mcore.rank import activity
+from nemo_rl_mcore.rank.megatron import parallel_groups
 from nemo_rl_mcore.rank.megatron.hf_weights.files import TensorFiles
-from nemo_rl_mcore.rank.megatron.hf_weights.packing import pack
-from nemo_rl_mcore.rank.megatron.hf_weights.placement import Place, local_parameters, this_place
+from nemo_rl_mcore.rank.megatron.hf_weights.packing import find_weight, pack
+from nemo_rl_mcore.rank.megatron.model_class import language_models
 
 # Old checkpoints hold what is computed from the config.
 _COMPUTED = r".+\.rotary_emb\.inv_freq"
 _SHOWN = 8
+_OF_TABLE = re.compile(rf".*\.{EXPERT_BIAS}")
+"""Buffers that are weights; the others are computed, or counted in."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The places of this rank among the ranks that share layers (tensor), stages (pipeline) and experts."""
+
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    expert: dist.ProcessGroup
+
+
+def this_place() -> Place:
+    experts = cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
+    return Place(parallel_groups.tensor_parallel_group(), parallel_groups.pipeline_group(), experts)
+
+
+def local_parameters(
+    chunks: Sequence[torch.nn.Module], model: ModelConfig, place: Place
+) -> Iterator[tuple[Weight, torch.Tensor]]:
+    """Yield the parameters of this rank's chunks, and the biases of experts, with the weights they are parts of."""
+    first_expert = place.expert.rank() * ((model.num_moe_experts or 0) // place.expert.size())
+    for stage in language_models(chunks):
+        decoder: Any = stage.decoder
+        parts: int = getattr(decoder, "parts_of_a_layer", 1)  # of a HybridModel
+        # Which layer of the whole model, from 0, each one in the list of a stage is, or is a part of.
+        layers = [(layer.layer_number - 1) // parts for layer in decoder.layers]
+        buffers = ((name, buffer) for name, buffer in stage.named_buffers() if _OF_TABLE.fullmatch(name))
+        for name, parameter in (*stage.named_parameters(), *buffers):
+            yield find_weight(name, layers, first_expert, model), parameter
 
 
 def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> None:
@@ -36,7 +71,11 @@ def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> 
     assert policy.model_name is not None
     activity.advance(f"fetching {policy.model_name}")
     folder = fetched_folder(policy.model_name)
-    _check_architecture(policy, folder)
+    # Again on the rank: the recipe may have been checked against a table of known models, or nothing.
+    found = pretrained_model(str(folder), policy.hf_config_overrides)
+    assert found is not None
+    if problems := differences(policy.model, found, str(folder)):
+        raise ConfigError(problem.below("policy") for problem in problems)
     with TensorFiles(folder) as files:
         load_weights(files, chunks, policy.model)
 
@@ -44,7 +83,10 @@ def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> 
 def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: ModelConfig) -> None:
     """Fill this rank's chunks from the files, which must hold the tensors of that architecture and no others."""
     _check_names(files, model)
-    place = this_place()
+    place, outside = this_place(), outside_of_layers(model)
+    stored_although_tied = model.tie_word_embeddings and not files.names.isdisjoint(
+        outside.output.hugging_face
+    )
     with torch.no_grad():
         for weight, parameter in local_parameters(chunks, model, place):
             activity.advance(f"loading {', '.join(weight.names)}")
@@ -52,8 +94,13 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
             # A sum takes one pass where the weights are, and no memory; NaN and infinities are left of it.
             if not torch.isfinite(parameter.sum()):
                 _require_finite(files, weight)
-            if weight.slot is outside_of_layers(model).embedding and model.tie_word_embeddings:
-                _check_tied_output(files, place, model, parameter)
+            if weight.slot is outside.embedding and stored_although_tied:
+                output = _read(files, Weight(outside.output), place, model).to(parameter)
+                if not torch.equal(output, parameter[: output.shape[0]]):
+                    raise ValueError(
+                        f"{outside.output.hugging_face[0]} differs from {outside.embedding.hugging_face[0]}, and "
+                        "config.json says tie_word_embeddings: true; set it to false there"
+                    )
 
 
 def _require_finite(files: TensorFiles, weight: Weight) -> None:
@@ -69,16 +116,11 @@ def _require_finite(files: TensorFiles, weight: Weight) -> None:
             )
 
 
-def _check_architecture(policy: PolicyConfig, folder: Path) -> None:
-    """Check again on the rank: the recipe may have been checked against a table of known models, or nothing."""
-    found = pretrained_model(str(folder), policy.hf_config_overrides)
-    assert found is not None
-    if problems := differences(policy.model, found, str(folder)):
-        raise ConfigError(problem.below("policy") for problem in problems)
-
-
 def _check_names(files: TensorFiles, model: ModelConfig) -> None:
-    found, left_out = files.names, _left_out(model)
+    found = files.names
+    # Not loaded: what is computed, and prediction layers, where the family's files have some.
+    predicting = None if missing_family(model) else family_of(model).predicting
+    left_out = re.compile(_COMPUTED if predicting is None else f"{_COMPUTED}|{predicting(model)}")
     expected = {name for weight in all_weights(model) for name in weight.names}
     output = outside_of_layers(model).output.hugging_face
     allowed = expected | ({*output} if model.tie_word_embeddings else set[str]())
@@ -97,33 +139,26 @@ def _check_names(files: TensorFiles, model: ModelConfig) -> None:
         raise ValueError(f"the tensors are not those of the architecture; {'; '.join(complaints)}")
 
 
-def _left_out(model: ModelConfig) -> re.Pattern[str]:
-    """Return the names of tensors that are not loaded: of prediction layers, where the family's files have some."""
-    predicting = None if missing_family(model) else family_of(model).predicting
-    return re.compile(_COMPUTED if predicting is None else f"{_COMPUTED}|{predicting(model)}")
-
-
 def _read(files: TensorFiles, weight: Weight, place: Place, model: ModelConfig) -> torch.Tensor:
-    """Read the part of a weight that this rank holds, as its parameter has it."""
     shapes, layout = weight.slot.shapes(model), weight.slot.layout
     for name, shape in zip(weight.names, weight.slot.tensor_shapes(model), strict=True):
         if files.shape(name) != shape:
             raise ValueError(
                 f"{name} has the shape {files.shape(name)}, and the architecture gives it {shape}"
             )
-    rank, ranks = place.shard_of(weight)
+    # Experts are not cut, and a tensor of all experts has a part of one.
+    rank, ranks = (0, 1) if weight.expert is not None else (place.tensor.rank(), place.tensor.size())
+    expert = weight.expert if weight.slot.stacked else None
     parts: list[torch.Tensor] = []
     for name, shape in zip(weight.names, shapes, strict=True):
-        cuts = [_cut(files, name, weight, cut) for cut in layout.cuts(shape, rank, ranks, model)]
+        cuts: list[torch.Tensor] = []
+        for cut in layout.cuts(shape, rank, ranks, model):
+            if expert is None:
+                cuts.append(files.read(name, cut))
+            else:
+                cuts.append(files.read(name, (slice(expert, expert + 1), *cut))[0])
         parts.append(cuts[0] if len(cuts) == 1 else torch.cat(cuts, layout.dimension or 0))
     return pack(layout.packing, parts, model)
-
-
-def _cut(files: TensorFiles, name: str, weight: Weight, cut: tuple[slice, ...]) -> torch.Tensor:
-    """Read a part of a weight's tensor, or of what a tensor of all experts has of one."""
-    if not weight.slot.stacked or weight.expert is None:
-        return files.read(name, cut)
-    return files.read(name, (slice(weight.expert, weight.expert + 1), *cut))[0]
 
 
 def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
@@ -133,19 +168,6 @@ def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
     assert rows <= parameter.shape[0]
     parameter[:rows].copy_(values)
     parameter[rows:].zero_()  # rows that fill the embedding up, and are no tokens
-
-
-def _check_tied_output(files: TensorFiles, place: Place, model: ModelConfig, embedding: torch.Tensor) -> None:
-    """Compare an output layer that is stored although it is tied: it must repeat the embedding."""
-    outside = outside_of_layers(model)
-    if files.names.isdisjoint(outside.output.hugging_face):
-        return
-    output = _read(files, Weight(outside.output), place, model).to(embedding)
-    if not torch.equal(output, embedding[: output.shape[0]]):
-        raise ValueError(
-            f"{outside.output.hugging_face[0]} differs from {outside.embedding.hugging_face[0]}, and config.json says "
-            "tie_word_embeddings: true; set it to false there"
-        )
 
 
 class WholeWeightFilling:
@@ -162,7 +184,6 @@ class WholeWeightFilling:
         self._parts: dict[Weight, dict[str, torch.Tensor]] = {}
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
-        """See `WeightFilling.take`."""
         weights = self._weights_of.get(name)
         if not weights:
             raise ValueError(f"the model has no tensor {name}")
@@ -175,19 +196,16 @@ class WholeWeightFilling:
         self._missing.discard(name)
         for weight in weights:
             stacked = slot.stacked and weight.expert is not None
-            self._take(weight, name, tensor[weight.expert] if stacked else tensor)
-
-    def _take(self, weight: Weight, name: str, tensor: torch.Tensor) -> None:
-        parts = self._parts.setdefault(weight, {})
-        parts[name] = tensor
-        if len(parts) < len(weight.names):
-            parts[name] = tensor.clone()
-            return
-        del self._parts[weight]
-        packed = pack(weight.slot.layout.packing, [parts[each] for each in weight.names], self._model)
-        with torch.no_grad():
-            fill(self._parameters[weight], packed)
+            part = tensor[weight.expert] if stacked else tensor
+            parts = self._parts.setdefault(weight, {})
+            parts[name] = part
+            if len(parts) < len(weight.names):
+                parts[name] = part.clone()
+                continue
+            del self._parts[weight]
+            packed = pack(weight.slot.layout.packing, [parts[each] for each in weight.names], self._model)
+            with torch.no_grad():
+                fill(self._parameters[weight], packed)
 
     def missing(self) -> Sequence[str]:
-        """See `WeightFilling.missing`."""
         return sorted(self._missing)

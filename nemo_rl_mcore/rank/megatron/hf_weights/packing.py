@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face model packed into a parameter of Megatron, and unpacked from it.
+"""Tensors of a Hugging Face model packed into a parameter of Megatron and unpacked from it.
 
 A rank holds an equal part of each tensor, along one dimension; its parameter is those parts packed into one. So
 loading is: cut, then pack; exporting: unpack on each rank, then put the parts together.
@@ -19,6 +19,10 @@ from nemo_rl_mcore.models.weights import Layout, Packing, Slot, Weight
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # megatron-core 0.20 names the layer inside otherwise.
 _PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.+)")
+_OF_COLUMNS = (Packing.TRANSPOSED, Packing.INTERLEAVED)
+"""Packings of matrices whose rows are the columns of a tensor."""
+
+Parts = Sequence[torch.Tensor]
 
 
 def find_weight(name: str, layers: Sequence[int], first_expert: int, model: ModelConfig) -> Weight:
@@ -48,13 +52,13 @@ def find_weight(name: str, layers: Sequence[int], first_expert: int, model: Mode
     )
 
 
-Parts = Sequence[torch.Tensor]
-
-
 def pack(packing: Packing, parts: Parts, model: ModelConfig) -> torch.Tensor:
     """Return the parameter that holds the tensors."""
     if packing is Packing.QKV:
-        return _pack_qkv(parts, model)
+        # [q], [k], [v] to [q..q, k, v] for each query group; rows of weights, or entries of biases.
+        groups, rest = parts[1].shape[0] // model.head_dim, parts[0].shape[1:]
+        grouped = torch.cat([part.reshape(groups, -1, model.head_dim, *rest) for part in parts], dim=1)
+        return grouped.reshape(-1, *rest)
     if packing is Packing.GATED:
         return torch.cat([*parts])
     (part,) = parts
@@ -68,7 +72,9 @@ def pack(packing: Packing, parts: Parts, model: ModelConfig) -> torch.Tensor:
 def unpack(packing: Packing, parameter: torch.Tensor, model: ModelConfig) -> Parts:
     """Return the tensors that a parameter holds."""
     if packing is Packing.QKV:
-        return _unpack_qkv(parameter, model)
+        queries, rest = model.num_attention_heads // model.query_groups, parameter.shape[1:]
+        grouped = parameter.reshape(-1, queries + 2, model.head_dim, *rest)
+        return [part.reshape(-1, *rest) for part in grouped.split([queries, 1, 1], dim=1)]
     if packing is Packing.GATED:
         return parameter.chunk(2)
     if packing is Packing.INTERLEAVED:
@@ -76,38 +82,18 @@ def unpack(packing: Packing, parameter: torch.Tensor, model: ModelConfig) -> Par
     return (parameter.T if packing in _OF_COLUMNS and parameter.ndim > 1 else parameter,)
 
 
-_OF_COLUMNS = (Packing.TRANSPOSED, Packing.INTERLEAVED)
-"""Packings of matrices whose rows are the columns of a tensor."""
-
-
 def whole(
     layout: Layout, shards: Parts, shapes: Sequence[Sequence[int]], model: ModelConfig
 ) -> list[torch.Tensor]:
     """Return the tensors of those shapes, from the parameters of all ranks, without padding rows."""
     if layout.sections is not None and len(shards) > 1:
-        return [_together(shards, layout.sections(model))]
+        # Each rank has a share of each section, along the first dimension.
+        sections = layout.sections(model)
+        shares = [shard.split([size // len(shards) for size in sections]) for shard in shards]
+        return [torch.cat([share for section in zip(*shares, strict=True) for share in section])]
     parts_of_ranks = [unpack(layout.packing, shard, model) for shard in shards]
     if layout.dimension is None or len(shards) == 1:
         tensors = [*parts_of_ranks[0]]
     else:
         tensors = [torch.cat(parts, layout.dimension) for parts in zip(*parts_of_ranks, strict=True)]
     return [tensor[: shape[0]].contiguous() for tensor, shape in zip(tensors, shapes, strict=True)]
-
-
-def _together(shards: Parts, sections: Sequence[int]) -> torch.Tensor:
-    """Return a tensor of whose sections each rank has a share, along the first dimension."""
-    shares = [shard.split([size // len(shards) for size in sections]) for shard in shards]
-    return torch.cat([share for section in zip(*shares, strict=True) for share in section])
-
-
-def _pack_qkv(parts: Parts, model: ModelConfig) -> torch.Tensor:
-    """[q], [k], [v] to [q..q, k, v] for each query group; rows of weights, or entries of biases."""
-    groups, rest = parts[1].shape[0] // model.head_dim, parts[0].shape[1:]
-    grouped = torch.cat([part.reshape(groups, -1, model.head_dim, *rest) for part in parts], dim=1)
-    return grouped.reshape(-1, *rest)
-
-
-def _unpack_qkv(tensor: torch.Tensor, model: ModelConfig) -> Parts:
-    queries, rest = model.num_attention_heads // model.query_groups, tensor.shape[1:]
-    grouped = tensor.reshape(-1, queries + 2, model.head_dim, *rest)
-    return [part.reshape(-1, *rest) for part in grouped.split([queries, 1, 1], dim=1)]

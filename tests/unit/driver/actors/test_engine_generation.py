@@ -29,6 +29,11 @@ pytestmark = pytest.mark.stage("processes")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
+@pytest.fixture(autouse=True)
+def short_backoff(monkeypatch):
+    monkeypatch.setattr("nemo_rl_mcore.driver.actors.engine_fleet._FIRST_BACKOFF_S", 0.1)
+
+
 def test_a_prompt_that_leaves_no_room_for_a_response_is_refused_as_by_the_training_model(cluster):
     """An engine alone would cut the response short at the longest sequence, and say that it did not finish."""
     with refused("prompt-length", "row 1", 11, 6, 17, "policy.max_total_sequence_length: 16"):
@@ -306,7 +311,7 @@ class StartsSlowly(FakeEngine):
 
 def test_the_end_of_a_run_does_not_wait_for_an_engine_that_starts(cluster, tmp_path):
     settings = {"engine": StartsSlowly, "settings": str(tmp_path / "first"), "engines": 1}
-    with generation(cluster, Weights(), max_restarts=1, restart_backoff_s=0.01, **settings) as engines:
+    with generation(cluster, Weights(), max_restarts=1, **settings) as engines:
         engines.update_weights(0)
         engines._fleet.lose(engine_of(engines, 0), WorkerError("gone", WorkerCall("generate")))
         time.sleep(1.0)

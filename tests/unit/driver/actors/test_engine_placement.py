@@ -4,7 +4,7 @@ from ray.util.placement_group import PlacementGroup
 from nemo_rl_mcore.config import ClusterConfig, GenerationConfig
 from nemo_rl_mcore.config.generation import ColocatedConfig
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.engine_placement import place_engines, transport_of
+from nemo_rl_mcore.driver.actors.engine_fleet import place_engines, transport_of
 from nemo_rl_mcore.driver.actors.places import Placement
 from nemo_rl_mcore.engine.engine import EngineKind
 
@@ -18,8 +18,8 @@ def generation(**keys):
 def kind(engines=1, processes=1):
     return EngineKind(
         name="tiny", engine=object, settings=None, environment={"ENGINES_OWN": "1"}, engines=engines,
-        processes=processes, sleeps=False, bucket_bytes=64, section="", start_timeout_s=1, call_timeout_s=1,
-        max_restarts=0, restart_backoff_s=1,
+        processes=processes, sleeps=False, bucket_bytes=64, section="", call_timeout_s=1,
+        max_restarts=0,
     )  # fmt: skip
 
 

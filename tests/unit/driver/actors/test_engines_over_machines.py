@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.config.generation import ColocatedConfig
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.engine_placement import Share, place_engines, shares_of
+from nemo_rl_mcore.driver.actors.engine_fleet import Share, place_engines, shares_of
 from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
 from nemo_rl_mcore.driver.actors.places import Placement, RankSlot

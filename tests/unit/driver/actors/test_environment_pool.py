@@ -18,8 +18,8 @@ from nemo_rl_mcore.data.turns import first_turn
 from nemo_rl_mcore.driver.actors import environment_pool
 from nemo_rl_mcore.driver.actors.environment_pool import EnvironmentPool
 from nemo_rl_mcore.driver.signals import stop_signals
+from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.environment.registry import make_environment
-from nemo_rl_mcore.environment.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 
 pytestmark = pytest.mark.stage("processes")
@@ -79,13 +79,12 @@ def test_replies_are_in_the_order_of_the_turns_whoever_gives_them_when(pool):
     check_order(pool)
 
 
-def test_a_process_keeps_the_cpus_it_asks_for_and_says_what_it_waits_for(cluster):
-    with pool_of(cluster, "fragile_parts:Reserved", num_cpus=0.5) as pool:
-        assert rewards(pool.replies(turns(3))) == [0.5] * 3
-    with pool_of(cluster, num_cpus=1000, start_timeout_s=0.5, retries=0) as pool:
+def test_a_process_says_what_it_waits_for(cluster, monkeypatch):
+    monkeypatch.setattr(f"{EnvironmentPool.__module__}.PROCESS_START_S", 0.5)
+    with pool_of(cluster, num_gpus=1000, retries=0) as pool:
         with pytest.raises(RunStoppedError) as caught:
             pool.replies(turns(1))
-        assert_holds(str(caught.value), "env.pool.start_timeout_s", "env.pool.num_cpus: 1000")
+        assert_holds(str(caught.value), "did not start within 0.5 s", "env.pool.num_gpus: 1000")
 
 
 @pytest.mark.exhaustive
@@ -266,16 +265,15 @@ def test_a_variable_that_is_not_there_is_named_at_once(cluster):
     ("how", "limit_s", "message"),
     [
         ("raise", 60.0, "raised OSError: no tool"),
-        ("hang", 3.0, r"did not start within 3 s \(env\.pool\.start_timeout_s\)"),
+        ("hang", 3.0, "did not start within 3 s"),
     ],
     ids=["raise", "hang"],
 )
-def test_actors_that_do_not_start_end_the_run_and_name_the_key(cluster, how, limit_s, message):
+def test_actors_that_do_not_start_end_the_run(cluster, monkeypatch, how, limit_s, message):
+    monkeypatch.setattr(f"{EnvironmentPool.__module__}.PROCESS_START_S", limit_s)
     told = rf"environment actor 0 .*as 2 in a row \(env\.pool\.retries: 1\).*{message}"
     with (
-        pool_of(
-            cluster, "fragile_parts:NeverStarts", {"how": how}, retries=1, start_timeout_s=limit_s
-        ) as pool,
+        pool_of(cluster, "fragile_parts:NeverStarts", {"how": how}, retries=1) as pool,
         pytest.raises(RunStoppedError, match=told),
     ):
         pool.replies(turns(4))

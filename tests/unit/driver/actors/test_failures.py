@@ -1,9 +1,11 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from nemo_rl_mcore.driver.actors.actor import failure_of
+from nemo_rl_mcore.driver.actors.actor import Actor
+from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.failures import (
     RankFailure,
     RankIdentity,
@@ -19,13 +21,18 @@ from nemo_rl_mcore.driver.actors.failures import (
 from nemo_rl_mcore.errors import PeerLostError
 
 
+def actor(rank: int) -> Actor:
+    identity = RankIdentity("node7", 40 + rank, f"worker{rank}")
+    return Actor(rank, "rank", None, cast("RayCluster", None), lambda: None, identity)
+
+
 def raised(rank: int, error: Exception) -> RankFailure:
     report = RayTaskError("train()", f"Traceback\n  frame\n{type(error).__name__}: {error}", error)
-    return failure_of(rank, RankIdentity("node7", 40 + rank, f"worker{rank}"), report)
+    return actor(rank).failure(report)
 
 
 def died(rank: int) -> RankFailure:
-    return failure_of(rank, RankIdentity("node7", 40 + rank, f"worker{rank}"), ActorDiedError())
+    return actor(rank).failure(ActorDiedError())
 
 
 def hung(rank: int) -> Stall:

@@ -73,7 +73,7 @@ def test_the_worker_trains_saves_and_sends_where_little_else_is_installed(tmp_pa
             },
         ),
         ("nemo_rl_mcore.engine.vllm.engine", {"ray", "nemo_rl_mcore.config", "nemo_rl_mcore.losses"}),
-        ("nemo_rl_mcore.driver.actors.ray_engines", {"nemo_rl_mcore.config", "nemo_rl_mcore.driver.policy"}),
+        ("nemo_rl_mcore.driver.actors.actor", {"nemo_rl_mcore.config", "nemo_rl_mcore.driver.policy"}),
     ],
     ids=["environment", "vllm engine", "rank that sends"],
 )

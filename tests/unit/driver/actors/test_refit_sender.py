@@ -9,16 +9,11 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 from refusals import refused
 
-from nemo_rl_mcore.driver.actors.ray_engines import RayEngines
+from nemo_rl_mcore.driver.actors.actor import RayEngines
+from nemo_rl_mcore.engine.receivers import MessageRelay, SharedMemoryReceiver
 from nemo_rl_mcore.rank.refit.digests import digests
 from nemo_rl_mcore.rank.refit.sender import EngineLostError, RefitSettings, open_sender
-from nemo_rl_mcore.rank.refit.transports import (
-    Bucket,
-    MessageRelay,
-    Packer,
-    SharedMemoryReceiver,
-    SharedMemorySender,
-)
+from nemo_rl_mcore.rank.refit.transports import Bucket, Packer, SharedMemorySender
 
 pytestmark = pytest.mark.stage("processes")
 
@@ -183,7 +178,7 @@ def test_a_sender_goes_on_after_a_failed_refit(engine):
 
 def test_a_tensor_that_no_bucket_has_room_for_is_refused_with_the_key(engine):
     large = [("small", torch.ones(3)), ("large", torch.ones(BUCKET)), ("after", torch.ones(3))]
-    with refused("bucket-size", "policy.generation.refit_bucket_bytes: 4096", 16384, "large"):
+    with refused("bucket-size", "a bucket of 4096 bytes", 16384, "large"):
         sender([engine()]).send(large)
 
 

@@ -20,7 +20,7 @@ from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.start import draw_of, limits_of, scheduler_of
 from nemo_rl_mcore.environment.games import ArithmeticEnvironment
-from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError
 from nemo_rl_mcore.losses.base import MetricKind
 from nemo_rl_mcore.recipe.rules.runs import checked_run

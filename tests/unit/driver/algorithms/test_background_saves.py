@@ -11,9 +11,9 @@ from refusals import assert_holds, assert_refused
 from test_recovery import Strikes, steps_of, strike
 
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 from nemo_rl_mcore.driver.signals import TimeLimitReachedError, current_stop_signals, stop_signals
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.rank.checkpoints import CheckpointStore
 
 LAST = 5
 

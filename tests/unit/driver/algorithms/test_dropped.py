@@ -16,11 +16,11 @@ from nemo_rl_mcore.driver.algorithms.advantages import (
 )
 from nemo_rl_mcore.driver.algorithms.dpo import best_against_worst
 from nemo_rl_mcore.driver.algorithms.step_metrics import rollout_metrics
+from nemo_rl_mcore.driver.rollouts.draw import has_signal
 from nemo_rl_mcore.driver.rollouts.episode_rows import dropped_rows
 from nemo_rl_mcore.driver.rollouts.metrics import check_drops, episode_metrics
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector, concatenate_batches
-from nemo_rl_mcore.driver.rollouts.rewards import has_signal
-from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.recipe.load import load_config
 

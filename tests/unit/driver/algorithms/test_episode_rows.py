@@ -16,15 +16,15 @@ from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.driver.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.driver.algorithms.dpo import best_against_worst
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
-from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch, act_on_mismatch, table_of_batch
+from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch, compare_with_engine, table_of_batch
 from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer, shuffled
 from nemo_rl_mcore.driver.algorithms.step_metrics import rollout_metrics
+from nemo_rl_mcore.driver.rollouts.draw import shape_rewards
 from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows, as_rows
 from nemo_rl_mcore.driver.rollouts.metrics import check_drops
 from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
-from nemo_rl_mcore.driver.rollouts.rewards import shape_rewards
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
-from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 
 COLUMNS = 9
@@ -217,8 +217,8 @@ def test_training_and_generation_are_compared_by_episode():
     assert len(found.per_sequence) == 5
     config = MismatchConfig(threshold=float(wanted.per_sequence.median()), action="mask")
     assert found.metrics(config.threshold) == pytest.approx(wanted.metrics(config.threshold))
-    act_on_mismatch(1, parts, found, config)
-    act_on_mismatch(1, whole, wanted, config)
+    for batch in (parts, whole):
+        compare_with_engine(5, batch, table_of_batch(batch), config)
     assert torch.equal(parts["sample_mask"], whole["sample_mask"][parts["episode_index"]])
     assert 0 < whole["sample_mask"].sum() < 5
 

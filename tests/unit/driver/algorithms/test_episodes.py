@@ -10,16 +10,22 @@ from algorithm_fakes import select
 from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.chat import make_observer
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.observations import make_observer
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
-from nemo_rl_mcore.driver.algorithms.samples import samples_of
+from nemo_rl_mcore.driver.algorithms.step_metrics import samples_of
 from nemo_rl_mcore.driver.rollouts.episode_rows import as_rows
-from nemo_rl_mcore.driver.rollouts.episodes import ONE_ANSWER, EpisodeForm, Episodes
 from nemo_rl_mcore.driver.rollouts.metrics import episode_metrics
-from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector, _ended, concatenate_batches
+from nemo_rl_mcore.driver.rollouts.player import (
+    ONE_ANSWER,
+    EpisodeForm,
+    Episodes,
+    Rollout,
+    RolloutCollector,
+    concatenate_batches,
+)
 from nemo_rl_mcore.driver.rollouts.transcript import sampled_versions, trained_columns
 from nemo_rl_mcore.errors import RunStoppedError
 
@@ -381,14 +387,3 @@ def test_observations_are_encoded_once_and_not_in_the_thread_of_the_loop():
     assert batch["input_ids"].equal(
         collector(SCRIPT, until("9")).collect(PROMPTS, 2, step=5).batch["input_ids"]
     )
-
-
-def test_a_synchronous_step_has_no_event_loop_to_wait_in():
-    with pytest.raises(RuntimeError):
-        _ended(asyncio.sleep(0))
-
-    async def raising():
-        raise KeyError("it")
-
-    with pytest.raises(KeyError):
-        _ended(raising())

@@ -9,8 +9,7 @@ from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakePolicy, Notes, collect
 from refusals import assert_holds, refused
 
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
-from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
-from nemo_rl_mcore.driver.algorithms.stops import TooManySkippedStepsError
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import TooManySkippedStepsError, open_checkpoints
 
 
 def master(grpo=None, loss_fn=None, recompute="auto", **top):

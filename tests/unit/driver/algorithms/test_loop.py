@@ -4,9 +4,8 @@ import pytest
 from loop_fakes import loop_run
 from refusals import assert_holds
 
-from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
-from nemo_rl_mcore.driver.algorithms.stops import TooManySkippedStepsError
-from nemo_rl_mcore.rank.checkpoints import CheckpointStore
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints, TooManySkippedStepsError
+from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
 

@@ -6,7 +6,12 @@ from refusals import assert_holds
 
 from nemo_rl_mcore.config.generation import MismatchConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch, MismatchError, act_on_mismatch, table_of_batch
+from nemo_rl_mcore.driver.algorithms.mismatch import (
+    Mismatch,
+    MismatchError,
+    compare_with_engine,
+    table_of_batch,
+)
 
 HALF, DOUBLE = math.log(0.5), math.log(2.0)
 
@@ -31,8 +36,7 @@ def measured(batch):
 
 
 def check(step, batch, config):
-    found = measured(batch)
-    act_on_mismatch(step, batch, found, config)
+    found = compare_with_engine(step, batch, table_of_batch(batch), config)
     return found.metrics(config.threshold)
 
 

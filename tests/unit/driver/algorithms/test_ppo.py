@@ -7,7 +7,7 @@ from algorithm_fakes import LARGE_REWARDS, FakeModel, FakePolicy, Notes, collect
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer, explained_variance, shuffled
-from nemo_rl_mcore.driver.algorithms.stops import TooManySkippedStepsError
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import TooManySkippedStepsError
 from nemo_rl_mcore.losses import ClippedPGLossFn, MseValueLossFn
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 

@@ -11,9 +11,9 @@ from refusals import assert_holds
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 from nemo_rl_mcore.driver.signals import current_stop_signals, stop_signals
 from nemo_rl_mcore.errors import RanksFailedError
-from nemo_rl_mcore.rank.checkpoints import CheckpointStore
 
 LAST = 5
 
@@ -235,7 +235,7 @@ def test_what_no_rank_can_mend_ends_the_run(tmp_path, strikes):
 
 def test_a_run_that_is_to_stop_is_not_kept_alive(tmp_path):
     with stop_signals():
-        dies = Strikes(first=lambda: current_stop_signals()._asked.append(15))
+        dies = Strikes(first=lambda: current_stop_signals().arrived.append(15))
         run = run_with(tmp_path, {("update", 4): dies})
         with pytest.raises((RanksFailedError, KeyboardInterrupt)):
             run.go()

@@ -11,7 +11,7 @@ from refusals import refused
 from nemo_rl_mcore.config.algorithm import GRPOConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.advantages import group_statistics, rows_with_signal
-from nemo_rl_mcore.driver.rollouts.rewards import has_signal, penalize_overlong, scale_rewards
+from nemo_rl_mcore.driver.rollouts.draw import has_signal, penalize_overlong, scale_rewards
 
 
 def doubles(values: list[float]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
 from nemo_rl_mcore.environment.games import ArithmeticEnvironment
-from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.environment.interface import LocalEnvironments
 
 TOKENIZER = load_tokenizer("char")
 

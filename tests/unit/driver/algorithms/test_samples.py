@@ -25,7 +25,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.turns import Reply
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
-from nemo_rl_mcore.driver.algorithms.samples import samples_of
+from nemo_rl_mcore.driver.algorithms.step_metrics import samples_of
 from nemo_rl_mcore.driver.rollouts.episode_rows import as_rows
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.start import draw_of

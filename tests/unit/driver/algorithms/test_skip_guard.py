@@ -3,7 +3,7 @@ import torch
 from refusals import assert_holds
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.stops import SkipGuard, TooManySkippedStepsError
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import SkipGuard, TooManySkippedStepsError
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
 NAN = "the loss is nan"

@@ -14,6 +14,7 @@ from test_ppo import FakeCritic
 
 from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 from nemo_rl_mcore.driver.signals import (
     TimeLimitReachedError,
     current_stop_signals,
@@ -21,7 +22,6 @@ from nemo_rl_mcore.driver.signals import (
     stop_signals,
 )
 from nemo_rl_mcore.errors import CustomCodeError, FolderError, RunStoppedError, run_stopped_by
-from nemo_rl_mcore.rank.checkpoints import CheckpointStore
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.advantages import make_advantage_estimator, rows_with_signal
-from nemo_rl_mcore.driver.rollouts.rewards import penalize_overlong
+from nemo_rl_mcore.driver.rollouts.draw import penalize_overlong
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.models.memory import reference_place
 from nemo_rl_mcore.recipe.load import load_config

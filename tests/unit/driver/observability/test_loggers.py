@@ -19,8 +19,7 @@ from written_samples import sample
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, loggers
 from nemo_rl_mcore.driver.observability.ending import exit_status_of
-from nemo_rl_mcore.driver.observability.loggers import tables_of
-from nemo_rl_mcore.driver.observability.services import TensorBoardLogger, kept_run_id
+from nemo_rl_mcore.driver.observability.loggers import TensorBoardLogger, kept_run_id, tables_of
 from nemo_rl_mcore.driver.signals import stop_signals
 
 
@@ -95,7 +94,8 @@ def test_loggers_get_each_step_with_its_answers_and_the_end(tmp_path, monkeypatc
 def test_one_that_fails_is_told_once_and_hurts_nobody(fails_at, calls, hangs, tmp_path, monkeypatch) -> None:
     bad, good = FakeService(fails_at, hangs=hangs), FakeService()
     began = time.perf_counter()
-    told = run_of_three(tmp_path, monkeypatch, bad, good, timeout_s=0.3)
+    monkeypatch.setattr(loggers, "CALL_S", 0.3)
+    told = run_of_three(tmp_path, monkeypatch, bad, good)
     assert time.perf_counter() - began < 10
     failures = [line for line in told if "fails" in line]
     reason = "no answer within 0.3 s" if hangs else "https://***@service/api is not there"

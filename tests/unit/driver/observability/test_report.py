@@ -6,7 +6,7 @@ from refusals import assert_holds
 from rich.console import Console
 from written_samples import sample
 
-from nemo_rl_mcore.driver.observability.report import print_report, sample_table, summary_tables
+from nemo_rl_mcore.driver.observability.progress import print_report, sample_table, summary_tables
 
 SAMPLE = sample(3, prompt="527>", response="5[red]7|\n", reward=0.5)
 

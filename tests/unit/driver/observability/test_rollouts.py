@@ -12,8 +12,6 @@ from written_samples import sample
 from nemo_rl_mcore.config import RolloutsConfig
 from nemo_rl_mcore.driver.observability import RolloutSink, read_rollouts
 
-GIB = 1 << 30
-
 
 def open_sink(
     log_dir: Path, resumed_step: int | None = None, said: list[str] | None = None, **config
@@ -25,8 +23,7 @@ def open_sink(
 
 def write(sink: RolloutSink, *steps: int, **changes) -> None:
     for step in steps:
-        sink.add([sample(step, index, **changes) for index in range(2)])
-        sink.log(step, {})
+        sink.log(step, [sample(step, index, **changes) for index in range(2)])
 
 
 def names(folder: Path) -> list[str]:
@@ -35,17 +32,15 @@ def names(folder: Path) -> list[str]:
 
 def test_a_step_and_its_validation_are_files_of_their_own_with_a_line_an_answer(tmp_path: Path) -> None:
     sink = open_sink(tmp_path)
-    sink.add([sample(3, 0), sample(3, 1, advantage=float("nan"), response='né "\ud800')])
-    sink.add([sample(3, of_validation=True)])
-    assert names(tmp_path) == [], "nothing before the step is logged"
-    sink.log(3, {})
+    answers = [sample(3, 0), sample(3, 1, advantage=float("nan"), response='né "\ud800')]
+    sink.log(3, [*answers, sample(3, of_validation=True)])
     assert names(tmp_path) == ["rollouts/step_3.jsonl.gz", "rollouts/validation/step_3.jsonl.gz"]
     first, second = read_rollouts(tmp_path / "rollouts/step_3.jsonl.gz")
     assert first == vars(sample(3, 0))
     assert (second["sample_index"], second["advantage"], second["response"]) == (1, None, 'né "\ud800')
     (validated,) = read_rollouts(tmp_path / "rollouts/validation/step_3.jsonl.gz")
     assert validated["sample_mask"] is None
-    sink.log(4, {})
+    sink.log(4, [])
     assert len(names(tmp_path)) == 2, "a step without answers has no file"
 
 
@@ -53,8 +48,7 @@ def test_turns_and_tokens_of_an_answer_stand_beside_a_number_that_is_not_finite(
     turns = [{"role": "assistant", "content": "né", "reward": 0.5}]
     tokens = {"text": ["n", "é"], "turn": [1, 1], "mask": None, "advantages": [0.5, None]}
     sink = open_sink(tmp_path)
-    sink.add([sample(3, turns=turns, tokens=tokens, advantage=float("inf"))])
-    sink.log(3, {})
+    sink.log(3, [sample(3, turns=turns, tokens=tokens, advantage=float("inf"))])
     (read,) = read_rollouts(tmp_path / "rollouts/step_3.jsonl.gz")
     assert (read["turns"], read["tokens"], read["advantage"]) == (turns, tokens, None)
 
@@ -100,27 +94,28 @@ def test_a_resumed_run_puts_aside_what_lies_behind_its_step_and_only_that(tmp_pa
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_at_the_bound_the_oldest_steps_go_but_every_tenth_and_it_is_said_once(
-    resumed: bool, tmp_path: Path
+    resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(random.Random(0).choices("0123456789abcdef", k=4000))
     write(open_sink(tmp_path / "one"), 1, response=text)
     size = (tmp_path / "one/rollouts/step_1.jsonl.gz").stat().st_size
     said: list[str] = []
-    sink = open_sink(tmp_path, None, said, max_gib=4.5 * size / GIB)
+    monkeypatch.setattr("nemo_rl_mcore.driver.observability.rollouts._MOST_BYTES", 4.5 * size)
+    sink = open_sink(tmp_path, None, said)
     write(sink, *range(7, 13), response=text)
     if resumed:
-        sink = open_sink(tmp_path, 12, said, max_gib=4.5 * size / GIB)
+        sink = open_sink(tmp_path, 12, said)
     write(sink, *range(13, 15), response=text)
     kept = [int(path.name.split("_")[1].split(".")[0]) for path in (tmp_path / "rollouts").iterdir()]
     assert sorted(kept) == [10, 12, 13, 14]
     assert len(said) == 1 + resumed
-    assert all("logger.rollouts.max_gib" in line for line in said)
+    assert all("has reached" in line for line in said)
 
 
-def test_nothing_is_removed_without_a_bound_and_nothing_written_where_that_is_switched_off(
+def test_nothing_is_removed_below_the_bound_and_nothing_written_where_that_is_switched_off(
     tmp_path: Path,
 ) -> None:
-    write(open_sink(tmp_path, max_gib=None), 1, 2)
+    write(open_sink(tmp_path), 1, 2)
     assert len(names(tmp_path)) == 2
     write(open_sink(tmp_path, enabled=False), 1)
     assert names(tmp_path) == ["rollouts.1/step_1.jsonl.gz", "rollouts.1/step_2.jsonl.gz"]
@@ -140,9 +135,9 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 sink = RolloutSink(Path({str(tmp_path)!r}), RolloutsConfig(), None, print)
 for step, letters in ((1, 10), (2, 100_000)):
-    sink.add([sample(step, response="".join(random.choices("0123456789", k=letters)))])
+    answer = sample(step, response="".join(random.choices("0123456789", k=letters)))
     try:
-        sink.log(step, {{}})
+        sink.log(step, [answer])
     except OSError as error:
         print(step, error.errno)
 """

@@ -33,13 +33,14 @@ RECIPE = {"grpo": {"max_num_steps": 3, "lr": 1e-6}, "policy": {"model_name": Non
 def _no_key(monkeypatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     yield
     gc.collect()  # here, where what wandb leaves is no error
 
 
 def recorder(log_dir: Path, resumed_step: int | None = None, recipe=RECIPE, **wandb: object) -> RunRecorder:
-    section = {"project": "p", "name": "n", "mode": "offline", **wandb}
-    config = LoggerConfig(log_dir=str(log_dir), wandb_enabled=True, wandb=section, timeout_s=30)  # type: ignore[arg-type]
+    section = {"project": "p", "name": "n", **wandb}
+    config = LoggerConfig(log_dir=str(log_dir), wandb_enabled=True, wandb=section)  # type: ignore[arg-type]
     console = Console(file=io.StringIO(), width=200)
     return RunRecorder(config, 10, console=console, run=RunFacts("grpo", recipe, resumed_step))
 
@@ -56,8 +57,10 @@ def services() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child.name() == "wandb-core"]
 
 
-def test_recipe_metrics_answers_and_the_end_are_there(tmp_path) -> None:
-    with recorder(tmp_path, entity="e", group="g", tags=("a", "b"), notes="why") as run:
+def test_recipe_metrics_answers_and_the_end_are_there(tmp_path, monkeypatch) -> None:
+    for name, value in {"ENTITY": "e", "RUN_GROUP": "g", "TAGS": "a,b", "NOTES": "why"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    with recorder(tmp_path) as run:
         for step in (0, 1, 2):
             run.add_samples([sample(step, response="r\ud800", of_validation=True)])
             run.log(step, {"train/reward": step / 4, "odd": math.nan, "train/total_num_tokens": 8.0})
@@ -115,13 +118,15 @@ import sys
 import psutil
 from rich.console import Console
 from nemo_rl_mcore.config import LoggerConfig
-from nemo_rl_mcore.driver.observability import RunRecorder
+from nemo_rl_mcore.driver.observability import RunRecorder, loggers
+
+loggers.CALL_S = 10.0
 
 def services():
     return [child for child in psutil.Process().children() if child.name() == "wandb-core"]
 
-folder, mode, number = sys.argv[1:]
-config = LoggerConfig(log_dir=folder, wandb_enabled=True, wandb={"mode": mode}, timeout_s=10)
+folder, number = sys.argv[1:]
+config = LoggerConfig(log_dir=folder, wandb_enabled=True, wandb={"project": "p"})
 wide = {f"train/{name}": 0.5 for name in range(300)}
 with RunRecorder(config, 10, console=Console(width=300)) as run:
     run.log(1, wide)
@@ -144,8 +149,8 @@ assert services() == []
 @pytest.mark.stage("processes")
 def test_a_wandb_that_dies_or_hangs_or_is_not_there_is_told_and_left_behind(mode, number, tmp_path) -> None:
     """In a process of its own, whose end wandb would hold up. 9: killed; 19: stopped; online: nobody answers."""
-    command = [sys.executable, "-c", OUTLIVES_WANDB, str(tmp_path), mode, str(number)]
-    nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "k" * 40}
+    command = [sys.executable, "-c", OUTLIVES_WANDB, str(tmp_path), str(number)]
+    nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "k" * 40, "WANDB_MODE": mode}
     ended = subprocess.run(
         command, env=os.environ | nobody, capture_output=True, text=True, timeout=120, check=False
     )

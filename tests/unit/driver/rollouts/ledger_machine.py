@@ -19,8 +19,7 @@ from ledger_model import LedgerModel
 from nemo_rl_mcore.driver.rollouts import events
 from nemo_rl_mcore.driver.rollouts.events import EVENT, Segment, Token
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.order import ORDERS
-from nemo_rl_mcore.driver.rollouts.states import GroupState, LedgerError, Limits, StepState
+from nemo_rl_mcore.driver.rollouts.states import ORDERS, GroupState, LedgerError, Limits, StepState
 
 # How often what happens: left to itself, hypothesis hardly ever gets a step to its end.
 WEIGHTS = {"advance": 12, "commit": 8, "overtake": 6, "dispatch": 6, "fail": 2, "requeue": 2, "leave_out": 1}

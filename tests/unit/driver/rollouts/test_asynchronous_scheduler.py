@@ -361,7 +361,7 @@ def test_data_and_prompts_of_trained_steps_are_forgotten():
             train_a_step(rollouts)
             rollouts.update_weights(step)
             assert len(rollouts.groups) <= 2 * N
-            assert len(rollouts._drawn) <= 4
+            assert len(rollouts._drawn.steps) <= 4
 
 
 def test_groups_are_kept_until_a_checkpoint_and_written_where_that_is_asked_for(tmp_path):

@@ -6,9 +6,15 @@ from itertools import pairwise
 import pytest
 from refusals import refused
 
-from nemo_rl_mcore.driver.rollouts import event_log, events
-from nemo_rl_mcore.driver.rollouts.event_log import BEGINNING, EventLog, read_events, set_aside_after
-from nemo_rl_mcore.driver.rollouts.events import Segment, Token
+from nemo_rl_mcore.driver.rollouts import events
+from nemo_rl_mcore.driver.rollouts.events import (
+    BEGINNING,
+    EventLog,
+    Segment,
+    Token,
+    read_events,
+    set_aside_after,
+)
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.states import Limits
 
@@ -125,7 +131,7 @@ def test_a_missing_log_is_an_os_error(path):
 
 def test_the_disk_is_waited_for_when_a_step_or_a_checkpoint_has_ended(path, monkeypatch):
     synced = []
-    monkeypatch.setattr(event_log.os, "fsync", lambda descriptor: synced.append(last))
+    monkeypatch.setattr(events.os, "fsync", lambda descriptor: synced.append(last))
     with EventLog(path) as log:
         for event in ONE_OF_EACH:
             last = type(event)
@@ -143,7 +149,7 @@ def test_a_line_that_cannot_be_written_is_not_in_the_file(path, monkeypatch):
     with EventLog(path) as log:
         ledger = Ledger(Limits(2, 1, 5, 1), log.append)
         ledger.dispatch()
-        monkeypatch.setattr(event_log.os, "pwrite", full_disk)
+        monkeypatch.setattr(events.os, "pwrite", full_disk)
         with pytest.raises(OSError, match=r"No space .*: '.*events\.jsonl'"):
             ledger.dispatch()
         monkeypatch.undo()
@@ -157,7 +163,7 @@ def test_a_line_that_the_disk_has_not_taken_is_not_in_the_file(path, monkeypatch
 
     with EventLog(path) as log:
         log.append(ONE_OF_EACH[0])
-        monkeypatch.setattr(event_log.os, "fsync", broken_disk)
+        monkeypatch.setattr(events.os, "fsync", broken_disk)
         with pytest.raises(OSError, match="Input/output error"):
             log.append(ONE_OF_EACH[8])
         assert read_events(path) == ONE_OF_EACH[:1]

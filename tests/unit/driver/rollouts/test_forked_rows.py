@@ -8,14 +8,12 @@ from chat_templates import APPENDING, EOS, REWRITING, byte_tokenizer
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE, digests_of_rows
-from nemo_rl_mcore.data.chat import with_template
+from nemo_rl_mcore.data.chat import make_observer, with_template
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.observations import make_observer
 from nemo_rl_mcore.data.turns import Reply, conversation
-from nemo_rl_mcore.driver.rollouts.episodes import EpisodeForm
 from nemo_rl_mcore.driver.rollouts.metrics import episode_metrics
-from nemo_rl_mcore.driver.rollouts.player import RolloutCollector, concatenate_batches
+from nemo_rl_mcore.driver.rollouts.player import EpisodeForm, RolloutCollector, concatenate_batches
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
 
 TURNS, NEW_TOKENS, SAMPLES = 4, 60, 3

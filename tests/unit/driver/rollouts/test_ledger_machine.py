@@ -6,8 +6,7 @@ from ledger_machine import run_machine
 
 from nemo_rl_mcore.driver.rollouts import ledger as ledger_module
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.order import AsCompleted, InOrder
-from nemo_rl_mcore.driver.rollouts.states import GroupState, LedgerError, StepState
+from nemo_rl_mcore.driver.rollouts.states import AsCompleted, GroupState, InOrder, LedgerError, StepState
 
 
 def test_any_order_of_events():

@@ -10,9 +10,8 @@ from nemo_rl_mcore.config.algorithm import AsyncRolloutsConfig
 from nemo_rl_mcore.driver.rollouts import ledger as ledger_module
 from nemo_rl_mcore.driver.rollouts.events import Segment
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.order import ORDERS, AsCompleted
 from nemo_rl_mcore.driver.rollouts.saved import SavedLedger
-from nemo_rl_mcore.driver.rollouts.states import GroupState, LedgerError, Limits
+from nemo_rl_mcore.driver.rollouts.states import ORDERS, AsCompleted, GroupState, LedgerError, Limits
 
 
 def a_ledger(order, *, n=1, max_age, events=None):

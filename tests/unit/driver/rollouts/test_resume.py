@@ -20,13 +20,13 @@ from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.driver.parts import open_parts
 from nemo_rl_mcore.driver.rollouts.draw import Draw
-from nemo_rl_mcore.driver.rollouts.event_log import Timeline, read_events
+from nemo_rl_mcore.driver.rollouts.events import Timeline, read_events
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
 from nemo_rl_mcore.driver.rollouts.saved import SavedRollouts
 from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved, without_strangers
 from nemo_rl_mcore.driver.rollouts.states import GroupState, StepState
 from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES
-from nemo_rl_mcore.environment.replies import LocalEnvironments
+from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.recipe.load import load_config
 
@@ -235,16 +235,15 @@ def test_a_run_is_resumed_again_and_again_and_its_log_is_its_history(tmp_path):
 
 
 def test_an_older_step_and_a_new_start_set_aside_what_was_behind(tmp_path):
-    keep = "grpo.async_grpo.keep_groups=true"
-    with going(tmp_path, keep) as run:
+    with going(tmp_path) as run:
         for step in (1, 2, 3):
             run.train(step, save=True)
     folder = tmp_path / "log/groups"
-    with going(tmp_path, keep, f"checkpointing.resume={tmp_path}/saved/step_1") as run:
+    with going(tmp_path, f"checkpointing.resume={tmp_path}/saved/step_1") as run:
         assert {path.name for path in folder.iterdir()} == {"step_1", "aside_step_2", "aside_step_3"}
         run.train(2)
     assert trained(tmp_path) == [*range(2 * N)]
-    with going(tmp_path, keep, "checkpointing.resume=never") as run:
+    with going(tmp_path, "checkpointing.resume=never") as run:
         assert run.rollouts.ledger.incarnation == 0
         run.train(1)
     assert trained(tmp_path) == [*range(N)]

@@ -5,8 +5,7 @@ import errno
 import pytest
 from refusals import refused
 
-from nemo_rl_mcore.driver.rollouts.event_log import EventLog, RunLog
-from nemo_rl_mcore.driver.rollouts.events import Segment
+from nemo_rl_mcore.driver.rollouts.events import EventLog, RunLog, Segment
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
 from nemo_rl_mcore.driver.rollouts.states import Limits
 from nemo_rl_mcore.errors import FolderError, RunStoppedError

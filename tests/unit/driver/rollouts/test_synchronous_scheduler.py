@@ -9,9 +9,8 @@ from refusals import refused
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.rollouts.draw import EQUAL_REWARDS
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.order import ORDERS
 from nemo_rl_mcore.driver.rollouts.scheduler import SURPLUS, SynchronousScheduler
-from nemo_rl_mcore.driver.rollouts.states import GroupState, Limits, StepState
+from nemo_rl_mcore.driver.rollouts.states import ORDERS, GroupState, Limits, StepState
 from nemo_rl_mcore.errors import RunStoppedError
 
 N = 3
@@ -110,7 +109,7 @@ def test_the_prompts_of_a_step_are_drawn_when_it_is_open_and_forgotten_behind():
     run = Turns()
     for _ in range(5):
         run.train()
-        assert len(run.scheduler._drawn) <= 1
+        assert len(run.scheduler._drawn.steps) <= 1
     assert run.draw.steps == [1, 2, 3, 4, 5]
     assert not run.ledger.may_dispatch()
 
@@ -166,7 +165,7 @@ def test_a_long_run_of_dynamic_sampling_holds_the_prompts_of_few_steps():
     run = sampling([one for one in range(1000) if one % 3 == 1], last_step=50)
     for _ in range(50):
         run.train()
-        assert len(run.scheduler._drawn) <= 3
+        assert len(run.scheduler._drawn.steps) <= 3
         run.unused()
     trained = [position for call in run.calls if call[0] == "train" for position in call[1]]
     assert trained == [one for one in range(1000) if one % 3 != 1][: 50 * N]

@@ -152,7 +152,7 @@ def test_the_parts_of_all_ranks_are_the_whole(layout, shapes, ranks):
     tensors = [torch.randn(shape, generator=generator) for shape in shapes]
     shards = []
     for rank in range(ranks):
-        parts = [tensor[layout.cut(tensor.shape, rank, ranks)] for tensor in tensors]
+        parts = [tensor[layout.cuts(tensor.shape, rank, ranks, DENSE)[0]] for tensor in tensors]
         shard = pack(layout.packing, parts, model)
         if layout is ROWS:  # the last rank's parameter has rows of padding
             shard = torch.nn.functional.pad(shard, (0, 0, 0, -(-7 // ranks) - shard.shape[0]), value=9.0)
@@ -164,7 +164,7 @@ def test_the_parts_of_all_ranks_are_the_whole(layout, shapes, ranks):
 
 def test_a_gated_layer_keeps_gate_and_up_apart_on_each_rank():
     gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
-    second = pack(GATED.packing, [part[GATED.cut(part.shape, 1, 2)] for part in (gate, up)], DENSE)
+    second = pack(GATED.packing, [part[GATED.cuts(part.shape, 1, 2, DENSE)[0]] for part in (gate, up)], DENSE)
     assert second.flatten().tolist() == [2.0, 3.0, 12.0, 13.0]
 
 

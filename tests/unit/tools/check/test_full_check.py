@@ -167,7 +167,7 @@ def test_the_end_of_its_process_is_a_finding(recipe, functions, capsys):
 
 @pytest.mark.stage("processes")
 def test_a_reward_function_that_hangs_is_a_finding(recipe, functions, capfd):
-    env = functions("hangs", timeout_s=5.0, start_timeout_s=60)
+    env = functions("hangs", timeout_s=5.0)
     assert full(recipe([QUESTION], env=env)) == 1
     err = capfd.readouterr().err
     assert "env.pool.timeout_s" in err

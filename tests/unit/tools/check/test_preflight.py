@@ -5,7 +5,7 @@ from refusals import briefs
 from rich.console import Console
 
 from nemo_rl_mcore.config import ConfigError
-from nemo_rl_mcore.driver.folders import checkpoints_on_disk
+from nemo_rl_mcore.driver.run_folder import checkpoints_on_disk
 from nemo_rl_mcore.models.memory import estimate_memory
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
@@ -14,7 +14,7 @@ from nemo_rl_mcore.tools.check.render import _bytes, render, sections_of, subjec
 UNFUSED = "policy.megatron_cfg.use_fused_linear_logprobs=false"
 CACHE = "policy.megatron_cfg.fused_linear_logprobs_cache_bytes"
 UNCACHED = f"{CACHE}=0"
-ONE_CHUNK_BYTE = "policy.megatron_cfg.fused_linear_logprobs_chunk_bytes=1"
+ONE_ROW = "policy.megatron_cfg.fused_linear_logprobs_chunk_size=1"
 TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
 CP2 = "policy.megatron_cfg.context_parallel_size=2"
 PP2 = "policy.megatron_cfg.pipeline_model_parallel_size=2"
@@ -151,13 +151,12 @@ ATTENTION, MLP = 41_088 - 3 * 64 * 128 - 64, 2 * 64 * 128 + 64
         (["policy.megatron_cfg.optimizer.optimizer=sgd"], "optimizer", 86_336 * 4 // 2),
         (["loss_fn.reference_policy_kl_penalty=0.1"], "reference", 86_336 * 4),
         ([UNCACHED, "policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"], "logits", 2 * 16 * 32 * 4),
-        ([UNCACHED, "policy.megatron_cfg.fused_linear_logprobs_chunk_bytes=1000"], "logits", 2000),
-        ([ONE_CHUNK_BYTE], "logits", 2 + 128 * 8 * 32),
-        ([ONE_CHUNK_BYTE, TP2], "logits", 2 + 128 * 8 * 16),
+        ([ONE_ROW], "logits", 2 * 32 * 4 + 128 * 8 * 32),
+        ([ONE_ROW, TP2], "logits", 2 * 16 * 4 + 128 * 8 * 16),
         # Only the tokens of training are kept for a backward pass.
-        ([ONE_CHUNK_BYTE, "policy.logprob_batch_size=256"], "logits", 2 + 128 * 8 * 32),
-        ([ONE_CHUNK_BYTE, "policy.model.vocab_size=2000000"], "logits", 2 + 2**30),
-        ([ONE_CHUNK_BYTE, f"{CACHE}={2**40}"], "logits", 2 + 128 * 8 * 32 * 4),
+        ([ONE_ROW, "policy.logprob_batch_size=256"], "logits", 2 * 32 * 4 + 128 * 8 * 32),
+        ([ONE_ROW, "policy.model.vocab_size=2000000"], "logits", 2 * 2_000_000 * 4 + 2**30),
+        ([ONE_ROW, f"{CACHE}={2**40}"], "logits", 2 * 32 * 4 + 128 * 8 * 32 * 4),
         (
             [UNFUSED, "policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"],
             "logits",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
-from nemo_rl_mcore.tools.evaluate.metrics import (
+from nemo_rl_mcore.tools.evaluate.samples import (
     Estimate,
     Scored,
     maj_at_k,

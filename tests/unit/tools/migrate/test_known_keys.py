@@ -10,8 +10,7 @@ from nemo_rl_mcore.config.base import join_path
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.recipe.of_nemo_rl import LIST, is_foreign, listed_keys, listed_origin, twin_in_policy
 from nemo_rl_mcore.recipe.schema import is_known
-from nemo_rl_mcore.tools.migrate.judgements import JUDGEMENTS
-from nemo_rl_mcore.tools.migrate.renamed import BUFFER, RENAMED
+from nemo_rl_mcore.tools.migrate.judgements import BUFFER, JUDGEMENTS, RENAMED
 
 RECIPES = sorted((Path(__file__).parents[3] / "fixtures/nemo_rl").glob("*.yaml"))
 
@@ -24,7 +23,7 @@ def test_the_list_is_that_of_the_recipes():
 
 @pytest.mark.parametrize("key", sorted(listed_keys()))
 def test_every_key_is_judged(key):
-    """A key that fails here needs a field, another name in renamed.py, or a row in judgements.yaml."""
+    """A key that fails here needs a field, another name in judgements.py, or a row in judgements.yaml."""
     section = key.rpartition(".")[0]
     if section == "policy.generation.vllm_kwargs":
         return  # whatever vLLM takes, see config/generation.py

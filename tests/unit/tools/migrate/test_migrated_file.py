@@ -13,9 +13,8 @@ from nemo_rl_mcore.recipe.load import compute, load_config
 from nemo_rl_mcore.recipe.of_nemo_rl import leaf_paths
 from nemo_rl_mcore.recipe.sources import read_recipe
 from nemo_rl_mcore.recipe.validate import validate
-from nemo_rl_mcore.tools.migrate.command import recipe_text
 from nemo_rl_mcore.tools.migrate.draft import Kind, Note
-from nemo_rl_mcore.tools.migrate.migrate import Migrated, migrate
+from nemo_rl_mcore.tools.migrate.migrate import Migrated, migrate, recipe_text
 
 FOLDER = Path(__file__).parents[3] / "fixtures/nemo_rl"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

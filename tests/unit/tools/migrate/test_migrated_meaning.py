@@ -9,8 +9,7 @@ from nemo_rl_mcore.config.base import value_at
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.row_readers import RowReader
-from nemo_rl_mcore.data.rows import Row
+from nemo_rl_mcore.data.rows import Row, RowReader
 from nemo_rl_mcore.engine.engine import Sampling
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.rules.batching import divisor_near
@@ -159,7 +158,7 @@ def test_every_default_that_is_not_ours_is_written_where_a_recipe_says_nothing(l
         ("grpo: {advantage_clip_low: -5}", "grpo.advantage_clip_low", -5),
         (
             "policy: {generation: {vllm_kwargs: {max_num_seqs: 32}}}",
-            "policy.generation.vllm_cfg.max_num_seqs",
+            "policy.generation.vllm_kwargs.max_num_seqs",
             32,
         ),
         (

@@ -11,9 +11,8 @@ from nemo_rl_mcore.cli import main
 from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.config.base import value_at
 from nemo_rl_mcore.recipe.load import load_config, load_with_warnings
-from nemo_rl_mcore.tools.migrate.command import recipe_text
 from nemo_rl_mcore.tools.migrate.draft import Kind
-from nemo_rl_mcore.tools.migrate.migrate import migrate
+from nemo_rl_mcore.tools.migrate.migrate import migrate, recipe_text
 
 FOLDER = Path(__file__).parents[3] / "fixtures/nemo_rl"
 SIX = {

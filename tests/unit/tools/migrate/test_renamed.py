@@ -8,8 +8,8 @@ from refusals import briefs
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.recipe.of_nemo_rl import is_foreign
 from nemo_rl_mcore.recipe.schema import fields
+from nemo_rl_mcore.tools.migrate.judgements import RENAMED
 from nemo_rl_mcore.tools.migrate.migrate import Migrated, migrate
-from nemo_rl_mcore.tools.migrate.renamed import RENAMED
 
 APART = "policy.generation.colocated.enabled=false"
 CHOSEN = "loss_fn.use_importance_sampling_correction=true"

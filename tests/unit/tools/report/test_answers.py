@@ -21,8 +21,7 @@ def test_steps_are_spread_over_the_run(tmp_path):
 
 def test_validations_stand_behind_training(tmp_path):
     sink = RolloutSink(tmp_path, RolloutsConfig(), None, print)
-    sink.add([sample(5), sample(5, of_validation=True)])
-    sink.log(5, {})
+    sink.log(5, [sample(5), sample(5, of_validation=True)])
     assert [(one["kind"], one["total"]) for one in steps_shown(tmp_path)[0]] == [
         ("training", 1),
         ("validation", 1),

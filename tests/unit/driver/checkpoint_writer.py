@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from nemo_rl_mcore.rank.checkpoints import CheckpointStore, Retention
+from nemo_rl_mcore.driver.checkpoints import CheckpointStore, Retention
 
 _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.unlink"}
 _calls = itertools.count(1)

@@ -8,16 +8,14 @@ import pytest
 from checkpoint_writer import write
 from refusals import refused
 
-from nemo_rl_mcore.rank.checkpoints import (
+from nemo_rl_mcore.driver.checkpoints import (
     CheckpointStore,
     NotACheckpointError,
     Retention,
     read_checkpoint,
-    read_sums,
     require_checkpoint,
-    sha256,
-    write_sums,
 )
+from nemo_rl_mcore.rank.checkpoints import read_sums, sha256, write_sums
 
 WRITER = Path(__file__).with_name("checkpoint_writer.py")
 
@@ -231,19 +229,6 @@ def test_leftovers_that_are_no_folders_are_removed_and_what_they_point_to_stays(
     (tmp_path / "tmp_deleted_step_4").symlink_to("gone")
     assert store.begin_after(1) == []
     assert names(tmp_path) == ["kept", "step_1"]
-
-
-def without_checksums(folder):
-    """What an older version wrote."""
-    change(folder, lambda info: info.pop("checksums"))
-    (folder / "SHA256SUMS").unlink()
-
-
-def test_a_checkpoint_of_an_older_version_has_no_checksums_and_is_whole(tmp_path):
-    store = filled(tmp_path, 0.0)
-    assert store.latest().has_checksums
-    without_checksums(tmp_path / "step_1")
-    assert not store.latest().has_checksums
 
 
 def test_checksums_are_compared_unless_that_is_turned_off(tmp_path):

@@ -1,0 +1,296 @@
+"""The folder of a run's checkpoints: written aside, renamed when whole, found again by what they hold.
+
+  checkpoint_dir/step_N/training_info.json   the step, its metrics, the run's counters, every file with its size
+                        config.yaml          the recipe, resolved
+                        tokenizer/           the tokenizer, where it is one of files
+                        policy/              what the policy's workers wrote, with checksums of their own
+                        rollouts/            of an asynchronous run: its ledger, and the groups that were ready
+                        SHA256SUMS           the checksum of every other file
+  checkpoint_dir/tmp_*                       being written or deleted; the next run removes it
+  checkpoint_dir/aside_step_N                set aside: broken, or after the step that a run was resumed from
+
+A process may be killed at any moment: `step_N` appears and goes by one rename, so the others stay whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from nemo_rl_mcore.data.strict_json import read_json
+from nemo_rl_mcore.errors import RefusedError, code_of, shortened
+from nemo_rl_mcore.rank import activity
+from nemo_rl_mcore.rank.checkpoints import SUMS_FILE, read_sums, require_sums, sha256, write_sums
+
+INFO_FILE = "training_info.json"
+ROLLOUTS_FOLDER = "rollouts"
+
+_STEP_NAME = re.compile(r"step_(\d+)")
+_TEMPORARY_NAME = re.compile(r"tmp_(deleted_)?step_\d+")
+
+
+class NotACheckpointError(RefusedError):
+    """A folder that was named as a checkpoint holds none, or one that is not whole; the message names the file."""
+
+
+class _Info(BaseModel):
+    """`training_info.json`. files: each with its size; checksums: the file of checksums beside it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    step: Annotated[int, Field(ge=0)]
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)] | None]
+    counters: dict[str, int | float | str | None]
+    files: dict[str, Annotated[int, Field(ge=0)]]
+    checksums: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint. metrics: those of its step; counters: what the algorithm asked to keep."""
+
+    folder: Path
+    step: int
+    metrics: Mapping[str, float | None]
+    counters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest, and `keep` in all (None: every one), the best or, without a metric, the last.
+
+    metric: its name in the step's metrics; a checkpoint without it, or whose value is not finite, ranks last.
+    """
+
+    keep: int | None = None
+    metric: str | None = None
+    higher_is_better: bool = True
+
+    def superfluous(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+        """Return those to delete; of equal ones the newer is better."""
+        if self.keep is None or not checkpoints:
+            return []
+
+        def rank(one: Checkpoint) -> tuple[float, int]:
+            value = 0.0 if self.metric is None else one.metrics.get(self.metric)
+            if value is None or not math.isfinite(value):
+                return -math.inf, one.step
+            return value if self.higher_is_better else -value, one.step
+
+        newest = max(checkpoints, key=lambda one: one.step)
+        kept = sorted(checkpoints, key=rank, reverse=True)[: self.keep]
+        return [one for one in checkpoints if one not in kept and one is not newest]
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """The checkpoints of one run, under one folder.
+
+    verify_checksums: take a checkpoint for the latest only if its own files are what was written; those of the models
+    are compared by who loads them.
+    """
+
+    root: Path
+    retention: Retention = Retention()
+    verify_checksums: bool = True
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the whole ones, the oldest first; a folder that lacks a file, or holds a shorter one, is none."""
+        found = [(step, _whole(folder, verify_checksums=False)) for step, folder in _step_folders(self.root)]
+        whole = [one for step, one in found if one is not None and one.step == step]
+        return sorted(whole, key=lambda one: one.step)
+
+    def newest_first(self) -> Iterator[Checkpoint]:
+        """Yield those to go on from, as their files are now."""
+        for one in reversed(self.checkpoints()):
+            checked = _whole(one.folder, verify_checksums=self.verify_checksums)
+            if checked is not None:
+                yield checked
+
+    def latest(self) -> Checkpoint | None:
+        """Return the one with the highest step."""
+        return next(self.newest_first(), None)
+
+    def begin_after(self, step: int) -> list[Path]:
+        """Make the folder one in which the step after `step` comes next; return what was set aside.
+
+        What earlier runs left unfinished is removed. Checkpoints of later steps belong to a run that went on another
+        way, or are broken: they are renamed, so that none of them is ever taken for the latest.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.remove_unfinished()
+        aside: list[Path] = []
+        for number, folder in _step_folders(self.root):
+            if number > step:
+                aside.append(free_name(self.root / f"aside_{folder.name}"))
+                folder.rename(aside[-1])
+        _sync(self.root)
+        return aside
+
+    def remove_unfinished(self) -> list[Path]:
+        """Remove what was being written or deleted when an earlier run ended; return it."""
+        found = [path for path in self.root.iterdir() if _TEMPORARY_NAME.fullmatch(path.name)]
+        for leftover in found:
+            _remove(leftover)
+        return found
+
+    def begin(self, step: int) -> Path:
+        """Return a folder to fill, which `commit` makes the checkpoint of this step; until then there is none."""
+        self.drop(step)  # what a first attempt has left, whose ranks have died
+        folder = self.root / f"tmp_step_{step}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def drop(self, step: int) -> None:
+        """Remove what was begun for a step, if anything was."""
+        shutil.rmtree(self.root / f"tmp_step_{step}", ignore_errors=True)
+
+    def commit(self, step: int, metrics: Mapping[str, float], counters: Mapping[str, Any]) -> None:
+        """Bring what was filled to disk as `step_N`, then delete superfluous ones.
+
+        If it raises, or the process dies, the checkpoints before this one stay as they were.
+        metrics, counters: of the step, see `Checkpoint`.
+        """
+        folder = self.root / f"tmp_step_{step}"
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
+        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        info = _Info(
+            step=step, metrics=finite, counters=dict(counters), files=files, checksums=SUMS_FILE
+        ).model_dump()
+        (folder / INFO_FILE).write_text(json.dumps(info, indent=1, allow_nan=False), encoding="utf-8")
+        write_sums(folder, {name: sha256(folder / name) for name in _outside_of_lists((INFO_FILE, *files))})
+        folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+        innermost_first = sorted(folders, key=lambda path: len(path.parts), reverse=True)
+        for path in (*_files(folder), *innermost_first):
+            activity.advance(f"bringing {path} to disk")
+            _sync(path)
+        folder.rename(self.root / f"step_{step}")
+        _sync(self.root)
+        for checkpoint in self.retention.superfluous(self.checkpoints()):
+            # The rename takes it away as a whole; half deleted it would be a broken checkpoint.
+            doomed = self.root / f"tmp_deleted_{checkpoint.folder.name}"
+            checkpoint.folder.rename(doomed)
+            _remove(doomed)
+
+
+def read_checkpoint(folder: Path, *, verify_checksums: bool = True) -> Checkpoint:
+    """Return the checkpoint in a folder; raises NotACheckpointError, naming the file, when it is not whole.
+
+    verify_checksums: compare its own files with their checksums; those of the models are compared by who loads them.
+    """
+    path = folder / INFO_FILE
+    try:
+        info = _Info.model_validate(read_json(path, follow_links=False))
+    except OSError as error:
+        raise NotACheckpointError(
+            f"{path} cannot be read: {error.strerror}", code="unreadable-file"
+        ) from error
+    except ValueError as error:
+        raise NotACheckpointError(
+            f"{path} is broken: {shortened(' '.join(str(error).split()), 200)}", code="broken-file"
+        ) from error
+    if verify_checksums:
+        _require_sums(folder, [INFO_FILE])  # first, since it says which files there are
+    home = folder.resolve()
+    for name, size in info.files.items():
+        path = folder / name
+        try:
+            inside = path.resolve() == home / name  # no way out of the folder, and no link
+            status = path.lstat()
+        except (OSError, ValueError) as error:
+            raise NotACheckpointError(
+                f"{shortened(str(path), 200)} is not there: {shortened(str(error))}", code="missing-file"
+            ) from error
+        if not inside or not stat.S_ISREG(status.st_mode):
+            raise NotACheckpointError(f"{path} is no file of this folder", code="not-a-regular-file")
+        if status.st_size != size:
+            raise NotACheckpointError(
+                f"{path} has {status.st_size} bytes, and {size} were written", code="file-size"
+            )
+    if verify_checksums:
+        _require_sums(folder, _outside_of_lists(info.files))
+    return Checkpoint(folder, info.step, info.metrics, info.counters)
+
+
+def _require_sums(folder: Path, names: Iterable[str]) -> None:
+    try:
+        sums = read_sums(folder)
+        if sums is None:
+            raise RefusedError(f"{folder / SUMS_FILE} does not exist", code="missing-checksums")
+        require_sums(folder, sums, names)
+    except ValueError as error:
+        raise NotACheckpointError(str(error), code=code_of(error)) from error
+
+
+def _whole(folder: Path, *, verify_checksums: bool) -> Checkpoint | None:
+    try:
+        return read_checkpoint(folder, verify_checksums=verify_checksums)
+    except NotACheckpointError:
+        return None
+
+
+def require_checkpoint(folder: Path, key: str, *, verify_checksums: bool = True) -> Checkpoint:
+    """Return the checkpoint in the folder that a key names; raises NotACheckpointError, naming both, without one."""
+    try:
+        return read_checkpoint(folder, verify_checksums=verify_checksums)
+    except NotACheckpointError as error:
+        inside = [one.folder.name for one in CheckpointStore(folder).checkpoints()]
+        remedy = (
+            f"it holds {', '.join(inside)}: name one of them" if inside else "name a folder step_N of a run"
+        )
+        what = f"{key}: {str(folder)!r} is no whole checkpoint ({error}); {remedy}"
+        raise NotACheckpointError(what, code=code_of(error)) from error
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder with all that is in it, or a file or link of its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _step_folders(root: Path) -> list[tuple[int, Path]]:
+    """Return all `step_N`, whole or not, with their numbers."""
+    if not root.is_dir():
+        return []
+    named = ((_STEP_NAME.fullmatch(path.name), path) for path in root.iterdir())
+    return [(int(match[1]), path) for match, path in named if match is not None]
+
+
+def free_name(wanted: Path) -> Path:
+    """Return the name itself or, where it is taken, the first with a number after it."""
+    number, name = 1, wanted
+    while os.path.lexists(name):
+        name, number = wanted.with_name(f"{wanted.name}.{number}"), number + 1
+    return name
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _outside_of_lists(names: Iterable[str]) -> list[str]:
+    """Return, of the paths inside a folder, those that no list of a folder further inside holds."""
+    names = [*names]
+    listed = tuple(name.removesuffix(SUMS_FILE) for name in names if name.endswith(f"/{SUMS_FILE}"))
+    return [name for name in names if not name.startswith(listed) or name.endswith(f"/{SUMS_FILE}")]

@@ -1,0 +1,160 @@
+"""How an engine's processes get the tensors that training ranks send: the other ends of `rank.refit.transports`."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank.refit.transports import (
+    Bucket,
+    IpcHandle,
+    Location,
+    SharedMemorySender,
+    broadcast_from_first,
+    join_broadcast_group,
+)
+
+
+class ReceivingEnd:
+    """An engine's end of a transport."""
+
+    def open(self, location: Location) -> torch.Tensor:
+        """Return the bytes, uint8; they stay valid until the bucket has been acknowledged."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Forget the sender's buffers."""
+
+
+class SharedMemoryReceiver(ReceivingEnd):
+    """Maps a sender's memory once for all its buckets."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, torch.Tensor] = {}
+
+    def open(self, location: Location) -> torch.Tensor:
+        name: str = location["name"]
+        if name not in self._mapped:
+            with open(location["path"], "r+b") as file:
+                self._mapped[name] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        return self._mapped[name][location["offset"] : location["offset"] + location["bytes"]]
+
+    def close(self) -> None:
+        self._mapped.clear()
+
+
+class MessageReceiver(ReceivingEnd):
+    """Takes the bytes out of the message itself."""
+
+    def open(self, location: Location) -> torch.Tensor:
+        return torch.frombuffer(bytearray(location["data"]), dtype=torch.uint8)
+
+
+class MessageRelay:
+    """Puts buckets that came within a message into shared memory, for an engine that has processes of its own.
+
+    over_machines: some of them are on other machines, where the engine's own queue carries the bytes.
+    """
+
+    def __init__(self, *, over_machines: bool = False) -> None:
+        self._memory: SharedMemorySender | None = None
+        self._over_machines = over_machines
+
+    def relay(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the same bucket, to be found in shared memory; the one before it must have been loaded."""
+        if message["location"]["kind"] != "message":
+            return message
+        if self._over_machines:
+            return {**message, "location": {"kind": "message", "data": message["location"]["data"].tobytes()}}
+        data = torch.tensor(message["location"]["data"])
+        if self._memory is None or self._memory.slots[0].numel() < data.numel():
+            self.close()
+            self._memory = SharedMemorySender(data.numel(), slots=1)
+        self._memory.slots[0][: data.numel()].copy_(data)
+        return {**message, "location": self._memory.locate(0, data.numel())}
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+class CudaIpcReceiver(ReceivingEnd):
+    """Opens the slot of the rank on this engine's GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def open(self, location: Location) -> torch.Tensor:
+        gpu = accelerator.device_uuid(self._device)
+        if gpu not in location["handles"]:
+            raise RuntimeError(
+                f"no training rank shares GPU {gpu} with this engine, which CUDA IPC needs (the ranks are on "
+                f"{sorted(location['handles'])}); set policy.generation.refit_transport: nccl"
+            )
+        return IpcHandle(**location["handles"][gpu]).open(self._device)[: location["bytes"]]
+
+    def close(self) -> None:
+        accelerator.free_shared_memory()
+
+
+class BroadcastReceiver(ReceivingEnd):
+    """Takes part in the broadcast of a slot."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        self._device, self._group = device, group
+
+    def open(self, location: Location) -> torch.Tensor:
+        buffer = torch.empty(location["bytes"], dtype=torch.uint8, device=self._device)
+        broadcast_from_first(buffer, self._group)
+        return buffer
+
+
+class Receivers:
+    """An engine's ends of all transports in one process, each opened when the first bucket comes that way.
+
+    device: what its model is on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open: dict[str, ReceivingEnd] = {}
+        self._group: dist.ProcessGroup | None = None
+
+    def join_broadcast(self, address: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
+        """Join the group in which the trainer's rank 0 broadcasts, in place of the one before."""
+        if (end := self._open.pop("broadcast", None)) is not None:
+            end.close()
+        timeout = timedelta(seconds=timeout_s)
+        self._group = join_broadcast_group(address, port, rank, world_size, timeout, self._device.type)
+
+    def read(self, message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of each in the bucket, as views that are valid until the bucket is acknowledged."""
+        bucket = Bucket.from_message(message)
+        kind = bucket.location["kind"]
+        match kind:
+            case _ if kind in self._open:
+                pass
+            case "shared_memory":
+                self._open[kind] = SharedMemoryReceiver()
+            case "cuda_ipc":
+                self._open[kind] = CudaIpcReceiver(self._device)
+            case "message":
+                self._open[kind] = MessageReceiver()
+            case "broadcast":
+                assert self._group is not None
+                self._open[kind] = BroadcastReceiver(self._device, self._group)
+            case _:
+                raise ValueError(f"this engine has no end of the transport {kind!r}")
+        yield from bucket.read(self._open[kind].open(bucket.location))
+
+    def close(self) -> None:
+        for end in self._open.values():
+            end.close()
+        self._open.clear()

@@ -1,0 +1,92 @@
+"""The kernels' plain twins on a single rank, over all the logits: differentiable tensor arithmetic to compare with."""
+
+import torch
+from torch import Tensor
+
+from nemo_rl_mcore.ops._head import LinearLogprobsOptions
+from nemo_rl_mcore.ops._softmax import accumulation_dtype
+from nemo_rl_mcore.ops.linear_logprobs_at import IndexedLogprobs
+from nemo_rl_mcore.ops.linear_topk import TopK
+
+_DEFAULT_OPTIONS = LinearLogprobsOptions()
+
+
+def plain_logits(
+    hidden_SBH: Tensor, weight_VH: Tensor, temperature: float, options: LinearLogprobsOptions
+) -> Tensor:
+    """Return all the logits [S, B, V], as the plain twins take them."""
+    logits_SBV = hidden_SBH @ weight_VH[: options.vocab_size].t()
+    return logits_SBV.to(accumulation_dtype(hidden_SBH.dtype)) * (options.logit_scale / temperature)
+
+
+def linear_logprobs(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    targets_SB: Tensor,
+    *,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    with_entropy: bool = False,
+    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the plain twin of `fused_linear_logprobs` on a single rank: log_softmax and gather over all the logits.
+
+    Plain differentiable tensor arithmetic, kept to say what the kernel computes and to be compared with it.
+    """
+    logits_SBV = plain_logits(hidden_SBH, weight_VH, temperature, options)
+    logp_SBV = torch.log_softmax(logits_SBV, -1)
+    kept_SB = torch.ones_like(targets_SB, dtype=torch.bool) if mask is None else mask != 0
+    index_SB1 = torch.where(kept_SB, targets_SB, 0).unsqueeze(-1)
+    logprob_SB = torch.where(kept_SB, logp_SBV.gather(-1, index_SB1).squeeze(-1), 0.0)
+    if not with_entropy:
+        return logprob_SB
+    return logprob_SB, torch.where(kept_SB, -(logp_SBV.exp() * logp_SBV).sum(-1), 0.0)
+
+
+def plain_linear_logprobs_at(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    indices_SBK: Tensor,
+    *,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    with_tail: bool = False,
+    with_entropy: bool = False,
+    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
+) -> IndexedLogprobs:
+    logits_SBV = plain_logits(hidden_SBH, weight_VH, temperature, options)
+    kept_SB = torch.ones_like(indices_SBK[..., 0], dtype=torch.bool) if mask is None else mask != 0
+    index_SBK = torch.where(kept_SB.unsqueeze(-1), indices_SBK, 0)
+    logp_SBV = torch.log_softmax(logits_SBV, -1)
+    logprobs_SBK = torch.where(kept_SB.unsqueeze(-1), logp_SBV.gather(-1, index_SBK), 0.0)
+    tail_SB = entropy_SB = None
+    if with_tail:
+        rest_SBV = logp_SBV.scatter(-1, index_SBK, float("-inf"))
+        tail_SB = torch.where(kept_SB, rest_SBV.logsumexp(-1), 0.0)
+    if with_entropy:
+        entropy_SB = torch.where(kept_SB, -(logp_SBV.exp() * logp_SBV).sum(-1), 0.0)
+    return IndexedLogprobs(logprobs_SBK, tail_SB, entropy_SB)
+
+
+def plain_linear_topk_logprobs(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    with_entropy: bool = False,
+    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
+) -> TopK:
+    """Return the plain twin of `linear_topk_logprobs` on a single rank: sort and log_softmax over all the logits."""
+    logits_SBV = plain_logits(hidden_SBH, weight_VH, temperature, options)
+    sorted_SBV, order_SBV = logits_SBV.sort(-1, descending=True)
+    logp_SBV = torch.log_softmax(sorted_SBV, -1)
+    dropped_SB = torch.zeros_like(logits_SBV[..., 0], dtype=torch.bool) if mask is None else mask == 0
+    return TopK(
+        logits=sorted_SBV[..., :k].masked_fill(dropped_SB.unsqueeze(-1), 0.0),
+        indices=order_SBV[..., :k].masked_fill(dropped_SB.unsqueeze(-1), 0),
+        logsumexp=sorted_SBV.logsumexp(-1).masked_fill(dropped_SB, 0.0),
+        tail_logmass=logp_SBV[..., k:].logsumexp(-1).masked_fill(dropped_SB, 0.0),
+        entropy=-(logp_SBV.exp() * logp_SBV).sum(-1).masked_fill(dropped_SB, 0.0) if with_entropy else None,
+    )
