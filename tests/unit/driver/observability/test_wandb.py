@@ -163,8 +163,9 @@ def test_a_wandb_that_dies_or_hangs_or_is_not_there_is_told_and_left_behind(mode
     assert "wandb sync" not in ended.stdout.splitlines()[-1]
 
 
-def test_a_run_that_is_disabled_writes_nothing(tmp_path) -> None:
-    with recorder(tmp_path, mode="disabled") as run:
+def test_a_run_that_is_disabled_writes_nothing(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with recorder(tmp_path) as run:
         run.log(1, {"train/reward": 0.5})
     assert not runs(tmp_path)
     assert " fails: " not in told(run)
