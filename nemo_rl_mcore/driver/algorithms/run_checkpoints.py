@@ -352,12 +352,12 @@ def open_checkpoints(
     section = config.checkpointing
     for plan in config.models.values():
         if plan.policy.init_checkpoint is not None:
-            require_whole(plan.policy.init_checkpoint, plan.key("policy.init_checkpoint"), section, notify)
+            require_whole(plan.policy.init_checkpoint, plan.key("policy.init_checkpoint"))
     if not section.enabled:
         return RunCheckpoints()
     retention = Retention(section.keep_top_k, section.logged_metric, section.higher_is_better)
     store = CheckpointStore(Path(section.checkpoint_dir), retention)
-    start = _find_start(section, store, notify)
+    start = _find_start(section, store)
     built_in = config.policy.tokenizer.name == CHAR_TOKENIZER_NAME
     checkpoints = RunCheckpoints(
         store,
@@ -391,20 +391,19 @@ def _why_aside(folder: Path, section: CheckpointingConfig) -> str:
     return f"checkpointing.resume={section.resume} begins before it"
 
 
-def require_whole(folder: str, key: str, section: CheckpointingConfig, notify: Notify) -> Checkpoint:
-    """Return the checkpoint that a key names; `notify` is called when it has no checksums. Raises RunStoppedError."""
+def require_whole(folder: str, key: str) -> Checkpoint:
+    """Return the checkpoint that a key names; raises RunStoppedError."""
     try:
-        found = require_checkpoint(Path(folder), key)
+        return require_checkpoint(Path(folder), key)
     except NotACheckpointError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
-    return found
 
 
-def _find_start(section: CheckpointingConfig, store: CheckpointStore, notify: Notify) -> Checkpoint | None:
+def _find_start(section: CheckpointingConfig, store: CheckpointStore) -> Checkpoint | None:
     if section.resume == "never":
         return None
     if section.resume not in ("auto", "must"):
-        found = require_whole(section.resume, "checkpointing.resume", section, notify)
+        found = require_whole(section.resume, "checkpointing.resume")
         if not SkipGuard.accepts(found.counters):
             raise RunStoppedError(
                 f"checkpointing.resume: the counters in {found.folder / INFO_FILE} are none of a run",

@@ -23,7 +23,7 @@ from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 from nemo_rl_mcore.driver.interfaces import GenerationInterface
 from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.observability.recorder import Startup
-from nemo_rl_mcore.driver.output import count_of, open_console, say_aside, write_line
+from nemo_rl_mcore.driver.output import count_of, open_console, write_line
 from nemo_rl_mcore.driver.parts import require_answers, stop_ids_of, tokenizer_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, open_place, start_frozen
 from nemo_rl_mcore.driver.rollouts.player import Responder
@@ -159,7 +159,7 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
     section, weights = config.eval, config.policy.init_checkpoint
     assert section is not None
     if weights is not None:
-        require_whole(weights, "--checkpoint", config.checkpointing, say_aside)
+        require_whole(weights, "--checkpoint")
     tokenizer = tokenizer_of(config.policy, config.data)
     environment, sets = _open(config, tokenizer)
     folder = Path(config.logger.log_dir)

@@ -10,7 +10,7 @@ from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data.hub import local_folder
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.driver.observability.ending import exit_status
-from nemo_rl_mcore.driver.output import say_aside, write_line
+from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.parts import tokenizer_of
 from nemo_rl_mcore.driver.policy import open_place, start_frozen
 from nemo_rl_mcore.driver.run_folder import read_recipe_of
@@ -40,7 +40,7 @@ def export(config: RunConfig, output: Path) -> None:
     policy = config.policy
     assert policy.init_checkpoint is not None
     folder = Path(policy.init_checkpoint)
-    require_whole(str(folder), "--checkpoint", config.checkpointing, say_aside)
+    require_whole(str(folder), "--checkpoint")
     try:
         recipe: Any = read_recipe_of(folder)
     except ValueError as error:

@@ -18,7 +18,7 @@ from nemo_rl_mcore.data.sources import RowLimits, StreamSource, open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.driver.observability.ending import exit_status
-from nemo_rl_mcore.driver.output import say_aside, write_line
+from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.parts import stop_ids_of, tokenizer_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, open_place, start_frozen
 from nemo_rl_mcore.driver.rollouts.player import Responder, Rollout
@@ -69,7 +69,7 @@ def run_generate(config: RunConfig, asked: Asked) -> int:
 def answers(config: RunConfig, asked: Asked) -> Generator[Rollout]:
     """Answer the prompts batch by batch, by the ranks of the policy; raises ConfigError and RunStoppedError."""
     if config.policy.init_checkpoint is not None:
-        require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
+        require_whole(config.policy.init_checkpoint, "--checkpoint")
     tokenizer = tokenizer_of(config.policy, config.data)
     prompts = prompts_to_answer(config, asked, tokenizer)
     stop_ids = stop_ids_of(config, tokenizer)
