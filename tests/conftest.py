@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported. On some CPUs a matrix product by several threads does not give the same bits twice, and a
 # backward pass that computes logits again must find those of its forward pass. Ranks have one thread each as well.
@@ -16,7 +16,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run; and on a machine that does other things too, one may take long.
-settings.register_profile("any machine", deadline=None, derandomize=True)
+settings.register_profile(
+    "any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 sys.path.insert(0, str(Path(__file__).parent))
