@@ -26,7 +26,7 @@ import psutil
 from nemo_rl_mcore.agents.requests import RunSampling
 from nemo_rl_mcore.agents.session import Session
 from nemo_rl_mcore.config.environment import GymConfig
-from nemo_rl_mcore.data.rows import GYM_COLUMN
+from nemo_rl_mcore.data.row_readers import GYM_COLUMN
 from nemo_rl_mcore.errors import RunStoppedError
 
 START_WITHIN_S = 1800.0

@@ -17,7 +17,7 @@ from nemo_rl_mcore.config.base import (
     Seed,
     StrictModel,
 )
-from nemo_rl_mcore.config.custom_code import OwnClass
+from nemo_rl_mcore.config.custom_code import OwnClassConfig
 from nemo_rl_mcore.config.loss import DPOLossConfig
 
 
@@ -67,7 +67,7 @@ class AsyncRolloutsConfig(StrictModel):
     )
 
 
-class AdvantageEstimatorConfig(OwnClass):
+class AdvantageEstimatorConfig(OwnClassConfig):
     """How rewards become advantages; a key is read only by the estimators it names.
 
     A class of one's own is given values where it is PPO's, as gae is.

@@ -42,7 +42,7 @@ Arguments = dict[str, Any]
 """Keyword arguments of such a class, as YAML gives them."""
 
 
-class OwnClass(StrictModel):
+class OwnClassConfig(StrictModel):
     """A section whose place a class of one's own can take."""
 
     type: ImportPath | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, model_validator
 
 from nemo_rl_mcore.config.base import Float, PositiveInt, Rule, StrictModel, join_path
-from nemo_rl_mcore.config.custom_code import Arguments, ImportPath, OwnClass
+from nemo_rl_mcore.config.custom_code import Arguments, ImportPath, OwnClassConfig
 from nemo_rl_mcore.config.environment import AnswerConfig, EndpointConfig, EnvPoolConfig
 from nemo_rl_mcore.config.shares import MOST_TURNS, whole_weights
 from nemo_rl_mcore.config.source import (
@@ -95,7 +95,7 @@ def _weight_rules(data: "DataConfig") -> "Iterator[Rule[DataConfig]]":
         yield Rule("has-no-effect", f"{path}.weight", weighs, why=why)
 
 
-class DataConfig(OwnClass):
+class DataConfig(OwnClassConfig):
     """The prompts: an embedded task over strings of digits, sources of rows, or a class of one's own."""
 
     dataset_name: Literal[

@@ -5,7 +5,7 @@ from typing import Annotated, cast
 from pydantic import BeforeValidator
 
 from nemo_rl_mcore.config.base import IntTuple, NonNegativeFloat, PositiveInt, Rule
-from nemo_rl_mcore.config.generation import Filters
+from nemo_rl_mcore.config.generation import SamplingFiltersConfig
 from nemo_rl_mcore.config.source import SourceConfig
 
 
@@ -15,7 +15,7 @@ def _without_removed(sets: object) -> object:
     return {name: source for name, source in cast("dict[object, object]", sets).items() if source is not None}
 
 
-class EvalConfig(Filters):
+class EvalConfig(SamplingFiltersConfig):
     """What `nemo-rl-mcore eval` asks and how; data.validation may name the same sets."""
 
     sets: Annotated[dict[str, SourceConfig], BeforeValidator(_without_removed)]

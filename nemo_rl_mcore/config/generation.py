@@ -100,7 +100,7 @@ def is_passed_on(name: str) -> bool:
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """What an engine can do, and what it is.
+    """Capabilities of a kind of engine, and its name.
 
     noun: of one engine, for people. may_be_the_ranks: with colocated.enabled the training ranks answer, and no engine
     is started. sleeps: on GPUs that it shares with the ranks, it gives them its memory while they train.
@@ -259,8 +259,8 @@ class MismatchConfig(StrictModel):
     """Say so, leave the response out of the loss, or end the run before it trains."""
 
 
-class Filters(StrictModel):
-    """Which tokens are sampled at all."""
+class SamplingFiltersConfig(StrictModel):
+    """Filters on the tokens that may be sampled."""
 
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
     """Sample from the smallest set of tokens with this probability mass; 1 keeps all."""
@@ -268,7 +268,7 @@ class Filters(StrictModel):
     """Sample from this many most probable tokens; null keeps all."""
 
 
-class GenerationConfig(Filters):
+class GenerationConfig(SamplingFiltersConfig):
     """Which engine writes the responses, and from which distribution.
 
     The log-probabilities that the embedded engine returns are those of the whole distribution at the temperature,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from nemo_rl_mcore.config.base import Float, NonNegativeFloat, PositiveFloat, Rule, StrictModel
-from nemo_rl_mcore.config.custom_code import OwnClass
+from nemo_rl_mcore.config.custom_code import OwnClassConfig
 
 KLType = Literal["k1", "k2", "k3"]
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
@@ -16,7 +16,7 @@ _TRUNCATION, _UPPER_BOUND = "truncated_importance_sampling_type", "truncated_imp
 _LOWER_BOUND = "truncated_importance_sampling_ratio_min"
 
 
-class CustomLossConfig(OwnClass):
+class CustomLossConfig(OwnClassConfig):
     """A loss whose place a class of one's own can take; `args` come beside its section."""
 
 

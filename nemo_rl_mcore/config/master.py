@@ -13,7 +13,7 @@ from nemo_rl_mcore.config.loss import (
 from nemo_rl_mcore.config.run_config import ModelPlan, RunConfig, TeacherConfig, ValueConfig
 
 
-class ClippedPolicyGradient(RunConfig):
+class ClippedPolicyGradientConfig(RunConfig):
     """A run whose loss is the clipped policy gradient."""
 
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
@@ -30,7 +30,7 @@ class ClippedPolicyGradient(RunConfig):
         return self.loss_fn.reference_policy_kl_penalty != 0
 
 
-class GRPOMasterConfig(ClippedPolicyGradient):
+class GRPOMasterConfig(ClippedPolicyGradientConfig):
     """Everything a GRPO run depends on."""
 
     algorithm = "grpo"
@@ -39,7 +39,7 @@ class GRPOMasterConfig(ClippedPolicyGradient):
     """The loop."""
 
 
-class PPOMasterConfig(ClippedPolicyGradient):
+class PPOMasterConfig(ClippedPolicyGradientConfig):
     """Everything a PPO run depends on."""
 
     algorithm = "ppo"

@@ -21,7 +21,7 @@ from nemo_rl_mcore.config.base import (
 )
 
 LOGITS_CHUNK_BYTES = 64 * 2**20
-"""That the logits of one chunk may take where the recipe has no fused_linear_logprobs_chunk_size."""
+"""Bound on the logits of one chunk if the recipe has no fused_linear_logprobs_chunk_size."""
 _AUTO_LIMIT = 2**30
 _AUTO_BYTES_PER_LOGIT = 1
 
@@ -138,7 +138,7 @@ class SchedulerConfig(StrictModel):
     )
 
 
-class Optimization(StrictModel):
+class OptimizationConfig(StrictModel):
     """An optimizer, and what changes over its steps."""
 
     optimizer: OptimizerConfig
@@ -187,8 +187,8 @@ class MegatronCheckpointConfig(StrictModel):
     """Write a copy in the CPU's memory while training goes on; false: the step after it waits until all is written."""
 
 
-class ParallelLayout(StrictModel):
-    """How ranks share a model."""
+class ParallelLayoutConfig(StrictModel):
+    """Parallel layout of a model."""
 
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share the weights of each layer."""
@@ -256,11 +256,11 @@ class ParallelLayout(StrictModel):
         return max(0, *(sum(chunks[stage::stages]) for stage in range(stages)))
 
 
-UNDIVIDED = {name: field.default for name, field in ParallelLayout.model_fields.items()}
+UNDIVIDED = {name: field.default for name, field in ParallelLayoutConfig.model_fields.items()}
 """The layout where one rank holds all of a model."""
 
 
-class MegatronConfig(ParallelLayout, Optimization):
+class MegatronConfig(ParallelLayoutConfig, OptimizationConfig):
     """Megatron-Core, the policy's backend."""
 
     enabled: bool = True
@@ -270,7 +270,7 @@ class MegatronConfig(ParallelLayout, Optimization):
     model_class: Literal["auto", "gpt", "hybrid"] = "auto"
     """Megatron's GPTModel, or the HybridModel that is to replace it; auto: that where the model is a hybrid (ours)."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
-    """How ranks that share a sequence exchange keys and values on GPUs; a local attention gathers them."""
+    """Exchange of keys and values between context-parallel ranks on GPUs; local attention gathers them."""
     freeze: StrTuple = ()
     """Weights that training leaves as they are, by the names that Hugging Face models give them; * and ? match any."""
     freeze_moe_router: bool = False
@@ -308,7 +308,7 @@ class MegatronConfig(ParallelLayout, Optimization):
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
     """Buckets and overlap of the gradient reduction."""
     checkpoint: MegatronCheckpointConfig = MegatronCheckpointConfig()
-    """How a checkpoint is written; when, and where, says checkpointing."""
+    """Writing of checkpoints; `checkpointing` has their time and place."""
 
     read_unless = (
         ("fused_linear_logprobs_cache_bytes", "use_fused_linear_logprobs", False),

@@ -169,7 +169,7 @@ def _expert_rules(model: "ModelConfig") -> "Iterator[Rule[ModelConfig]]":
         yield Rule("contradicts", "moe_layer_freq", True, ("num_moe_experts",), fix, why)
 
 
-class LatentHeads(StrictModel):
+class LatentHeadsConfig(StrictModel):
     """Heads that read latents in place of the hidden state, as in DeepSeek's models."""
 
     multi_latent_attention: bool = False
@@ -186,7 +186,7 @@ class LatentHeads(StrictModel):
     """Size of a head's value."""
 
 
-class MambaLayers(StrictModel):
+class MambaLayersConfig(StrictModel):
     """Sizes of the Mamba-2 layers of a hybrid model."""
 
     mamba_num_heads: Size | None = None
@@ -199,7 +199,7 @@ class MambaLayers(StrictModel):
     """Groups of heads that write to and read from their states alike."""
 
 
-class Experts(StrictModel):
+class ExpertsConfig(StrictModel):
     """Feed-forward layers of which each token sees a few."""
 
     num_moe_experts: Counted | None = None
@@ -215,7 +215,7 @@ class Experts(StrictModel):
     moe_shared_expert_intermediate_size: Size | None = None
     """Width of the expert that sees every token; null is none."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router turns its logits into scores."""
+    """Function from the router's logits to its scores."""
     moe_router_pre_softmax: bool = False
     """Take the softmax over all experts before the best are selected, instead of over the selected ones."""
     moe_router_num_groups: Size | None = None
@@ -223,20 +223,20 @@ class Experts(StrictModel):
     moe_router_group_topk: Size | None = None
     """Groups that a token is sent to: those with the best scores, each added up over its best experts."""
     moe_router_topk_scaling_factor: PositiveFloat | None = None
-    """What the shares of a token's experts are multiplied by; null is 1."""
+    """Factor of the weights of a token's experts; null is 1."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
     """Number format of the router's logits; null is policy.precision."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "aux_loss"
-    """What balances the experts: nothing, a loss over a microbatch, or a loss over each of its sequences."""
+    """Load balancing of the experts: none, a loss over a microbatch, or a loss over each sequence."""
     moe_aux_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss beside the loss; 0 turns it off."""
     moe_router_enable_expert_bias: bool = False
     """Balance by a bias of each expert in the selection, moved after every step; needs the sigmoid scores."""
     moe_router_bias_update_rate: NonNegativeFloat = 1e-3
-    """How far a step moves the bias of an expert."""
+    """Step size of an expert's bias."""
 
 
-class ModelConfig(Experts, MambaLayers, LatentHeads):
+class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
     """A decoder: of the Llama and Qwen kind, or a hybrid of attention, Mamba-2, feed-forward layers and experts.
 
     With multi_latent_attention it is one of the DeepSeek kind.
@@ -382,13 +382,13 @@ class ModelConfig(Experts, MambaLayers, LatentHeads):
 
     read_unless = (
         ("mtp_loss_scaling_factor", "mtp_num_layers", None),
-        *((key, "num_moe_experts", None) for key in Experts.model_fields if key != "num_moe_experts"),
+        *((key, "num_moe_experts", None) for key in ExpertsConfig.model_fields if key != "num_moe_experts"),
         *(
             (key, "multi_latent_attention", False)
-            for key in LatentHeads.model_fields
+            for key in LatentHeadsConfig.model_fields
             if key != "multi_latent_attention"
         ),
-        *((key, "hybrid_layer_pattern", None) for key in MambaLayers.model_fields),
+        *((key, "hybrid_layer_pattern", None) for key in MambaLayersConfig.model_fields),
         *((key, "position_embedding_type", "none") for key in ("rotary_base", "rope_scaling")),
         *((key, "activation_func", kind) for key in _OF_CLAMPED for kind in ("silu", "squared_relu")),
         ("window_attn_skip_freq", "sliding_window", None),

@@ -32,7 +32,7 @@ class Role(Enum):
     VALUE = "value"
 
 
-class MicrobatchTokens(StrictModel):
+class MicrobatchTokensConfig(StrictModel):
     """How many tokens a microbatch may hold."""
 
     enabled: bool = False
@@ -48,14 +48,14 @@ class MicrobatchTokens(StrictModel):
 PACKING_ALGORITHMS = ("modified_first_fit_decreasing", "first_fit_decreasing")
 
 
-class SequencePackingConfig(MicrobatchTokens):
+class SequencePackingConfig(MicrobatchTokensConfig):
     """Several samples in one row without padding; a sample sees no token of another one."""
 
     algorithm: Literal["modified_first_fit_decreasing", "first_fit_decreasing"] = PACKING_ALGORITHMS[0]
     """How samples are assigned to rows; both names mean first-fit decreasing."""
 
 
-class DynamicBatchingConfig(MicrobatchTokens):
+class DynamicBatchingConfig(MicrobatchTokensConfig):
     """Samples of like length in one microbatch, as many as a token budget takes, padded to its own longest one."""
 
 
@@ -117,7 +117,7 @@ class TokenizerConfig(StrictModel):
     )
 
 
-class StartWeights(StrictModel):
+class StartWeightsConfig(StrictModel):
     """Weights to start from; a policy without any draws them at random."""
 
     model_name: FolderOrName | None = None
@@ -128,7 +128,7 @@ class StartWeights(StrictModel):
     """Folder step_N of another run, whose weights are taken; the optimizer starts over (ours)."""
 
 
-class PolicyConfig(StartWeights):
+class PolicyConfig(StartWeightsConfig):
     """The model that is trained."""
 
     model: ModelConfig

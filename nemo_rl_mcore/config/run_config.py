@@ -36,9 +36,9 @@ from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig, CustomLossConfig
-from nemo_rl_mcore.config.megatron import Optimization
+from nemo_rl_mcore.config.megatron import OptimizationConfig
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.config.policy import PolicyConfig, Role, StartWeights
+from nemo_rl_mcore.config.policy import PolicyConfig, Role, StartWeightsConfig
 from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defaults
 
 PLAIN = "with the values of the environment"
@@ -142,7 +142,7 @@ class ModelPlan:
         return path
 
 
-class ValueConfig(Optimization):
+class ValueConfig(OptimizationConfig):
     """The critic: the policy's architecture and start weights, with a value head and an optimizer of its own."""
 
     max_grad_norm: NonNegativeFloat | None = None
@@ -173,7 +173,7 @@ class ValueConfig(Optimization):
         )
 
 
-class TeacherConfig(StartWeights):
+class TeacherConfig(StartWeightsConfig):
     """The teacher: a frozen model with the policy's tokenizer, of the same size or another one."""
 
     model: ModelConfig | None = None

@@ -17,7 +17,8 @@ from nemo_rl_mcore.config.shares import Shares
 from nemo_rl_mcore.config.source import SourceConfig, SourceDefaults, names_of
 from nemo_rl_mcore.data.datasets import Prompt, shuffled
 from nemo_rl_mcore.data.messages import Message, contents, pattern_of
-from nemo_rl_mcore.data.rows import ColumnError, RowError, RowReader, SourceError, read_rows
+from nemo_rl_mcore.data.row_readers import ColumnError, RowError, RowReader
+from nemo_rl_mcore.data.rows import SourceError, read_rows
 
 _SHOWN_ROWS = 5
 """Bad rows of a source that are told one by one."""

@@ -38,7 +38,8 @@ from nemo_rl_mcore.data.examples import (
     special_token_problems,
 )
 from nemo_rl_mcore.data.messages import literal_spans
-from nemo_rl_mcore.data.rows import RowError, RowReader, SourceError, read_stream
+from nemo_rl_mcore.data.row_readers import RowError, RowReader
+from nemo_rl_mcore.data.rows import SourceError, read_stream
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import CustomCodeError, RefusedError, code_of
 

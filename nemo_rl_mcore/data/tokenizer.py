@@ -41,7 +41,7 @@ _LEFT_OUT, _RUN = " \n\0\u0301\ue000", 16
 
 
 type Tokenizer = CharTokenizer | HuggingFaceTokenizer
-"""What the rest of the package has of a tokenizer.
+"""Tokenizers as the rest of the package uses them.
 
 vocab_size: the number of ids, special tokens included. pad_token_id: fills rows on the right. eos_token_id: ends a
 response, as the tokenizer's own files say. ends: of the ids that end a response and are no part of its text the

@@ -67,7 +67,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest, and `keep` in all (None: every one), the best or, without a metric, the last.
+    """Checkpoints that stay: the newest, and `keep` in all (None: every one), the best or, without a metric, the last.
 
     metric: its name in the step's metrics; a checkpoint without it, or whose value is not finite, ranks last.
     """

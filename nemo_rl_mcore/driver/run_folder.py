@@ -168,7 +168,7 @@ _WITHOUT_EFFECT = (
 )
 """What a run leaves behind, where answers are scored, and the weights that the checkpoint has replaced."""
 _ENDINGS_WITHOUT_EFFECT = ("_timeout_s",)
-"""How long the driver, ranks and engines wait for each other."""
+"""Deadlines between the driver, ranks and engines."""
 _OF_THE_STATE = (
     *("policy.precision", "policy.megatron_cfg.optimizer.optimizer"),
     *("policy.megatron_cfg.freeze", "policy.megatron_cfg.freeze_moe_router"),

@@ -43,7 +43,7 @@ class StopSignals:
         self._asked_at = 0.0
         self.time_is_up = False
         self.due = False
-        """What has come has not raised yet."""
+        """A signal has arrived and has not been raised yet."""
         self._failure: BaseException | None = None
         self._cuts = False  # what defers, for the failure
         self._deferring, self._holding = int(deferring), int(holding)

@@ -62,20 +62,12 @@ def vllm_kind(
     (model_folder / "config.json").write_text(json.dumps(architecture, indent=2))
     if reads_texts := reads_texts or bool(config.generation.stop_strings):
         load_tokenizer(config.tokenizer.name).save_as_hugging_face(model_folder)
-    # A model that is sent has no scales: quantization is vLLM's own.
-    quantization, unquantized = None, list[str]()
-    if vllm.precision == "fp8":
-        quantization = "mxfp8" if vllm.is_mx else "fp8_per_block"
-        layers = range(config.model.num_layers)
-        first, last = vllm.num_first_layers_in_bf16, vllm.num_last_layers_in_bf16
-        unquantized += [f"re:.*{re.escape(text)}" for text in vllm.quantization_ignored_layer_kws or ()]
-        whole = [*layers[:first], *layers[len(layers) - last :]]
-        unquantized += [rf"re:.*\.layers\.{layer}\." for layer in whole]
     settings = EngineSettings(
         model_dir=str(model_folder),
         precision=vllm.number_format(config.precision) or config.precision,
-        quantization=quantization,
-        unquantized=tuple(unquantized),
+        # A model that is sent has no scales: quantization is vLLM's own.
+        quantization=("mxfp8" if vllm.is_mx else "fp8_per_block") if vllm.precision == "fp8" else None,
+        unquantized=_unquantized(config) if vllm.precision == "fp8" else (),
         kv_cache_dtype=vllm.kv_cache_dtype,
         max_model_len=vllm.max_model_len or config.max_total_sequence_length,
         max_num_seqs=further.pop("max_num_seqs", 256),
@@ -106,6 +98,17 @@ def vllm_kind(
         precision=settings.precision,
         share=AsyncVllmShare if vllm.async_engine else VllmShare,
     )
+
+
+def _unquantized(config: PolicyConfig) -> tuple[str, ...]:
+    """Return patterns of the layers that keep bfloat16: those named by the recipe, the first and the last ones."""
+    vllm, layers = config.generation.vllm_cfg, range(config.model.num_layers)
+    texts = [re.escape(text) for text in vllm.quantization_ignored_layer_kws or ()]
+    whole = [
+        *layers[: vllm.num_first_layers_in_bf16],
+        *layers[len(layers) - vllm.num_last_layers_in_bf16 :],
+    ]
+    return tuple(f"re:.*{text}" for text in (*texts, *(rf"\.layers\.{layer}\." for layer in whole)))
 
 
 def vllm_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How an engine's processes get the tensors that training ranks send: the other ends of `rank.refit.transports`."""
+"""Receiving ends of `rank.refit.transports`, in an engine's processes."""
 
 from __future__ import annotations
 

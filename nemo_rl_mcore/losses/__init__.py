@@ -8,7 +8,6 @@ from nemo_rl_mcore.losses.base import (
     LossType,
     MetricKind,
     MetricSum,
-    NLLLossFn,
     TokenLossFunction,
     TokenOutputs,
     TopKLogprobs,
@@ -18,6 +17,7 @@ from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
 from nemo_rl_mcore.losses.custom import check_losses, make_loss
 from nemo_rl_mcore.losses.distillation import DistillationLossFn
 from nemo_rl_mcore.losses.dpo import DPOLossFn
+from nemo_rl_mcore.losses.nll import NLLLossFn
 from nemo_rl_mcore.losses.value import MseValueLossFn
 
 __all__ = [

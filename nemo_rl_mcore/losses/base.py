@@ -15,8 +15,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nemo_rl_mcore.config import checked
-from nemo_rl_mcore.config.loss import NLLLossConfig
 from nemo_rl_mcore.data.batched_data_dict import EPISODE, BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.errors import RefusedError
@@ -276,9 +274,9 @@ class LossFunction(ABC):
     """Rows that stand one after the other and belong together, such as the chosen and the rejected answer: no shard,
     cut or filling parts them."""
     needs_entropy: bool = False
-    """Whether `TokenOutputs.entropy` must be given."""
+    """`TokenOutputs.entropy` must be given."""
     needs_tokens: bool = False
-    """Whether `DistillationOutputs.tokens` must be given."""
+    """`DistillationOutputs.tokens` must be given."""
     gives_row_table: bool = False
     """Whether its sums have a `row_table`."""
     custom_name: str | None = None
@@ -328,28 +326,3 @@ class TokenLossFunction(LossFunction):
         """Return what `divide` returns, for next_token_logprobs and entropy [B,S-1]."""
         sums = self.sums(TokenOutputs(next_token_logprobs, entropy), data)
         return self.divide(sums, global_valid_seqs, global_valid_toks)
-
-
-class NLLLossFn(TokenLossFunction):
-    """Minus the mean log-probability over the valid tokens."""
-
-    loss_type = LossType.TOKEN_LEVEL
-
-    def __init__(
-        self, cfg: NLLLossConfig | Mapping[str, object] | None = None, use_fused_linear_logprobs: bool = False
-    ) -> None:
-        self.cfg = checked(NLLLossConfig, cfg or NLLLossConfig())
-        self.use_fused_linear_logprobs = use_fused_linear_logprobs
-
-    def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
-        """Return the un-normalised loss and metrics."""
-        masks = Masks.of(data, outputs.logprobs.dtype)
-        loss = -masks.token_sum(masks.keep(outputs.logprobs, "logprobs"))
-        return LossSums(
-            loss,
-            {
-                "loss": MetricSum(loss.detach(), MetricKind.TOKENS),
-                "num_unmasked_tokens": MetricSum(masks.valid.sum(), MetricKind.NONE),
-                "num_valid_samples": MetricSum(masks.sequences.sum(), MetricKind.NONE),
-            },
-        )

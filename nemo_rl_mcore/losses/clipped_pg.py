@@ -35,7 +35,7 @@ from nemo_rl_mcore.losses.kl import ROW_NUMBER, finite_exp, kl_estimate, log_rat
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What the loss knows of each token."""
+    """Tensors [B, S] from which the terms of the loss are computed."""
 
     current: Tensor
     previous: Tensor

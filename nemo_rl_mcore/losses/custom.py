@@ -14,9 +14,10 @@ from nemo_rl_mcore.config.loss import (
     NLLLossConfig,
 )
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.losses.base import LossFunction, LossInputType, NLLLossFn
+from nemo_rl_mcore.losses.base import LossFunction, LossInputType
 from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
 from nemo_rl_mcore.losses.distillation import DistillationLossFn
+from nemo_rl_mcore.losses.nll import NLLLossFn
 from nemo_rl_mcore.losses.value import MseValueLossFn
 
 if TYPE_CHECKING:

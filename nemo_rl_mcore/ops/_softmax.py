@@ -87,7 +87,7 @@ class RowSoftmax:
 
 
 class _Backward:
-    """What each row of logits needs to become its gradient: dataclasses of tensors by row, or None."""
+    """Terms of each row by which its logits become their gradient: dataclasses of tensors by row, or None."""
 
     def at(self, index: slice | Tensor) -> Self:
         """Return the same for some of the rows."""

@@ -103,10 +103,9 @@ def linear_logprobs_at(
 ) -> IndexedLogprobs:
     """Return the log-probabilities of K ids for each token, with an exact backward for hidden states and weight.
 
-    Results are float32 (float64 for
-    float64 inputs), and exactly 0 where the mask is zero. The tail's mass is summed over the other ids, so its
-    logarithm keeps its digits however small it is; where there are no others it is the constant -inf, without
-    a gradient. What is kept for the backward is a few floats for each of the K ids.
+    Results are float32 (float64 for float64 inputs), and exactly 0 where the mask is zero. The tail's mass is summed
+    over the other ids, so its logarithm keeps its digits however small it is; where there are no others it is the
+    constant -inf, without a gradient. What is kept for the backward is a few floats for each of the K ids.
 
     indices_SBK: global ids [S, B, K], distinct within a token, the same on every rank; those of masked tokens are never
     read. with_tail: also return the tail's mass. All other arguments, and ValueErrors, are those of

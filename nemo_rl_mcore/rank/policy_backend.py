@@ -156,7 +156,7 @@ class PolicyBackend(TrainStepBackend, Protocol):
 
     @property
     def trained(self) -> bool:
-        """Whether the train step, `save` and `load` can be called."""
+        """The train step, `save` and `load` can be called."""
         ...
 
     @property

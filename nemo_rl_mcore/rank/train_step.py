@@ -142,14 +142,14 @@ class BatchSizes:
 
 
 class TrainStepBackend(Protocol):
-    """What a step needs of the framework that holds the model.
+    """Interface of a train step to the framework that holds the model.
 
     Inside `deferred_grad_sync` backward passes add to local gradients and reduce nothing; `finalize_gradients` reduces
     them over all ranks, once. Learning rate and weight decay are those that the next optimizer step uses.
     """
 
     overlaps_grad_sync: bool
-    """Whether whole steps reduce within their backward pass; if not, the two calls for that are never made."""
+    """Whole steps reduce within their backward pass; if false, the two calls for that are never made."""
 
     def called_together(self, call: str) -> AbstractContextManager[None]:
         """Return a context that all ranks enter with the same call, or all of them raise UnequalChunksError.

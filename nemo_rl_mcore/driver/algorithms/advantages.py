@@ -90,7 +90,7 @@ class AdvantageEstimator(ABC):
     """Judges the tokens of a rollout. The columns that `compute_advantage` takes by name are those of `add_to`."""
 
     with_critic = False
-    """Whether it takes a critic's values, and gives returns besides."""
+    """It takes a critic's values, and also gives returns."""
 
     def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
         self.cfg = cfg

@@ -180,7 +180,7 @@ class RunCheckpoints:
     going_back: bool = field(default=False, init=False)
     """Whether the weights are, or may be, those of a step before the last finished one, which is trained again."""
     failure: str = field(default="", init=False)
-    """Why the last finished step is not saved."""
+    """Reason for which the last finished step is not saved."""
 
     @property
     def resumed_step(self) -> int | None:

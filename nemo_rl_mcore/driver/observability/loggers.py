@@ -45,7 +45,7 @@ _PROTO = "tensorboard.compat.proto"
 _PROCESS = "wandb-core"
 _REAPED_WITHIN_S = 5.0
 _FLUSHED_EVERY_S = 1.0
-"""What offline runs lose to `kill -9` at most; wandb's own is 15 s."""
+"""Offline runs lose this much to `kill -9` at most; wandb's own is 15 s."""
 _OWN_SHARE = 0.8
 """Of the time limit, for the waits of wandb itself, which then end with what it knows of the cause."""
 _STORE, _ARTIFACTS = "mlflow.db", "mlflow_artifacts"
@@ -57,7 +57,7 @@ _STOPPED_BY_SIGNAL = 128
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a logger is told of the run when it opens.
+    """Facts about the run for a logger that opens.
 
     recipe: resolved, as JSON has it. resumed_step: the last step that is behind a run that goes on, else None.
     rewards_teach: whether the loss is of rewards, and not of given answers or a teacher alone.
@@ -87,7 +87,7 @@ def kept_run_id(file: Path, resumed_step: int | None) -> str | None:
 
 
 class _Service:
-    """What a run is shown to; `where` is what a person opens, or types, to see it, known once the service is open."""
+    """A service that shows runs; `where` is the address or command for a person, known once it is open."""
 
     def __init__(self, config: LoggerConfig, run: RunFacts) -> None:
         self._config, self._facts = config, run

@@ -1,4 +1,4 @@
-"""What a person is shown of a run's metrics.
+"""A run's metrics in the terminal.
 
 While it goes on that is a live panel on a terminal, and a plain line now and then elsewhere; at its end tables, which
 are made from the rows of metrics.jsonl alone.

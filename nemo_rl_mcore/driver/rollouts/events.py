@@ -343,7 +343,7 @@ def set_aside_after(path: Path, mark: LogMark) -> bool:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What an asynchronous run trained on and which weights had drawn it, of the steps that no resume has taken back.
+    """The groups that an asynchronous run trained on and the weights that drew them, without steps undone by a resume.
 
     chunks: positions by step. groups: by position. weights: the digest of each version that engines were given.
     """

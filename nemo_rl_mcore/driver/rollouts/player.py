@@ -52,7 +52,7 @@ class EpisodeForm:
 
 
 ONE_ANSWER = EpisodeForm(turns=1, tokens=0, new_tokens=0, observer=None)
-"""What comes after the answer to a prompt plays no part."""
+"""An episode that ends with its first answer, whatever would follow it."""
 
 
 @dataclass

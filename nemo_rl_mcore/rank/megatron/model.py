@@ -103,18 +103,10 @@ def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, An
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "tensor_model_parallel_size": config.tensor_model_parallel_size,
-        "sequence_parallel": config.sequence_parallel,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        **_layout_settings(config),
         # Microbatches of different shapes: stages tell each other the next one's.
         "variable_seq_lengths": policy.dynamic_batching.enabled,
         "moe_token_dispatcher_type": "alltoall",  # the default one refuses them, in dense models too
-        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
-        # With the default point-to-point settings the interleaved schedule swaps tensors on gloo, silently.
-        "overlap_p2p_comm": config.virtual_pipeline_model_parallel_size is not None,
-        "batch_p2p_comm": config.virtual_pipeline_model_parallel_size is None,
-        "context_parallel_size": config.context_parallel_size,
-        "cp_comm_type": config.cp_comm_type,
         "use_cpu_initialization": not kernels.gpu,
         # What is loaded in full need not be drawn before.
         "perform_initialization": policy.model_name is None,
@@ -145,6 +137,21 @@ def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, An
     if config.activation_checkpointing:
         settings |= _recomputed_settings(config, kernels, policy.parts_of_a_layer)
     return settings
+
+
+def _layout_settings(config: MegatronConfig) -> dict[str, Any]:
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    return {
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "sequence_parallel": config.sequence_parallel,
+        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
+        # With the default point-to-point settings the interleaved schedule swaps tensors on gloo, silently.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "context_parallel_size": config.context_parallel_size,
+        "cp_comm_type": config.cp_comm_type,
+    }
 
 
 def _expert_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any]:

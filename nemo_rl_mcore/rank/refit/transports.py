@@ -1,4 +1,4 @@
-"""How tensors, packed into buffers, leave a training rank; `engine.receivers` are the other ends of each way.
+"""Sending ends of the transports for packed tensors; `engine.receivers` has the receiving ends.
 
 A sender's end owns the slots that are filled in turn, so that one is filled while the engine reads the other. A
 receiver's end finds the buffer by the `location` that a bucket carries.

@@ -28,7 +28,8 @@ from nemo_rl_mcore.data.examples import (
 )
 from nemo_rl_mcore.data.hub import ends_of, local_folder, special_tokens_of
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.rows import GYM_COLUMN, is_fetched
+from nemo_rl_mcore.data.row_readers import GYM_COLUMN
+from nemo_rl_mcore.data.rows import is_fetched
 from nemo_rl_mcore.data.strict_json import read_json, read_regular
 
 if TYPE_CHECKING:

@@ -158,19 +158,13 @@ def preflight(
         *(agent_problems(config) if of_a_run else ()),
     )
     of_layers = tuple(layer_warnings(config))
-    # Models that start from the same folder have the same problems with it.
-    of_weights = dict.fromkeys(problem for plan in there for problem in init_checkpoint_problems(plan))
-    for plan in started:
-        folder = plan.policy.model_name
-        try:
-            if folder is not None and Path(folder).is_dir():  # those of the hub are fetched by the run
-                require_whole_weights(Path(folder))
-        except ValueError as error:
-            key, remedy = plan.key("policy.model_name"), "name a folder that holds the weights"
-            of_weights[Problem("not-readable", key, str(error), remedy)] = None
+    of_weights = (
+        *(problem for plan in there for problem in init_checkpoint_problems(plan)),
+        *(problem for plan in started for problem in _folder_of_weights_problems(plan)),
+    )
     problems = (
         *tokenizer_problems(config.policy),
-        *of_weights,
+        *dict.fromkeys(of_weights),  # models that start from the same folder have the same problems with it
         *(problem for problem in of_data if not problem.warns),
         *(import_problems(config.import_paths) if of_a_run else ()),
         *(() if elsewhere else missing),
@@ -202,6 +196,17 @@ def preflight(
         ),
         fetched=tuple(fetched(config)) if of_a_run else (),
     )
+
+
+def _folder_of_weights_problems(plan: ModelPlan) -> Iterator[Problem]:
+    folder = plan.policy.model_name
+    if folder is None or not Path(folder).is_dir():  # a model of the hub is fetched by the run
+        return
+    try:
+        require_whole_weights(Path(folder))
+    except ValueError as error:
+        key, remedy = plan.key("policy.model_name"), "name a folder that holds the weights"
+        yield Problem("not-readable", key, str(error), remedy)
 
 
 def _batch(config: RunConfig) -> BatchArithmetic:

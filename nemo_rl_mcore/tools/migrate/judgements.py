@@ -238,7 +238,7 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "value": ("optimizer", "scheduler", "max_grad_norm", "train_micro_batch_size"),
     "teacher": ("model", "model_name", "hf_config_overrides", "init_checkpoint"),
 }
-"""What the sections hold here."""
+"""Keys that these sections have here."""
 _CUT = (
     *("micro_batch_size", "logprob_batch_size", "dynamic_batching", "sequence_packing", "parallel"),
     *("pipeline_stage", "activation_checkpointing", "recompute_", "distributed_data_parallel_config"),

@@ -11,7 +11,8 @@ from refusals import refused
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import KNOWN, OTHER_NAMES, SourceConfig
 from nemo_rl_mcore.data.examples import read_examples
-from nemo_rl_mcore.data.rows import Row, RowError, RowReader
+from nemo_rl_mcore.data.row_readers import RowError, RowReader
+from nemo_rl_mcore.data.rows import Row
 
 USER = {"role": "user", "content": "What is 2+2?"}
 ROWS = {

@@ -14,7 +14,8 @@ from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.answers import answer_row, pair_rows
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.rows import Row, RowError, RowReader
+from nemo_rl_mcore.data.row_readers import RowError, RowReader
+from nemo_rl_mcore.data.rows import Row
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 

@@ -9,7 +9,8 @@ from nemo_rl_mcore.config.base import value_at
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.rows import Row, RowReader
+from nemo_rl_mcore.data.row_readers import RowReader
+from nemo_rl_mcore.data.rows import Row
 from nemo_rl_mcore.engine.engine import Sampling
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.rules.batching import divisor_near
