@@ -183,7 +183,7 @@ class TrainingLoop:
         with self.observer.phase("checkpoint"):  # of the step that follows
             completed = self._recovery.surviving(part)
         if completed is not None:
-            for told in (self.algorithm, self.observer):
-                told.checkpointed(completed.finished.step)
+            for listener in (self.algorithm, self.observer):
+                listener.checkpointed(completed.finished.step)
         took = None if completed is None else completed.seconds
         self._limit.took(save=took, saving=self.checkpoints.begun is not None)
