@@ -17,8 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from nemo_rl_mcore.driver.rollouts.events import Segment, Token
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.states import Limits, StepState
+from nemo_rl_mcore.driver.rollouts.ledger import Ledger, Limits, StepState
 
 LONGEST = 30
 """The longest rollout, in shortest ones: where a run cuts its responses."""

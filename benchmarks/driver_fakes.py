@@ -21,7 +21,7 @@ from nemo_rl_mcore.data.hub import CHAR_EOS, CHAR_VOCABULARY
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
 from nemo_rl_mcore.driver.algorithms.algorithm import StepObserver
 from nemo_rl_mcore.driver.observability import Sample
-from nemo_rl_mcore.driver.observability.rollouts import RolloutSink
+from nemo_rl_mcore.driver.observability.sinks import RolloutSink
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.engine.engine import Request, Response
 

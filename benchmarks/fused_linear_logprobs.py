@@ -46,10 +46,10 @@ LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def auto() -> dict[str, object]:
-    """What a recipe's `fused_linear_logprobs_cache_bytes: auto` is to the kernel."""
-    from nemo_rl_mcore.config.megatron import LogitsCache
+    """What a run's budget of kept logits is to the kernel."""
+    from nemo_rl_mcore.config.megatron import LOGITS_CACHE
 
-    budget = LogitsCache.of("auto")
+    budget = LOGITS_CACHE
     return {"cache_bytes": budget.limit, "cache_bytes_per_logit": budget.bytes_per_logit}
 
 

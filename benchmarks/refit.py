@@ -32,7 +32,7 @@ from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.engine.kinds import vllm_kind
 from nemo_rl_mcore.models import count_parameters
-from nemo_rl_mcore.models.engine_sizes import refit_bucket_bytes
+from nemo_rl_mcore.models.memory import refit_bucket_bytes
 
 MIB = 1 << 20
 UNVERIFIED = "refit, unverified"

@@ -131,12 +131,13 @@ def child(request: str) -> None:
 def rank_of_two(rank: int, sizes: dict[str, int]) -> None:
     import torch
 
+    from nemo_rl_mcore.rank.megatron import model
+
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     ddp = "policy.megatron_cfg.distributed_data_parallel_config"
-    worker, data, loss_fn = subject(
-        sizes, f"{ddp}.overlap_grad_reduce=true", f"{ddp}.bucket_size={sizes['hidden'] ** 2 * 4}"
-    )
+    model.BUCKET_SIZE = sizes["hidden"] ** 2 * 4
+    worker, data, loss_fn = subject(sizes, f"{ddp}.overlap_grad_reduce=true")
 
     def train(overlaps: bool) -> Callable[[], None]:
         def step() -> None:

@@ -40,7 +40,7 @@ class Weights:
         return ()
 
     def connect_engines(self, engines, settings):
-        self.connected.append(engines._numbers)
+        self.connected.append(engines.numbers)
         self._sender = open_sender(settings, engines, torch.device("cpu"))
 
     def prepare_for_lp_inference(self):

@@ -5,8 +5,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from checkpoint_tensors import tensors_in
 from processes import ProcessWatch
 
 RECIPE = Path(__file__).parents[1] / "examples/configs/grpo_copy_cpu.yaml"
@@ -14,22 +17,21 @@ RECIPE = Path(__file__).parents[1] / "examples/configs/grpo_copy_cpu.yaml"
 
 class Run:
     def __init__(
-        self, log_dir: Path, *overrides: str, algorithm: str = "grpo", recipe: Path = RECIPE
+        self,
+        log_dir: Path,
+        *overrides: str,
+        algorithm: str = "grpo",
+        recipe: Path = RECIPE,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.log_dir, self.watch = log_dir, ProcessWatch()
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"),
-                *(
-                    algorithm,
-                    "--config",
-                    str(recipe),
-                    f"logger.log_dir={log_dir}",
-                    f"{algorithm}.val_period=0",
-                    *overrides,
-                ),
+                *(algorithm, "--config", str(recipe), f"logger.log_dir={log_dir}"),
+                *(f"{algorithm}.val_period=0", *overrides),
             ],
-            env={**os.environ, **self.watch.environment},
+            env={**os.environ, **(environment or {}), **self.watch.environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -58,6 +60,19 @@ class Run:
             raise
         return self.process.returncode, output, errors
 
+    def checkpoint(self, step: int, model: str = "policy") -> dict[str, Any]:
+        """The tensors of a model after a step, where checkpoints are written into the run's folder."""
+        return tensors_in(self.log_dir / "checkpoints" / f"step_{step}" / model)
+
+    def finish(self, within_s: float = 300) -> str:
+        """Let it run to its end, which must be a good one that says nothing of errors; returns its output."""
+        try:
+            code, output, errors = self.end(within_s)
+        finally:
+            self.close()
+        assert (code, errors) == (0, ""), output + errors
+        return output
+
     def close(self) -> None:
         """Kill what is left of it, and close its pipes: one that is left open fails another test, which it warns."""
         self.watch.kill_all()
@@ -70,24 +85,27 @@ class Run:
         return [pid for pid, title in self.watch.alive().items() if "MegatronPolicyWorker" in title]
 
 
+def numbers(run: Run, *left_out: str) -> list[dict[str, float]]:
+    """Return the rows of a run without times, and without metrics whose names begin so."""
+    left_out = ("timing/", "performance/", *left_out)
+    return [{name: v for name, v in row.items() if not name.startswith(left_out)} for row in run.steps()]
+
+
 def compared(run: Run) -> list[dict[str, float]]:
     """Return the rows of a run without what a synchronous and an asynchronous one do not share."""
-    left_out = ("timing/", "performance/", "async/", "train/dynamic_sampling_rounds")
-    return [
-        {name: value for name, value in row.items() if not name.startswith(left_out)} for row in run.steps()
-    ]
+    return numbers(run, "async/", "train/dynamic_sampling_rounds")
+
+
+def assert_same_tensors(wanted: dict[str, Any], found: dict[str, Any]) -> None:
+    """Compare to the bit."""
+    assert wanted.keys() == found.keys()
+    assert not [name for name in wanted if not wanted[name].equal(found[name])]
 
 
 def teacher(folder: Path) -> str:
     """Train a teacher that has hardly learned; return the override that names it."""
     saved = ("checkpointing.enabled=true", f"checkpointing.checkpoint_dir={folder}/teacher")
     short = ("sft.max_num_steps=2", "sft.val_period=0", "sft.val_at_end=false", *saved)
-    run = Run(
-        folder / "teacher_log", *short, algorithm="sft", recipe=RECIPE.with_name("sft_teacher_cpu.yaml")
-    )
-    try:
-        code, _, errors = run.end(within_s=300)
-    finally:
-        run.close()
-    assert (code, errors) == (0, "")
+    recipe = RECIPE.with_name("sft_teacher_cpu.yaml")
+    Run(folder / "teacher_log", *short, algorithm="sft", recipe=recipe).finish()
     return f"teacher.init_checkpoint={folder}/teacher/step_2"

@@ -28,10 +28,7 @@ _VALUES, _LENGTH = 3, 40
 
 
 def known_keys_text(recipes: Iterable[Path]) -> str:
-    """Return the list: each key with up to three values, a line each.
-
-    Keys of a critic and a teacher that a policy has are left out. Raises ValueError for recipes of several commits.
-    """
+    """Return the list: each key with up to three values, a line each."""
     found: dict[str, list[str]] = {}
     origins = set[tuple[str, str]]()
     for path in sorted(recipes):

@@ -1,9 +1,4 @@
-"""What NeMo RL computes in a run, written from its formulas in plain PyTorch over a transformers model.
-
-Of NVIDIA-NeMo/RL at the commit of nemo_rl_keys.txt: algorithms/utils.py (advantages), loss_functions.py in
-algorithms/loss, data/llm_message_utils.py (rows), and megatron_policy_worker.py in models/policy/workers (batches,
-what is logged, and when the schedule advances).
-"""
+"""What NeMo RL computes in a run, written from its formulas in plain PyTorch over a transformers model."""
 
 from __future__ import annotations
 
@@ -89,10 +84,7 @@ class Rows:
 
 
 def conversation(tokenizer: Any, messages: Sequence[dict[str, str]], *, opened: bool, faults: Faults) -> Row:
-    """A row of a conversation: the template's text, message by message, of which the last is trained on.
-
-    opened: add_generation_prompt, with which what opens an answer is the part of the message before.
-    """
+    """A row of a conversation: the template's text, message by message, of which the last is trained on."""
     ids, mask, before = list[int](), list[bool](), ""
     for place, message in enumerate(messages):
         last = place == len(messages) - 1
@@ -120,10 +112,7 @@ def conversation(tokenizer: Any, messages: Sequence[dict[str, str]], *, opened: 
 
 @dataclass
 class Trainer:
-    """The model, its optimizer and its schedule; a step is the optimizer steps of one call of `train`.
-
-    recipe: theirs, as it was computed. Norms and biases do not decay, as Megatron has it.
-    """
+    """The model, its optimizer and its schedule; a step is the optimizer steps of one call of `train`."""
 
     recipe: Mapping[str, Any]
     folder: Path

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from nemo_rl_mcore.driver.algorithms.recovery import Recovery
+from nemo_rl_mcore.driver.algorithms.loop import Recovery
 from nemo_rl_mcore.losses.base import Masks
 from nemo_rl_mcore.rank.megatron import attention, parallel_groups
 from nemo_rl_mcore.rank.megatron import backend as megatron_backend
@@ -171,27 +171,7 @@ def another_rope_base_is_exported() -> None:
     export.hf_config_of = another
 
 
-FAULTS = {
-    one.__name__: one
-    for one in (
-        schedule_counts_twice,
-        optimizer_state_is_not_saved,
-        moments_are_not_saved_after_a_resume,
-        shards_are_swapped_in_export,
-        gradients_are_divided_by_the_ranks_once_more,
-        gradients_are_not_summed_over_context_ranks,
-        masks_are_ignored,
-        refits_are_stale,
-        experts_are_in_the_wrong_order_in_export,
-        gradients_of_values_are_divided_by_the_ranks_once_more,
-        new_ranks_do_not_read_the_checkpoint,
-        other_ranks_train_on_their_first_chunk_again,
-        another_rope_base_is_exported,
-    )
-}
-
-
 def plant(*names: str) -> None:
     """Make these mistakes in this process."""
     for name in names:
-        FAULTS[name]()
+        globals()[name]()

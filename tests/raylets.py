@@ -18,10 +18,7 @@ _OF_A_NODE = ("--num-gpus=0", "--object-store-memory=100000000", "--disable-usag
 
 
 class Raylets:
-    """A context manager: a head, and further raylets that `join` and are killed; nothing of them outlives the block.
-
-    environment: what a driver that is to join them is started with. head_cpus: 0 keeps ranks and engines off the head.
-    """
+    """A context manager: a head, and further raylets that `join` and are killed; nothing of them outlives the block."""
 
     def __init__(self, *, head_cpus: int = 1) -> None:
         self._watch = ProcessWatch()

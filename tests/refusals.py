@@ -1,7 +1,4 @@
-"""What a test says of a refusal: its code, and the keys, paths and numbers in its message, not the words.
-
-The words are in tests/unit/recipe/messages.yaml.
-"""
+"""What a test says of a refusal: its code, and the keys, paths and numbers in its message, not the words."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator

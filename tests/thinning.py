@@ -17,15 +17,7 @@ EACH_TIME = " and ".join(f"not {tier}" for tier in TIERS)
 
 
 def thin_out(items: Iterable[pytest.Item], *, stages: bool) -> None:
-    """Mark the cases of tests that leave some of them to a later tier.
-
-    each_value: exhaustive are all but those in which some value of some parameter, or of a case that is a dict, is a
-    new one.
-    quick_cases(id, ...): exhaustive are all but those of these ids.
-    exhaustive_cases(id, ...): exhaustive are those of these ids, and nightly all others that are not quick.
-    stage(tier): with `stages`, of this tier are all that are in no other one and that are not smoke tests.
-    smoke, smoke(id, ...): all cases, or those of these ids, run each time although their file is a stage.
-    """
+    """Mark the cases of tests that leave some of them to a later tier."""
     seen: dict[str, Values] = defaultdict(set)
     for item in items:
         if not isinstance(item, pytest.Function):

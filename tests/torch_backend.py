@@ -149,6 +149,9 @@ class TorchBackend:
     def full_tensors(self):
         yield from ((name, weight.detach()) for name, weight in self.model.named_parameters())
 
+    def export_adapters(self, folder, origin):
+        raise NotImplementedError
+
     def export_hf(self, folder, origin):
         if folder.exists():
             raise ValueError(f"{folder} exists already")

@@ -1,6 +1,6 @@
 """What each agent here needs of the endpoint: its task, and how to end its session. Of the standard library alone.
 
-Each file beside this one is run by the Python of its stack, once for each sample; see docs/agents/.
+Each file beside this one is run by the Python of its stack, once for each sample; see docs/environments.md.
 """
 
 from __future__ import annotations

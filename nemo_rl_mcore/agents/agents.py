@@ -25,8 +25,7 @@ import psutil
 
 from nemo_rl_mcore.agents.requests import RunSampling
 from nemo_rl_mcore.agents.session import Session
-from nemo_rl_mcore.config.environment import GymConfig
-from nemo_rl_mcore.data.row_readers import GYM_COLUMN
+from nemo_rl_mcore.data.rows import GYM_COLUMN
 from nemo_rl_mcore.errors import RunStoppedError
 
 START_WITHIN_S = 1800.0
@@ -110,7 +109,6 @@ class Agents:
 
 
 async def _ended(session: Session, process: Process) -> str:
-    """Wait for either end; return why the agent has not done its task, if it has not."""
     exits = asyncio.ensure_future(process.wait())
     closes = asyncio.ensure_future(session.closed.wait())
     try:
@@ -179,11 +177,12 @@ def end_family(agent: int, token: str) -> None:
 class GymSetup:
     """Arguments of Gym's servers.
 
-    config: Gym's own. sampling: of the run. environment: of its processes. model: what it calls the policy.
-    timeout_s: of a session. log_dir: of the run.
+    python: of the environment that has Gym. config: Gym's own. sampling: of the run. environment: of its processes.
+    model: what it calls the policy. timeout_s: of a session. log_dir: of the run.
     """
 
-    section: GymConfig
+    python: str
+    one_process: bool
     config: Mapping[str, Any]
     sampling: RunSampling
     environment: Mapping[str, str]
@@ -206,10 +205,19 @@ class NemoGym:
 
         task: with the row in `columns`. Raises RunStoppedError where the servers have ended.
         """
+        row, sampling = dict(cast("Mapping[str, Any]", task["columns"])), self.setup.sampling
         number, heard = next(self._numbers), asyncio.get_running_loop().create_future()
         self._asked[number] = heard
         try:
-            self._write({"number": number, "row": self._row_of(session, task)})
+            asked = dict(cast("Mapping[str, Any]", row[GYM_COLUMN]))
+            metadata = dict(cast("Mapping[str, str]", asked.get("metadata") or {}))
+            extra = json.loads(metadata.get("extra_body", "{}"))
+            metadata["extra_body"] = json.dumps({**extra, "session": session.token})
+            most = asked.get("max_output_tokens") or sampling.max_new_tokens
+            asked |= {"metadata": metadata, "max_output_tokens": min(most, sampling.max_new_tokens)}
+            asked |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+            row |= {GYM_COLUMN: asked, "_ng_task_index": task["index"], "_ng_rollout_index": task["sample"]}
+            self._write({"number": number, "row": row})
             async with asyncio.timeout(self.setup.timeout_s):
                 answer = await heard
         except TimeoutError:
@@ -230,26 +238,6 @@ class NemoGym:
         if not session.closed.is_set():
             session.close(float(answer["reward"]), {**answer["rewards"]})
         return AgentEnd()
-
-    def _row_of(self, session: Session, task: Mapping[str, Any]) -> dict[str, Any]:
-        row = dict(cast("Mapping[str, Any]", task["columns"]))
-        asked, sampling = dict(cast("Mapping[str, Any]", row[GYM_COLUMN])), self.setup.sampling
-        metadata = dict(cast("Mapping[str, str]", asked.get("metadata") or {}))
-        extra = json.loads(metadata.get("extra_body", "{}"))
-        metadata["extra_body"] = json.dumps({**extra, "session": session.token})
-        most = asked.get("max_output_tokens") or sampling.max_new_tokens
-        asked |= {
-            "metadata": metadata,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_output_tokens": min(most, sampling.max_new_tokens),
-        }
-        return {
-            **row,
-            GYM_COLUMN: asked,
-            "_ng_task_index": task["index"],
-            "_ng_rollout_index": task["sample"],
-        }
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._ended is not None:
@@ -308,7 +296,7 @@ async def nemo_gym(setup: GymSetup, url: str) -> AsyncGenerator[NemoGym]:
     with (setup.log_dir / LOG_FILE).open("ab") as log:
         try:
             process = await asyncio.create_subprocess_exec(
-                *(setup.section.python, "-P", str(PROGRAM)),
+                *(setup.python, "-P", str(PROGRAM)),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,
@@ -317,14 +305,14 @@ async def nemo_gym(setup: GymSetup, url: str) -> AsyncGenerator[NemoGym]:
                 limit=_LINE_BYTES,
             )
         except OSError as error:
-            what = f"{setup.section.python!r} cannot be started: {error.strerror or error}"
-            raise RunStoppedError(f"env.endpoint.gym.python: {what}", code="no-agent") from error
+            what = f"{setup.python!r} cannot be started: {error.strerror or error}"
+            raise RunStoppedError(f"env.endpoint.command: {what}", code="no-agent") from error
     gym = NemoGym(setup, process)
     hearing: asyncio.Task[None] | None = None
     try:
         settings = {
             "config": {**setup.config},
-            "one_process": setup.section.one_process,
+            "one_process": setup.one_process,
             "policy_base_url": f"{url}/v1",
             "policy_model_name": setup.model,
         }

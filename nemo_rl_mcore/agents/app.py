@@ -287,7 +287,6 @@ class _Endpoint:
         return found
 
     def _answered(self, serve: _Serve) -> _Serve:
-        """Answer whatever comes of it."""
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -399,7 +398,7 @@ class _Endpoint:
             "text": prompt.text,
             "answer": prompt.answer,
             "messages": [one.fields(parsed=False) for one in prompt.context],
-            "tools": [*prompt.extras.tools],
+            "tools": [*prompt.tools],
             # Dates and such as texts, what is no number as null.
             "columns": json.loads(json.dumps({**prompt.columns}, default=str), parse_constant=lambda _: None),
         }

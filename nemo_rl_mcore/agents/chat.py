@@ -183,28 +183,22 @@ def hermes(text: str, _ids: Sequence[int]) -> tuple[str, list[Function]]:
 
     What is no object with a name, and arguments that are an object, stays text; so does a call that is not ended.
     """
-    found = [(match, _function(match[1])) for match in _CALL.finditer(text)]
-    calls = [(match, function) for match, function in found if function is not None]
+    calls: list[tuple[re.Match[str], Function]] = []
+    for match in _CALL.finditer(text):
+        try:
+            given: object = json.loads(match[1])
+        except (ValueError, RecursionError):
+            continue
+        call = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+        name, arguments = call.get("name"), call.get("arguments", {})
+        if isinstance(name, str) and name and isinstance(arguments, dict):
+            calls.append((match, (name, json.dumps(arguments, ensure_ascii=False))))
     if not calls:
         return text, []
     ends = [0, *(match.end() for match, _ in calls)]
     starts = [*(match.start() for match, _ in calls), len(text)]
     said = [text[end:start].strip() for end, start in zip(ends, starts, strict=True)]
     return "\n".join(filter(None, said)), [function for _, function in calls]
-
-
-def _function(text: str) -> Function | None:
-    try:
-        given: object = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(given, dict):
-        return None
-    call = cast("dict[str, Any]", given)
-    name, arguments = call.get("name"), call.get("arguments", {})
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    return name, json.dumps(arguments, ensure_ascii=False)
 
 
 def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:

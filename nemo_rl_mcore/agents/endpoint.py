@@ -34,6 +34,7 @@ from nemo_rl_mcore.agents.session import (
     Sessions,
 )
 from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.config.environment import gym_python
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.data.datasets import Prompt
@@ -126,7 +127,7 @@ MODEL = "policy"
 _START_WITHIN_S, _END_WITHIN_S = 30.0, 60.0
 
 type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]
-"""See `driver.interfaces.Environments.replies_soon`."""
+"""See `driver.rollouts.player.Environments.replies_soon`."""
 
 
 class Endpoint:
@@ -144,10 +145,7 @@ class Endpoint:
         policy = config.policy
         self._section, self._retries = section, config.env.pool.retries
         self._limits = SessionLimits(
-            policy.max_total_sequence_length,
-            config.max_rollout_turns,
-            policy.reserved_tokens,
-            section.max_session_tokens,
+            policy.max_total_sequence_length, config.max_rollout_turns, policy.reserved_tokens
         )
         self._sessions = Sessions()
         self._tokenizer, self._newest = tokenizer, 0
@@ -198,7 +196,6 @@ class Endpoint:
         self._thread.close()
 
     def begin[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Have the endpoint's loop run a coroutine; a future that is cancelled ends it."""
         return self._thread.call(coroutine)
 
     # The thread of the endpoint
@@ -209,7 +206,8 @@ class Endpoint:
         self.url = address.url
         if self._gym is not None:
             setup = GymSetup(
-                self._section.gym,
+                gym_python(self._section),
+                self._section.one_process,
                 self._gym,
                 self._options.sampling,
                 self._variables,

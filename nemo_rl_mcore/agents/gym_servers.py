@@ -59,7 +59,6 @@ def _servers(config: DictConfig) -> Iterator[tuple[str, str, DictConfig]]:
 
 @asynccontextmanager
 async def _in_this_process(settings: dict[str, Any]) -> AsyncGenerator[server_utils.ServerClient]:
-    """Serve all of them here, without Ray."""
     server_utils.initialize_ray = lambda: None
     config = global_config.get_global_config_dict(_parser(settings))
     head = server_utils.ServerClient.load_head_server_config()

@@ -94,7 +94,6 @@ def refusal_of(error: BaseException) -> HttpRefusal | None:
 
 
 def busy(message: str) -> HttpRefusal:
-    """Have a client ask again."""
     return HttpRefusal(503, message, code="try_again", headers={"retry-after": "1"})
 
 
@@ -232,7 +231,17 @@ def wishes_of(body: Body, options: EndpointOptions, sampling: Body | None = None
         what = f"there is no model {body['model']!r:.100}; this endpoint has {options.model!r}"
         raise RefusedCallError(what, param="model", code="model_not_found", status=404)
     for place in (body, values):
-        _require_neutral(place)
+        ends = place.get("messages")
+        last: object = cast("list[object]", ends)[-1] if isinstance(ends, list) and ends else None
+        begun = isinstance(last, dict) and cast("Body", last).get("role") == ASSISTANT
+        for name, allowed in (_NEUTRAL | _OF_BEGUN if begun else _NEUTRAL).items():
+            said = place.get(name)
+            # True is 1 to Python.
+            alike = (isinstance(said, bool) == isinstance(value, bool) and said == value for value in allowed)
+            if said is not None and not any(alike):
+                only = " or ".join(json.dumps(value) for value in (*allowed, None))
+                what = f"{name} is not supported: got {said!r:.100}, allowed is {only}"
+                raise RefusedCallError(what, param=name, code="unsupported_parameter")
     asked, shape, logprobs = read_as(_Sampling, values), read_as(_Shape, body), values.get("logprobs")
     if logprobs not in (None, False, True, 0, 1):
         what = (
@@ -260,28 +269,36 @@ def wishes_of(body: Body, options: EndpointOptions, sampling: Body | None = None
     )
 
 
-def _require_neutral(values: Body) -> None:
-    ends = values.get("messages")
-    last: object = cast("list[object]", ends)[-1] if isinstance(ends, list) and ends else None
-    begun = isinstance(last, dict) and cast("Body", last).get("role") == ASSISTANT
-    for name, allowed in (_NEUTRAL | _OF_BEGUN if begun else _NEUTRAL).items():
-        given = values.get(name)
-        # True is 1 to Python.
-        alike = (isinstance(given, bool) == isinstance(value, bool) and given == value for value in allowed)
-        if given is None or any(alike):
-            continue
-        only = " or ".join(json.dumps(value) for value in (*allowed, None))
-        what = f"{name} is not supported: got {given!r:.100}, allowed is {only}"
-        raise RefusedCallError(what, param=name, code="unsupported_parameter")
-
-
 def chat_of(body: Body, room: Room) -> Chat:
-    """Read the conversation of a body, of which each message is a token or more; raises as `prompt_of`."""
+    """Read the conversation of a body, of which each message is a token or more; raises as `prompt_of`.
+
+    Of a message the template gets the fields that OpenAI knows alone, and the ids that it claims.
+    """
     asked = read_as(_ChatBody, body)
     if not asked.messages:
         raise RefusedCallError("messages are missing", param="messages")
     room(len(asked.messages))
-    read = [_message(message, f"messages[{place}]") for place, message in enumerate(asked.messages)]
+    messages, claims = list[Message](), list[Claim | None]()
+    for place, given in enumerate(asked.messages):
+        path = f"messages[{place}]"
+        try:
+            message = read_message(given, path)
+        except MessageError as error:
+            raise RefusedCallError(str(error), param=error.path) from error
+        if message.role not in _ROLES:
+            what = f"{path}.role is {message.role!r:.100}; known roles are {', '.join(_ROLES)}"
+            raise RefusedCallError(what, param=f"{path}.role")
+        claim, reasoning = None, ""  # what is no list of ids claims nothing
+        if message.role == ASSISTANT:
+            said = cast("dict[str, Any]", given)
+            reasoning = message.reasoning or said.get("reasoning") or ""
+            if not isinstance(reasoning, str):
+                raise RefusedCallError(f"{path}.reasoning must be text", param=f"{path}.reasoning")
+            shown, answered = said.get("prompt_token_ids"), said.get("generation_token_ids")
+            if isinstance(shown, list) and isinstance(answered, list) and answered:
+                claim = Claim(tuple(cast("list[int]", shown)), tuple(cast("list[int]", answered)))
+        messages.append(replace(message, role=_ROLES[message.role], reasoning=reasoning, more={}))
+        claims.append(claim)
     for place, tool in enumerate(asked.tools or ()):
         try:
             read_as(_Tool, tool)
@@ -289,8 +306,8 @@ def chat_of(body: Body, room: Room) -> Chat:
             path = f"tools[{place}]"
             raise RefusedCallError(f"{path} must be a function with a name", param=path) from error
     return Chat(
-        tuple(message for message, _ in read),
-        tuple(claim for _, claim in read),
+        tuple(messages),
+        tuple(claims),
         asked.tools or () if body.get("tool_choice") != "none" else (),
         asked.chat_template_kwargs or {},
         bool(asked.continue_final_message),
@@ -313,28 +330,6 @@ def prompt_of(body: Body, options: EndpointOptions, room: Room) -> list[int]:
         return options.tokenizer.encode(given)  # special tokens are those tokens; nothing is put before it
     except (ValueError, TypeError) as error:
         raise RefusedCallError(f"prompt cannot be encoded: {error}", param="prompt") from error
-
-
-def _message(given: object, path: str) -> tuple[Message, Claim | None]:
-    """Read a message, of which the template gets the fields that OpenAI knows alone, and the ids that it claims."""
-    try:
-        message = read_message(given, path)
-    except MessageError as error:
-        raise RefusedCallError(str(error), param=error.path) from error
-    if message.role not in _ROLES:
-        what = f"{path}.role is {message.role!r:.100}; known roles are {', '.join(_ROLES)}"
-        raise RefusedCallError(what, param=f"{path}.role")
-    if message.role != ASSISTANT:
-        return replace(message, role=_ROLES[message.role], reasoning="", more={}), None
-    said = cast("dict[str, Any]", given)
-    reasoning = message.reasoning or said.get("reasoning") or ""
-    if not isinstance(reasoning, str):
-        raise RefusedCallError(f"{path}.reasoning must be text", param=f"{path}.reasoning")
-    asked, answered = said.get("prompt_token_ids"), said.get("generation_token_ids")
-    claim = None  # what is no list of ids claims nothing
-    if isinstance(asked, list) and isinstance(answered, list) and answered:
-        claim = Claim(tuple(cast("list[int]", asked)), tuple(cast("list[int]", answered)))
-    return replace(message, reasoning=reasoning, more={}), claim
 
 
 def ids_of(given: object, name: str, options: EndpointOptions, room: Room | None = None) -> list[int]:

@@ -56,7 +56,7 @@ class NoRoomError(SessionError):
 
 
 class SessionLimitError(SessionError):
-    """The session has made as many calls, or drawn as many tokens, as it may."""
+    """The session has made as many calls as it may."""
 
     code = "session_limit_exceeded"
 
@@ -65,14 +65,12 @@ class SessionLimitError(SessionError):
 class SessionLimits:
     """Limits of a session.
 
-    context: tokens of prompt and answer. calls: of the model. reserved: tokens for an answer. drawn: tokens of all
-    answers, after which no further call is taken; None for no such bound.
+    context: tokens of prompt and answer. calls: of the model. reserved: tokens for an answer.
     """
 
     context: int
     calls: int
     reserved: int = 1
-    drawn: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,8 +161,12 @@ class Session:
         if earlier and (retry or not earlier[-1].delivered):
             asked = earlier[-1]
         else:
-            self._require_calls()
-            drawing = self._draw(_Wanted(prompt, max_tokens, stop, stop_ids, heard), len(earlier))
+            if sum(len(several) for several in self._asked.values()) >= self.limits.calls:
+                # Clients end an episode where a refusal speaks of max_tokens, and fail at any other one.
+                what = f"a session may call the model {self.limits.calls} times"
+                self.refused = SessionLimitError(f"{what}: max_tokens of a further answer is 0")
+                raise self.refused
+            drawing = self._draw(prompt, len(earlier), max_tokens, stop, stop_ids, heard)
             earlier.append(asked := _Asked(asyncio.ensure_future(drawing)))
             self._asked[digest] = earlier
         asked.waiting += 1
@@ -208,19 +210,16 @@ class Session:
             )
             raise self.refused
 
-    def _require_calls(self) -> None:
-        limits, what = self.limits, ""
-        if sum(len(several) for several in self._asked.values()) >= limits.calls:
-            what = f"a session may call the model {limits.calls} times"
-        elif limits.drawn is not None and sum(len(call.answer_N) for call in self.calls) >= limits.drawn:
-            what = f"the answers to a session may have {limits.drawn} tokens together"
-        if what:
-            # Clients end an episode where a refusal speaks of max_tokens, and fail at any other one.
-            self.refused = SessionLimitError(f"{what}: max_tokens of a further answer is 0")
-            raise self.refused
-
-    async def _draw(self, wanted: _Wanted, repetition: int) -> Call:
-        prompt = wanted.prompt
+    async def _draw(
+        self,
+        prompt: Sequence[int],
+        repetition: int,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        stop_ids: Collection[int],
+        heard: Sequence[Message],
+    ) -> Call:
+        """Draw an answer, and end it before its own end where that is wanted: what is left is as it was drawn."""
         asked = BatchedDataDict(
             input_ids=torch.tensor([[*prompt]]),
             input_lengths=torch.tensor([len(prompt)]),
@@ -228,8 +227,8 @@ class Session:
             sample_index=torch.tensor([self.sample]),
             turn_index=torch.tensor([noise_of(prompt, repetition)]),
         )
-        if wanted.stop:
-            asked["stop_strings"] = [tuple(wanted.stop)]
+        if stop:
+            asked["stop_strings"] = [tuple(stop)]
         try:
             answered = await self.respond(asked)
         except Exception as error:
@@ -240,8 +239,8 @@ class Session:
         answer_N = answered["tokens"][0, :drawn].numpy().astype(np.int64)
         whole = digest_of_ids(answer_N)
         assert DIGESTS not in answered or whole == int(answered[DIGESTS][0]), "ids changed on the way"
-        length = drawn if wanted.max_tokens is None else min(drawn, wanted.max_tokens)
-        stops = np.isin(answer_N[:length], [*wanted.stop_ids])
+        length = drawn if max_tokens is None else min(drawn, max_tokens)
+        stops = np.isin(answer_N[:length], [*stop_ids])
         if stops.any():
             length = int(stops.argmax()) + 1
         call = Call(
@@ -253,7 +252,7 @@ class Session:
             whole if length == drawn else digest_of_ids(answer_N[:length]),
             bool(stops.any()) or (bool(answered["finished"][0]) and length == drawn),
             repetition,
-            tuple(wanted.heard),
+            tuple(heard),
         )
         self.calls.append(call)
         return call
@@ -266,17 +265,6 @@ def noise_of(prompt: Sequence[int], repetition: int) -> int:
     the step, the prompt and the sample it is the whole key, see `ops.sampling.sample_keys`.
     """
     return digest_of_ids([repetition, *prompt]) or 1
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A prompt, and where its answer ends before its own end: its beginning is what would have been drawn."""
-
-    prompt: Sequence[int]
-    max_tokens: int | None
-    stop: Sequence[str]
-    stop_ids: Collection[int]
-    heard: Sequence[Message]
 
 
 _REMEMBERED = 10_000

@@ -41,6 +41,7 @@ class Arguments(TypedDict, total=False):
     steps: int | None
     epochs: int
     lr: float
+    lora: int | Keys | None
     max_length: int | None
     gpus: int | None
     seed: int
@@ -82,6 +83,7 @@ TRL = {
     "beta": "reference_policy_kl_penalty",
     "eval_dataset": "validation",
     "learning_rate": "lr",
+    "peft_config": "lora",
     "max_completion_length": "max_new_tokens",
     "max_steps": "steps",
     "num_generations": "generations",
@@ -111,7 +113,8 @@ class _Algorithm(Run):
 
     def __init_subclass__(cls, arguments: type, **defaults: object) -> None:
         """Have help, and whoever inspects the class, see its arguments and their defaults."""
-        shared = {"steps": None, "epochs": 1, "max_length": None, "gpus": None, "seed": 42, "recipe": None}
+        shared = {"steps": None, "epochs": 1, "lora": None, "max_length": None, "gpus": None}
+        shared |= {"seed": 42, "recipe": None}
         shared |= {"out": f"results/{cls.__name__.lower()}", "resume": "auto", "overrides": ()}
         named = dict.fromkeys([*arguments.__annotations__, *defaults], None)
         cls._defaults = {**named, **shared, **defaults}
@@ -159,6 +162,7 @@ def _fill(draft: Draft, model: str | Path | None, asked: Mapping[str, Any]) -> N
     gpus = visible_gpus() if asked["gpus"] is None else asked["gpus"]
     draft.set("seed", {"seed": asked["seed"]})
     draft.set("lr", {"policy.megatron_cfg.optimizer.lr": asked["lr"]})
+    draft.adapters(asked["lora"])
     draft.set("gpus", {"cluster.gpus_per_node": gpus, "policy.precision": "bfloat16" if gpus else "float32"})
     if samples:
         answers, rows, of = asked["generations"], asked["prompts_per_step"], "prompts_per_step"
@@ -213,10 +217,12 @@ class GRPO(_Algorithm, arguments=RewardedArguments, lr=1e-6, prompts_per_step=8,
         reward: a function that takes lists by name (prompts, responses, answers, finished, or any column of the data)
         and returns a number for each response; several as a list or a dict; or a class with `score` or `step`.
         reward_weights: a list in the same order, or a dict by name. steps: by default, `epochs` passes over the data.
-        max_length: tokens of prompt and response. max_new_tokens: tokens of a response; by default, what its prompt
-        leaves of max_length. gpus: by default, all that there are; 0 trains on the CPU. out: the folder of the run.
-        resume: "auto" goes on from the last step that is saved there, and raises ChangedRunError if anything but steps,
-        epochs, and what is saved or logged has changed since; "must" goes on with the changes; "never" begins anew, and
+        lora: the rank of adapters to train in place of the weights (alpha is twice that), or keys of
+        `policy.megatron_cfg.peft`. max_length: tokens of prompt and response. max_new_tokens: tokens of a response; by
+        default, what its prompt leaves of max_length. gpus: by default, all that there are; 0 trains on the CPU.
+        out: the folder of the run. resume: "auto" goes on from the last step that is saved there, and raises
+        ChangedRunError if anything but steps, epochs, and what is saved or logged has changed since; "must" goes on
+        with the changes; "never" begins anew, and
         puts aside what is there; or a folder step_N to go on from. recipe, overrides: other keys of a recipe, the
         latter in Hydra's grammar; they take precedence over arguments.
 

@@ -200,15 +200,29 @@ class Draft:
             raise ConfigError([Problem("wrong-kind", path, what, remedy, where=f"argument {argument}")])
         self.set(argument, {path: str(name)})
 
+    def adapters(self, given: int | Mapping[str, object] | None) -> None:
+        """Set adapters of a rank, with an alpha of twice that, or by the keys of their section."""
+        if given is not None:
+            keys = given if isinstance(given, Mapping) else {"dim": given, "alpha": 2 * given}
+            peft = {"enabled": True, **keys}
+            self.set("lora", {f"policy.megatron_cfg.peft.{key}": value for key, value in peft.items()})
+
     def data(self, train: Data | None, validation: Data | None, folder: Path) -> None:
         """Set the sources, with the columns that reward functions take, which are set before."""
-        wanted = dict.fromkeys(name for one in self._functions.values() for name in _columns_of(one))
+        functions = self._functions
+        wanted = dict.fromkeys(name for one in functions.values() for name in _columns_of(one))
+        needed = [(name, one) for name in functions for one in _columns_of(functions[name], needed=True)]
         for key, given in (("train", train), ("validation", validation)):
             if given is None:
                 continue
             source = source_of(given, folder / f"{key}.jsonl", wanted)
-            if source.columns is not None:
-                self._require_columns(key, source.columns)
+            there = source.columns
+            for name, lacking in [] if there is None else [pair for pair in needed if pair[1] not in there]:
+                known = ", ".join([*GIVEN_TO_REWARDS, *map(repr, there or ())])
+                what = f"takes {lacking!r}, which is no column of {key}; there are {known}"
+                meant, where = SAME_AS_GIVEN.get(lacking), "argument reward"
+                remedy = f"call it {meant}" if meant else "name one of these"
+                self.problems.append(Problem("missing", f"env.rewards.{name}", what, remedy, where=where))
             if key == "train" and validation is None:
                 source.section.setdefault("split_validation_size", 0.0)
             self.set(key, {f"data.{key}": source.section})
@@ -228,22 +242,7 @@ class Draft:
                 Problem("missing", "env", "nothing scores the answers", remedy, where="argument reward")
             )
 
-    def _require_columns(self, key: str, there: Collection[str]) -> None:
-        """Note each parameter of a reward function that nothing is given for."""
-        known = ", ".join([*GIVEN_TO_REWARDS, *map(repr, there)])
-        for name, function in self._functions.items():
-            for lacking in _columns_of(function, needed=True):
-                if lacking in there:
-                    continue
-                meant = SAME_AS_GIVEN.get(lacking)
-                what = f"takes {lacking!r}, which is no column of {key}; there are {known}"
-                remedy = f"call it {meant}" if meant else "name one of these"
-                self.problems.append(
-                    Problem("missing", f"env.rewards.{name}", what, remedy, where="argument reward")
-                )
-
     def rewards(self, given: Rewards | None, weights: Weights | None = None) -> None:
-        """Set the environment."""
         if isinstance(given, type):
             self.set("reward", {"env.custom": {"type": given}})
         elif given is not None:

@@ -46,7 +46,6 @@ class RunPlan:
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """Return what is suspicious of the recipe, and not wrong."""
         return tuple(self.plan.warnings)
 
     def __repr__(self) -> str:

@@ -14,8 +14,15 @@ from nemo_rl_mcore.driver.signals import stop_signals
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 2 when the recipe has problems, or that of the run."""
+
+    def write_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        import traceback
+
+        # The message may be what a model or an environment says.
+        write_line(sys.stderr, "".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
+
     if arguments is None:
-        sys.excepthook = _write_traceback
+        sys.excepthook = write_traceback
     with stop_signals() as signals:
         # Nothing that is imported and read before a run is garbage, and looking for it takes a tenth of the time of
         # `check`; `run_command` collects again when it has a plan.
@@ -29,13 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return signals.exit_status
         finally:
             gc.enable()
-
-
-def _write_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an exception that nothing has caught; its message may be what a model or an environment says."""
-    import traceback
-
-    write_line(sys.stderr, "".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
 
 
 if __name__ == "__main__":

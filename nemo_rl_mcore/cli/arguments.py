@@ -128,6 +128,7 @@ COMMANDS |= {
         (
             _argument("--checkpoint", "DIR", "a folder step_N of a run", required=True),
             _argument("--output", "DIR", "the folder to write; it must not exist", required=True),
+            _flag("--adapters", "write adapters alone, as the library peft does; left out, they are merged"),
         ),
     ),
     "replay": Command(
@@ -171,6 +172,13 @@ COMMANDS |= {
         (
             _argument("recipe", "THEIR.yaml", "the recipe of NeMo RL, its `defaults:` beside it"),
             _argument("--output", "OURS.yaml", "the file to write; left out, the same name in this folder"),
+            _argument(
+                "--model",
+                "NAME",
+                "the model in place of the policy's, or teacher=NAME of another section; may be repeated",
+                action="append",
+                default=[],
+            ),
         ),
         overrides="of their recipe, applied before it is migrated",
         more="""Exit status: 0 where the recipe says all that theirs said and `check` takes it, 2 where the file has
@@ -221,9 +229,33 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     """Return the options of a command line (None: of the process) and its overrides; exit where it is wrong."""
     parser = _Parser(prog="nemo-rl-mcore", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=version("nemo-rl-mcore"))
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        _add(commands, name, command)
+        made: _Parser = commands.add_parser(
+            name,
+            help=command.purpose,
+            description=command.purpose,
+            allow_abbrev=False,
+            epilog="\n\n".join(filter(None, (f"example:\n  nemo-rl-mcore {command.example}", command.more))),
+            formatter_class=_Formatter,
+        )
+        made.status_of_errors = command.status_of_errors
+        if command.weights is not None:
+            weights = made.add_mutually_exclusive_group(required=command.weights)
+            weights.add_argument("--checkpoint", metavar="DIR", help="weights of a folder step_N of a run")
+            weights.add_argument("--hf", metavar="DIR", help="weights of a Hugging Face folder")
+        for named, how in command.arguments:
+            made.add_argument(named, **how)
+        if command.overrides:
+            made.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=command.overrides)
+        if name == "recipes":
+            actions = made.add_subparsers(dest="action", metavar="ACTION")
+            actions.add_parser("list", help="the names, as `defaults:` and --config take them")
+            purpose = "copy a recipe or a folder of recipes, with the parents and other files that they need"
+            copy = actions.add_parser("copy", help=purpose)
+            copy.add_argument("name", metavar="NAME", help="such as grpo_copy_cpu.yaml or quickstart")
+            where = "left out, here; each file keeps its path in the package"
+            copy.add_argument("destination", nargs="?", metavar="DEST", help=where)
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in options]
@@ -236,34 +268,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     if options.command == "doctor" and overrides and options.config is None:
         parser.error(f"{overrides[0]} changes a recipe, and none is named: --config FILE")
     return options, overrides
-
-
-def _add(commands: Any, name: str, command: Command) -> None:
-    made: _Parser = commands.add_parser(
-        name,
-        help=command.purpose,
-        description=command.purpose,
-        allow_abbrev=False,
-        epilog="\n\n".join(filter(None, (f"example:\n  nemo-rl-mcore {command.example}", command.more))),
-        formatter_class=_Formatter,
-    )
-    made.status_of_errors = command.status_of_errors
-    if command.weights is not None:
-        weights = made.add_mutually_exclusive_group(required=command.weights)
-        weights.add_argument("--checkpoint", metavar="DIR", help="weights of a folder step_N of a run")
-        weights.add_argument("--hf", metavar="DIR", help="weights of a Hugging Face folder")
-    for named, how in command.arguments:
-        made.add_argument(named, **how)
-    if command.overrides:
-        made.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=command.overrides)
-    if name == "recipes":
-        actions = made.add_subparsers(dest="action", metavar="ACTION")
-        actions.add_parser("list", help="the names, as `defaults:` and --config take them")
-        purpose = "copy a recipe or a folder of recipes, with the parents and other files that they need"
-        copy = actions.add_parser("copy", help=purpose)
-        copy.add_argument("name", metavar="NAME", help="such as grpo_copy_cpu.yaml or quickstart")
-        where = "left out, here; each file keeps its path in the package"
-        copy.add_argument("destination", nargs="?", metavar="DEST", help=where)
 
 
 def _hint(unknown: str, rest: Sequence[str], options: argparse.Namespace) -> str:

@@ -56,7 +56,7 @@ def run_command(arguments: Sequence[str] | None) -> int:
     if options.command == "export":
         from nemo_rl_mcore.tools.evaluate.export import run_export
 
-        return run_export(config, options.output)
+        return run_export(config, options.output, adapters=options.adapters)
     if options.command == "generate":
         from nemo_rl_mcore.tools.evaluate.generate import Asked, run_generate
 
@@ -82,7 +82,21 @@ def _refused(code: Code, path: str, what: str, remedy: str) -> ConfigError:
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
     if options.command in _OVER_WEIGHTS:
-        return _load_over_weights(options, overrides), ()
+        named = {name: getattr(options, name, None) for name in ("config", "checkpoint", "hf")}
+        checkpoint = named["checkpoint"]
+        if checkpoint is not None:
+            if (Path(checkpoint) / "config.json").is_file():
+                what = f"{checkpoint!r} is a Hugging Face folder, and no checkpoint of a run"
+                raise _refused("wrong-kind", "--checkpoint", what, f"write --hf {checkpoint}")
+            # Its checksums are compared when the recipe has said whether they are to be.
+            require_checkpoint(Path(checkpoint), "--checkpoint", verify_checksums=False)
+        elif named["config"] is None and options.command == "eval":
+            raise _refused("missing", "--config", "missing", "name a recipe with a section eval")
+        elif named["config"] is None and not (options.prompt or options.prompt_file):
+            remedy = "write --prompt TEXT or --prompt-file FILE, or name a recipe: --config"
+            raise _refused("missing", "--prompt", "missing", remedy)
+        config = load_over_given_weights(overrides, **named, few_ranks=options.command == "generate")
+        return as_evaluated(config) if options.command == "eval" else config, ()
     if options.command == "replay":
         recipe = Path(options.run) / RECIPE_FILE
         if not recipe.is_file():
@@ -99,24 +113,6 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunCon
         what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
         raise _refused("wrong-kind", options.config, what, f"call nemo-rl-mcore {config.algorithm}")
     return config, warnings
-
-
-def _load_over_weights(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
-    named = {name: getattr(options, name, None) for name in ("config", "checkpoint", "hf")}
-    checkpoint = named["checkpoint"]
-    if checkpoint is not None:
-        if (Path(checkpoint) / "config.json").is_file():
-            what = f"{checkpoint!r} is a Hugging Face folder, and no checkpoint of a run"
-            raise _refused("wrong-kind", "--checkpoint", what, f"write --hf {checkpoint}")
-        # Its checksums are compared when the recipe has said whether they are to be.
-        require_checkpoint(Path(checkpoint), "--checkpoint", verify_checksums=False)
-    elif named["config"] is None and options.command == "eval":
-        raise _refused("missing", "--config", "missing", "name a recipe with a section eval")
-    elif named["config"] is None and not (options.prompt or options.prompt_file):
-        remedy = "write --prompt TEXT or --prompt-file FILE, or name a recipe: --config"
-        raise _refused("missing", "--prompt", "missing", remedy)
-    config = load_over_given_weights(overrides, **named, few_ranks=options.command == "generate")
-    return as_evaluated(config) if options.command == "eval" else config
 
 
 def _check(config: RunConfig, plan: Plan, options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -177,7 +173,9 @@ def _without_a_plan(options: argparse.Namespace, overrides: Sequence[str]) -> in
         return ()
 
     try:
-        return run_migrate(options.recipe, options.output, overrides, problems_of_check)
+        named = [one.rpartition("=") for one in options.model]
+        models = {section or "policy": model for section, _, model in named}
+        return run_migrate(options.recipe, options.output, overrides, models, problems_of_check)
     except ConfigError as error:
         write_line(sys.stderr, str(error))
         return EXIT_NO_FILE

@@ -1,9 +1,8 @@
 """Configurations of the loops that sample, and of the advantage estimators."""
 
-from collections.abc import Mapping
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator
 
 from nemo_rl_mcore.config.base import (
     Float,
@@ -14,18 +13,16 @@ from nemo_rl_mcore.config.base import (
     PositiveInt,
     Rule,
     Seconds,
-    Seed,
     StrictModel,
+    SwitchedConfig,
 )
 from nemo_rl_mcore.config.custom_code import OwnClassConfig
 from nemo_rl_mcore.config.loss import DPOLossConfig
 
 
-class AsyncRolloutsConfig(StrictModel):
+class AsyncRolloutsConfig(SwitchedConfig):
     """Engines answer the prompts of later steps while the ranks train; a group is the answers to one prompt."""
 
-    enabled: bool = False
-    """Whether sampling and training go on side by side."""
     max_trajectory_age_steps: NonNegativeInt = 1
     """Training steps that a group may be older than the weights it trains; 0 keeps the synchronous pace (ours)."""
     order: Literal["in_order", "as_completed"] = "in_order"
@@ -73,12 +70,13 @@ class AdvantageEstimatorConfig(OwnClassConfig):
     A class of one's own is given values where it is PPO's, as gae is.
     """
 
-    name: Literal["grpo", "reinforce_plus_plus", "gae"] = "grpo"
-    """The estimator: group-relative, REINFORCE++, or generalised advantage estimation with a critic."""
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "gae"] = "grpo"
+    """The estimator: group-relative, the same for each of several rewards, REINFORCE++, or generalised advantage
+    estimation with a critic."""
     use_leave_one_out_baseline: bool = True
-    """grpo: the baseline of a sample is the mean of the other members of its group."""
+    """grpo, gdpo: the baseline of a sample is the mean of the other members of its group."""
     normalize_rewards: bool = True
-    """grpo: divide by the standard deviation of the group."""
+    """grpo, gdpo: divide by the standard deviation of the group."""
     minus_baseline: bool = True
     """reinforce_plus_plus: subtract the mean of the group."""
     gae_lambda: Fraction = 0.95
@@ -95,11 +93,9 @@ class AdvantageEstimatorConfig(OwnClassConfig):
     """gae: above 0, the lambda of the advantages becomes 1 - 1 / (alpha * length)."""
 
 
-class RewardScalingConfig(StrictModel):
+class RewardScalingConfig(SwitchedConfig):
     """A linear map of the reward from the source to the target interval; values outside are clamped."""
 
-    enabled: bool = False
-    """Whether rewards are mapped."""
     source_min: Float = 0.0
     """Reward that becomes target_min."""
     source_max: Float = 1.0
@@ -119,11 +115,9 @@ class RewardScalingConfig(StrictModel):
     )
 
 
-class RewardShapingConfig(StrictModel):
+class RewardShapingConfig(SwitchedConfig):
     """The penalty for responses that come close to the maximum length (DAPO's soft overlong punishment)."""
 
-    enabled: bool = False
-    """Whether long responses are penalised."""
     overlong_buffer_length: PositiveInt = 128
     """Tokens before max_response_length over which the penalty grows from 0."""
     overlong_buffer_penalty: NonNegativeFloat = 1.0
@@ -168,8 +162,6 @@ class LoopConfig(StrictModel):
     """Held-out prompts that a validation answers at most, null all; 0, of SFT and DPO alone, leaves answers out."""
     val_batch_size: PositiveInt = 64
     """Prompts generated at a time in a validation."""
-    seed: Seed | None = None
-    """NeMo RL's other spelling of the top-level `seed`, which it gives where that is left out."""
 
     @property
     def async_key(self) -> str:
@@ -196,8 +188,6 @@ class LoopConfig(StrictModel):
 class RolloutConfig(LoopConfig):
     """The loop of algorithms that learn from the policy's own answers."""
 
-    max_val_samples: PositiveInt | None = 64
-    """Held-out prompts that a validation answers at most; null is all of data.validation, or of what is held out."""
     num_prompts_per_step: PositiveInt
     """Prompts drawn per step."""
     num_generations_per_prompt: PositiveInt
@@ -206,8 +196,6 @@ class RolloutConfig(LoopConfig):
     """Leave responses that hit the maximum length without an end out of the loss."""
     use_dynamic_sampling: bool = False
     """Draw further prompts in place of groups whose rewards are all equal (DAPO)."""
-    dynamic_sampling_max_gen_batches: PositiveInt = 10
-    """Generation rounds after which a step of dynamic sampling gives up."""
     batch_multiplier: PositiveFloat = 1.0
     """Prompts per generation round of dynamic sampling, in units of num_prompts_per_step."""
     val_greedy: bool = True
@@ -218,6 +206,8 @@ class RolloutConfig(LoopConfig):
     """The penalty for long responses."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     """The linear map of the reward."""
+    adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
+    """How rewards become advantages; of a distillation, where loss_fn.rl_weight is above 0."""
 
     @property
     def validation_answers(self) -> tuple[int, bool]:
@@ -237,6 +227,12 @@ class RolloutConfig(LoopConfig):
     read_unless = (("batch_multiplier", "use_dynamic_sampling", False),)
 
     rules = (
+        Rule(
+            "not-allowed",
+            "max_val_samples",
+            lambda own: own.max_val_samples == 0,
+            fix="allowed: an integer, at least 1, or null",
+        ),
         Rule(
             "incompatible",
             "val_num_generations_per_prompt",
@@ -265,18 +261,9 @@ class EpisodesConfig(RolloutConfig):
     An episode whose next answer may not fit into policy.max_total_sequence_length is, too."""
 
 
-_SHORTHANDS = ("normalize_rewards", "use_leave_one_out_baseline")
-
-
 class GRPOConfig(EpisodesConfig):
     """The GRPO loop: how much is sampled per step, for how long, and how it is judged."""
 
-    normalize_rewards: bool | None = None
-    """Shorthand for adv_estimator.normalize_rewards, which is the value that is read."""
-    use_leave_one_out_baseline: bool | None = None
-    """Shorthand for adv_estimator.use_leave_one_out_baseline, which is the value that is read."""
-    adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
-    """How rewards become advantages."""
     advantage_clip_low: Float | None = None
     """Advantages below this become it; null leaves them."""
     advantage_clip_high: Float | None = None
@@ -284,30 +271,7 @@ class GRPOConfig(EpisodesConfig):
     async_grpo: AsyncSection = AsyncRolloutsConfig()
     """Asynchronous rollouts: later steps are sampled while one trains."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_estimator(cls, given: object) -> object:
-        """Hand the shorthands on to an adv_estimator section that leaves them out."""
-        if not isinstance(given, Mapping):
-            return given
-        section = dict(cast("Mapping[str, object]", given))
-        estimator = section.get("adv_estimator", {})
-        if not isinstance(estimator, Mapping):
-            return section
-        shorthands = {key: section[key] for key in _SHORTHANDS if section.get(key) is not None}
-        section["adv_estimator"] = shorthands | dict(cast("Mapping[str, object]", estimator))
-        return section
-
     rules = (
-        *(
-            Rule(
-                "contradicts",
-                key,
-                lambda own, key=key: getattr(own, key) not in (None, getattr(own.adv_estimator, key)),
-                (f"adv_estimator.{key}",),
-            )
-            for key in _SHORTHANDS
-        ),
         Rule(
             "too-large",
             "advantage_clip_low",
@@ -323,7 +287,7 @@ class GRPOConfig(EpisodesConfig):
             "incompatible",
             "adv_estimator.name",
             lambda own: own.adv_estimator.name == "gae",
-            fix="set adv_estimator.name: grpo or reinforce_plus_plus",
+            fix="set adv_estimator.name: grpo, gdpo or reinforce_plus_plus",
             why="gae needs a critic, and GRPO has none",
         ),
         Rule(
@@ -333,7 +297,7 @@ class GRPOConfig(EpisodesConfig):
                 own.num_generations_per_prompt == 1
                 and not own.use_dynamic_sampling
                 and own.adv_estimator.type is None
-                and (own.adv_estimator.name == "grpo" or own.adv_estimator.minus_baseline)
+                and (own.adv_estimator.name in ("grpo", "gdpo") or own.adv_estimator.minus_baseline)
             ),
             ("adv_estimator.name",),
             "set it to 2 or more",
@@ -374,8 +338,6 @@ class DistillationConfig(RolloutConfig):
     """Learn from the student's own answers; false takes those of the data set."""
     topk_logits_k: PositiveInt | None = 64
     """Most probable tokens that the teacher names at each position; null is the whole vocabulary."""
-    adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
-    """How rewards become advantages, where loss_fn.rl_weight is above 0."""
     async_distillation: AsyncSection = AsyncRolloutsConfig()
     """Asynchronous rollouts (ours): answers of later steps are sampled while one trains; on policy only."""
 
@@ -385,7 +347,7 @@ class DistillationConfig(RolloutConfig):
             "incompatible",
             "adv_estimator.name",
             lambda own: own.adv_estimator.name == "gae",
-            fix="set adv_estimator.name: grpo or reinforce_plus_plus",
+            fix="set adv_estimator.name: grpo, gdpo or reinforce_plus_plus",
             why="gae needs a critic, and distillation has none",
         ),
         Rule(
@@ -406,8 +368,6 @@ class GivenRowsConfig(LoopConfig):
     """Batches of held-out samples of which a validation takes the loss, at most as many as there are; -1 is all."""
     val_global_batch_size: PositiveInt | None = None
     """Samples of such a batch, the last of which may have fewer; null is policy.train_global_batch_size."""
-    val_micro_batch_size: PositiveInt | None = None
-    """Samples per forward pass of one rank there; null is policy.train_micro_batch_size."""
 
 
 class SFTConfig(GivenRowsConfig):
@@ -417,30 +377,30 @@ class SFTConfig(GivenRowsConfig):
 class DPOConfig(GivenRowsConfig, DPOLossConfig):
     """Direct preference optimization: a step is policy.train_global_batch_size pairs. The loss has its keys here."""
 
-    online: bool = False
-    """Make the pairs: the best against the worst of several answers of the policy; false takes the data set's."""
     num_generations_per_prompt: PositiveInt | None = None
-    """Answers that a pair is picked from; read when online."""
+    """Answers of the policy of which the best and the worst make a pair (online); null takes the data set's pairs."""
     async_dpo: AsyncSection = AsyncRolloutsConfig()
     """Asynchronous rollouts (ours): the answers of later steps are sampled while one trains; online only."""
 
-    read_unless = (*DPOLossConfig.read_unless, ("num_generations_per_prompt", "online", False))
+    @property
+    def online(self) -> bool:
+        """Return whether the pairs are made of the policy's answers."""
+        return self.num_generations_per_prompt is not None
 
     rules = (
         *DPOLossConfig.rules,
         Rule(
             "too-small",
             "num_generations_per_prompt",
-            lambda own: own.online and (own.num_generations_per_prompt or 0) < 2,
-            ("online",),
-            "set it to 2 or more, or online: false",
-            "one answer makes no pair",
+            lambda own: own.num_generations_per_prompt == 1,
+            fix="set it to 2 or more, or to null",
+            why="one answer makes no pair",
         ),
         Rule(
             "too-small",
             "max_val_samples",
             lambda own: own.online and own.validates and own.max_val_samples == 0,
-            ("online",),
+            ("num_generations_per_prompt",),
             "set it to 1 or more, or turn validation off (val_period: 0)",
             "a validation has nothing to do",
         ),

@@ -215,6 +215,13 @@ class StrictModel(BaseModel):
     """A key, another key of the section, and the value of that with which nothing reads the first."""
 
 
+class SwitchedConfig(StrictModel):
+    """A section that does nothing unless it is enabled."""
+
+    enabled: bool = False
+    """Whether any of it is done."""
+
+
 def collect_problems(section: StrictModel, key: Key = str) -> Iterator[Problem]:
     """Yield what is wrong within a section and within each section inside it, and the keys that nothing reads."""
     yield from broken(section.rules, section, key)

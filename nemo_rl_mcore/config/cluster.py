@@ -12,6 +12,7 @@ from nemo_rl_mcore.config.base import (
     Rule,
     Seconds,
     StrictModel,
+    SwitchedConfig,
 )
 
 
@@ -71,11 +72,9 @@ class ClusterConfig(StrictModel):
 _METRIC_SOURCES = {"val": "validation", "train": "train"}
 
 
-class CheckpointingConfig(StrictModel):
-    """When checkpoints are written, and which are kept."""
+class CheckpointingConfig(SwitchedConfig):
+    """When checkpoints are written and runs resumed, and which are kept."""
 
-    enabled: bool = False
-    """Whether checkpoints are written, and runs resumed."""
     resume: str = "auto"
     """Where a run begins: `auto` after the latest checkpoint, or at the start without one; `must` after the latest one;
     `never` after any; or a folder step_N (ours)."""

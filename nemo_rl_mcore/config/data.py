@@ -237,12 +237,6 @@ class DataConfig(OwnClassConfig):
         ),
         lambda own: _weight_rules(own),
         Rule(
-            "has-no-effect",
-            "default.processor",
-            lambda own: own.has_turns and own.default is not None and own.default.processor is not None,
-            ("dataset_name",),
-        ),
-        Rule(
             "not-divisible",
             "num_digits",
             lambda own: own.has_turns and own.num_digits % 2,
@@ -297,13 +291,12 @@ class MathEnvConfig(StrictModel):
     response to it 0, as NeMo RL does and `eval` of dropped rows too (ours)."""
 
 
-class CustomEnvConfig(StrictModel):
+class CustomEnvConfig(OwnClassConfig):
     """A class of one's own."""
 
-    type: ImportPath
-    """The import path of the class, `package.module:Name`."""
-    args: Arguments | None = None
-    """Keyword arguments of the class."""
+    read_unless = ()
+
+    rules = (Rule("missing", "type", lambda own: own.type is None, fix="set it: package.module:Name"),)
 
 
 class EnvConfig(StrictModel):
@@ -370,10 +363,10 @@ class EnvConfig(StrictModel):
         Rule(
             "one-of",
             "endpoint.command",
-            lambda own: own.endpoint and own.nemo_gym is not None and own.endpoint.command,
+            lambda own: own.endpoint and own.nemo_gym is not None and own.endpoint.command[1:],
             ("nemo_gym",),
-            "remove it, or nemo_gym",
-            says="names a program, and NeMo Gym's agents play the episodes",
+            "name an interpreter alone, or remove nemo_gym",
+            says="names a program with arguments, and NeMo Gym's agents play the episodes",
         ),
         Rule(
             "missing",

@@ -4,7 +4,7 @@ from typing import Annotated, cast
 
 from pydantic import BeforeValidator
 
-from nemo_rl_mcore.config.base import IntTuple, NonNegativeFloat, PositiveInt, Rule
+from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveInt, Rule
 from nemo_rl_mcore.config.generation import SamplingFiltersConfig
 from nemo_rl_mcore.config.source import SourceConfig
 
@@ -16,22 +16,17 @@ def _without_removed(sets: object) -> object:
 
 
 class EvalConfig(SamplingFiltersConfig):
-    """What `nemo-rl-mcore eval` asks and how; data.validation may name the same sets."""
+    """What `nemo-rl-mcore eval` asks and how; data.validation may name the same sets.
+
+    Its results lie in `eval` in logger.log_dir.
+    """
 
     sets: Annotated[dict[str, SourceConfig], BeforeValidator(_without_removed)]
     """Sources of prompts, each under a name that you choose; keys as of data.train; `NAME: null` removes a parent's."""
     num_tests_per_prompt: PositiveInt = 1
-    """Answers to each prompt."""
-    k_values: IntTuple = (1,)
-    """The k of pass@k and maj@k, each at most num_tests_per_prompt."""
+    """Answers to each prompt, n; k of pass@k and maj@k is 1, each power of two below n, and n."""
     temperature: NonNegativeFloat = 0.0
     """Divides the logits; 0 takes the most probable token."""
-    max_new_tokens: PositiveInt | None = None
-    """Tokens of an answer at most; null is policy.generation.max_new_tokens."""
-    max_samples: PositiveInt | None = None
-    """Prompts of each set, the first ones; null takes all."""
-    save_path: str | None = None
-    """The folder of the results; null is `eval` in logger.log_dir."""
 
     rules = (
         Rule(
@@ -68,12 +63,5 @@ class EvalConfig(SamplingFiltersConfig):
             ("num_tests_per_prompt",),
             "set it above 0, or num_tests_per_prompt: 1",
             "all answers would be the same",
-        ),
-        Rule(
-            "not-allowed",
-            "k_values",
-            lambda own: any(not 1 <= k <= own.num_tests_per_prompt for k in own.k_values),
-            ("num_tests_per_prompt",),
-            "give numbers from 1 to num_tests_per_prompt, or raise that",
         ),
     )

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nemo_rl_mcore.config.base import (
     Float,
@@ -12,7 +12,6 @@ from nemo_rl_mcore.config.base import (
     NonNegativeInt,
     PositiveInt,
     Rule,
-    Seconds,
     StrictModel,
     StrTuple,
 )
@@ -27,9 +26,10 @@ _SET_HERE: Mapping[str, str] = {
         key: f"policy.generation.vllm_cfg.{key}"
         for key in (
             *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"),
-            *("max_model_len", "enforce_eager"),
+            "enforce_eager",
         )
     },
+    "max_model_len": "policy.max_total_sequence_length",
     "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
     **dict.fromkeys(
         ("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port"), ""
@@ -122,10 +122,6 @@ class EngineConfig(StrictModel):
     """What the sections of all engines have in common."""
 
     traits: ClassVar[EngineTraits]
-    max_restarts: NonNegativeInt = 0
-    """Times in a run that an engine which died or hangs is restarted, all engines together (ours)."""
-    call_timeout_s: Seconds = 1800.0
-    """Deadline of a batch, and of an engine's acknowledgement of a bucket of weights (ours)."""
 
     @property
     def required_for_groups(self) -> str | None:
@@ -138,12 +134,9 @@ class EngineConfig(StrictModel):
 
 
 class EmbeddedConfig(EngineConfig):
-    """The embedded engines of their own (ours); read when backend is embedded and colocated.enabled is false."""
+    """The embedded engines: the ranks themselves or, with colocated.enabled: false, processes of their own."""
 
     traits = EngineTraits("embedded engine", may_be_the_ranks=True, reports_before_filters=True)
-
-    engines: PositiveInt = 1
-    """Processes, each with the whole model, on a GPU of its own where there are some; each answers a share."""
 
 
 class VllmConfig(EngineConfig):
@@ -159,11 +152,7 @@ class VllmConfig(EngineConfig):
     is_mx: bool = False
     """With precision: fp8 a scale for each 32 numbers instead (MXFP8)."""
     quantization_ignored_layer_kws: StrTuple | None = None
-    """With precision: fp8 layers whose names contain one of these texts stay bfloat16."""
-    num_first_layers_in_bf16: NonNegativeInt = 0
-    """With precision: fp8 so many first layers stay bfloat16."""
-    num_last_layers_in_bf16: NonNegativeInt = 0
-    """With precision: fp8 so many last layers stay bfloat16."""
+    """With precision: fp8 layers whose names contain one of these texts, such as layers.0., stay bfloat16."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     """Number format of the key-value cache; auto is that of the activations. Its scales are vLLM's own."""
     tensor_parallel_size: PositiveInt = 1
@@ -174,12 +163,8 @@ class VllmConfig(EngineConfig):
     """GPUs of a stage that share whole experts: 1 cuts each expert as other layers, or tensor_parallel_size."""
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.6
     """Share of a GPU's memory for weights, activations and key-value cache; not read on CPU."""
-    max_model_len: PositiveInt | None = None
-    """Longest sequence; null is policy.max_total_sequence_length."""
     enforce_eager: bool = False
     """Never capture CUDA graphs; nothing is captured or compiled on CPU."""
-    cpu_engines: PositiveInt = 1
-    """Engines when cluster.gpus_per_node is 0 (ours); each answers a share of the samples."""
 
     @property
     def processes(self) -> int:
@@ -207,10 +192,7 @@ class VllmConfig(EngineConfig):
             lambda own, key=key: own.precision != "fp8" and getattr(own, key),
             ("precision",),
         )
-        for key in (
-            *("is_mx", "quantization_ignored_layer_kws"),
-            *("num_first_layers_in_bf16", "num_last_layers_in_bf16"),
-        )
+        for key in ("is_mx", "quantization_ignored_layer_kws")
     )
 
 
@@ -277,6 +259,10 @@ class GenerationConfig(SamplingFiltersConfig):
 
     backend: Literal["embedded", "vllm"] = "embedded"
     """The engine: `embedded` decodes on the training model itself, or on a copy (see colocated); `vllm` on a copy."""
+    engines: PositiveInt = 1
+    """Engines apart from the ranks, each with the whole model and a share of the samples; of vllm on CPU (ours)."""
+    max_restarts: NonNegativeInt = 0
+    """Times in a run that an engine which died or hangs is restarted, all engines together (ours)."""
     max_new_tokens: PositiveInt
     """Tokens of a response at most, end-of-sequence included."""
     fit_to_sequence: bool = False
@@ -298,8 +284,6 @@ class GenerationConfig(SamplingFiltersConfig):
 
     Unless they say so, an engine decodes 256 sequences together (max_num_seqs), and its key-value cache is what
     gpu_memory_utilization leaves or, on CPU, has room for 64 sequences (kv_cache_memory_bytes)."""
-    embedded_cfg: EmbeddedConfig = EmbeddedConfig()
-    """The embedded engines of their own."""
     colocated: ColocatedConfig = ColocatedConfig()
     """Where the engines run."""
     refit_transport: Literal["shared_memory", "ray", "cuda_ipc", "nccl"] | None = None
@@ -317,19 +301,10 @@ class GenerationConfig(SamplingFiltersConfig):
     mismatch: MismatchConfig = MismatchConfig()
     """When the engine and training disagree."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_earlier_versions(cls, given: object) -> object:
-        """Leave out journal: false, which stands in the recipes of all runs of earlier versions."""
-        if not isinstance(given, Mapping):
-            return given
-        section = cast("Mapping[str, object]", given)
-        return {key: value for key, value in section.items() if key != "journal" or value is not False}
-
     @property
     def engine(self) -> EngineConfig:
         """Return the section of the engine that answers, which says what it can do."""
-        return {"embedded": self.embedded_cfg, "vllm": self.vllm_cfg}[self.backend]
+        return self.vllm_cfg if self.backend == "vllm" else EmbeddedConfig()
 
     @property
     def decodes_on_ranks(self) -> bool:

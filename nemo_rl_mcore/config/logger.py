@@ -14,17 +14,11 @@ _SQLITE = "sqlite:///"
 
 
 class RolloutsConfig(StrictModel):
-    """Whether every answer is kept on disk, and how many (ours)."""
+    """What is kept of the answers of each step and validation, in log_dir/rollouts (ours)."""
 
-    enabled: bool = True
-    """Write the answers of each step and validation into log_dir/rollouts, as the step ends."""
-    answers_with_tokens: NonNegativeInt = 8
-    """Answers of each step, and of each validation, of which every token is written: the first ones; 0: of none."""
-
-    @property
-    def token_tables(self) -> int:
-        """Return the number of answers of which every token is written."""
-        return self.answers_with_tokens if self.enabled else 0
+    answers_with_tokens: NonNegativeInt | None = 8
+    """Answers of each step, and of each validation, of which every token is written: the first ones; 0: of none. Null
+    writes no answer at all."""
 
 
 class TensorBoardConfig(StrictModel):
@@ -84,8 +78,6 @@ class LoggerConfig(StrictModel):
     """Folder of the run: recipe, metrics.jsonl, rollouts, TensorBoard events, report."""
     rollouts: RolloutsConfig = RolloutsConfig()
     """Every answer on disk (ours)."""
-    html_report_enabled: bool = True
-    """Write report.html, a page of the whole run, when the run ends (ours)."""
     tensorboard_enabled: bool = False
     """Write TensorBoard events."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()
@@ -98,8 +90,6 @@ class LoggerConfig(StrictModel):
     """Send the run to MLflow; needs the extra `mlflow`."""
     mlflow: MLflowConfig = MLflowConfig()
     """How MLflow files the run."""
-    sample_table_period: NonNegativeInt = 10
-    """Steps between those that they show training answers of; 0: of none. Every validation is shown (ours)."""
     num_val_samples_to_print: NonNegativeInt = 0
     """Validation samples shown in the terminal."""
 

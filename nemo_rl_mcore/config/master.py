@@ -137,7 +137,7 @@ class DPOMasterConfig(RunConfig):
     @property
     def generations_per_prompt(self) -> int:
         """Online a pair is picked from a group."""
-        return self.dpo.num_generations_per_prompt or 0 if self.dpo.online else 0
+        return self.dpo.num_generations_per_prompt or 0
 
     @property
     def rows_per_sample(self) -> int:

@@ -1,20 +1,19 @@
 """Configuration of Megatron-Core: parallel layout, optimizer, scheduler, data-parallel buckets."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator
 
 from nemo_rl_mcore.config.base import (
+    FolderPath,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Rule,
-    Seconds,
     StrictModel,
     StrTuple,
     tuple_from_list,
@@ -22,51 +21,42 @@ from nemo_rl_mcore.config.base import (
 
 LOGITS_CHUNK_BYTES = 64 * 2**20
 """Bound on the logits of one chunk if the recipe has no fused_linear_logprobs_chunk_size."""
-_AUTO_LIMIT = 2**30
-_AUTO_BYTES_PER_LOGIT = 1
 
 
 @dataclass(frozen=True)
 class LogitsCache:
-    """A budget of bytes for each microbatch: `limit`, and `bytes_per_logit` of its logits if that is less.
-
-    `auto` is one byte for each logit of a microbatch, at most 1 GiB: a quarter of its logits in float32, while the
-    unfused path holds them, their gradient and copies of both. It is made of the tokens that are trained on and of this
-    rank's rows of the vocabulary alone, not of the memory that happens to be free, so that the same panels are kept in
-    every run, on every machine, and in the memory plan. Never do the logits of all tokens and ids exist at once: a
-    logit takes two bytes at least, and panels are kept whole or not at all. The limit keeps the default harmless where
-    microbatches are long.
-    """
+    """A budget of bytes for each microbatch: `limit`, and `bytes_per_logit` of its logits if that is less."""
 
     limit: int
     bytes_per_logit: int | None = None
-
-    @classmethod
-    def of(cls, given: int | Literal["auto"]) -> "LogitsCache":
-        """Return the budget that a recipe names: `auto`, or a count of bytes."""
-        return cls(_AUTO_LIMIT, _AUTO_BYTES_PER_LOGIT) if given == "auto" else cls(given)
 
     def most(self, logits: int) -> int:
         """Return the bytes that a microbatch of so many logits may keep; more than they take, if the recipe says so."""
         return self.limit if self.bytes_per_logit is None else min(self.limit, logits * self.bytes_per_logit)
 
 
+LOGITS_CACHE = LogitsCache(2**30, 1)
+"""One byte for each logit of a microbatch, at most 1 GiB: a quarter of its logits in float32, while the unfused path
+holds them, their gradient and copies of both.
+
+It is made of the tokens that are trained on and of this rank's rows of the vocabulary alone, not of the memory that
+happens to be free, so that the same panels are kept in every run, on every machine, and in the memory plan. Never do
+the logits of all tokens and ids exist at once: a logit takes two bytes at least, and panels are kept whole or not at
+all. The limit keeps it harmless where microbatches are long.
+"""
 PrecisionName = Literal["float32", "bfloat16"]
 RecomputedModules = Annotated[
     tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...],
     BeforeValidator(tuple_from_list),
 ]
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
-_EMBEDDING, _LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
 _DDP = "distributed_data_parallel_config"
 
 
 class OptimizerConfig(StrictModel):
-    """The optimizer; clipping follows policy.max_grad_norm, and number formats follow policy.precision."""
+    """AdamW; clipping follows policy.max_grad_norm, and number formats follow policy.precision."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam is AdamW: the weight decay is decoupled."""
     lr: PositiveFloat
     """Highest learning rate."""
     min_lr: NonNegativeFloat = 0.0
@@ -81,20 +71,14 @@ class OptimizerConfig(StrictModel):
     """Decay of the running mean of squared gradients."""
     adam_eps: PositiveFloat = 1e-8
     """Added to the denominator of Adam."""
-    sgd_momentum: Fraction = 0.9
-    """Momentum of sgd."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
-    bf16: bool | None = None
-    """NeMo RL's other spelling of policy.precision, which it gives where that is left out: true is bfloat16."""
-    clip_grad: NonNegativeFloat | None = None
-    """NeMo RL's other spelling of policy.max_grad_norm, which it gives where that is left out."""
 
     rules = (Rule("too-large", "min_lr", lambda own: own.min_lr > own.lr, ("lr",)),)
 
 
 class SchedulerConfig(StrictModel):
-    """Learning rate and weight decay over the optimizer steps."""
+    """Learning rate over the optimizer steps."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
     """Shape of the learning rate after the warm-up."""
@@ -104,12 +88,6 @@ class SchedulerConfig(StrictModel):
     """Optimizer steps of the linear warm-up."""
     lr_warmup_init: NonNegativeFloat = 0.0
     """Learning rate at the start of the warm-up."""
-    start_weight_decay: NonNegativeFloat = 0.01
-    """Weight decay at the first step; left out, it is optimizer.weight_decay."""
-    end_weight_decay: NonNegativeFloat = 0.01
-    """Weight decay at the last step; left out, it is optimizer.weight_decay."""
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape between the two weight decays."""
 
     rules = (
         Rule(
@@ -126,15 +104,6 @@ class SchedulerConfig(StrictModel):
             ("lr_decay_iters",),
             "shorten the warm-up",
         ),
-        Rule(
-            "contradicts",
-            "end_weight_decay",
-            lambda own: (
-                own.weight_decay_incr_style == "constant" and own.start_weight_decay != own.end_weight_decay
-            ),
-            ("start_weight_decay", "weight_decay_incr_style"),
-            "make them equal, or set weight_decay_incr_style: linear",
-        ),
     )
 
 
@@ -144,27 +113,7 @@ class OptimizationConfig(StrictModel):
     optimizer: OptimizerConfig
     """The optimizer."""
     scheduler: SchedulerConfig = SchedulerConfig()
-    """Learning rate and weight decay over the optimizer steps."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_weight_decay(cls, given: object) -> object:
-        """Give a scheduler that names no weight decay that of the optimizer."""
-        if not isinstance(given, Mapping):
-            return given
-        section = dict(cast("Mapping[str, object]", given))
-        optimizer, scheduler = section.get("optimizer"), section.get("scheduler", {})
-        if isinstance(optimizer, OptimizerConfig):
-            decay: object = optimizer.weight_decay
-        elif isinstance(optimizer, Mapping):
-            default = OptimizerConfig.model_fields["weight_decay"].default
-            decay = cast("Mapping[str, object]", optimizer).get("weight_decay", default)
-        else:
-            return section
-        if isinstance(scheduler, Mapping):
-            ends = {"start_weight_decay": decay, "end_weight_decay": decay}
-            section["scheduler"] = ends | dict(cast("Mapping[str, object]", scheduler))
-        return section
+    """Learning rate over the optimizer steps."""
 
 
 class DistributedDataParallelConfig(StrictModel):
@@ -176,8 +125,6 @@ class DistributedDataParallelConfig(StrictModel):
     """Reduce a bucket while the last backward pass still computes the next, unless the step comes in chunks."""
     overlap_param_gather: bool = False
     """Gather updated parameters during the next forward pass; needs the distributed optimizer."""
-    bucket_size: PositiveInt | None = None
-    """Parameters per bucket; null lets Megatron choose."""
 
 
 class MegatronCheckpointConfig(StrictModel):
@@ -185,6 +132,59 @@ class MegatronCheckpointConfig(StrictModel):
 
     async_save: bool = False
     """Write a copy in the CPU's memory while training goes on; false: the step after it waits until all is written."""
+
+
+AdapterInit = Literal["xavier", "normal", "kaiming", "zero"]
+
+
+class PeftConfig(StrictModel):
+    """Low-rank adapters (LoRA) beside linear layers: they alone are trained, and all other weights stay."""
+
+    enabled: bool = False
+    """Train adapters in place of the model's weights."""
+    target_modules: StrTuple = ()
+    """Linear layers with an adapter, by Megatron's names, with * for any text; []: all but experts' and the output."""
+    exclude_modules: StrTuple = ()
+    """Linear layers without one, likewise; they win over target_modules."""
+    dim: PositiveInt = 8
+    """Rank of an adapter."""
+    alpha: PositiveFloat = 32.0
+    """An adapter's output is multiplied by alpha / dim."""
+    dropout: Fraction = 0.0
+    """Probability of dropout in adapters."""
+    dropout_position: Literal["pre", "post"] = "post"
+    """pre: on the input of an adapter, as in peft; post: on its output."""
+    lora_A_init_method: AdapterInit = "xavier"
+    """Start of A; xavier: normal over both sizes; normal: a deviation of 0.2; kaiming: uniform over the input's."""
+    lora_B_init_method: AdapterInit = "zero"
+    """Start of B; zero: training starts at the model itself."""
+    a2a_experimental: bool = False
+    """NeMo RL's other way to exchange between ranks; here it changes nothing."""
+    lora_dtype: PrecisionName | Literal["None"] | None = None
+    """Number format of adapters; null, or None as NeMo RL writes it, is policy.precision, the only one."""
+    pretrained_adapter: FolderPath | None = None
+    """A folder of the library peft, whose adapters training starts from (ours)."""
+
+    read_unless = (
+        *(
+            (key, "enabled", False)
+            for key in (
+                *("target_modules", "exclude_modules", "dim", "alpha", "dropout"),
+                *("lora_A_init_method", "lora_B_init_method", "pretrained_adapter"),
+            )
+        ),
+        ("dropout_position", "dropout", 0.0),
+    )
+    rules = (
+        Rule(
+            "no-signal",
+            "lora_A_init_method",
+            lambda own: own.enabled and own.lora_A_init_method == "zero" == own.lora_B_init_method,
+            ("lora_B_init_method",),
+            {"lora_A_init_method": "xavier"},
+            "B A has no gradient where both are 0",
+        ),
+    )
 
 
 class ParallelLayoutConfig(StrictModel):
@@ -202,10 +202,6 @@ class ParallelLayoutConfig(StrictModel):
     """Layers of the first pipeline stage; those in between share the rest evenly. Null is a share like theirs."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
     """Layers of the last pipeline stage, likewise."""
-    account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer of the first pipeline stage, which then has one layer fewer."""
-    account_for_loss_in_pipeline_split: bool = False
-    """Count the output layer as a layer of the last pipeline stage, likewise."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence."""
     expert_model_parallel_size: PositiveInt = 1
@@ -234,21 +230,12 @@ class ParallelLayoutConfig(StrictModel):
         """Return the layers of each chunk of the pipeline, from the first to the last."""
         own = self.own_stages
         if not own:
-            ends = self.counted_ends
-            chunks = [(num_layers + len(ends)) // self.layer_divisor] * self.layer_divisor
-            chunks[0] -= _EMBEDDING in ends
-            chunks[-1] -= _LOSS in ends
-            return chunks
+            return [num_layers // self.layer_divisor] * self.layer_divisor
         like = self.pipeline_model_parallel_size - len(own)
         shares = [(num_layers - sum(own.values())) // like] * like if like else []
         first = [own[_FIRST]] if _FIRST in own else []
         last = [own[_LAST]] if _LAST in own else []
         return first + shares + last
-
-    @property
-    def counted_ends(self) -> dict[str, bool]:
-        """Return what counts as a layer though it is none: the keys, each true."""
-        return {key: True for key in (_EMBEDDING, _LOSS) if getattr(self, key)}
 
     def largest_stage(self, num_layers: int) -> int:
         """Return the number of layers of the pipeline stage that has most of them."""
@@ -277,8 +264,6 @@ class MegatronConfig(ParallelLayoutConfig, OptimizationConfig):
     """Leave the routers of experts as they are; nothing in a model without experts."""
     overlap_moe_expert_parallel_comm: bool = False
     """Send tokens to experts while another microbatch computes; needs expert parallelism and bfloat16."""
-    pipeline_dtype: PrecisionName | None = None
-    """NeMo RL's other spelling of policy.precision, which it gives where that is left out."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     recompute_granularity: Literal["full", "selective"] = "full"
@@ -289,45 +274,30 @@ class MegatronConfig(ParallelLayoutConfig, OptimizationConfig):
     """Compute SwiGLU and its gradient in one kernel each; auto: on GPUs."""
     apply_rope_fusion: bool = True
     """Rotate queries and keys in one kernel, where layers are Transformer Engine's and the model has no YaRN."""
-    gradient_accumulation_fusion: Literal["auto"] | bool = "auto"
-    """Have matrix products add to the gradient buffer; auto: on GPUs with Transformer Engine and Apex's extension."""
     moe_permute_fusion: bool = True
     """Sort tokens by their experts in one kernel, where layers are Transformer Engine's."""
     use_fused_linear_logprobs: bool = False
     """Compute log-probabilities from the hidden states in chunks; no batch of logits ever exists at once."""
     fused_linear_logprobs_chunk_size: PositiveInt | None = None
     """Token rows per chunk; null: as many as take 64 MiB."""
-    fused_linear_logprobs_cache_bytes: Literal["auto"] | NonNegativeInt = "auto"
-    """Bytes of logits that the forward pass may keep for the backward pass; auto: 1 for each logit, at most 1 GiB."""
     fused_linear_logprobs_packed: bool = False
     """Allow policy.sequence_packing with use_fused_linear_logprobs, which is refused otherwise."""
     fused_linear_logprobs_context_parallel: bool = False
     """Allow context_parallel_size above 1 with use_fused_linear_logprobs, which is refused otherwise."""
-    process_group_timeout_s: Seconds = 600.0
-    """Seconds that ranks at work wait for one that is slower, or hangs; late starts, files and engines do not count."""
+    peft: PeftConfig = PeftConfig()
+    """Low-rank adapters."""
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
     """Buckets and overlap of the gradient reduction."""
     checkpoint: MegatronCheckpointConfig = MegatronCheckpointConfig()
     """Writing of checkpoints; `checkpointing` has their time and place."""
 
     read_unless = (
-        ("fused_linear_logprobs_cache_bytes", "use_fused_linear_logprobs", False),
         ("recompute_granularity", "activation_checkpointing", False),
         ("recompute_modules", "activation_checkpointing", False),
         ("recompute_modules", "recompute_granularity", "full"),
     )
 
     rules = (
-        Rule(
-            "contradicts",
-            "scheduler.start_weight_decay",
-            lambda own: (
-                own.scheduler.weight_decay_incr_style == "constant"
-                and own.scheduler.start_weight_decay != own.optimizer.weight_decay
-            ),
-            ("optimizer.weight_decay", "scheduler.weight_decay_incr_style"),
-            "remove it, or make them equal",
-        ),
         Rule(
             "too-large",
             "scheduler.lr_warmup_init",
@@ -348,12 +318,8 @@ class MegatronConfig(ParallelLayoutConfig, OptimizationConfig):
                 own.distributed_data_parallel_config.overlap_param_gather
                 and not own.optimizer.use_distributed_optimizer
             ),
-            ("optimizer.use_distributed_optimizer", "optimizer.optimizer"),
-            # The sharded state of sgd cannot be saved.
-            lambda own: {
-                f"{_DDP}.overlap_param_gather": False,
-                **({} if own.optimizer.optimizer == "sgd" else {"optimizer.use_distributed_optimizer": True}),
-            },
+            ("optimizer.use_distributed_optimizer",),
+            {f"{_DDP}.overlap_param_gather": False, "optimizer.use_distributed_optimizer": True},
         ),
         Rule(
             "requires",

@@ -18,26 +18,24 @@ from nemo_rl_mcore.config.base import (
 )
 from nemo_rl_mcore.errors import quoted
 
-_OF_YARN = ("beta_slow", "beta_fast", "mscale", "mscale_all_dim", "truncate")
+_OF_YARN = ("mscale", "mscale_all_dim", "truncate")
+ROPE_TURNS: Mapping[str, Mapping[str, float]] = {
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"beta_slow": 1.0, "beta_fast": 32.0},
+}
+"""Turns in the original context up to which rotations are slow, and from which on they stay, by config.json's keys."""
 
 
 class RopeScalingConfig(StrictModel):
     """Rotary frequencies stretched for long contexts."""
 
     rope_type: Literal["llama3", "yarn"] = "llama3"
-    """How: as Llama 3.1 and later, or by YaRN, which also makes the attention more peaked."""
+    """How: as Llama 3.1 and later, or by YaRN, which also makes the attention more peaked; both with the turns of all
+    published models, 1 and 4, or 1 and 32."""
     factor: Annotated[Float, Field(gt=0, le=1e6)]
     """Frequencies of the slowest rotations are divided by it."""
-    low_freq_factor: PositiveFloat | None = None
-    """llama3: rotations with at most this many turns in the original context count as slow."""
-    high_freq_factor: PositiveFloat | None = None
-    """llama3: rotations with at least this many turns in the original context stay as they are."""
-    beta_slow: PositiveFloat = 1.0
-    """yarn: rotations with at most this many turns in the original context count as slow."""
-    beta_fast: PositiveFloat = 32.0
-    """yarn: rotations with at least this many turns in the original context stay as they are."""
     mscale: NonNegativeFloat = 1.0
-    """yarn with multi_latent_attention: how much the factor adds to the rotated parts of queries and keys."""
+    """yarn with kv_lora_rank: how much the factor adds to the rotated parts of queries and keys."""
     mscale_all_dim: NonNegativeFloat = 0.0
     """The same: how much it adds to whole queries and keys, of which mscale leaves the rotated parts out."""
     truncate: bool = True
@@ -45,10 +43,7 @@ class RopeScalingConfig(StrictModel):
     original_max_position_embeddings: Size
     """The original context: the longest sequence before the stretching."""
 
-    read_unless = (
-        *((key, "rope_type", "yarn") for key in ("low_freq_factor", "high_freq_factor")),
-        *((key, "rope_type", "llama3") for key in _OF_YARN),
-    )
+    read_unless = tuple((key, "rope_type", "llama3") for key in _OF_YARN)
 
     @property
     def scales(self) -> bool:
@@ -56,23 +51,18 @@ class RopeScalingConfig(StrictModel):
         return (self.mscale, self.mscale_all_dim) != (1.0, 0.0)
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """Return the keys that its kind has, in config.json too."""
-        turns = (
-            ("low_freq_factor", "high_freq_factor")
-            if self.rope_type == "llama3"
-            else ("beta_fast", "beta_slow")
-        )
+    def written(self) -> dict[str, object]:
+        """Return what config.json says of its kind, by the keys that it has there."""
         scales = ("mscale", "mscale_all_dim") if self.scales else ()
         exact = () if self.truncate else ("truncate",)
-        return ("factor", *turns, *scales, *exact, "original_max_position_embeddings")
+        others = {key: getattr(self, key) for key in (*scales, *exact, "original_max_position_embeddings")}
+        return {"factor": self.factor, **ROPE_TURNS[self.rope_type], **others}
 
     @property
     def slow_and_fast(self) -> tuple[float, float]:
         """Return the turns in the original context up to which rotations are slow, and from which on they are fast."""
-        if self.rope_type == "yarn":
-            return self.beta_slow, self.beta_fast
-        return self.low_freq_factor or 1.0, self.high_freq_factor or 1.0
+        slow, fast = ROPE_TURNS[self.rope_type].values()
+        return slow, fast
 
     rules = (
         Rule(
@@ -82,35 +72,12 @@ class RopeScalingConfig(StrictModel):
             fix="set it to 1 or more",
         ),
         Rule(
-            "too-large",
-            "beta_slow",
-            lambda own: own.rope_type == "yarn" and own.beta_slow >= own.beta_fast,
-            ("beta_fast",),
-        ),
-        Rule(
             "not-supported",
             "mscale",
             lambda own: own.rope_type == "yarn" and own.scales and not (own.mscale and own.mscale_all_dim),
             ("mscale_all_dim",),
             "set both, or neither",
             "others read that in another way",
-        ),
-        *(
-            Rule(
-                "missing",
-                key,
-                lambda own, key=key: own.rope_type == "llama3" and getattr(own, key) is None,
-                ("rope_type",),
-            )
-            for key in ("low_freq_factor", "high_freq_factor")
-        ),
-        Rule(
-            "too-large",
-            "low_freq_factor",
-            lambda own: (
-                own.rope_type == "llama3" and (own.low_freq_factor or 0) >= (own.high_freq_factor or math.inf)
-            ),
-            ("high_freq_factor",),
         ),
     )
 
@@ -120,8 +87,6 @@ MAMBA_TAPS = 4
 MAMBA_NORM_EPSILON = 1e-5
 """Added to the mean square in the norm after the scan of a Mamba layer, whatever layernorm_epsilon is."""
 
-
-_OF_CLAMPED = ("activation_func_clamp_value", "glu_linear_offset")
 
 _WITH_LATENT_ATTENTION: Mapping[str, object] = {
     "num_query_groups": None,
@@ -172,12 +137,10 @@ def _expert_rules(model: "ModelConfig") -> "Iterator[Rule[ModelConfig]]":
 class LatentHeadsConfig(StrictModel):
     """Heads that read latents in place of the hidden state, as in DeepSeek's models."""
 
-    multi_latent_attention: bool = False
-    """Make keys and values, and perhaps queries, of latents that are narrower than they are (DeepSeek)."""
     q_lora_rank: Size | None = None
     """Width of the queries' latent; null makes queries of the hidden state."""
-    kv_lora_rank: Size = 512
-    """Width of the latent of keys and values."""
+    kv_lora_rank: Size | None = None
+    """Width of the latent that keys and values are made of (DeepSeek); null makes them of the hidden state."""
     qk_head_dim: Size = 128
     """Size of the part of a head's query and key that has no position."""
     qk_pos_emb_head_dim: Size = 64
@@ -239,7 +202,7 @@ class ExpertsConfig(StrictModel):
 class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
     """A decoder: of the Llama and Qwen kind, or a hybrid of attention, Mamba-2, feed-forward layers and experts.
 
-    With multi_latent_attention it is one of the DeepSeek kind.
+    With kv_lora_rank it is one of the DeepSeek kind.
     """
 
     num_layers: Counted
@@ -257,21 +220,18 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
     ffn_hidden_size: Size | None = None
     """Width of the feed-forward layer; null is 4 * hidden_size."""
     activation_func: Literal["silu", "quick_gelu", "squared_relu"] = "silu"
-    """Of feed-forward layers and experts: silu and quick_gelu have a gate (SwiGLU, gpt-oss), squared_relu has none."""
+    """Of feed-forward layers and experts: silu and quick_gelu have a gate (SwiGLU; gpt-oss, whose gates multiply
+    what they are given plus 1), squared_relu has none."""
     activation_func_clamp_value: PositiveFloat | None = None
     """quick_gelu: gates are clamped from above to it, and what they multiply from both sides; null clamps nothing."""
-    glu_linear_offset: float = 0.0
-    """quick_gelu: added to what the gates multiply."""
     vocab_size: Size
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     max_position_embeddings: Size = 2048
     """Longest sequence."""
     tie_word_embeddings: bool = False
     """Share the embedding with the output layer."""
-    position_embedding_type: Literal["rope", "none"] = "rope"
-    """Rotary positions in attention, or none, as in hybrids, whose Mamba layers know the order."""
     rotary_base: PositiveFloat = 10000.0
-    """Base of the rotary frequencies."""
+    """Base of the rotary frequencies; the Mamba layers of a hybrid know the order, and its attention has none."""
     rope_scaling: RopeScalingConfig | None = None
     """Stretched rotary frequencies (Llama 3.1 and later, YaRN); null leaves them."""
     layernorm_epsilon: PositiveFloat = 1e-5
@@ -303,6 +263,16 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             return self.max_position_embeddings
         stretched = int(scaling.factor * scaling.original_max_position_embeddings)
         return max(self.max_position_embeddings, stretched)
+
+    @property
+    def multi_latent_attention(self) -> bool:
+        """Return whether keys and values are made of latents."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def has_positions(self) -> bool:
+        """Return whether queries and keys are rotated by their positions."""
+        return self.hybrid_layer_pattern is None
 
     @property
     def query_groups(self) -> int:
@@ -383,14 +353,9 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
     read_unless = (
         ("mtp_loss_scaling_factor", "mtp_num_layers", None),
         *((key, "num_moe_experts", None) for key in ExpertsConfig.model_fields if key != "num_moe_experts"),
-        *(
-            (key, "multi_latent_attention", False)
-            for key in LatentHeadsConfig.model_fields
-            if key != "multi_latent_attention"
-        ),
+        *((key, "kv_lora_rank", None) for key in LatentHeadsConfig.model_fields if key != "kv_lora_rank"),
         *((key, "hybrid_layer_pattern", None) for key in MambaLayersConfig.model_fields),
-        *((key, "position_embedding_type", "none") for key in ("rotary_base", "rope_scaling")),
-        *((key, "activation_func", kind) for key in _OF_CLAMPED for kind in ("silu", "squared_relu")),
+        *(("activation_func_clamp_value", "activation_func", kind) for kind in ("silu", "squared_relu")),
         ("window_attn_skip_freq", "sliding_window", None),
         ("moe_router_bias_update_rate", "moe_router_enable_expert_bias", False),
         ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "none"),
@@ -399,11 +364,20 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
     rules = (
         *(
             Rule(
+                "has-no-effect",
+                key,
+                lambda own, key=key, plain=plain: not own.has_positions and getattr(own, key) != plain,
+                (_PATTERN,),
+            )
+            for key, plain in (("rotary_base", 10000.0), ("rope_scaling", None))
+        ),
+        *(
+            Rule(
                 "incompatible",
                 key,
                 lambda own, key=key, only=only: own.multi_latent_attention and getattr(own, key) != only,
-                ("multi_latent_attention",),
-                {key: only, "multi_latent_attention": False},
+                ("kv_lora_rank",),
+                {key: only, "kv_lora_rank": None},
             )
             for key, only in _WITH_LATENT_ATTENTION.items()
         ),
@@ -420,7 +394,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             lambda own: (
                 own.multi_latent_attention and own.rope_scaling and own.rope_scaling.rope_type != "yarn"
             ),
-            ("multi_latent_attention",),
+            ("kv_lora_rank",),
             "use yarn, or none",
         ),
         Rule(
@@ -432,14 +406,14 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
                 and own.rope_scaling.rope_type == "yarn"
                 and not own.rope_scaling.truncate
             ),
-            ("multi_latent_attention",),
+            ("kv_lora_rank",),
             {"rope_scaling.truncate": True},
         ),
         Rule(
             "requires",
             "rope_scaling.mscale",
             lambda own: not own.multi_latent_attention and own.rope_scaling and own.rope_scaling.scales,
-            ("multi_latent_attention",),
+            ("kv_lora_rank",),
             "remove it",
         ),
         Rule(
@@ -467,7 +441,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
                 lambda own, given=key == "kv_channels": (
                     not own.multi_latent_attention
                     and bool(own.kv_channels) == given
-                    and own.position_embedding_type == "rope"
+                    and own.has_positions
                     and own.head_dim % 2
                 ),
                 ("hidden_size", "num_attention_heads", "kv_channels"),

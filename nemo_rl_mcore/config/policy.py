@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, model_validator
 
@@ -15,8 +15,7 @@ from nemo_rl_mcore.config.base import (
     Rule,
     Seconds,
     StrictModel,
-    Tree,
-    value_at,
+    SwitchedConfig,
     with_other_spellings,
 )
 from nemo_rl_mcore.config.custom_code import Arguments
@@ -32,27 +31,21 @@ class Role(Enum):
     VALUE = "value"
 
 
-class MicrobatchTokensConfig(StrictModel):
-    """How many tokens a microbatch may hold."""
+SEQUENCE_LENGTH_ROUND = 64
+"""A microbatch's padded length is rounded up to a multiple of this where the budget has room."""
 
-    enabled: bool = False
-    """Whether microbatches are sized this way; train_micro_batch_size and logprob_batch_size then cut nothing."""
+
+class MicrobatchTokensConfig(SwitchedConfig):
+    """How many tokens a microbatch may hold; where enabled, batch sizes in rows cut nothing."""
+
     train_mb_tokens: PositiveInt | None = None
     """Tokens of a training microbatch; null is max_total_sequence_length times the rows of train_micro_batch_size."""
     logprob_mb_tokens: PositiveInt | None = None
     """Tokens of a log-probability microbatch; null is max_total_sequence_length * logprob_batch_size."""
-    sequence_length_round: PositiveInt = 64
-    """A microbatch's padded length is rounded up to a multiple of this where the budget has room."""
-
-
-PACKING_ALGORITHMS = ("modified_first_fit_decreasing", "first_fit_decreasing")
 
 
 class SequencePackingConfig(MicrobatchTokensConfig):
-    """Several samples in one row without padding; a sample sees no token of another one."""
-
-    algorithm: Literal["modified_first_fit_decreasing", "first_fit_decreasing"] = PACKING_ALGORITHMS[0]
-    """How samples are assigned to rows; both names mean first-fit decreasing."""
+    """Several samples in one row without padding, by first-fit decreasing; a sample sees no token of another one."""
 
 
 class DynamicBatchingConfig(MicrobatchTokensConfig):
@@ -145,8 +138,6 @@ class PolicyConfig(StartWeightsConfig):
     """Samples per log-probability pass of one rank; left out, it is train_micro_batch_size."""
     recompute_prev_logprobs: Literal["auto", "always"] = "auto"
     """auto takes those of the training pass where nothing reads them before; always computes them in a pass (ours)."""
-    reference_on_device: bool | Literal["auto"] = "auto"
-    """Keep the reference policy's weights on the GPU, or in the CPU's memory; auto: on a GPU with much room (ours)."""
     offload: Literal["none", "grads_optimizer", "all"] = "none"
     """What leaves the device while weights are only read; all: the weights too, while engines there answer (ours)."""
     generation_batch_size: PositiveInt | None = None
@@ -164,7 +155,8 @@ class PolicyConfig(StartWeightsConfig):
     generation: GenerationConfig
     """Engine and sampling."""
     call_timeout_s: Seconds = 600.0
-    """Seconds without progress (a microbatch, a token, a file) after which a call to the ranks is an error (ours)."""
+    """Seconds without progress (a microbatch, a token, a file) after which a call to the ranks is an error, and that
+    ranks at work wait in a collective for one that hangs (ours)."""
 
     @property
     def reserved_tokens(self) -> int:
@@ -189,7 +181,7 @@ class PolicyConfig(StartWeightsConfig):
             packed=packed,
             train=section.train_mb_tokens or longest * self.train_micro_batch_size,
             logprob=section.logprob_mb_tokens or longest * self.logprob_batch_size,
-            length_round=section.sequence_length_round,
+            length_round=SEQUENCE_LENGTH_ROUND,
             train_by_rows=section.train_mb_tokens is None,
         )
 
@@ -214,13 +206,5 @@ class PolicyConfig(StartWeightsConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_other_spellings(cls, given: object) -> object:
-        section = with_other_spellings(
-            given,
-            ("logprob_batch_size", "train_micro_batch_size"),
-            ("max_grad_norm", "megatron_cfg.optimizer.clip_grad"),
-            ("precision", "megatron_cfg.pipeline_dtype"),
-        )
-        if value_at(section, "megatron_cfg.optimizer.bf16") is True and isinstance(section, dict):
-            cast("Tree", section).setdefault("precision", "bfloat16")
-        return cast("object", section)
+    def _fill_logprob_batch_size(cls, given: object) -> object:
+        return with_other_spellings(given, ("logprob_batch_size", "train_micro_batch_size"))

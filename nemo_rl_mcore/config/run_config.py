@@ -29,14 +29,13 @@ from nemo_rl_mcore.config.base import (
     absolute_path,
     join_path,
     value_at,
-    with_other_spellings,
 )
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig, CustomLossConfig
-from nemo_rl_mcore.config.megatron import OptimizationConfig
+from nemo_rl_mcore.config.megatron import OptimizationConfig, PeftConfig
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.policy import PolicyConfig, Role, StartWeightsConfig
 from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defaults
@@ -150,20 +149,16 @@ class ValueConfig(OptimizationConfig):
     train_micro_batch_size: PositiveInt | None = None
     """Samples per forward and backward pass of one rank; null is policy.train_micro_batch_size."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_other_spellings(cls, given: object) -> object:
-        return with_other_spellings(given, ("max_grad_norm", "optimizer.clip_grad"))
-
     def plan(self, policy: PolicyConfig) -> ModelPlan:
         """Return the critic beside a policy."""
+        # It is trained whole, also beside a policy of adapters.
         of_megatron = {"optimizer": self.optimizer, "scheduler": self.scheduler}
         own: dict[str, object] = {
             key: getattr(self, key)
             for key in ("max_grad_norm", "train_micro_batch_size")
             if getattr(self, key) is not None
         }
-        megatron = policy.megatron_cfg.model_copy(update=of_megatron)
+        megatron = policy.megatron_cfg.model_copy(update=of_megatron | {"peft": PeftConfig()})
         return ModelPlan(
             "value",
             policy.model_copy(update={"megatron_cfg": megatron, **own}),
@@ -182,7 +177,8 @@ class TeacherConfig(StartWeightsConfig):
     def plan(self, policy: PolicyConfig) -> ModelPlan:
         """Return the teacher beside a policy."""
         # There is no backward pass to overlap with, and Megatron asks more of a model that would have one.
-        megatron = policy.megatron_cfg.model_copy(update={"overlap_moe_expert_parallel_comm": False})
+        of_teacher = {"overlap_moe_expert_parallel_comm": False, "peft": PeftConfig()}
+        megatron = policy.megatron_cfg.model_copy(update=of_teacher)
         of_weights = ("model_name", "hf_config_overrides", "init_checkpoint")
         own: dict[str, object] = {key: getattr(self, key) for key in of_weights}
         if self.model is not None:
@@ -227,7 +223,7 @@ class RunConfig(WithReferences):
     """The name of the algorithm's section, and of its command."""
 
     seed: Seed = 42
-    """Seed of the weights, the prompts and the sampling; left out, it is the seed of the algorithm's section."""
+    """Seed of the weights, the prompts and the sampling."""
     max_consecutive_skips: PositiveInt = 5
     """Optimizer steps skipped in a row, for a loss or gradient that is not finite, that end the run."""
     policy: PolicyConfig
@@ -490,8 +486,3 @@ class RunConfig(WithReferences):
             filled = {name: with_defaults(one, default) for name, one in cast("_Tree", sets).items()}
             section["eval"] = {**cast("_Tree", evaluation), "sets": filled}
         return section
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_other_spellings(cls, given: object) -> object:
-        return with_other_spellings(given, ("seed", f"{cls.algorithm}.seed"))

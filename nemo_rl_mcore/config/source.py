@@ -114,23 +114,6 @@ ROW_FORMATS = (
 )
 """NeMo RL's names of formats whose keys are those of a source; which one a row has is seen from the row."""
 
-PROCESSORS = (
-    "default",
-    "math_hf_data_processor",
-    "math_data_processor",
-    "sft_processor",
-    "preference_preprocessor",
-    "helpsteer3_data_processor",
-    "nemo_gym_data_processor",
-)
-"""NeMo RL's names of what is read here of a row, as its columns and the algorithm say."""
-
-REFUSED_PROCESSORS: dict[str, str] = {
-    "multichoice_qa_processor": "rows of several choices are not made into prompts; write the choices into the prompt",
-    "vlm_hf_data_processor": "models see text alone",
-    "kd_data_processor": "a teacher has the policy's tokenizer, and reads the rows that the policy reads",
-}
-
 
 def known_name(name: str) -> str | None:
     """Return the entry of the table that a name stands for; None where it is none."""
@@ -173,18 +156,6 @@ class SourceDefaults(StrictModel):
     """A text with one {}, the place of the prompt; a path from the recipe, or from where the command is started."""
     system_prompt_file: str | None = None
     """A text that stands before the prompt: with data.apply_chat_template the system's message."""
-    processor: str | None = None
-    """NeMo RL's name of how a row is read; null, as each name that is accepted, has the row and the algorithm say."""
-
-    rules = (
-        Rule(
-            "not-supported",
-            "processor",
-            lambda own: own.processor is not None and own.processor not in PROCESSORS,
-            fix=f"remove it, or give one of {', '.join(PROCESSORS)}",
-            why=lambda own: REFUSED_PROCESSORS.get(own.processor or "", ""),
-        ),
-    )
 
 
 class SourceConfig(SourceDefaults):
@@ -245,7 +216,6 @@ class SourceConfig(SourceDefaults):
         return {**filled, **keys}
 
     rules = (
-        *SourceDefaults.rules,
         Rule(
             "not-supported",
             "dataset_name",

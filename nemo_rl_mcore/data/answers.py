@@ -20,14 +20,14 @@ from nemo_rl_mcore.data.chat import (
     rewritten,
 )
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
-from nemo_rl_mcore.data.messages import NO_EXTRAS, Extras, Message, Rendered, Tools
+from nemo_rl_mcore.data.messages import Message, Rendered, Tools
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RefusedError
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Tokens, and whether each is to be trained on."""
+    """Tokens, and for each whether it is to be trained on."""
 
     ids: Sequence[int]
     trained: Sequence[bool]
@@ -55,7 +55,6 @@ def rows_as_batch(rows: Sequence[TokenRow], indices: Sequence[int], pad_token_id
 
 
 def given_answers(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> BatchedDataDict:
-    """Return rows of prompts with the answers that they have, see `rows_as_batch`."""
     rows = [answer_row(prompt, tokenizer) for prompt in prompts]
     return rows_as_batch(rows, [prompt.index for prompt in prompts], tokenizer.pad_token_id)
 
@@ -66,9 +65,13 @@ def answer_row(prompt: Prompt, tokenizer: Tokenizer) -> TokenRow:
     Else its tokens, the answer's and the end of sequence, of which the last two are to be trained on.
     """
     if prompt.context:
-        answer, extras = prompt.extras.answer or prompt.imitated, prompt.extras
         return conversation_row(
-            prompt.context, answer, tokenizer, imitate_all=prompt.imitate_all, extras=extras
+            prompt.context,
+            prompt.answer_message or prompt.imitated,
+            tokenizer,
+            imitate_all=prompt.imitate_all,
+            tools=prompt.tools,
+            own_turn=prompt.own_turn,
         )
     before = tokenizer.encode(prompt.text, prompt.literal)
     after = [*content_ids(prompt.imitated, tokenizer), tokenizer.eos_token_id]
@@ -79,38 +82,35 @@ def pair_rows(prompt: Prompt, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRow]
     """Return a prompt with its better answer, and with its worse one; ValueError where it has none of these."""
     if prompt.rejected is None:
         raise RefusedError(
-            f"prompt {prompt.index} has no rejected answer, which DPO needs unless dpo.online: true",
+            f"prompt {prompt.index} has no rejected answer, which DPO needs without dpo.num_generations_per_prompt",
             code="no-rejected-answer",
         )
     better = replace(prompt, imitate_all=False)
-    extras = replace(prompt.extras, answer=prompt.extras.rejected)
-    worse = replace(better, answer=prompt.rejected, solution=None, extras=extras)
+    worse = replace(better, answer=prompt.rejected, solution=None, answer_message=prompt.rejected_message)
     return answer_row(better, tokenizer), answer_row(worse, tokenizer)
 
 
+@dataclass(frozen=True)
 class PreferenceSource:
     """Where the pairs of a DPO run come from: one of each prompt, in 2 rows, chosen then rejected."""
 
-    def __init__(self, prompts: PromptSource, tokenizer: Tokenizer) -> None:
-        self.prompts = prompts
-        self._tokenizer = tokenizer
+    prompts: PromptSource
+    tokenizer: Tokenizer
 
     def train_batch(self, step: int, pairs: int) -> BatchedDataDict:
         """Draw different pairs; the same (seed, step) gives the same ones."""
         return self.rows(self.prompts.train_batch(step, pairs))
 
     def first_steps(self, step: int, pairs: int) -> Sequence[int] | None:
-        """Return the first step of each pair of a step, see `PromptSource.first_steps`."""
         return self.prompts.first_steps(step, pairs)
 
     def rows(self, prompts: Sequence[Prompt]) -> BatchedDataDict:
-        """Return the pairs of prompts, see `rows_as_batch`; ValueError where a prompt has none."""
-        rows = [row for prompt in prompts for row in pair_rows(self.pair(prompt), self._tokenizer)]
+        """Return the pairs of prompts, as `rows_as_batch`; ValueError where a prompt has none."""
+        rows = [row for prompt in prompts for row in pair_rows(self.pair(prompt), self.tokenizer)]
         indices = [prompt.index for prompt in prompts for _ in range(2)]
-        return rows_as_batch(rows, indices, self._tokenizer.pad_token_id)
+        return rows_as_batch(rows, indices, self.tokenizer.pad_token_id)
 
     def pair(self, prompt: Prompt) -> Prompt:
-        """Return a prompt with both answers: those of the data set."""
         return prompt
 
 
@@ -138,29 +138,29 @@ def conversation_row(
     tokenizer: Tokenizer,
     *,
     imitate_all: bool,
-    extras: Extras = NO_EXTRAS,
+    tools: Tools = (),
+    own_turn: bool = False,
 ) -> TokenRow:
     """Tokens of a conversation that ends with the answer; trained on are the assistant's, the answer's alone or all.
 
     A turn is trained on from after the generation prompt to the last end of an answer, or to its end where the template
-    writes none; `GivenAnswers.imitated` may take in what the template writes around that, and `add_eos` an end of
+    writes none; `ChatTemplate.imitated` may take in what the template writes around that, and `add_eos` an end of
     sequence at the end of the row. Where a turn begins and ends is found in the text: a template that shows a turn in
     another way once others follow it, so that its tokens are not those that the model answers with, is refused by a
     ValueError.
     """
     turn = Message(ASSISTANT, answer) if isinstance(answer, str) else answer
     messages = [*context, turn]
-    if is_begun(context, extras):
+    if is_begun(context, own_turn=own_turn):
         messages = [*context[:-1], replace(turn, content=context[-1].content + turn.content, null=False)]
-    shown = rendered(messages, tokenizer, add_generation_prompt=False, tools=extras.tools)
-    own_turn, borders = replace(extras, own_turn=True), list[int]()
+    shown = rendered(messages, tokenizer, add_generation_prompt=False, tools=tools)
+    borders = list[int]()
     for place, message in enumerate(messages):
         last = place == len(messages) - 1
         if message.role == ASSISTANT and message.trained and (imitate_all or last):
-            prompt = (
-                asked(context, tokenizer, extras) if last else asked(messages[:place], tokenizer, own_turn)
-            )
-            borders += _borders(shown, messages, place, prompt, tokenizer, extras.tools)
+            before, own = (context, own_turn) if last else (messages[:place], True)
+            prompt = asked(before, tokenizer, tools, own_turn=own)
+            borders += _borders(shown, messages, place, prompt, tokenizer, tools)
     ids, places = _parted(shown, borders, tokenizer)
     trained = [False] * len(ids)
     for start, end in batched(places, 2):
@@ -185,58 +185,47 @@ def _borders(
     """Return where in the text a turn begins and ends; prompt: what is shown before it is answered."""
     before = rendered(messages[:place], tokenizer, add_generation_prompt=False, tools=tools)
     opening, start = prompt.text.removeprefix(before.text), prompt
+
+    def turns(count: int) -> Rendered | None:
+        """Return the beginning that is so many messages; None where they are shown in another way alone.
+
+        Some templates end the last turn of all in another way than those before it; how a turn ends that others follow
+        is then seen from what stands before the next generation prompt.
+        """
+        alone = rendered(messages[:count], tokenizer, add_generation_prompt=False, tools=tools)
+        if shown.begins_with(alone):
+            return alone
+        followed = rendered(messages[:count], tokenizer, add_generation_prompt=True, tools=tools)
+        followed = followed.part(0, len(followed.text.removesuffix(opening)))
+        return followed if opening and shown.begins_with(followed) else None
+
     if tokenizer.answers.imitated == "turn":
-        start = _turns(shown, messages[:place], tokenizer, tools, opening) or before
-    if not shown.begins_with(start):
-        raise _rewrites(start, shown, place)
-    if (ended := _turns(shown, messages[: place + 1], tokenizer, tools, opening)) is not None:
-        return len(start.text), len(ended.text)
-    if tokenizer.answers.imitated == "answer":
-        end, turn = _end_before_next(shown, messages, place, tokenizer, tools), messages[place]
-        said = shown.text[len(start.text) : end]
-        if said and all(text.strip() in said for text in (turn.content, turn.reasoning)):
-            return len(start.text), end
-    alone = rendered(messages[: place + 1], tokenizer, add_generation_prompt=False, tools=tools)
-    raise _rewrites(alone, shown, place + 1)
-
-
-def _turns(
-    shown: Rendered, messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools, opening: str
-) -> Rendered | None:
-    """Return the beginning of a conversation that is these messages; None where they are shown in another way alone.
-
-    opening: the generation prompt. Some templates end the last turn of all in another way than those before it; how a
-    turn ends that others follow is then seen from what stands before the next generation prompt.
-    """
-    alone = rendered(messages, tokenizer, add_generation_prompt=False, tools=tools)
-    if shown.begins_with(alone):
-        return alone
-    followed = rendered(messages, tokenizer, add_generation_prompt=True, tools=tools)
-    followed = followed.part(0, len(followed.text.removesuffix(opening)))
-    return followed if opening and shown.begins_with(followed) else None
-
-
-def _end_before_next(
-    shown: Rendered, messages: Sequence[Message], place: int, tokenizer: Tokenizer, tools: Tools
-) -> int:
-    """Return where the last end of sequence before the content of the next message ends; 0 where there is none.
-
-    Templates that write a thought of no words into the last turn of all show no other turn alone as they show it here.
-    """
-    said = messages[place + 1].content
-    other = replace(messages[place + 1], content=_OTHERS[said.strip()[:1] == _OTHERS[0]], frame=(0, 0))
-    changed = [*messages[: place + 1], other, *messages[place + 2 :]]
-    others = rendered(changed, tokenizer, add_generation_prompt=False, tools=tools)
-    token = tokenizer.text_of([tokenizer.eos_token_id])
-    start = shown.text.rfind(token, 0, first_difference(shown.text, others.text))
-    return (
-        0 if start < 0 or any(first <= start < last for first, last in shown.literal) else start + len(token)
-    )
-
-
-def _rewrites(before: Rendered, shown: Rendered, count: int) -> RefusedError:
-    difference = rewritten(before.text, shown.text) or "the special tokens that messages spell are others"
-    return RefusedError(
+        start = turns(place) or before
+    other, count = start, place
+    if shown.begins_with(start):
+        if (ended := turns(place + 1)) is not None:
+            return len(start.text), len(ended.text)
+        if tokenizer.answers.imitated == "answer":
+            # Templates that write a thought of no words into the last turn of all show no other turn alone as they show
+            # it here: it ends with the last end of sequence before the content of the next message.
+            turn, following = messages[place], messages[place + 1]
+            content = _OTHERS[following.content.strip()[:1] == _OTHERS[0]]
+            changed = [*messages]
+            changed[place + 1] = replace(following, content=content, frame=(0, 0))
+            others = rendered(changed, tokenizer, add_generation_prompt=False, tools=tools)
+            token = tokenizer.text_of([tokenizer.eos_token_id])
+            end = shown.text.rfind(token, 0, first_difference(shown.text, others.text))
+            if end >= 0 and not any(first <= end < last for first, last in shown.literal):
+                end += len(token)
+                said = shown.text[len(start.text) : end]
+                if said and all(text.strip() in said for text in (turn.content, turn.reasoning)):
+                    return len(start.text), end
+        other, count = (
+            rendered(messages[: place + 1], tokenizer, add_generation_prompt=False, tools=tools),
+            place + 1,
+        )
+    difference = rewritten(other.text, shown.text) or "the special tokens that messages spell are others"
+    raise RefusedError(
         f"data.apply_chat_template: the chat template does not show the first {count} messages of a conversation as it "
         f"shows them alone, so that the assistant's tokens cannot be told: {difference}; use a template that keeps "
         "earlier turns as they were",

@@ -39,10 +39,14 @@ class BatchedDataDict(dict[str, Any]):
         self.update(data, **entries)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        rows = _rows(key, value)
+        is_column = isinstance(value, Tensor) and value.ndim > 0
+        if not is_column and not isinstance(value, list):
+            what = f"{key!r} must be a tensor with a batch dimension or a list with one value per row"
+            raise RefusedError(what, code="no-column")
+        rows = len(value)  # pyright: ignore[reportUnknownArgumentType]
         # One other stands for all: they have equally many.
         other = next((other for other in self if other != key), None)
-        if other is not None and (others := _rows(other, self[other])) != rows:
+        if other is not None and (others := len(self[other])) != rows:
             raise RefusedError(f"{key!r} has {rows} rows, but {other!r} has {others}", code="row-counts")
         super().__setitem__(key, value)
 
@@ -65,21 +69,17 @@ class BatchedDataDict(dict[str, Any]):
 
     @property
     def size(self) -> int:
-        """Return the number of rows; 0 when the batch has no entry."""
+        """The number of rows; 0 when the batch has no entry."""
         return next((len(value) for value in self.values()), 0)
 
     def get_dict(self) -> dict[str, Any]:
         return dict(self)
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the batch with its tensors on `device`; lists stay as they are."""
         return self._map(lambda value: value.to(device), lambda value: value)
 
     def slice(self, start: int, end: int) -> Self:
-        """Return the rows `start` (included) to `end` (excluded).
-
-        Raises ValueError when the range leaves the batch.
-        """
+        """Return the rows `start` (included) to `end` (excluded); ValueError when the range leaves the batch."""
         if not 0 <= start <= end <= self.size:
             raise RefusedError(f"slice({start}, {end}) leaves a batch of {self.size} rows", code="slice")
         return self._map(lambda value: value[start:end], lambda value: value[start:end])
@@ -90,9 +90,8 @@ class BatchedDataDict(dict[str, Any]):
         Raises ValueError for a boolean mask; pass `mask.nonzero().flatten()`.
         """
         if isinstance(indices, Tensor) and indices.dtype == torch.bool:
-            raise ValueError(
-                "select_indices takes row numbers; for a boolean mask pass mask.nonzero().flatten()"
-            )
+            what = "select_indices takes row numbers; for a boolean mask pass mask.nonzero().flatten()"
+            raise ValueError(what)
         index = torch.as_tensor(indices, dtype=torch.long).cpu()
         rows: list[int] = index.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         return self._map(
@@ -108,8 +107,7 @@ class BatchedDataDict(dict[str, Any]):
         )
 
     def without(self, key: str) -> Self:
-        """Return the batch less this entry, if it is there."""
-        return self._with_equal_rows({other: value for other, value in self.items() if other != key})
+        return type(self)({other: value for other, value in self.items() if other != key})
 
     def samples(self, rows_per_sample: int = 1) -> list[range]:
         """Return the rows of each sample, in order: an episode, or what a loss compares, as two answers to a prompt.
@@ -117,25 +115,20 @@ class BatchedDataDict(dict[str, Any]):
         Raises ValueError when the rows are no whole number of samples, when those of an episode do not stand together,
         and for `episode_index` where a loss compares rows.
         """
-        if EPISODE in self:
-            if rows_per_sample != 1:
-                raise RefusedError(
-                    f"{EPISODE} with samples of {rows_per_sample} rows each, which are no episodes",
-                    code="rows-per-sample",
-                )
-            numbers: list[int] = self[EPISODE].tolist()
-            starts = [row for row, number in enumerate(numbers) if row == 0 or number != numbers[row - 1]]
-            if len(starts) != len(set(numbers)):
-                raise RefusedError(
-                    f"{EPISODE}: rows of one episode do not stand together", code="episode-apart"
-                )
-            return [range(start, stop) for start, stop in pairwise([*starts, self.size])]
-        if rows_per_sample < 1 or self.size % rows_per_sample:
-            raise RefusedError(
-                f"{self.size} rows are no whole samples of {rows_per_sample} rows each",
-                code="rows-per-sample",
-            )
-        return [range(row, row + rows_per_sample) for row in range(0, self.size, rows_per_sample)]
+        if EPISODE not in self:
+            if rows_per_sample < 1 or self.size % rows_per_sample:
+                what = f"{self.size} rows are no whole samples of {rows_per_sample} rows each"
+                raise RefusedError(what, code="rows-per-sample")
+            return [range(row, row + rows_per_sample) for row in range(0, self.size, rows_per_sample)]
+        if rows_per_sample != 1:
+            what = f"{EPISODE} with samples of {rows_per_sample} rows each, which are no episodes"
+            raise RefusedError(what, code="rows-per-sample")
+        numbers: list[int] = self[EPISODE].tolist()
+        starts = [row for row, number in enumerate(numbers) if row == 0 or number != numbers[row - 1]]
+        if len(starts) != len(set(numbers)):
+            what = f"{EPISODE}: rows of one episode do not stand together"
+            raise RefusedError(what, code="episode-apart")
+        return [range(start, stop) for start, stop in pairwise([*starts, self.size])]
 
     def shard_by_batch_size(
         self, shards: int, batch_size: int | None = None, rows_per_sample: int = 1
@@ -150,27 +143,19 @@ class BatchedDataDict(dict[str, Any]):
         rows, unit = len(samples) * rows_per_sample, "episodes" if EPISODE in self else "rows"
         batch_size = rows if batch_size is None else batch_size
         if shards < 1 or batch_size < 0 or batch_size % shards:
-            raise RefusedError(
-                f"{batch_size} {unit} do not split into {shards} equal shards", code="equal-shards"
-            )
+            what = f"{batch_size} {unit} do not split into {shards} equal shards"
+            raise RefusedError(what, code="equal-shards")
         if batch_size // shards % rows_per_sample:
-            raise RefusedError(
-                f"{batch_size} rows, {rows_per_sample} a sample, do not split into {shards} equal shards",
-                code="equal-shards",
-            )
+            what = f"{batch_size} rows, {rows_per_sample} a sample, do not split into {shards} equal shards"
+            raise RefusedError(what, code="equal-shards")
         if batch_size and rows % batch_size:
-            raise RefusedError(
-                f"{rows} {unit} do not split into batches of {batch_size}", code="equal-batches"
-            )
-        per_step = batch_size // rows_per_sample
-        steps = [*batched(samples, per_step)] if per_step else []
-        size = per_step // shards
-        return [
-            self._select_samples(
-                sample for step in steps for sample in step[shard * size : (shard + 1) * size]
-            )
-            for shard in range(shards)
-        ]
+            what = f"{rows} {unit} do not split into batches of {batch_size}"
+            raise RefusedError(what, code="equal-batches")
+        shares: list[list[int]] = [[] for _ in range(shards)]
+        for step in batched(samples, batch_size // rows_per_sample) if batch_size else ():
+            for share, own in zip(shares, batched(step, len(step) // shards), strict=True):
+                share += [row for sample in own for row in sample]
+        return [self.select_indices(share) for share in shares]
 
     def split(self, shards: int, rows_per_sample: int = 1) -> list[Self]:
         """Split the samples into `shards` batches, in order, whose sizes differ by at most one; some may be empty.
@@ -180,9 +165,11 @@ class BatchedDataDict(dict[str, Any]):
         if shards < 1:
             raise RefusedError(f"{self.size} rows do not split into {shards} batches", code="equal-batches")
         samples = self.samples(rows_per_sample)
-        bounds = [len(samples) * shard // shards for shard in range(shards + 1)]
-        parts = (samples[start:stop] for start, stop in pairwise(bounds))
-        return [self._select_samples(part) for part in parts]
+        bounds = pairwise(len(samples) * shard // shards for shard in range(shards + 1))
+        return [
+            self.select_indices([row for sample in samples[start:stop] for row in sample])
+            for start, stop in bounds
+        ]
 
     @classmethod
     def from_batches(
@@ -200,9 +187,9 @@ class BatchedDataDict(dict[str, Any]):
             missing = [i for i, batch in enumerate(batches) if key not in batch]
             if missing:
                 raise ValueError(f"{key!r} is missing from batches {missing} of {len(batches)}")
-        pad_values = pad_value_dict or {}
+        pads = pad_value_dict or {}
         whole = cls(
-            {key: _concatenate(key, [b[key] for b in batches], pad_values.get(key, 0)) for key in batches[0]}
+            (key, _concatenate(key, [b[key] for b in batches], pads.get(key, 0))) for key in batches[0]
         )
         if EPISODE in whole:
             parts, following = [batches[0][EPISODE][:0]], 0
@@ -213,29 +200,12 @@ class BatchedDataDict(dict[str, Any]):
             whole[EPISODE] = torch.cat(parts)
         return whole
 
-    def _select_samples(self, samples: Iterable[range]) -> Self:
-        return self.select_indices([row for sample in samples for row in sample])
-
     def _map(self, on_tensor: Callable[[Tensor], Tensor], on_list: Callable[[list[Any]], list[Any]]) -> Self:
-        return self._with_equal_rows(
-            {key: on_tensor(v) if isinstance(v, Tensor) else on_list(v) for key, v in self.items()}
-        )
-
-    def _with_equal_rows(self, entries: Mapping[str, Any]) -> Self:
-        """Return a batch of entries that were all made alike from those of a checked one, unchecked."""
+        """Return the batch of all entries changed alike, unchecked."""
+        entries = {key: on_tensor(v) if isinstance(v, Tensor) else on_list(v) for key, v in self.items()}
         batch = type(self)()
         dict[str, Any].update(batch, entries)
         return batch
-
-
-def _rows(key: str, value: Any) -> int:
-    if isinstance(value, Tensor) and value.ndim > 0:
-        return value.shape[0]
-    if isinstance(value, list):
-        return len(value)  # pyright: ignore[reportUnknownArgumentType]
-    raise RefusedError(
-        f"{key!r} must be a tensor with a batch dimension or a list with one value per row", code="no-column"
-    )
 
 
 def _concatenate(key: str, values: list[Any], pad_value: PadValue) -> Any:
@@ -243,7 +213,7 @@ def _concatenate(key: str, values: list[Any], pad_value: PadValue) -> Any:
         return [item for value in values for item in value]
     if not all(isinstance(value, Tensor) for value in values):
         raise ValueError(f"{key!r} is a tensor in some batches and a list in others")
-    if len({value.shape[2:] for value in values}) > 1 or len({value.ndim for value in values}) > 1:
+    if len({(value.ndim, value.shape[2:]) for value in values}) > 1:
         shapes = [tuple(value.shape) for value in values]
         raise ValueError(f"{key!r} has shapes {shapes}; only the first two dimensions may differ")
     if values[0].ndim < 2:

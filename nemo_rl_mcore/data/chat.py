@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import pairwise, product, takewhile
+from functools import cached_property, lru_cache, partial
+from itertools import product, takewhile
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import (
-    NO_EXTRAS,
-    Extras,
     Message,
     Rendered,
     Seal,
@@ -40,21 +38,22 @@ _ANSWERS = ("the answer", "<think>\nthe thought\n</think>\n\nthe answer")
 
 
 def content_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a text that data or an environment says."""
     return tokenizer.encode(text, literal_spans(text, tokenizer.special_tokens))
 
 
 def with_template(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
     """Return the prompt with the text that the template makes of its context; a plain text is a user's message."""
     context = prompt.context or (Message(USER, prompt.text, prompt.frame),)
-    shown = asked(context, tokenizer, prompt.extras)
+    shown = asked(context, tokenizer, prompt.tools, own_turn=prompt.own_turn)
     return replace(prompt, context=context, text=shown.text, literal=shown.literal)
 
 
-def asked(context: Sequence[Message], tokenizer: Tokenizer, extras: Extras = NO_EXTRAS) -> Rendered:
+def asked(
+    context: Sequence[Message], tokenizer: Tokenizer, tools: Tools = (), *, own_turn: bool = False
+) -> Rendered:
     """Return what is shown before an answer, up to its beginning; one that the context ends with goes on there."""
-    if not is_begun(context, extras):
-        return rendered(context, tokenizer, add_generation_prompt=True, tools=extras.tools)
+    if not is_begun(context, own_turn=own_turn):
+        return rendered(context, tokenizer, add_generation_prompt=True, tools=tools)
     *before, begun = context
     if begun.tool_calls or (begun.reasoning and not begun.content.strip()):
         raise RefusedError(
@@ -63,23 +62,13 @@ def asked(context: Sequence[Message], tokenizer: Tokenizer, extras: Extras = NO_
             code="begun-answer",
         )
     if begun.content.strip():
-        return rendered(context, tokenizer, add_generation_prompt=False, tools=extras.tools, goes_on=True)
-    shown = rendered(before, tokenizer, add_generation_prompt=True, tools=extras.tools)
+        return rendered(context, tokenizer, add_generation_prompt=False, tools=tools, goes_on=True)
+    shown = rendered(before, tokenizer, add_generation_prompt=True, tools=tools)
     return Rendered(shown.text + begun.content, shown.literal)
 
 
-def is_begun(context: Sequence[Message], extras: Extras) -> bool:
-    """Return whether a prompt ends with the beginning of its answer."""
-    return bool(context) and context[-1].role == ASSISTANT and not extras.own_turn
-
-
-def joined(messages: Sequence[Message], prompt: Prompt) -> Sequence[Message]:
-    """Return the messages of an episode with an answer that its prompt begins, and what was sampled of it, as one."""
-    start = len(prompt.context)
-    if not is_begun(prompt.context, prompt.extras):
-        return messages
-    first = replace(messages[start], content=messages[start - 1].content + messages[start].content)
-    return [*messages[: start - 1], first, *messages[start + 1 :]]
+def is_begun(context: Sequence[Message], *, own_turn: bool) -> bool:
+    return bool(context) and context[-1].role == ASSISTANT and not own_turn
 
 
 def rendered(
@@ -101,13 +90,8 @@ def rendered(
         seal = Seal(tokens, [message.content for message in messages] + texts)
         messages = [message.with_texts(seal.close) for message in messages]
         tools = with_strings([*tools], seal.close)
-
-    def shown(said: Sequence[Message]) -> str:
-        return tokenizer.render_chat(
-            said, add_generation_prompt=add_generation_prompt, tools=tools, goes_on=goes_on
-        )
-
-    text = None
+    how = {"add_generation_prompt": add_generation_prompt, "goes_on": goes_on}
+    text, shown = None, partial(tokenizer.render_chat, tools=tools, **how)
     if any(message.null for message in messages):
         with suppress(ValueError):
             text = shown(messages)
@@ -139,7 +123,7 @@ class Observer:
     With `chat` they are messages of the chat template: the end of the assistant's turn as far as it was not sampled,
     the observation, and the generation prompt. The role `environment` is shown as `user` by a template that does not
     know it. Else they are plain text, one after the other, as NeMo RL encodes them.
-    rewrites: whether the template may show earlier turns in another way.
+    rewrites: the template may show earlier turns in another way.
     """
 
     tokenizer: Tokenizer
@@ -151,13 +135,11 @@ class Observer:
 
         Raises ValueError for what the tokenizer or its template does not take, such as a role that it leaves out.
         """
+        tokenizer = self.tokenizer
         if not self.chat:
-            return [
-                token for message in observation for token in content_ids(message.content, self.tokenizer)
-            ]
-        known = [self._in_known_role(message) for message in observation]
-        behind = _behind_answer(self.tokenizer, known, add_generation_prompt=True)
-        return _ids_behind(self.tokenizer, answer_ids, behind, end_of_answers(self.tokenizer))
+            return [token for message in observation for token in content_ids(message.content, tokenizer)]
+        behind = _behind_answer(tokenizer, self._in_known_roles(observation), add_generation_prompt=True)
+        return _ids_behind(tokenizer, answer_ids, behind, end_of_answers(tokenizer))
 
     def whole_prompt(
         self, prompt: Prompt, messages: Sequence[Message], observation: Sequence[Message]
@@ -169,34 +151,41 @@ class Observer:
         They are others where a template shows earlier turns in another way once more follows, as one does that drops
         earlier thoughts. Raises ValueError as `ids_of`.
         """
-        tools = prompt.extras.tools
+        tools, start, answer = prompt.tools, len(prompt.context), messages[-1].content
         if not self.chat or not (self.rewrites or tools):
             return None
-        *before, answer = messages
-        if len(before) == len(prompt.context):
-            shown = asked(before, self.tokenizer, prompt.extras)
-        else:
-            shown = rendered(joined(before, prompt), self.tokenizer, add_generation_prompt=True, tools=tools)
-        said = [*joined(messages, prompt), *map(self._in_known_role, observation)]
+        shown = None
+        if len(messages) - 1 == start:
+            shown = asked(prompt.context, self.tokenizer, tools, own_turn=prompt.own_turn)
+        if is_begun(
+            prompt.context, own_turn=prompt.own_turn
+        ):  # what was sampled goes on with the prompt's end
+            first = replace(messages[start], content=messages[start - 1].content + messages[start].content)
+            messages = [*messages[: start - 1], first, *messages[start + 1 :]]
+        if shown is None:
+            shown = rendered(messages[:-1], self.tokenizer, add_generation_prompt=True, tools=tools)
+        said = [*messages, *self._in_known_roles(observation)]
         whole = rendered(said, self.tokenizer, add_generation_prompt=True, tools=tools)
-        if whole.text.startswith(shown.text + answer.content):
+        if whole.text.startswith(shown.text + answer):
             return None
         return self.tokenizer.encode(whole.text, whole.literal)
 
-    def _in_known_role(self, message: Message) -> Message:
-        if _knows(self.tokenizer, message.role):
-            return message
-        if message.role == _ENVIRONMENT:
-            return replace(message, role=USER)
-        raise RefusedError(
-            f"{_KEY}: the chat template does not show messages of the role {message.role!r}, in which the "
-            f"environment answers; give them the role {USER!r} or {_ENVIRONMENT!r}",
-            code="unknown-role",
-        )
+    def _in_known_roles(self, observation: Sequence[Message]) -> list[Message]:
+        known = list[Message]()
+        for message in observation:
+            if not _knows(self.tokenizer, message.role):
+                if message.role != _ENVIRONMENT:
+                    raise RefusedError(
+                        f"{_KEY}: the chat template does not show messages of the role {message.role!r}, in which the "
+                        f"environment answers; give them the role {USER!r} or {_ENVIRONMENT!r}",
+                        code="unknown-role",
+                    )
+                message = replace(message, role=USER)
+            known.append(message)
+        return known
 
 
 def make_observer(tokenizer: Tokenizer, *, chat: bool) -> Observer:
-    """Return what encodes the observations of an environment, see `Observer`."""
     return Observer(tokenizer, chat, rewrites=chat and _first_rewritten(tokenizer) is not None)
 
 
@@ -204,8 +193,8 @@ def make_observer(tokenizer: Tokenizer, *, chat: bool) -> Observer:
 class Conversation:
     """A conversation to be answered, in which some of the answers were sampled.
 
-    tools: functions that answers may call, see `Tokenizer.render_chat`. goes_on: the last message is the beginning of
-    the answer; else one that is an assistant's is followed by another one.
+    tools: functions that answers may call. goes_on: the last message is the beginning of the answer; else one that is
+    an assistant's is followed by another one.
     """
 
     tokenizer: Tokenizer
@@ -215,8 +204,7 @@ class Conversation:
 
     @cached_property
     def shown(self) -> Rendered:
-        """Return all of it, up to the beginning of the next answer, as the template shows it."""
-        return asked(self.messages, self.tokenizer, Extras(self.tools, own_turn=not self.goes_on))
+        return asked(self.messages, self.tokenizer, self.tools, own_turn=not self.goes_on)
 
     def ids_behind(self, place: int, answer_ids: Sequence[int]) -> list[int] | None:
         """Return the ids between the answer `messages[place]`, whose ids were sampled, and the next answer.
@@ -251,10 +239,10 @@ class Conversation:
 
 
 def require_append_only(tokenizer: Tokenizer, name: str) -> None:
-    """Check that the chat template shows the beginning of a conversation the same, however it goes on.
+    """Refuse a chat template that shows the beginning of a conversation in another way once it goes on.
 
-    name: of the tokenizer, for the message. Raises ValueError, with the first text that differs, where it does not:
-    then an episode is several rows.
+    name: of the tokenizer, for the message. Raises ValueError with the first text that differs: then an episode is
+    several rows.
     """
     if (difference := _first_rewritten(tokenizer)) is not None:
         raise RefusedError(
@@ -270,16 +258,13 @@ def _first_rewritten(tokenizer: Tokenizer) -> str | None:
     others = [role for role in ("tool", _ENVIRONMENT) if _knows(tokenizer, role)]
     for role, answer in product((USER, *others), _ANSWERS):
         turn = (Message(ASSISTANT, answer), Message(role, "the reply"))
-        messages = [_ASKED, *turn * 2, turn[0]]
-        shown = [
-            tokenizer.render_chat(
-                messages[:count], add_generation_prompt=messages[count - 1].role != ASSISTANT
-            )
-            for count in range(1, len(messages) + 1)
-        ]
-        for count, (before, after) in enumerate(pairwise(shown), start=1):
+        messages, before = [_ASKED, *turn * 2, turn[0]], ""
+        for place, message in enumerate(messages):
+            asking = message.role != ASSISTANT
+            after = tokenizer.render_chat(messages[: place + 1], add_generation_prompt=asking)
             if (difference := rewritten(before, after)) is not None:
-                return f"{difference}, when message {count + 1} ({messages[count].role}) follows"
+                return f"{difference}, when message {place + 1} ({message.role}) follows"
+            before = after
     return None
 
 
@@ -292,7 +277,6 @@ def end_of_answers(tokenizer: Tokenizer) -> str:
 def _behind_answer(
     tokenizer: Tokenizer, observation: Sequence[Message], *, add_generation_prompt: bool
 ) -> Rendered:
-    """Return what the template writes after an answer, whatever that is."""
     messages = [_ASKED, Message(ASSISTANT, _ANSWER), *observation]
     shown = rendered(messages, tokenizer, add_generation_prompt=add_generation_prompt)
     before, answer, _ = shown.text.partition(_ANSWER)
@@ -315,7 +299,7 @@ def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendere
 
 
 def _knows(tokenizer: Tokenizer, role: str) -> bool:
-    """Return whether the template shows messages of a role; those of other ones it may refuse, or leave out."""
+    """Tell whether the template shows messages of a role; those of other ones it may refuse, or leave out."""
     try:
         shown = _behind_answer(tokenizer, [Message(role, _CONTENT)], add_generation_prompt=True)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Where prompts come from: deterministic generators keyed by (seed, step), with a stable held-out share."""
+"""A row as all of the package knows it, `Prompt`, and where prompts come from: tasks without files, rows in passes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import Protocol
 
 from nemo_rl_mcore.config.data import TURN_TASKS
 from nemo_rl_mcore.config.shares import Shares
-from nemo_rl_mcore.data.messages import NO_EXTRAS, Extras, Message
+from nemo_rl_mcore.data.messages import Message, Tools
 from nemo_rl_mcore.errors import RefusedError
 
 PROMPT_END = ">"
@@ -24,7 +24,7 @@ _STREAM = "nemo_rl_mcore.prompts"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question with its verifiable answer."""
+    """A row: one question with its answers."""
 
     index: int
     """Stable id in the data source; the key of the sampling noise."""
@@ -46,23 +46,26 @@ class Prompt:
     columns: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
     """Further columns of its row, which reward functions read."""
     literal: tuple[tuple[int, int], ...] = ()
-    """Special tokens of the text that the data spells: they are encoded as text, see `data.literal_text`."""
-    extras: Extras = NO_EXTRAS
-    """What its row has besides texts, where it is a conversation."""
+    """Special tokens of the text that the data spells, which are encoded as text."""
+    tools: Tools = field(default=(), hash=False)
+    """Functions that its answers may call."""
+    answer_message: Message | None = None
+    """What is imitated, where that has more than text."""
+    rejected_message: Message | None = None
+    own_turn: bool = False
+    """Answers are turns of their own; else they go on with an assistant's message that the context ends with."""
     frame: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
-    """Of a plain text, see `Message.frame`."""
+    """Of a plain text, as `Message.frame`."""
     unscored: str = field(default="", compare=False, repr=False)
     """Why its row states no answer to score against, where it does not."""
 
     @property
     def imitated(self) -> str:
-        """Return the answer to imitate: the solution or, where there is none, the answer."""
+        """The solution or, where there is none, the answer."""
         return self.answer if self.solution is None else self.solution
 
 
 class PromptSource(Protocol):
-    """What an algorithm draws its prompts from."""
-
     def train_batch(self, step: int, count: int) -> list[Prompt]:
         """Draw `count` different prompts; the same (seed, step) gives the same prompts."""
         ...
@@ -101,73 +104,65 @@ class DigitTaskSource(PromptSource):
     A tenth is held out by a hash of the text, the same tenth for every task of one answer and every seed, so that a
     model trained on one task and then another never sees a validation prompt.
 
-    count_keys: the keys that ask for the prompts of a step and of a validation, which an error names.
+    count_keys: the keys that ask for the prompts of a step and of a validation, which an error names. show: prompts as
+    the model sees them.
     """
 
     def __init__(
-        self, task: str, num_digits: int, seed: int, count_keys: tuple[str, str] = ("count", "count")
+        self,
+        task: str,
+        num_digits: int,
+        seed: int,
+        count_keys: tuple[str, str] = ("count", "count"),
+        show: Callable[[Prompt], Prompt] | None = None,
     ) -> None:
         if task not in (*DIGIT_TASKS, *TURN_TASKS):
-            raise RefusedError(
-                f"unknown task {task!r}; known tasks: {', '.join((*DIGIT_TASKS, *TURN_TASKS))}",
-                code="unknown-task",
-            )
+            known = ", ".join((*DIGIT_TASKS, *TURN_TASKS))
+            raise RefusedError(f"unknown task {task!r}; known tasks: {known}", code="unknown-task")
         if num_digits < 1:
             raise RefusedError(f"data.num_digits must be at least 1, got {num_digits}", code="num-digits")
-        self._task = task
-        self._num_digits = num_digits
-        hidden = num_digits // 2 if task == "guess_number" else 0
-        self._index_digits = num_digits + hidden
-        self._seed = seed
-        self._step_key, self._validation_key = count_keys
+        self._task, self._num_digits, self._seed = task, num_digits, seed
+        self._index_digits = num_digits + (num_digits // 2 if task == "guess_number" else 0)
+        self._count_keys, self._show = count_keys, show
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
         """Draw without replacement within the step; ValueError when the pool is smaller than `count`."""
-        order = shuffled(10**self._index_digits, key=f"train:{self._seed}:{step}")
-        return self._take(order, count, held_out=False, count_key=self._step_key)
+        return self._take(f"train:{self._seed}:{step}", count, held_out=False)
 
     def validation(self, count: int | None) -> list[Prompt]:
         """Give the first `count` held-out prompts of one fixed order."""
         assert count is not None  # the rules ask a number of an embedded task
-        order = shuffled(10**self._index_digits, key="validation")
-        return self._take(order, count, held_out=True, count_key=self._validation_key)
+        return self._take("validation", count, held_out=True)
 
-    def _take(self, order: Iterator[int], count: int, *, held_out: bool, count_key: str) -> list[Prompt]:
-        candidates = (self._prompt(index) for index in order)
+    def _take(self, key: str, count: int, *, held_out: bool) -> list[Prompt]:
+        candidates = map(self._prompt, shuffled(10**self._index_digits, key))
         pool = (prompt for prompt in candidates if prompt and is_held_out(prompt.text) == held_out)
         prompts = list(islice(pool, count))
         if len(prompts) < count:
             share = "held-out prompts" if held_out else "training prompts"
             raise RefusedError(
-                f"{count_key}={count} exceeds the {len(prompts)} {share} that exist with "
+                f"{self._count_keys[held_out]}={count} exceeds the {len(prompts)} {share} that exist with "
                 f"data.num_digits={self._num_digits}; lower the first or raise the second",
                 code="too-few-rows",
             )
-        return prompts
+        return [*map(self._show, prompts)] if self._show else prompts
 
     def _prompt(self, index: int) -> Prompt | None:
-        """Return the prompt of an index; None where it is none."""
         width = self._num_digits // 2
-        match self._task:
-            case "calculator":
-                first, second = numbers_of(index, 2, width)
-                return Prompt(
-                    index,
-                    f"{first}+{second}{PROMPT_END}",
-                    f"{int(first) + int(second):0{self._num_digits + 1}d}",
-                )
-            case "guess_number":
-                lowest, highest, secret = numbers_of(index, 3, width)
-                if not lowest <= secret <= highest or lowest == highest:
-                    return None
-                return Prompt(index, f"{lowest}{highest}{PROMPT_END}", secret)
-            case task:
-                digits = f"{index:0{self._index_digits}d}"
-                return Prompt(index, digits + PROMPT_END, DIGIT_TASKS[task](digits))
+        if self._task == "calculator":
+            first, second = numbers_of(index, 2, width)
+            total = f"{int(first) + int(second):0{self._num_digits + 1}d}"
+            return Prompt(index, f"{first}+{second}{PROMPT_END}", total)
+        if self._task == "guess_number":
+            lowest, highest, secret = numbers_of(index, 3, width)
+            if not lowest <= secret <= highest or lowest == highest:
+                return None
+            return Prompt(index, f"{lowest}{highest}{PROMPT_END}", secret)
+        digits = f"{index:0{self._index_digits}d}"
+        return Prompt(index, digits + PROMPT_END, DIGIT_TASKS[self._task](digits))
 
 
 def numbers_of(index: int, count: int, width: int) -> list[str]:
-    """Return the numbers of `width` digits each that the index of a prompt is made of."""
     digits = f"{index:0{count * width}d}"
     return [digits[start : start + width] for start in range(0, count * width, width)]
 
@@ -208,109 +203,90 @@ class EpochSource(PromptSource):
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
         """Give the first `count` of the step's rows; raises ValueError where the data set, or a step, has fewer."""
-        return [self.train[row] for _source, row in self._rows(step, count)]
+        return [self.train[row] for _, row in self._rows(step, count)]
 
     def first_steps(self, step: int, count: int) -> Sequence[int] | None:
-        """See `PromptSource.first_steps`: that of the first pass."""
-        return [
-            self._step_of(source, self._parts[source].first_position(row)) + 1
-            for source, row in self._rows(step, count)
-        ]
-
-    def _rows(self, step: int, count: int) -> list[tuple[int, int]]:
-        """Return the source and the row of each prompt of a step."""
-        if count > min(self.per_step, len(self.train)):
-            raise RefusedError(
-                f"{count} rows of a step are more than its {self.per_step} or the {len(self.train)} of data.train",
-                code="too-few-rows",
-            )
-        first, before = (step - 1) * self.per_step, self._shares.before
-        rows = [
-            map(part.row, range(before(source, first), before(source, first + count)))
-            for source, part in enumerate(self._parts)
-        ]
-        turns = [self._shares.turn(position) for position in range(first, first + count)]
-        return [(turn, next(rows[turn])) for turn in turns]
+        return [passes.first_step(row) for passes, row in self._rows(step, count)]
 
     def validation(self, count: int | None) -> list[Prompt]:
         """Give the first held-out prompts, all where they are fewer."""
         return list(self.held_out[:count])
 
-    @cached_property
-    def _shares(self) -> Shares:
-        return Shares(self.weights or {"": 1.0})
+    def _rows(self, step: int, count: int) -> list[tuple[_Passes, int]]:
+        """Return the row of each prompt of a step, and the passes that it is from."""
+        if count > min(self.per_step, len(self.train)):
+            what = f"{count} rows of a step are more than its {self.per_step} or the {len(self.train)} of data.train"
+            raise RefusedError(what, code="too-few-rows")
+        passes, first, found = self._passes, (step - 1) * self.per_step, list[tuple[_Passes, int]]()
+        positions = [one.begin(step - 1) for one in passes]
+        for turn in map(passes[0].shares.turn, range(first, first + count)):
+            epoch, place = divmod(positions[turn], len(passes[turn].rows))
+            found.append((passes[turn], passes[turn].rows[passes[turn].order(epoch)[place]]))
+            positions[turn] += 1
+        return found
 
     @cached_property
-    def _parts(self) -> list[_Passes]:
-        if self.weights is None:
-            rows: dict[str, Sequence[int]] = {"": range(len(self.train))}
-        else:
+    def _passes(self) -> list[_Passes]:
+        rows: dict[str, Sequence[int]] = {"": range(len(self.train))}
+        if self.weights is not None:
             of_source = {name: array("I") for name in self.weights}
             for row, prompt in enumerate(self.train):
                 of_source[prompt.source].append(row)
             rows = {f":{name}": found for name, found in of_source.items()}
-
-        def step_around(source: int, position: int) -> tuple[int, int]:
-            step = self._step_of(source, position)
-            return self._begin(source, step), self._begin(source, step + 1)
-
-        seed = self.seed if self.shuffle else None
+        shares, seed = Shares(self.weights or {"": 1.0}), self.seed if self.shuffle else None
         return [
-            _Passes(found, seed, key, partial(step_around, source))
+            _Passes(found, seed, key, shares, source, self.per_step)
             for source, (key, found) in enumerate(rows.items())
         ]
-
-    def _step_of(self, source: int, position: int) -> int:
-        """Return the step, counted from 0, that takes the row at a position of a source's passes."""
-        most = (position + 2) * self._shares.period // self.per_step + 1
-        return bisect_right(range(most), position, key=partial(self._begin, source)) - 1
-
-    def _begin(self, source: int, step: int) -> int:
-        return self._shares.before(source, step * self.per_step)
 
 
 @dataclass(frozen=True)
 class _Passes:
-    """The rows of a source, pass after pass; `step_around` gives the first position of a step, and the end of it.
+    """The rows of a source, pass after pass.
 
     seed: of the orders; None takes each pass as the rows lie. key: what sets the orders apart from those of other
-    sources.
+    sources. source: its place among the shares.
     """
 
     rows: Sequence[int]
     seed: int | None
     key: str
-    step_around: Callable[[int], tuple[int, int]]
+    shares: Shares
+    source: int
+    per_step: int
     _orders: list[array[int]] = field(default_factory=list["array[int]"], init=False, repr=False)
     _first: array[int] = field(default_factory=lambda: array("I"), init=False, repr=False)
 
-    def row(self, position: int) -> int:
-        """Return the row at a position of the passes."""
-        epoch, place = divmod(position, len(self.rows))
-        while len(self._orders) <= epoch:
-            self._orders.append(self._order(len(self._orders)))
-        return self.rows[self._orders[epoch][place]]
+    def begin(self, step: int) -> int:
+        return self.shares.before(self.source, step * self.per_step)
 
-    def first_position(self, row: int) -> int:
-        """Return the position of a row in the first pass."""
-        if not self._orders:
-            self._orders.append(self._order(0))
+    def _step_of(self, position: int) -> int:
+        """Return the step, counted from 0, that takes the row at a position."""
+        most = (position + 2) * self.shares.period // self.per_step + 1
+        return bisect_right(range(most), position, key=self.begin) - 1
+
+    def first_step(self, row: int) -> int:
+        """Return the step, counted from 1, that takes a row in the first pass."""
+        order = self.order(0)
         if not self._first:
-            self._first.extend(self._orders[0])
-            for position, place in enumerate(self._orders[0]):
+            self._first.extend(order)
+            for position, place in enumerate(order):
                 self._first[place] = position
-        return self._first[bisect_left(self.rows, row)]
+        return self._step_of(self._first[bisect_left(self.rows, row)]) + 1
 
-    def _order(self, epoch: int) -> array[int]:
+    def order(self, epoch: int) -> array[int]:
+        """Return the order of a pass, whose first step has no row that it has of the pass before."""
         rows = len(self.rows)
-        if self.seed is None:
-            return array("I", range(rows))  # in which no step that ends in the next pass has a row twice
-        order = array("I", shuffled(rows, f"epoch:{self.seed}:{epoch}{self.key}"))
-        begin, end = self.step_around(epoch * rows)
-        begun = epoch * rows - begin
-        if not begun:
-            return order
-        behind = set(self._orders[epoch - 1][-begun:])
-        head = array("I", islice((row for row in order if row not in behind), end - epoch * rows))
-        ahead = set(head)
-        return head + array("I", (row for row in order if row not in ahead))
+        while (number := len(self._orders)) <= epoch:
+            order = array("I", range(rows))
+            if self.seed is not None:
+                order = array("I", shuffled(rows, f"epoch:{self.seed}:{number}{self.key}"))
+                step = self._step_of(number * rows)
+                if begun := number * rows - self.begin(step):
+                    behind = set(self._orders[number - 1][-begun:])
+                    fresh = (row for row in order if row not in behind)
+                    head = array("I", islice(fresh, self.begin(step + 1) - number * rows))
+                    ahead = set(head)
+                    order = head + array("I", (row for row in order if row not in ahead))
+            self._orders.append(order)
+        return self._orders[epoch]

@@ -1,7 +1,7 @@
 """Models and tokenizers of Hugging Face: where they lie, what their files say, and fetching them.
 
-`huggingface_hub` is imported only where something has to be fetched, `tokenizers` where a tokenizer is examined: that
-takes 15 ms, and imports no framework.
+Libraries are imported where they are used: `huggingface_hub` to fetch, `tokenizers` and `safetensors` to examine files,
+which takes 15 ms each, and imports no framework.
 """
 
 # huggingface_hub leaves parameters of its functions untyped.
@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, cast
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, Tree
-from nemo_rl_mcore.data.strict_json import open_regular, parse_json, read_json, read_regular
+from nemo_rl_mcore.data.strict_json import read_json, read_regular
 from nemo_rl_mcore.errors import RefusedError, quoted, shortened
 
 if TYPE_CHECKING:
@@ -33,10 +33,7 @@ GENERATION = "generation_config.json"
 EOS = "eos_token_id"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_LENGTH = 8
-"""Bytes at the beginning of a safetensors file that say how long its header is, which JSON is and comes next."""
-_LONGEST_HEADER = 100_000_000
-"""As in the library safetensors."""
+KEY = "policy.tokenizer.name"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _OF_TOKENIZERS = (
     "tokenizer*",
@@ -49,10 +46,11 @@ _OF_TOKENIZERS = (
 _OF_MODELS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 # Copies of the weights in other formats.
 _UNWANTED = ("consolidated*", "original/*")
+_REMEDY = "name a local Hugging Face tokenizer folder, or set it to char"
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name may be that of a model on the hub: `organisation/model`."""
+    """Tell whether a name may be that of a model on the hub: `organisation/model`."""
     return _HUB_ID.fullmatch(name) is not None
 
 
@@ -73,13 +71,16 @@ def local_folder(name: str) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
+def _tokenizer_folder(name: str | None) -> Path | None:
+    return None if name in (None, CHAR_TOKENIZER_NAME) else local_folder(name)
+
+
 def read_object(path: Path, key: str) -> dict[str, object]:
     """Return the object that a JSON file of transformers holds; raises ConfigError with a problem of the key."""
     try:
         config = read_json(path, finite=False)  # transformers writes Infinity
     except (OSError, ValueError) as error:
-        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is not JSON: {error}"
-        raise ConfigError([Problem("not-readable", key, f"{str(path)!r} {why}")]) from error
+        raise ConfigError([Problem("not-readable", key, f"{str(path)!r} cannot be read: {error}")]) from error
     if not isinstance(config, dict):
         raise ConfigError([Problem("not-readable", key, f"{str(path)!r} does not hold an object")])
     return cast("dict[str, object]", config)
@@ -92,8 +93,8 @@ def end_ids(model_name: str | None, tokenizer: str) -> tuple[int, ...]:
     Raises ConfigError for what is no id, and for a file that cannot be read.
     """
     found = list[int]()
-    for key, name in (("policy.model_name", model_name), ("policy.tokenizer.name", tokenizer)):
-        folder = None if name in (None, CHAR_TOKENIZER_NAME) else local_folder(name)
+    for key, name in (("policy.model_name", model_name), (KEY, tokenizer)):
+        folder = _tokenizer_folder(name)
         for file in () if folder is None else (folder / GENERATION, folder / "config.json"):
             given = read_object(file, key).get(EOS) if file.is_file() else None
             for one in cast("list[object]", given if isinstance(given, list) else [given]):
@@ -101,8 +102,7 @@ def end_ids(model_name: str | None, tokenizer: str) -> tuple[int, ...]:
                     found.append(one)
                 elif given is not None:
                     what = f"{str(file)!r}: {EOS} holds {quoted(one)}, which is no id of a token"
-                    remedy = "write one id, or a list of them"
-                    raise ConfigError([Problem("not-readable", key, what, remedy)])
+                    raise ConfigError([Problem("not-readable", key, what, "write one id, or a list of them")])
     return tuple(dict.fromkeys(found))
 
 
@@ -115,8 +115,9 @@ def fetched_folder(name: str) -> Path:
     folder = local_folder(name)
     if folder is not None and (folder == Path(name) or _is_complete(folder)):
         return folder
-    what = f"policy.model_name: {name!r} is not complete"
-    return _fetched(name, _OF_MODELS, what, "incomplete-model", whole=True)
+    return _fetched(
+        name, _OF_MODELS, f"policy.model_name: {name!r} is not complete", "incomplete-model", whole=True
+    )
 
 
 def fetch_tokenizer(name: str) -> None:
@@ -126,30 +127,26 @@ def fetch_tokenizer(name: str) -> None:
     """
     folder = local_folder(name)
     if is_hub_id(name) and (folder is None or not any(folder.glob("tokenizer*"))):
-        what = f"policy.tokenizer.name: {name!r} is not"
-        _fetched(name, (*_OF_TOKENIZERS, GENERATION), what, "no-tokenizer")
+        _fetched(name, (*_OF_TOKENIZERS, GENERATION), f"{KEY}: {name!r} is not", "no-tokenizer")
 
 
 def _fetched(name: str, wanted: tuple[str, ...], what: str, code: str, *, whole: bool = False) -> Path:
-    """Return the folder of what was fetched; whole: with every file of the weights."""
     from huggingface_hub import snapshot_download
 
-    lacking = f"{what} in the local Hugging Face cache and cannot be fetched"
-    remedy = "fetch it where there is a network, or name a local folder"
     try:
         folder = Path(snapshot_download(name, allow_patterns=[*wanted], ignore_patterns=[*_UNWANTED]))
+        if whole and not _is_complete(folder):  # offline the library is content with what there is
+            raise FileNotFoundError("offline, or a model without safetensors files")
+        return folder
     except Exception as error:
         # Offline, an unknown name, a gated model, a full disk: the library raises classes of four other libraries.
         reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
-        raise RefusedError(f"{lacking} ({reason}); {remedy}", code=code) from error
-    if whole and not _is_complete(folder):  # offline the library is content with what there is
-        reason = "offline, or a model without safetensors files"
-        raise RefusedError(f"{lacking} ({reason}); {remedy}", code=code)
-    return folder
+        lacking = f"{what} in the local Hugging Face cache and cannot be fetched ({reason})"
+        remedy = "fetch it where there is a network, or name a local folder"
+        raise RefusedError(f"{lacking}; {remedy}", code=code) from error
 
 
 def _is_complete(snapshot: Path) -> bool:
-    """Return whether the snapshot holds a config and every file of the weights."""
     index = snapshot / INDEX
     weights = {*read_weight_map(index).values()} if index.is_file() else {ONE_FILE}
     return all((snapshot / file).is_file() for file in ("config.json", *weights))
@@ -159,11 +156,11 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor, which need not exist where an index names it; raises ValueError."""
     index = folder / INDEX
     if index.is_file():
-        return {name: weight_file(folder, file) for name, file in read_weight_map(index).items()}
+        return {name: _weight_file(folder, file) for name, file in read_weight_map(index).items()}
     if not (folder / ONE_FILE).is_file():
         what = f"{str(folder)!r} holds neither {ONE_FILE} nor {INDEX}; other formats are not read"
         raise RefusedError(what, code="no-weights")
-    path = weight_file(folder, ONE_FILE)
+    path = _weight_file(folder, ONE_FILE)
     return dict.fromkeys(tensors_of(path), path)
 
 
@@ -179,53 +176,32 @@ def require_whole_weights(folder: Path) -> None:
 
 def tensors_of(path: Path) -> frozenset[str]:
     """Return the names of a safetensors file's tensors; raises ValueError where it is broken, longer or cut."""
-    end, names = 0, set[str]()
+    from safetensors import SafetensorError, safe_open
+
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size - _LENGTH
-            length = int.from_bytes(file.read(_LENGTH), "little")
-            if length > min(size, _LONGEST_HEADER):
-                raise ValueError(f"it says that its header has {length} bytes, and it has {size} more")
-            header = parse_json(file.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is no object")
-        for name, described in cast("dict[str, object]", header).items():
-            if name == "__metadata__":
-                continue
-            match described:
-                case {"data_offsets": [int(begin), int(stop)]} if 0 <= begin <= stop:
-                    end = max(end, stop)
-                    names.add(name)
-                case _:
-                    what = f"where the tensor {shortened(name)} begins and ends"
-                    raise ValueError(f"its header does not say {what}")
-        if end != size - length:
-            raise ValueError(f"its header says {end} bytes of tensors, and it holds {size - length}")
-    except (OSError, ValueError) as error:
+        with safe_open(path, "numpy") as file:
+            return frozenset(cast("list[str]", file.keys()))  # pyright: ignore[reportUnknownMemberType]
+    except (OSError, SafetensorError) as error:
         raise RefusedError(f"{str(path)!r} cannot be read: {error}", code="unreadable-file") from error
-    return frozenset(names)
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor, as an index names it; raises ValueError when it is no index."""
-    found: object = None
     try:
         content = read_json(index, finite=False)
         found = cast("dict[str, object]", content).get("weight_map") if isinstance(content, dict) else None
-        why = "it has no weight_map"
+        if not isinstance(found, dict):
+            raise ValueError("it has no weight_map")
+        for name, file in cast("dict[str, object]", found).items():
+            if not isinstance(file, str):
+                raise ValueError(f"weight_map.{shortened(name)} is no name of a file")
+        return cast("dict[str, str]", found)
     except (OSError, ValueError) as error:
-        why = str(error)
-    if not isinstance(found, dict):
-        raise RefusedError(f"{str(index)!r} is not an index of safetensors files: {why}", code="no-index")
-    file_of = cast("dict[str, object]", found)
-    for name, file in file_of.items():
-        if not isinstance(file, str):
-            what = f"{str(index)!r}: weight_map.{shortened(name)} is no name of a file"
-            raise RefusedError(what, code="no-index")
-    return cast("dict[str, str]", file_of)
+        what = f"{str(index)!r} is not an index of safetensors files: {error}"
+        raise RefusedError(what, code="no-index") from error
 
 
-def weight_file(folder: Path, name: str) -> Path:
+def _weight_file(folder: Path, name: str) -> Path:
     """Return the path of a file of weights, which need not exist; raises ValueError when it leads out of the folder.
 
     A snapshot in the hub's cache (`snapshots/REVISION`) is made of links into `blobs` beside it; those are its own.
@@ -236,27 +212,22 @@ def weight_file(folder: Path, name: str) -> Path:
     if home.parent.name == "snapshots":
         homes.append((home.parent.parent / "blobs").resolve())
     if inside.is_absolute() or ".." in inside.parts or not any(end.is_relative_to(one) for one in homes):
-        raise RefusedError(
-            f"{str(path)!r} leads out of the folder, to {str(end)!r}; name the folder of the weights itself",
-            code="outside-folder",
+        what = (
+            f"{str(path)!r} leads out of the folder, to {str(end)!r}; name the folder of the weights itself"
         )
+        raise RefusedError(what, code="outside-folder")
     if end.exists() and not end.is_file():
         raise RefusedError(f"{str(path)!r} cannot be read: no regular file", code="not-a-regular-file")
     return path
 
 
-KEY = "policy.tokenizer.name"
-_REMEDY = "name a local Hugging Face tokenizer folder, or set it to char"
-
-
 def tokenizer_problems(policy: PolicyConfig) -> Iterator[Problem]:
     """Yield what stops `policy.tokenizer.name` from being loaded, or from fitting policy.model.vocab_size."""
     name = policy.tokenizer.name
-    folder = local_folder(name)
-    if name == CHAR_TOKENIZER_NAME or (folder is None and is_hub_id(name)):
-        return  # the latter is fetched, see `parts.tokenizer_of`
+    folder = _tokenizer_folder(name)
     if folder is None:
-        yield Problem("not-found", KEY, f"no folder {name!r} in {Path.cwd()}", _REMEDY)
+        if name != CHAR_TOKENIZER_NAME and not is_hub_id(name):  # which is fetched as the run starts
+            yield Problem("not-found", KEY, f"no folder {name!r} in {Path.cwd()}", _REMEDY)
         return
     if not has_tokenizer(name):
         what = f"the folder {name!r} holds no tokenizer (tokenizer.json, tokenizer_config.json)"
@@ -267,7 +238,7 @@ def tokenizer_problems(policy: PolicyConfig) -> Iterator[Problem]:
     if tokenizer is None:
         return
     # Tokens that settings name and tokenizer.json lacks are added when the tokenizer is loaded. Its class may add
-    # others still, which only transformers knows: see `parts.open_tokenizer`.
+    # others still, which only transformers knows.
     named = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
     for many in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
         listed = settings.get(many)
@@ -284,14 +255,13 @@ def tokenizer_problems(policy: PolicyConfig) -> Iterator[Problem]:
 
 
 def has_tokenizer(name: str) -> bool:
-    """Return whether a tokenizer of that name lies on this machine."""
-    folder = None if name == CHAR_TOKENIZER_NAME else local_folder(name)
+    folder = _tokenizer_folder(name)
     return folder is not None and any(folder.glob("tokenizer*"))
 
 
 def special_tokens_of(name: str) -> list[str]:
     """Return the special tokens that the JSON of a tokenizer names; the libraries know those of other formats."""
-    folder = None if name == CHAR_TOKENIZER_NAME else local_folder(name)
+    folder = _tokenizer_folder(name)
     tokenizer = None if folder is None else _read_tokenizer(folder)[1]
     added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
     return [token.content for token in added.values() if token.special]
@@ -318,24 +288,20 @@ def ends_of(policy: PolicyConfig) -> dict[int, str]:
 
 
 def _read_tokenizer(folder: Path) -> tuple[Tree, Tokenizer | None, list[Problem]]:
-    """Return what tokenizer_config.json and tokenizer.json hold; nothing where one lacks, or is a problem."""
     settings, tokenizer, problems = Tree(), None, list[Problem]()
     for path in (folder / "tokenizer_config.json", folder / "tokenizer.json"):
-        wrong = ""
         try:
             if not path.exists():  # as of older formats
                 continue
             if path.name == "tokenizer.json":
                 tokenizer = _parsed(read_regular(path))
-            elif isinstance(found := read_json(path, finite=False), dict):
-                settings = cast("Tree", found)
-            else:
-                wrong = "is not what a tokenizer is saved as: it should be an object"
-        except OSError as error:
-            wrong = f"cannot be read: {error.strerror}"
-        except ValueError as error:
+                continue
+            if not isinstance(found := read_json(path, finite=False), dict):
+                raise ValueError("it should be an object")
+            settings = cast("Tree", found)
+        except (OSError, ValueError) as error:
             wrong = f"is not what a tokenizer is saved as: {error}"
-        if wrong:
+            wrong = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else wrong
             problems.append(Problem("not-readable", KEY, f"{str(path)!r} {wrong}", _REMEDY))
     return settings, tokenizer, problems
 
@@ -345,11 +311,10 @@ def too_large(policy: PolicyConfig, rows: int, lacking: Sequence[str] = ()) -> P
     name, there = policy.tokenizer.name, policy.model.vocab_size
     without = f", none for {', '.join(map(repr, lacking))}" if lacking else ""
     if policy.weights is not None:
-        what = (
-            f"{name!r} has {rows} ids, and the weights (policy.{policy.weights}) have {there} rows{without}"
-        )
+        weights = f"policy.{policy.weights}"
+        what = f"{name!r} has {rows} ids, and the weights ({weights}) have {there} rows{without}"
         remedy = f"resize the embeddings to {rows} rows, or name the tokenizer of the weights"
-        return Problem("contradicts", KEY, what, remedy, (f"policy.{policy.weights}",))
+        return Problem("contradicts", KEY, what, remedy, (weights,))
     what = f"{there} is below the {rows} ids of {KEY}: {name!r}{without}"
     return Problem("too-small", "policy.model.vocab_size", what, f"set vocab_size: {rows}", (KEY,))
 

@@ -28,28 +28,21 @@ class ToolCall:
 
     @property
     def parsed(self) -> dict[str, Any] | str:
-        """Return the arguments as chat templates expect them: as an object where they are one."""
+        """The arguments as chat templates expect them: as an object where they are one."""
         try:
             found: object = json.loads(self.arguments)
         except (ValueError, RecursionError):
             return self.arguments
         return cast("dict[str, Any]", found) if isinstance(found, dict) else self.arguments
 
-    def with_texts(self, change: Callable[[str], str]) -> ToolCall:
-
-        changed = with_strings(self.parsed, change)
-        arguments = changed if isinstance(changed, str) else json.dumps(changed, ensure_ascii=False)
-        return ToolCall(change(self.id), change(self.name), arguments)
-
     def fields(self, *, parsed: bool) -> dict[str, Any]:
+        """Return it as OpenAI writes it; parsed: with arguments as chat templates expect them."""
         function = {"name": self.name, "arguments": self.parsed if parsed else self.arguments}
         return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Message:
-    """A turn of a conversation."""
-
     role: str
     content: str
     frame: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
@@ -71,12 +64,17 @@ class Message:
 
     def with_texts(self, change: Callable[[str], str]) -> Message:
         """Change every text but that of the frame, the strings in arguments of calls among them."""
+        calls = list[ToolCall]()
+        for call in self.tool_calls:
+            changed = with_strings(call.parsed, change)
+            arguments = changed if isinstance(changed, str) else json.dumps(changed, ensure_ascii=False)
+            calls.append(ToolCall(change(call.id), change(call.name), arguments))
         start, end = self.frame[0], len(self.content) - self.frame[1]
         return replace(
             self,
             role=change(self.role),
             content=f"{self.content[:start]}{change(self.content[start:end])}{self.content[end:]}",
-            tool_calls=tuple(call.with_texts(change) for call in self.tool_calls),
+            tool_calls=tuple(calls),
             tool_call_id=change(self.tool_call_id),
             name=change(self.name),
             reasoning=change(self.reasoning),
@@ -95,22 +93,6 @@ class Message:
         return {**self.more, **shown, **{key: value for key, value in more.items() if value}}
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What a row has besides texts: the tools that answers may call, and its answers as messages with more than text.
-
-    own_turn: an answer is a turn of its own; else it goes on with an assistant's message that the context ends with.
-    """
-
-    tools: Tools = field(default=(), hash=False)
-    answer: Message | None = None
-    rejected: Message | None = None
-    own_turn: bool = False
-
-
-NO_EXTRAS = Extras()
-
-
 def with_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Change every string of a JSON value, names of objects among them."""
     if isinstance(value, str):
@@ -123,13 +105,11 @@ def with_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-Context = str | tuple[Message, ...]
+type Context = str | Sequence[Message]
 """What the model is shown before it answers: a text, or a conversation."""
 
 
 class MessageError(RefusedError):
-    """A field that is none of a message's: its path, and what is wrong with it."""
-
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path} {what}", code="message-field")
         self.path = path
@@ -143,22 +123,21 @@ def read_message(given: object, path: str) -> Message:
     if not isinstance(given, Mapping):
         raise MessageError(path, "must be an object")
     said = cast("Mapping[str, Any]", given)
-    role = said.get("role")
+    role, content, weight = said.get("role"), said.get("content"), cast("object", said.get("weight"))
     if not isinstance(role, str):
         raise MessageError(f"{path}.role", f"must be text, got {role!r:.100}")
     calls = cast("list[object]", _of_type(said, "tool_calls", list, path) or [])
-    if role != "assistant" and calls:
+    if calls and role != "assistant":
         raise MessageError(f"{path}.tool_calls", "is of another role, and an assistant alone calls tools")
-    weight: object = said.get("weight")
     message = Message(
         role,
-        _text(said.get("content"), f"{path}.content"),
+        _text(content, f"{path}.content"),
         tool_calls=tuple(_tool_call(call, f"{path}.tool_calls[{place}]") for place, call in enumerate(calls)),
         tool_call_id=_of_type(said, "tool_call_id", str, path) or "",
         name=_of_type(said, "name", str, path) or "",
         reasoning=_of_type(said, "reasoning_content", str, path) or "",
         more={key: value for key, value in said.items() if key not in _READ and value is not None},
-        null=said.get("content") is None,
+        null=content is None,
         trained=weight != 0,
     )
     if weight is not None and weight not in (0, 1):
@@ -180,7 +159,6 @@ def read_row_message(given: object, path: str) -> Message:
 
 
 def _text(content: object, path: str) -> str:
-    """Join the parts of a content."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -210,11 +188,10 @@ def _of_type[T](values: Mapping[str, Any], name: str, kind: type[T], path: str) 
 
 
 def as_object(value: object) -> Mapping[str, Any]:
-    """Return a mapping as it is; nothing else holds keys here."""
     return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
-type Spans = Sequence[tuple[int, int]]
+type Spans = tuple[tuple[int, int], ...]
 """Places of a text, each from its first character to after its last one, in order."""
 MASK = "\ue000"
 """A character that no special token has."""
@@ -225,15 +202,14 @@ class Rendered:
     """A text for the model; `literal` are the special tokens in it that content spells."""
 
     text: str
-    literal: tuple[tuple[int, int], ...] = ()
+    literal: Spans = ()
 
     def begins_with(self, beginning: Rendered) -> bool:
-        """Return whether it begins with another text, the special tokens that content spells in both alike."""
+        """Tell whether it begins with another text, the special tokens that content spells in both alike."""
         within = takewhile(lambda span: span[1] <= len(beginning.text), self.literal)
         return self.text.startswith(beginning.text) and tuple(within) == beginning.literal
 
     def part(self, start: int, end: int | None = None) -> Rendered:
-        """Return what stands between two places of it."""
         end = len(self.text) if end is None else end
         inside = ((first - start, last - start) for first, last in self.literal if start <= first < end)
         return Rendered(self.text[start:end], tuple(inside))
@@ -253,10 +229,8 @@ def contents(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
     return [*filter(None, said)]
 
 
-def literal_spans(
-    text: str, tokens: Sequence[str], frame: tuple[int, int] = (0, 0)
-) -> tuple[tuple[int, int], ...]:
-    """Find the special tokens that a text spells; frame: what a file of the recipe says of it, see `Message.frame`."""
+def literal_spans(text: str, tokens: Sequence[str], frame: tuple[int, int] = (0, 0)) -> Spans:
+    """Find the special tokens that a text spells; frame: as `Message.frame`."""
     if not tokens:
         return ()
     found = pattern_of(tuple(tokens)).finditer(text, frame[0], len(text) - frame[1])
@@ -265,7 +239,7 @@ def literal_spans(
 
 @lru_cache(maxsize=16)
 def pattern_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """Return what finds special tokens as tokenizers do: from the left, the longest one."""
+    """Return a pattern that finds special tokens as tokenizers do: from the left, the longest one."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
 
@@ -273,26 +247,20 @@ class Seal:
     """Puts marks in the place of special tokens while a chat template renders, and the tokens back after it."""
 
     def __init__(self, tokens: Sequence[str], texts: Sequence[str]) -> None:
-        """Choose marks that no one of `texts` holds."""
-        self._pattern, self._places = pattern_of(tuple(tokens)), {token: i for i, token in enumerate(tokens)}
-        self._tokens = tokens
-        number = 0
+        self._tokens, number = tokens, 0
         while any(f"{MASK}{number}." in text for text in texts):
             number += 1
         self._mark = f"{MASK}{number}."
+        self._marks = {token: f"{self._mark}{place}." for place, token in enumerate(tokens)}
 
     def close(self, text: str) -> str:
-        """Put a mark in the place of each special token."""
-        return self._pattern.sub(lambda found: f"{self._mark}{self._places[found[0]]}.", text)
+        return pattern_of(tuple(self._marks)).sub(lambda found: self._marks[found[0]], text)
 
     def open(self, text: str) -> Rendered:
-        """Put the tokens back."""
         parts = re.split(rf"{re.escape(self._mark)}(\d+)\.", text)
-        opened, literal, length = list[str](), list[tuple[int, int]](), 0
-        for place, part in enumerate(parts):
-            piece = self._tokens[int(part)] if place % 2 else part
-            if place % 2:
-                literal.append((length, length + len(piece)))
-            opened.append(piece)
-            length += len(piece)
-        return Rendered("".join(opened), tuple(literal))
+        opened, literal = parts[0], list[tuple[int, int]]()
+        for number, behind in zip(parts[1::2], parts[2::2], strict=True):
+            token = self._tokens[int(number)]
+            literal.append((len(opened), len(opened) + len(token)))
+            opened += token + behind
+        return Rendered(opened, tuple(literal))

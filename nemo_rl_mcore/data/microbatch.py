@@ -1,5 +1,8 @@
 """Cut a batch into microbatches, and put what they give back into the batch's order.
 
+Three classes say how: `groups` gives the rows of each microbatch, every row in exactly one and no sample parted, and
+`build` a microbatch for each group; one for an empty group is filling alone, a sample of it at least.
+
 Shapes: B rows of a microbatch, S its columns, N rows of the batch that are in it.
 """
 
@@ -9,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -35,23 +38,23 @@ class Microbatch:
 
     @property
     def input_ids(self) -> Tensor:
-        """Return the tokens as the model takes them."""
+        """The tokens as the model takes them."""
         return self.to_model(self.rows["input_ids"])
 
     @property
     def padding(self) -> Tensor:
-        """Return bool, of the shape of `input_ids`: true where there is no token."""
+        """Bool, of the shape of `input_ids`: true where there is no token."""
         columns = torch.arange(self.rows["input_ids"].shape[1], device=self.rows["input_ids"].device)
         return ~self.to_model(columns < self.rows["input_lengths"].unsqueeze(1))
 
     @property
     def whole(self) -> Microbatch:
-        """Return what the ranks share of which each sees a part: itself, where each sees all of it."""
+        """All of what ranks share of which each sees a part: itself, where each sees all of it."""
         return self
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """Return where the samples of a packed row begin and end; empty when every sample has a row of its own."""
+        """Where the samples of a packed row begin and end; empty when every sample has a row of its own."""
         return ()
 
     def to_model(self, values_BS: Tensor) -> Tensor:
@@ -69,18 +72,6 @@ class Microbatch:
         return replace(self, rows=self.rows.to(device), places=self.places.to(device))
 
 
-class BatchingStrategy(Protocol):
-    """How a batch becomes microbatches: which rows go together, and how they are laid out; no sample is parted."""
-
-    def groups(self, data: BatchedDataDict) -> Groups:
-        """Return the rows of each microbatch; every row is in exactly one."""
-        ...
-
-    def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
-        """Return a microbatch for each group; one for an empty group is filling alone, a sample of it at least."""
-        ...
-
-
 @dataclass(frozen=True)
 class FixedRows:
     """Microbatches of `row_count` rows in the batch's order, filled up where the next sample does not fit.
@@ -94,11 +85,10 @@ class FixedRows:
     rows_per_sample: int = 1
 
     def groups(self, data: BatchedDataDict) -> Groups:
-        """See `BatchingStrategy.groups`. Raises ValueError when a microbatch has fewer rows than a sample."""
+        """Raise ValueError when a microbatch has fewer rows than a sample."""
         if self.row_count < self.rows_per_sample:
-            raise ValueError(
-                f"a microbatch of {self.row_count} rows has no room for a sample of {self.rows_per_sample}"
-            )
+            what = f"a microbatch of {self.row_count} rows has no room for a sample of {self.rows_per_sample}"
+            raise ValueError(what)
         groups: Groups = []
         for sample in data.samples(self.rows_per_sample):
             if not groups or len(groups[-1]) + len(sample) > self.row_count:
@@ -207,28 +197,25 @@ class DynamicRows:
         lengths: list[int] = data["input_lengths"].tolist()
         groups: Groups = []
         columns = 0
-        longest = {
-            sample: max(lengths[row] for row in sample) for sample in data.samples(self.rows_per_sample)
-        }
+        samples = data.samples(self.rows_per_sample)
+        longest = {sample: max(lengths[row] for row in sample) for sample in samples}
         # Longest first: what needs the most memory comes first, and the columns are known when a group begins.
         for sample in sorted(longest, key=lambda sample: -longest[sample]):
             if not groups or (len(groups[-1]) + len(sample)) * columns > self.budget.tokens:
                 groups.append([])
-                columns = self._columns(data, longest[sample])
+                columns = self.budget.padded(longest[sample], at_most=data["input_ids"].shape[1])
             groups[-1].extend(sample)
         return groups
 
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
-        microbatches = list[Microbatch]()
+        microbatches, most = list[Microbatch](), data["input_ids"].shape[1]
         for group in groups:
             places = torch.tensor(group, dtype=torch.long)
             longest = int(data["input_lengths"][places].max()) if group else 0
-            rows = take_rows(data, group, max(len(group), self.rows_per_sample), self._columns(data, longest))
+            columns = self.budget.padded(longest, at_most=most)
+            rows = take_rows(data, group, max(len(group), self.rows_per_sample), columns)
             microbatches.append(Microbatch(rows, places))
         return microbatches
-
-    def _columns(self, data: BatchedDataDict, longest: int) -> int:
-        return self.budget.padded(longest, at_most=data["input_ids"].shape[1])
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Groups:
@@ -284,9 +271,8 @@ class PackedMicrobatch(Microbatch):
         """[1, L, ...] to [B, S, ...], 0 where no token is; gradients flow back."""
         rows, columns = self.rows["input_ids"].shape
         flat = values.new_zeros(rows * columns, *values.shape[2:])
-        return flat.index_copy(0, self.sources, values[0, : len(self.sources)]).view(
-            rows, columns, *values.shape[2:]
-        )
+        laid_out = flat.index_copy(0, self.sources, values[0, : len(self.sources)])
+        return laid_out.view(rows, columns, *values.shape[2:])
 
     def to(self, device: torch.device) -> Self:
         return replace(super().to(device), sources=self.sources.to(device))
@@ -307,7 +293,7 @@ class PackedRows:
     row_multiple: int = 1
 
     def groups(self, data: BatchedDataDict) -> Groups:
-        lengths = self._padded(data["input_lengths"].tolist())
+        lengths = [round_up(length, self.row_multiple) for length in data["input_lengths"].tolist()]
         samples = data.samples(self.rows_per_sample)
         tokens = [sum(lengths[row] for row in sample) for sample in samples]
         bins = first_fit_decreasing(tokens, max(self.budget.tokens, *tokens, 0))
@@ -316,24 +302,19 @@ class PackedRows:
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
         # An empty group is a sample of filling, for losses to have something to read.
         filling = (0,) * self.rows_per_sample
-        lengths = [tuple(self._padded(data["input_lengths"][group].tolist())) or filling for group in groups]
+        lengths = [
+            tuple(round_up(length, self.row_multiple) for length in data["input_lengths"][group].tolist())
+            or filling
+            for group in groups
+        ]
         columns = [self.budget.padded(sum(of_group)) for of_group in lengths]
         if self.equal_columns:
             columns = [max(columns)] * len(columns)
         microbatches = list[Microbatch]()
         for group, of_group, packed in zip(groups, lengths, columns, strict=True):
-            row_columns = max(*of_group, 1)
+            row_columns, places = max(*of_group, 1), torch.tensor(group, dtype=torch.long)
             real = torch.arange(row_columns) < torch.tensor(of_group).unsqueeze(1)
-            microbatches.append(
-                PackedMicrobatch(
-                    rows=take_rows(data, group, len(of_group), row_columns),
-                    places=torch.tensor(group, dtype=torch.long),
-                    sources=real.flatten().nonzero().flatten(),
-                    lengths=of_group,
-                    columns=packed,
-                )
-            )
+            rows = take_rows(data, group, len(of_group), row_columns)
+            sources = real.flatten().nonzero().flatten()
+            microbatches.append(PackedMicrobatch(rows, places, sources, of_group, packed))
         return microbatches
-
-    def _padded(self, lengths: list[int]) -> list[int]:
-        return [round_up(length, self.row_multiple) for length in lengths]

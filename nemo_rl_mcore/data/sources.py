@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import batched, count, islice
@@ -10,40 +10,31 @@ from numbers import Integral
 from typing import cast
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
-from nemo_rl_mcore.config.base import Code, ConfigError, Problem
+from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.custom_code import build, custom_code
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceConfig, SourceDefaults
-from nemo_rl_mcore.data.answers import (
-    PreferenceSource,
-    WrongAnswerPairs,
-    answer_row,
-    pair_rows,
-)
+from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs, answer_row, pair_rows
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.datasets import DigitTaskSource, EpochSource, Prompt, PromptSource
 from nemo_rl_mcore.data.examples import (
     TOKENS_KEY,
     TOKENS_REMEDY,
-    PromptTexts,
     count_problems,
     first_token,
     held_out_problems,
+    read_examples,
     read_held_out,
-    read_run_examples,
     read_set,
     read_texts,
-    run_token_problems,
     special_token_problems,
 )
 from nemo_rl_mcore.data.messages import literal_spans
-from nemo_rl_mcore.data.row_readers import RowError, RowReader
-from nemo_rl_mcore.data.rows import SourceError, read_stream
+from nemo_rl_mcore.data.rows import RowError, RowReader, read_stream, refused
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import CustomCodeError, RefusedError, code_of
 
-_NO_TEXTS = PromptTexts()
 _CHARACTERS = 256
 """More than a token of any vocabulary stands for in running text: what has more is not encoded to be counted."""
 
@@ -94,37 +85,39 @@ class RowLimits:
         shifted = tuple((start + len(opening), end + len(opening)) for start, end in literal)
         return replace(prompt, text=opening + prompt.text, literal=shifted)
 
+    def whole(self, prompt: Prompt, *, sampled: bool, told: str = "") -> Prompt:
+        """Return the prompt as `rendered` does; ValueError, which begins with `told`, for one that is too long."""
+        shown = self.rendered(prompt)
+        if (excess := self.excess(shown, sampled=sampled)) is not None:
+            raise RefusedError(f"{told}{excess}", code="row-length")
+        return shown
+
     def excess(self, prompt: Prompt, *, sampled: bool) -> str | None:
         """Return what is too long, and the key to raise; None where the row fits."""
         longest_prompt, longest = self.config.max_prompt_length, self.config.policy.max_total_sequence_length
-        if sampled and (excess := _too_many(len(prompt.text), longest_prompt)):
-            return f"the prompt {excess}: raise data.max_input_seq_length"
+        more = "has {} characters, more than the {} tokens that are allowed can be: raise"
+        if sampled and (characters := len(prompt.text)) > _CHARACTERS * longest_prompt:
+            return f"the prompt {more.format(characters, longest_prompt)} data.max_input_seq_length"
         if sampled and (length := len(self.tokenizer.encode(prompt.text, prompt.literal))) > longest_prompt:
             return (
                 f"the prompt has {length} tokens, and {longest_prompt} are allowed: raise data.max_input_seq_length, "
                 "or policy.max_total_sequence_length where it is null"
             )
-        kind = self.kind or self.config.row_kind
-        if kind is RowKind.PROMPTS:
+        if (kind := self.kind or self.config.row_kind) is RowKind.PROMPTS:
             return None
-        texts = [prompt.text or "", *(turn.content for turn in prompt.context), prompt.imitated]
-        if excess := _too_many(max(map(len, [*texts, prompt.rejected or ""])), longest):
-            return f"the row {excess}: raise policy.max_total_sequence_length"
-        rows = (
-            pair_rows(prompt, self.tokenizer)
-            if kind is RowKind.PAIRS
-            else (answer_row(prompt, self.tokenizer),)
-        )
-        length = max(len(row.ids) for row in rows)
+        texts = [
+            prompt.text,
+            *(turn.content for turn in prompt.context),
+            prompt.imitated,
+            prompt.rejected or "",
+        ]
+        if (characters := max(map(len, texts))) > _CHARACTERS * longest:
+            return f"the row {more.format(characters, longest)} policy.max_total_sequence_length"
+        pairs = pair_rows(prompt, self.tokenizer) if kind is RowKind.PAIRS else ()
+        length = max(len(row.ids) for row in pairs or (answer_row(prompt, self.tokenizer),))
         if length > longest:
             return f"the row has {length} tokens: raise policy.max_total_sequence_length: {longest}"
         return None
-
-
-def _too_many(characters: int, tokens: int) -> str | None:
-    if characters <= _CHARACTERS * tokens:
-        return None
-    return f"has {characters} characters, more than the {tokens} tokens that are allowed can be"
 
 
 class StreamSource(PromptSource):
@@ -139,13 +132,12 @@ class StreamSource(PromptSource):
         self, limits: RowLimits, path: str, source: SourceConfig, held_out: Sequence[Prompt]
     ) -> None:
         self.held_out = held_out
-        self._limits, self._path, self._source = limits, path, source
+        self._config, self._path, self._source = limits.config, path, source
         self._drops = limits.config.data.overlong == "drop"
         self._fitting = partial(limits.fitting, sampled=limits.config.row_kind is RowKind.PROMPTS)
         self._steps, self._next, self._last = self._batches(), 1, list[Prompt]()
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
-        """See `PromptSource.train_batch`; ConfigError for rows that do not serve."""
         if step + 1 != self._next or not self._last:
             if step < self._next:
                 self._steps, self._next = self._batches(), 1
@@ -160,12 +152,11 @@ class StreamSource(PromptSource):
         return self._last[:count]
 
     def validation(self, count: int | None) -> list[Prompt]:
-        """Give the first rows of data.validation, all where they are fewer."""
         return list(self.held_out[:count])
 
     def _batches(self) -> Iterator[Sequence[Prompt]]:
         """Yield the rows of each step; skipped rows are encoded only where that decides which are left out."""
-        per_step = self._limits.config.prompts_per_step
+        per_step = self._config.prompts_per_step
         for epoch in count():
             rows, whole = self._rows(epoch), 0
             for batch in batched(self._fitting(rows) if self._drops else rows, per_step):
@@ -174,33 +165,68 @@ class StreamSource(PromptSource):
                     yield batch
             if not whole:
                 what = f"a pass over the stream has fewer rows than the {per_step} of a step"
-                remedy = "lower the rows of a step, or add rows"
-                raise self._error("too-few-rows", "", what, remedy)
+                raise refused("too-few-rows", self._path, what, "lower the rows of a step, or add rows")
 
     def _rows(self, epoch: int) -> Iterator[Prompt]:
         """Yield the rows of a pass; the index of each is its place in the stream as it lies there."""
-        config, chat = self._limits.config, self._limits.config.data.apply_chat_template
-        texts, wrong = read_texts(self._source)
-        if wrong:
-            raise ConfigError(problem.below(self._path) for problem in wrong)
+        config, chat = self._config, self._config.data.apply_chat_template
         reader = RowReader(self._source, config.row_kind, chat=chat)
         seed = config.seed + (epoch << 31) if config.data.shuffle else None
+        texts, wrong = read_texts(self._source)
         try:
+            if wrong:
+                raise ConfigError(wrong)
             for index, row in read_stream(self._source, seed):
                 try:
                     read = reader.read(row)
                 except RowError as error:
-                    raise self._error("wrong-row", ".data_path", f"{row.place}: {error}") from error
+                    raise refused("wrong-row", "data_path", f"{row.place}: {error}") from error
                 if read is None:
                     continue
                 if read.unscored and config.row_kind is RowKind.PROMPTS:
-                    raise self._error("wrong-row", ".answer", f"{row.place}: {read.unscored}")
+                    raise refused("wrong-row", "answer", f"{row.place}: {read.unscored}")
                 yield replace(texts.shown(read, chat=chat), index=index)
-        except SourceError as error:
-            raise ConfigError([error.problem.below(self._path)]) from error
+        except ConfigError as error:
+            raise ConfigError(problem.below(self._path) for problem in error.problems) from error
 
-    def _error(self, code: Code, key: str, what: str, remedy: str = "") -> ConfigError:
-        return ConfigError([Problem(code, self._path + key, what, remedy)])
+
+@dataclass(frozen=True)
+class OwnSource(PromptSource):
+    """What a class of the user's own draws, held to what a `PromptSource` promises, and shown as rows of files are."""
+
+    source: PromptSource
+    limits: RowLimits
+
+    def train_batch(self, step: int, count: int) -> list[Prompt]:
+        return self._drawn("train_batch", step, count, sampled=self.limits.config.row_kind is RowKind.PROMPTS)
+
+    def validation(self, count: int | None) -> list[Prompt]:
+        assert count is not None  # the rules ask a number of a class
+        return self._drawn("validation", count, sampled=True)
+
+    def _drawn(self, method: str, *numbers: int, sampled: bool) -> list[Prompt]:
+        call = f"data.type: {self.limits.config.data.type}: {method}({', '.join(map(str, numbers))})"
+        with custom_code(call):
+            given: list[object] = list(getattr(self.source, method)(*numbers))
+        for one in given:
+            if not isinstance(one, Prompt):
+                raise CustomCodeError(f"{call} gave a {type(one).__name__} for a Prompt: {one!r:.80}")
+            for name, kind in (("index", Integral), ("text", str), ("answer", str)):
+                if not isinstance(value := getattr(one, name), kind):
+                    what = f"{call} gave a Prompt whose {name} is {value!r:.80}, no {kind.__name__}"
+                    raise CustomCodeError(what)
+        prompts = cast("list[Prompt]", given)
+        different, count = len({prompt.index for prompt in prompts}), numbers[-1]
+        if not len(prompts) == different == count:
+            what = f"{call} gave {len(prompts)} prompts with {different} different indices, not {count}"
+            raise CustomCodeError(what, code="prompt-indices")
+        shown = list[Prompt]()
+        for prompt in prompts:
+            try:
+                shown.append(self.limits.whole(replace(prompt, frame=(0, 0)), sampled=sampled))
+            except ValueError as error:
+                raise CustomCodeError(f"{call}: prompt {prompt.index}: {error}") from error
+        return shown
 
 
 def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
@@ -212,98 +238,37 @@ def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
         assert data.type is not None
         arguments = {"seed": config.seed, **(data.args or {})}
         own = build(data.type, "data.type", arguments, needs=("train_batch", "validation"))
-        return DrawnSource(cast("PromptSource", own), limits, custom=f"data.type: {data.type}")
+        return OwnSource(cast("PromptSource", own), limits)
     # What says how many prompts a step of the algorithm takes, and a validation.
-    keys = (
-        "policy.train_global_batch_size",
-        f"{config.algorithm}.max_val_samples or {config.algorithm}.val_batches",
-    )
+    name, key = config.algorithm, "policy.train_global_batch_size"
+    keys = key, f"{name}.max_val_samples or {name}.val_batches"
     if isinstance(config.loop, RolloutConfig):
-        keys = f"{config.algorithm}.num_prompts_per_step", f"{config.algorithm}.max_val_samples"
-    task = DigitTaskSource(data.dataset_name, data.num_digits, config.seed, keys)
+        keys = f"{name}.num_prompts_per_step", f"{name}.max_val_samples"
     if not data.shown_in_texts:
-        return task
+        return DigitTaskSource(data.dataset_name, data.num_digits, config.seed, keys)
     texts, wrong = read_texts(data.default or SourceDefaults())
     if wrong:
         raise ConfigError([problem.below("data.default") for problem in wrong])
-    shown = DrawnSource(task, limits, texts)
-    shown.train_batch(1, 1)  # all prompts of a task are as long: one that has no room is told now
-    return shown
 
+    def show(prompt: Prompt) -> Prompt:
+        told = f"data.dataset_name: {data.dataset_name}: "
+        return limits.whole(texts.shown(prompt, chat=data.apply_chat_template), sampled=True, told=told)
 
-@dataclass(frozen=True)
-class DrawnSource(PromptSource):
-    """Prompts that an embedded task, or a class of the user's own, draws; they are shown as rows of files are.
-
-    custom: the key and the path of a class, which is held to what a `PromptSource` promises.
-    """
-
-    source: PromptSource
-    limits: RowLimits
-    texts: PromptTexts = _NO_TEXTS
-    custom: str = ""
-
-    def train_batch(self, step: int, count: int) -> list[Prompt]:
-        sampled = not self.custom or self.limits.config.row_kind is RowKind.PROMPTS
-        draw = partial(self.source.train_batch, step, count)
-        return self._drawn(f"train_batch({step}, {count})", draw, count, sampled=sampled)
-
-    def validation(self, count: int | None) -> list[Prompt]:
-        assert count is not None  # the rules ask a number of an embedded task and of a class
-        draw = partial(self.source.validation, count)
-        return self._drawn(f"validation({count})", draw, count, sampled=True)
-
-    def _drawn(
-        self, call: str, draw: Callable[[], Sequence[object]], count: int, *, sampled: bool
-    ) -> list[Prompt]:
-        if not self.custom:
-            return [self._shown(prompt, sampled=sampled) for prompt in cast("Sequence[Prompt]", draw())]
-        call = f"{self.custom}: {call}"
-        with custom_code(call):
-            given = list(draw())
-        for one in given:
-            if not isinstance(one, Prompt):
-                raise CustomCodeError(f"{call} gave a {type(one).__name__} for a Prompt: {one!r:.80}")
-            for name, kind in (("index", Integral), ("text", str), ("answer", str)):
-                if not isinstance(value := getattr(one, name), kind):
-                    raise CustomCodeError(
-                        f"{call} gave a Prompt whose {name} is {value!r:.80}, no {kind.__name__}"
-                    )
-        prompts = cast("Sequence[Prompt]", given)
-        different = len({prompt.index for prompt in prompts})
-        if len(prompts) != count or different != count:
-            raise CustomCodeError(
-                f"{call} gave {len(prompts)} prompts with {different} different indices, not {count}",
-                code="prompt-indices",
-            )
-        shown = list[Prompt]()
-        for prompt in prompts:
-            try:
-                shown.append(self._shown(prompt, sampled=sampled))
-            except ValueError as error:
-                raise CustomCodeError(f"{call}: prompt {prompt.index}: {error}") from error
-        return shown
-
-    def _shown(self, prompt: Prompt, *, sampled: bool) -> Prompt:
-        shown = self.texts.shown(prompt, chat=self.limits.config.data.apply_chat_template)
-        whole = self.limits.rendered(shown)
-        if (excess := self.limits.excess(whole, sampled=sampled)) is not None:
-            whose = "" if self.custom else f"data.dataset_name: {self.limits.config.data.dataset_name}: "
-            raise RefusedError(f"{whose}{excess}", code="row-length")
-        return whole
+    task = DigitTaskSource(data.dataset_name, data.num_digits, config.seed, keys, show)
+    task.train_batch(1, 1)  # all prompts of a task are as long: one that has no room is told now
+    return task
 
 
 def open_pairs(config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer) -> PreferenceSource:
-    """Return the given pairs of a DPO run."""
     kind = WrongAnswerPairs if config.data.embedded else PreferenceSource
     return kind(prompts, tokenizer)
 
 
 def _open_files(limits: RowLimits) -> PromptSource:
     config = limits.config
+    chat, kind = config.data.apply_chat_template, config.row_kind
     if any(source.streaming for source in config.train_sources.values()):
-        chat = config.data.apply_chat_template
-        rows, problems = read_held_out(config.validation_sources, config.row_kind, chat=chat)
+        rows, problems = read_held_out(config.validation_sources, kind, chat=chat)
         if problems:
             raise ConfigError(problems)
         held_out = [*limits.fitting(rows, sampled=config.loop.validates)]
@@ -313,13 +278,14 @@ def _open_files(limits: RowLimits) -> PromptSource:
         stream = StreamSource(limits, path, source, held_out)
         stream.train_batch(1, config.prompts_per_step)  # what is wrong is told before the ranks start
         return stream
-    examples, problems = read_run_examples(config)
+    examples, problems = read_examples(config.train_sources, config.validation_sources, kind, chat=chat)
     if not problems:
         problems = [*count_problems(config, examples.train, examples.held_out)]
-        problems += run_token_problems(config, examples, limits.tokenizer.special_tokens)
+        parts = {"data.train": examples.train, "data.validation": examples.held_out}
+        problems += special_token_problems(config, parts, limits.tokenizer.special_tokens, kind)
     if problems:
         raise ConfigError(problems)
-    train = [*limits.fitting(examples.train, sampled=config.row_kind is RowKind.PROMPTS)]
+    train = [*limits.fitting(examples.train, sampled=kind is RowKind.PROMPTS)]
     held_out = [*limits.fitting(examples.held_out, sampled=config.loop.validates)]
     if problems := [*count_problems(config, train, held_out)]:
         why = "data.overlong: drop leaves too few rows"
@@ -331,9 +297,9 @@ def _open_files(limits: RowLimits) -> PromptSource:
 
 
 def open_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]]:
-    """Return the prompts of the sets of eval.sets, max_samples at most; see `open_set`."""
+    """Return the prompts of the sets of eval.sets; see `open_set`."""
     assert config.eval is not None
-    sets = {name: open_set(config, name, tokenizer)[: config.eval.max_samples] for name in config.eval.sets}
+    sets = {name: open_set(config, name, tokenizer) for name in config.eval.sets}
     for name, prompts in sets.items():
         if not prompts:
             raise ValueError(f"data.overlong: drop leaves no row of eval.sets.{name}")
@@ -343,10 +309,9 @@ def open_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]
 def open_set(config: RunConfig, name: str, tokenizer: Tokenizer) -> list[Prompt]:
     """Return the prompts of a set of eval.sets; ConfigError, or ValueError, for rows that do not serve."""
     assert config.eval is not None
-    chat = config.data.apply_chat_template
-    examples, problems = read_set(f"eval.sets.{name}", config.eval.sets[name], chat=chat)
-    tokens, kind = tokenizer.special_tokens, RowKind.PROMPTS
-    problems = problems or [*special_token_problems(config, f"eval.sets.{name}", examples, tokens, kind)]
+    path, kind, chat = f"eval.sets.{name}", RowKind.PROMPTS, config.data.apply_chat_template
+    rows, problems = read_set(path, config.eval.sets[name], chat=chat)
+    problems = problems or [*special_token_problems(config, {path: rows}, tokenizer.special_tokens, kind)]
     if problems:
         raise ConfigError(problems)
-    return [*RowLimits(config, tokenizer, RowKind.PROMPTS).fitting(examples, sampled=True)]
+    return [*RowLimits(config, tokenizer, kind).fitting(rows, sampled=True)]

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from nemo_rl_mcore.errors import quoted, shortened
 
@@ -27,24 +27,31 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> object:
     Raises ValueError for what is not JSON, for an object that names a key twice, for nesting without end and, with
     `finite`, for numbers that are none: NaN, Infinity and what is too large for a float.
     """
+
+    def object_of(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen = set[str]()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise ValueError(f"the key {shortened(repr(twice))} is there twice")
+        return found
+
+    def number_of(written: str) -> float:
+        if written in ("NaN", "Infinity", "-Infinity"):
+            raise ValueError(f"{written} is no number")
+        if math.isinf(number := float(written)):
+            raise ValueError(f"{shortened(written)} is too large")
+        return number
+
+    number = number_of if finite else None
     try:
-        return json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_refuse if finite else None,
-            parse_float=_finite if finite else None,
-        )
+        return json.loads(text, object_pairs_hook=object_of, parse_constant=number, parse_float=number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-_MAY_BE_TORN = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""The escape of half a surrogate pair, or of a whole one, and what half of one is encoded as."""
-
-
-def may_be_torn(text: bytes) -> bool:
-    """Return whether a value of this JSON may hold what `torn_text` looks for."""
-    return _MAY_BE_TORN.search(text) is not None
+MAY_BE_TORN = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""In JSON without it `torn_text` finds nothing: escapes of surrogates, and what half a pair is encoded as."""
 
 
 def torn_text(value: object) -> str:
@@ -76,22 +83,3 @@ def open_regular(path: Path, *, follow_links: bool = True) -> Generator[BinaryIO
             yield file
     finally:
         os.close(descriptor)
-
-
-def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen = set[str]()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {shortened(repr(twice))} is there twice")
-    return found
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(number := float(text)):
-        raise ValueError(f"{shortened(text)} is too large")
-    return number

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from inspect import signature
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data.hub import (
@@ -26,6 +26,7 @@ from nemo_rl_mcore.data.hub import (
     CHAR_VOCABULARY,
     EOS,
     GENERATION,
+    KEY,
     local_folder,
 )
 from nemo_rl_mcore.data.messages import MASK, Message, Spans, Tools, pattern_of
@@ -41,35 +42,27 @@ _LEFT_OUT, _RUN = " \n\0\u0301\ue000", 16
 
 
 type Tokenizer = CharTokenizer | HuggingFaceTokenizer
-"""Tokenizers as the rest of the package uses them.
-
-vocab_size: the number of ids, special tokens included. pad_token_id: fills rows on the right. eos_token_id: ends a
+"""vocab_size: the number of ids, special tokens included. pad_token_id: fills rows on the right. eos_token_id: ends a
 response, as the tokenizer's own files say. ends: of the ids that end a response and are no part of its text the
-tokenizer's own is the first. opening: what prompts begin with that do not say it themselves, text of the begin of
-sequence, or nothing. answers: how given answers in a conversation are shown and trained on. special_tokens: texts
-of the tokens that content must not stand for; none where content is parsed, too.
+tokenizer's own is the first. opening: the begin of sequence, of prompts that do not say it themselves, or nothing.
+answers: how given answers in a conversation are shown and trained on. special_tokens: texts of the tokens that content
+must not stand for; none where content is parsed, too.
 """
-
-
-@dataclass(frozen=True)
-class GivenAnswers:
-    """What a recipe asks of given answers in a conversation, see `DataConfig`."""
-
-    add_eos: bool = False
-    imitated: str = "answer"
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
     """The Jinja text of a template in place of the tokenizer's own, None for that one, and variables of either.
 
-    add_bos: prompts begin with the begin of sequence, if there is one. answers: see `Tokenizer.answers`.
+    add_bos: prompts begin with the begin of sequence, if there is one. add_eos, imitated: of given answers in a
+    conversation, as `DataConfig` has them.
     """
 
     text: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     add_bos: bool = False
-    answers: GivenAnswers = GivenAnswers()
+    add_eos: bool = False
+    imitated: str = "answer"
 
 
 def load_tokenizer(
@@ -90,15 +83,38 @@ def load_tokenizer(
     return HuggingFaceTokenizer(name, parse_content=parse_content, template=template, ends=ends, stops=stops)
 
 
-def strip_response(ids: Sequence[int], pad_token_id: int, ends: Collection[int]) -> list[int]:
-    """Cut ids before the first end, then drop the padding on the right."""
-    kept = [*takewhile(lambda token: token not in ends, ids)]
-    while kept and kept[-1] == pad_token_id:
-        kept.pop()
-    return kept
+class _Answering(Protocol):
+    pad_token_id: int
+    ends: tuple[int, ...]
+
+    def _as_hugging_face(self) -> PreTrainedTokenizerBase: ...
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of all ids, special tokens and padding spelt out."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids before the first of the `ends`, without the padding on the right.
+
+        A pad token that the model sampled inside its answer is not padding: like other special tokens it stays visible.
+        """
+        kept = [*takewhile(lambda token: token not in self.ends, ids)]
+        while kept and kept[-1] == self.pad_token_id:
+            kept.pop()
+        return self.text_of(kept)
+
+    def save_as_hugging_face(self, folder: Path) -> None:
+        """Write the files that transformers and vLLM load as this tokenizer.
+
+        Ends besides its own stand in a generation_config.json, where models have them, too.
+        """
+        self._as_hugging_face().save_pretrained(folder)
+        if len(self.ends) > 1:
+            text = json.dumps({EOS: self.ends}, indent=2)
+            (folder / GENERATION).write_text(f"{text}\n", encoding="utf-8")
 
 
-class CharTokenizer:
+class CharTokenizer(_Answering):
     """One token per character over 32 characters; the tokenizer of the embedded tasks.
 
     Its special tokens are characters that no text may hold.
@@ -106,7 +122,7 @@ class CharTokenizer:
 
     special_tokens: Sequence[str] = ()
     opening = ""
-    answers = GivenAnswers()
+    answers = ChatTemplate()
 
     def __init__(self, ends: Sequence[int] = ()) -> None:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -118,26 +134,19 @@ class CharTokenizer:
         self._tokenizer = tokenizer
         self._ordinary = frozenset(CHAR_VOCABULARY) - {CHAR_EOS, CHAR_PAD}
         self.vocab_size = len(CHAR_VOCABULARY)
-        self.pad_token_id = vocabulary[CHAR_PAD]
-        self.eos_token_id = vocabulary[CHAR_EOS]
+        self.pad_token_id, self.eos_token_id = vocabulary[CHAR_PAD], vocabulary[CHAR_EOS]
         self.ends = tuple(dict.fromkeys((self.eos_token_id, *ends)))
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
         """Return one id per character; ValueError names the characters that are not in the vocabulary."""
-        foreign = sorted(set(text) - self._ordinary)
-        if foreign:
-            raise RefusedError(
-                f"the character tokenizer cannot encode {foreign[:_SHOWN]} of {text!r:.80}; "
-                f"it knows {''.join(sorted(self._ordinary))!r}",
-                code="unknown-characters",
-            )
+        if foreign := sorted(set(text) - self._ordinary):
+            known = "".join(sorted(self._ordinary))
+            what = f"the character tokenizer cannot encode {foreign[:_SHOWN]} of {text!r:.80}; it knows {known!r}"
+            raise RefusedError(what, code="unknown-characters")
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def fewest_tokens(self, characters: int) -> int:
         return characters
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.text_of(strip_response(ids, self.pad_token_id, self.ends))
 
     def text_of(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
@@ -150,27 +159,24 @@ class CharTokenizer:
         tools: Tools = (),
         goes_on: bool = False,
     ) -> str:
-        raise RefusedError(
-            "data.apply_chat_template: the character tokenizer has no chat template", code="no-chat-template"
-        )
+        what = "data.apply_chat_template: the character tokenizer has no chat template"
+        raise RefusedError(what, code="no-chat-template")
 
     def with_variables(self, variables: Mapping[str, Any]) -> CharTokenizer:
         return self  # there is no template
 
-    def save_as_hugging_face(self, folder: Path) -> None:
+    def _as_hugging_face(self) -> PreTrainedTokenizerBase:
         from transformers import PreTrainedTokenizerFast
 
-        saved = PreTrainedTokenizerFast(
+        return PreTrainedTokenizerFast(
             tokenizer_object=self._tokenizer,
             eos_token=CHAR_EOS,
             pad_token=CHAR_PAD,
             clean_up_tokenization_spaces=False,
         )
-        saved.save_pretrained(folder)
-        _save_ends(self.ends, folder)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(_Answering):
     """A tokenizer directory as `save_pretrained` writes it; never fetched, and its code never executed."""
 
     def __init__(
@@ -182,13 +188,12 @@ class HuggingFaceTokenizer:
         ends: Sequence[int] = (),
         stops: Sequence[int] = (),
     ) -> None:
-        folder = local_folder(directory)
+        folder, own, template = local_folder(directory), f"{KEY}: {directory!r}", template or ChatTemplate()
         if folder is None:
-            raise RefusedError(
-                f"policy.tokenizer.name: {directory!r} is not a directory; give {CHAR_TOKENIZER_NAME!r} or the path of "
-                "a local Hugging Face tokenizer (or the hub id of a model in the local cache)",
-                code="no-tokenizer",
+            remedy = (
+                f"give {CHAR_TOKENIZER_NAME!r}, a local Hugging Face tokenizer, or the id of a cached model"
             )
+            raise RefusedError(f"{own} is not a directory; {remedy}", code="no-tokenizer")
         from transformers import AutoTokenizer
 
         try:
@@ -197,29 +202,21 @@ class HuggingFaceTokenizer:
             # `tokenizers` raises Exception itself for a file it cannot read, and transformers whatever the absence of
             # a key or a wrong type leads to (KeyError, TypeError, AttributeError): no narrower class holds them.
             what = f"cannot load a tokenizer from {directory!r}: {type(error).__name__}: {error}"
-            raise RefusedError(f"policy.tokenizer.name: {what}", code="unreadable-tokenizer") from error
+            raise RefusedError(f"{KEY}: {what}", code="unreadable-tokenizer") from error
         self._tokenizer = cast("PreTrainedTokenizerBase", loaded)
-        template = template or ChatTemplate()
-        own = f"policy.tokenizer.name: {directory!r}"
         self._template = own if template.text is None else "policy.tokenizer.chat_template"
-        self._variables = template.variables
+        self._variables, self.answers = template.variables, template
         if template.text is not None:
             self._tokenizer.chat_template = template.text
         bos = self._tokenizer.bos_token if template.add_bos else None
         self.opening = bos if isinstance(bos, str) else ""
-        self.answers = template.answers
         self._literal = LiteralEncoder(self._tokenizer)
         self.special_tokens: Sequence[str] = () if parse_content else self._literal.tokens
-        eos_token_id = self._tokenizer.eos_token_id
+        eos_token_id, pad_token_id = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         if not isinstance(eos_token_id, int):
-            raise RefusedError(
-                f"policy.tokenizer.name: the tokenizer in {directory!r} has no end-of-sequence token; "
-                "set eos_token in its tokenizer_config.json",
-                code="no-end-token",
-            )
-        pad_token_id = self._tokenizer.pad_token_id
-        self.vocab_size = len(self._tokenizer)
-        self.eos_token_id = eos_token_id
+            what = f"{own} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
+            raise RefusedError(what, code="no-end-token")
+        self.vocab_size, self.eos_token_id = len(self._tokenizer), eos_token_id
         added = self._tokenizer.added_tokens_decoder
         special = [stop for stop in stops if stop in added and added[stop].special]
         self.ends = tuple(dict.fromkeys((eos_token_id, *ends, *special)))
@@ -237,7 +234,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _longest_token(self) -> int | None:
-        """Return the characters of the longest token; None where some texts of any length are few tokens.
+        """The characters of the longest token; None where some texts of any length are few tokens.
 
         Some tokenizers leave spaces out, or have one token for all that they do not know.
         """
@@ -245,15 +242,7 @@ class HuggingFaceTokenizer:
         runs = [character * (_RUN * longest) for character in _LEFT_OUT]
         return longest if all(len(self.encode(run)) >= _RUN for run in runs) else None
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids before the first of the `ends`, without the padding on the right.
-
-        A pad token that the model sampled inside its answer is not padding: like other special tokens it stays visible.
-        """
-        return self.text_of(strip_response(ids, self.pad_token_id, self.ends))
-
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of all ids, special tokens and padding spelt out."""
         text = self._tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
@@ -273,14 +262,12 @@ class HuggingFaceTokenizer:
 
         Raises ValueError when there is no template, or when it refuses the messages.
         """
-        conversation = [message.fields(parsed=True) for message in messages]
         if self._tokenizer.chat_template is None:
-            raise RefusedError(
-                "data.apply_chat_template: the tokenizer has no chat template", code="no-chat-template"
-            )
+            what = "data.apply_chat_template: the tokenizer has no chat template"
+            raise RefusedError(what, code="no-chat-template")
         try:
             text = self._tokenizer.apply_chat_template(
-                conversation,
+                [message.fields(parsed=True) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -289,10 +276,8 @@ class HuggingFaceTokenizer:
             )
         except Exception as error:  # a template is a program, and may raise whatever Python does
             reason = f"{type(error).__name__}: {shortened(str(error), 200)}"
-            raise RefusedError(
-                f"{self._template}: the chat template refuses a conversation: {reason}",
-                code="refused-messages",
-            ) from error
+            what = f"{self._template}: the chat template refuses a conversation: {reason}"
+            raise RefusedError(what, code="refused-messages") from error
         assert isinstance(text, str)
         return text if text.startswith(self.opening) else self.opening + text
 
@@ -301,25 +286,14 @@ class HuggingFaceTokenizer:
         shows: Any = self._tokenizer.apply_chat_template
         others = signature(shows).parameters
         if wrong := [name for name in variables if name in others]:
-            raise RefusedError(
-                f"{', '.join(wrong)} are no variables of a chat template", code="not-a-variable"
-            )
+            what = f"{', '.join(wrong)} are no variables of a chat template"
+            raise RefusedError(what, code="not-a-variable")
         changed = copy(self)
         changed._variables = {**self._variables, **variables}
         return changed
 
-    def save_as_hugging_face(self, folder: Path) -> None:
-        """Write the files that transformers and vLLM load as this tokenizer.
-
-        Ends besides its own stand in a generation_config.json, where models have them, too.
-        """
-        self._tokenizer.save_pretrained(folder)
-        _save_ends(self.ends, folder)
-
-
-def _save_ends(ends: Sequence[int], folder: Path) -> None:
-    if len(ends) > 1:
-        (folder / GENERATION).write_text(json.dumps({EOS: ends}, indent=2) + "\n", encoding="utf-8")
+    def _as_hugging_face(self) -> PreTrainedTokenizerBase:
+        return self._tokenizer
 
 
 _NO_CHARACTER = "\ufffd"
@@ -370,27 +344,24 @@ class LiteralEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._added = {
-            token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special
-        }
+        added = tokenizer.added_tokens_decoder.values()
+        self._added = {token.content: token for token in added if token.special}
         names = (*self._added, *map(str, tokenizer.all_special_tokens))
         self.tokens: tuple[str, ...] = tuple(dict.fromkeys(names))
         """The texts of the special tokens."""
         known: dict[str, int] = tokenizer.get_vocab()
         self._ids = {token: known[token] for token in self.tokens if token in known}
+        self._marks = {token: f"{MASK}{number}{_MARK_ENDS}" for token, number in self._ids.items()}
 
     def encode(self, text: str, literal: Spans) -> list[int]:
         """Return the ids; ValueError for a token that the tokenizer knows no other ids for than its control id."""
         if _MARKS.search(text):
-            raise ValueError(
-                "the tokenizer cannot encode a text that holds what stands for special tokens here"
-            )
-        real, ends = pattern_of(tuple(self._ids)), [0, *(end for _, end in literal)]
-        starts = [*(start for start, _ in literal), len(text)]
-        around = [
-            real.sub(lambda found: _mark(self._ids[found[0]]), text[end:start])
-            for end, start in zip(ends, starts, strict=True)
-        ]
+            what = "the tokenizer cannot encode a text that holds what stands for special tokens here"
+            raise ValueError(what)
+        real, place, around = pattern_of(tuple(self._ids)), 0, list[str]()
+        for start, end in (*literal, (len(text), len(text))):
+            around.append(real.sub(lambda found: self._marks[found[0]], text[place:start]))
+            place = end
         spelt = [*(text[slice(*span)] for span in literal), ""]
         copied, meant = self._copy
         control = {self._ids[token] for token in self._ids if token != self._tokenizer.unk_token}
@@ -405,22 +376,20 @@ class LiteralEncoder:
 
     @cached_property
     def _copy(self) -> tuple[PreTrainedTokenizerBase, dict[int, int | None]]:
-        """Return a copy that knows the marks, and the id that each stands for; None for a break."""
         from tokenizers import AddedToken
 
         marks = [AddedToken(_BREAK, normalized=False, special=False)]
-        for name, one in self._ids.items():
+        for name, mark in self._marks.items():
             added = self._added.get(name)
             strips = {"lstrip": bool(added and added.lstrip), "rstrip": bool(added and added.rstrip)}
-            marks.append(AddedToken(_mark(one), normalized=False, special=False, **strips))
+            marks.append(AddedToken(mark, normalized=False, special=False, **strips))
         copied: Any = deepcopy(self._tokenizer)
         copied.add_tokens(marks)
         known: dict[str, int] = copied.get_vocab()
-        return copied, {known[_BREAK]: None, **{known[_mark(one)]: one for one in self._ids.values()}}
-
-
-def _mark(token: int) -> str:
-    return f"{MASK}{token}{_MARK_ENDS}"
+        return copied, {
+            known[_BREAK]: None,
+            **{known[self._marks[name]]: self._ids[name] for name in self._ids},
+        }
 
 
 _tokenizer = cache(load_tokenizer)

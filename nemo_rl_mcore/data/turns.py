@@ -26,7 +26,6 @@ class Turn:
 
     @property
     def answer(self) -> str:
-        """Return the text of the answer."""
         return self.messages[-1].content
 
 
@@ -36,7 +35,6 @@ def conversation(prompt: Prompt) -> tuple[Message, ...]:
 
 
 def first_turn(prompt: Prompt, answer: str, *, finished: bool = True) -> Turn:
-    """Return the turn after the first answer to a prompt."""
     return Turn(prompt, (*conversation(prompt), Message("assistant", answer)), finished)
 
 
@@ -65,15 +63,12 @@ class Reply:
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the metadata, as JSON; what says nothing is left out."""
-        given = {
+        given: dict[str, Any] = {
             "observation": [[message.role, message.content] for message in self.observation],
             "stop_strings": [*self.stop_strings],
             "rewards": dict(self.rewards),
-            "answer": self.answer,
-            "dropped": self.dropped,
-            "unscored": self.unscored,
-            "cut": self.cut,
         }
+        given |= {name: getattr(self, name) for name in ("answer", "dropped", "unscored", "cut")}
         said = {name: value for name, value in given.items() if value}
         return {"reward": self.reward, "terminated": self.terminated, **said}
 

@@ -19,6 +19,8 @@ from nemo_rl_mcore.data.batched_data_dict import EPISODE, BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.errors import RefusedError
 
+_SHOWN_ROWS = 8
+
 
 def check_lengths(input_lengths: Tensor, policy: PolicyConfig) -> None:
     """Refuse prompts that leave no room for a whole response: training, and an engine's cache, end there.
@@ -38,9 +40,6 @@ def check_lengths(input_lengths: Tensor, policy: PolicyConfig) -> None:
             )
 
 
-_SHOWN_ROWS = 8
-
-
 @dataclass(frozen=True)
 class Finding:
     """What is wrong with a key of a batch, or with its rows where `key` is empty; `code` says which rule it breaks."""
@@ -54,8 +53,6 @@ class Finding:
 
 
 class BatchError(RefusedError):
-    """A batch that a model or loss cannot take, with all that is wrong with it."""
-
     findings: tuple[Finding, ...] = ()
 
 
@@ -78,28 +75,23 @@ class BatchCheck:
 
     @classmethod
     def of(cls, policy: PolicyConfig) -> Self:
-        """Return the check of a policy, critic or teacher."""
         model = policy.model
         layers = {
             "the load-balancing loss of experts": model.load_balancing_loss,
             "the bias of experts": model.moe_router_enable_expert_bias,
             "multi-token prediction": model.mtp_num_layers,
         }
-        return cls(
-            model.vocab_size,
-            model.longest_sequence,
-            policy.token_budgets,
-            next((name for name, present in layers.items() if present), None),
-        )
+        needing = next((name for name, present in layers.items() if present), None)
+        return cls(model.vocab_size, model.longest_sequence, policy.token_budgets, needing)
 
     def reading(self, data: BatchedDataDict, *, k: int | None = None, trained_only: bool = False) -> None:
-        """Return a pass with a value for every token, or for those that token_mask marks; `k`: choices asked for."""
+        """Judge a pass with a value for every token, or for those that token_mask marks; `k`: choices asked for."""
         found = _Findings(data)
         lengths_B = self._inputs(found, "a pass without a loss")
-        if self.budgets is not None and lengths_B is not None:
-            self._budget(found, lengths_B, "logprob_mb_tokens", self.budgets.logprob)
+        if self.budgets is not None:
+            found.budget(lengths_B, f"{self.budgets.section}.logprob_mb_tokens", self.budgets.logprob)
         if trained_only:
-            self._token_mask(found, lengths_B)
+            _token_mask(found, lengths_B)
         if k is not None and not 1 <= k <= self.vocab_size:
             found.note("k", "k", f"{k}; allowed: 1 to {self.vocab_size} (model.vocab_size)")
         found.refuse()
@@ -128,33 +120,42 @@ class BatchCheck:
         found = _Findings(data)
         in_layers = None if eval_mode else self.layers
         lengths_B = self._inputs(found, in_layers if self.budgets is None else self.budgets.section)
-        if self.budgets is not None and lengths_B is not None:
-            self._budget(found, lengths_B, "train_mb_tokens", self.budgets.of_training(rows_per_sample))
+        if self.budgets is not None:
+            tokens = self.budgets.of_training(rows_per_sample)
+            found.budget(lengths_B, f"{self.budgets.section}.train_mb_tokens", tokens)
         # A padded row is trained as the mask says, whatever its length; another layout has no padding to train.
-        tokens_BS = self._token_mask(found, None if self.budgets is None else lengths_B)
+        tokens_BS = _token_mask(found, None if self.budgets is None else lengths_B)
         samples_B = found.mask("sample_mask", "B")
         if data.size % rows_per_sample:
             what = f"{data.size} rows; allowed: whole samples of {rows_per_sample} rows"
             found.note("rows-per-sample", "", what)
             samples_B = None
         if EPISODE in data:
-            self._episodes(found, samples_B, rows_per_sample)
-        counts = None
+            _episodes(found, samples_B, rows_per_sample)
+        counts = dict[str, Tensor]()
         if tokens_BS is not None and samples_B is not None:
-            counts = _counting(tokens_BS, samples_B, rows_per_sample)
+            # Where a loss reads a column: token_mask is 1, not of the first, and sample_mask in a row of the sample.
+            of_samples = (samples_B != 0).view(-1, rows_per_sample).any(dim=1)
+            counts_B = of_samples.repeat_interleave(rows_per_sample)
+            next_BS = ((tokens_BS != 0) & counts_B.unsqueeze(1))[:, 1:]
+            counts = {
+                "samples": counts_B,
+                "tokens": pad(next_BS, (1, 0)),
+                "next tokens": pad(next_BS, (0, 1)),
+            }
         for column in columns:
-            self._column(found, column, counts)
+            if column.key in data or not column.optional:
+                self._column(found, column, counts)
         found.refuse()
 
     def _inputs(self, found: _Findings, lengths_needed_by: str | None, *, shortest: int = 0) -> Tensor | None:
-        """Return the lengths, if they are there."""
         ids_BS = found.tensor("input_ids", "every pass", "BS")
         if ids_BS is not None and ids_BS.dtype not in (torch.int64, torch.int32):
-            found.wrong_dtype("input_ids", ids_BS, "int64")
+            found.note("dtype", "input_ids", f"{ids_BS.dtype}; allowed: int64")
         elif ids_BS is not None:
             # Padding, too: the embedding looks it up.
             outside_BS = (ids_BS < 0) | (ids_BS >= self.vocab_size)
-            found.values("vocabulary", "input_ids", ids_BS, outside_BS, self._vocabulary)
+            found.values("vocabulary", "input_ids", ids_BS, outside_BS, _ids_of(self.vocab_size))
         columns = self.positions if ids_BS is None else ids_BS.shape[1]
         longest = f"rows of at most {self.positions} tokens (model.max_position_embeddings)"
         if lengths_needed_by is None and "input_lengths" not in found.data:
@@ -170,85 +171,66 @@ class BatchCheck:
             found.values("positions", "input_lengths", lengths_B, lengths_B > self.positions, longest)
         return lengths_B
 
-    def _token_mask(self, found: _Findings, lengths_B: Tensor | None) -> Tensor | None:
-        """Note tokens that count after the lengths, where these are given: there is padding, or nothing at all."""
-        mask_BS = found.mask("token_mask", "BS")
-        if mask_BS is not None and lengths_B is not None:
-            behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.clamp(min=0).unsqueeze(1)
-            known_BS = (lengths_B >= 0).unsqueeze(1)  # what is no length, or no mask, is noted already
-            marked_BS = behind_BS & known_BS & (mask_BS == 1)
-            found.values("padding", "token_mask", mask_BS, marked_BS, "0 after input_lengths")
-        return mask_BS
-
-    def _budget(self, found: _Findings, lengths_B: Tensor, key: str, tokens: int) -> None:
-        """Note rows that no microbatch has room for."""
-        assert self.budgets is not None
-        name = f"{self.budgets.section}.{key}: {tokens}"
-        allowed = f"rows of at most {tokens} tokens ({name})"
-        found.values("token-budget", "input_lengths", lengths_B, lengths_B > tokens, allowed)
-
-    def _episodes(self, found: _Findings, samples_B: Tensor | None, rows_per_sample: int) -> None:
-        """Note rows that stand apart from their episode, and episodes that count in part."""
-        if rows_per_sample > 1:
-            what = f"given; allowed: none beside a loss that reads {rows_per_sample} rows together"
-            found.note("rows-per-sample", EPISODE, what)
-        numbers_B = found.tensor(EPISODE, "nothing", "B")
-        if numbers_B is None:
-            return
-        if numbers_B.dtype != torch.int64:
-            return found.wrong_dtype(EPISODE, numbers_B, "int64")
-        order = numbers_B.argsort(stable=True)
-        same = numbers_B[order].diff() == 0
-        apart_B, differs_B = torch.zeros(2, len(order), dtype=torch.bool)
-        apart_B[order[1:]] = same & (order.diff() != 1)
-        found.values(
-            "episode-apart", EPISODE, numbers_B, apart_B, "the rows of an episode one after the other"
+    def _column(self, found: _Findings, column: Column, counts: Mapping[str, Tensor]) -> None:
+        """Note a column's values where a token counts; without counts its dtype and shape alone."""
+        values, of_ids = (
+            found.tensor(column.key, column.needed_by, column.shape),
+            column.kind is ColumnKind.TOKEN_IDS,
         )
-        if samples_B is not None:
-            differs_B[order[1:]] = same & (samples_B[order].diff() != 0)
-            allowed = f"one number for all rows of an episode ({EPISODE})"
-            found.values("episode-mask", "sample_mask", samples_B, differs_B, allowed)
-
-    @property
-    def _vocabulary(self) -> str:
-        return f"0 to {self.vocab_size - 1} (model.vocab_size: {self.vocab_size})"
-
-    def _column(self, found: _Findings, column: Column, counts: Mapping[str, Tensor] | None) -> None:
-        """Note a column's values where a token counts, see `_counting`."""
-        if column.optional and column.key not in found.data:
-            return
-        values = found.tensor(column.key, column.needed_by, column.shape)
         if values is None or column.kind is ColumnKind.NUMBERS:
             return
-        of_ids = column.kind is ColumnKind.TOKEN_IDS
         if values.is_floating_point() == of_ids or values.dtype == torch.bool or values.is_complex():
-            found.wrong_dtype(column.key, values, "integers" if of_ids else "floating-point numbers")
-        elif counts is not None:
+            allowed = "integers" if of_ids else "floating-point numbers"
+            found.note("dtype", column.key, f"{values.dtype}; allowed: {allowed}")
+        elif counts:
             code, allowed = column.kind.name.lower().replace("_", "-"), column.kind.value
             if of_ids:
-                code, allowed = "vocabulary", self._vocabulary
+                code, allowed = "vocabulary", _ids_of(self.vocab_size)
                 wrong = (values < 0) | (values >= self.vocab_size)
             elif column.kind is ColumnKind.BELOW_INFINITY:
                 wrong = torch.isnan(values) | (values == torch.inf)
             else:
                 wrong = ~torch.isfinite(values)
-            if column.shape == "B":
-                wrong = wrong & counts["samples"]
-            else:
-                counts_BS = counts["next tokens" if column.of_next_token else "tokens"]
-                wrong = wrong & counts_BS[(...,) + (None,) * (len(column.shape) - 2)]
+            where = "next tokens" if column.of_next_token else "tokens"
+            counting = counts["samples" if column.shape == "B" else where]
+            wrong = wrong & counting[(...,) + (None,) * (wrong.ndim - counting.ndim)]
             found.values(code, column.key, values, wrong, f"{allowed}, wherever a token counts")
 
 
-def _counting(tokens_BS: Tensor, samples_B: Tensor, rows_per_sample: int) -> dict[str, Tensor]:
-    """Return where a loss of next tokens reads a column: token_mask is 1, not of the first, and the sample counts.
+def _ids_of(vocab_size: int) -> str:
+    return f"0 to {vocab_size - 1} (model.vocab_size: {vocab_size})"
 
-    It does where sample_mask is 1 in any of its rows.
-    """
-    of_samples = (samples_B != 0).view(-1, rows_per_sample).any(dim=1)
-    counts_B = of_samples.repeat_interleave(rows_per_sample)
-    next_BS = ((tokens_BS != 0) & counts_B.unsqueeze(1))[:, 1:]
-    return {"samples": counts_B, "tokens": pad(next_BS, (1, 0)), "next tokens": pad(next_BS, (0, 1))}
+
+def _token_mask(found: _Findings, lengths_B: Tensor | None) -> Tensor | None:
+    """Note tokens that count after the lengths, where these are given: there is padding, or nothing at all."""
+    mask_BS = found.mask("token_mask", "BS")
+    if mask_BS is not None and lengths_B is not None:
+        behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.clamp(min=0).unsqueeze(1)
+        known_BS = (lengths_B >= 0).unsqueeze(1)  # what is no length, or no mask, is noted already
+        marked_BS = behind_BS & known_BS & (mask_BS == 1)
+        found.values("padding", "token_mask", mask_BS, marked_BS, "0 after input_lengths")
+    return mask_BS
+
+
+def _episodes(found: _Findings, samples_B: Tensor | None, rows_per_sample: int) -> None:
+    """Note rows that stand apart from their episode, and episodes that count in part."""
+    if rows_per_sample > 1:
+        what = f"given; allowed: none beside a loss that reads {rows_per_sample} rows together"
+        found.note("rows-per-sample", EPISODE, what)
+    numbers_B = found.tensor(EPISODE, "nothing", "B")
+    if numbers_B is None:
+        return
+    if numbers_B.dtype != torch.int64:
+        return found.note("dtype", EPISODE, f"{numbers_B.dtype}; allowed: int64")
+    order = numbers_B.argsort(stable=True)
+    same = numbers_B[order].diff() == 0
+    apart_B, differs_B = torch.zeros(2, len(order), dtype=torch.bool)
+    apart_B[order[1:]] = same & (order.diff() != 1)
+    found.values("episode-apart", EPISODE, numbers_B, apart_B, "the rows of an episode one after the other")
+    if samples_B is not None:
+        differs_B[order[1:]] = same & (samples_B[order].diff() != 0)
+        allowed = f"one number for all rows of an episode ({EPISODE})"
+        found.values("episode-mask", "sample_mask", samples_B, differs_B, allowed)
 
 
 @dataclass
@@ -276,15 +258,16 @@ class _Findings:
             return value
         return None
 
+    def budget(self, lengths_B: Tensor | None, key: str, tokens: int) -> None:
+        if lengths_B is not None:
+            allowed = f"rows of at most {tokens} tokens ({key}: {tokens})"
+            self.values("token-budget", "input_lengths", lengths_B, lengths_B > tokens, allowed)
+
     def mask(self, key: str, shape: str) -> Tensor | None:
-        """Return a mask that every loss needs; noted if an entry is neither 0 nor 1."""
         mask = self.tensor(key, "every loss", shape)
         if mask is not None:
             self.values("mask", key, mask, (mask != 0) & (mask != 1), "0 and 1")
         return mask
-
-    def wrong_dtype(self, key: str, values: Tensor, allowed: str) -> None:
-        self.note("dtype", key, f"{str(values.dtype).removeprefix('torch.')}; allowed: {allowed}")
 
     def values(self, code: str, key: str, values: Tensor, wrong: Tensor, allowed: str) -> None:
         """Note the rows that hold values where `wrong` is true, and one of those values."""

@@ -77,7 +77,6 @@ class Retention:
     higher_is_better: bool = True
 
     def superfluous(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-        """Return those to delete; of equal ones the newer is better."""
         if self.keep is None or not checkpoints:
             return []
 
@@ -111,14 +110,12 @@ class CheckpointStore:
         return sorted(whole, key=lambda one: one.step)
 
     def newest_first(self) -> Iterator[Checkpoint]:
-        """Yield those to go on from, as their files are now."""
         for one in reversed(self.checkpoints()):
             checked = _whole(one.folder, verify_checksums=self.verify_checksums)
             if checked is not None:
                 yield checked
 
     def latest(self) -> Checkpoint | None:
-        """Return the one with the highest step."""
         return next(self.newest_first(), None)
 
     def begin_after(self, step: int) -> list[Path]:
@@ -145,14 +142,12 @@ class CheckpointStore:
         return found
 
     def begin(self, step: int) -> Path:
-        """Return a folder to fill, which `commit` makes the checkpoint of this step; until then there is none."""
         self.drop(step)  # what a first attempt has left, whose ranks have died
         folder = self.root / f"tmp_step_{step}"
         folder.mkdir(parents=True)
         return folder
 
     def drop(self, step: int) -> None:
-        """Remove what was begun for a step, if anything was."""
         shutil.rmtree(self.root / f"tmp_step_{step}", ignore_errors=True)
 
     def commit(self, step: int, metrics: Mapping[str, float], counters: Mapping[str, Any]) -> None:
@@ -253,7 +248,6 @@ def require_checkpoint(folder: Path, key: str, *, verify_checksums: bool = True)
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder with all that is in it, or a file or link of its name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -261,7 +255,6 @@ def _remove(path: Path) -> None:
 
 
 def _step_folders(root: Path) -> list[tuple[int, Path]]:
-    """Return all `step_N`, whole or not, with their numbers."""
     if not root.is_dir():
         return []
     named = ((_STEP_NAME.fullmatch(path.name), path) for path in root.iterdir())
@@ -281,7 +274,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -27,7 +27,6 @@ class LoopThread:
         self._tasks = set[asyncio.Task[None]]()
 
     def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Have the loop run a coroutine."""
         self._start()
         self._loop.call_soon_threadsafe(self._run, coroutine)
 

@@ -11,6 +11,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -38,37 +39,33 @@ def visible(text: str) -> str:
 
 
 def command(*words: str) -> str:
-    """Return a call of `nemo-rl-mcore` as a shell takes it."""
     return visible(shlex.join(("nemo-rl-mcore", *words)))
 
 
+@dataclass(eq=False)
 class BestEffortStream:
     """A text stream that drops what cannot be written; after the first failure it writes nothing more."""
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-        self._gone = False
+    stream: IO[str]
+    _gone: bool = False
 
     def write(self, text: str) -> int:
-        """Write the text, or drop it."""
         if not self._gone:
             try:
-                self._stream.write(text)
+                self.stream.write(text)
             except OSError:
                 self._give_up()
         return len(text)
 
     def flush(self) -> None:
-        """Have it seen at once."""
         if not self._gone:
             try:
-                self._stream.flush()
+                self.stream.flush()
             except OSError:
                 self._give_up()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the stream has, such as its encoding."""
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
     def _give_up(self) -> None:
         self._gone = True
@@ -76,7 +73,7 @@ class BestEffortStream:
         with suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             try:
-                os.dup2(nowhere, self._stream.fileno())
+                os.dup2(nowhere, self.stream.fileno())
             finally:
                 os.close(nowhere)
 
@@ -88,13 +85,7 @@ def write_line(stream: IO[str], line: str) -> None:
     seen.flush()
 
 
-def say_aside(line: str) -> None:
-    """Write a line next to what a command answers with."""
-    write_line(sys.stderr, line)
-
-
 def count_of(number: int, noun: str) -> str:
-    """Return the number with its noun."""
     return f"{number} {noun}{'s' if number > 1 else ''}"
 
 

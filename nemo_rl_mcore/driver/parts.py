@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,6 @@ from nemo_rl_mcore.data.sources import RowLimits, open_prompts
 from nemo_rl_mcore.data.tokenizer import (
     CHAR_TOKENIZER_NAME,
     ChatTemplate,
-    GivenAnswers,
     Tokenizer,
     load_tokenizer,
 )
@@ -63,7 +62,6 @@ class Parts:
 
 
 def open_parts(config: RunConfig) -> Parts:
-    """Open tokenizer, prompts and environment; RunStoppedError for what does not serve."""
     tokenizer = tokenizer_of(config.policy, config.data)
     turns, own = config.max_rollout_turns, config.env.custom
     try:
@@ -104,10 +102,9 @@ def open_parts(config: RunConfig) -> Parts:
 
 
 def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokenizer:
-    """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads.
+    """Fetch the tokenizer from the hub where it comes from there, with the weights: ranks have less time to start.
 
-    data: how it shows rows. Its files may come from the hub with the weights, which are fetched here: the
-    ranks have less time to start. Raises RunStoppedError.
+    data: how it shows rows. Raises RunStoppedError, also as `open_tokenizer`.
     """
     try:
         if policy.model_name is not None:
@@ -120,15 +117,15 @@ def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokeni
 
 
 def open_tokenizer(policy: PolicyConfig, data: DataConfig | None = None) -> Tokenizer:
-    """Load the tokenizer of files that are here; see `tokenizer_of`.
+    """Load the tokenizer of files that are here; only now is it known which tokens a directory adds while it loads.
 
     Raises RunStoppedError, caused by the ConfigError of a tokenizer with more tokens than the model has rows.
     """
     given = policy.tokenizer
     template = ChatTemplate(given.chat_template, given.chat_template_kwargs or {})
     if data is not None:
-        answers = GivenAnswers(data.add_eos, data.imitated)
-        template = replace(template, add_bos=data.add_bos, answers=answers)
+        shown = {"add_bos": data.add_bos, "add_eos": data.add_eos, "imitated": data.imitated}
+        template = replace(template, **shown)
     parses = data is not None and data.parses_content
     try:
         tokenizer = load_tokenizer(
@@ -149,7 +146,6 @@ def open_tokenizer(policy: PolicyConfig, data: DataConfig | None = None) -> Toke
 
 
 def first_prompt(config: RunConfig, rows: Sequence[Prompt], tokenizer: Tokenizer) -> str | None:
-    """Return the first prompt of rows as the model is shown it; RunStoppedError for one that does not fit."""
     sampled = config.row_kind is RowKind.PROMPTS
     try:
         shown = RowLimits(config, tokenizer).fitting(rows, sampled=sampled)
@@ -163,7 +159,6 @@ _NAMED = 3
 
 
 def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the token ids that end a response: those of the files, then those of the recipe."""
     return tuple(dict.fromkeys((*tokenizer.ends, *(config.policy.generation.stop_token_ids or ()))))
 
 
@@ -175,26 +170,10 @@ _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 def with_inputs(config: RunConfig) -> RunConfig:
-    """Return a recipe with the digests of what a run of it reads now; its code is importable."""
-    found = {key: _digest("content", _content(paths)) for key, paths in _files_of(config).items()}
-    for key, path in config.import_paths.items():
-        found[key] = _digest(
-            "code", (part.encode("utf-8", "replace") for part in _code(imported(path, key), {}))
-        )
-    return config.model_copy(update={"input_digests": found})
+    """Return a recipe with the digests of what a run of it reads now; its code is importable.
 
-
-def _digest(what: str, parts: Iterable[bytes]) -> str:
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(len(part).to_bytes(8) + part)
-    return f"{what} {total.hexdigest()[:_DIGITS]}"
-
-
-def _files_of(config: RunConfig) -> dict[str, list[Path]]:
-    """Return the files of rows, of prompts and of agents that are on this machine, by their keys.
-
-    Of a folder those that are neither hidden nor another user's.
+    Of rows, prompts and agents the files that are on this machine; of a folder those that are neither hidden nor
+    another user's.
     """
     named: dict[str, Iterable[str]] = {}
     for key, source in (config.train_sources | config.validation_sources).items():
@@ -202,7 +181,7 @@ def _files_of(config: RunConfig) -> dict[str, list[Path]]:
         named |= {f"{key}.{name}": [path] for name in TEXT_FILES if (path := getattr(source, name))}
     if config.env.endpoint is not None:
         named["env.endpoint.command"] = config.env.endpoint.command[1:]
-    found: dict[str, list[Path]] = {}
+    found: dict[str, str] = {}
     for key, paths in named.items():
         files: list[Path] = []
         for path in map(Path, paths):
@@ -213,8 +192,18 @@ def _files_of(config: RunConfig) -> dict[str, list[Path]]:
                 if one.is_file() and os.access(one, os.R_OK) and not hidden:
                     files.append(one)
         if files:
-            found[key] = files
-    return found
+            found[key] = _digest("content", _content(files))
+    for key, path in config.import_paths.items():
+        code = (part.encode("utf-8", "replace") for part in _code(imported(path, key), {}))
+        found[key] = _digest("code", code)
+    return config.model_copy(update={"input_digests": found})
+
+
+def _digest(what: str, parts: Iterable[bytes]) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(len(part).to_bytes(8) + part)
+    return f"{what} {total.hexdigest()[:_DIGITS]}"
 
 
 def _content(paths: Iterable[Path]) -> Iterator[bytes]:
@@ -236,9 +225,43 @@ def _code(value: object, seen: dict[int, object]) -> Iterator[str]:
         yield from sorted("".join(_code(one, seen)) for one in cast("set[object]", value))
     elif id(value) not in seen:
         seen[id(value)] = value  # held, so that no other object has its id
-        made_of = next(parts for kind, parts in _MADE_OF.items() if isinstance(value, kind))
-        for one in made_of(value):
+        for one in _made_of(value):
             yield from _code(one, seen)
+
+
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    re.Pattern: ("pattern", "flags"),
+    partial: ("func", "args", "keywords"),
+    MethodType: ("__func__", "__self__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset"),
+    CodeType: ("co_code", "co_names", "co_consts"),
+}
+
+
+def _made_of(value: Any) -> Iterable[object]:
+    for kind, names in _ATTRIBUTES.items():
+        if isinstance(value, kind):
+            return [getattr(value, name) for name in names]
+    if isinstance(value, dict):
+        return [part for pair in cast("dict[object, object]", value).items() for part in pair]
+    if isinstance(value, list | tuple):
+        return cast("Iterable[object]", value)
+    if isinstance(value, FunctionType):
+        return () if is_library(value.__code__.co_filename) else _of_function(value)
+    if isinstance(value, ModuleType):
+        file = value.__file__ or "<frozen"
+        return () if is_library(file) else (Path(file).read_bytes(),)
+    kind = cast("type", value if isinstance(value, type) else value.__class__)
+    module_file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    own = kind.__module__ == "__main__" or not is_library(module_file or "<frozen")
+    if isinstance(value, type):  # without what Python notes of it, such as its line
+        named = vars(kind).items()
+        members = {name: one for name, one in named if not name.startswith("__") or callable(one)}
+        return (kind.__qualname__, kind.__bases__, members) if own else ()
+    held: dict[str, object] = getattr(value, "__dict__", {})
+    return (kind, held) if own else (held.get("__wrapped__"),)  # a library's, made around a function
 
 
 def _of_function(function: FunctionType) -> Iterator[object]:
@@ -253,61 +276,11 @@ def _of_function(function: FunctionType) -> Iterator[object]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # an empty one
             yield cell.cell_contents
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            yield function.__globals__[name]
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _of_module(module: ModuleType) -> Iterable[object]:
-    file = module.__file__ or "<frozen"
-    return () if is_library(file) else (Path(file).read_bytes(),)
-
-
-def _of_instance(one: object) -> Iterable[object]:
-    """Return the class of an instance, and what it holds; of one that a library has made around a function, that."""
-    held: dict[str, object] = getattr(one, "__dict__", {})
-    return (one.__class__, held) if _is_own(one.__class__) else (held.get("__wrapped__"),)
-
-
-def _of_class(kind: type) -> Iterable[object]:
-    """Return its name, bases and what it defines, without what Python notes of it, such as its line."""
-    if not _is_own(kind):
-        return ()
-    named = vars(kind).items()
-    members = {name: one for name, one in named if not name.startswith("__") or callable(one)}
-    return kind.__qualname__, kind.__bases__, members
-
-
-def _is_own(kind: type) -> bool:
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
-    return kind.__module__ == "__main__" or not is_library(file or "<frozen")
-
-
-_MADE_OF: dict[type, Callable[[Any], Iterable[object]]] = {
-    dict: lambda one: (part for pair in one.items() for part in pair),
-    list: iter,
-    tuple: iter,
-    re.Pattern: lambda one: (one.pattern, one.flags),
-    partial: lambda one: (one.func, one.args, one.keywords),
-    MethodType: lambda one: (one.__func__, one.__self__),
-    staticmethod: lambda one: (one.__func__,),
-    classmethod: lambda one: (one.__func__,),
-    property: lambda one: (one.fget, one.fset),
-    CodeType: lambda one: (one.co_code, one.co_names, one.co_consts),
-    FunctionType: lambda one: () if is_library(one.__code__.co_filename) else _of_function(one),
-    ModuleType: _of_module,
-    type: _of_class,
-    object: _of_instance,
-}
-"""What the code of a value is made of, by the first kind that it is of."""
+    codes = [function.__code__]
+    while codes:
+        code, *codes = codes
+        yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+        codes = [*(one for one in code.co_consts if isinstance(one, CodeType)), *codes]
 
 
 _LOOKED_AT = 1000

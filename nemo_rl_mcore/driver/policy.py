@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -38,7 +38,7 @@ _NOBODY: Collection[int] = ()
 _FIRST: Collection[int] = (0,)
 
 
-class Policy:
+class Policy(AbstractContextManager["Policy"]):
     """A model over a group of `MegatronPolicyWorker`s, a policy or in that role a critic; a context manager.
 
     B rows, S sequence length. trained_only: only of tokens that token_mask [B, S] marks; 0 elsewhere, where no loss
@@ -69,7 +69,8 @@ class Policy:
         group: Callable[..., WorkerGroup] | None = None,
     ) -> None:
         self._config = checked_policy(config, only_read=not trained)
-        self._cluster, self._colocated_with = cluster, colocated_with
+        # Only in a session may ranks start again, or beside another model.
+        self._cluster, self._colocated_with = cast("RayCluster", cluster), colocated_with
         self._check = BatchCheck.of(config)
         if group is None and isinstance(cluster, OneProcess):
             group = InProcessRank
@@ -97,18 +98,15 @@ class Policy:
         )
         self.incarnation = 0
         """How often its ranks were restarted."""
-        self._start(self._placed_beside())
+        self._start()
 
-    def _placed_beside(self) -> Placement | None:
-        beside = self._colocated_with
-        return beside and self._cluster.place_colocated(beside.placement, beside.gpus())
-
-    def _start(self, placement: Placement | None) -> None:
-        self._workers = self._start_workers(placement=placement)
+    def _start(self, kept: Placement | None = None) -> None:
+        if kept is None and (beside := self._colocated_with) is not None:
+            kept = self._cluster.place_colocated(beside.placement, beside.gpus())
+        self._workers = self._start_workers(placement=kept)
         # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
-        self._shard_of_rank: list[int] = self._workers.run_all(
-            "data_parallel_rank", context="start of the workers"
-        )
+        context = "start of the workers"
+        self._shard_of_rank: list[int] = self._workers.run_all("data_parallel_rank", context=context)
         self._shards = max(self._shard_of_rank) + 1
         self._first_of_shard = [self._shard_of_rank.index(shard) for shard in range(self._shards)]
         self.updates = 0
@@ -128,14 +126,13 @@ class Policy:
         if kept is None and self._colocated_with is None:
             self._cluster.await_machines()
         self.incarnation += 1
-        self._start(kept or self._placed_beside())
+        self._start(kept)
 
     def serves(self) -> bool:
-        """Return whether all ranks answer; one that hangs for some seconds does not."""
+        """All ranks answer; one that hangs for some seconds does not."""
+        context = "after a failure"
         try:
-            self._workers.run_all(
-                "data_parallel_rank", context="after a failure", timeout_s=_ANSWERS_S, key=""
-            )
+            self._workers.run_all("data_parallel_rank", context=context, timeout_s=_ANSWERS_S, key="")
         except WorkerError as error:
             return error.usable
         return True
@@ -193,15 +190,8 @@ class Policy:
             sizes.of_shard(self._shards)
         split = [self._split(step, loss_fn) for step in ([data] if eval_mode else sizes.steps(data))]
         shards = [BatchedDataDict.from_batches(steps) for steps in zip(*split, strict=True)]
-        answers = self._run(
-            "train",
-            shards,
-            self._answering(loss_fn),
-            loss_fn=loss_fn,
-            eval_mode=eval_mode,
-            gbs=sizes.gbs,
-            mbs=sizes.mbs,
-        )
+        options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": sizes.gbs, "mbs": sizes.mbs}
+        answers = self._run("train", shards, self._answering(loss_fn), **options)
         result = self._joined(answers, loss_fn)
         self.updates += 0 if eval_mode else len(result["skip_reasons"])
         return result
@@ -218,9 +208,8 @@ class Policy:
         gbs, mbs: see `train`; the scheduler advances by the samples of `gbs` rows, whatever the chunks hold.
         """
         sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
-        self._call(
-            "begin_train_step", _NOBODY, loss_fn=loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id
-        )
+        options = {"loss_fn": loss_fn, "gbs": sizes.gbs, "mbs": sizes.mbs, "step_id": step_id}
+        self._call("begin_train_step", _NOBODY, **options)
         self._open_loss = loss_fn
 
     def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
@@ -232,7 +221,6 @@ class Policy:
         self._run("train_microbatch", self._split(data, loss_fn), _NOBODY, chunk_id=chunk_id)
 
     def _split(self, data: BatchedDataDict, loss_fn: LossFunction) -> list[BatchedDataDict]:
-        """Return the whole samples of a step or of a chunk for each shard."""
         if self._config.token_budgets is None:
             return data.split(self._shards, loss_fn.rows_per_sample)
         # Sums do not depend on who adds what, and ranks with equally many tokens wait less for each other.
@@ -249,7 +237,6 @@ class Policy:
         return self._first_of_shard if loss_fn is not None and loss_fn.gives_row_table else _FIRST
 
     def _joined(self, answers: Sequence[Any], loss_fn: LossFunction | None) -> dict[str, Any]:
-        """Return the first rank's result, with the rows of all shards."""
         results = [answers[rank] for rank in self._answering(loss_fn)]
         tables = [result["row_table"] for result in results if "row_table" in result]
         return results[0] | {"row_table": torch.cat(tables)} if len(tables) > 1 else results[0]
@@ -302,7 +289,6 @@ class Policy:
         return max(self._call("loading_s"))
 
     def gpus(self) -> Sequence[str]:
-        """Return the GPU of each rank; empty on CPU."""
         found: list[str] = self._call("gpu")
         return [gpu for gpu in found if gpu]
 
@@ -330,30 +316,24 @@ class Policy:
         """Stream all weights to the engines; returns the tensors by name, with digests where they are verified."""
         return self._call("send_weights", _FIRST)[0]
 
-    def export_hf(self, folder: str, *, origin: str | None = None) -> None:
-        """Write the weights as a Hugging Face folder, which the first rank's machine must see."""
-        self._call("export_hf", _NOBODY, folder=folder, origin=origin)
+    def export_hf(self, folder: str, *, origin: str | None = None, adapters: bool = False) -> None:
+        """Write the weights as a Hugging Face folder, which the first rank's machine must see; or adapters alone."""
+        self._call("export_hf", _NOBODY, folder=folder, origin=origin, adapters=adapters)
 
     def shutdown(self) -> None:
         self._workers.shutdown()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def _map(self, method: str, data: BatchedDataDict, **kwargs: Any) -> BatchedDataDict:
-        """Call a method that answers row by row. Rows that do not divide are made up with repeats of the last."""
+        """Call a method that answers row by row, padded with copies of the last row to a multiple of the shards."""
         data = data.without(EPISODE)  # such an answer is of a row, whatever episode that is of
         missing = -data.size % self._shards
         whole = data.select_indices([*range(data.size), *[data.size - 1] * missing]) if missing else data
         answers = self._run(method, whole.shard_by_batch_size(self._shards), self._first_of_shard, **kwargs)
-        return BatchedDataDict.from_batches([answers[rank] for rank in self._first_of_shard]).slice(
-            0, data.size
-        )
+        answered = BatchedDataDict.from_batches([answers[rank] for rank in self._first_of_shard])
+        return answered.slice(0, data.size)
 
     def _run(
         self, method: str, shards: Sequence[BatchedDataDict], answering: Collection[int], **kwargs: Any
@@ -384,14 +364,8 @@ def open_place(config: RunConfig, *, engines: bool = False) -> OneProcess | RayC
 
 
 def start_frozen(config: RunConfig, cluster: OneProcess | RayCluster) -> Policy:
-    """Return the policy with the weights that it starts from, which nothing will train."""
-    return Policy(
-        config.policy,
-        cluster,
-        seed=config.seed,
-        temperature=config.logprob_temperature,
-        trained=False,
-    )
+    temperature = config.logprob_temperature
+    return Policy(config.policy, cluster, seed=config.seed, temperature=temperature, trained=False)
 
 
 @dataclass(frozen=True)
@@ -408,7 +382,7 @@ class EmbeddedGeneration:
         return self.policy.generate(data, step=step, stop_ids=self.stop_ids, greedy=greedy)
 
     def update_weights(self, version: int) -> None:
-        """Nothing to do: the weights are those of training."""
+        """Do nothing: the weights are those of training, as is the memory."""
 
     def offload(self) -> None:
-        """Nothing to do: the memory is that of training."""
+        """Do nothing, too."""

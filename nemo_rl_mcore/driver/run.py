@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,32 +28,29 @@ from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.cluster import RayCluster, marked_processes
 from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 from nemo_rl_mcore.driver.actors.environment_pool import EnvironmentPool
 from nemo_rl_mcore.driver.actors.places import agent_environment, given_variables
-from nemo_rl_mcore.driver.actors.session import marked_processes
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepObserver
 from nemo_rl_mcore.driver.algorithms.distillation import DistillationTrainer
 from nemo_rl_mcore.driver.algorithms.dpo import DPOTrainer
-from nemo_rl_mcore.driver.algorithms.engine_comparison import compare_at_start, prompts_to_compare
+from nemo_rl_mcore.driver.algorithms.engine_comparison import compare_at_start, rows_to_compare
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
 from nemo_rl_mcore.driver.algorithms.sft import SFTTrainer
-from nemo_rl_mcore.driver.interfaces import Environments, GenerationInterface
 from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, finish_report
-from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.output import count_of, write_line
 from nemo_rl_mcore.driver.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, Policy
-from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
+from nemo_rl_mcore.driver.rollouts.player import Environments, GenerationInterface, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.saved import SavedRollouts
 from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
 from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved
 from nemo_rl_mcore.driver.run_folder import leave_recipe, run_folders
-from nemo_rl_mcore.driver.signals import current_stop_signals
+from nemo_rl_mcore.driver.signals import current_stop_signals, exit_status
 from nemo_rl_mcore.engine.kinds import engine_kind
 from nemo_rl_mcore.environment.interface import Environment, LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, code_of
@@ -63,24 +61,20 @@ def run(config: RunConfig, write_page: Callable[[Path], object] | None = None) -
 
     However it ends, the ranks are gone, and the metrics and the report hold every finished step.
     """
-
-    def to_its_end() -> None:
-        for _ in train(config, watch=Watch(write_page)):
-            pass
-
-    return exit_status(to_its_end)
+    steps = train(config, watch=Watch(write_page))
+    return exit_status(lambda: deque(steps, maxlen=0))  # to its end
 
 
+@dataclass(eq=False)
 class Watch:
-    """Sees the parts of a run as they start; this one leaves them as they are."""
+    """Sees the parts of a run as they start; this one leaves them as they are.
 
-    summary = True
-    """Whether the run ends with the tables of its metrics."""
+    write_page: makes a page of the run's folder when it ends, where the recipe has one. summary: the run ends with the
+    tables of its metrics.
+    """
+
     write_page: Callable[[Path], object] | None = None
-    """Makes a page of the run's folder when it ends, where the recipe has one."""
-
-    def __init__(self, write_page: Callable[[Path], object] | None = None) -> None:
-        self.write_page = write_page
+    summary: ClassVar[bool] = True
 
     def model(self, name: str, model: Policy) -> Policy:
         """Return the model that the algorithm is given in place of a model of the run."""
@@ -123,16 +117,12 @@ def train(
         try:
             current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
             saved = read_saved(config, checkpoints.start)
+            recipe, rewards_teach = config.model_dump(mode="json"), config.gradient is not None
             recorder = RunRecorder(
                 config.logger,
                 config.loop.max_num_steps,
                 title=f"{config.algorithm}: {config.data.dataset_name}",
-                run=RunFacts(
-                    config.algorithm,
-                    config.model_dump(mode="json"),
-                    checkpoints.resumed_step,
-                    rewards_teach=config.gradient is not None,
-                ),
+                run=RunFacts(config.algorithm, recipe, checkpoints.resumed_step, rewards_teach),
                 write_page=watch.write_page,
                 summary=watch.summary,
             )
@@ -142,8 +132,7 @@ def train(
                     torch.set_num_threads(1)
                 if session is None:
                     with recorder.startup("ray", "starting Ray"):
-                        own = RayCluster(config.cluster)
-                        cluster = outside.enter_context(own)
+                        cluster = outside.enter_context(RayCluster(config.cluster))
                 else:  # one for all runs of a command: only who has started it knows its servers and its processes
                     cluster = session.shared_with(config.cluster)
                 leave_recipe(config)
@@ -170,16 +159,13 @@ def _train(
     policy = _start(of_policy, config, cluster, recorder, stack)
     stack.enter_context(recorder)
     first_step = (checkpoints.resumed_step or 0) + 1
-    generation = stack.enter_context(
-        open_generation(
-            config,
-            tokenizer,
-            policy,
-            cluster,
-            lambda: prompts_to_compare(config, parts.prompts, tokenizer, first_step),
-            recorder.startup,
-        )
-    )
+
+    def to_compare() -> list[list[int]]:
+        first = parts.prompts.train_batch(first_step, config.prompts_per_step)
+        return rows_to_compare(config, first, tokenizer)
+
+    opened = open_generation(config, tokenizer, policy, cluster, to_compare, recorder.startup)
+    generation = stack.enter_context(opened)
     watch.engine(generation)
     environments = stack.enter_context(open_environments(config, cluster, parts.environment))
     collector = stack.enter_context(open_collector(parts, generation, environments))
@@ -209,7 +195,6 @@ def algorithm_of(
     observer: StepObserver,
     rollouts: Scheduler[Any] | None,
 ) -> Algorithm[Any]:
-    """Return the algorithm that the recipe asks for, over its parts; one that samples has rollouts."""
     config, prompts = parts.config, parts.prompts
     common = models["policy"], collector, prompts, observer
     match config:
@@ -229,7 +214,7 @@ def algorithm_of(
 
 
 def fetch_weights(config: RunConfig) -> None:
-    """Have the weights that the models of a run begin with on this machine; raises RunStoppedError."""
+    """Fetch the weights that the models of a run begin with; raises RunStoppedError."""
     for plan in config.models.values():
         if plan.policy.model_name is not None:
             try:
@@ -246,7 +231,6 @@ def _start(
     stack: ExitStack,
     colocated_with: Policy | None = None,
 ) -> Policy:
-    """Return the ranks of a model, which end with the stack; how long they take is told."""
     told_as = f"starting {count_of(cluster.config.world_size, 'rank')} of the {plan.name}"
     with recorder.startup(plan.name, told_as) as pieces:
         model = stack.enter_context(start_model(plan, config, cluster, colocated_with))
@@ -258,7 +242,6 @@ def _start(
 def start_model(
     plan: ModelPlan, config: RunConfig, cluster: RayCluster, colocated_with: Policy | None = None
 ) -> Policy:
-    """Return the ranks of a model of the run."""
     return Policy(
         plan.policy,
         cluster,

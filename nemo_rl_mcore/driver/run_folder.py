@@ -42,7 +42,6 @@ _PROBE = b"\0" * 4096
 
 
 def folders_of(config: RunConfig) -> dict[str, Path]:
-    """Return the folders that a run writes into, by their keys."""
     folders = {"logger.log_dir": Path(config.logger.log_dir)}
     if config.checkpointing.enabled:
         folders["checkpointing.checkpoint_dir"] = Path(config.checkpointing.checkpoint_dir)
@@ -78,7 +77,6 @@ def nearest_folder(folder: Path) -> Path:
 
 
 def too_full(config: RunConfig) -> Problem | None:
-    """Return what is wrong where the disk has no room for one checkpoint."""
     if not config.checkpointing.enabled:
         return None
     folder = Path(config.checkpointing.checkpoint_dir)
@@ -164,13 +162,13 @@ Tree = Mapping[str, object]
 
 _WITHOUT_EFFECT = (
     *("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name"),
-    *("env.endpoint.processes", "env.endpoint.gym", "input_digests"),
+    *("env.endpoint.processes", "env.endpoint.one_process", "input_digests"),
 )
 """What a run leaves behind, where answers are scored, and the weights that the checkpoint has replaced."""
 _ENDINGS_WITHOUT_EFFECT = ("_timeout_s",)
 """Deadlines between the driver, ranks and engines."""
 _OF_THE_STATE = (
-    *("policy.precision", "policy.megatron_cfg.optimizer.optimizer"),
+    "policy.precision",
     *("policy.megatron_cfg.freeze", "policy.megatron_cfg.freeze_moe_router"),
 )
 """What decides which tensors the checkpoint of a model holds, besides the architecture."""
@@ -190,8 +188,6 @@ _NOT_IN_WEIGHTS = OF_TRAINING | {"max_position_embeddings"}
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value is not the one that the checkpoint was saved under."""
-
     path: str
     was: object
     now: object
@@ -257,11 +253,6 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
         and not path.startswith(inside)
     )
     return [change for path in paths if (change := changed(path)) is not None]
-
-
-def bounds_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the keys that say how long a run goes on: they change nothing of the steps that are behind it."""
-    return tuple(f"{config.algorithm}.{key}" for key in ("max_num_steps", "max_num_epochs"))
 
 
 def _default_of(config: RunConfig, path: str) -> object:
@@ -355,7 +346,6 @@ def _below(path: str, sections: tuple[str, ...]) -> bool:
 
 
 def shown_value(value: object) -> str:
-    """Return a value as YAML has it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

@@ -1,4 +1,4 @@
-"""What asks a process to stop, and when it does: SIGINT, SIGTERM, SIGHUP, a limit of time, and a thread that watches.
+"""What asks a process to stop (SIGINT, SIGTERM, SIGHUP, a limit of time, a thread that watches), and its exit status.
 
 The first one lets a block that defers come to its end, the second one does not wait, later ones change nothing: the
 process is ending already. What a thread says has failed does not wait either. Only short blocks that must never be cut,
@@ -8,11 +8,15 @@ such as the end of a Ray session, hold off all of them.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
+
+from nemo_rl_mcore.driver.output import write_line
+from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
 
 EXIT_STATUS_OF_A_SIGNAL = 128
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -59,7 +63,6 @@ class StopSignals:
 
     @property
     def word(self) -> str:
-        """Return what the first signal did to the process."""
         return _WORDS[signal.Signals(self.arrived[0] if self.arrived else signal.SIGINT)]
 
     @property
@@ -114,11 +117,6 @@ class StopSignals:
             self._holding -= hold
             self.stop_if_due()
 
-    def end_for_time(self) -> None:
-        """Raise TimeLimitReachedError, before the time is over."""
-        self.time_is_up = True
-        raise TimeLimitReachedError
-
     def limit_time(self, seconds: float | None) -> None:
         """Ask to stop so many seconds after `began`, in place of what was set before; None: never."""
         if self._timer is not None:
@@ -154,14 +152,28 @@ def current_stop_signals() -> StopSignals:
 
 
 @contextmanager
-def stop_signals() -> Generator[StopSignals]:
+def stop_signals(alone: StopSignals | None = None) -> Generator[StopSignals]:
     """Listen to the signals inside the block, of which the outermost counts them; what they did is for it to say.
 
     Entered again inside, it takes back handlers that a library has put in their place. A signal that is ignored stays
-    ignored, as under nohup. Outside of the main thread nothing is listened to.
+    ignored, as under nohup. Outside of the main thread nothing is listened to. alone: in place of what listens now.
     """
-    with _listening(_current or StopSignals()) as signals:
+    global _current
+    outer, signals = _current, alone or _current or StopSignals()
+    if not _in_main_thread():
         yield signals
+        return
+    with kept_stop_handlers():
+        for number in (*_STOP_SIGNALS, _FROM_A_THREAD):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signals.arrive)
+        _current = signals
+        try:
+            yield signals
+        finally:
+            _current = outer
+            if outer is not signals:
+                signals.limit_time(None)
 
 
 @contextmanager
@@ -177,32 +189,12 @@ def deferred_stop_signals(*, hold: bool = False) -> Generator[None]:
         return
     alone = StopSignals(deferring=True, holding=hold)
     try:
-        with _listening(alone):
+        with stop_signals(alone):
             yield
     finally:
         if alone.due:  # for the handlers that are there now
             for number in alone.arrived:
                 signal.raise_signal(number)
-
-
-@contextmanager
-def _listening(signals: StopSignals) -> Generator[StopSignals]:
-    global _current
-    if not _in_main_thread():
-        yield signals
-        return
-    outer = _current
-    with kept_stop_handlers():
-        for number in (*_STOP_SIGNALS, _FROM_A_THREAD):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signals.arrive)
-        _current = signals
-        try:
-            yield signals
-        finally:
-            _current = outer
-            if outer is not signals:
-                signals.limit_time(None)
 
 
 @contextmanager
@@ -226,3 +218,41 @@ def _wake_main_thread() -> None:
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+EXIT_FAILED = 1
+
+
+def exit_status_of(error: BaseException | None) -> int:
+    """0 for a whole run and one that its time limit ended, 1 for a failure, else what a signal asks for, as 130."""
+    if isinstance(error, KeyboardInterrupt):
+        # Not told by its class: Ray makes a plain one of each.
+        status = current_stop_signals().exit_status
+        return EXIT_FAILED if status == 0 and run_stopped_by(error) is not None else status
+    return 0 if error is None else EXIT_FAILED
+
+
+def exit_status(run: Callable[[], object], left_behind: Callable[[], str] = str) -> int:
+    """Run to the end, to a failure or to a signal; say on stderr how it ended, and what it left.
+
+    Returns 0, also where the time limit ended it, 1 for a failure, also one that the time limit came upon, and what a
+    shell reports for a program that a signal ended: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP. What was
+    left is `left_behind`, or what the notes of the exception say.
+    """
+    with stop_signals() as signals:
+        try:
+            run()
+        except KeyboardInterrupt as stop:
+            failure, status = run_stopped_by(stop), exit_status_of(stop)
+            up = "time is up (checkpointing.checkpoint_must_save_by)"
+            how = up if signals.exit_status == 0 else signals.word
+            line = "; ".join(filter(None, [how, *getattr(stop, "__notes__", ()), left_behind()]))
+            write_line(sys.stderr if status else sys.stdout, line)
+            if failure is not None:
+                write_line(sys.stderr, f"the run stopped: {failure}")
+            return status
+        except RunStoppedError as error:
+            told = "\n".join([f"the run stopped: {error}", *getattr(error, "__notes__", ())])
+            write_line(sys.stderr, told)
+            return EXIT_FAILED
+    return 0

@@ -81,6 +81,7 @@ class EmbeddedEngine:
         if version is not None:
             self.weights.require(version)
         ticket = ticket or f"group {next(self._numbers)}"
+        temperature = 1.0 if sampling.greedy else sampling.temperature
         growing = [_Growing() for _ in requests]
         decoding = self._asked[ticket] = self._backend.decoding()
         try:
@@ -93,12 +94,7 @@ class EmbeddedEngine:
                         StopConditions.of(self._policy, sampling.stop_ids, request.stop_strings)
                         for request in requests
                     ],
-                    sampling=SamplingParams(
-                        1.0 if sampling.greedy else sampling.temperature,
-                        sampling.top_k,
-                        sampling.top_p,
-                        sampling.greedy,
-                    ),
+                    sampling=SamplingParams(temperature, sampling.top_k, sampling.top_p, sampling.greedy),
                     batch_size=self._policy.generation_batch_size,
                     longest=sampling.longest,
                 )
@@ -180,15 +176,15 @@ class EmbeddedEngine:
         self._receivers.join_broadcast(address, port, first_rank, world_size, timeout_s)
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`; this engine shares its GPU with nobody, and keeps the memory."""
+        """Keep the memory: this engine shares its GPU with nobody."""
         self.weights.whole = False
         self._may_generate.clear()
 
     async def wake_up(self, tags: Sequence[str]) -> None:
-        """See `Engine.wake_up`; there is nothing to take."""
+        """Do nothing: there is nothing to take."""
 
     async def health(self) -> None:
-        """See `Engine.health`: the engine lives and dies with this process."""
+        """Do nothing: the engine lives and dies with this process."""
 
     async def shutdown(self) -> None:
         self._backend.shutdown()

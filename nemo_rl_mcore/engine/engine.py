@@ -61,7 +61,6 @@ class Sampling:
 
     @classmethod
     def of(cls, policy: PolicyConfig, stop_ids: Sequence[int], *, greedy: bool) -> Self:
-        """As the config says; stop_ids end a response besides its texts."""
         generation = policy.generation
         return cls(
             max_new_tokens=generation.max_new_tokens,
@@ -107,7 +106,6 @@ class Response:
 
     @classmethod
     def of(cls, tokens: list[int], logprobs: list[float], versions: list[int], *, finished: bool) -> Self:
-        """Return a response that is complete, with its digest."""
         return cls(tokens, logprobs, finished, versions, digest_of_ids(tokens))
 
 
@@ -136,7 +134,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self, ticket: str) -> Eventually[None]:
-        """Give a group of requests up; one that is not being answered is no error."""
+        """Give a group of requests up, if it is being answered."""
 
     def begin_refit(self, version: int) -> Eventually[None]:
         """Prepare for buckets of a version that is newer than any before, or the last one, which a sleep gave up."""
@@ -180,7 +178,7 @@ class EngineKind:
     they share or are given say so. processes: of each one, with a GPU each where there are some. share: the class of
     the actors on its further machines, built from the same settings, whose `serve` returns, or raises, once a process
     of theirs has ended; None where an engine is on one. sleeps: training gets its memory.
-    section: of the recipe, which has the keys call_timeout_s and max_restarts.
+    section: of the recipe, which has the key max_restarts. call_timeout_s: without progress, for an answer.
     precision: number format that the engines hold weights in; None is the one they are sent in.
     """
 
@@ -258,12 +256,8 @@ class EngineMachines:
 
     def environment(self) -> dict[str, str]:
         """Return the variables of a process on this one; the port comes when it is known."""
-        return {
-            "MASTER_ADDR": self.first,
-            "NODE_ADDR": self.own,
-            "NODE_RANK": str(self.number),
-            "NNODES": str(self.count),
-        }
+        place = {"NODE_RANK": str(self.number), "NNODES": str(self.count)}
+        return {"MASTER_ADDR": self.first, "NODE_ADDR": self.own, **place}
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self | None:

@@ -20,34 +20,30 @@ from nemo_rl_mcore.engine.vllm.engine import (
     VllmShare,
 )
 from nemo_rl_mcore.models.config_json import hf_config_of
-from nemo_rl_mcore.models.engine_sizes import cpu_cache_bytes, refit_bucket_bytes
+from nemo_rl_mcore.models.memory import cpu_cache_bytes, refit_bucket_bytes
+
+CALL_S = 1800.0
+"""Deadline of a batch, and of an engine's acknowledgement of a bucket of weights."""
 
 
 def embedded_kind(config: PolicyConfig, *, reread_after_refit: bool = False) -> EngineKind:
-    """Return the engines that run this policy, apart from the ranks that train it; see `EmbeddedSettings`."""
-    embedded = config.generation.embedded_cfg
     return EngineKind(
         name="embedded",
         engine=EmbeddedEngine,
         settings=EmbeddedSettings(config, reread_after_refit),
         environment={},
-        engines=embedded.engines,
+        engines=config.generation.engines,
         processes=1,
         sleeps=False,
         bucket_bytes=refit_bucket_bytes(config),
-        section="policy.generation.embedded_cfg",
-        call_timeout_s=embedded.call_timeout_s,
-        max_restarts=embedded.max_restarts,
+        section="policy.generation",
+        call_timeout_s=CALL_S,
+        max_restarts=config.generation.max_restarts,
     )
 
 
 def vllm_kind(
-    config: PolicyConfig,
-    folder: Path,
-    environ: Mapping[str, str],
-    *,
-    on_cpu: bool,
-    reads_texts: bool = False,
+    config: PolicyConfig, folder: Path, environ: Mapping[str, str], *, on_cpu: bool, reads_texts: bool = False
 ) -> EngineKind:
     """Return the engines that run this policy.
 
@@ -67,9 +63,11 @@ def vllm_kind(
         precision=vllm.number_format(config.precision) or config.precision,
         # A model that is sent has no scales: quantization is vLLM's own.
         quantization=("mxfp8" if vllm.is_mx else "fp8_per_block") if vllm.precision == "fp8" else None,
-        unquantized=_unquantized(config) if vllm.precision == "fp8" else (),
+        unquantized=tuple(f"re:.*{re.escape(text)}" for text in vllm.quantization_ignored_layer_kws or ())
+        if vllm.precision == "fp8"
+        else (),
         kv_cache_dtype=vllm.kv_cache_dtype,
-        max_model_len=vllm.max_model_len or config.max_total_sequence_length,
+        max_model_len=config.max_total_sequence_length,
         max_num_seqs=further.pop("max_num_seqs", 256),
         tensor_parallel_size=vllm.tensor_parallel_size,
         pipeline_parallel_size=vllm.pipeline_parallel_size,
@@ -88,27 +86,16 @@ def vllm_kind(
         engine=AsyncVllmEngine if vllm.async_engine else VllmEngine,
         settings=settings,
         environment=vllm_environment(environ, on_cpu=on_cpu),
-        engines=vllm.cpu_engines if on_cpu else 1,
+        engines=config.generation.engines if on_cpu else 1,
         processes=vllm.processes,
         sleeps=settings.enable_sleep_mode,
         bucket_bytes=refit_bucket_bytes(config),
-        section="policy.generation.vllm_cfg",
-        call_timeout_s=vllm.call_timeout_s,
-        max_restarts=vllm.max_restarts,
+        section="policy.generation",
+        call_timeout_s=CALL_S,
+        max_restarts=config.generation.max_restarts,
         precision=settings.precision,
         share=AsyncVllmShare if vllm.async_engine else VllmShare,
     )
-
-
-def _unquantized(config: PolicyConfig) -> tuple[str, ...]:
-    """Return patterns of the layers that keep bfloat16: those named by the recipe, the first and the last ones."""
-    vllm, layers = config.generation.vllm_cfg, range(config.model.num_layers)
-    texts = [re.escape(text) for text in vllm.quantization_ignored_layer_kws or ()]
-    whole = [
-        *layers[: vllm.num_first_layers_in_bf16],
-        *layers[len(layers) - vllm.num_last_layers_in_bf16 :],
-    ]
-    return tuple(f"re:.*{text}" for text in (*texts, *(rf"\.layers\.{layer}\." for layer in whole)))
 
 
 def vllm_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:

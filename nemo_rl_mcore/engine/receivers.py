@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -32,11 +33,11 @@ class ReceivingEnd:
         """Forget the sender's buffers."""
 
 
+@dataclass
 class SharedMemoryReceiver(ReceivingEnd):
     """Maps a sender's memory once for all its buckets."""
 
-    def __init__(self) -> None:
-        self._mapped: dict[str, torch.Tensor] = {}
+    _mapped: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def open(self, location: Location) -> torch.Tensor:
         name: str = location["name"]
@@ -56,21 +57,21 @@ class MessageReceiver(ReceivingEnd):
         return torch.frombuffer(bytearray(location["data"]), dtype=torch.uint8)
 
 
+@dataclass
 class MessageRelay:
     """Puts buckets that came within a message into shared memory, for an engine that has processes of its own.
 
     over_machines: some of them are on other machines, where the engine's own queue carries the bytes.
     """
 
-    def __init__(self, *, over_machines: bool = False) -> None:
-        self._memory: SharedMemorySender | None = None
-        self._over_machines = over_machines
+    over_machines: bool = False
+    _memory: SharedMemorySender | None = None
 
     def relay(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the same bucket, to be found in shared memory; the one before it must have been loaded."""
         if message["location"]["kind"] != "message":
             return message
-        if self._over_machines:
+        if self.over_machines:
             return {**message, "location": {"kind": "message", "data": message["location"]["data"].tobytes()}}
         data = torch.tensor(message["location"]["data"])
         if self._memory is None or self._memory.slots[0].numel() < data.numel():
@@ -85,54 +86,55 @@ class MessageRelay:
             self._memory = None
 
 
+@dataclass
 class CudaIpcReceiver(ReceivingEnd):
     """Opens the slot of the rank on this engine's GPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    device: torch.device
 
     def open(self, location: Location) -> torch.Tensor:
-        gpu = accelerator.device_uuid(self._device)
+        gpu = accelerator.device_uuid(self.device)
         if gpu not in location["handles"]:
             raise RuntimeError(
                 f"no training rank shares GPU {gpu} with this engine, which CUDA IPC needs (the ranks are on "
                 f"{sorted(location['handles'])}); set policy.generation.refit_transport: nccl"
             )
-        return IpcHandle(**location["handles"][gpu]).open(self._device)[: location["bytes"]]
+        return IpcHandle(**location["handles"][gpu]).open(self.device)[: location["bytes"]]
 
     def close(self) -> None:
         accelerator.free_shared_memory()
 
 
+@dataclass
 class BroadcastReceiver(ReceivingEnd):
     """Takes part in the broadcast of a slot."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        self._device, self._group = device, group
+    device: torch.device
+    group: dist.ProcessGroup
 
     def open(self, location: Location) -> torch.Tensor:
-        buffer = torch.empty(location["bytes"], dtype=torch.uint8, device=self._device)
-        broadcast_from_first(buffer, self._group)
+        buffer = torch.empty(location["bytes"], dtype=torch.uint8, device=self.device)
+        broadcast_from_first(buffer, self.group)
         return buffer
 
 
+@dataclass
 class Receivers:
     """An engine's ends of all transports in one process, each opened when the first bucket comes that way.
 
     device: what its model is on.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._open: dict[str, ReceivingEnd] = {}
-        self._group: dist.ProcessGroup | None = None
+    device: torch.device
+    _open: dict[str, ReceivingEnd] = field(default_factory=dict[str, ReceivingEnd])
+    _group: dist.ProcessGroup | None = None
 
     def join_broadcast(self, address: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
         """Join the group in which the trainer's rank 0 broadcasts, in place of the one before."""
         if (end := self._open.pop("broadcast", None)) is not None:
             end.close()
         timeout = timedelta(seconds=timeout_s)
-        self._group = join_broadcast_group(address, port, rank, world_size, timeout, self._device.type)
+        self._group = join_broadcast_group(address, port, rank, world_size, timeout, self.device.type)
 
     def read(self, message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of each in the bucket, as views that are valid until the bucket is acknowledged."""
@@ -144,12 +146,12 @@ class Receivers:
             case "shared_memory":
                 self._open[kind] = SharedMemoryReceiver()
             case "cuda_ipc":
-                self._open[kind] = CudaIpcReceiver(self._device)
+                self._open[kind] = CudaIpcReceiver(self.device)
             case "message":
                 self._open[kind] = MessageReceiver()
             case "broadcast":
                 assert self._group is not None
-                self._open[kind] = BroadcastReceiver(self._device, self._group)
+                self._open[kind] = BroadcastReceiver(self.device, self._group)
             case _:
                 raise ValueError(f"this engine has no end of the transport {kind!r}")
         yield from bucket.read(self._open[kind].open(bucket.location))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 
 from nemo_rl_mcore.config.custom_code import custom_code, function_at
 from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
-from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environment.interface import EnvironmentReturn, number_each
 from nemo_rl_mcore.errors import RefusedError
 
@@ -37,11 +35,9 @@ class RewardFunctions:
     Raises RefusedError, naming the key, for a path without a function and one whose parameters have no names.
     """
 
-    def __init__(
-        self, paths: Mapping[str, str], weights: Mapping[str, float] | None = None, *, unscored: bool = False
-    ) -> None:
-        """unscored: whether a reward may be None; an answer of which one is has no reward at all."""
-        self._weights, self._unscored = weights or {}, unscored
+    def __init__(self, paths: Mapping[str, str], *, unscored: bool = False) -> None:
+        """unscored: a reward may be None; an answer of which one is has no reward at all."""
+        self._unscored = unscored
         self._functions: dict[str, _Function] = {}
         for reward, path in paths.items():
             key = f"env.rewards.{reward}"
@@ -72,53 +68,14 @@ class RewardFunctions:
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        """See `EnvironmentInterface.step`; raises CustomCodeError for what a function raises, or gives amiss."""
         last = [log[-1] for log in message_log_batch]
-        rewards = self._rewards(
-            {
-                "prompts": [known["prompt"] for known in metadata],
-                "responses": [answer["content"] for answer in last],
-                "answers": [known["answer"] for known in metadata],
-                "finished": [answer["finished"] for answer in last],
-            },
-            [known.get("columns", {}) for known in metadata],
-            [known["index"] for known in metadata],
-        )
-        nothing = [None] * len(last)
-        return EnvironmentReturn(
-            observations=nothing,
-            metadata=nothing,
-            next_stop_strings=nothing,
-            rewards=rewards,
-            terminateds=[True] * len(last),
-        )
-
-    def score(
-        self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
-    ) -> list[float | None]:
-        """See `ScoresAnswers.score`; raises as `step`."""
-        rewards = self._rewards(
-            {
-                "prompts": [prompt.text for prompt in prompts],
-                "responses": [*responses],
-                "answers": [prompt.answer for prompt in prompts],
-                "finished": [*finished],
-            },
-            [prompt.columns for prompt in prompts],
-            [prompt.index for prompt in prompts],
-        )
-        rows = zip(*rewards.values(), strict=True)
-        weights = [self._weights.get(name, 1.0) for name in rewards]
-        return [
-            None
-            if None in row
-            else math.fsum(weight * value for weight, value in zip(weights, row, strict=True))
-            for row in rows
-        ]
-
-    def _rewards(
-        self, given: dict[str, list[Any]], columns: Sequence[Mapping[str, Any]], prompts: Sequence[int]
-    ) -> dict[str, list[float | None]]:
+        columns = [known.get("columns", {}) for known in metadata]
+        given: dict[str, list[Any]] = {
+            "prompts": [known["prompt"] for known in metadata],
+            "responses": [answer["content"] for answer in last],
+            "answers": [known["answer"] for known in metadata],
+            "finished": [answer["finished"] for answer in last],
+        }
         names = dict.fromkeys(name for row in columns for name in row)
         given = {name: [row.get(name) for row in columns] for name in names} | given
         found: dict[str, Any] = {}
@@ -140,10 +97,17 @@ class RewardFunctions:
         if awaited:  # they wait side by side; in a thread, since this one may run a loop already
             with ThreadPoolExecutor(1) as thread:
                 found |= zip(awaited, thread.submit(asyncio.run, together()).result(), strict=True)
-        return {
-            name: number_each(self._functions[name].key, values, prompts, unscored=self._unscored)
-            for name, values in found.items()
-        }
+        indices, nothing = [known["index"] for known in metadata], [None] * len(last)
+        return EnvironmentReturn(
+            observations=nothing,
+            metadata=nothing,
+            next_stop_strings=nothing,
+            rewards={
+                name: number_each(self._functions[name].key, values, indices, unscored=self._unscored)
+                for name, values in found.items()
+            },
+            terminateds=[True] * len(last),
+        )
 
 
 def require_columns(functions: RewardFunctions, there: Mapping[str, Iterable[str]]) -> None:

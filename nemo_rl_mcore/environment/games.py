@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -33,10 +34,6 @@ def _step(
     )
 
 
-def is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
-
-
 @dataclass(frozen=True)
 class ArithmeticEnvironment:
     """Score = share of the positions of answer + end of sequence that the response gets right.
@@ -59,7 +56,6 @@ def character_score(answer: str, response: str, finished: bool) -> float:
 
 
 NO_SUM = f"e{PROMPT_END}"
-_MOST_DIGITS = 9
 
 
 @dataclass(frozen=True)
@@ -112,17 +108,15 @@ class _Task:
         return replace(self, shown=shown, called=called)._said(f"{shown}{PROMPT_END}", called)
 
     def _said(self, observation: str, worth: float, *, terminated: bool = False) -> Answered:
-        """worth: of all that was answered so far; no answer takes anything back."""
         task = replace(self, earned=max(self.earned, worth))
         return Answered(task.earned - self.earned, terminated, observation, asdict(task))
 
 
 def value_of(text: str) -> int | None:
     """Return the value of numbers joined by `+`; None for any other text, and for numbers of more than nine digits."""
-    numbers = text.split("+")
-    if not all(is_number(number) and len(number) <= _MOST_DIGITS for number in numbers):
+    if re.fullmatch(r"[0-9]{1,9}(\+[0-9]{1,9})*", text) is None:
         return None
-    return sum(map(int, numbers))
+    return sum(map(int, text.split("+")))
 
 
 HIGHER, LOWER, NO_GUESS = f"h{PROMPT_END}", f"l{PROMPT_END}", f"e{PROMPT_END}"
@@ -166,7 +160,7 @@ class _Game:
 
     def answered(self, answer: str, finished: bool) -> Answered:
         start = answer[: self.digits]
-        if len(start) < self.digits or not is_number(start):
+        if len(start) < self.digits or not (start.isascii() and start.isdigit()):
             return self._said(NO_GUESS, 0.0)
         guess = int(start)
         if not finished or answer != start:
@@ -182,6 +176,5 @@ class _Game:
         return game._said(observation, -(-32 * ruled_out // game.numbers) / 64)
 
     def _said(self, observation: str, worth: float) -> Answered:
-        """worth: of all that was answered so far; no answer takes anything back."""
         game = replace(self, earned=max(self.earned, worth))
         return Answered(game.earned - self.earned, worth == 1, observation, asdict(game))

@@ -103,7 +103,7 @@ _ONE = ""
 
 @dataclass(frozen=True)
 class LocalEnvironments:
-    """Implements `Environments` in this process: what the environment raises passes through.
+    """Environments in this process, which take no time: what they raise passes through.
 
     weights: of rewards by name, 1 where there is none.
     """
@@ -115,7 +115,6 @@ class LocalEnvironments:
         return replies_of(self.environment, turns, self.weights or {})
 
     async def replies_soon(self, turns: Sequence[Turn]) -> list[Reply]:
-        """See `Environments.replies_soon`; it is waited for, as the environments here take no time."""
         return self.replies(turns)
 
     def take_counts(self) -> dict[str, float]:
@@ -127,10 +126,7 @@ class LocalEnvironments:
 
 
 def replies_of(
-    environment: Environment,
-    turns: Sequence[Turn],
-    weights: Mapping[str, float],
-    max_chars: int = MOST_CHARS,
+    environment: Environment, turns: Sequence[Turn], weights: Mapping[str, float], max_chars: int = MOST_CHARS
 ) -> list[Reply]:
     """Return the reply to each turn. weights: of rewards by name. max_chars: at which an observation is cut.
 
@@ -151,19 +147,13 @@ def replies_of(
     logs: list[list[dict[str, Any]]] = []
     metadata: list[Any] = []
     for turn in turns:
-        logs.append(
-            [{**message.fields(parsed=False), "content": message.content} for message in turn.messages]
-        )
+        shown = turn.messages
+        logs.append([{**message.fields(parsed=False), "content": message.content} for message in shown])
         logs[-1][-1]["finished"] = turn.finished
         prompt, known = turn.prompt, turn.metadata
         if known is None:
-            known = {
-                "prompt": prompt.text,
-                "answer": prompt.answer,
-                "index": prompt.index,
-                "source": prompt.source,
-            }
-            known |= {"columns": prompt.columns} if prompt.columns else {}
+            known = {"prompt": prompt.text, "answer": prompt.answer, "index": prompt.index}
+            known |= {"source": prompt.source} | ({"columns": prompt.columns} if prompt.columns else {})
         metadata.append(known)
     returned = cast("EnvironmentInterface", environment).step(logs, metadata)
     replies = read_return(returned, len(turns), weights)
@@ -272,7 +262,6 @@ def number_each(name: str, given: object, prompts: Sequence[int], *, unscored: b
 
 
 def number_or_none(value: object) -> float | None:
-    """Return a reward as a finite float, or None for an answer that is not scored; raises as `number_of`."""
     return None if value is None else number_of(value)
 
 

@@ -140,7 +140,6 @@ class MathEnvironment:
         return answer, f"holds no expression that math-verify reads in {self.timeout_s} s" if unread else None
 
     def _said(self, response: str) -> _Meaning:
-        """Return the answer that a response gives."""
         where = self.response or (_BOXED if last_boxed(response) is not None else None)
         if where is not None:
             text = where.extract(response)
@@ -148,7 +147,6 @@ class MathEnvironment:
         return _Meaning(as_words(stated_answer(response)), self._parse(ungrouped(response)), alone=False)
 
     def _read(self, text: str) -> _Meaning:
-        """Return the answer that a text is."""
         number = as_quantity(text)
         if number is not None and number.endswith("%"):
             return _Meaning(None, self._parse(number))
@@ -167,7 +165,6 @@ class MathEnvironment:
 
 
 def _wrong_answer(prompt: Prompt, why: str) -> str:
-    """Describe an answer that cannot be scored against."""
     shown = " ".join(prompt.answer.split())
     shown = shown if len(shown) <= 60 else f"...{shown[-57:]}"
     return f"{prompt.place or f'prompt {prompt.index}'}: the answer {shown!r} {why}"
@@ -235,9 +232,6 @@ def is_sentence(answer: str) -> bool:
     return bool(re.search(r"\d", answer)) and len(_WORD.findall(_TEXT.sub(" ", answer))) >= _SENTENCE
 
 
-# The library
-
-
 def _library() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:
     """`parse`, `verify` and how answers are parsed; ValueError when the package is not there."""
     try:
@@ -247,18 +241,15 @@ def _library() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:
             f"env.math: needs the Python package math_verify ({error}); install the extra math, or set env.math: null",
             code="missing-package",
         ) from error
-    logging.getLogger("math_verify.parser").addFilter(_SHORT)  # which it has once, however often it is added
+    # Which it has once, however often it is added.
+    logging.getLogger("math_verify.parser").addFilter(_shorten)
     return parse, verify, [LatexExtractionConfig()]
 
 
-class _Short(logging.Filter):
-    """Cuts a message, which quotes the whole answer that took too long to read."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return True: each record is logged."""
-        record.msg, record.args = shortened(record.getMessage(), _LOGGED), ()
-        return True
-
-
 _LOGGED = 500
-_SHORT = _Short()
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    """Cut a message, which quotes the whole answer that took too long to read; each record is logged."""
+    record.msg, record.args = shortened(record.getMessage(), _LOGGED), ()
+    return True

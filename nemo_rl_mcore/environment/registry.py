@@ -49,8 +49,8 @@ def make_environment(config: EnvConfig) -> Environment:
     if config.math is not None:
         return math_environment(config.math)
     if config.rewards is not None:
-        return RewardFunctions(config.rewards, config.reward_weights, unscored=unscored)
-    if (own := config.custom) is not None:
+        return RewardFunctions(config.rewards, unscored=unscored)
+    if (own := config.custom) is not None and own.type is not None:
         environment = build(own.type, _KEY, own.args, needs=("score|step",))
         if hasattr(environment, "step"):
             return _OwnSteps(cast("EnvironmentInterface", environment), own.type, unscored)
@@ -59,7 +59,6 @@ def make_environment(config: EnvConfig) -> Environment:
 
 
 def math_environment(config: MathEnvConfig) -> MathEnvironment:
-    """Return the environment of a section `env.math`; ValueError when the package is not there."""
     return MathEnvironment(SCORE_WITHIN_S, config.gold, config.response, config.unparsable)
 
 
@@ -74,7 +73,6 @@ class _OwnSteps:
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        """See `EnvironmentInterface.step`; CustomCodeError when it gives something else than one reply a log."""
         name = f"{_KEY}: {self.path}.step"
         with custom_code(name):
             returned = self.environment.step(message_log_batch, metadata)
@@ -102,7 +100,6 @@ class _OwnScores:
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float | None]:
-        """See `ScoresAnswers.score`; CustomCodeError when the scores are not one finite number a response."""
         name = f"{_KEY}: {self.path}"
         with custom_code(f"{name}.score"):
             given = self.environment.score(prompts, responses, finished)

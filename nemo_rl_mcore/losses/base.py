@@ -24,21 +24,21 @@ Count = Tensor | float | int
 
 
 class LossType(Enum):
-    """What the gradient of a loss is averaged over."""
+    """The unit that the gradient of a loss is averaged over."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInputType(Enum):
-    """What a loss function reads from the model: the kind of `outputs` that its `sums` takes."""
+    """The model outputs that a loss function reads: the class of `outputs` in its `sums`."""
 
     LOGPROB = "logprob"  # TokenOutputs
     VALUE = "value"  # ValueOutputs
     DISTILLATION = "distillation"  # DistillationOutputs
 
 
-# What a pass reads of the batch to make the outputs of a loss, whatever the loss is.
+# The batch columns that a pass needs to compute the outputs of a loss.
 _READ_BY_PASS: dict[LossInputType, tuple[Column, ...]] = {
     LossInputType.DISTILLATION: tuple(
         Column(key, "the comparison with the teacher", kind, shape, of_next_token=True, optional=optional)
@@ -46,7 +46,7 @@ _READ_BY_PASS: dict[LossInputType, tuple[Column, ...]] = {
             ("teacher_topk_indices", ColumnKind.TOKEN_IDS, "BSK", False),
             ("teacher_topk_logits", ColumnKind.BELOW_INFINITY, "BSK", False),
             ("teacher_logsumexp", ColumnKind.FINITE, "BS", False),
-            # Of the whole vocabulary nothing is left over.
+            # The top k of the whole vocabulary leave no tail.
             ("teacher_tail_logmass", ColumnKind.BELOW_INFINITY, "BS", True),
         )
     )
@@ -65,7 +65,7 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What the model says of the tokens of a batch: [B,S-1] fp32, column i about token i+1."""
+    """Model outputs for the tokens of a batch: [B,S-1] fp32, column i for token i+1."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -73,7 +73,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class ValueOutputs:
-    """What a critic says of the states of a batch: [B,S] fp32, column t about the state before token t."""
+    """A critic's values for the states of a batch: [B,S] fp32, column t for the state before token t."""
 
     values: Tensor
 
@@ -82,7 +82,7 @@ class ValueOutputs:
 class TopKLogprobs:
     """Log-probabilities under the full vocabulary at k ids of each token.
 
-    logprobs: [B,S-1,k], column i about token i+1.
+    logprobs: [B,S-1,k], column i for token i+1.
     tail_logmass: [B,S-1], the log of the probability of all other ids; None is one minus the sum of the k.
     """
 
@@ -92,7 +92,7 @@ class TopKLogprobs:
 
 @dataclass(frozen=True)
 class DistillationOutputs:
-    """What student and teacher say at the teacher's k most probable ids, and the student of the tokens themselves."""
+    """Student and teacher at the teacher's k most probable ids, and the student at the batch's own tokens."""
 
     student: TopKLogprobs
     teacher: TopKLogprobs
@@ -103,7 +103,7 @@ class DistillationOutputs:
 class MetricSum:
     """A metric of part of a batch: a 0-d detached tensor.
 
-    Over an empty set a minimum is +inf and a maximum -inf, the values that change nothing when combined.
+    Over an empty set a minimum is +inf and a maximum -inf, the neutral values of combining.
     """
 
     value: Tensor
@@ -132,7 +132,7 @@ def require(data: Mapping[str, Tensor], key: str, needed_by: str) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the sum of `values * mask`, blind to what stands where the mask is zero."""
+    """Return the sum of `values * mask`, where NaN and infinity under a zero mask count as zero."""
     return (torch.where(mask != 0, values, 0.0) * mask).sum(dim=dim)
 
 
@@ -142,7 +142,7 @@ class Masks:
 
     tokens [B,S-1] is `token_mask[:, 1:]`, samples [B] is `sample_mask`, valid [B,S-1] is their product.
     same_episode [B,B] says which rows are one sequence; None where each row is one.
-    A critic speaks of all tokens: with `first_column` 0 the frame is [B,S].
+    For a critic, which has a value for every token, `first_column` is 0 and the frame is [B,S].
     """
 
     tokens: Tensor
@@ -230,7 +230,7 @@ def gradient_kind(loss_type: LossType) -> MetricKind:
 
 
 def denominator(kind: MetricKind, global_valid_seqs: Count, global_valid_toks: Count) -> Count:
-    """Return what a sum of this kind is divided by: a count + 1e-8, or 1 for sums and extrema."""
+    """Return the divisor of a sum of this kind: a count + 1e-8, or 1 for sums and extrema."""
     if kind is MetricKind.TOKENS:
         return global_valid_toks + EPSILON
     if kind is MetricKind.SEQUENCES:
@@ -246,7 +246,7 @@ def normalize(total: Tensor, kind: MetricKind, global_valid_seqs: Count, global_
 def divide(
     sums: Mapping[str, MetricSum], global_valid_seqs: Count, global_valid_toks: Count
 ) -> dict[str, float]:
-    """Return the reported numbers, in a single wait for the device: each sum divided by the global count of its kind.
+    """Return the reported numbers, with one synchronization: each sum divided by the global count of its kind.
 
     Sums of kind NONE and extrema stay as they are; the extrema of nothing are infinite.
     """
@@ -261,9 +261,9 @@ def divide(
 
 
 class LossFunction(ABC):
-    """A loss of what a model says of a batch.
+    """Base class of losses over a model's outputs for a batch.
 
-    A subclass says what it reads (`input_type`), what its gradient is averaged over (`loss_type`) and
+    A subclass sets which outputs it reads (`input_type`) and the unit its gradient is averaged over (`loss_type`), and
     computes sums; for any split of a batch by samples, the sums of the parts combine to the sums of the whole.
     """
 
@@ -271,28 +271,27 @@ class LossFunction(ABC):
     input_type: LossInputType
     use_fused_linear_logprobs: bool = False
     rows_per_sample: int = 1
-    """Rows that stand one after the other and belong together, such as the chosen and the rejected answer: no shard,
-    cut or filling parts them."""
+    """Number of consecutive rows that belong together, such as chosen and rejected answer, and are never separated."""
     needs_entropy: bool = False
-    """`TokenOutputs.entropy` must be given."""
+    """Whether it reads `TokenOutputs.entropy`."""
     needs_tokens: bool = False
-    """`DistillationOutputs.tokens` must be given."""
+    """Whether it reads `DistillationOutputs.tokens`."""
     gives_row_table: bool = False
-    """Whether its sums have a `row_table`."""
+    """Whether its sums include a `row_table`."""
     custom_name: str | None = None
-    """The key and the path of a class of the user's own, for the errors that it raises."""
+    """Key and path of a custom class, for its error messages."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Return what is read of the batch beside the masks; a batch that lacks it is refused before anything is sent.
+        """Return the batch columns that it reads besides the masks; a batch without them is refused at once.
 
-        A loss that reads more adds to what it inherits: `(*super().columns, Column("key", "the term that reads it"))`.
+        A subclass that reads more extends the tuple: `(*super().columns, Column("key", "the term that reads it"))`.
         """
         return _READ_BY_PASS.get(self.input_type, ())
 
     @abstractmethod
     def sums(self, outputs: Any, data: BatchedDataDict) -> LossSums:
-        """Return the un-normalised loss and metrics of a batch, without waiting for the device.
+        """Return the un-normalised loss and metrics of a batch, without synchronizing with the device.
 
         outputs: of the class that `input_type` names.
         """

@@ -56,7 +56,7 @@ class Ratios:
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """Weights per token [B,S-1], or per sequence on its rows [B,1], and what share the bounds touched (if any).
+    """Weights per token [B,S-1], or per sequence on its rows [B,1], and the share changed by the bounds (if any).
 
     overflowed: bool, of the weights' shape: the ratio is more than the number format holds, so that its weight is 0.
     """
@@ -93,7 +93,7 @@ def importance_weights(cfg: ClippedPGLossConfig, log_ratio: Tensor, masks: Masks
 
 
 def token_fraction(chosen: Tensor, masks: Masks) -> MetricSum:
-    """Return the share of the valid tokens that are chosen: bool [B,S-1], or [B,1] for all tokens of a row."""
+    """Return the share of valid tokens marked in a bool [B,S-1], or [B,1] for all tokens of a row."""
     return MetricSum(masks.token_sum(chosen.to(masks.valid.dtype)), MetricKind.TOKENS)
 
 
@@ -101,7 +101,7 @@ class ClippedPGLossFn(TokenLossFunction):
     """The clipped policy-gradient loss with KL penalty, importance correction and entropy bonus.
 
     >>> loss = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0})
-    >>> [column.key for column in loss.columns]  # what it reads of a batch
+    >>> [column.key for column in loss.columns]  # the batch columns that it reads
     ['prev_logprobs', 'generation_logprobs', 'advantages']
     """
 
@@ -111,7 +111,7 @@ class ClippedPGLossFn(TokenLossFunction):
         use_fused_linear_logprobs: bool = False,
         own_previous: bool = False,
     ) -> None:
-        """own_previous: the pass's own log-probabilities take the place of prev_logprobs: no weight has changed since.
+        """own_previous: use the pass's own log-probabilities as prev_logprobs, when the weights have not changed since.
 
         The batch then has a `row_number`, and the sums a `row_table`: that number, then `sampler_table`.
         """
@@ -232,7 +232,7 @@ class ClippedPGLossFn(TokenLossFunction):
         return Ratios(raw, raw.clamp(lower, upper))
 
     def _surrogate(self, ratios: Ratios, tokens: PolicyTokens) -> Tensor:
-        """Return what takes the place of -A * ratio: in PPO the larger one of that and of -A * clipped.
+        """Return the surrogate: in PPO the larger of -A * ratio and -A * clipped.
 
         CISPO: -A * c, weighted by the clipped ratio, which carries no gradient. Dual clip: at most -A * bound, where
         A < 0.
@@ -260,7 +260,7 @@ def ratio_metrics(ratios: Ratios, masks: Masks) -> dict[str, MetricSum]:
 
 
 def mismatch_metrics(tokens: PolicyTokens, kl_type: KLType) -> dict[str, MetricSum]:
-    """Return how far the training engine's log-probabilities are from the generation engine's."""
+    """Return metrics of the difference between the training and the generation engine's log-probabilities."""
     current, previous, generation = tokens.current, tokens.previous, tokens.generation
     mixture = torch.logaddexp(previous, generation) - math.log(2)
     per_token = {

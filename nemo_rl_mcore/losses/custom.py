@@ -1,4 +1,4 @@
-"""The loss of a section: the one it is named for, or a class of the user's own in its place."""
+"""Building the loss of a config section: a built-in class, or a custom one in its place."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _STANDARD: dict[type[CustomLossConfig], tuple[Callable[[Any, bool], LossFunction
 def make_loss(
     cfg: CustomLossConfig, use_fused_linear_logprobs: bool = False, *, section: str = "loss_fn"
 ) -> LossFunction:
-    """Build the loss that the section describes or, where it names one, the class that takes its place.
+    """Build the loss of a section, or the custom class that it names.
 
-    Both are called with the section and the flag, and the latter with the section's `args` as well.
-    Raises ValueError, naming the key, for a class that is not there or is no loss of the same inputs.
+    Both are called with the section and the flag, a custom class also with the section's `args`.
+    Raises ValueError, naming the key, if the class does not exist or is not a loss of the same inputs.
     """
     standard, inputs = _STANDARD[type(cfg)]
     if cfg.type is None:
@@ -60,9 +60,9 @@ def make_loss(
 
 
 def check_losses(config: RunConfig) -> None:
-    """Build every loss of a run, for the ValueError that `make_loss` may raise.
+    """Build every loss of a run once, to raise `make_loss`'s ValueError early.
 
-    Raises it also, naming the key, for a loss that reads several rows together where a step holds no such samples.
+    Also raises ValueError, naming the key, for a loss of several rows per sample where a step has no such samples.
     """
     for section, cfg in config.losses.items():
         rows = make_loss(cfg, section=section).rows_per_sample

@@ -52,7 +52,7 @@ def kl_terms(first: Tensor, second: Tensor, *, complete: bool) -> Tensor:
 
 
 def divergence(cfg: DistillationLossConfig, teacher: Tensor, student: Tensor) -> Tensor:
-    """Return what each outcome contributes to the divergence of a configuration, from log-probabilities."""
+    """Return each outcome's contribution to the configured divergence, from log-probabilities."""
     complete = cfg.tail_mass
     match cfg.kl_type:
         case "forward":
@@ -154,6 +154,6 @@ class DistillationLossFn(LossFunction):
             unknown = torch.finfo(logprobs.dtype).eps
             tail = torch.log((1 - torch.exp(logprobs).sum(dim=-1)).clamp(min=unknown))
             if other.tail_logmass is not None:
-                # A softmax leaves no id without probability: a tail of none is that of the whole vocabulary.
+                # A softmax gives every id some probability: an empty tail means that k is the whole vocabulary.
                 tail = tail.masked_fill(other.tail_logmass == -torch.inf, -torch.inf)
         return torch.cat([logprobs, torch.where(counts, tail.unsqueeze(-1), 0.0)], dim=-1)

@@ -29,7 +29,7 @@ _REFERENCE = Column("reference_policy_logprobs", "DPO", of_next_token=True)
 
 
 class DPOLossFn(TokenLossFunction):
-    """Minus the log-sigmoid of how much more the policy has moved towards the chosen answer than the rejected one.
+    """Minus the log-sigmoid of the margin between the rewards of the chosen and the rejected answer.
 
     Unlike elsewhere `reference_policy_logprobs` [B,S] arrives rolled left by one: column i is log p of token i+1.
     """

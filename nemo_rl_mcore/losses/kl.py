@@ -49,7 +49,7 @@ def kl_estimate(
         estimate = weight * estimate
     if output_clamp is None:
         return estimate
-    # What is clamped is a constant: the clamp's zero gradient times that of an overflow would be no number.
+    # A clamped value is detached: the clamp's zero gradient times an overflow's infinite one would be NaN.
     estimate = estimate.detach()
     inside = estimate.abs() <= output_clamp
     differentiated = log_ratio_estimate(torch.where(inside, log_ratio, 0.0), kl_type)
@@ -65,11 +65,11 @@ def finite_exp(exponent: Tensor) -> Tensor:
 
 
 ROW_NUMBER = "row_number"
-"""Column int64 [B]: which row of the table a row of the batch is, wherever a rank or a microbatch has it."""
+"""Column int64 [B]: the row's index in the table, independent of its rank and microbatch."""
 COLUMNS = ("tokens", "error", "divergence", "ratio", "ratio_squares", "behaviour_kl", "ratio_max")
 """Sums over the trained tokens of a row, and a maximum.
 
-tokens: how many. error: exp|generation - training|. divergence: of training from generation, by the loss's estimator.
+tokens: count. error: exp|generation - training|. divergence: of training from generation, by the loss's estimator.
 ratio: of the probability in training to that in generation. behaviour_kl: the k3 estimate of their divergence.
 """
 
@@ -77,7 +77,7 @@ ratio: of the probability in training to that in generation. behaviour_kl: the k
 def sampler_table(generation: Tensor, training: Tensor, counted: Tensor, kl_type: KLType) -> Tensor:
     """Return fp64 [B, len(COLUMNS)] from log-probabilities [B, S].
 
-    counted: bool [B, S]. What stands elsewhere is not read: infinity times zero would not be zero.
+    counted: bool [B, S]. Other positions are not read: infinity times zero would not be zero.
     """
     generated, computed = generation.double(), training.double()
     log_ratio = computed - generated

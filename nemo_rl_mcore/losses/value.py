@@ -29,7 +29,7 @@ _RETURNS = Column("returns", "the critic", ColumnKind.NUMBERS)
 
 
 class MseValueLossFn(LossFunction):
-    """Half of the squared error of the values, or of the values held near the old ones, whichever is larger."""
+    """Half the squared error of the values, or of the values clipped around the old ones, whichever is larger."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.VALUE
@@ -73,7 +73,7 @@ class MseValueLossFn(LossFunction):
             "residual_sq_mean": error,
         }
         real = torch.ones_like(masks.samples) if "input_lengths" not in data else data["input_lengths"] > 0
-        # Rows of no length only fill a microbatch up.
+        # Rows of length 0 pad a microbatch.
         sequences = replace(masks, samples=real.to(masks.samples.dtype)).sequences.sum()
         with torch.no_grad():
             least, most = masks.extrema(values)

@@ -17,16 +17,18 @@ FAMILIES = {
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Return the family that an architecture is saved as; ValueError says what no family has."""
-    found = next(_families_with(model), None)
-    if found is None:
+    if (found := _known_family(model)) is None:
         raise ValueError(missing_family(model))
     return found
 
 
+def _known_family(model: ModelConfig) -> Family | None:
+    return next((family for family in FAMILIES.values() if family.has(model)), None)
+
+
 def missing_family(model: ModelConfig) -> str:
     """Return why no family has this architecture; empty where one has it."""
-    if any(_families_with(model)):
+    if _known_family(model) is not None:
         return ""
     features = features_of(model)
     if model.num_moe_experts is not None and model.moe_router_pre_softmax:
@@ -42,23 +44,21 @@ def layer_slots(model: ModelConfig, layer: int) -> list[Slot]:
 
     Layers of multi-token prediction are counted after the others.
     """
-    default = deepseek_v3.LATENT_LAYER if model.multi_latent_attention else LAYER
-    known = next((family.layer for family in _families_with(model)), default)
+    family, default = (
+        _known_family(model),
+        deepseek_v3.LATENT_LAYER if model.multi_latent_attention else LAYER,
+    )
+    known = default if family is None else family.layer
     slots = known if layer < model.num_layers else (*PREDICTION, *known)
     return [slot for slot in slots if slot.exists(model) and slot.in_layer(model, layer)]
 
 
 def outside_of_layers(model: ModelConfig) -> Outside:
-    """Return the weights outside of layers, as the model's family calls them."""
-    return next((family.outside for family in _families_with(model)), OUTSIDE)
-
-
-def _families_with(model: ModelConfig) -> Iterator[Family]:
-    return (family for family in FAMILIES.values() if family.has(model))
+    family = _known_family(model)
+    return OUTSIDE if family is None else family.outside
 
 
 def all_layers(model: ModelConfig) -> range:
-    """Return the numbers of all layers, those of multi-token prediction too."""
     return range(model.num_layers + (model.mtp_num_layers or 0))
 
 
@@ -66,18 +66,14 @@ def all_weights(model: ModelConfig) -> Iterator[Weight]:
     """Yield every weight of the whole model, in the order of its layers."""
     outside = outside_of_layers(model)
     yield Weight(outside.embedding)
-    behind = [Weight(slot) for slot in outside.of(model) if slot is not outside.embedding]
     for layer in all_layers(model):
-        if layer == model.num_layers:
-            yield from behind
         for slot in layer_slots(model, layer):
             experts = range(model.num_moe_experts or 0) if slot.of_expert else (None,)
             yield from (Weight(slot, layer, expert) for expert in experts)
-    if not model.mtp_num_layers:
-        yield from behind
+        if layer == model.num_layers - 1:  # those of prediction stand behind
+            yield from (Weight(slot) for slot in outside.of(model) if slot is not outside.embedding)
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Return how many numbers all weights have."""
     of_layers = sum(slot.count(model) for layer in all_layers(model) for slot in layer_slots(model, layer))
     return of_layers + sum(slot.count(model) for slot in outside_of_layers(model).of(model))

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl_mcore.config.base import ConfigError, PositiveFloat, Problem, Size, collect_problems
-from nemo_rl_mcore.config.model import ModelConfig, RopeScalingConfig
+from nemo_rl_mcore.config.model import ROPE_TURNS, ModelConfig, RopeScalingConfig
 from nemo_rl_mcore.errors import quoted
 from nemo_rl_mcore.models import FAMILIES, family_of
 from nemo_rl_mcore.models.family import Family, HFConfig, Refusal
@@ -70,10 +70,11 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3}
 _YARN_KEYS = {*_ROPE_KEYS, "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
 _ROPE_NEEDS = {"default": (), "llama3": _LLAMA3, "yarn": ("factor", _ORIGINAL)}
-_UNLIKE_LATENTS: Mapping[str, tuple[object, ...]] = {"truncate": (None, True)}
-"""Keys that change a model without latent attention alone."""
-_OF_LATENTS: Mapping[str, tuple[object, ...]] = {"mscale": (None, 1), "mscale_all_dim": (None, 0)}
-"""Keys that change a model of latent attention, where they have other values."""
+_YARN_DEFAULTS: Mapping[bool, Mapping[str, tuple[object, ...]]] = {
+    True: {"truncate": (None, True)},
+    False: {"mscale": (None, 1), "mscale_all_dim": (None, 0)},
+}
+"""Keys that may have their defaults alone, with latent attention and without: they change the other kind of model."""
 
 
 def model_config_from_hf(config: HFConfig) -> ModelConfig:
@@ -95,17 +96,7 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
     if problems := [*_mistyped(ModelConfig, given, keys), *_mistyped(_Keys, values, keys)]:
         raise ConfigError(problems)  # nothing is made of the other keys then
     values.update(family.complete(values))
-    problems = [
-        *_refused(family, values),
-        *(_rotary_problems(family, values) if family.rotary else ()),
-        *family.problems(values),
-        *(
-            Problem("missing", key, f"missing, and a {family.model_type} model has it")
-            for key in (_SIZES | family.sizes).values()
-            if values.get(key) is None
-        ),
-    ]
-    if problems:
+    if problems := [*_problems_of(family, values)]:
         raise ConfigError(problems)
     fields = {name: values[key] for name, key in keys.items()}
     if family.rotary:
@@ -125,7 +116,6 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
 
 
 def _mistyped(model: type[BaseModel], given: HFConfig, keys: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield keys of another type than they have, or too large to be counted by."""
     try:
         model.model_validate(given)
     except ValidationError as error:
@@ -136,24 +126,32 @@ def _mistyped(model: type[BaseModel], given: HFConfig, keys: Mapping[str, str]) 
                 yield Problem("not-allowed", keys.get(path, path), what)
 
 
-def _refused(family: Family, values: HFConfig) -> Iterator[Problem]:
+def _problems_of(family: Family, values: HFConfig) -> Iterator[Problem]:
+    of_model = f"of a {family.model_type} model"
     for refusal in (*_REFUSALS, *family.refusals):
-        given = values.get(refusal.key)
-        if given not in refusal.allowed:
-            what = f"{quoted(given)} of a {family.model_type} model: {refusal.reason}"
+        if (value := values.get(refusal.key)) not in refusal.allowed:
+            what = f"{quoted(value)} {of_model}: {refusal.reason}"
             yield Problem("not-supported", refusal.key, what)
     kinds = () if family.hybrid or family.windows else values.get("layer_types") or ()
     if foreign := sorted({*cast("list[str]", kinds)} - {"full_attention"}):
-        what = f"{quoted(foreign)} of a {family.model_type} model: only full_attention is supported"
+        what = f"{quoted(foreign)} {of_model}: only full_attention is supported"
         yield Problem("not-supported", "layer_types", what)
+    if family.rotary:
+        rotary, latent = _rotary_of(values), "kv_lora_rank" in family.sizes
+        yield from _rotary_problems(values, rotary, of_model, latent=latent)
+        if rotary["rope_type"] == "yarn":
+            yield from _yarn_problems(rotary, of_model, latent=latent)
+    yield from family.problems(values)
+    for key in (_SIZES | family.sizes).values():
+        if values.get(key) is None:
+            yield Problem("missing", key, f"missing, and a {family.model_type} model has it")
 
 
 def _rotary_of(values: HFConfig) -> dict[str, object]:
     """Return base, type and factors of the rotary positions.
 
-    transformers 5 writes `rope_parameters`; where a file has `rope_scaling` too, as model cards say to add, that one
-    counts alone (`convert_rope_params_to_dict` in its modeling_rope_utils.py). The original context counts where it
-    stands beside the section, if it does (`standardize_rope_params`).
+    As transformers 5 reads them (`modeling_rope_utils.py`): `rope_scaling`, which model cards say to add, counts alone
+    before `rope_parameters`, and an original context beside the section before that in it.
     """
     given = dict(cast("HFConfig", values.get("rope_scaling") or values.get("rope_parameters") or {}))
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -162,15 +160,12 @@ def _rotary_of(values: HFConfig) -> dict[str, object]:
     return {"rope_theta": values["rope_theta"], **given, "rope_type": kind, **original}
 
 
-def _rotary_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
-    """Yield kinds and keys of rotary positions that are missing or not supported."""
-    rotary, of_model = _rotary_of(values), f"of a {family.model_type} model"
+def _rotary_problems(values: HFConfig, rotary: HFConfig, of_model: str, *, latent: bool) -> Iterator[Problem]:
     base = cast("HFConfig", values.get("rope_parameters") or {}).get("rope_theta")
     if base is not None and base != rotary["rope_theta"]:
         ours = quoted(rotary["rope_theta"])
         what = f"{ours} counts, and rope_parameters.rope_theta: {quoted(base)} does not"
         yield Problem("contradicts", "rope_scaling.rope_theta", what, "write the base that is meant in both")
-    latent = bool(family.fields.get("multi_latent_attention"))
     kind = rotary["rope_type"]
     known = [one for one in _ROPE_NEEDS if not (latent and one == "llama3")]
     if kind not in known:
@@ -181,15 +176,17 @@ def _rotary_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
     if rotary.get("partial_rotary_factor") not in (1, None):
         what = "rotary positions on a part of each head are not supported"
         yield Problem("not-supported", "partial_rotary_factor", what)
+    for key, turns in ROPE_TURNS.get(str(kind), {}).items():
+        if rotary.get(key) not in (None, turns):
+            what = f"{quoted(rotary[key])} {of_model}: other turns than {turns:g} are not supported"
+            yield Problem("not-supported", f"rope_scaling.{key}", what)
     for key in _ROPE_NEEDS.get(str(kind), ()):
         if key not in rotary:
             yield Problem("missing", f"rope_scaling.{key}", f"missing, and rope_type {kind} needs it")
-    if kind == "yarn":
-        yield from _yarn_problems(rotary, of_model, latent=latent)
 
 
 def _yarn_problems(rotary: HFConfig, of_model: str, *, latent: bool) -> Iterator[Problem]:
-    for key, allowed in (_UNLIKE_LATENTS if latent else _OF_LATENTS).items():
+    for key, allowed in _YARN_DEFAULTS[latent].items():
         if rotary.get(key) not in allowed:
             what = f"{quoted(rotary[key])} {of_model}: engines and training would read it otherwise"
             yield Problem("not-supported", f"rope_scaling.{key}", what, "known: the default")
@@ -215,7 +212,7 @@ def hf_config_of(
     if family.rotary:
         rotary: dict[str, object] = {"rope_theta": model.rotary_base, "rope_type": "default"}
         if (scaling := model.rope_scaling) is not None:
-            rotary |= {"rope_type": scaling.rope_type, **{key: getattr(scaling, key) for key in scaling.keys}}
+            rotary |= {"rope_type": scaling.rope_type, **scaling.written}
         # Base and scaling again, where transformers 4 looks for them: it would silently take the default.
         beside = {"rope_theta": model.rotary_base, "rope_scaling": rotary if scaling else None}
         positions = {"rope_parameters": rotary, **beside}

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.models.family import (
     MLP_BIAS,
     OUTPUT_BIAS,
@@ -16,21 +15,6 @@ from nemo_rl_mcore.models.family import (
 from nemo_rl_mcore.models.weights import ATTENTION, experts
 
 
-def _write_qwen3_moe(model: ModelConfig, origin: HFConfig) -> dict[str, object]:
-    return {
-        "moe_intermediate_size": model.expert_ffn_size,
-        "norm_topk_prob": not model.moe_router_pre_softmax,
-        "router_aux_loss_coef": origin.get("router_aux_loss_coef", model.moe_aux_loss_coeff),
-    }
-
-
-def _write_mixtral(model: ModelConfig, origin: HFConfig) -> dict[str, object]:
-    return {
-        "intermediate_size": model.expert_ffn_size,
-        "router_aux_loss_coef": origin.get("router_aux_loss_coef", model.moe_aux_loss_coeff),
-    }
-
-
 def _problems_of_shares(values: HFConfig) -> Iterator[Problem]:
     """Yield a single expert a token where shares are made to sum to 1, as those of Mixtral always are.
 
@@ -39,12 +23,9 @@ def _problems_of_shares(values: HFConfig) -> Iterator[Problem]:
     of_qwen, sums_to_1 = values["model_type"] == "qwen3_moe", values.get("norm_topk_prob")
     if values.get("num_experts_per_tok") != 1 or (of_qwen and not sums_to_1):
         return
-    no_signal = "gives every expert the share 1, so that the router has no gradient"
-    what = f"1 of a mixtral model {no_signal}"
-    remedy = "use a model with more experts per token"
-    if of_qwen:
-        what = f"1 of a qwen3_moe model with norm_topk_prob: {sums_to_1} {no_signal}"
-        remedy = "use a model with norm_topk_prob: false, or with more experts per token"
+    which = f"qwen3_moe model with norm_topk_prob: {sums_to_1}" if of_qwen else "mixtral model"
+    what = f"1 of a {which} gives every expert the share 1, so that the router has no gradient"
+    remedy = "use a model with more experts per token" + (", or norm_topk_prob: false" if of_qwen else "")
     yield Problem("no-signal", "num_experts_per_tok", what, remedy)
 
 
@@ -76,7 +57,10 @@ DECODERS = (
             WINDOW,
             Refusal("router_jitter_noise", (0.0, None), "noise on the router's input is not supported"),
         ),
-        write=_write_mixtral,
+        write=lambda model, origin: {
+            "intermediate_size": model.expert_ffn_size,
+            "router_aux_loss_coef": origin.get("router_aux_loss_coef", model.moe_aux_loss_coeff),
+        },
         problems=_problems_of_shares,
     ),
     Family(
@@ -112,7 +96,11 @@ DECODERS = (
         ),
         # Scores that are made to sum to 1 after the selection are a softmax over the selected experts.
         read=lambda values: {"moe_router_pre_softmax": not values["norm_topk_prob"]},
-        write=_write_qwen3_moe,
+        write=lambda model, origin: {
+            "moe_intermediate_size": model.expert_ffn_size,
+            "norm_topk_prob": not model.moe_router_pre_softmax,
+            "router_aux_loss_coef": origin.get("router_aux_loss_coef", model.moe_aux_loss_coeff),
+        },
         problems=_problems_of_shares,
     ),
 )

@@ -4,7 +4,7 @@ Keys and values, and perhaps queries, of latent attention are made of narrower l
 each tensor-parallel rank, as Transformer Engine has it; what reads one is cut by heads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
@@ -18,84 +18,33 @@ from nemo_rl_mcore.models.weights import (
     REPLICATED,
     ROWS,
     SHARED_EXPERT,
-    Layout,
-    Slot,
     experts,
+    slots,
 )
 
 _BEST_OF_A_GROUP = 2
 """Experts by whose scores a group is chosen."""
-_MOST_PREDICTING = 4
-"""Layers that predict further tokens, of any model whose weights are known."""
 
 
-def _of_attention(
-    megatron: str,
-    hugging_face: str,
-    layout: Layout,
-    shape: Callable[[ModelConfig], tuple[int, ...]],
-    exists: Callable[[ModelConfig], bool] = lambda _: True,
-) -> Slot:
-    name = f"self_attn.{hugging_face}.weight"
-    return Slot(rf"self_attention\.{megatron}", (name,), layout, lambda model: (shape(model),), exists)
+def _has_query_latent(model: ModelConfig) -> bool:
+    return model.q_lora_rank is not None
 
 
+_QUERY_NORM = r"(?:q_layernorm\.weight|linear_q_up_proj\.layer_norm_weight)"
+_NORM = r"(?:kv_layernorm\.weight|linear_kv_up_proj\.layer_norm_weight)"
 _ATTENTION = (
     INPUT_NORM,
-    _of_attention(
-        r"linear_q_proj\.weight",
-        "q_proj",
-        ROWS,
-        lambda model: (model.num_attention_heads * model.head_dim, model.hidden_size),
-        lambda model: model.q_lora_rank is None,
-    ),
-    _of_attention(
-        r"linear_q_down_proj\.weight",
-        "q_a_proj",
-        REPLICATED,
-        lambda model: (model.q_lora_rank or 0, model.hidden_size),
-        lambda model: model.q_lora_rank is not None,
-    ),
-    _of_attention(
-        r"(?:q_layernorm\.weight|linear_q_up_proj\.layer_norm_weight)",
-        "q_a_layernorm",
-        REPLICATED,
-        lambda model: (model.q_lora_rank or 0,),
-        lambda model: model.q_lora_rank is not None,
-    ),
-    _of_attention(
-        r"linear_q_up_proj\.weight",
-        "q_b_proj",
-        ROWS,
-        lambda model: (model.num_attention_heads * model.head_dim, model.q_lora_rank or 0),
-        lambda model: model.q_lora_rank is not None,
-    ),
-    _of_attention(
-        r"linear_kv_down_proj\.weight",
-        "kv_a_proj_with_mqa",
-        REPLICATED,
-        lambda model: (model.kv_lora_rank + model.qk_pos_emb_head_dim, model.hidden_size),
-    ),
-    _of_attention(
-        r"(?:kv_layernorm\.weight|linear_kv_up_proj\.layer_norm_weight)",
-        "kv_a_layernorm",
-        REPLICATED,
-        lambda model: (model.kv_lora_rank,),
-    ),
-    _of_attention(
-        r"linear_kv_up_proj\.weight",
-        "kv_b_proj",
-        ROWS,
-        lambda model: (
-            model.num_attention_heads * (model.qk_head_dim + model.v_head_dim),
-            model.kv_lora_rank,
-        ),
-    ),
-    _of_attention(
-        r"linear_proj\.weight",
-        "o_proj",
-        COLUMNS,
-        lambda model: (model.hidden_size, model.num_attention_heads * model.v_head_dim),
+    *slots(
+        (r"linear_q_proj\.weight", "q_proj", ROWS, "queries hidden", lambda model: model.q_lora_rank is None),
+        (r"linear_q_down_proj\.weight", "q_a_proj", REPLICATED, "query_latent hidden", _has_query_latent),
+        (_QUERY_NORM, "q_a_layernorm", REPLICATED, "query_latent", _has_query_latent),
+        (r"linear_q_up_proj\.weight", "q_b_proj", ROWS, "queries query_latent", _has_query_latent),
+        (r"linear_kv_down_proj\.weight", "kv_a_proj_with_mqa", REPLICATED, "latent_and_positions hidden"),
+        (_NORM, "kv_a_layernorm", REPLICATED, "latent"),
+        (r"linear_kv_up_proj\.weight", "kv_b_proj", ROWS, "keys_and_values latent"),
+        (r"linear_proj\.weight", "o_proj", COLUMNS, "hidden values"),
+        within=r"self_attention\.",
+        named="self_attn.{}.weight",
     ),
     POST_ATTENTION_NORM,
 )
@@ -108,15 +57,10 @@ def _number(values: HFConfig, key: str) -> int:
     return cast("int", values.get(key) or 0)
 
 
-def _chooses_groups(values: HFConfig) -> bool:
-    """Return whether a token is sent to some of several groups of experts."""
-    return _number(values, "n_group") > max(1, _number(values, "topk_group"))
-
-
 def _read(values: HFConfig) -> dict[str, object]:
     dense, layers = _number(values, "first_k_dense_replace"), _number(values, "num_hidden_layers")
     shared = _number(values, "n_shared_experts") * _number(values, "moe_intermediate_size")
-    groups = _chooses_groups(values)
+    groups = _number(values, "n_group") > max(1, _number(values, "topk_group"))
     return {
         "kv_channels": None,  # head_dim is that of the rotated part
         "num_query_groups": None,
@@ -147,7 +91,6 @@ def _write(model: ModelConfig, origin: HFConfig) -> dict[str, object]:
 
 
 def _problems(values: HFConfig) -> Iterator[Problem]:
-    """Yield contradictions, and ways to choose experts, or to share them, that no router of Megatron has."""
     for key, like in (("num_key_value_heads", "num_attention_heads"), ("head_dim", "qk_rope_head_dim")):
         if values.get(key) not in (None, values.get(like)):
             what = f"{values[key]!r} of a deepseek_v3 model is not {like}: {values.get(like)!r}"
@@ -162,7 +105,8 @@ def _problems(values: HFConfig) -> Iterator[Problem]:
     elif chosen > 1 and not sums_to_1:
         what = "false of a deepseek_v3 model: shares of experts that do not sum to 1 are not supported"
         yield Problem("not-supported", "norm_topk_prob", what, "", ("num_experts_per_tok",))
-    if _chooses_groups(values) and chosen // max(1, _number(values, "topk_group")) != _BEST_OF_A_GROUP:
+    groups = max(1, _number(values, "topk_group"))
+    if _number(values, "n_group") > groups and chosen // groups != _BEST_OF_A_GROUP:
         what = (
             f"{values.get('topk_group')} of a deepseek_v3 model is not half of num_experts_per_tok: {chosen} (its "
             f"groups are chosen by their best {_BEST_OF_A_GROUP} experts, Megatron's by as many as one gives)"
@@ -170,21 +114,16 @@ def _problems(values: HFConfig) -> Iterator[Problem]:
         yield Problem("not-supported", "topk_group", what, "", ("num_experts_per_tok", "n_group"))
 
 
-def _predicting(model: ModelConfig) -> str:
-    behind = (str(model.num_layers + one) for one in range(_MOST_PREDICTING))
-    return rf"model\.layers\.({'|'.join(behind)})\..+"
-
-
 FAMILY = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     fields={
-        "multi_latent_attention": True,
         "qk_layernorm": True,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     },
     varied=(
+        "kv_lora_rank",
         "moe_layer_freq",
         "moe_shared_expert_intermediate_size",
         "moe_router_num_groups",
@@ -202,8 +141,14 @@ FAMILY = Family(
     },
     aliases={"num_local_experts": "n_routed_experts"},
     layer=LATENT_LAYER,
-    predicting=_predicting,
-    fits=lambda model: not (model.moe_shared_expert_intermediate_size or 0) % model.expert_ffn_size,
+    # Layers that predict further tokens; no model whose weights are known has more than 4.
+    predicting=lambda model: (
+        rf"model\.layers\.({'|'.join(str(model.num_layers + one) for one in range(4))})\..+"
+    ),
+    fits=lambda model: (
+        model.kv_lora_rank is not None
+        and not (model.moe_shared_expert_intermediate_size or 0) % model.expert_ffn_size
+    ),
     defaults={
         "num_key_value_heads": 128,
         "max_position_embeddings": 4096,

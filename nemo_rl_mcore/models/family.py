@@ -1,8 +1,7 @@
 """A family of models, as the modules of this package describe each; `models/__init__.py` lists them.
 
-A family whose layers are made of parts that exist (`models/weights.py`) is an entry of `decoders.py`. A new kind of
-layer also needs fields in `config/model.py`, its weights, and what Megatron builds for it
-(`rank/megatron/layer_specs.py`).
+A family of layers that exist is an entry of `decoders.py`. A new kind of layer also needs fields in `config/model.py`,
+its weights (`models/weights.py`), and what Megatron builds for it (`rank/megatron/layer_specs.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +31,7 @@ WINDOW = Refusal("sliding_window", (None,), "sliding-window attention is not sup
 _FEATURES: Mapping[str, object] = {
     **{"add_qkv_bias": False, "add_bias_linear": False, "qk_layernorm": False, "mtp_num_layers": None},
     **{"softmax_type": "vanilla", "sliding_window": None},
-    **{"activation_func": "silu", "position_embedding_type": "rope", "multi_latent_attention": False},
+    **{"activation_func": "silu", "kv_lora_rank": None},
 }
 _FEATURES_OF_EXPERTS: Mapping[str, object] = {
     "moe_shared_expert_intermediate_size": None,
@@ -51,19 +50,15 @@ EXPERTS = "num_moe_experts"
 class Family:
     """A `model_type`: what its layers have, what config.json says of them, and what is refused.
 
-    fields: fields of ModelConfig that all its models share, where they differ from a Llama.
-    fields_of_experts: the same of models with experts, where a family has some with and some without.
-    varied: fields that tell families apart, and that its models have or not.
-    sizes: fields of ModelConfig and the keys of config.json that give them, besides those of every family.
-    aliases: other spellings of keys, which count where a file has both.
-    fits: whether a model with those can be written as a config.json of the family.
-    layer, outside: the weights of a layer, and those outside of layers.
-    hybrid: its models have a pattern of layers, and with it experts or none.
-    windows: `layer_types` of its config.json may name layers with a window.
-    complete: keys that follow from others of config.json.
-    predicting: a regular expression of tensors that are left out: of layers that predict further tokens, which a
-    family's files may hold.
-    defaults: transformers' values of the keys that config.json leaves out, where they are not those of every family.
+    fields: of ModelConfig, that all its models share, where they differ from a Llama. fields_of_experts: the same of
+    models with experts, where a family has some with and some without. varied: fields that tell families apart, and
+    that its models have or not. fits: a model with those can be written as a config.json of the family.
+    sizes: fields of ModelConfig and the keys of config.json that give them, besides those of every family. aliases:
+    other spellings of keys, which count where a file has both. defaults: transformers' values of keys that are left
+    out, where they are not those of every family. complete: keys that follow from others.
+    layer, outside: the weights. predicting: a regular expression of tensors that are left out, of layers that predict
+    further tokens. hybrid: its models have a pattern of layers, and with it experts or none. windows: `layer_types` of
+    its config.json may name layers with a window.
     read, write: what takes more than a name between config.json and ModelConfig; write gets the config.json that the
     weights came from, too. problems: what of a config.json no refusal of a key can say.
     """
@@ -89,7 +84,6 @@ class Family:
     problems: Callable[[HFConfig], Iterable[Problem]] = lambda _values: ()
 
     def has(self, model: ModelConfig) -> bool:
-        """Return whether the architecture is one of this family."""
         features = features_of(model)
         if not self.fits(model) or self.hybrid != (model.hybrid_layer_pattern is not None):
             return False
@@ -102,16 +96,12 @@ class Family:
 
     @property
     def rotary(self) -> bool:
-        return self.fields.get("position_embedding_type") != "none"
+        return not self.hybrid
 
 
 def features_of(model: ModelConfig) -> dict[str, object]:
     """Return the fields by which families are told apart, where they are not those of a Llama."""
-    experts: dict[str, object] = {}
     usual = _FEATURES
     if model.num_moe_experts is not None:
-        experts[EXPERTS] = model.num_moe_experts
-        usual = {**usual, **_FEATURES_OF_EXPERTS}
-    return experts | {
-        name: getattr(model, name) for name, value in usual.items() if getattr(model, name) != value
-    }
+        usual = {EXPERTS: None, **usual, **_FEATURES_OF_EXPERTS}
+    return {name: getattr(model, name) for name, value in usual.items() if getattr(model, name) != value}

@@ -1,6 +1,7 @@
 """Frozen weights, which training leaves as they are, by patterns of their Hugging Face names."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import translate
 
@@ -14,8 +15,10 @@ KEY = "megatron_cfg.freeze"
 
 
 def frozen_of(policy: PolicyConfig) -> frozenset[Weight]:
-    """Return the weights of a policy that a pattern matches, and the routers of experts where these are to stay."""
+    """Return the weights that stay: all beside adapters, else those of a pattern, and routers where these are to."""
     model, megatron = policy.model, policy.megatron_cfg
+    if megatron.peft.enabled:
+        return frozenset(all_weights(model))
     frozen = {weight for pattern in megatron.freeze for weight in _matched(model, pattern)}
     if megatron.freeze_moe_router:
         frozen |= {
@@ -46,7 +49,6 @@ def pattern_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Pr
             yield Problem("not-found", f"{KEY}.{number}", what, remedy, ("model",))
         frozen |= {*matched}
     matches = re.compile("|".join(map(translate, patterns))).fullmatch
-    of_layers: dict[tuple[object, int | None], int] = {}
     for weight in all_weights(model):
         if weight in frozen and (rest := [name for name in weight.names if not matches(name)]):
             what = (
@@ -54,11 +56,10 @@ def pattern_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Pr
             )
             yield Problem("incompatible", KEY, what, "freeze all of them, or none")
             break  # the other layers say the same
-    for weight in frozen:
-        if weight.expert is not None:
-            place = weight.slot, weight.layer
-            of_layers[place] = of_layers.get(place, 0) + 1
     experts = model.num_moe_experts or 0
-    if part := next(((layer, count) for (_, layer), count in of_layers.items() if count < experts), None):
-        what = f"{part[1]} of {experts} experts of layer {part[0]} are frozen"
-        yield Problem("not-supported", KEY, what, "freeze all experts of a layer, or none")
+    of_layers = Counter((weight.slot, weight.layer) for weight in frozen if weight.expert is not None)
+    for (_, layer), count in of_layers.items():
+        if count < experts:
+            what = f"{count} of {experts} experts of layer {layer} are frozen"
+            yield Problem("not-supported", KEY, what, "freeze all experts of a layer, or none")
+            break

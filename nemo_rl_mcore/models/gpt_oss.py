@@ -1,6 +1,6 @@
 """gpt-oss: windows in every other layer, sinks in all, and experts with biases and clamped gates."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
@@ -13,8 +13,7 @@ from nemo_rl_mcore.models.weights import (
     REPLICATED,
     ROUTER_WEIGHT,
     TRANSPOSED,
-    Layout,
-    Slot,
+    slots,
 )
 
 _WINDOW, _FULL = "sliding_attention", "full_attention"
@@ -76,51 +75,33 @@ def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
     }
 
 
-def _of_experts(
-    megatron: str, tensor: str, layout: Layout, shape: Callable[[ModelConfig], tuple[int, ...]]
-) -> Slot:
-    """Return a weight of each expert, of which the tensor has those of all."""
-    return Slot(
-        # One module for each expert, or one for all with numbered weights.
-        rf"mlp\.experts\.(?:local_experts\.(\d+)\.{megatron}|{megatron}(\d+))",
-        (f"mlp.experts.{tensor}",),
-        layout,
-        lambda model: (shape(model),),
-        of_expert=True,
-        stacked=True,
-    )
-
-
+# One module for each expert, or one for all with numbered weights.
+_numbered = r"mlp\.experts\.(?:local_experts\.(\d+)\.{0}|{0}(\d+))".format
 LAYER = (
     *ATTENTION,
-    Slot(
-        ROUTER_WEIGHT,
-        ("mlp.router.weight",),
-        REPLICATED,
-        lambda model: ((model.num_moe_experts or 0, model.hidden_size),),
+    *slots(
+        (ROUTER_WEIGHT, "mlp.router.weight", REPLICATED, "experts hidden"),
+        (r"mlp\.router\.bias", "mlp.router.bias", REPLICATED, "experts"),
     ),
-    Slot(
-        r"mlp\.router\.bias",
-        ("mlp.router.bias",),
-        REPLICATED,
-        lambda model: ((model.num_moe_experts or 0,),),
+    *slots(
+        (
+            _numbered(r"linear_fc1\.weight"),
+            "gate_up_proj",
+            INTERLEAVED,
+            "hidden expert_twice",
+        ),
+        (
+            _numbered(r"linear_fc1\.bias"),
+            "gate_up_proj_bias",
+            INTERLEAVED,
+            "expert_twice",
+        ),
+        (_numbered(r"linear_fc2\.weight"), "down_proj", TRANSPOSED, "expert hidden"),
+        (_numbered(r"linear_fc2\.bias"), "down_proj_bias", REPLICATED, "hidden"),
+        named="mlp.experts.{}",
+        of_expert=True,
+        stacked=True,
     ),
-    _of_experts(
-        r"linear_fc1\.weight",
-        "gate_up_proj",
-        INTERLEAVED,
-        lambda model: (model.hidden_size, 2 * model.expert_ffn_size),
-    ),
-    _of_experts(
-        r"linear_fc1\.bias", "gate_up_proj_bias", INTERLEAVED, lambda model: (2 * model.expert_ffn_size,)
-    ),
-    _of_experts(
-        r"linear_fc2\.weight",
-        "down_proj",
-        TRANSPOSED,
-        lambda model: (model.expert_ffn_size, model.hidden_size),
-    ),
-    _of_experts(r"linear_fc2\.bias", "down_proj_bias", REPLICATED, lambda model: (model.hidden_size,)),
 )
 """A layer: transformers' GptOssDecoderLayer."""
 
@@ -143,7 +124,6 @@ FAMILY = Family(
         "add_bias_linear": True,
         "softmax_type": "learnable",
         "activation_func": "quick_gelu",
-        "glu_linear_offset": 1.0,
         "moe_router_pre_softmax": False,
     },
     varied=("sliding_window",),

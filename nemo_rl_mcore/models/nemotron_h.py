@@ -33,9 +33,11 @@ from nemo_rl_mcore.models.weights import (
     SHARED_EXPERT,
     Layout,
     Outside,
-    Shapes,
     Slot,
     experts,
+    mamba_convolved,
+    mamba_projected,
+    slots,
 )
 
 _PATTERN, _WORDS, _LAYERS = "hybrid_override_pattern", "layers_block_type", "num_hidden_layers"
@@ -49,25 +51,22 @@ _OF_EXPERTS: Mapping[str, object] = {
     "moe_router_enable_expert_bias": True,
 }
 _SHORTEST_STEP = 1e-12
-"""Where no file says otherwise: transformers lifts shorter time steps to it, and neither Megatron nor vLLM does."""
+"""transformers lifts shorter time steps to the least one; neither Megatron nor vLLM does."""
 _BIAS = "a bias in the projections of Mamba layers is not supported"
 
 
 def _complete(values: HFConfig) -> Mapping[str, object]:
     """Return the pattern and the number of its layers, where words or characters give them."""
-    words, pattern = _words(values), cast("str | None", values.get(_PATTERN))
-    if words:
+    pattern = cast("str | None", values.get(_PATTERN))
+    if words := cast("Sequence[str]", values.get(_WORDS) or values.get("layer_types") or ()):
         pattern = "".join(_KINDS.get(word, "?") for word in words)
     return {} if pattern is None else {_PATTERN: pattern, _LAYERS: len(pattern)}
 
 
-def _words(values: HFConfig) -> Sequence[str]:
-    return cast("Sequence[str]", values.get(_WORDS) or values.get("layer_types") or ())
-
-
 def _problems(values: HFConfig) -> Iterator[Problem]:
     """Yield foreign layers, what experts lack, and shares of them that Megatron makes otherwise."""
-    if foreign := sorted({*_words(values)} - _KINDS.keys()):
+    words = cast("Sequence[str]", values.get(_WORDS) or values.get("layer_types") or ())
+    if foreign := sorted({*words} - _KINDS.keys()):
         what = f"{quoted(foreign)} of a nemotron_h model"
         yield Problem("not-supported", _WORDS, what, f"known: {', '.join(_KINDS)}")
     if EXPERTS not in str(values.get(_PATTERN)):
@@ -125,63 +124,25 @@ def _in(kind: str) -> Callable[[ModelConfig, int], bool]:
     return lambda model, layer: (model.hybrid_layer_pattern or "")[layer] == kind
 
 
-def _convolved(model: ModelConfig) -> tuple[int, ...]:
-    """Return the rows of values, keys and queries."""
-    keys = model.mamba_num_groups * model.mamba_state_dim
-    return model.mamba_size, keys, keys
-
-
-def _projected(model: ModelConfig) -> tuple[int, ...]:
-    """Return the rows of the gate, of what is convolved, and of the time steps."""
-    return model.mamba_size, *_convolved(model), model.mamba_num_heads or 0
-
-
-def _mamba(
-    megatron: str, tensor: str, layout: Layout, shape: Callable[[ModelConfig], tuple[int, ...]]
-) -> Slot:
-    return Slot(
-        rf"mixer\.{megatron}",
-        (f"mixer.{tensor}",),
-        layout,
-        lambda model: (shape(model),),
-        in_layer=_in(MAMBA),
-        prefix=_PREFIX,
-    )
-
-
 def _norm(kind: str, megatron: str) -> Slot:
-    """Return the norm before a mixer of that kind."""
-    like = replace(FINAL_NORM, megatron=megatron, hugging_face=("norm.weight",))
-    return replace(like, in_layer=_in(kind), prefix=_PREFIX)
+    names = ("norm.weight",)
+    return replace(FINAL_NORM, megatron=megatron, hugging_face=names, in_layer=_in(kind), prefix=_PREFIX)
 
 
+_PROJECTED, _CONVOLVED = Layout(0, sections=mamba_projected), Layout(0, sections=mamba_convolved)
 _MAMBA = (
     _norm(MAMBA, r"norm\.weight|mixer\.in_proj\.layer_norm_weight"),
-    _mamba(
-        r"in_proj\.weight",
-        "in_proj.weight",
-        Layout(0, sections=_projected),
-        lambda model: (sum(_projected(model)), model.hidden_size),
-    ),
-    _mamba(
-        r"conv1d[._]weight",
-        "conv1d.weight",
-        Layout(0, sections=_convolved),
-        lambda model: (sum(_convolved(model)), 1, MAMBA_TAPS),
-    ),
-    _mamba(
-        r"conv1d[._]bias",
-        "conv1d.bias",
-        Layout(0, sections=_convolved),
-        lambda model: (sum(_convolved(model)),),
-    ),
-    *(
-        _mamba(name, name, ROWS, lambda model: (model.mamba_num_heads or 0,))
-        for name in ("A_log", "D", "dt_bias")
-    ),
-    _mamba(r"norm\.weight", "norm.weight", ROWS, lambda model: (model.mamba_size,)),
-    _mamba(
-        r"out_proj\.weight", "out_proj.weight", COLUMNS, lambda model: (model.hidden_size, model.mamba_size)
+    *slots(
+        (r"in_proj\.weight", "in_proj.weight", _PROJECTED, "mamba_projected hidden"),
+        (r"conv1d[._]weight", "conv1d.weight", _CONVOLVED, "mamba_convolved one mamba_taps"),
+        (r"conv1d[._]bias", "conv1d.bias", _CONVOLVED, "mamba_convolved"),
+        *((name, f"{name}", ROWS, "mamba_heads") for name in ("A_log", "D", "dt_bias")),
+        (r"norm\.weight", "norm.weight", ROWS, "mamba"),
+        (r"out_proj\.weight", "out_proj.weight", COLUMNS, "hidden mamba"),
+        within=r"mixer\.",
+        named="mixer.{}",
+        in_layer=_in(MAMBA),
+        prefix=_PREFIX,
     ),
 )
 
@@ -192,13 +153,7 @@ def _mixer(kind: str, slots: Iterable[Slot]) -> Iterator[Slot]:
         names = tuple(re.sub(r"(self_attn|mlp)\.", "mixer.", name, count=1) for name in slot.hugging_face)
         changed = replace(slot, hugging_face=names, in_layer=_in(kind), prefix=_PREFIX)
         if slot.layout is GATED:
-
-            def without_gate(
-                model: ModelConfig, both: Callable[[ModelConfig], Shapes] = slot.shapes
-            ) -> Shapes:
-                return both(model)[1:]
-
-            changed = replace(changed, hugging_face=names[1:], layout=ROWS, shapes=without_gate)
+            changed = replace(changed, hugging_face=names[1:], layout=ROWS, sizes=slot.sizes[1:])
         yield changed
 
 
@@ -222,7 +177,7 @@ _EXPERTS = {
 FAMILY = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
-    fields={"activation_func": "squared_relu", "position_embedding_type": "none"},
+    fields={"activation_func": "squared_relu"},
     sizes={
         "hybrid_layer_pattern": _PATTERN,
         "mamba_num_heads": "mamba_num_heads",

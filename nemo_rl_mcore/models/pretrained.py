@@ -8,7 +8,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config.base import Code, ConfigError, Problem
+from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.data.hub import is_hub_id, local_folder, read_object
 from nemo_rl_mcore.models.config_json import model_config_from_hf
@@ -33,9 +33,9 @@ def other_tokenizer(model: str | None, tokenizer: str) -> Problem | None:
 
 
 def inherited(set_in: Mapping[str, int]) -> bool:
-    """Return whether the tokenizer comes from a file below which another file sets the model.
+    """Tell whether the tokenizer comes from a file below which another one sets the model.
 
-    set_in: for each key the place of the file that sets it; a file comes after those that it names in `defaults:`.
+    set_in: for each key the place of its file, which comes after those that it names in `defaults:`.
     """
     return set_in.get(MODEL, -1) > set_in.get(TOKENIZER, len(set_in))
 
@@ -104,12 +104,8 @@ def override_problems(overrides: HFConfig | None, *, named: bool) -> Iterator[Pr
 Section = dict[str, object]
 
 MODEL_NAME = "model_name"
-OF_TRAINING = frozenset(
-    {
-        *("init_method_std", "moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_dtype"),
-        *("moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
-    }
-)
+_OF_EXPERTS = ("aux_loss_coeff", "router_load_balancing_type", "router_dtype", "router_bias_update_rate")
+OF_TRAINING = {"init_method_std", "mtp_loss_scaling_factor", *(f"moe_{name}" for name in _OF_EXPERTS)}
 """Fields of policy.model that the weights say nothing about."""
 
 
@@ -128,22 +124,20 @@ def fill_from_model_name(
     if tokenizer and isinstance(named, Mapping):
         section["tokenizer"] = {"name": name, **cast("Section", named)}
     try:
-        derived = pretrained_model(
-            name, cast("Section", overrides) if isinstance(overrides, Mapping) else None
-        )
+        changed = cast("Section", overrides) if isinstance(overrides, Mapping) else None
+        derived = pretrained_model(name, changed)
     except ConfigError as error:
         return section, [*error.problems]
     if derived is None:
         where = "neither in the local Hugging Face cache nor known here"
         what = f"{name!r} is no local folder, and its config.json is {where}"
         remedy = "download the model, or describe the architecture in policy.model"
-        return section, [] if given is not None else [_problem("not-found", what, remedy)]
+        return section, [] if given is not None else [Problem("not-found", MODEL_NAME, what, remedy)]
     if isinstance(given, ModelConfig):
         return section, differences(given, derived, name)
     if given is not None and not isinstance(given, Mapping):
         return section, []
-    merged = derived.model_dump() | dict(cast("Section", given or {}))
-    section["model"] = merged
+    merged = section["model"] = derived.model_dump() | dict(cast("Section", given or {}))
     try:
         model = ModelConfig.model_validate(merged)
     except ValidationError:
@@ -172,52 +166,38 @@ def pretrained_model(name: str, overrides: HFConfig | None = None) -> ModelConfi
         raise ConfigError(
             Problem(problem.code, f"{OVERRIDES}.{problem.path}", problem.what, problem.remedy)
             if problem.path.partition(".")[0] in written
-            else _problem(problem.code, f"{name!r}: {problem}")
+            else Problem(problem.code, MODEL_NAME, f"{name!r}: {problem}")
             for problem in error.problems
         ) from error
 
 
 @cache
 def known_models() -> Mapping[str, HFConfig]:
-    """Return what is known of models of the hub, by name: their config.json, as far as it says how they are built.
-
-    With it a recipe that names one is checked before anything is downloaded; the downloaded config.json is compared
-    when the weights are loaded.
-    """
+    """Return config.json of models of the hub, so that recipes are checked before one is downloaded, and compared."""
     return json.loads(Path(__file__).with_name("known_models.json").read_text("utf-8"))
 
 
 def read_hf_config(name: str) -> HFConfig | None:
     """Return the config.json of a local folder or a hub id; None for a hub id that is neither cached nor known."""
-    folder = local_folder(name)
-    if folder is None:
-        if not is_hub_id(name):
-            remedy = "name a Hugging Face folder or a hub id"
-            raise ConfigError([_problem("not-found", f"no folder {name!r}", remedy)])
-        return known_models().get(name)
-    path = folder / "config.json"
-    if not path.is_file():
-        if name in known_models():  # a cache may hold other files of the model
-            return known_models()[name]
-        what = f"the folder {str(folder)!r} holds no config.json"
-        raise ConfigError([_problem("not-readable", what)])
-    return read_object(path, MODEL_NAME)
+    folder, known = local_folder(name), known_models().get(name)
+    if folder is not None and (folder / "config.json").is_file():
+        return read_object(folder / "config.json", MODEL_NAME)
+    if known is not None or (folder is None and is_hub_id(name)):  # a cache may hold other files of the model
+        return known
+    code, what, remedy = "not-found", f"no folder {name!r}", "name a Hugging Face folder or a hub id"
+    if folder is not None:
+        code, what, remedy = "not-readable", f"the folder {str(folder)!r} holds no config.json", ""
+    raise ConfigError([Problem(code, MODEL_NAME, what, remedy)])
 
 
 def differences(given: ModelConfig, derived: ModelConfig, name: str) -> list[Problem]:
-    """Return a problem for each field in which policy.model differs from the architecture of the weights."""
-    ours, theirs = explicit_fields(given), explicit_fields(derived)
-    return [
-        Problem(
-            "contradicts",
-            f"model.{key}",
-            f"{ours[key]} contradicts the {theirs[key]} of policy.{MODEL_NAME}: {name!r}",
-            "remove it, or set model: null over a parent's section; the architecture is that of the weights",
-            (MODEL_NAME,),
-        )
-        for key in theirs
-        if key not in OF_TRAINING and ours[key] != theirs[key]
-    ]
+    ours, theirs, found = explicit_fields(given), explicit_fields(derived), list[Problem]()
+    remedy = "remove it, or set model: null over a parent's section; the architecture is that of the weights"
+    for key in theirs:
+        if key not in OF_TRAINING and ours[key] != theirs[key]:
+            what = f"{ours[key]} contradicts the {theirs[key]} of policy.{MODEL_NAME}: {name!r}"
+            found.append(Problem("contradicts", f"model.{key}", what, remedy, (MODEL_NAME,)))
+    return found
 
 
 def explicit_fields(model: ModelConfig) -> Section:
@@ -229,7 +209,3 @@ def explicit_fields(model: ModelConfig) -> Section:
         "ffn_hidden_size": model.ffn_size,
         "moe_ffn_hidden_size": model.expert_ffn_size,
     }
-
-
-def _problem(code: Code, what: str, remedy: str = "") -> Problem:
-    return Problem(code, MODEL_NAME, what, remedy)

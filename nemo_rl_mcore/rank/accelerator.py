@@ -28,7 +28,7 @@ _FACTORIES = (
     *("rand", "randn", "randint", "randperm", "tril_indices", "triu_indices"),
 )
 _TENSOR_FACTORIES = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
-# What Megatron says about a machine without a GPU; on CPU its forked generators are the CPU generator by construction.
+# Megatron's warnings on a machine without a GPU; on CPU its forked generators are the CPU generator by construction.
 _EXPECTED_WARNINGS = (
     "CPU RNG state changed within GPU RNG context",
     "Transformer Engine and Apex are not installed",
@@ -42,7 +42,7 @@ def has_cuda() -> bool:
 
 
 def kept_generators() -> contextlib.AbstractContextManager[None]:
-    """Return a context after which torch's generators are as before; a device that nothing has used stays unused."""
+    """Return a context that restores torch's generators at its end, without initialising an unused device."""
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
@@ -51,13 +51,13 @@ def device() -> torch.device:
 
 
 def compute_on(of: torch.device) -> None:
-    """Have this thread compute on a device: a new one would begin with the first GPU that the process sees."""
+    """Set this thread's device; a new thread starts on the first visible GPU."""
     if of.type == "cuda":
         torch.cuda.set_device(of)
 
 
 def device_uuid(of: torch.device | None = None) -> str:
-    """Return what the driver calls this GPU, whatever its index is; empty on CPU."""
+    """Return the UUID of this GPU, as CUDA_VISIBLE_DEVICES takes it; empty on CPU."""
     of = of or device()
     return f"GPU-{torch.cuda.get_device_properties(of).uuid}" if of.type == "cuda" else ""
 
@@ -67,31 +67,31 @@ def gpu_name() -> str:
 
 
 def peak_memory_bytes() -> int:
-    """Return the most held so far: of GPU memory, by torch; on CPU of the machine's."""
+    """Return the peak of torch's GPU memory, or on CPU of the process's resident memory."""
     if has_cuda():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def free_memory_bytes() -> int | None:
-    """Return what nobody has taken of this process's GPU memory; None on CPU."""
+    """Return the free memory of this process's GPU; None on CPU."""
     return torch.cuda.mem_get_info()[0] if has_cuda() else None
 
 
 def synchronize(of: torch.device) -> None:
-    """Wait until everything that was launched on this device is done; nothing to do on CPU."""
+    """Wait for all kernels launched on this device; no-op on CPU."""
     if of.type == "cuda":
         torch.cuda.synchronize(of)
 
 
 def free_shared_memory() -> None:
-    """Give back GPU memory of other processes, and own memory that others have let go of."""
+    """Release GPU memory that was shared with other processes and is no longer used."""
     if has_cuda():
         torch.cuda.ipc_collect()
 
 
 def empty_cache() -> None:
-    """Give unused GPU memory back, so that other processes can have it."""
+    """Return cached GPU memory to the driver, for other processes."""
     torch.cuda.empty_cache()
 
 
@@ -130,7 +130,7 @@ def install(local_rank: int = 0) -> None:
     _installed = True
     for expected in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=expected)
-    # Some of them are logged, and come once for each weight.
+    # Some of these are logged instead, once per weight.
     random_log = logging.getLogger("megatron.core.tensor_parallel.random")
     random_log.addFilter(lambda record: record.getMessage() not in _EXPECTED_WARNINGS)
     # Megatron marks its fusions with torch.compile. Here they run as they are written: compiling them would need a C++
@@ -142,7 +142,7 @@ def install(local_rank: int = 0) -> None:
 
 
 def _as_cpu(requested: Any) -> Any:
-    """Read a device argument: cuda in any spelling (string, torch.device, ordinal) is the CPU here."""
+    """Map a device argument: cuda in any spelling (string, torch.device, ordinal) becomes the CPU."""
     if requested is None:
         return None
     if isinstance(requested, int):
@@ -180,8 +180,8 @@ def _replace(owner: Any, **attributes: Any) -> None:
 
 
 def _wrap_device_arguments() -> None:
-    # A device context knows constructors by identity, from a list that is made once: it must hold the plain ones, which
-    # the wrappers call.
+    # torch's device context looks constructors up by identity in a list that is built once: build it now, with the
+    # plain functions that the wrappers call.
     _device_constructors()
     _replace(DeviceContext, __init__=_with_cpu_device_anywhere(DeviceContext.__init__))
     # Wrapping each function once costs nothing measurable and also acts inside threads and backward passes, which a
@@ -206,7 +206,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 class _Event:
-    """An event of a device that finishes everything at once."""
+    """An event on a device where all work is already done."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
@@ -216,7 +216,7 @@ class _Event:
 
 
 class _Stream(contextlib.nullcontext):  # type: ignore[type-arg]
-    """The one stream of a device that runs everything in order."""
+    """The only stream of a device that runs everything in order."""
 
     cuda_stream = 0
     device = _CPU
@@ -263,7 +263,7 @@ def _stand_in_for_torch_cuda() -> None:
 
 
 def _complete_gloo() -> None:
-    """Give gloo the collectives of nccl that it lacks: split sizes as tensors, and uneven gather and scatter."""
+    """Add to gloo what only nccl has: split sizes as tensors, and gather and scatter of uneven parts."""
     plain_all_to_all, plain_all_gather = dist.all_to_all_single, dist.all_gather
     plain_reduce_scatter = dist.reduce_scatter
 

@@ -1,7 +1,7 @@
-"""What this process does, for whoever watches it.
+"""Progress of this process, for health checks and stall reports.
 
-A rank or an engine counts the pieces of work that are done, so that who waits for it sees that it goes on. The driver's
-threads say what they are at, which its stall watch reports.
+A rank or an engine counts finished pieces of work, so that a caller that waits can tell slow from stuck. Threads of the
+driver name their current activity, which the stall watch reports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FRAMES_SHOWN = 12
 
 @dataclass(frozen=True)
 class Activity:
-    """what: says it, as it is now, to any thread that asks. timed: see `at`. since: by the monotonic clock."""
+    """what: returns a current description, callable from any thread. timed: see `at`. since: monotonic seconds."""
 
     what: Callable[[], str]
     timed: bool | None
@@ -27,15 +27,15 @@ class Activity:
 
 
 _of_threads: dict[int, list[Activity]] = {}
-"""By thread, the outermost block first."""
+"""By thread, outermost block first."""
 
 
 @contextmanager
 def at(what: str | Callable[[], str], *, timed: bool | None = None) -> Generator[None]:
-    """Say that this thread is at something for as long as the block takes.
+    """Describe this thread's activity for the duration of the block.
 
-    timed: whether a watch counts the time; not what rightly takes long, or ends by a deadline of its own. None: as the
-    block around this one; without any, it counts.
+    timed: whether the stall watch counts the time; False for work that may take long or has a deadline of its own, None
+    to inherit from the enclosing block (True without one).
     """
     stack = _of_threads.setdefault(threading.get_ident(), [])
     stack.append(Activity((lambda: what) if isinstance(what, str) else what, timed, time.monotonic()))
@@ -48,19 +48,19 @@ def at(what: str | Callable[[], str], *, timed: bool | None = None) -> Generator
 
 
 def is_timed(thread: int) -> bool:
-    """Return whether the time of what a thread is at counts."""
+    """Return whether the stall watch counts the time of a thread's current activity."""
     said = [one.timed for one in (*_of_threads.get(thread, ()),) if one.timed is not None]
     return said[-1] if said else True
 
 
 def describe(thread: int) -> str:
-    """Return what a thread is at, each block with the seconds since it began, the outermost first."""
+    """Return a thread's current activities, outermost first, each with the seconds since its start."""
     now = time.monotonic()
     return ", ".join(f"{one.what()} ({now - one.since:.1f} s)" for one in (*_of_threads.get(thread, ()),))
 
 
 def stack_of(thread: int, without: str = "\0") -> str:
-    """Return the innermost frames of a thread, without those of files below a folder."""
+    """Return the innermost frames of a thread, leaving out files below the folder `without`."""
     frame = sys._current_frames().get(thread)
     frames = traceback.extract_stack(frame) if frame is not None else []
     own = [entry for entry in frames if not entry.filename.startswith(without)]
@@ -69,7 +69,7 @@ def stack_of(thread: int, without: str = "\0") -> str:
 
 @dataclass(frozen=True)
 class Progress:
-    """A reading of the counter. doing: the piece of work that was begun last, as a person would say it."""
+    """A reading of the counter. doing: description of the piece of work that was started last."""
 
     count: int = 0
     doing: str = "starting"
@@ -77,7 +77,7 @@ class Progress:
 
 @dataclass
 class Apart:
-    """The counter of a background thread, whose work must not hide that the call in the main thread stands still."""
+    """A separate counter for a background thread, whose progress must not hide a stuck call in the main thread."""
 
     progress: Progress = Progress()
 
@@ -90,7 +90,7 @@ loading_s = 0.0
 
 
 def advance(doing: str) -> None:
-    """Say that a piece of work is done, and what comes next; cheap enough for every token and every tensor."""
+    """Count one more piece of work, and describe the next; cheap enough for every token and every tensor."""
     global _latest
     thread = threading.get_ident()
     if (apart := _apart.get(thread)) is not None:
@@ -100,13 +100,13 @@ def advance(doing: str) -> None:
 
 
 def current() -> Progress:
-    """Return the reading now; it may be taken by any thread."""
+    """Return the current reading; callable from any thread."""
     return _latest
 
 
 @contextmanager
 def counted_by(apart: Apart) -> Generator[None]:
-    """Count what this thread does there, and not for the process."""
+    """Count this thread's work in `apart` instead of the process's counter."""
     thread = threading.get_ident()
     _apart[thread] = apart
     try:
@@ -117,7 +117,7 @@ def counted_by(apart: Apart) -> Generator[None]:
 
 @contextmanager
 def loading() -> Generator[None]:
-    """Count the block as time in which weights are loaded."""
+    """Add the block's duration to `loading_s`."""
     global loading_s
     began = time.monotonic()
     yield

@@ -1,4 +1,4 @@
-"""What one rank finds wrong, all ranks raise, so that none of them waits in a collective for one that has left."""
+"""An error of one rank is raised on all ranks, so that none waits in a collective for a rank that has left."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _Told = tuple[str, _Text | None]
 
 
 class UnequalCallsError(RuntimeError):
-    """The ranks were called differently: one stands at another call than the others."""
+    """Ranks made different calls."""
 
 
 @contextmanager
 def together(call: str = "", group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Inside is what may fail on some ranks alone, and holds no collective; raises on all ranks if it fails on any.
+    """Raise on all ranks if the block fails on any of them; the block itself must contain no collective.
 
-    Every rank of the group (None: all ranks, with patience) enters it. See `raise_together` for what is raised.
+    Every rank of the group (None: all ranks, with the long timeout) enters it. `raise_together` describes the error.
     """
     try:
         yield
-    except Exception as error:  # the ranks beside this one must hear of any
-        # Whoever watches this rank hears of it, also where the other ranks never come to.
+    except Exception as error:  # of any class: the other ranks must learn of it
+        # Recorded first, for the health check, in case the other ranks never arrive.
         activity.advance(
             f"telling the other ranks of {type(error).__name__}: {str(error).partition('\n')[0]}"
         )
@@ -42,7 +42,7 @@ def together(call: str = "", group: dist.ProcessGroup | None = None) -> Iterator
 
 
 def agreed[Result](action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Return the result of what may fail on some ranks alone; see `together`."""
+    """Return the result of a function that may fail on some ranks only; see `together`."""
     with together(group=group):
         return action()
 
@@ -50,25 +50,25 @@ def agreed[Result](action: Callable[[], Result], group: dist.ProcessGroup | None
 def agreed_on_first[Result](
     action: Callable[[], Result], group: dist.ProcessGroup | None = None
 ) -> Result | None:
-    """`agreed` about what the first rank does alone; the others get None."""
+    """Call a function on the first rank only; the others get None. Errors are raised on all, see `together`."""
     return agreed(lambda: action() if not dist.is_initialized() or dist.get_rank() == 0 else None, group)
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None, call: str = "") -> None:
-    """Raise on every rank of the group (None: all ranks) when any of them gives an error; collective.
+    """Raise on every rank of the group (None: all ranks) if any of them passes an error; collective.
 
-    A rank that gives an error raises that one. The others raise the first rank's: an error of its class or, where that
-    cannot be made from a message, of a class above it; its message names the rank. Without process groups there is no
-    other rank.
-    Raises UnequalCallsError on all ranks when they do not give the same call, and PeerLostError when one of them does
-    not come within the group's time.
+    A rank that passes an error raises that error. The others raise the error of the lowest failing rank, of the same
+    class or, if that class cannot be built from a message, of a base class; the message names the rank. Without process
+    groups there are no other ranks.
+    Raises UnequalCallsError on all ranks if their `call` differs, and PeerLostError if a rank does not arrive within
+    the group's timeout.
     """
     try:
         told = _tell(error, patient_group() if group is None else group, call)
         if error is not None:
             raise error
     finally:
-        # Else a frame of its own traceback would hold it, and the activations of all other frames with it.
+        # Otherwise a frame of its own traceback keeps it alive, and with it the activations of all its frames.
         del error
     if len({at for at, _ in told}) > 1:
         places = "; ".join(f"rank {rank}: {at}" for rank, (at, _) in enumerate(told))
@@ -91,13 +91,13 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
 
 
 def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -> list[_Told]:
-    """Call and error of each rank; nothing where all ranks are at the same call without an error."""
+    """Return call and error of each rank; empty if all ranks made the same call without an error."""
     if not dist.is_initialized():
         return []
     try:
         if error is not None and _is_of_a_lost_peer(error):
-            raise error  # that peer would not come to this meeting either
-        # Three numbers for the common case; over gloo they are on the CPU, so that nobody waits for the device.
+            raise error  # the lost peer would not arrive here either
+        # The common case costs three numbers; over gloo they are on the CPU, so that nothing waits for the device.
         code = zlib.crc32(call.encode())
         device = "cpu" if dist.get_backend(group) == "gloo" else accelerator.device()
         extremes = torch.tensor([error is not None, code, -code], device=device)
@@ -106,7 +106,7 @@ def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -
         if not failed and largest == -smallest:
             return []
         text: _Text | None = None
-        if error is not None:  # as text, since not every error can be sent
+        if error is not None:  # as text, since not every error can be pickled
             classes = [(kind.__module__, kind.__qualname__) for kind in type(error).__mro__]
             text = dist.get_rank(), classes, str(error) or type(error).__name__, code_of(error)
         told: list[_Told] = [("", None)] * dist.get_world_size(group)
@@ -116,9 +116,9 @@ def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -
         if not _is_of_a_lost_peer(failure):
             raise
         if error is not None and error is not failure:
-            return []  # it says more
+            return []  # its own error has more detail
         late = "Timed out" in str(failure)
-        limit = "; policy.megatron_cfg.process_group_timeout_s limits the wait" if late else ""
+        limit = "; policy.call_timeout_s limits the wait" if late else ""
         raise PeerLostError(
             f"rank {dist.get_rank()} waited in vain for the other ranks before {call or 'the next call'}: one of them "
             f"hangs, or has ended{limit} ({failure})"
@@ -126,7 +126,7 @@ def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -
 
 
 def _is_of_a_lost_peer(error: Exception) -> bool:
-    """Return whether a collective failed for want of a rank: gloo has no class for it, but tells its own file."""
+    """Return whether a collective failed because a rank was lost; gloo names only its file."""
     return isinstance(error, PeerLostError) or (
         isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     )

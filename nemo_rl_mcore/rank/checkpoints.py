@@ -1,4 +1,4 @@
-"""Files that ranks write for a checkpoint: their checksums, and a thread that writes while the rank goes on."""
+"""Checksums of checkpoint files, and a thread that writes them in the background."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 0.1
 
 
 def sha256(path: Path) -> str:
-    """Return the hash of a file's bytes, in hexadecimal."""
+    """Return the hexadecimal hash of a file."""
     whole = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -34,15 +34,15 @@ def sha256(path: Path) -> str:
 
 
 def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
-    """Write the list of a folder; sums: the hash of each file by its path inside."""
+    """Write a folder's checksum file; sums: hash by path relative to the folder."""
     lines = (f"{sums[name]}  {name}\n" for name in sorted(sums))
     (folder / SUMS_FILE).write_text("".join(lines), encoding="utf-8")
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """Return the hash of each file by its path inside; None for a folder without a list.
+    """Return hash by relative path from a folder's checksum file; None if it has none.
 
-    Raises ValueError, naming the file, when the list is broken.
+    Raises ValueError, naming the file, if it cannot be parsed.
     """
     path = folder / SUMS_FILE
     try:
@@ -63,7 +63,7 @@ def read_sums(folder: Path) -> dict[str, str] | None:
 
 
 def require_sums(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> None:
-    """Compare files with the list of their folder; raises ValueError, naming the first that is not what was written."""
+    """Verify files against their folder's checksums; raises ValueError, naming the first that differs."""
     for name in names:
         path = folder / name
         if name not in sums:
@@ -83,16 +83,16 @@ def require_sums(folder: Path, sums: Mapping[str, str], names: Iterable[str]) ->
 
 
 class BackgroundWrite:
-    """Runs `write` in a background thread, from the start; the rank's thread asks how it went.
+    """Runs `write` in a background thread, started at once; the rank's thread collects the result.
 
-    Its progress counts for a rank that waits for it, and hides nothing of a call that the rank is at meanwhile.
+    Its progress is counted separately, and becomes the rank's own while the rank waits for it.
     """
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._error: BaseException | None = None
         self._seconds = 0.0
         self._counter = activity.Apart()
-        # A daemon: the process may end while a disk hangs.
+        # A daemon thread, so that a hanging disk does not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -101,17 +101,17 @@ class BackgroundWrite:
         with activity.counted_by(self._counter):
             try:
                 write()
-            except BaseException as error:  # noqa: BLE001  # raised in the thread of who asks
+            except BaseException as error:  # noqa: BLE001  # raised again by `seconds`
                 self._error = cause = error
                 while (
                     cause is not None
-                ):  # frames of an error and its causes hold the copy that was to be written
+                ):  # frames of an error and its causes keep the copy of the weights alive
                     traceback.clear_frames(cause.__traceback__)
                     cause = cause.__cause__ or cause.__context__
         self._seconds = time.monotonic() - began
 
     def seconds(self, *, wait: bool) -> float | None:
-        """Return how long it took, None while it goes on; wait: until it has ended. Raises what `write` raised."""
+        """Return how long writing took, None while it runs; `wait` blocks until it ends. Raises what `write` raised."""
         if wait:
             self.join()
         if self._thread.is_alive():
@@ -121,7 +121,7 @@ class BackgroundWrite:
         return self._seconds
 
     def join(self) -> None:
-        """Wait until it has ended, however that was; its progress is this thread's meanwhile."""
+        """Wait for the end, successful or not; meanwhile its progress counts as this thread's."""
         seen = activity.Progress()
         while self._thread.is_alive():
             self._thread.join(_LOOK_EVERY_S)

@@ -1,4 +1,4 @@
-"""`PolicyBackend`: all that a worker asks of the framework which holds its model.
+"""`PolicyBackend`: the interface between a worker and the framework that holds its model.
 
 Shapes: B rows of this rank's shard, S sequence length, K ids a token, T new tokens.
 """
@@ -32,13 +32,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """How a policy's model is built, beside what its config says.
+    """How a policy's model is built, in addition to its config.
 
     seed: of the random initialisation and of dropout.
-    role: a policy says how probable tokens are, a critic how much is to be expected of a state.
-    trained: whether there are gradient buffers, an optimizer and its schedule; what needs them is not called else.
+    role: "policy" for token log-probabilities, "value" for a critic.
+    trained: builds gradient buffers, an optimizer and its schedule; without them no call that needs them is made.
     temperature: divides the logits in every log-probability.
-    verify_checksums: whether a checkpoint's files are compared with their checksums before they are read.
+    verify_checksums: verify a checkpoint's files before they are read.
     """
 
     seed: int
@@ -49,7 +49,7 @@ class BackendOptions:
 
 
 class OnDevice(Enum):
-    """What of a model is on its device; the rest waits in the CPU's memory, but for gradients, which are not kept."""
+    """Which parts of a model are on its device; the others are in CPU memory, except gradients, which are dropped."""
 
     NOTHING = "nothing"
     WEIGHTS = "weights"
@@ -73,11 +73,11 @@ class TopKLogits:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What to generate: ragged prompts, each with the key of its noise.
+    """Prompts of different lengths, each with the key of its sampling noise.
 
-    prompts: token ids of each row; keys_B: int64 [B], see `ops.sampling.sample_keys`; stops: what ends each row;
-    batch_size: rows that are decoded together at most, None for all. longest: tokens of prompt and response together
-    at most, None for no such bound.
+    prompts: token ids of each row. keys_B: int64 [B], see `ops.sampling.sample_keys`. stops: stop conditions of each
+    row. batch_size: maximum number of rows decoded together, None for all. longest: maximum number of tokens of prompt
+    and response together, None for no limit.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -98,7 +98,7 @@ class GenerationRequest:
         *,
         greedy: bool,
     ) -> Self:
-        """Sample as the config says, from right-padded prompts: input_ids [B, P], input_lengths [B]."""
+        """Take the sampling from the config, and right-padded prompts: input_ids [B, P], input_lengths [B]."""
         ids: list[list[int]] = data["input_ids"].tolist()
         lengths: list[int] = data["input_lengths"].tolist()
         sampling = policy.generation
@@ -113,7 +113,7 @@ class GenerationRequest:
         )
 
     def bound(self, place: int) -> int:
-        """Return the most tokens of the response to a prompt."""
+        """Return the maximum number of tokens of the response to a prompt."""
         return bound_of(self.max_new_tokens, self.longest, len(self.prompts[place]))
 
 
@@ -121,8 +121,8 @@ class GenerationRequest:
 class GeneratedRows:
     """Responses on the CPU: tokens int64 [B, T] and logprobs fp32 [B, T], both 0 from `lengths` int64 [B] on.
 
-    finished: bool [B], the row met a stop condition, and did not end at the length limit. digests: int64 [B], of the
-    tokens as they were drawn, see `data.token_digests`.
+    finished: bool [B], true if the row met a stop condition before the length limit. digests: int64 [B], of the tokens
+    as they were sampled, see `data.token_digests`.
     """
 
     tokens: Tensor
@@ -134,10 +134,10 @@ class GeneratedRows:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """One more token of each response of a batch that was not complete, on the CPU; N rows.
+    """The next token of each unfinished response of a batch, on the CPU; N rows.
 
-    rows int64 [N], as `Decoding.add` numbers them; tokens int64 [N]; logprobs fp32 [N]; stopped bool [N]: the token
-    met a stop condition, and is the last one.
+    rows int64 [N], numbered as by `Decoding.add`; tokens int64 [N]; logprobs fp32 [N]; stopped bool [N], true if the
+    token met a stop condition and is the last one.
     """
 
     rows_N: Tensor
@@ -147,16 +147,16 @@ class SampledTokens:
 
 
 class PolicyBackend(TrainStepBackend, Protocol):
-    """The model of one rank, and all that is done with it; results are those of the worker's calls of the same name.
+    """The model of one rank; methods return what the worker's methods of the same name return.
 
-    The ranks of a run call alike. They meet in `called_together` before each call, where the arguments are judged; the
-    calls raise on every rank what they raise on one. Results are the same on all ranks that share a shard of the batch,
-    and on the CPU. Reads are in evaluation mode, and leave an open train step as it is.
+    All ranks make the same calls, each after `called_together`, in which arguments are validated; an error of one rank
+    is raised on all. Results are on the CPU, and equal on all ranks that share a shard of the batch. Inference runs in
+    evaluation mode and does not change an open train step.
     """
 
     @property
     def trained(self) -> bool:
-        """The train step, `save` and `load` can be called."""
+        """Whether the train step, `save` and `load` can be called."""
         ...
 
     @property
@@ -168,13 +168,13 @@ class PolicyBackend(TrainStepBackend, Protocol):
         self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
     ) -> Tensor: ...
     def keep_reference(self) -> None:
-        """Keep the present weights as those of the reference policy."""
+        """Keep a copy of the current weights as the reference policy."""
         ...
 
     def reference_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
     ) -> Tensor:
-        """`logprobs` under the weights that `keep_reference` kept; the policy's own are back also after an error."""
+        """`logprobs` under the reference weights; the policy's own are restored, also after an error."""
         ...
 
     def topk_logits(
@@ -182,7 +182,7 @@ class PolicyBackend(TrainStepBackend, Protocol):
     ) -> TopKLogits: ...
     def values(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor: ...
     def generate(self, request: GenerationRequest) -> GeneratedRows:
-        """Answer the prompts; a row's tokens depend on the weights, its prompt and its key alone."""
+        """Sample responses; a row's tokens depend only on the weights, its prompt and its key."""
         ...
 
     def evaluate(self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int) -> StepTotals:
@@ -190,79 +190,81 @@ class PolicyBackend(TrainStepBackend, Protocol):
         ...
 
     def keep_on_device(self, what: OnDevice) -> None:
-        """Have this on the device, and no more; not while a step is open. It holds no collective.
+        """Move these parts to the device and all others off it; not while a step is open. No collective.
 
-        Gradients are 0 when they are back; all else is as it was, bit for bit.
+        Gradients come back as zeros, everything else bit for bit.
         """
         ...
 
     def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
-        """Write all that the next step depends on; ValueError, with nothing written, for a folder that is not empty."""
+        """Write the whole training state; ValueError, with nothing written, if the folder is not empty."""
         ...
 
     def save_in_background(self, folder: Path, committed_step_ids: Sequence[str]) -> BackgroundWrite:
-        """Copy what `save` writes, and write that while other calls go on; one ends before the next begins."""
+        """Take a copy of what `save` writes, and write it in the background; one at a time."""
         ...
 
     def load(self, folder: Path) -> Sequence[str]:
-        """Set back what `save` wrote, and return the committed step_ids."""
+        """Restore what `save` wrote, and return the committed step_ids."""
         ...
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
-        """Set the weights back alone; of_a_policy: this is a critic, and its value head, which that lacks, stays."""
+        """Restore the weights only; of_a_policy: into a critic, whose value head is kept, since a policy has none."""
         ...
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the Hugging Face model, each whole until its turn ends; all ranks iterate to the end."""
+        """Yield whole tensors of the Hugging Face model, each valid until the next; all ranks iterate to the end."""
         ...
 
     def export_hf(self, folder: Path, origin: str | None) -> None: ...
+    def export_adapters(self, folder: Path, origin: str | None) -> None: ...
     def shutdown(self) -> None: ...
 
 
 class Decoding(Protocol):
-    """Responses that grow by a token a step; between two steps the model may be given other weights.
+    """Incremental decoding, one token of each response per step; the weights may change between two steps.
 
-    The next token is drawn with those, after what the cache holds of the former ones. A step that raises ends it.
+    The next token is then sampled with the new weights, over a cache filled by the old ones. An error in a step ends
+    the decoding.
     """
 
     def add(self, request: GenerationRequest) -> range:
-        """Queue prompts; returns the numbers of their rows."""
+        """Queue prompts, and return their row numbers."""
         ...
 
     def step(self) -> SampledTokens | None:
-        """Draw a token for each row of the running batch, or of the next one; None when nothing is left to do."""
+        """Sample a token for each row of the current batch, or of the next one; None when all are finished."""
         ...
 
     def reread(self) -> None:
-        """Forget the cache: the next step reads all tokens so far again, with the weights of that time."""
+        """Drop the cache: the next step recomputes it over all tokens so far, with the current weights."""
         ...
 
 
 class WeightFilling(Protocol):
-    """Whole Hugging Face tensors on their way into a model."""
+    """Loads a model from whole Hugging Face tensors, one by one."""
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Load a tensor, whose memory may be reused then; ValueError for one that the model does not have like that."""
+        """Load a tensor, whose memory may be reused afterwards; ValueError for an unknown name or a wrong shape."""
         ...
 
     def missing(self) -> Sequence[str]:
-        """Return the tensors of the model that have not come."""
+        """Return the names of tensors that were not loaded yet."""
         ...
 
 
 class GeneratorBackend(Protocol):
-    """A model that only generates: one process holds all of it, and its weights are brought from elsewhere."""
+    """A model for generation only, whole in one process; its weights are sent by the training ranks."""
 
     @property
     def device(self) -> torch.device: ...
 
     def decoding(self) -> Decoding:
-        """Begin responses; several may take turns."""
+        """Start a decoding; several may be interleaved."""
         ...
 
     def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> Tensor:
-        """Of the token after each prompt: fp32 [N, V] on the CPU, computed as a decoding does."""
+        """Return log-probabilities of each prompt's next token, fp32 [N, V] on the CPU, computed as in decoding."""
         ...
 
     def filling(self) -> WeightFilling: ...
@@ -271,10 +273,10 @@ class GeneratorBackend(Protocol):
 
 
 GeneratorFactory = Callable[[PolicyConfig], GeneratorBackend]
-"""Builds a model of this policy in this process alone, wherever the environment says that it stands among others."""
+"""Builds a generator in this process, without regard to the environment's rank and world size."""
 
 BackendFactory = Callable[[PolicyConfig, BackendOptions], PolicyBackend]
-"""Builds the backend of this rank; the environment says which rank it is."""
+"""Builds the backend of this rank, which is named by the environment."""
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -298,11 +300,11 @@ def _megatron(policy: PolicyConfig) -> Any:
 
 
 def launch_settings(policy: PolicyConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what CUDA has to read before its first use, where the environment does not say it.
+    """Return the environment variables that CUDA must see before its first use, unless they are already set.
 
-    One hardware queue starts kernels in the order in which they are launched: with tensor or context parallelism the
-    communication of a layer then begins before the products that it is to overlap with (megatron/training/arguments.py;
-    Blackwell needs no such thing). Overlapped communication of experts needs several, which is CUDA's own default.
+    With one hardware queue kernels start in launch order, so that under tensor or context parallelism a layer's
+    communication starts before the matrix products that it overlaps with (megatron/training/arguments.py; not needed on
+    Blackwell). Overlapped communication of experts needs several queues, CUDA's default.
     """
     megatron = policy.megatron_cfg
     shared = megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1

@@ -1,4 +1,4 @@
-"""Where processes meet: stores that listen on one interface, and the group of all ranks that waits with patience."""
+"""Rendezvous of processes: key-value stores bound to one interface, and process groups with a long timeout."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.rank import accelerator
 
 PATIENCE = timedelta(days=1)
-"""How long ranks wait for each other where a healthy one may be long: starting, reading and writing files, engines.
+"""Timeout where a healthy rank may be slow: at start, reading and writing files, waiting for engines.
 
-Nothing of a run is to end by it. Whoever started the ranks watches them, and ends a call that makes no progress.
+It should never expire: the process that started the ranks ends a call that makes no progress.
 """
 LISTENING_SOCKET = "MASTER_LISTEN_FD"
 
@@ -26,8 +26,8 @@ _background: dist.ProcessGroup | None = None
 def join() -> None:
     """Join the process group of all ranks, named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Rank 0 listens at MASTER_ADDR alone, on the socket whose file descriptor MASTER_LISTEN_FD names, if it does.
-    The group waits for late ranks, and in its collectives, with patience. Nothing to do for a process that has joined.
+    Rank 0 listens only at MASTER_ADDR, on the socket with the file descriptor MASTER_LISTEN_FD if that is set.
+    Joining and collectives have the long timeout. No-op for a process that has already joined.
     Raises RunStoppedError when rank 0 cannot listen there.
     """
     global _patient
@@ -36,22 +36,22 @@ def join() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _stay_on_loopback(address)
-    # torchrun's agent holds the store itself.
+    # Under torchrun the agent hosts the store.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listening = None
     if not rank and not of_agent:
-        inherited = os.environ.pop(LISTENING_SOCKET, None)  # it is held once
+        inherited = os.environ.pop(LISTENING_SOCKET, None)  # only one process may own it
         listening = listen_at(address, port) if inherited is None else socket.socket(fileno=int(inherited))
     meeting = store(address, port, world_size, PATIENCE, listening)
     backend = "nccl" if accelerator.has_cuda() else "gloo"
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=world_size, timeout=PATIENCE)
     if backend != "gloo":
-        # Ranks that wait for a file are not to keep their GPUs spinning.
+        # Over gloo, so that ranks that wait for a file do not keep their GPUs spinning.
         _patient = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
 def join_alone() -> None:
-    """Open a process group of this process alone, wherever RANK says that it stands among others."""
+    """Create a process group with this process as its only rank, whatever RANK is."""
     _stay_on_loopback("localhost")
     backend = "nccl" if accelerator.has_cuda() else "gloo"
     alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -67,14 +67,14 @@ def leave() -> None:
 
 
 def patient_group() -> dist.ProcessGroup | None:
-    """Return all ranks, over gloo, with patience: for waits that may be long. None: the default group is like that."""
+    """Return the gloo group of all ranks with the long timeout; None where the default group is already that."""
     return _patient
 
 
 def background_group() -> dist.ProcessGroup:
-    """Return all ranks, over gloo, with patience, for a background thread of each; collective the first time.
+    """Return a second group like `patient_group`, for a background thread on each rank; its first call is collective.
 
-    Collectives of two threads in one group would meet each other's.
+    Two threads must not share a group: their collectives would be mixed up.
     """
     global _background
     if _background is None:
@@ -85,8 +85,8 @@ def background_group() -> dist.ProcessGroup:
 def store(
     address: str, port: int, world_size: int, timeout: timedelta, listening: socket.socket | None
 ) -> Any:
-    """Open the key-value store where processes meet; who brings the listening socket holds it, others connect."""
-    # Left to itself, torch listens on every interface.
+    """Open the key-value store of a rendezvous; the owner of the listening socket hosts it, others connect."""
+    # Without a socket of ours, torch would listen on every interface.
     held = {} if listening is None else {"is_master": True, "master_listen_fd": listening.detach()}
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         address, port, world_size, timeout=timeout, wait_for_workers=False, **held
@@ -94,9 +94,9 @@ def store(
 
 
 def listen_at(address: str, port: int = 0) -> socket.socket:
-    """Listen at a port of this machine's address, and on no other interface; 0 is any free one.
+    """Listen at this address only, not on every interface; port 0 picks a free one.
 
-    Raises RunStoppedError when that cannot be had.
+    Raises RunStoppedError if the address or port is not available.
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -109,13 +109,13 @@ def listen_at(address: str, port: int = 0) -> socket.socket:
 
 
 def give_up_port() -> None:
-    """Free the port where processes are to meet, if this one holds it: for a library that listens there itself."""
+    """Close the inherited listening socket, if any, for a library that opens the port itself."""
     if (inherited := os.environ.pop(LISTENING_SOCKET, None)) is not None:
         os.close(int(inherited))
 
 
 def _stay_on_loopback(address: str) -> None:
-    """Keep the ranks' own connections where the store is: gloo would listen where this machine's name points to."""
+    """Bind gloo's connections to the interface of the store; its default is the address of this machine's host name."""
     if address in ("localhost", "::1") or address.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

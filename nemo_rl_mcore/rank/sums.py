@@ -1,6 +1,6 @@
-"""What a train step adds up: sums of microbatches, then of ranks, divided once; and several steps taken together.
+"""Sums of a train step: over microbatches, then over ranks, divided once at the end; and metrics of several steps.
 
-The division itself, a sum by the count of its kind, is `losses.base.divide`.
+`losses.base.divide` divides each sum by the count of its kind.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossSums, LossType, MetricKind, MetricSum, divide, valid_counts
 
-# The counts travel with the metrics, in the same collective.
+# The counts are reduced together with the metrics, in one collective.
 _VALID_SEQS, _VALID_TOKS = "global_valid_seqs", "global_valid_toks"
 
 EXTREMA = frozenset((MetricKind.MIN, MetricKind.MAX))
-# What a step without that metric adds to several steps together: nothing.
+# The neutral value of each kind, for a step without that metric.
 _NEUTRAL = {MetricKind.MIN: float("inf"), MetricKind.MAX: float("-inf")}
 
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
-"""From this rank's numbers, fp64 [N], to those of all ranks, [ranks, N]."""
+"""Gathers this rank's numbers, fp64 [N], to those of all ranks, [ranks, N]."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StepTotals:
     """One step's sums over all data-parallel ranks: counts of valid sequences and tokens, metrics already divided.
 
     moe_metrics, mtp_metrics: the losses of the model's own layers, for a model with experts or prediction layers.
-    row_table: of the rows of this data-parallel rank alone, in any order; see `LossSums`.
+    row_table: of this data-parallel rank's rows only, in any order; see `LossSums`.
     """
 
     valid_seqs: float
@@ -42,13 +42,13 @@ class StepTotals:
     row_table: torch.Tensor | None = None
 
     def denominator(self, loss_type: LossType) -> float:
-        """Return how many tokens or sequences the loss is a mean over."""
+        """Return the number of tokens or sequences that the loss is averaged over."""
         return self.valid_toks if loss_type is LossType.TOKEN_LEVEL else self.valid_seqs
 
 
 @dataclass
 class LocalSums:
-    """The sums of this rank's microbatches so far, on the device; nothing waits for it before `reduce`."""
+    """Sums over this rank's microbatches so far, on the device, which is not synchronized before `reduce`."""
 
     parts: list[dict[str, MetricSum]] = field(default_factory=list[dict[str, MetricSum]])
     row_tables: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -61,7 +61,7 @@ class LocalSums:
 
     @classmethod
     def counts(cls, rows: BatchedDataDict) -> LocalSums:
-        """Return the counts of rows alone, which their masks tell before any forward pass."""
+        """Return only the counts of rows, which follow from their masks, before any forward pass."""
         seqs, toks = valid_counts(rows)
         return cls(
             [
@@ -73,14 +73,14 @@ class LocalSums:
         )
 
     def add(self, other: LocalSums) -> None:
-        """Take in further microbatches of this rank."""
+        """Add the sums of more microbatches of this rank."""
         self.parts.extend(other.parts)
         self.row_tables.extend(other.row_tables)
 
     def reduce(self, gather: Gather) -> StepTotals:
-        """Sum over ranks; the one place where a step's metrics wait for the device. A step without a chunk is all 0.
+        """Sum over ranks; the only synchronization with the device per step. All 0 for a step without a chunk.
 
-        All ranks have added equally many chunks, or none: see `TrainStepBackend.called_together`.
+        All ranks have added the same number of chunks: see `TrainStepBackend.called_together`.
         """
         if not self.parts:
             return StepTotals(0.0, 0.0, {"loss": 0.0}, {"loss": MetricKind.TOKENS})
@@ -92,10 +92,10 @@ class LocalSums:
 
 
 def combine(parts: Sequence[MetricSum]) -> MetricSum:
-    """Return the metric of the union of parts: extrema by minimum and maximum, all else by addition.
+    """Combine parts of a metric: extrema by minimum and maximum, all others by addition.
 
-    The value is fp64. Nothing is averaged, and the device is not waited for.
-    Raises ValueError for no part or differing kinds.
+    The value is fp64, not averaged, and the device is not synchronized.
+    Raises ValueError for an empty list or different kinds.
     """
     kinds = {part.kind for part in parts}
     if len(kinds) != 1:
@@ -110,7 +110,7 @@ def combine(parts: Sequence[MetricSum]) -> MetricSum:
 
 
 def combine_metrics(parts: Iterable[Mapping[str, MetricSum]]) -> dict[str, MetricSum]:
-    """Return, per name, the metric of the union of microbatches; a microbatch may lack a metric."""
+    """Combine the metrics of microbatches by name; a microbatch may lack a metric."""
     grouped: dict[str, list[MetricSum]] = {}
     for part in parts:
         for name, metric in part.items():
@@ -119,10 +119,10 @@ def combine_metrics(parts: Iterable[Mapping[str, MetricSum]]) -> dict[str, Metri
 
 
 def reduce_metrics(sums: Mapping[str, MetricSum], gather: Gather) -> dict[str, MetricSum]:
-    """Return the metrics of all ranks together, each value a 0-d fp64 tensor.
+    """Combine the metrics of all ranks; each value is a 0-d fp64 tensor.
 
     Every rank passes the same names and kinds, in any order; `gather` is called once, for sums and extrema together.
-    Further counts (valid sequences and tokens) may ride along as metrics of kind NONE.
+    Counts (valid sequences and tokens) may be included as metrics of kind NONE.
     """
     if not sums:
         return {}
@@ -140,7 +140,7 @@ def reduce_metrics(sums: Mapping[str, MetricSum], gather: Gather) -> dict[str, M
 def combine_steps(
     kind: MetricKind, values: Sequence[float], valid_seqs: Sequence[float], valid_toks: Sequence[float]
 ) -> float:
-    """Return a metric of several optimizer steps as if they had been one: means are weighted by their counts."""
+    """Combine a metric of several optimizer steps as if they were one step: means are weighted by their counts."""
     if kind is MetricKind.MIN:
         return min(values)
     if kind is MetricKind.MAX:
@@ -153,5 +153,5 @@ def combine_steps(
 
 
 def neutral_value(kind: MetricKind) -> float:
-    """Return the value that changes nothing when steps are combined."""
+    """Return the neutral value of `combine_steps`."""
     return _NEUTRAL.get(kind, 0.0)

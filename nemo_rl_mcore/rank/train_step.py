@@ -1,8 +1,8 @@
 """The split train step: a transaction of begin, any number of chunks, then finish or abort.
 
 Chunks add un-normalised loss sums and local gradients. The step's number of tokens (or sequences) is known only at the
-end, so the division by it, the one reduction of gradients and the optimizer all belong to `finish`. `whole` has all
-rows at once and so knows it before: it may divide and reduce within the backward pass, which gives the same bits.
+end, so `finish` divides by it, reduces the gradients once and runs the optimizer. `whole` has all rows at once and
+knows the number in advance: it may divide and reduce within the backward pass, with bit-identical results.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from nemo_rl_mcore.rank.agreement import UnequalCallsError
 from nemo_rl_mcore.rank.sums import LocalSums, StepTotals
 
 EMPTY_STEP = "no valid sample in the step"
-"""Why a step with nothing to train on did not update the weights; other reasons name a number that is not finite."""
+"""The skip reason of a step without a valid sample; other reasons name a number that is not finite."""
 COMMITTED_IDS_KEPT = 64
-"""How many step_ids are remembered, also by a checkpoint."""
+"""Number of step_ids that are remembered, in checkpoints too."""
 
 
 class TrainStepError(CodedError, RuntimeError):
-    """A split-step call out of order, or a step whose outcome is unknown; the message says what to call."""
+    """A split-step call out of order, or a step with an unknown outcome; the message names the call to make."""
 
 
 class UnequalChunksError(UnequalCallsError):
-    """The ranks were called differently: one adds a chunk to the step that another does not."""
+    """Ranks were called differently: a chunk was sent to some of them only."""
 
 
 class Phase(Enum):
-    """Where a step stands. FAILED has one exit, abort."""
+    """State of a step. `abort` is the only way out of FAILED."""
 
     IDLE = "idle"
     OPEN = "open"
@@ -47,7 +47,7 @@ class Phase(Enum):
 
 
 def out_of_order(call: str, phase: Phase) -> TrainStepError:
-    """Return the error of a call that this phase does not allow, in words that callers of NeMo RL look for."""
+    """Return the error for a call that this phase does not allow, in the wording that NeMo RL's callers match."""
     said = {
         Phase.IDLE: "no train step open; call begin_train_step first",
         Phase.OPEN: "a train step is already open; call finish_train_step or abort_train_step first",
@@ -58,7 +58,7 @@ def out_of_order(call: str, phase: Phase) -> TrainStepError:
 
 @dataclass(frozen=True)
 class OptimizerOutcome:
-    """What an optimizer step did. lr and wd are those it used, before the scheduler advanced."""
+    """Result of an optimizer step. lr and wd are the values it used, before the scheduler advanced."""
 
     update_successful: bool
     grad_norm: float
@@ -78,9 +78,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Rows of an optimizer step over all data-parallel ranks, and of a microbatch; whole samples both.
+    """Number of rows in an optimizer step over all data-parallel ranks, and in a microbatch; both whole samples.
 
-    Recipes count samples, which a loss may make of several rows. An episode of several rows counts as one row.
+    Recipes count samples, of which a loss may have several rows each. An episode of several rows counts as one row.
     """
 
     gbs: int
@@ -89,12 +89,12 @@ class BatchSizes:
 
     @classmethod
     def of(cls, policy: PolicyConfig, loss_fn: LossFunction, gbs: int | None, mbs: int | None) -> BatchSizes:
-        """Return the sizes given in rows, or those of the config, which are in samples.
+        """Return the given sizes in rows, or those of the config, converted from samples.
 
-        Raises ValueError for a size that is no positive multiple of the rows of a sample, and for a loss that expects
-        the fused head of a model without one.
+        Raises ValueError for a size that is not a positive multiple of the rows per sample, and for a loss that
+        expects the fused head if the model has none.
         """
-        # The loss's own switches; how a token's log-probability is computed is the model's matter.
+        # The loss has this switch only for callers of NeMo RL; the model's config decides.
         fused = policy.megatron_cfg.use_fused_linear_logprobs
         if loss_fn.use_fused_linear_logprobs and not fused and loss_fn.input_type is LossInputType.LOGPROB:
             raise RefusedError(
@@ -115,7 +115,7 @@ class BatchSizes:
         return cls(gbs, mbs, rows)
 
     def of_shard(self, shards: int) -> int:
-        """Return a step's rows in each of so many equal shards; ValueError when that would part a sample."""
+        """Return a step's rows per shard; ValueError if a sample would be split."""
         if self.gbs % (shards * self.rows_per_sample):
             raise RefusedError(
                 f"gbs {self.gbs} does not divide into {shards} data-parallel ranks, {self.rows_per_sample} "
@@ -125,9 +125,9 @@ class BatchSizes:
         return self.gbs // shards
 
     def steps(self, data: BatchedDataDict, shards: int = 1) -> list[BatchedDataDict]:
-        """Return the rows of each step, of which `data` holds one of so many equal shards.
+        """Split `data`, one of `shards` equal shards, into the rows of each step.
 
-        Raises ValueError when that leaves some rows, there is none, or a sample would be parted.
+        Raises ValueError if there are no rows, rows are left over, or a sample would be split.
         """
         rows, samples = self.of_shard(shards), data.samples(self.rows_per_sample)
         size, unit = len(samples) * self.rows_per_sample, "episodes" if EPISODE in data else "rows"
@@ -142,28 +142,28 @@ class BatchSizes:
 
 
 class TrainStepBackend(Protocol):
-    """Interface of a train step to the framework that holds the model.
+    """Interface between a train step and the framework that holds the model.
 
-    Inside `deferred_grad_sync` backward passes add to local gradients and reduce nothing; `finalize_gradients` reduces
-    them over all ranks, once. Learning rate and weight decay are those that the next optimizer step uses.
+    Inside `deferred_grad_sync` backward passes only add to local gradients; `finalize_gradients` reduces them over all
+    ranks, once. Learning rate and weight decay are those of the next optimizer step.
     """
 
     overlaps_grad_sync: bool
-    """Whole steps reduce within their backward pass; if false, the two calls for that are never made."""
+    """Whether whole steps reduce within their backward pass; if false, the two methods for that are never called."""
 
     def called_together(self, call: str) -> AbstractContextManager[None]:
-        """Return a context that all ranks enter with the same call, or all of them raise UnequalChunksError.
+        """Return a context for validating a call; all ranks enter it with the same call, or raise UnequalChunksError.
 
-        Inside a call is judged, and each rank raises where one did. It holds no collective.
+        An error inside is raised on all ranks. The block contains no collective.
         """
         ...
 
     def done_together(self, call: str) -> AbstractContextManager[None]:
-        """Return a context that all ranks leave together: each raises where one did inside."""
+        """Return a context at whose end an error of one rank is raised on all."""
         ...
 
     def snapshot(self) -> Any:
-        """Return what a step changes besides weights and gradients: random generators, counters, biases."""
+        """Return the state that a step changes besides weights and gradients: random generators, counters, biases."""
         ...
 
     def restore(self, snapshot: Any) -> None: ...
@@ -171,32 +171,32 @@ class TrainStepBackend(Protocol):
     def deferred_grad_sync(self) -> AbstractContextManager[None]: ...
 
     def reduce_counts(self, data: BatchedDataDict) -> StepTotals:
-        """Return the counts that `reduce` will say of these rows, without their metrics."""
+        """Return the counts that `reduce` will return for these rows, without metrics."""
         ...
 
     def overlapped_grad_sync(self, factor: float) -> AbstractContextManager[bool]:
-        """Inside, the last backward pass of a `forward_backward` multiplies gradients by `factor` and begins to reduce.
+        """Let the last backward pass of a `forward_backward` multiply gradients by `factor` and start their reduction.
 
-        False where it does not, on all ranks: then they are still to be scaled. `finalize_gradients` ends a reduction,
-        and so does `zero_grad`; one that has failed on a rank alone is no obstacle to either.
+        Yields False, on all ranks, if it cannot: the gradients must then be scaled afterwards. `finalize_gradients`
+        and `zero_grad` finish a started reduction, even one that failed on a single rank.
         """
         ...
 
     def forward_backward(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int
     ) -> LocalSums:
-        """Add the gradients of the rows' un-normalised loss; return its sums on this rank."""
+        """Add the gradients of the rows' un-normalised loss, and return this rank's sums."""
         ...
 
     def reduce(self, sums: LocalSums) -> StepTotals:
-        """Sum over the data-parallel ranks; the same result on every rank."""
+        """Sum over the data-parallel ranks; equal on every rank."""
         ...
 
     def scale_gradients(self, factor: float) -> None: ...
     def finalize_gradients(self) -> None: ...
 
     def gradient_norm(self) -> float:
-        """Return the norm over all ranks before clipping; inf or NaN if any gradient is."""
+        """Return the gradient norm over all ranks before clipping; inf or NaN if any gradient is."""
         ...
 
     def optimizer_step(self, increment: int) -> bool:
@@ -223,15 +223,15 @@ class _OpenStep:
 class TrainStep:
     """One step at a time: IDLE -> begin -> OPEN -> finish -> IDLE; an exception leaves FAILED, whose exit is abort.
 
-    A failure after the optimizer began to step has an unknown outcome: then abort raises, and says to reload.
+    A failure inside the optimizer has an unknown outcome: abort then raises, and a checkpoint must be reloaded.
     """
 
     def __init__(self, backend: TrainStepBackend, committed_ids: Iterable[str] = ()):
         self.phase = Phase.IDLE
         self.updates = 0
-        """Steps committed, skipped ones too."""
+        """Number of committed steps, including skipped ones."""
         self.committed_ids = tuple(committed_ids)[-COMMITTED_IDS_KEPT:]
-        """The step_ids that cannot be opened again: of the last steps that had one, the oldest first."""
+        """The last step_ids, oldest first, which cannot be opened again."""
         self._backend = backend
         self._step: _OpenStep | None = None
         self._resources = ExitStack()
@@ -246,11 +246,11 @@ class TrainStep:
         step_id: str | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open a step with cleared gradients; `mbs` rows run at once, and the scheduler advances by the samples of
-        `gbs`.
+        """Open a step with zero gradients.
 
-        prepare: called where a step may be opened; what it raises leaves none open.
-        Raises TrainStepError when a step is open, or when `step_id` is one of the last COMMITTED_IDS_KEPT committed.
+        gbs: rows by whose samples the scheduler advances. mbs: rows per microbatch. prepare: called before the step
+        opens; if it raises, no step is open.
+        Raises TrainStepError if a step is open, or `step_id` is one of the last COMMITTED_IDS_KEPT.
         """
         with self._backend.called_together("begin_train_step"):
             self._require(Phase.IDLE, "begin_train_step")
@@ -271,8 +271,8 @@ class TrainStep:
     ) -> None:
         """Add the gradients and sums of a chunk of rows.
 
-        A repeated `chunk_id` is a TrainStepError; it adds nothing and leaves the step open. So does what `check`
-        raises, which is asked about the rows first.
+        check: validates the rows for the step's loss. Its errors, and the TrainStepError of a repeated `chunk_id`,
+        add nothing and leave the step open.
         """
         with self._backend.called_together("train_microbatch"):
             step = self._require(Phase.OPEN, "train_microbatch")
@@ -282,7 +282,7 @@ class TrainStep:
                     code="chunk-repeated",
                 )
             check(step.loss_fn)
-        self.phase = Phase.FAILED  # until the whole chunk is added, on all ranks
+        self.phase = Phase.FAILED  # until the chunk is added on all ranks
         with self._backend.done_together("train_microbatch"):
             step.sums.add(self._backend.forward_backward(data, step.loss_fn, step.mbs))
         if chunk_id is not None:
@@ -290,7 +290,7 @@ class TrainStep:
         self.phase = Phase.OPEN
 
     def finish(self) -> StepResult:
-        """Divide, reduce, update the weights, close the step; after a committed step with an id, its result again."""
+        """Divide, reduce, update the weights and close the step; repeated after a step with an id, the same result."""
         with self._backend.called_together("finish_train_step"):
             if self.phase is Phase.IDLE and self._last_result is not None:
                 return self._last_result
@@ -298,9 +298,9 @@ class TrainStep:
         return self._commit(step)
 
     def whole(self, data: BatchedDataDict, loss_fn: LossFunction, *, gbs: int, mbs: int) -> StepResult:
-        """Begin, one chunk and finish, for ranks that were called together: they meet once, when the chunk is added.
+        """Begin, add one chunk and finish, on ranks that were called together: they synchronize once, after the chunk.
 
-        Where the reduction overlaps they meet before it too: from then on each of them takes part in it.
+        With an overlapped reduction they synchronize before it too, since from then on every rank must take part.
         """
         self._require(Phase.IDLE, "begin_train_step")
         backend = self._backend
@@ -311,7 +311,7 @@ class TrainStep:
         if backend.overlaps_grad_sync:
             count = backend.reduce_counts(data).denominator(loss_fn.loss_type)
             with backend.done_together("train"):
-                # A step without a valid sample has nothing to divide by.
+                # Without a valid sample the divisor would be 0.
                 sync = (
                     nullcontext(False)
                     if count == 0
@@ -323,9 +323,9 @@ class TrainStep:
         return self._commit(step)
 
     def abort(self) -> None:
-        """Drop the open or failed step and restore what it changed; nothing to do when idle.
+        """Drop the open or failed step and restore what it changed; no-op when idle.
 
-        Raises TrainStepError when the optimizer had begun to step: the weights may be half updated.
+        Raises TrainStepError if the optimizer had started: the weights may be half updated.
         """
         if self._step is None:
             return
@@ -334,7 +334,7 @@ class TrainStep:
                 "the step failed after the optimizer began to step, so the weights are unknown: reload the checkpoint",
                 code="weights-unknown",
             )
-        self.phase = Phase.FAILED  # until all is restored: an abort that failed can be called again
+        self.phase = Phase.FAILED  # until everything is restored: a failed abort can be repeated
         self._resources.close()
         self._backend.zero_grad()
         self._backend.restore(self._step.snapshot)
@@ -343,7 +343,7 @@ class TrainStep:
     def _open(self, loss_fn: LossFunction, gbs: int, mbs: int, step_id: str | None) -> _OpenStep:
         step = _OpenStep(loss_fn, gbs, mbs, step_id, time.monotonic(), self._backend.snapshot())
         self._step, self._last_result = step, None
-        self.phase = Phase.FAILED  # until the step is wholly open, on all ranks
+        self.phase = Phase.FAILED  # until the step is open on all ranks
         self._backend.zero_grad()
         self._resources.enter_context(self._backend.deferred_grad_sync())
         return step
@@ -353,7 +353,7 @@ class TrainStep:
         totals = self._backend.reduce(step.sums)
         outcome = self._update(step, totals)
         if not outcome.update_successful:
-            # Finalising the gradients has moved the biases of experts: a step that is skipped moves nothing.
+            # `finalize_gradients` has updated the experts' biases: a skipped step must not change anything.
             self._backend.restore(step.snapshot)
         result = StepResult(totals, outcome, time.monotonic() - step.started)
         self._step, self.phase = None, Phase.IDLE
@@ -369,7 +369,7 @@ class TrainStep:
         kept = OptimizerOutcome(update_successful=False, grad_norm=0.0, lr=lr, wd=wd)
         count = totals.denominator(step.loss_fn.loss_type)
         if count == 0:
-            # Adam would still move the weights, by its momentum.
+            # Adam's momentum would still move the weights.
             self._resources.close()
             return replace(kept, skip_reason=EMPTY_STEP)
         if not step.scaled:
@@ -383,7 +383,7 @@ class TrainStep:
         if not math.isfinite(grad_norm):
             return replace(kept, skip_reason=f"the gradient norm is {grad_norm}")
         step.optimizer_began = True
-        # Recipes count samples, whatever rows a loss makes of them.
+        # The scheduler counts samples, not the rows that a loss makes of them.
         samples = step.gbs // step.loss_fn.rows_per_sample
         return replace(kept, update_successful=backend.optimizer_step(samples))
 

@@ -1,4 +1,4 @@
-"""`MegatronPolicyWorker`: one rank of a policy, a plain class. `RayWorkerGroup` wraps it by `ray.remote`.
+"""`MegatronPolicyWorker`: one rank of a policy, a plain class that `RayWorkerGroup` wraps with `ray.remote`.
 
 B rows of this rank's shard, S sequence length, T new tokens.
 """
@@ -57,24 +57,24 @@ _GIB = 1 << 30
 
 
 class MegatronPolicyWorker:
-    """Computes log-probabilities, generates and trains with a Megatron-Core model, or with what `backend` opens.
+    """Computes log-probabilities, generates and trains with a Megatron-Core model, or with another backend.
 
-    The environment says which rank this is: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, on GPUs, LOCAL_RANK.
-    Every rank is sent the rows of its data-parallel shard; tensor- and pipeline-parallel peers are sent the same rows.
-    A batch that the model or the loss cannot take is a ValueError by key and row, before the step's phase changes.
-    All ranks are called alike. What one of them raises, a refusal or a failure, the others raise as well: an error of
-    the same class, which names the rank.
+    The rank is defined by the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, on GPUs, LOCAL_RANK.
+    Every rank gets the rows of its data-parallel shard; tensor- and pipeline-parallel peers get the same rows.
+    A batch that the model or the loss cannot take is a ValueError that names key and row; the step's phase stays.
+    All ranks must make the same calls. An error of one rank is raised on all: an error of the same class, which names
+    the rank.
 
     Args:
-        config: the policy section, as a `PolicyConfig` or the equal mapping.
+        config: the policy section, as a `PolicyConfig` or an equivalent mapping.
         seed: of the random initialisation and of dropout.
         init_reference_model: keep a copy of the initial weights for `get_reference_policy_logprobs`.
         role: "policy", or "value" for a critic: the same model with a value head in place of the output layer.
-        temperature: divides the logits in every log-probability, also those of the reference policy and of losses; None
-            is generation.temperature, at which the policy's own samples were drawn.
-        trained: False builds neither gradient buffers nor an optimizer; what needs one is then a ValueError.
-        verify_checksums: compare the files of every checkpoint that is loaded with their checksums first.
-        backend: what holds the model; the default is the framework that the config's sections switch on.
+        temperature: divides the logits in every log-probability, including those of the reference policy and of losses;
+            None is generation.temperature, at which the policy's responses are sampled.
+        trained: False builds neither gradient buffers nor an optimizer; calls that need them are then ValueErrors.
+        verify_checksums: verify the files of every checkpoint before it is loaded.
+        backend: opens the model; the default is the framework that is enabled in the config.
 
     """
 
@@ -108,7 +108,7 @@ class MegatronPolicyWorker:
         if init_reference_model:
             self.backend.keep_reference()
 
-    # Reads and generation
+    # Inference
 
     def get_logprobs(
         self,
@@ -120,8 +120,9 @@ class MegatronPolicyWorker:
     ) -> BatchedDataDict:
         """Return {"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
 
-        data: input_ids [B, S], input_lengths [B]. Evaluation mode; the worker's temperature divides the logits.
-        trained_only: 0 also where token_mask [B, S] does not mark a token, for which no logits are computed.
+        data: input_ids [B, S], input_lengths [B]. The model is in evaluation mode; the worker's temperature divides
+            the logits.
+        trained_only: compute only tokens marked by token_mask [B, S]; others are 0.
         require_router_replay: True is refused, since experts are chosen anew in every pass.
         """
         with self.backend.called_together("get_logprobs"):
@@ -139,7 +140,7 @@ class MegatronPolicyWorker:
     def get_reference_policy_logprobs(
         self, *, data: BatchedDataDict, micro_batch_size: int | None = None, trained_only: bool = False
     ) -> BatchedDataDict:
-        """Return {"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the weights that the run started from."""
+        """Return {"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the initial weights of the run."""
         if not self._has_reference:
             raise RefusedError(
                 "this worker has no reference policy: it was built with init_reference_model=False",
@@ -160,9 +161,9 @@ class MegatronPolicyWorker:
         micro_batch_size: int | None = None,
         trained_only: bool = False,
     ) -> BatchedDataDict:
-        """Return the fields of `TopKLogits`, as a teacher gives them; column i is about token i + 1.
+        """Return the fields of `TopKLogits` for a teacher; column i is the distribution of token i + 1.
 
-        Where that is not real or, with trained_only, not marked, all is 0.
+        All are 0 where that token is padding or, with trained_only, not marked by token_mask.
         """
         with self.backend.called_together("get_topk_logits"):
             self._check.reading(data, k=k, trained_only=trained_only)
@@ -171,7 +172,7 @@ class MegatronPolicyWorker:
         return BatchedDataDict(vars(self.backend.topk_logits(data, k, rows, trained_only=trained_only)))
 
     def get_values(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """Return {"values": fp32 [B, S] on the CPU} of a critic: column i of the state before token i; column 0 0."""
+        """Return {"values": fp32 [B, S] on the CPU} of a critic: column i is before token i; column 0 is 0."""
         if self.role is not Role.VALUE:
             raise RefusedError(
                 'this worker is a policy and has no values; build it with role="value"', code="no-value-head"
@@ -185,12 +186,12 @@ class MegatronPolicyWorker:
     def generate(
         self, *, data: BatchedDataDict, step: int, stop_ids: list[int], greedy: bool = False
     ) -> BatchedDataDict:
-        """Answer the prompts with the fields of `GeneratedRows`.
+        """Sample responses, and return the fields of `GeneratedRows`.
 
-        data: input_ids [B, P], input_lengths [B], and prompt_index, sample_index int64 [B], which with the seed and
-        `step` key the noise of each row; optional are turn_index int64 [B], 0 for the first, which is part of the key,
-        and stop_strings, a tuple a row, which end it besides those of the configuration.
-        Raises ValueError when a prompt and a whole response are longer than `max_total_sequence_length`.
+        data: input_ids [B, P], input_lengths [B], and prompt_index, sample_index int64 [B], which together with the
+        seed and `step` are the key of each row's sampling noise. Optional: turn_index int64 [B], part of the key, 0 for
+        the first turn; stop_strings, a tuple per row, in addition to those of the config.
+        Raises ValueError if a prompt with a response of maximum length exceeds `max_total_sequence_length`.
         """
         with self.backend.called_together("generate"):
             self._keep_on_device(OnDevice.WEIGHTS)
@@ -207,7 +208,7 @@ class MegatronPolicyWorker:
         return BatchedDataDict(vars(self.backend.generate(request)))
 
     def _keep_on_device(self, what: OnDevice) -> None:
-        """Have there what a call needs, and no more if policy.offload says so; an open step keeps all it has."""
+        """Move to the device what a call needs, and off it the rest if policy.offload is set; not in an open step."""
         if self.policy.offload != "none" and self.train_step.phase is Phase.IDLE:
             self.backend.keep_on_device(what)
 
@@ -221,12 +222,12 @@ class MegatronPolicyWorker:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Take one optimizer step for each `gbs` rows of all data-parallel ranks together: begin, one chunk, finish.
+        """Take one optimizer step per `gbs` rows of all data-parallel ranks together: begin, one chunk, finish.
 
-        gbs, mbs: rows, of whole samples of the loss; None is the config's, whose samples the loss makes rows of.
-        Returns what `finish_train_step` returns, with one entry a step in each list. Raises ValueError when the rows
-        are no multiple of the step's.
-        Under `eval_mode` nothing is updated, and the rows of all ranks, whole samples of any number, are one batch.
+        gbs, mbs: rows, multiples of the loss's rows per sample; None uses the config's sizes, which are in samples.
+        Returns the result of `finish_train_step`, with one entry per step in each list. Raises ValueError if the number
+        of rows is not a multiple of gbs.
+        eval_mode: compute loss and metrics of all rows as one batch, of any size, without an update.
         """
         self._require_trained("train")
         with self.backend.called_together("train"):
@@ -246,7 +247,7 @@ class MegatronPolicyWorker:
             try:
                 results.append(self.train_step.whole(batch, loss_fn, gbs=sizes.gbs, mbs=sizes.mbs))
             except Exception as error:
-                if opens_a_step:  # else the step is the caller's, and begin refused
+                if opens_a_step:  # otherwise `begin` refused, and the open step is the caller's
                     try:
                         self.train_step.abort()
                     except TrainStepError as unknown_outcome:
@@ -268,10 +269,10 @@ class MegatronPolicyWorker:
         self.train_step.begin(loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id, prepare=prepare)
 
     def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
-        """Add the gradients of this rank's rows of a chunk, whole samples, to the open step.
+        """Add the gradients of a chunk to the open step; data: this rank's rows, whole samples.
 
-        Raises ValueError for rows that the loss cannot take, by key and row of their shard, and UnequalChunksError when
-        another rank is not sent this chunk; the step stays as it is.
+        Raises ValueError, with key and row of the shard, for rows that the loss cannot take, and UnequalChunksError if
+        another rank did not get this chunk; the step then stays as it was.
         """
         self._require_trained("train_microbatch")
         self.train_step.microbatch(
@@ -281,24 +282,23 @@ class MegatronPolicyWorker:
         )
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Divide, reduce and step.
+        """Normalise and reduce the gradients, and run the optimizer.
 
-        Returns loss, which is global_loss, and grad_norm (fp32 [steps]), all_mb_metrics (a list per metric, with lr,
-        wd, global_valid_seqs and global_valid_toks), metric_kinds (how each combines over steps), update_successful,
-        skip_reasons (None for a step that was applied), elapsed, which is train_elapsed_seconds, and of this rank rank,
-        model_dtype, peak_memory_gib and, on a GPU, gpu_name. moe_metrics of a model with experts (the load-balancing
-        loss before its coefficient) and mtp_metrics of one with prediction layers (the cross-entropy of each) are means
-        over the steps.
+        Returns loss = global_loss and grad_norm (fp32 [steps]); all_mb_metrics (a list per metric, including lr, wd,
+        global_valid_seqs and global_valid_toks); metric_kinds (how each metric combines over steps); update_successful;
+        skip_reasons (None for an applied step); elapsed = train_elapsed_seconds; and of this rank: rank, model_dtype,
+        peak_memory_gib and, on a GPU, gpu_name. Means over the steps: moe_metrics of a model with experts (the
+        load-balancing loss before its coefficient), mtp_metrics of one with prediction layers (cross-entropy of each).
         """
         self._require_trained("finish_train_step")
         return as_result([self.train_step.finish()], self.policy)
 
     def abort_train_step(self) -> None:
-        """Drop the open step and restore what it changed; nothing to do when idle."""
+        """Drop the open step and restore what it changed; no-op when idle."""
         self.train_step.abort()
 
     def updates(self) -> int:
-        """Return the number of optimizer steps, skipped ones too, since the start or the last `load_checkpoint`."""
+        """Return the number of optimizer steps, including skipped ones, since the start or `load_checkpoint`."""
         return self.train_step.updates
 
     def _require_trained(self, call: str) -> None:
@@ -311,10 +311,10 @@ class MegatronPolicyWorker:
     # Checkpoints
 
     def save_checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write weights, optimizer, schedule and random state; all ranks write to the one folder, which they all see.
+        """Write weights, optimizer, schedule and random state; all ranks write to one shared folder.
 
-        Without `wait` it returns when a copy is taken, in the CPU's memory, and `checkpoint_written` tells the rest.
-        Raises TrainStepError while a step is open, and ValueError for a folder that is not empty: on all ranks, before
+        With `wait=False` it returns once a copy in CPU memory is taken; see `checkpoint_written`.
+        Raises TrainStepError while a step is open, and ValueError if the folder is not empty: on all ranks, before
         anything is written.
         """
         with self.backend.called_together("save_checkpoint"):
@@ -329,9 +329,9 @@ class MegatronPolicyWorker:
             self._writing = self.backend.save_in_background(Path(folder), self.train_step.committed_ids)
 
     def checkpoint_written(self, wait: bool = True) -> float | None:
-        """Return the seconds that writing the last copy took, None while it goes on; `wait` until it is written.
+        """Return how long the background write took in seconds, None while it runs; `wait` blocks until its end.
 
-        Raises OSError on all ranks when one of them could not write, and ValueError where no copy was taken.
+        Raises OSError on all ranks if one of them could not write, and ValueError if there was no background write.
         """
         if self._writing is None:
             raise RefusedError(
@@ -340,23 +340,23 @@ class MegatronPolicyWorker:
         return self._writing.seconds(wait=wait)
 
     def _end_writing(self) -> None:
-        """Wait for what is still being written, whatever comes of it: who wants to know asks `checkpoint_written`."""
+        """Wait for a background write; its errors are raised by `checkpoint_written` only."""
         if self._writing is not None:
             self._writing.join()
         self._writing = None
 
     def load_checkpoint(self, folder: str, weights_only: bool = False) -> None:
-        """Set everything back that `save_checkpoint` wrote; with `weights_only` moments, schedule and step_ids stay.
+        """Restore everything that `save_checkpoint` wrote; with `weights_only` moments, schedule and step_ids stay.
 
-        The layout may be another one than that which saved, and random state is then not set back. An open step is
-        dropped; so is one that failed inside the optimizer, for which this is the way out.
-        Raises ValueError on all ranks when the folder holds no checkpoint of this model, or a file that was changed.
+        The checkpoint may come from another parallel layout, except for its random state, which is then not restored.
+        An open step is dropped, and so is one that failed inside the optimizer: this call is its only way out.
+        Raises ValueError on all ranks if the folder is not a checkpoint of this model, or a file has changed.
         """
         with self.backend.called_together("load_checkpoint"):
             if not weights_only:
                 self._require_trained("load_checkpoint without weights_only=True")
             self._keep_on_device(OnDevice.EVERYTHING)
-        with suppress(TrainStepError):  # the weights that such a step may have half updated are replaced
+        with suppress(TrainStepError):  # its half updated weights are about to be replaced
             self.train_step.abort()
         committed = self.train_step.committed_ids
         if weights_only:
@@ -365,23 +365,29 @@ class MegatronPolicyWorker:
             committed = self.backend.load(Path(folder))
         self.train_step = TrainStep(self.backend, committed)
 
-    def export_hf(self, folder: str, origin: str | None = None) -> None:
-        """Write the weights as a Hugging Face folder, a new one; `origin`: the model that training started from."""
+    def export_hf(self, folder: str, origin: str | None = None, adapters: bool = False) -> None:
+        """Write the weights to a new Hugging Face folder; `origin`: the model that training started from.
+
+        adapters: write only the adapters, in the format of the library peft; otherwise merge them into the weights.
+        """
         with self.backend.called_together("export_hf"):
             self._keep_on_device(OnDevice.WEIGHTS)
-        self.backend.export_hf(Path(folder), origin)
+        if adapters:
+            self.backend.export_adapters(Path(folder), origin)
+        else:
+            self.backend.export_hf(Path(folder), origin)
 
     # Weight sync and life cycle
 
     def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
-        """Send weights to these engines from now on, see `sender.WeightSender`; says where to meet, if need be."""
+        """Set the engines that get the weights, see `sender.WeightSender`; returns the rendezvous of a broadcast."""
         if self._sender is not None:
             self._sender.close()
         self._sender = open_sender(settings, engines, self.backend.device)
         return self._sender.rendezvous
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
+        """Return shape and dtype of every tensor that a refit sends, by Hugging Face name."""
         with self.backend.called_together("prepare_refit_info"):
             self._keep_on_device(OnDevice.WEIGHTS)
         return {
@@ -390,7 +396,7 @@ class MegatronPolicyWorker:
         }
 
     def weights_digest(self, *, held_as: str | None = None) -> str:
-        """Of all weights as a refit sends them, cast to the number format `held_as`; every rank calls it together."""
+        """Return a digest of all weights as a refit sends them, cast to the dtype `held_as`; called on every rank."""
         with self.backend.called_together("weights_digest"):
             self._keep_on_device(OnDevice.WEIGHTS)
         digester = Digester(held_as)
@@ -400,9 +406,9 @@ class MegatronPolicyWorker:
         return of_all(digester.digests())
 
     def send_weights(self) -> Digests:
-        """Stream all weights to the engines; returns what was sent, see `sender.WeightSender.send`.
+        """Stream all weights to the engines, and return their digests, see `sender.WeightSender.send`.
 
-        Every rank calls it together. With policy.offload: all, the weights leave the device when they are sent.
+        Called on every rank. With policy.offload: all, the weights are then moved off the device.
         """
         if self._sender is None:
             raise RefusedError(
@@ -417,7 +423,7 @@ class MegatronPolicyWorker:
         return sent
 
     def gpu(self) -> str:
-        """Return which GPU this rank is on, as CUDA_VISIBLE_DEVICES takes it; empty on CPU."""
+        """Return this rank's GPU, as CUDA_VISIBLE_DEVICES takes it; empty on CPU."""
         return accelerator.device_uuid(self.backend.device)
 
     def loading_s(self) -> float:
@@ -425,19 +431,19 @@ class MegatronPolicyWorker:
         return activity.loading_s
 
     def data_parallel_rank(self) -> int:
-        """Return which shard of a batch this rank is to be sent."""
+        """Return the index of the batch shard that this rank takes."""
         return self.backend.data_parallel_rank()
 
     def prepare_for_training(self) -> None:
-        """Weights, gradients and optimizer state on the device; calls that train see to it themselves."""
+        """Move weights, gradients and optimizer state to the device; training calls do so themselves."""
         with self.backend.called_together("prepare_for_training"):
             self._keep_on_device(OnDevice.EVERYTHING)
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Hold the weights on the device and, unless policy.offload is none, nothing else.
+        """Move the weights to the device and, unless policy.offload is none, everything else off it.
 
-        keep_train_buffers: gradients and optimizer state too, without which it is a TrainStepError while a step is
-        open.
+        keep_train_buffers: keep gradients and optimizer state on the device too. Without it the call is a
+        TrainStepError while a step is open.
         """
         with self.backend.called_together("prepare_for_lp_inference"):
             takes_buffers = self.policy.offload != "none" and not keep_train_buffers
@@ -447,7 +453,7 @@ class MegatronPolicyWorker:
             self._keep_on_device(OnDevice.EVERYTHING if keep_train_buffers else OnDevice.WEIGHTS)
 
     def shutdown(self) -> None:
-        """Leave the process groups, when what is being written is written."""
+        """Finish background writes and leave the process groups."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -456,7 +462,7 @@ class MegatronPolicyWorker:
 
 
 def as_result(steps: Sequence[StepResult], policy: PolicyConfig) -> dict[str, Any]:
-    """Return one entry a step in each list; the keys are those of `MegatronPolicyWorker.finish_train_step`."""
+    """Combine steps to the result of `MegatronPolicyWorker.finish_train_step`, with one entry per step in each list."""
     kinds = {name: kind for step in steps for name, kind in step.totals.kinds.items()}
     metrics: dict[str, list[float]] = {
         name: [step.totals.metrics.get(name, neutral_value(kind)) for step in steps]

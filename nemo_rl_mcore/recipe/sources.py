@@ -20,7 +20,7 @@ from nemo_rl_mcore.recipe.yaml_text import read_yaml_text, require_shallow, valu
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-FILES = ("data_path", "prompt_file", "system_prompt_file", "tokenizer.name", "endpoint.command", "gym.python")
+FILES = ("data_path", "prompt_file", "system_prompt_file", "tokenizer.name", "endpoint.command")
 """Keys, wherever they stand, whose file is looked for beside the recipe, and else where the command is started."""
 
 

@@ -1,9 +1,10 @@
-"""The reference of all keys, made from the models and from the table of unsupported keys: a page for each section.
+"""The reference of all keys, made from the models and from the table of unsupported keys.
 
 Run as a module, it writes the pages into the folder that it is given.
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from nemo_rl_mcore.config.base import Key, Rule, StrictModel, as_yaml, join_path
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.recipe.rules.generation import ENGINE_RULES
 from nemo_rl_mcore.recipe.rules.policies import POLICY_RULES
 from nemo_rl_mcore.recipe.rules.runs import RUN_RULES
 from nemo_rl_mcore.recipe.schema import allowed, section_of
@@ -23,52 +25,70 @@ from nemo_rl_mcore.tools.migrate.judgements import JUDGEMENTS, RENAMED, Judgemen
 _INTRODUCTION = """\
 # Reference of the keys
 
-Every key of a recipe, with what it allows, its default and its meaning.
-[Configuration](../configuration.md) says how recipes are put together.
-The pages are generated; a test keeps them equal to the models:
+Every key of a recipe: its allowed values, default and meaning. [Recipes and configuration](../configuration.md)
+explains how recipes are put together. The pages are generated from the models, and a test compares them:
 
 ```bash
 uv run python -m nemo_rl_mcore.tools.reference docs/reference
 ```
 """
 
-_UNSUPPORTED_INTRODUCTION = """\
-## Keys that do nothing here
+_ALGORITHMS_INTRODUCTION = """\
+# Keys of the algorithms
 
-A migration leaves such a key out at a neutral value, where it changes nothing. What another value does stands in the
-last columns: it is refused with an advice, or, where it costs speed or memory alone, left out and reported. The table
-stands in `nemo_rl_mcore/tools/migrate/judgements.yaml`.
+A recipe has the sections of one algorithm, besides those of all recipes. Sections with equal keys stand together.
 """
-
 
 _RENAMED_INTRODUCTION = """\
 # Keys of NeMo RL
 
-What [`migrate` and `--migrate`](../migrating.md) make of them; a recipe that is run without has none.
+[`migrate` and `--migrate`](../migrating.md) convert these keys; a recipe that is run without them has none.
+`ALGORITHM` is the section of GRPO, PPO or distillation.
 
-## Keys that have another name here
+## Renamed keys
 
-They become the key next to them, and `async_rl`, which NeMo RL has for GRPO alone, makes the run asynchronous.
+NeMo RL has `async_rl` for GRPO only; it makes the run asynchronous.
 """
+
+_UNSUPPORTED_INTRODUCTION = """\
+## Keys without a counterpart
+
+At a neutral value the key is left out, because it changes nothing. Another value is refused, or, if it only costs
+speed or memory, left out and reported. Source: `nemo_rl_mcore/tools/migrate/judgements.yaml`.
+"""
+
+_UNREAD_INTRODUCTION = "## Ignored keys\n\nA migration leaves these out, whatever their value:\n"
 
 _COMBINATIONS_INTRODUCTION = """\
-# What does not go together
+# Refused combinations
 
-`check`, and each run before it starts, refuses these combinations by the names of their keys, with the values that the
-recipe gives them. `ALGORITHM` is the section of the recipe's algorithm, `ASYNC` that of its asynchronous rollouts; what
-stands at one section holds of each that has the same keys, such as a teacher's model. What depends on sizes, such as a
-layout that does not divide, is told where it happens.
+`check`, and each run before it starts, refuses these combinations and prints keys, values and remedies. `ALGORITHM`
+is the section of the recipe's algorithm, `ASYNC` the section of its asynchronous rollouts. A rule for one section
+applies to every section with the same keys, such as a teacher's model. Sizes that do not fit are not listed.
 """
 
-_PAGES_OF_THEIR_OWN = ("policy.model", "policy.megatron_cfg", "policy.generation")
-"""Sections inside others that are long enough for a page."""
+_PAGES_OF_THEIR_OWN = ("policy.model", "policy.megatron_cfg", "policy.generation", "policy", "data", "env")
+"""Sections that are long enough for a page, the inner ones first; the others of all recipes are in the index."""
 
-_FOREIGN_PAGE, _COMBINATIONS_PAGE = "nemo_rl", "combinations"
+_ALGORITHMS_PAGE, _FOREIGN_PAGE, _COMBINATIONS_PAGE = "algorithms", "nemo_rl", "combinations"
 _PLACES = {"loop": "ALGORITHM", "asynchrony": "ALGORITHM.ASYNC", "gradient": "loss_fn"}
-"""What stands on a page for the paths of rules that depend on the algorithm."""
+"""Names on a page for the paths of rules that depend on the algorithm."""
 
 _LIKE = 4
-"""So many rows in common make a section a repeat of an earlier one, to which it links."""
+"""Rows in common that make a section a repeat of an earlier one, to which it links."""
+
+_SHORT = {
+    "an integer, ": "integer ",
+    "a number, ": "number ",
+    "an integer": "integer",
+    "a number": "number",
+    "at least ": "≥ ",
+    "at most ": "≤ ",
+    "above ": "> ",
+    "below ": "< ",
+    "true or false": "bool",
+    " or null": ", null",
+}
 
 type _Row = tuple[str, ...]
 type _Section = tuple[str, str, list[_Row]]
@@ -77,37 +97,47 @@ type _Section = tuple[str, str, list[_Row]]
 
 def reference_pages() -> dict[str, str]:
     """Return the pages as Markdown, by the names of their files; each ends with a line feed."""
-    top, *shared = _sections(RunConfig, "")
     pages: dict[str, list[_Section]] = {}
-    for section in shared:
-        pages.setdefault(_page_of(section[0]), []).append(section)
-    pages |= {name: list(_sections_of_its_own(kind)) for name, kind in RUN_CONFIGS.items()}
-    titles = {name: ", ".join(f"`{path}`" for path, *_ in sections) for name, sections in pages.items()}
+    for section in _sections(RunConfig, ""):
+        path = section[0]
+        own = (page for page in _PAGES_OF_THEIR_OWN if path == page or path.startswith(f"{page}."))
+        pages.setdefault(next(own, "index"), []).append(section)
+    pages[_ALGORITHMS_PAGE] = _sections_of_algorithms()
+    titles = {
+        name: ", ".join(f"`{path}`" for path, *_ in sections if path == name or (path and "." not in path))
+        for name, sections in pages.items()
+    }
     shown: list[tuple[str, list[_Row]]] = []
-    texts = {name: _page(name, sections, shown) for name, sections in pages.items()}
+    texts = {
+        name: "\n".join(_text(name, section, shown) for section in sections)
+        for name, sections in pages.items()
+    }
     contents = (
-        *((f"[{name}]({name}.md)", title) for name, title in titles.items()),
-        (
-            f"[{_FOREIGN_PAGE}]({_FOREIGN_PAGE}.md)",
-            "keys of NeMo RL that have another name here, or do nothing",
-        ),
-        (f"[{_COMBINATIONS_PAGE}]({_COMBINATIONS_PAGE}.md)", "what does not go together"),
+        *((f"[{name}]({name}.md)", title) for name, title in titles.items() if name != "index"),
+        (f"[{_FOREIGN_PAGE}]({_FOREIGN_PAGE}.md)", "keys of NeMo RL that are renamed, refused or ignored"),
+        (f"[{_COMBINATIONS_PAGE}]({_COMBINATIONS_PAGE}.md)", "refused combinations"),
+        ("this page", titles["index"]),
     )
-    index = "\n".join((_INTRODUCTION, _table(("page", "sections"), iter(contents)), _text("index", top, [])))
-    texts |= {"index": index, _FOREIGN_PAGE: _page_of_nemo_rl(), _COMBINATIONS_PAGE: _combinations()}
+    heads = {
+        "index": f"{_INTRODUCTION}\n{_table(('page', 'sections'), iter(contents))}",
+        _ALGORITHMS_PAGE: _ALGORITHMS_INTRODUCTION,
+    }
+    texts = {name: f"{heads.get(name) or f'# Keys of `{name}`\n'}\n{text}" for name, text in texts.items()}
+    texts |= {_FOREIGN_PAGE: _page_of_nemo_rl(), _COMBINATIONS_PAGE: _combinations()}
     return {f"{name}.md": text for name, text in texts.items()}
 
 
-def _page_of(path: str) -> str:
-    """Return the page of a section that all recipes have: that of a section around it, or of its first name."""
-    own = (page for page in _PAGES_OF_THEIR_OWN if path == page or path.startswith(f"{page}."))
-    return next(own, path.partition(".")[0])
-
-
-def _page(name: str, sections: list[_Section], shown: list[tuple[str, list[_Row]]]) -> str:
-    purpose = f"Recipes of `{name}` have these besides the sections of all.\n" if name in RUN_CONFIGS else ""
-    texts = (_text(name, section, shown) for section in sections)
-    return "\n".join((f"# Keys of `{name}`\n", *([purpose] if purpose else []), *texts))
+def _sections_of_algorithms() -> list[_Section]:
+    """Return what recipes of each algorithm have besides the sections of all; those with equal keys are one."""
+    paths: dict[tuple[str, tuple[_Row, ...]], list[str]] = {}
+    for algorithm, kind in RUN_CONFIGS.items():
+        for name in (name for name in kind.model_fields if name not in RunConfig.model_fields):
+            section = section_of(kind.model_fields[name])
+            assert section is not None
+            for path, purpose, rows in _sections(section, name):
+                label = f"{path}` of `{algorithm}" if path.startswith("loss_fn") else path
+                paths.setdefault((purpose, tuple(rows)), []).append(label)
+    return [("`, `".join(labels), purpose, list(rows)) for (purpose, rows), labels in paths.items()]
 
 
 def _text(page: str, section: _Section, shown: list[tuple[str, list[_Row]]]) -> str:
@@ -116,31 +146,26 @@ def _text(page: str, section: _Section, shown: list[tuple[str, list[_Row]]]) -> 
     shown: a link to each section of before, and its rows; this one is added.
     """
     path, purpose, rows = section
-    columns = ("key", "allowed", "default", "meaning")
-    parts = [f"## `{path}`" if path else "## Top level", purpose]
+    columns = ("key", "default; allowed", "meaning")
+    heading = f"`{path}`" if path else "Top level"
+    parts = [f"## {heading}", purpose]
     likest, alike = max(
         ((one, len({*one[1]} & {*rows})) for one in shown), key=lambda pair: pair[1], default=(None, 0)
     )
-    if likest is None or alike < max(_LIKE, len(rows) / 2):
+    if likest is None or alike < _LIKE:
         parts.append(_table(columns, iter(rows)))
     else:
         link, before = likest
         names = {row[0] for row in rows}
+        common = ", ".join(row[0] for row in rows if row in before)
         without = ", ".join(row[0] for row in before if row[0] not in names)
         differing = [row for row in rows if row not in before]
-        as_there = f"The keys of {link}" + (f" without {without}" if without else "")
+        all_but = f"The keys of {link}" + (f" without {without}" if without else "")
+        as_there = all_but if len(all_but) < len(common) else f"{common} as in {link}"
         parts.append(as_there + (", and:\n\n" + _table(columns, iter(differing)) if differing else ".\n"))
-    anchor = path.replace(".", "").lower()
-    shown.append((f"[`{path}`]({page}.md#{anchor})", rows))
+    anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+    shown.append((f"[{heading}]({page}.md#{anchor})", rows))
     return "\n\n".join(parts)
-
-
-def _sections_of_its_own(kind: type[RunConfig]) -> Iterator[_Section]:
-    """Yield what recipes of an algorithm have besides the sections that all have."""
-    for name in (name for name in kind.model_fields if name not in RunConfig.model_fields):
-        section = section_of(kind.model_fields[name])
-        assert section is not None
-        yield from _sections(section, name)
 
 
 def _sections(model: type[StrictModel], path: str) -> Iterator[_Section]:
@@ -157,31 +182,63 @@ def _sections(model: type[StrictModel], path: str) -> Iterator[_Section]:
             yield from _sections(section, inside)
 
 
-def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
-    default = "required" if field.is_required() else f"`{_yaml(field.default)}`"
-    return f"`{name}`", allowed(field), default, " ".join((field.description or "").split())
+def _row(name: str, field: FieldInfo) -> _Row:
+    values = allowed(field)
+    for long, short in _SHORT.items():
+        values = values.replace(long, short)
+    if field.is_required():
+        value = f"required: {values}"
+    elif field.default is None:
+        value = f"`null` or {values.removesuffix(', null')}"
+    else:
+        value = f"`{_yaml(field.default)}`" + ("" if values == "bool" else f"; {values}")
+    return f"`{name}`", value, " ".join((field.description or "").split())
 
 
 def _page_of_nemo_rl() -> str:
     renamed = ((f"`{theirs}`", f"`{own}`") for theirs, own in RENAMED.items())
-    judged = (_judged_row(path, known) for path, known in JUDGEMENTS.items())
-    columns = ("key", "neutral", "otherwise", "what is said")
-    tables = (_table(("key", "becomes"), renamed), _UNSUPPORTED_INTRODUCTION, _table(columns, judged))
-    return "\n".join((_RENAMED_INTRODUCTION, *tables))
+    judged: dict[str, _Row] = {}
+    for path, known in JUDGEMENTS.items():
+        if not known.unread:
+            first, _, rest = path.partition(".")
+            row = _judged_row(path, known)
+            general = f"`ALGORITHM.{rest}`" if row[1:] == judged.get(f"grpo.{rest}", ())[1:] else ""
+            if general and first in RUN_CONFIGS:
+                judged[f"grpo.{rest}"] = (general, *row[1:])
+            else:
+                judged[path] = row
+    unread = ", ".join(f"`{path}`" for path, known in JUDGEMENTS.items() if known.unread)
+    renames = _table(("key", "becomes"), renamed)
+    alike: dict[_Row, list[str]] = {}
+    for path, *rest in judged.values():
+        alike.setdefault(tuple(rest), []).append(path)
+    rows = ((", ".join(paths), *rest) for rest, paths in alike.items())
+    table = _table(("key", "neutral", "another value"), rows)
+    return "\n".join(
+        (
+            _RENAMED_INTRODUCTION,
+            renames,
+            _UNSUPPORTED_INTRODUCTION,
+            table,
+            _UNREAD_INTRODUCTION,
+            f"{unread}.\n",
+        )
+    )
 
 
-def _judged_row(path: str, known: Judgement) -> tuple[str, ...]:
+def _judged_row(path: str, known: Judgement) -> _Row:
     neutral = [f"`{_yaml(value)}`" for value in known.neutral]
-    if known.unread:
-        neutral.append("any value; it is not read")
     if known.switched_off:
-        neutral.append("off (`enabled: false`)")
+        neutral.append("`enabled: false`")
     if known.unless:
-        neutral.append(f"any value where `{known.unless}` is off")
+        neutral.append(f"any without `{known.unless}`")
     if known.same_as:
-        neutral.append(f"the value of `{known.same_as}`")
-    otherwise = "" if known.unread else "reported" if known.told else "refused"
-    return f"`{path}`", " or ".join(neutral), otherwise, known.told or known.refused
+        neutral.append(f"as `{known.same_as}`")
+    return (
+        f"`{path}`",
+        ", ".join(neutral),
+        f"reported: {known.told}" if known.told else f"refused: {known.refused}",
+    )
 
 
 def _yaml(value: object) -> str:
@@ -193,14 +250,23 @@ def _yaml(value: object) -> str:
 
 def _combinations() -> str:
     sections = (row for kind in RUN_CONFIGS.values() for row in _rules_of_sections(kind, ""))
-    policy = ((row, lambda path: join_path("policy", path)) for row in POLICY_RULES if isinstance(row, Rule))
+    of_policy = (*POLICY_RULES, *ENGINE_RULES)
+    policy = ((row, lambda path: join_path("policy", path)) for row in of_policy if isinstance(row, Rule))
     runs = ((row, _place) for row in RUN_RULES if isinstance(row, Rule))
-    rows: dict[int, tuple[str, ...]] = {}
+    seen: set[int] = set()
+    others: dict[tuple[str, str], list[str]] = {}
     for row, key in (*policy, *runs, *sections):
-        if row.code in ("incompatible", "not-supported"):
-            rows.setdefault(id(row), _combination(row, key))
-    table = _table(("key", "does not go with", "because", "instead"), iter(sorted(rows.values())))
-    return _COMBINATIONS_INTRODUCTION + "\n" + table
+        if row.code in ("incompatible", "not-supported") and id(row) not in seen:
+            seen.add(id(row))
+            path, other, why = _combination(row, key)
+            others.setdefault((path, why), []).append(other)
+    paths: dict[tuple[str, str], list[str]] = {}
+    for (path, why), several in sorted(others.items()):
+        paths.setdefault((" or ".join(sorted({*several} - {""})), why), []).append(path)
+    rows = ((", ".join(several), other, why) for (other, why), several in paths.items())
+    return (
+        _COMBINATIONS_INTRODUCTION + "\n" + _table(("key", "does not go with", "because, or instead"), rows)
+    )
 
 
 def _place(path: str) -> str:
@@ -218,17 +284,16 @@ def _rules_of_sections(section: type[StrictModel], path: str) -> Iterator[tuple[
             yield from _rules_of_sections(inner, inside)
 
 
-def _combination(rule: Rule[Any], key: Key) -> tuple[str, ...]:
-    """Return a row of the table; what a rule computes of a recipe's values is left out."""
+def _combination(rule: Rule[Any], key: Key) -> tuple[str, str, str]:
+    """Return the key, the related ones, and the reason or else the fix; computed texts are left out."""
     fix = rule.fix
     if isinstance(fix, Mapping):
-        fix = ", or ".join(f"`{key(path)}: {as_yaml(value)}`" for path, value in fix.items())
-    because = rule.why or rule.says
+        fix = " or ".join(f"`{as_yaml(value)}`" for path, value in fix.items() if path == rule.path)
+    why = rule.why or rule.says
     return (
         f"`{key(rule.path)}`",
-        ", ".join(f"`{key(path)}`" for path in rule.related if path != rule.path),
-        because if isinstance(because, str) else "",
-        fix if isinstance(fix, str) else "",
+        " with ".join(f"`{key(path)}`" for path in rule.related if path != rule.path),
+        why if isinstance(why, str) and why else fix if isinstance(fix, str) else "",
     )
 
 

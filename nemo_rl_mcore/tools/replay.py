@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -26,19 +26,18 @@ from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepObserver
 from nemo_rl_mcore.driver.algorithms.engine_comparison import bounds_of
 from nemo_rl_mcore.driver.algorithms.mismatch import model_inputs
 from nemo_rl_mcore.driver.checkpoints import CheckpointStore
-from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, Policy
-from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroups
 from nemo_rl_mcore.driver.rollouts.events import EVENTS_FILE, Timeline, read_events
-from nemo_rl_mcore.driver.rollouts.player import RolloutCollector, concatenate_batches
+from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
 from nemo_rl_mcore.driver.rollouts.saved import digest_of_group, load_groups, versions_of
-from nemo_rl_mcore.driver.rollouts.scheduler import Step
+from nemo_rl_mcore.driver.rollouts.scheduler import DrawnGroups, Step
 from nemo_rl_mcore.driver.rollouts.start import KEPT_GROUPS, draw_of
-from nemo_rl_mcore.driver.rollouts.transcript import TURN_OF_TOKEN, WEIGHT_VERSIONS
+from nemo_rl_mcore.driver.rollouts.transcript import TURN_OF_TOKEN, WEIGHT_VERSIONS, concatenate_batches
 from nemo_rl_mcore.driver.run import algorithm_of, fetch_weights, start_model
+from nemo_rl_mcore.driver.signals import exit_status
 from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 
@@ -61,7 +60,6 @@ class Rescored:
     largest: float = 0.0
 
     def __str__(self) -> str:
-        """Say so in a line."""
         left_out = {"of older weights": self.older, "after a change of weights in their answer": self.cached}
         others = [f"{count} {which}" for which, count in left_out.items() if count]
         shown = f"{self.tokens} tokens rescored, largest difference {self.largest:.2g}"
@@ -89,33 +87,38 @@ class Rescoring:
         that has another log-probability, naming it.
         """
         for step, groups in steps.items():
-            if step not in self._steps:
-                self._steps[step] = self._of_step(groups)
-            self._rescore(version, step, groups)
+            is_new = step not in self._steps
+            found = self._steps.setdefault(step, Rescored())
+            places, parts = list[tuple[int, int]](), list[BatchedDataDict]()
+            for position, group in groups.items():
+                versions = group[WEIGHT_VERSIONS]
+                sampled = versions >= 0
+                # The version of such a token is that of all that its answer read and sampled before.
+                exact = sampled if self.rereads else unmixed(group)
+                if is_new:
+                    older = sampled & (versions < self.first_version)
+                    found.older += int(older.sum())
+                    found.cached += int((sampled & ~older & ~exact).sum())
+                mask = (versions == version) & exact
+                rows = mask.any(1).nonzero().flatten()
+                if rows.numel():
+                    columns = ("input_ids", "input_lengths", "generation_logprobs")
+                    given = {key: group[key][rows] for key in columns}
+                    parts.append(BatchedDataDict(given, token_mask=mask[rows].float()))
+                    places += [(position, int(row)) for row in rows]
+            if parts:
+                self._compare(f"step {step}", version, places, parts, found)
 
-    def take(self, step: int) -> Rescored:
-        """Return what became of a step's tokens, once all of its versions were passed."""
-        return self._steps.pop(step)
-
-    def _of_step(self, groups: Mapping[int, BatchedDataDict]) -> Rescored:
-        found = Rescored()
-        for group in groups.values():
-            versions, exact = group[WEIGHT_VERSIONS], self._exact(group)
-            older = (versions >= 0) & (versions < self.first_version)
-            found.older += int(older.sum())
-            found.cached += int(((versions >= 0) & ~older & ~exact).sum())
-        return found
-
-    def _exact(self, group: BatchedDataDict) -> Tensor:
-        """Return bool [B, S]: whether the version of a token is that of all that its answer read and sampled before."""
-        return (group[WEIGHT_VERSIONS] >= 0) if self.rereads else unmixed(group)
-
-    def _rescore(self, version: int, step: int, groups: Mapping[int, BatchedDataDict]) -> None:
-        parts = [self._asked(version, group) for group in groups.values()]
-        places = [(position, row) for position, (rows, _) in zip(groups, parts, strict=True) for row in rows]
-        if not places:
-            return
-        batch = concatenate_batches([part for rows, part in parts if rows], self.pad_token_id)
+    def _compare(
+        self,
+        step: str,
+        version: int,
+        places: Sequence[tuple[int, int]],
+        parts: list[BatchedDataDict],
+        found: Rescored,
+    ) -> None:
+        """Compare rows, whose token_mask is 1 at tokens to rescore; places: the group and the row of each."""
+        batch = concatenate_batches(parts, self.pad_token_id)
         now = self.policy.get_logprobs(model_inputs(batch, "token_mask"), trained_only=True)["logprobs"]
         kept, mask = batch["generation_logprobs"], batch["token_mask"].bool()
         difference = (now - kept).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(~mask, 0)
@@ -124,22 +127,17 @@ class Rescoring:
             place, token = divmod(int(difference.argmax()), difference.shape[1])
             position, row = places[place]
             raise RunStoppedError(
-                f"step {step}: group {position}, row {row}, token {token}: version {version} is said to have drawn it "
+                f"{step}: group {position}, row {row}, token {token}: version {version} is said to have drawn it "
                 f"with the log-probability {float(kept[place, token]):.6g}, and gives it "
                 f"{float(now[place, token]):.6g} now; they may differ by {self.allowed:.3g}",
                 code="rescored-differs",
             )
-        found = self._steps[step]
         found.tokens += int(mask.sum())
         found.largest = max(found.largest, largest)
 
-    def _asked(self, version: int, group: BatchedDataDict) -> tuple[list[int], BatchedDataDict]:
-        """Return the rows with tokens to rescore, and these rows, whose token_mask is 1 at such tokens."""
-        mask = (group[WEIGHT_VERSIONS] == version) & self._exact(group)
-        rows = mask.any(1).nonzero().flatten()
-        columns = {key: group[key][rows] for key in ("input_ids", "input_lengths", "generation_logprobs")}
-        numbers: list[int] = rows.tolist()  # pyright: ignore[reportUnknownMemberType]
-        return numbers, BatchedDataDict(columns, token_mask=mask[rows].float())
+    def take(self, step: int) -> Rescored:
+        """Return what became of a step's tokens, once all of its versions were passed."""
+        return self._steps.pop(step)
 
 
 def unmixed(group: BatchedDataDict) -> Tensor:
@@ -156,22 +154,26 @@ def unmixed(group: BatchedDataDict) -> Tensor:
 
 
 class ReplayedSteps:
-    """Opens the steps of a log.
+    """The kept groups of a log's steps, read when they are first asked for, and held until a step is forgotten.
 
-    Groups are read when they are first asked for, and those of a step held until the step is trained. folder: of the
-    kept groups, one of each step in it.
+    folder: of the kept groups, one of each step in it.
     """
 
-    def __init__(self, timeline: Timeline, steps: range, folder: Path, draw: Draw) -> None:
-        self._timeline, self._steps, self._folder, self._draw = timeline, steps, folder, draw
-        self._drawn = DrawnGroups(draw)
+    def __init__(self, timeline: Timeline, steps: range, folder: Path) -> None:
+        self._timeline, self._steps, self._folder = timeline, steps, folder
         self._held: dict[int, dict[int, BatchedDataDict]] = {}
 
     def groups(self, step: int) -> dict[int, BatchedDataDict]:
         """Return the groups of a step by position; raises RunStoppedError for damage, and other ones than the log's."""
         if step not in self._held:
-            found = self._read(step)
-            logged = {position: self._timeline.groups[position] for position in self._positions(step)}
+            folder = self._folder / f"step_{step}"
+            try:
+                found = load_groups(folder)
+            except ValueError as error:
+                raise RunStoppedError(f"{folder}: {error}", code=code_of(error)) from error
+            logged = {
+                one: self._timeline.groups[one] for one in self._timeline.positions(range(step, step + 1))
+            }
             unequal = [
                 position
                 for position, group in logged.items()
@@ -180,38 +182,23 @@ class ReplayedSteps:
                 or versions_of(found[position], min(group.versions)) != [*group.segments]
             ]
             if unequal:
-                raise RunStoppedError(
-                    f"step {step}: groups {unequal} are not those of the log", code="unequal-groups"
-                )
+                what = f"step {step}: groups {unequal} are not those of the log"
+                raise RunStoppedError(what, code="unequal-groups")
             self._held[step] = {position: found[position] for position in logged}
         return self._held[step]
 
     def drawn_by(self, version: int) -> dict[int, dict[int, BatchedDataDict]]:
         """Return the steps after a version, each with its groups, that this version may have drawn tokens of."""
-        return {
-            step: self.groups(step)
-            for step in self._steps
-            if step > version
-            and any(min(self._timeline.groups[one].versions) <= version for one in self._positions(step))
-        }
+        found: dict[int, dict[int, BatchedDataDict]] = {}
+        for step in self._steps:
+            positions = self._timeline.positions(range(step, step + 1))
+            oldest = min((min(self._timeline.groups[one].versions) for one in positions), default=step)
+            if oldest <= version < step:
+                found[step] = self.groups(step)
+        return found
 
-    @contextmanager
-    def open_step(self, step: int) -> Generator[Step]:
-        """Give a step with its groups, which are forgotten behind the block."""
-        groups, chunks = self.groups(step), self._timeline.chunks[step]
-        known = [([self._drawn[one] for one in chunk], [groups[one] for one in chunk]) for chunk in chunks]
-        yield Step(step, self._draw, known)
+    def forget(self, step: int) -> None:
         del self._held[step]
-
-    def _positions(self, step: int) -> Sequence[int]:
-        return self._timeline.positions(range(step, step + 1))
-
-    def _read(self, step: int) -> dict[int, BatchedDataDict]:
-        folder = self._folder / f"step_{step}"
-        try:
-            return load_groups(folder)
-        except ValueError as error:
-            raise RunStoppedError(f"{folder}: {error}", code=code_of(error)) from error
 
 
 def require_steps(timeline: Timeline, steps: range, log: str) -> None:
@@ -257,11 +244,9 @@ def first_of_replay(starts: Iterable[int], steps: range, folder: Path) -> int:
 
     starts: the steps whose weights are there, 0 for those that the run began with. Raises RunStoppedError without one.
     """
-
-    def reached(start: int) -> int:
-        return next(step for step in count(start) if not (folder / f"step_{step + 1}").is_dir())
-
-    ends = {start: reached(start) for start in sorted(starts)}
+    ends: dict[int, int] = {}
+    for start in sorted(starts):
+        ends[start] = next(step for step in count(start) if not (folder / f"step_{step + 1}").is_dir())
     fitting = [start for start, end in ends.items() if start < steps.start and end >= steps[-1]]
     if not fitting:
         there = ", ".join(f"{start}:{end}" for start, end in ends.items() if end > start) or "none"
@@ -277,7 +262,7 @@ _OF_THE_MACHINE = "performance/"
 """Begins the names of metrics that no two runs have equal: time, memory."""
 
 _DECODING = 1e-4
-"""Between what the embedded engine decodes and a pass of training, both in float32, nats."""
+"""Between what the embedded engine decodes and a pass of training, both in float32, nats; see docs/numerics.md."""
 
 
 def run_replay(config: RunConfig, run: Path, after: int, last: int | None) -> int:
@@ -288,134 +273,98 @@ def run_replay(config: RunConfig, run: Path, after: int, last: int | None) -> in
     log-probability that the weights give which it names; the first step of which that is not so ends the replay with
     status 1.
     """
-    return exit_status(lambda: _replay(config, run, after, last), lambda: "nothing was written")
+
+    def replay() -> None:
+        timeline, steps, start = _planned(config, run, after, last)
+        with RayCluster(config.cluster) as cluster, ExitStack() as stack:
+            fetch_weights(config)
+            models: dict[str, Policy] = {}
+            for plan in config.models.values():
+                started = start_model(plan, config, cluster, models.get("policy"))
+                models[plan.name] = stack.enter_context(started)
+                if start is not None and plan.trained:
+                    models[plan.name].load_checkpoint(str((start / plan.name).absolute()))
+            _train(open_parts(config), models, timeline, steps, run)
+
+    return exit_status(replay, lambda: "nothing was written")
 
 
-def _replay(config: RunConfig, run: Path, after: int, last: int | None) -> None:
+def _planned(
+    config: RunConfig, run: Path, after: int, last: int | None
+) -> tuple[Timeline, range, Path | None]:
+    """Return the log, the steps to train, and the checkpoint to begin with: None for the weights of the run's start."""
     if not config.asynchronous:
         raise RunStoppedError(
             f"{run} is of a run that was not asynchronous: it has no log to replay", code="not-asynchronous"
         )
-    timeline = _timeline(run)
+    try:
+        timeline = Timeline.of(read_events(run / EVENTS_FILE))
+    except (OSError, ValueError) as error:
+        raise RunStoppedError(f"the log of the run cannot be read: {error}", code=code_of(error)) from error
     steps = range(after + 1, (max(timeline.chunks, default=0) if last is None else last) + 1)
     require_steps(timeline, steps, str(run / EVENTS_FILE))
     require_kept(run / KEPT_GROUPS, steps, config.asynchrony_key)
-    starts = _starts_of(config)
+    starts: dict[int, Path | None] = {0: None}
+    if config.checkpointing.enabled:
+        store = CheckpointStore(Path(config.checkpointing.checkpoint_dir))
+        starts |= {one.step: one.folder for one in store.newest_first()}
     first = first_of_replay(starts, steps, run / KEPT_GROUPS)
     if first != steps.start:
-        write_line(
-            sys.stdout, f"no weights of step {after} are kept: trained from those of step {first - 1} on"
-        )
+        told = f"no weights of step {after} are kept: trained from those of step {first - 1} on"
+        write_line(sys.stdout, told)
         steps = range(first, steps.stop)
         require_steps(timeline, steps, str(run / EVENTS_FILE))
-    start = starts[first - 1]
-    with RayCluster(config.cluster) as cluster, ExitStack() as stack:
-        models = _models(config, cluster, stack, start)
-        _Replay(open_parts(config), models, timeline, steps, run).train()
+    return timeline, steps, starts[first - 1]
 
 
-def _models(
-    config: RunConfig, cluster: RayCluster, stack: ExitStack, start: Path | None
-) -> dict[str, Policy]:
-    """Start the models of the run, as they were at the checkpoint, or at the start of the run."""
-    fetch_weights(config)
-    found: dict[str, Policy] = {}
-    for plan in config.models.values():
-        started = start_model(plan, config, cluster, found.get("policy"))
-        found[plan.name] = stack.enter_context(started)
-        if start is not None and plan.trained:
-            found[plan.name].load_checkpoint(str((start / plan.name).absolute()))
-    return found
-
-
-@dataclass(frozen=True)
-class _Replay:
-    """The steps of a log over the parts of their run; run: its folder."""
-
-    parts: Parts
-    models: Mapping[str, Policy]
-    timeline: Timeline
-    steps: range
-    run: Path
-
-    def train(self) -> None:
-        """Train and compare every step; raises RunStoppedError for the first that is not that of the run."""
-        collector, logged = self._collector(), _logged_metrics(self.run)
-        rollouts = self._rollouts(collector)
-        algorithm: Algorithm[Any] = algorithm_of(self.parts, self.models, collector, _Quiet(), None)
-        rescoring = self._rescoring()
-        for step in self.steps:
-            rescoring.rescore(step - 1, rollouts.drawn_by(step - 1))
-            with rollouts.open_step(step) as opened:
-                metrics = algorithm.update(opened, algorithm.judge(opened)).metrics
-            told = self._compared_weights(step)
-            compared = _compared_metrics(step, metrics, logged.get(step, {}))
-            groups = len(self.timeline.positions(range(step, step + 1)))
-            write_line(
-                sys.stdout,
-                f"step {step}: {told}, {groups} groups equal, {compared} metrics equal, {rescoring.take(step)}",
-            )
-
-    def _collector(self) -> RolloutCollector:
-        """Return what reads kept groups; nobody is asked for answers or replies."""
-        parts, config = self.parts, self.parts.config
-        return RolloutCollector(
-            EmbeddedGeneration(self.models["policy"], stop_ids_of(config, parts.tokenizer)),
-            parts.tokenizer,
-            config.max_prompt_length,
-            LocalEnvironments(parts.environment),
-            form=parts.form,
-        )
-
-    def _rollouts(self, collector: RolloutCollector) -> ReplayedSteps:
-        config = self.parts.config
-        return ReplayedSteps(
-            self.timeline,
-            self.steps,
-            self.run / KEPT_GROUPS,
-            draw_of(config, self.parts.prompts, collector),
-        )
-
-    def _rescoring(self) -> Rescoring:
-        config = self.parts.config
-        return Rescoring(
-            self.models["policy"],
-            _allowed(config),
-            rereads=config.policy.generation.engine.traits.always_rereads
-            or config.asynchrony.recompute_kv_cache_after_weight_updates,
-            pad_token_id=self.parts.tokenizer.pad_token_id,
-            first_version=self.steps.start - 1,
-        )
-
-    def _compared_weights(self, step: int) -> str:
-        """Say that the weights behind a step are those of the log; raises RunStoppedError where they are not."""
-        logged = self.timeline.weights.get(step, "")
-        digest = self.models["policy"].weights_digest(_held_as(self.parts.config))
-        if logged and logged != digest:
-            raise RunStoppedError(
-                f"step {step}: the weights are {digest} now, and {logged} in the log", code="unequal-weights"
-            )
-        return f"weights {digest} equal" if logged else "weights not compared (the log has no digest of them)"
-
-
-def _allowed(config: RunConfig) -> float:
-    """Return by how much a log-probability may differ from that of an engine, nats; see docs/numerics.md."""
+def _train(parts: Parts, models: Mapping[str, Policy], timeline: Timeline, steps: range, run: Path) -> None:
+    """Train and compare every step; raises RunStoppedError for the first that is not that of the run."""
+    config, policy = parts.config, models["policy"]
+    engine, precision = config.policy.generation.engine, config.policy.precision
+    held_as = engine.number_format(precision)  # None where engines hold the weights as training does
     allowed = bounds_of(config.policy).difference
-    exact = _held_as(config) is None and config.policy.precision == "float32"
-    return min(allowed, _DECODING) if exact else allowed
-
-
-def _compared_metrics(step: int, found: Mapping[str, float], logged: Mapping[str, Any]) -> int:
-    """Count the metrics of a step that are those which the run has logged; raises RunStoppedError for others."""
-    common = [name for name in found if not name.startswith(_OF_THE_MACHINE) and name in logged]
-    for name in common:
-        # What is not finite is null there.
-        if found[name] != logged[name] and (logged[name] is not None or math.isfinite(found[name])):
-            raise RunStoppedError(
-                f"step {step}: {name} is {found[name]!r} now, and {logged[name]!r} in {METRICS_FILE}",
-                code="unequal-metrics",
-            )
-    return len(common)
+    rereads = engine.traits.always_rereads or config.asynchrony.recompute_kv_cache_after_weight_updates
+    rescoring = Rescoring(
+        policy,
+        min(allowed, _DECODING) if held_as is None and precision == "float32" else allowed,
+        rereads=rereads,
+        pad_token_id=parts.tokenizer.pad_token_id,
+        first_version=steps.start - 1,
+    )
+    # It reads kept groups; nobody is asked for answers or replies.
+    collector = RolloutCollector(
+        EmbeddedGeneration(policy, stop_ids_of(config, parts.tokenizer)),
+        parts.tokenizer,
+        config.max_prompt_length,
+        LocalEnvironments(parts.environment),
+        form=parts.form,
+    )
+    logged_rows, replayed = _logged_metrics(run), ReplayedSteps(timeline, steps, run / KEPT_GROUPS)
+    draw = draw_of(config, parts.prompts, collector)
+    drawn = DrawnGroups(draw)
+    algorithm: Algorithm[Any] = algorithm_of(parts, models, collector, _Quiet(), None)
+    for step in steps:
+        rescoring.rescore(step - 1, replayed.drawn_by(step - 1))
+        groups, chunks = replayed.groups(step), timeline.chunks[step]
+        known = [([drawn[one] for one in chunk], [groups[one] for one in chunk]) for chunk in chunks]
+        opened = Step(step, draw, known)
+        metrics = algorithm.update(opened, algorithm.judge(opened)).metrics
+        replayed.forget(step)
+        logged, digest = timeline.weights.get(step, ""), policy.weights_digest(held_as)
+        if logged and logged != digest:
+            what = f"step {step}: the weights are {digest} now, and {logged} in the log"
+            raise RunStoppedError(what, code="unequal-weights")
+        weights = f"weights {digest} equal"
+        told = weights if logged else "weights not compared (the log has no digest of them)"
+        row = logged_rows.get(step, {})
+        common = [name for name in metrics if not name.startswith(_OF_THE_MACHINE) and name in row]
+        for name in common:
+            # What is not finite is null there.
+            if metrics[name] != row[name] and (row[name] is not None or math.isfinite(metrics[name])):
+                what = f"step {step}: {name} is {metrics[name]!r} now, and {row[name]!r} in {METRICS_FILE}"
+                raise RunStoppedError(what, code="unequal-metrics")
+        told += f", {len(groups)} groups equal, {len(common)} metrics equal, {rescoring.take(step)}"
+        write_line(sys.stdout, f"step {step}: {told}")
 
 
 def _logged_metrics(run: Path) -> dict[int, Mapping[str, Any]]:
@@ -429,25 +378,3 @@ def _logged_metrics(run: Path) -> dict[int, Mapping[str, Any]]:
         return {row["step"]: row for row in rows}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunStoppedError(f"{path} cannot be read: {error}", code="unreadable-file") from error
-
-
-def _timeline(run: Path) -> Timeline:
-    try:
-        return Timeline.of(read_events(run / EVENTS_FILE))
-    except (OSError, ValueError) as error:
-        raise RunStoppedError(f"the log of the run cannot be read: {error}", code=code_of(error)) from error
-
-
-def _starts_of(config: RunConfig) -> dict[int, Path | None]:
-    """Return the checkpoints by step; 0 stands for the weights that the run began with."""
-    starts: dict[int, Path | None] = {0: None}
-    section = config.checkpointing
-    if section.enabled:
-        store = CheckpointStore(Path(section.checkpoint_dir))
-        starts |= {one.step: one.folder for one in store.newest_first()}
-    return starts
-
-
-def _held_as(config: RunConfig) -> str | None:
-    """Return the number format that the run's engines held the weights in, if it was not that of training."""
-    return config.policy.generation.engine.number_format(config.policy.precision)

@@ -11,10 +11,7 @@ EVER = 3600
 
 
 class FaultyPG(ClippedPGLossFn):
-    """From its call number `at` on, on one rank: kill or stop the process, raise, or sleep in the forward pass.
-
-    marker: a file that is touched when it happens.
-    """
+    """From its call number `at` on, on one rank: kill or stop the process, raise, or sleep in the forward pass."""
 
     def __init__(self, cfg, use_fused_linear_logprobs=False, *, action, marker, rank=1, at=3):
         super().__init__(cfg, use_fused_linear_logprobs)

@@ -1,7 +1,4 @@
-"""What may happen to the files of a checkpoint: by accident, and by someone who wants code of theirs to run.
-
-Every function takes the folder `step_N` and changes something in it.
-"""
+"""What may happen to the files of a checkpoint: by accident, and by someone who wants code of theirs to run."""
 
 from __future__ import annotations
 
@@ -302,19 +299,8 @@ def _behind_a_sound_one(folder: Path, trap: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"0" + pickle.dumps(Payload(trap))[2:])
 
 
-def _class_changed(folder: Path, trap: Path) -> None:
-    """BUILD on a class sets attributes of the class, for the rest of the process."""
-    (folder / ".metadata").write_bytes(
-        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x08trapped\x88s\x86b."
-    )
-
-
-def _memo_bomb(folder: Path, trap: Path) -> None:
-    (folder / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\xff.")
-
-
-def _hash_bomb(folder: Path, trap: Path) -> None:
-    (folder / ".metadata").write_bytes(b"\x80\x04})" + b"\x85" * 3_000_000 + b"Ns.")
+def _pickled(content: bytes) -> Callable[[Path, Path], None]:
+    return lambda folder, _trap: (folder / ".metadata").write_bytes(content) and None
 
 
 def _size_bomb(folder: Path, trap: Path) -> None:
@@ -355,9 +341,12 @@ _ON_SHARDED: dict[str, Callable[[Path, Path], None]] = {
     "a path that climbs": _outside(lambda outside: os.path.relpath(outside, "/x/y/z/policy/weights")),
     "an absolute path": _outside(str),
     ".metadata as a link": _as_link,
-    "a class changed": _class_changed,
-    "memo bomb": _memo_bomb,
-    "hash bomb": _hash_bomb,
+    # BUILD on a class sets attributes of the class, for the rest of the process.
+    "a class changed": _pickled(
+        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x08trapped\x88s\x86b."
+    ),
+    "memo bomb": _pickled(b"\x80\x04Nr\xff\xff\xff\xff."),
+    "hash bomb": _pickled(b"\x80\x04})" + b"\x85" * 3_000_000 + b"Ns."),
     "size bomb": _size_bomb,
     "list bomb": _list_bomb,
 }
@@ -397,12 +386,8 @@ def _template(step: Path, trap: Path) -> None:
     (step / "tokenizer" / "chat_template.jinja").write_text(escape.replace("TRAP", str(trap)))
 
 
-def _state_as_pickle(step: Path, trap: Path) -> None:
-    (step / "policy" / "state.json").write_bytes(pickle.dumps(Payload(trap)))
-
-
-def _info_as_pickle(step: Path, trap: Path) -> None:
-    (step / "training_info.json").write_bytes(pickle.dumps(Payload(trap)))
+def _as_pickle(file: str) -> Callable[[Path, Path], None]:
+    return lambda step, trap: (step / file).write_bytes(pickle.dumps(Payload(trap))) and None
 
 
 _BOMB = "a: &a [x, x]\n" + "".join(
@@ -413,8 +398,8 @@ _ON_OTHERS: dict[str, Callable[[Path, Path], None]] = {
     "random: old torch.save": _random_by(partial(torch.save, _use_new_zipfile_serialization=False)),
     "random: tar": _random_by(_as_tar),
     "random: plain pickle": _random_by(_as_plain_pickle),
-    "state.json as a pickle": _state_as_pickle,
-    "training_info.json as a pickle": _info_as_pickle,
+    "state.json as a pickle": _as_pickle("policy/state.json"),
+    "training_info.json as a pickle": _as_pickle("training_info.json"),
     "config.yaml: python/object/apply": _yaml("grpo: !!python/object/apply:os.system ['touch {trap}']\n"),
     "config.yaml: python/object/new": _yaml("grpo: !!python/object/new:pathlib.Path.touch [{trap}]\n"),
     "config.yaml: a parent elsewhere": _yaml("defaults: /etc/hostname\n"),

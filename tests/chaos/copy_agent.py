@@ -1,7 +1,4 @@
-"""An agent that has the model complete its prompt, once, and leaves the judgement to the environment.
-
-It leaves a process behind, too, and waits for ever where nobody answers any more.
-"""
+"""An agent that has the model complete its prompt, once, and leaves the judgement to the environment."""
 
 import json
 import os

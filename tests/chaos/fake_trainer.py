@@ -292,7 +292,7 @@ def answers_to(data, versions) -> BatchedDataDict:
 
 @dataclass
 class FakeEngines:
-    """`RolloutEngines` that hold the weights of a `FakeTrainer`; raise: a group is not answered. None of them dies."""
+    """An `EngineGeneration` with the weights of a `FakeTrainer`; raise: a group is not answered. None of them dies."""
 
     folder: Path
     trainer: FakeTrainer

@@ -97,14 +97,6 @@ def a_step(run: ChaosRun) -> None:
     run.wait_for_step(6)
 
 
-def the_first_step(run: ChaosRun) -> None:
-    run.wait_for_step(1)
-
-
-def a_rank_starting(run: ChaosRun) -> None:
-    run.wait_until(lambda: len(run.ranks()) == 2)
-
-
 def the_marker(run: ChaosRun) -> None:
     run.wait_until(run.marker.exists)
 
@@ -113,21 +105,9 @@ def server_killed(name: str) -> Callable[[ChaosRun], None]:
     return after(a_step, lambda run: os.kill(run.server(name), signal.SIGKILL))
 
 
-def signalled(number: int, times: int = 1) -> Callable[[ChaosRun], None]:
-    """To the whole process group, as terminals and batch schedulers do."""
-
-    def strike(run: ChaosRun) -> None:
-        a_step(run)
-        for _ in range(times):
-            os.killpg(run.process.pid, number)
-            time.sleep(0.15)
-
-    return strike
-
-
-def driver_killed(run: ChaosRun) -> None:
-    a_step(run)
-    run.process.kill()
+def ctrl_c(run: ChaosRun) -> None:
+    """As terminals do, to the whole process group."""
+    os.killpg(run.process.pid, signal.SIGINT)
 
 
 def disk_filled(name: str) -> Callable[[ChaosRun], None]:
@@ -164,13 +144,8 @@ FAULTS = (
         short=True,
     ),
     Fault(
-        "rank killed in a save",
-        after(ChaosRun.saving, kill_rank()),
-        r"rank \d \(host .*\) died in save_checkpoint",
-    ),
-    Fault(
         "rank killed while it starts",
-        after(a_rank_starting, kill_rank()),
+        after(lambda run: run.wait_until(lambda: len(run.ranks()) == 2), kill_rank()),
         r"rank \d .*died in MegatronPolicyWorker\(\)",
     ),
     Fault(
@@ -181,26 +156,12 @@ FAULTS = (
         short=True,
     ),
     Fault(
-        "rank stopped in the forward pass",
-        the_marker,
-        r"does not answer: its process is stopped",
-        overrides=loss_that("stop"),
-        allowed_s=LIMIT_S + CALL_S,
-    ),
-    Fault(
-        "rank stopped in a save",
-        after(ChaosRun.saving, kill_rank(signal.SIGSTOP)),
-        r"does not answer: its process is stopped",
-        allowed_s=LIMIT_S + CALL_S,
-    ),
-    Fault(
         "rank that hangs in the forward pass",
         the_marker,
         r"time.sleep\(EVER\)",
         overrides=loss_that("sleep"),
         allowed_s=LIMIT_S + CALL_S,
     ),
-    Fault("loss that raises on one rank", the_marker, r"a planted fault", overrides=loss_that("raise")),
     Fault(
         "loss that raises under PP",
         the_marker,
@@ -210,20 +171,7 @@ FAULTS = (
     ),
     Fault("raylet killed", server_killed("raylet"), r"Ray's raylet \(pid \d+\) died"),
     Fault("GCS killed", server_killed("gcs_server"), r"Ray's gcs_server \(pid \d+\) died", short=True),
-    Fault("driver killed", driver_killed, "", status=-signal.SIGKILL),
-    Fault("SIGTERM to the group", signalled(signal.SIGTERM), r"step_\d+", status=143, kept=True),
-    Fault("SIGHUP to the group", signalled(signal.SIGHUP), r"step_\d+", status=129, kept=True),
-    Fault("one Ctrl-C", signalled(signal.SIGINT), r"step_\d+", status=130, kept=True, short=True),
-    Fault("two Ctrl-C", signalled(signal.SIGINT, times=2), r"interrupted", status=130),
-    Fault(
-        "time limit",
-        the_first_step,
-        r"checkpoint_must_save_by",
-        status=0,
-        overrides=("++checkpointing.checkpoint_must_save_by='00:00:00:40'",),
-        allowed_s=LIMIT_S + 40,
-        kept=True,
-    ),
+    Fault("one Ctrl-C", after(a_step, ctrl_c), r"step_\d+", status=130, kept=True, short=True),
     Fault("full disk: log_dir", disk_filled("log"), r"logger\.log_dir", small_disk="log"),
     Fault(
         "full disk: checkpoint_dir",
@@ -255,17 +203,13 @@ def try_fault(fault: Fault) -> Outcome:
             began = time.monotonic()
             status, output, errors = run.end(within_s=fault.allowed_s + 60)
             seconds = time.monotonic() - began
-            gone = run.watch.all_gone(within_s=AGAIN_S if fault.status >= 0 else LIMIT_S)
+            gone = run.watch.all_gone(within_s=AGAIN_S)
             orphans = [] if gone else [" ".join(title.split())[:80] for title in run.watch.alive().values()]
-            said = (errors or output) + (marker_text(run) if fault.strike is second_run else "")
+            said = (errors or output) + (run.marker.read_text() if fault.strike is second_run else "")
             return Outcome(seconds, status, said, orphans, what_is_lost(fault, run, rows, saved))
         finally:
             run.close()
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def marker_text(run: ChaosRun) -> str:
-    return run.marker.read_text()
 
 
 def what_is_lost(fault: Fault, run: ChaosRun, rows: list[dict[str, float]], saved: set[int]) -> list[str]:

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import count, islice
 from pathlib import Path
 
-from grpo_run import Run
+import grpo_run
 from invariants import Expected
 from journals import FOLDER, Fault
 from processes import ProcessWatch
@@ -67,20 +67,11 @@ KINDS = {
 
 
 @cache
-def teacher() -> Path:
-    """The weights of a teacher, which are there until this process ends."""
+def teacher() -> str:
+    """The override that names the weights of a teacher, which are there until this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="teacher_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    recipe = ROOT / "examples/configs/sft_teacher_cpu.yaml"
-    saves = ("checkpointing.enabled=true", f"checkpointing.checkpoint_dir={folder}/saved")
-    more = ("sft.max_num_steps=1", "sft.val_at_end=false", "logger.tensorboard_enabled=false", *saves)
-    run = Run(folder / "log", *more, algorithm="sft", recipe=recipe)
-    try:
-        status, _, errors = run.end(within_s=240)
-        assert status == 0, errors
-    finally:
-        run.close()
-    return folder / "saved/step_1"
+    return grpo_run.teacher(folder)
 
 
 @dataclass(frozen=True)
@@ -142,13 +133,10 @@ class Recipe:
             f"cluster.cpu_workers_per_node={self.ranks // self.machines}",
             f"cluster.max_trainer_restarts={self.restarts}",
             f"policy.megatron_cfg.checkpoint.async_save={self.background}",
-            *(
-                f"policy.call_timeout_s={CALL_S}",
-                f"++policy.megatron_cfg.process_group_timeout_s={CALL_S - 2}",
-            ),
+            f"policy.call_timeout_s={CALL_S}",
             *("checkpointing.enabled=true", f"checkpointing.save_period={self.period}"),
             *(f"{section}.max_val_samples=64", *kind.more),
-            *(f"teacher.init_checkpoint={teacher()}" for _ in kind.frozen),
+            *(teacher() for _ in kind.frozen),
             *("grpo.use_dynamic_sampling=true" for _ in range(self.dynamic)),
             *(
                 f"+env.endpoint={{command: [{sys.executable}, {HERE / 'copy_agent.py'}]}}"
@@ -172,9 +160,8 @@ class Recipe:
             f"{section}.max_generation_failures={2 * GROUPS * (age + 1)}",
             *(f"{section}.min_groups_for_streaming_train={size}" for size in [self.chunk] if size),
             *(correction if self.kind.corrects else ()),
-            f"policy.generation.embedded_cfg.engines={self.engines}",
-            f"policy.generation.embedded_cfg.call_timeout_s={CALL_S}",
-            f"policy.generation.embedded_cfg.max_restarts={self.engine_restarts}",
+            f"policy.generation.engines={self.engines}",
+            f"policy.generation.max_restarts={self.engine_restarts}",
         )
 
     def prompts(self, unused: Collection[int] = ()) -> dict[int, list[int]]:

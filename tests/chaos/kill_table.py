@@ -128,70 +128,38 @@ STOPPED_S = CALL_S + 6
 """The deadline, and the look at each process that is silent."""
 
 
-def rows() -> tuple[Row, ...]:
-    of_ranks = [
-        row
-        for recipe, how in ((one, one.how) for one in (SYNC, AGE_0, AGE_1))
-        for row in (
-            Row(f"rank killed in forward, {how}", recipe, of_rank("forward", "kill"), redoes=True),
-            Row(f"rank killed in finish, {how}", recipe, of_rank("optimizer", "kill"), redoes=True),
-            Row(f"rank killed in save, {how}", recipe, of_rank("save", "kill", nth=2), redoes=True),
-            Row(f"rank raising, {how}", recipe, of_rank("forward", "raise")),
-            Row(f"rank stopped, {how}", recipe, of_rank("forward", "stop"), within_s=STOPPED_S, redoes=True),
-        )
-    ]
-    of_engines = [
-        row
-        for recipe, how in ((one, one.how) for one in (AGE_0, AGE_1))
-        for row in (
-            Row(f"engine killed decoding, {how}", recipe, of_engine("decoding", "kill", 60)),
-            Row(f"engine killed in refit, {how}", recipe, of_engine("load_bucket", "kill", 5)),
-            Row(f"engine stopped, {how}", recipe, of_engine("decoding", "stop", 60), within_s=STOPPED_S),
-        )
-    ]
-    of_others = [
-        Row("driver killed, synchronous", SYNC, strike=driver_killed, again=True),
-        Row("driver killed, K = 0", AGE_0, strike=driver_killed, again=True),
-        Row("driver killed, K = 1", AGE_1, strike=driver_killed, again=True),
-        Row("raylet killed, K = 0", AGE_0, strike=raylet_killed, again=True, within_s=5.0),
-    ]
-    of_machines = [
-        Row("machine gone, another joins", TWO_MACHINES, machine=machine_replaced, redoes=True),
-    ]
-    return (
-        *of_ranks,
-        *of_engines,
-        *of_others,
-        *of_machines,
-        *_of_chunks(),
-        *_of_copies(),
-        *_of_agents(),
-        *_of_other_algorithms(),
-    )
+def rows() -> Iterator[Row]:
+    for recipe in (SYNC, AGE_0, AGE_1):
+        how = recipe.how
+        yield Row(f"rank killed in forward, {how}", recipe, of_rank("forward", "kill"), redoes=True)
+        yield Row(f"rank killed in finish, {how}", recipe, of_rank("optimizer", "kill"), redoes=True)
+        yield Row(f"rank killed in save, {how}", recipe, of_rank("save", "kill", nth=2), redoes=True)
+        yield Row(f"rank raising, {how}", recipe, of_rank("forward", "raise"))
+        stopped = of_rank("forward", "stop")
+        yield Row(f"rank stopped, {how}", recipe, stopped, within_s=STOPPED_S, redoes=True)
+        yield Row(f"driver killed, {how}", recipe, strike=driver_killed, again=True)
+    for recipe in (AGE_0, AGE_1):
+        how = recipe.how
+        yield Row(f"engine killed decoding, {how}", recipe, of_engine("decoding", "kill", 60))
+        yield Row(f"engine killed in refit, {how}", recipe, of_engine("load_bucket", "kill", 5))
+        yield Row(f"engine stopped, {how}", recipe, of_engine("decoding", "stop", 60), within_s=STOPPED_S)
+    yield Row("raylet killed, K = 0", AGE_0, strike=raylet_killed, again=True, within_s=5.0)
+    yield Row("machine gone, another joins", TWO_MACHINES, machine=machine_replaced, redoes=True)
+    yield from (*_of_chunks(), *_of_copies(), *_of_agents(), *_of_other_algorithms())
 
 
-def _of_chunks() -> tuple[Row, ...]:
+def _of_chunks() -> Iterator[Row]:
     """Of GRPO alone: steps that begin before all groups are there, and groups that no step takes."""
     # In which step a pass is depends on how many chunks the steps had; no checkpoint is to be right before it.
-    from_the_start = replace(STREAMED, period=STREAMED.steps)
-    return (
-        Row(
-            f"rank killed in forward, {STREAMED.how}",
-            from_the_start,
-            of_rank("forward", "kill"),
-            redoes=True,
-        ),
-        Row(f"rank killed in finish, {STREAMED.how}", STREAMED, of_rank("optimizer", "kill"), redoes=True),
-        Row(f"driver killed, {STREAMED.how}", STREAMED, strike=driver_killed, again=True),
-        Row(f"driver killed, {DYNAMIC.how}", DYNAMIC, strike=driver_killed, again=True),
-    )
+    from_the_start, how = replace(STREAMED, period=STREAMED.steps), STREAMED.how
+    yield Row(f"rank killed in forward, {how}", from_the_start, of_rank("forward", "kill"), redoes=True)
+    yield Row(f"rank killed in finish, {how}", STREAMED, of_rank("optimizer", "kill"), redoes=True)
+    for recipe in (STREAMED, DYNAMIC):
+        yield Row(f"driver killed, {recipe.how}", recipe, strike=driver_killed, again=True)
 
 
 def _of_copies() -> Iterator[Row]:
-    """Of checkpoints that are written in the background; of each, the second one is struck at its second part.
-
-    While agents play over engines, ranks are in no call: the next one tells.
-    """
+    """Of checkpoints that are written in the background; of each, the second one is struck at its second part."""
     for recipe in BACKGROUND:
         struck, within_s = of_rank("write", "kill", 5), BETWEEN_CALLS_S if recipe.agents else DETECTED_S
         name = f"rank killed while a copy is written, {recipe.how}"

@@ -33,7 +33,7 @@ from journals import Fault  # noqa: E402
 from kill_table import AGE_0, AGE_1, LIMIT_S, OTHERS, STREAMED, SYNC  # noqa: E402
 
 from nemo_rl_mcore.driver.parts import open_parts  # noqa: E402
-from nemo_rl_mcore.driver.rollouts.states import ORDERS  # noqa: E402
+from nemo_rl_mcore.driver.rollouts.ledger import ORDERS  # noqa: E402
 from nemo_rl_mcore.errors import RunStoppedError  # noqa: E402
 
 STARTS, STARTS_OF_REAL_RUNS = 20, 4

@@ -6,8 +6,6 @@ from faults import FAULTS, Fault, try_fault
 SHORT = [fault for fault in FAULTS if fault.short]
 
 
-# The others have siblings: dead servers in test_cluster.py, stopped ranks in test_gang.py, signals in
-# test_grpo_command.py.
 @pytest.mark.exhaustive_cases("rank killed in the forward pass", "two runs in one folder")
 @pytest.mark.parametrize("fault", SHORT, ids=lambda fault: fault.name)
 def test_a_fault_is_told_in_time_by_name_and_nothing_finished_is_lost(fault: Fault) -> None:

@@ -12,7 +12,7 @@ from nemo_rl_mcore.driver.algorithms.algorithm import StepOutcome
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.rollouts import ledger
 from nemo_rl_mcore.driver.rollouts.events import read_events
-from nemo_rl_mcore.driver.rollouts.states import AsCompleted, LedgerError
+from nemo_rl_mcore.driver.rollouts.ledger import AsCompleted, LedgerError
 
 
 @pytest.mark.quick_cases("0", "1", "2", "3", "4", "5")

@@ -20,7 +20,6 @@ BESIDE = (
     "loss_fn.truncated_importance_sampling_ratio=2.0",
     # Every other deadline is minutes away.
     *(f"grpo.async_grpo.stall_timeout_s={STALL_S}", "policy.call_timeout_s=600"),
-    "++policy.megatron_cfg.process_group_timeout_s=600",
 )
 
 
@@ -79,7 +78,7 @@ def test_a_reward_that_never_returns_has_a_deadline_of_its_own_and_the_last_step
 
 @pytest.mark.nightly
 def test_an_engine_that_is_stopped_is_told_with_the_groups_that_it_has(folder: Path) -> None:
-    run = ChaosRun(folder, *BESIDE, "policy.generation.embedded_cfg.call_timeout_s=600")
+    run = ChaosRun(folder, *BESIDE)
     try:
         run.wait_for_step(6)
         [engine] = [pid for pid, title in run.watch.alive().items() if "EmbeddedEngine" in title]

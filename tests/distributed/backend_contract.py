@@ -1,7 +1,4 @@
-"""What a worker promises whatever backend holds its model; each check asserts on one rank.
-
-`make(**options)` builds a worker of the backend under test, on the config of `tiny`.
-"""
+"""What a worker promises whatever backend holds its model; each check asserts on one rank."""
 
 from functools import partial
 
@@ -28,11 +25,12 @@ class FailingLoss(ClippedPGLossFn):
         raise InjectedError
 
 
-def refuses(kind, call):
+def refuses(kind, call, code=None):
+    """Say whether a call raises an error of this kind, and of this code where one is given."""
     try:
         call()
-    except kind:
-        return True
+    except kind as error:
+        return code in (None, getattr(error, "code", None))
     return False
 
 
@@ -192,6 +190,12 @@ def a_split_step_is_the_whole_one(make, _folder):
         assert found.keys() == wanted.keys()
         for name in ("global_loss", "grad_norm"):
             assert torch.allclose(found[name], wanted[name], **CLOSE)
+        metrics, of_whole = found["all_mb_metrics"], wanted["all_mb_metrics"]
+        assert metrics.keys() == of_whole.keys()
+        assert all(
+            torch.allclose(torch.tensor(metrics[name]), torch.tensor(of_whole[name]), **CLOSE)
+            for name in metrics
+        )
         assert torch.equal(split.finish_train_step()["global_loss"], found["global_loss"])
         assert refuses(TrainStepError, lambda at=seed: split.begin_train_step(loss_fn, step_id=f"step {at}"))
     assert close(trained, weights(split))
@@ -207,7 +211,8 @@ def an_aborted_or_failed_step_leaves_no_trace(make, folder):
     worker.begin_train_step(tiny.grpo_loss())
     worker.train_microbatch(tiny.grpo_batch(seed=7))
     torch.rand(3)
-    assert refuses(TrainStepError, lambda: worker.save_checkpoint(str(folder / "open")))
+    assert refuses(TrainStepError, lambda: worker.save_checkpoint(str(folder / "open")), "step-is-open")
+    assert not (folder / "open").exists()
     worker.abort_train_step()
     assert same(weights(worker), start)
     assert torch.equal(torch.get_rng_state(), generator)

@@ -4,7 +4,6 @@ import hf_models
 import hf_weight_cases as cases
 import numpy as np
 import pytest
-import test_hf_gradients
 from tolerances import FIVE_STEPS, GRADIENTS, GRADIENTS_THAT_CANCEL, LOGPROBS, METRICS
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -39,27 +38,43 @@ LAYOUTS = {
 }
 OF_EXPERTS = [layout for layout in LAYOUTS if layout != "tp2"]
 """Experts and tensor-parallel ranks need sequence parallelism."""
-ROWS = test_hf_gradients.ROWS
+BUDGETS = {"train_mb_tokens": 64, "logprob_mb_tokens": 64}
+ROWS = {"padded": {}, "packed": {"sequence_packing": {"enabled": True} | BUDGETS}}
 STILL = {"model": {"moe_router_bias_update_rate": 0.0}}
 BIAS = "e_score_correction_bias"
 """No gradient moves it, but a rate, unless that is 0."""
 
 
+def batch():
+    """Rows of 40, 7, 2 and 31 tokens; first ones, and observations in the middle, are not trained on."""
+    generator = np.random.default_rng(5)
+    lengths, columns = np.array([cases.LENGTH, 7, 2, 31]), np.arange(cases.LENGTH)
+    mask = (columns >= 1) & (columns < lengths[:, None])
+    mask[:, 12:19] = False
+    return {
+        "input_ids": generator.integers(0, hf_models.VOCABULARY, (len(lengths), cases.LENGTH)),
+        "input_lengths": lengths,
+        "token_mask": mask.astype(np.float32),
+        "sample_mask": np.ones(len(lengths), np.float32),
+    }
+
+
 def batches():
     """Three batches of uneven rows."""
-    first = test_hf_gradients.batch()
+    first = batch()
     return [first | {"input_ids": np.roll(first["input_ids"], shift, axis=1)} for shift in range(3)]
 
 
 def saved_models(tmp_path_factory, **adam):
-    """`saved(name)`: the folder of a tiny model, what transformers makes of a batch, and its weights after steps."""
+    """`saved(name)`: a tiny model's folder, what transformers makes of a batch, and weights after steps of adam."""
     found = {}
 
     def of(name):
         if name not in found:
             folder = hf_models.save(name, tmp_path_factory.mktemp(name))
-            said = hf_models.in_float64(folder, test_hf_gradients.batch())
-            found[name] = folder, said, hf_models.stepped_in_float64(folder, batches(), **adam)
+            said = hf_models.in_float64(folder, batch())
+            stepped = hf_models.stepped_in_float64(folder, batches(), **adam) if adam else None
+            found[name] = folder, said, stepped
         return found[name]
 
     return of
@@ -70,9 +85,7 @@ def assert_a_pass_is_theirs(ranks, saved, layout, rows, *, sections=None, unused
     folder, (logprobs, loss, gradients), _ = saved
     world_size, megatron = LAYOUTS[layout] if isinstance(layout, str) else layout
     sections = ROWS[rows] | (sections or {})
-    for found in ranks(world_size).run(
-        cases.trained_on, folder, megatron, sections, test_hf_gradients.batch()
-    ):
+    for found in ranks(world_size).run(cases.trained_on, folder, megatron, sections, batch()):
         assert abs(found[0] - logprobs).max() < LOGPROBS
         assert found[1] == pytest.approx(loss, **METRICS)
         assert found[2].keys() == {tensor for tensor, gradient in gradients.items() if gradient.size}

@@ -41,7 +41,7 @@ _STRETCHED = {
     "original_max_position_embeddings": 8192,
 }
 # Of eight rotations the first stays, the last four are slow, and those between are mixed.
-_YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -67,7 +67,7 @@ _LATENT = {
     "routed_scaling_factor": 2.5,
 }
 # Of four rotations the first stays, and the others are slow or between; whole queries and keys are scaled too.
-_SCALED = {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 2.0, "beta_slow": 0.1}
+_SCALED = {"mscale": 0.7, "mscale_all_dim": 1.2}
 # Heads that do not make up the hidden size, odd sizes of heads and states, a Mamba layer behind another.
 _MAMBA = {
     "hybrid_override_pattern": "M-MM*-M-",
@@ -93,7 +93,7 @@ _GPT_OSS = {
     "intermediate_size": 24,
     "sliding_window": 5,
     "swiglu_limit": 1.5,
-    "rope_parameters": {**_YARN, "truncate": False, "beta_fast": 2.0, "beta_slow": 0.1},
+    "rope_parameters": {**_YARN, "truncate": False},
 }
 SHIFTED = {"dt_bias": 4.0, "A_log": -2.0}
 """With those of a start the states of Mamba layers would hold little, and forget it at once."""
@@ -103,12 +103,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-8192": ("Llama", {"rope_parameters": _STRETCHED, "max_position_embeddings": 65536}),
     "llama3-32": (
         "Llama",
-        {"rope_parameters": {**_STRETCHED, "low_freq_factor": 2.0, "original_max_position_embeddings": 32}},
+        {"rope_parameters": {**_STRETCHED, "original_max_position_embeddings": 32}},
     ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2-yarn": ("Qwen2", {"rope_parameters": {**_YARN, "beta_fast": 2.0, "beta_slow": 0.1}}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": _YARN}),
     "qwen3": ("Qwen3", {}),
     "qwen3-moe": ("Qwen3Moe", _EXPERTS),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -224,10 +224,7 @@ def set_in_config(folder: Path, **values: object) -> None:
 
 
 def in_float64(folder: Path, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
-    """What transformers makes of a batch with float64 weights: log-probabilities, their mean loss, its gradients.
-
-    Norms, angles, scores of routers and scans of Mamba layers are those of transformers, in float32.
-    """
+    """What transformers makes of a batch with float64 weights: log-probabilities, their mean loss, its gradients."""
     model = _float64(folder)
     found, loss = _loss(model, batch)
     loss.backward()
@@ -254,20 +251,16 @@ def stepped_in_float64(
 
 
 def _float64(folder: Path) -> Any:
+    # Models with sinks have one attention alone, which computes in float64.
+    sinks = json.loads((folder / "config.json").read_text())["model_type"] == "gpt_oss"
     with _empty_tensors():
         return transformers.AutoModelForCausalLM.from_pretrained(
             # The other ways to attend and to run experts compute in float32, or not in float64.
             folder,
             dtype=torch.float64,
-            attn_implementation=_exact_attention(folder),
+            attn_implementation="eager" if sinks else "sdpa",
             experts_implementation="eager",
         )
-
-
-def _exact_attention(folder: Path) -> str:
-    """Return an attention that computes in float64; models with sinks have one alone."""
-    config = json.loads((folder / "config.json").read_text())
-    return "eager" if config["model_type"] == "gpt_oss" else "sdpa"
 
 
 def _loss(model: Any, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:

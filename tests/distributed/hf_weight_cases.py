@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import tiny
 import torch
 
 from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import NLLLossFn
 from nemo_rl_mcore.models.pretrained import fill_from_model_name
 
 LENGTH = 40
@@ -25,8 +28,6 @@ def policy_of(folder, megatron, **policy):
 
 
 def loaded_logprobs(folder, megatron, ids, lengths, **policy):
-    import tiny
-
     worker = tiny.worker(policy_of(folder, megatron, **policy))
     data = tiny.BatchedDataDict(input_ids=torch.from_numpy(ids), input_lengths=torch.from_numpy(lengths))
     found = worker.get_logprobs(data=data)["logprobs"].numpy()
@@ -46,8 +47,6 @@ def as_bits(tensor):
 
 
 def saved_again(folder, megatron, output, shard_bytes, **policy):
-    import tiny
-
     from nemo_rl_mcore.rank.megatron.hf_weights.export import save_pretrained
 
     worker = tiny.worker(policy_of(folder, megatron, **policy))
@@ -56,8 +55,6 @@ def saved_again(folder, megatron, output, shard_bytes, **policy):
 
 def weights_in_bf16(folder, megatron):
     """The exported bits, and the sums of the optimizer's fp32 copies and of the weights."""
-    import tiny
-
     worker = tiny.worker(policy_of(folder, megatron, precision="bfloat16"))
     copies = [
         copy for inner in worker.backend.optimizer.chained_optimizers for copy in inner.get_parameters()
@@ -69,9 +66,10 @@ def weights_in_bf16(folder, megatron):
 
 
 def trained_then_exported(folder, overlap):
-    import tiny
+    from nemo_rl_mcore.rank.megatron import model as built
 
-    ddp = {"overlap_grad_reduce": True, "overlap_param_gather": overlap, "bucket_size": 3000}
+    ddp = {"overlap_grad_reduce": True, "overlap_param_gather": overlap}
+    built.BUCKET_SIZE = 3000
     worker = tiny.worker(policy_of(folder, {"distributed_data_parallel_config": ddp}))
     data = tiny.grpo_batch(rows=4)
     worker.train(tiny.shard(data), tiny.grpo_loss())
@@ -81,8 +79,6 @@ def trained_then_exported(folder, overlap):
 
 def parts_read(folder, megatron):
     """How many bytes of each tensor this rank reads, and the bytes of its parameters."""
-    import tiny
-
     from nemo_rl_mcore.rank.megatron.hf_weights.files import TensorFiles
 
     read, plain = {}, TensorFiles.read
@@ -102,8 +98,6 @@ def parts_read(folder, megatron):
 
 
 def load_after_a_change(folder):
-    import tiny
-
     policy = policy_of(folder, {})
     config = Path(folder) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
@@ -111,19 +105,12 @@ def load_after_a_change(folder):
 
 
 def exported_without_a_family(model):
-    import tiny
-
     for _ in full_tensors_of(tiny.worker(tiny.policy_config(model=model))):
         raise AssertionError("nothing may be sent")
 
 
 def stepped(folder, megatron, sections, batches, adam):
     """The weights as Hugging Face's tensors after a step of AdamW on each batch."""
-    import tiny
-
-    from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.losses import NLLLossFn
-
     optimizer = {"optimizer": {"weight_decay": 0.0} | adam}
     worker = tiny.worker(policy_of(folder, megatron | optimizer, max_grad_norm=0.0, **sections))
     for batch in batches:
@@ -134,11 +121,6 @@ def stepped(folder, megatron, sections, batches, adam):
 
 def trained_on(folder, megatron, sections, batch):
     """Log-probabilities of a batch, and the gradients of its mean negative log-likelihood as Hugging Face's tensors."""
-    import tiny
-
-    from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.losses import NLLLossFn
-
     # Every rank keeps all reduced gradients, and none is clipped.
     plain = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}}
     worker = tiny.worker(policy_of(folder, megatron | plain, max_grad_norm=0.0, **sections))
@@ -155,11 +137,6 @@ def trained_on(folder, megatron, sections, batch):
 
 def gradient_norm(folder, megatron, batch):
     """The norm of the gradients of a batch's mean negative log-likelihood, as the step tells it."""
-    import tiny
-
-    from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.losses import NLLLossFn
-
     worker = tiny.worker(policy_of(folder, megatron))
     data = BatchedDataDict(**{name: torch.from_numpy(values) for name, values in batch.items()})
     return float(worker.train(tiny.shard(data), NLLLossFn())["grad_norm"])

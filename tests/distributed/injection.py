@@ -129,11 +129,7 @@ def _no_end_of_finalize(point: Point) -> Iterator[None]:
 
 @contextmanager
 def _second_microbatch(worker: MegatronPolicyWorker, point: Point) -> Iterator[None]:
-    """Raise at the forward pass that follows the first backward pass; for one or two pipeline stages.
-
-    The first of two stages is one forward pass ahead of its backward passes. Both raise, each with nothing in flight,
-    so that neither waits for the other.
-    """
+    """Raise at the forward pass that follows the first backward pass; for one or two pipeline stages."""
     # Imported by the ranks only: the process of pytest has no Megatron.
     from nemo_rl_mcore.rank.megatron import parallel_groups
 

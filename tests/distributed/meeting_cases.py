@@ -54,7 +54,10 @@ class Refusal:
 
 PACKING_KEY = "policy.sequence_packing.enabled"
 ASYNCHRONOUS = tuple(ASYNCHRONY)[1:]
-OFF_POLICY = {"dpo offline": "dpo.online", "distillation off policy": "distillation.on_policy"}
+OFF_POLICY = {
+    "dpo offline": "dpo.num_generations_per_prompt",
+    "distillation off policy": "distillation.on_policy",
+}
 """Algorithms that are given their answers, and the key that says so."""
 
 

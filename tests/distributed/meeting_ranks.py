@@ -20,8 +20,7 @@ from nemo_rl_mcore.config import GRPOMasterConfig, MegatronConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms import grpo, mismatch
 from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.states import Group, GroupState, InOrder, Room
+from nemo_rl_mcore.driver.rollouts.ledger import Group, GroupState, InOrder, Ledger, Room
 from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS
 from nemo_rl_mcore.losses import LossFunction
 from nemo_rl_mcore.rank.train_step import _OpenStep
@@ -61,7 +60,7 @@ def build(name: str, arguments: bytes) -> None:
     sizes = _layout(config.megatron_cfg)
     if sizes != _sizes or not parallel_state.model_parallel_is_initialized():
         tiny.leave()
-        parallel_groups.initialize(config.megatron_cfg, options["seed"])
+        parallel_groups.initialize(config.megatron_cfg, options["seed"], config.call_timeout_s)
         _sizes = sizes
     with patch.object(parallel_groups, "initialize", _seed_again):
         _workers[name] = MegatronPolicyWorker(config, **options)
@@ -77,7 +76,7 @@ def _layout(config: MegatronConfig) -> tuple[int | None, ...]:
     )
 
 
-def _seed_again(config: MegatronConfig, seed: int) -> None:
+def _seed_again(config: MegatronConfig, seed: int, _timeout_s: float) -> None:
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
     parallel_groups._seed_everything(seed, spread_experts=config.expert_model_parallel_size > 1)

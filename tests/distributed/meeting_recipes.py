@@ -44,7 +44,6 @@ class Algorithm:
 SWITCHES: dict[str, dict[str, Overrides]] = {
     "dpo": {
         "dpo offline": {
-            "dpo.online": False,
             "dpo.num_generations_per_prompt": None,
             "dpo.sft_loss_weight": 0.5,
         }
@@ -96,7 +95,7 @@ LAYOUTS: dict[str, tuple[int, Overrides]] = {
     "pp2": (2, {PIPELINE: 2, f"{MEGATRON}.num_layers_in_first_pipeline_stage": 1}),
     "ep2": (2, EXPERTS | {f"{MEGATRON}.expert_model_parallel_size": 2}),
     "cp2": (2, {CONTEXT: 2}),
-    "dp2 pp2": (4, {PIPELINE: 2, f"{MEGATRON}.account_for_embedding_in_pipeline_split": True}),
+    "dp2 pp2": (4, {PIPELINE: 2, f"{MEGATRON}.num_layers_in_first_pipeline_stage": 1}),
 }
 _ROUTED: Overrides = {
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
@@ -108,14 +107,14 @@ MODELS: dict[str, tuple[Overrides, Overrides]] = {
     "hybrid": ({}, {"qk_layernorm": True}),
     "mamba": (
         {
-            "activation_func": "squared_relu", "position_embedding_type": "none", "hybrid_layer_pattern": "M*-",
+            "activation_func": "squared_relu", "hybrid_layer_pattern": "M*-",
             "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_state_dim": 6, "mamba_num_groups": 2,
         },
         {"hybrid_layer_pattern": "ME*"} | _ROUTED,
     ),
     "latent attention": (
         {
-            "multi_latent_attention": True, "qk_layernorm": True, "num_query_groups": None, "q_lora_rank": 12,
+            "qk_layernorm": True, "num_query_groups": None, "q_lora_rank": 12,
             "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
             "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_layer_freq": [0, 1, 1],
         } | _ROUTED,
@@ -125,7 +124,7 @@ MODELS: dict[str, tuple[Overrides, Overrides]] = {
         {
             "softmax_type": "learnable", "sliding_window": 5, "window_attn_skip_freq": [1, 0, 1],
             "add_bias_linear": True, "activation_func": "quick_gelu",
-            "activation_func_clamp_value": 2.0, "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 2.0,
             "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24,
         },
         {},
@@ -169,9 +168,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "player": ("engine", "agents"),  # the latter's sessions are one to three rows
     "model": tuple(MODELS),
     "recomputed": ("nothing", "full", "selective"),
+    "adapters": (False, True),
 }
 # What changes the mathematics; the plain sibling of a combination shares it.
-MATHEMATICS = ("algorithm", "temperature", "kl", "updates", "correction", "player", "model")
+MATHEMATICS = ("algorithm", "temperature", "kl", "updates", "correction", "player", "model", "adapters")
 
 
 def plain_sibling(case: Case) -> Case:
@@ -205,6 +205,7 @@ def name_of(case: Case) -> str:
         "player": "played by agents" if case["player"] == "agents" else "answered",
         "model": f"{case['model']} model",
         "recomputed": f"{case['recomputed']} recomputed",
+        "adapters": "adapters" if case["adapters"] else "all weights",
     }
     return ", ".join(str(said.get(name, value)) for name, value in case.items())
 
@@ -313,7 +314,11 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         f"{MEGATRON}.activation_checkpointing": case["recomputed"] != "nothing",
         # Factors that the plain sibling has, too.
         f"{OPTIMIZER}.decay_norms_and_biases": case["kl"],
-        f"{MEGATRON}.freeze": _frozen(case) if case["correction"] else [],
+        f"{MEGATRON}.freeze": _frozen(case) if case["correction"] and not case["adapters"] else [],
+        # B is drawn too: with a B of 0 an A has no gradient in the first step.
+        f"{MEGATRON}.peft.enabled": case["adapters"],
+        f"{MEGATRON}.peft.lora_B_init_method": "normal" if case["adapters"] else "zero",
+        f"{MEGATRON}.peft.alpha": 4.0 if case["adapters"] else 32.0,
     }
     values |= _model(case)
     if case["layout"] in EXPERT_LAYOUTS:
@@ -329,7 +334,6 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         sizes = {
             "train_mb_tokens": 2 * (PROMPT + RESPONSE),
             "logprob_mb_tokens": 30,
-            "sequence_length_round": 6,
         }
         values |= {f"{section}.{key}": value for key, value in ({"enabled": True} | sizes).items()}
     if isinstance(algorithm.shipped.loop, RolloutConfig):

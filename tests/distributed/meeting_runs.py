@@ -32,8 +32,8 @@ from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.driver.observability import Sample
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts import start
-from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroup
 from nemo_rl_mcore.driver.rollouts.events import EVENTS_FILE, Timeline, read_events
+from nemo_rl_mcore.driver.rollouts.scheduler import Draw, DrawnGroup
 
 TOKENIZER = load_tokenizer("char")
 REWARDS = (0.1, 1.0, 0.3, 0.7)
@@ -169,7 +169,7 @@ _COMMITTED_WITHIN_S, _ANSWERED_WITHIN_S = 0.1, 10.0
 
 @dataclass
 class RecordedEngines(RecordedAnswers):
-    """The same answers, group by group, of the versions that it has while it answers; a `RolloutEngines`.
+    """The same answers, group by group, of the versions that it has while it answers; an `EngineGeneration`.
 
     late: versions for which the first group that is asked of a version waits, at most until `last` is there; what
     is asked besides overtakes it. The run goes on with that later version when it is answered, so that what a

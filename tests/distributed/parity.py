@@ -16,6 +16,11 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import tiny
+from tolerances import SPLIT_STEP
+
+from nemo_rl_mcore.losses import NLLLossFn
+
 # Ranks, keys of the model, keys of Megatron.
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2": (2, {}, {}),
@@ -76,8 +81,6 @@ def name_of(case: Case) -> str:
 
 
 def _config(case: Case) -> Any:
-    import tiny
-
     _, model, megatron = LAYOUTS[case["layout"]]
     optimizer = {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": case["distributed_optimizer"]}
     return tiny.policy_config(
@@ -98,10 +101,6 @@ def _config(case: Case) -> Any:
 
 
 def _loss(name: str) -> Any:
-    import tiny
-
-    from nemo_rl_mcore.losses import NLLLossFn
-
     if name == "nll":
         return NLLLossFn()
     gspo = {"sequence_level_importance_ratios": True, "token_level_loss": False}
@@ -110,8 +109,6 @@ def _loss(name: str) -> Any:
 
 def _batch(seed: int) -> Any:
     """Eight rows for this rank."""
-    import tiny
-
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
     rows = 8 * parallel_groups.data_parallel_size()
@@ -139,8 +136,6 @@ def _three_steps(case: Case, rows: tuple[int, ...] | None) -> tuple[Any, Any, li
 
     The worker ends with the call, and the threads of its groups with it.
     """
-    import tiny
-
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
     worker, loss_fn = tiny.worker(_config(case)), _loss(case["loss"])
@@ -155,8 +150,6 @@ def _three_steps(case: Case, rows: tuple[int, ...] | None) -> tuple[Any, Any, li
 
 def differences(case: Case) -> dict[str, Any]:
     """On one rank: three steps by `train` and by every split; the largest relative differences between them."""
-    import tiny
-
     start, end, results = _three_steps(case, None)
     found: dict[str, Any] = {
         "moved": tiny.largest_difference(start, end),
@@ -177,7 +170,6 @@ def differences(case: Case) -> dict[str, Any]:
 def main() -> int:
     """Run the full product; 1 if any case is not exact."""
     from rank_pool import Ranks
-    from tolerances import SPLIT_STEP
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

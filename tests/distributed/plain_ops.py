@@ -1,5 +1,7 @@
 """The kernels' plain twins on a single rank, over all the logits: differentiable tensor arithmetic to compare with."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,30 +19,6 @@ def plain_logits(
     """Return all the logits [S, B, V], as the plain twins take them."""
     logits_SBV = hidden_SBH @ weight_VH[: options.vocab_size].t()
     return logits_SBV.to(accumulation_dtype(hidden_SBH.dtype)) * (options.logit_scale / temperature)
-
-
-def linear_logprobs(
-    hidden_SBH: Tensor,
-    weight_VH: Tensor,
-    targets_SB: Tensor,
-    *,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    with_entropy: bool = False,
-    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the plain twin of `fused_linear_logprobs` on a single rank: log_softmax and gather over all the logits.
-
-    Plain differentiable tensor arithmetic, kept to say what the kernel computes and to be compared with it.
-    """
-    logits_SBV = plain_logits(hidden_SBH, weight_VH, temperature, options)
-    logp_SBV = torch.log_softmax(logits_SBV, -1)
-    kept_SB = torch.ones_like(targets_SB, dtype=torch.bool) if mask is None else mask != 0
-    index_SB1 = torch.where(kept_SB, targets_SB, 0).unsqueeze(-1)
-    logprob_SB = torch.where(kept_SB, logp_SBV.gather(-1, index_SB1).squeeze(-1), 0.0)
-    if not with_entropy:
-        return logprob_SB
-    return logprob_SB, torch.where(kept_SB, -(logp_SBV.exp() * logp_SBV).sum(-1), 0.0)
 
 
 def plain_linear_logprobs_at(
@@ -66,6 +44,17 @@ def plain_linear_logprobs_at(
     if with_entropy:
         entropy_SB = torch.where(kept_SB, -(logp_SBV.exp() * logp_SBV).sum(-1), 0.0)
     return IndexedLogprobs(logprobs_SBK, tail_SB, entropy_SB)
+
+
+def linear_logprobs(
+    hidden_SBH: Tensor, weight_VH: Tensor, targets_SB: Tensor, *, with_entropy: bool = False, **keys: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the plain twin of `fused_linear_logprobs`; keys: of `plain_linear_logprobs_at`."""
+    found = plain_linear_logprobs_at(
+        hidden_SBH, weight_VH, targets_SB.unsqueeze(-1), with_entropy=with_entropy, **keys
+    )
+    logprobs_SB = found.logprobs.squeeze(-1)
+    return (logprobs_SB, found.entropy) if with_entropy else logprobs_SB
 
 
 def plain_linear_topk_logprobs(

@@ -183,6 +183,6 @@ def _load(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"cases_{abs(hash(path))}", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

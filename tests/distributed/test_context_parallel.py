@@ -1,6 +1,11 @@
 """Ranks that share their sequences compute what one rank computes: log-probabilities, metrics, gradients, weights."""
 
+from unittest.mock import patch
+
+import numpy as np
 import pytest
+import tiny
+from refusals import refused
 from test_microbatching import (
     REFERENCE,
     WAYS,
@@ -8,9 +13,13 @@ from test_microbatching import (
     assert_equal,
     assert_metrics,
     config,
+    losses,
     three_steps,
+    uneven_batch,
 )
 from tolerances import LOGPROBS, REORDERED
+
+from nemo_rl_mcore.rank import accelerator
 
 CP2 = {"context_parallel_size": 2}
 LAYOUTS = {
@@ -35,8 +44,6 @@ def way_of(name):
 
 
 def own_weights(megatron):
-    import tiny
-
     return as_arrays(tiny.parameters(tiny.worker(config(REFERENCE, megatron))))
 
 
@@ -73,16 +80,7 @@ def assert_same_numbers(found, wanted):
 
 
 def against_data_parallel(way, experts, block=512):
-    """The largest difference of a step's log-probabilities, metrics and gradients to ranks with whole sequences.
-
-    block: queries that attend at once.
-    """
-    from unittest.mock import patch
-
-    import numpy as np
-    import tiny
-    from test_microbatching import losses, uneven_batch
-
+    """The largest difference of a step's log-probabilities, metrics and gradients to ranks with whole sequences."""
     from nemo_rl_mcore.rank.megatron import attention
 
     model = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.5} if experts else {}
@@ -110,12 +108,6 @@ def test_a_step_is_that_of_ranks_with_whole_sequences(ranks):
 
 def refused_on_gpus():
     """Layers of ranks that are told that they have a GPU, on a machine without Transformer Engine."""
-    from unittest.mock import patch
-
-    import tiny
-    from refusals import refused
-
-    from nemo_rl_mcore.rank import accelerator
     from nemo_rl_mcore.rank.megatron.layer_specs import decoder_spec
 
     alone = tiny.worker(tiny.policy_config())

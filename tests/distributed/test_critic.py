@@ -2,7 +2,11 @@
 
 import numpy as np
 import pytest
+import tiny
 import tolerances
+import torch
+
+from nemo_rl_mcore.losses import MseValueLossFn
 
 LAYOUTS = {
     "dp2-overlap": {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 3000}},
@@ -17,10 +21,6 @@ LAYOUTS = {
 
 def critic(megatron, weights, model=None, steps=2, precision="float32"):
     """Steps of the critic: metrics, values before and after, the weights at the start and which of them moved."""
-    import tiny
-
-    from nemo_rl_mcore.losses import MseValueLossFn
-
     config = tiny.policy_config(model=model, megatron=megatron, precision=precision)
     worker = tiny.worker(config, role="value")
     if weights is not None:
@@ -41,9 +41,6 @@ def critic(megatron, weights, model=None, steps=2, precision="float32"):
 
 def values_by_hand():
     """A head with known weights against the decoder's own output, shifted by one."""
-    import tiny
-    import torch
-
     from nemo_rl_mcore.rank.megatron.value_head import value_head_of
 
     worker = tiny.worker(tiny.policy_config(), role="value")
@@ -64,47 +61,6 @@ def values_by_hand():
             state = hidden_SBH[column - 1, row]
             expected[row, column] = (state @ head.weight.double()).float() + 0.5
     return values.numpy(), expected.detach().numpy()
-
-
-def a_constant_reward():
-    """The explained variance on returns that a critic can know from the length alone, step by step."""
-    import tiny
-    import torch
-
-    from nemo_rl_mcore.losses import MseValueLossFn
-
-    worker = tiny.worker(
-        tiny.policy_config(megatron={"optimizer": {"lr": 3e-3, "weight_decay": 0.0}}), role="value"
-    )
-    batch = tiny.grpo_batch()
-    columns = torch.arange(batch["token_mask"].shape[1])
-    # Reward 1 at the end of row, discounted: what remains depends on the distance to the end, which position tells.
-    batch["returns"] = (0.9 ** (11.0 - columns)).expand_as(batch["token_mask"]).contiguous()
-    explained = []
-    for _ in range(60):
-        metrics = worker.train(batch, MseValueLossFn({}))["all_mb_metrics"]
-        variance = metrics["returns_sq_mean"][0] - metrics["returns_mean"][0] ** 2
-        explained.append(1 - metrics["residual_sq_mean"][0] / variance)
-    return explained
-
-
-def the_split_step():
-    import tiny
-
-    from nemo_rl_mcore.losses import MseValueLossFn
-
-    results = []
-    for cuts in ((8,), (2, 6)):
-        worker = tiny.worker(tiny.policy_config(), role="value")
-        for _ in range(2):
-            worker.begin_train_step(MseValueLossFn({}), gbs=8, mbs=2)
-            first = 0
-            for rows in cuts:
-                worker.train_microbatch(tiny.returns_batch().slice(first, first + rows))
-                first += rows
-            worker.finish_train_step()
-        results.append(tiny.parameters(worker))
-    return tiny.largest_difference(*results)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -153,8 +109,6 @@ def test_the_head_stays_fp32_in_a_16_bit_critic(ranks):
 
 
 def critic_dtypes():
-    import tiny
-
     _, before, after, start, moved = critic({}, None, precision="bfloat16")
     worker = tiny.worker(tiny.policy_config(precision="bfloat16"), role="value")
     dtypes = {
@@ -163,13 +117,3 @@ def critic_dtypes():
         if "value_head" in name
     }
     return dtypes, before, after, start, moved["0.module.module.value_head.weight"]
-
-
-def test_the_split_step_of_a_critic_is_exact(ranks):
-    assert ranks(1).run(the_split_step)[0] == 0
-
-
-def test_the_critic_explains_returns_that_can_be_known(ranks):
-    explained = ranks(1).run(a_constant_reward)[0]
-    assert explained[0] < 0.1
-    assert explained[-1] > 0.9

@@ -1,16 +1,15 @@
 """A loss of the user's own that raises on the ranks, in words that name its key and the user's line."""
 
 import pytest
+import tiny
+import worker_state
+
+from nemo_rl_mcore.config import ClippedPGLossConfig
+from nemo_rl_mcore.losses import make_loss
 
 
 def raised_by_a_loss(layout):
     """What `train` raises, and whether the worker trains as if nothing had been."""
-    import tiny
-    import worker_state
-
-    from nemo_rl_mcore.config import ClippedPGLossConfig
-    from nemo_rl_mcore.losses import make_loss
-
     worker = tiny.worker(tiny.policy_config(megatron=layout))
     before = worker_state.capture(worker)
     with pytest.raises(ValueError, match="custom_parts") as caught:

@@ -2,6 +2,7 @@
 
 import family_cases as cases
 import pytest
+import tiny
 from family_cases import SP, TP2
 from tolerances import GRADIENTS, LOGPROBS
 
@@ -47,7 +48,6 @@ def test_steps_of_adamw(ranks, saved, name, layout):
 
 
 LATENT = {
-    "multi_latent_attention": True,
     "qk_layernorm": True,
     "num_query_groups": None,
     "q_lora_rank": 20,
@@ -60,8 +60,6 @@ LATENT = {
 
 def gradients_from(megatron, weights):
     """Weights under the names of a whole model, log-probabilities, and the gradients of this rank's step."""
-    import tiny
-
     plain = {"optimizer": {"lr": 1e-2, "use_distributed_optimizer": False}}
     worker = tiny.worker(tiny.policy_config(model=LATENT, megatron=megatron | plain, max_grad_norm=0.0))
     if weights is not None:

@@ -3,18 +3,22 @@
 import asyncio
 
 import pytest
+import tiny
+import torch
+from engine_contract import load
 from refusals import assert_holds
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.driver.algorithms.engine_comparison import BOUNDS, EnginesDifferError, compare
+from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
+from nemo_rl_mcore.engine.engine import Request, Sampling
+from nemo_rl_mcore.rank import rendezvous
 
 PROMPTS = [[5, 6, 7], [8], [5, 6, 9, 2, 2, 11, 30, 4, 17, 23, 1, 12], [31, 0]]
 
 
 def trained(policy, temperature):
     """Named tensors of ranks that train, and what they tell of each prompt."""
-    import tiny
-    import torch
-
-    from nemo_rl_mcore.data import BatchedDataDict
-
     trainer = tiny.worker(policy, seed=7, temperature=temperature)
     told = {}
     for prompt in PROMPTS:
@@ -47,8 +51,6 @@ class Engines:
 
 
 def alter_a_layer(engine):
-    import torch
-
     [chunk] = engine._backend.chunks
     [weight] = [
         parameter
@@ -60,18 +62,11 @@ def alter_a_layer(engine):
 
 
 def engine_answers(engine):
-    from nemo_rl_mcore.engine.engine import Request, Sampling
-
     requests = [Request(prompt, row) for row, prompt in enumerate(PROMPTS)]
     return asyncio.run(engine.generate(requests, Sampling(3), 0))
 
 
-def compared(keys):
-    """See `_compared`."""
-    return _compared(**keys)
-
-
-def _compared(
+def compared(
     precision="float32",
     engine_precision=None,
     temperature=0.7,
@@ -81,14 +76,6 @@ def _compared(
     altered=False,
 ):
     """What is found between ranks and an engine that took their weights; model: what the engine makes of them."""
-    import tiny
-    import torch
-    from engine_contract import load
-
-    from nemo_rl_mcore.driver.algorithms.engine_comparison import compare
-    from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
-    from nemo_rl_mcore.rank import rendezvous
-
     tensors, told = trained(tiny.policy_config(precision=precision, model=common), trained_at)
     tiny.leave()
     rendezvous.leave()
@@ -108,9 +95,7 @@ def _compared(
 
 def found_in_float32(keys):
     """What a comparison finds, and the complaint it would end a run with."""
-    from nemo_rl_mcore.driver.algorithms.engine_comparison import BOUNDS, EnginesDifferError
-
-    found = compared(keys)
+    found = compared(**keys)
     try:
         found.require(BOUNDS["float32"])
     except EnginesDifferError as error:

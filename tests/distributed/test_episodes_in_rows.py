@@ -1,7 +1,13 @@
 """An episode in several rows trains as its one row does: losses, metrics, gradients, weights, under every batching."""
 
 import pytest
-from tolerances import LOGPROBS, METRICS, REORDERED
+import tiny
+import torch
+from test_microbatching import assert_metrics, by_tokens
+from tolerances import LOGPROBS, REORDERED
+
+from nemo_rl_mcore.driver.rollouts.transcript import as_rows
+from nemo_rl_mcore.losses import DistillationLossFn, MseValueLossFn, NLLLossFn
 
 # Ranks, keys of Megatron, keys of the model.
 LAYOUTS = {
@@ -12,11 +18,6 @@ LAYOUTS = {
     "cp2": (2, {"context_parallel_size": 2, "fused_linear_logprobs_context_parallel": True}, {}),
     "ep2": (2, {"expert_model_parallel_size": 2}, {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}),
 }
-
-
-def by_tokens(section, budget):
-    budgets = {"train_mb_tokens": budget, "logprob_mb_tokens": budget}
-    return {section: {"enabled": True, "sequence_length_round": 4} | budgets}
 
 
 # The longest row has 12 tokens, the longest episode three rows and 24.
@@ -38,11 +39,6 @@ OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.0, "adam_eps": 1e-3, "use_distributed
 
 def episodes(seed, in_rows):
     """Eight episodes, the third of which does not count; in one row each, or in 15 together."""
-    import tiny
-    import torch
-
-    from nemo_rl_mcore.driver.rollouts.episode_rows import as_rows
-
     batch = tiny.grpo_batch(seed=seed)
     lengths = torch.tensor(LENGTHS)
     real = torch.arange(12) < lengths.unsqueeze(1)
@@ -60,10 +56,6 @@ def episodes(seed, in_rows):
 
 def losses():
     """Over tokens, over sequences with ratios of tokens and of sequences, supervised, and against a teacher."""
-    import tiny
-
-    from nemo_rl_mcore.losses import DistillationLossFn, NLLLossFn
-
     of_sequences = {"token_level_loss": False, "sequence_level_importance_ratios": True}
     bounds = {"truncated_importance_sampling_ratio_min": 0.99, "truncated_importance_sampling_ratio": 1.01}
     masked = {
@@ -77,18 +69,7 @@ def losses():
     )
 
 
-def dealt(policy, batch):
-    """This rank's episodes, as the driver deals them."""
-    from nemo_rl_mcore.data.microbatch import split_balanced
-    from nemo_rl_mcore.rank.megatron import parallel_groups
-
-    ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()
-    return (batch.split(ranks) if policy.token_budgets is None else split_balanced(batch, ranks))[rank]
-
-
 def configured(way, megatron, model=None):
-    import tiny
-
     sections = {**way}
     megatron = megatron | sections.pop("megatron", {})
     return tiny.policy_config(
@@ -101,34 +82,28 @@ def configured(way, megatron, model=None):
 
 
 def of_step(worker, step):
-    import tiny
-
     metrics = step["all_mb_metrics"] | {"norm": step["grad_norm"].tolist()}
     return metrics, {name: value.numpy() for name, value in tiny.gradients(worker).items()}
 
 
 def steps(way, megatron, model, in_rows):
     """One step for each loss, one in two chunks, and one of a critic: metrics and gradients; then weights, schedule."""
-    import tiny
-
-    from nemo_rl_mcore.losses import MseValueLossFn
-
     policy = configured(way, megatron, model)
     worker, found = tiny.worker(policy), []
     said = worker.get_logprobs(data=episodes(0, in_rows))["logprobs"]
     for seed, loss_fn in enumerate(losses()):
-        found.append(of_step(worker, worker.train(dealt(policy, episodes(seed, in_rows)), loss_fn)))
-    evaluated = worker.train(dealt(policy, episodes(9, in_rows)), losses()[2], eval_mode=True)
+        found.append(of_step(worker, worker.train(tiny.dealt(policy, episodes(seed, in_rows)), loss_fn)))
+    evaluated = worker.train(tiny.dealt(policy, episodes(9, in_rows)), losses()[2], eval_mode=True)
     worker.begin_train_step(losses()[2])
     whole = episodes(7, in_rows)
     samples = whole.samples()
     for first, last in ((0, 2), (3, 7)):
         chunk = whole.slice(samples[first].start, samples[last].stop)
-        worker.train_microbatch(dealt(policy, chunk))
+        worker.train_microbatch(tiny.dealt(policy, chunk))
     found.append(of_step(worker, worker.finish_train_step()))
     weights, advanced = tiny.parameters(worker), worker.backend.scheduler.num_steps
     critic = tiny.worker(policy, role="value")
-    step = critic.train(dealt(policy, episodes(3, in_rows)), MseValueLossFn({"cliprange": 0.2}))
+    step = critic.train(tiny.dealt(policy, episodes(3, in_rows)), MseValueLossFn({"cliprange": 0.2}))
     found.append((step["all_mb_metrics"], {}))
     weights |= {f"critic.{name}": value for name, value in tiny.parameters(critic).items()}
     weights = {name: value.numpy() for name, value in weights.items()}
@@ -175,31 +150,3 @@ def test_an_episode_in_rows_trains_as_its_one_row(ranks, reference, layout, way)
         for row, (said, number) in enumerate(zip(found[4], last_rows, strict=True)):
             length = ([*CUTS[number], LENGTHS[number]])[last_rows[:row].count(number)]
             assert said[:length] == pytest.approx(wanted[4][number][:length], abs=LOGPROBS)
-
-
-def assert_metrics(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert found[name] == pytest.approx(wanted[name], **METRICS), name
-
-
-def lost_if_parted():
-    """What a step of sequences says of an episode whose rows are told to be episodes of their own."""
-    import tiny
-    import torch
-
-    worker, found = tiny.worker(configured(REFERENCE, {})), []
-    for parted in (False, True):
-        batch = episodes(2, True)
-        if parted:
-            batch["episode_index"] = torch.arange(batch.size)
-        step = worker.train(batch, losses()[2], eval_mode=True, gbs=batch.size if parted else 8)
-        found.append(step["all_mb_metrics"])
-    return found
-
-
-def test_rows_of_their_own_are_another_loss(ranks):
-    whole, parted = ranks(1).run(lost_if_parted)[0]
-    assert whole["global_valid_seqs"] == [7]
-    assert parted["global_valid_seqs"] == [13]
-    assert parted["loss"][0] != pytest.approx(whole["loss"][0], rel=1e-2)

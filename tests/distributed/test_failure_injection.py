@@ -5,8 +5,25 @@ Where one rank alone fails in begin or in a chunk, its peers hear of it and fail
 
 from contextlib import suppress
 
+import injection
 import pytest
-from injection import IN_BACKWARD, IN_BEGIN, IN_FINALIZE, IN_FINISH, IN_MICROBATCH, IN_OPTIMIZER, Point
+import tiny
+import torch
+import torch.distributed as dist
+import worker_state
+from injection import (
+    IN_BACKWARD,
+    IN_BEGIN,
+    IN_FINALIZE,
+    IN_FINISH,
+    IN_MICROBATCH,
+    IN_OPTIMIZER,
+    InjectedError,
+    Point,
+    failing,
+)
+
+from nemo_rl_mcore.rank.train_step import EMPTY_STEP, TrainStepError
 
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}
 BALANCED = EXPERTS | {"moe_aux_loss_coeff": 0.1}
@@ -35,22 +52,7 @@ LAYOUTS = {
 }
 
 
-def prepared_worker(sections):
-    """A worker that has trained one step, so that its optimizer has moments, and cleared its gradients."""
-    import tiny
-    import worker_state
-
-    worker = worker_state.with_dropout(
-        tiny.worker(tiny.policy_config(**sections), init_reference_model=False)
-    )
-    worker.train(tiny.shard(tiny.grpo_batch(rows=16, seed=9)), tiny.grpo_loss(), gbs=16)
-    worker.backend.zero_grad()
-    return worker
-
-
 def split_step(worker, *, seed, finish=True):
-    import tiny
-    import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     batch = tiny.shard(tiny.grpo_batch(rows=16, seed=seed))
@@ -64,8 +66,6 @@ def split_step(worker, *, seed, finish=True):
 
 def clean_step(worker, start):
     """The state after a step from `start` that nothing disturbed; the worker stands at `start` again."""
-    import worker_state
-
     assert split_step(worker, seed=1)["update_successful"]
     wanted = worker_state.capture(worker)
     worker_state.restore(worker, start)
@@ -77,9 +77,6 @@ def clean_step(worker, start):
 
 def fail_and_abort(worker, points, finish):
     """points: where each rank fails; None for one that only hears of it."""
-    import injection
-    import torch.distributed as dist
-
     with injection.failing(worker, points[dist.get_rank()]):
         try:
             split_step(worker, seed=7, finish=finish)
@@ -93,9 +90,7 @@ def fail_and_abort(worker, points, finish):
 
 def traces_of_failures(sections, points):
     """For each rank's points in turn: what differs after the abort, and after the clean step that follows."""
-    import worker_state
-
-    worker = prepared_worker(sections)
+    worker = worker_state.prepared(sections, init_reference_model=False)
     start = worker_state.capture(worker)
     wanted = clean_step(worker, start)
     found = {}
@@ -144,10 +139,7 @@ def test_ranks_that_fail_at_different_points_leave_no_trace(ranks):
 
 def traces_of_skipped_steps(sections):
     """What steps that are empty, or not finite, change besides the gradient buckets."""
-    import tiny
-    import worker_state
-
-    worker = prepared_worker(sections)
+    worker = worker_state.prepared(sections, init_reference_model=False)
     start = worker_state.capture(worker)
     batch = tiny.shard(tiny.grpo_batch(rows=16, seed=7))
     not_finite = batch["advantages"] * float("nan")
@@ -163,30 +155,16 @@ def traces_of_skipped_steps(sections):
 
 @pytest.mark.parametrize("layout", ["one-experts-bias", "dp2-overlap", "pp2"])
 def test_a_skipped_step_leaves_no_trace(ranks, layout):
-    from nemo_rl_mcore.rank.train_step import EMPTY_STEP
-
     world_size, sections = LAYOUTS[layout]
     for found in ranks(world_size).run(traces_of_skipped_steps, sections):
         assert found == {EMPTY_STEP: [], "the loss is nan": []}
 
 
-def failure_in_the_optimizer(sections, point_of_rank):
+def failure_in_the_optimizer(sections, point):
     """What abort says after the failure, twice; the state's changes in between; whether later calls are refused."""
-    import tiny
-    import torch.distributed as dist
-    import worker_state
-    from injection import InjectedError, failing
-
-    from nemo_rl_mcore.rank.train_step import TrainStepError
-
-    worker = prepared_worker(sections)
-    point = point_of_rank[dist.get_rank()]
-    with failing(worker, point):
-        if point is None:
-            split_step(worker, seed=7)
-        else:
-            with pytest.raises(InjectedError):
-                split_step(worker, seed=7)
+    worker = worker_state.prepared(sections, init_reference_model=False)
+    with failing(worker, point), pytest.raises(InjectedError):
+        split_step(worker, seed=7)
     failed = worker_state.capture(worker)
     said = []
     for call in (
@@ -207,7 +185,7 @@ def failure_in_the_optimizer(sections, point_of_rank):
 @pytest.mark.parametrize("point", IN_OPTIMIZER, ids=str)
 def test_a_failure_in_the_optimizer_is_an_unknown_outcome(ranks, layout, point):
     world_size, sections = LAYOUTS[layout]
-    for said, changed in ranks(world_size).run(failure_in_the_optimizer, sections, (point,) * world_size):
+    for said, changed in ranks(world_size).run(failure_in_the_optimizer, sections, point):
         assert said == ["weights-unknown"] * 2 + ["step-is-failed"] * 3
         assert changed == []
 
@@ -219,12 +197,7 @@ def test_the_rank_whose_optimizer_failed_says_so_while_its_peer_has_committed(ra
 
 
 def outcome_on_each_rank(point_of_rank):
-    import torch.distributed as dist
-    from injection import InjectedError, failing
-
-    from nemo_rl_mcore.rank.train_step import TrainStepError
-
-    worker = prepared_worker({})
+    worker = worker_state.prepared({}, init_reference_model=False)
     with suppress(InjectedError), failing(worker, point_of_rank[dist.get_rank()]):
         split_step(worker, seed=7)
     try:
@@ -236,11 +209,7 @@ def outcome_on_each_rank(point_of_rank):
 
 def failure_inside_train():
     """`train` aborts by itself: its traces, and the note on an error whose outcome is unknown."""
-    import tiny
-    import worker_state
-    from injection import InjectedError, failing
-
-    worker = prepared_worker({})
+    worker = worker_state.prepared({}, init_reference_model=False)
     start = worker_state.capture(worker)
     wanted = clean_step(worker, start)
     found = {}

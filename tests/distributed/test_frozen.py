@@ -1,7 +1,11 @@
 """A model that is never trained: it says what the trained one says, and has neither gradient buffers nor optimizer."""
 
 import pytest
+import tiny
 import tolerances
+import torch
+
+from nemo_rl_mcore.models import missing_family
 
 TIED = {"tie_word_embeddings": True}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
@@ -14,8 +18,6 @@ EP2 = {"expert_model_parallel_size": 2}
 
 
 def build(model, megatron, **options):
-    import tiny
-
     policy = {name: options.pop(name) for name in ("precision", "init_checkpoint") if name in options}
     # As a frozen second model gets it: its own rules, not all of those of a policy, are met before.
     config = tiny.policy_config(model=model, **policy)
@@ -25,11 +27,6 @@ def build(model, megatron, **options):
 
 def said_by(worker):
     """All that can be asked of a model that is not trained."""
-    import tiny
-    import torch
-
-    from nemo_rl_mcore.models import missing_family
-
     batch = tiny.grpo_batch()
     if worker.role.value == "value":
         return {"values": worker.get_values(data=batch)["values"]}
@@ -51,8 +48,6 @@ def said_by(worker):
 
 def trained_and_frozen(model, megatron, options):
     """What the two differ in."""
-    import torch
-
     trained = said_by(build(model, megatron, **options))
     worker = build(model, megatron, trained=False, **options)
     frozen = said_by(worker)
@@ -82,8 +77,6 @@ def test_it_says_what_the_trained_model_says(ranks, world_size, model, megatron,
 
 def trained_for_a_step(folder, model):
     """The log-probabilities of the weights that are saved."""
-    import tiny
-
     worker = build(model, FUSED)
     worker.train(tiny.grpo_batch(), tiny.grpo_loss(fused=True))
     (folder / "policy").mkdir()
@@ -93,8 +86,6 @@ def trained_for_a_step(folder, model):
 
 def loaded(folder, model, megatron):
     """Log-probabilities of a start from a checkpoint, of a reload, and of the reference weights of the start."""
-    import tiny
-
     worker = build(model, megatron, init_checkpoint=str(folder), trained=False)
     of_start = worker.get_logprobs(data=tiny.grpo_batch())["logprobs"].numpy()
     reference = worker.get_reference_policy_logprobs(data=tiny.grpo_batch())["reference_logprobs"].numpy()

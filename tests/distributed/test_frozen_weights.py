@@ -1,6 +1,8 @@
 """Weights that training leaves as they are: to the bit, without gradients or optimizer state, on every layout."""
 
 import pytest
+import tiny
+import torch
 
 EXPERTS = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.1,
@@ -26,9 +28,6 @@ ROUTERS = {"freeze_moe_router": True}
 
 def steps(freeze, model, megatron, policy, folder):
     """Weights before and after two steps, gradients of the first, and what a checkpoint of it brings back."""
-    import tiny
-    import torch
-
     keys = PLAIN | megatron | freeze
     worker = tiny.worker(tiny.policy_config(model=model, megatron=keys, max_grad_norm=0.0, **policy))
     start = tiny.parameters(worker)
@@ -89,8 +88,6 @@ def test_frozen_weights_stay_to_the_bit_and_all_else_has_the_same_gradients(
 
 
 def biases_after_a_step(freeze):
-    import tiny
-
     biased = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     model = EXPERTS | biased | {"moe_aux_loss_coeff": 0.0}
     worker = tiny.worker(tiny.policy_config(model=model, megatron={"freeze": freeze}))
@@ -109,8 +106,6 @@ def test_a_frozen_bias_of_experts_is_not_moved(ranks, freeze, moved):
 
 
 def sharded_steps_in_bf16(freeze, model, folder):
-    import tiny
-
     worker = tiny.worker(tiny.policy_config(precision="bfloat16", megatron=freeze, model=model))
     start = tiny.parameters(worker)
     for seed in range(2):

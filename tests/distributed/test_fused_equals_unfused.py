@@ -1,6 +1,7 @@
 """Fused and unfused training is one function computed two ways, on every layout."""
 
 import pytest
+import tiny
 from tolerances import FIVE_STEPS, METRICS
 
 CACHE = "fused_linear_logprobs_cache_bytes"
@@ -16,8 +17,6 @@ LAYOUTS = {
 
 
 def train_five_steps(megatron, tied, fused):
-    import tiny
-
     config = tiny.policy_config(
         model={"tie_word_embeddings": tied},
         # A byte budget that makes several chunks even of this small problem.
@@ -34,8 +33,6 @@ def train_five_steps(megatron, tied, fused):
 
 
 def fused_and_unfused(megatron, tied):
-    import tiny
-
     plain = {key: value for key, value in megatron.items() if key != CACHE}
     start, losses, end = train_five_steps(plain, tied, fused=False)
     fused_start, fused_losses, fused_end = train_five_steps(megatron, tied, fused=True)

@@ -3,7 +3,11 @@
 from contextlib import contextmanager
 
 import pytest
+import tiny
+import torch
 from tolerances import GRADIENTS, LOGPROBS
+
+from nemo_rl_mcore.tools.check.plan import activation_bytes
 
 EXPERTS = {
     "num_moe_experts": 4,
@@ -37,8 +41,6 @@ CASES = {
 @contextmanager
 def _kept_bytes(model):
     """What each backward pass found kept for it, besides weights."""
-    import torch
-
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept, found = {}, []
 
@@ -60,8 +62,6 @@ def _kept_bytes(model):
 
 def step_of(model, megatron):
     """Log-probabilities, the metrics and gradients of a step, the settings that it ran with, and the bytes it kept."""
-    import tiny
-
     # With the plain optimizer the buckets keep the gradients of a step.
     plain = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}}
     worker = tiny.worker(tiny.policy_config(model=model, megatron=plain | megatron, max_grad_norm=0.0))
@@ -99,10 +99,6 @@ def test_it_equals_the_plain_model(ranks, plain, case):
 
 def kept_by_two_layers(model, megatron, tokens):
     """The bytes that two more layers keep of a microbatch, and the estimate of `check`."""
-    import tiny
-
-    from nemo_rl_mcore.tools.check.plan import activation_bytes
-
     measured, estimated = [], []
     for layers in (2, 4):
         own = model | {"num_layers": layers, "hidden_size": 64, "ffn_hidden_size": 192}

@@ -1,17 +1,17 @@
 """The embedded engine on real ranks: it samples what get_logprobs then confirms, whatever the batch looks like."""
 
-import math
-
 import pytest
-from tolerances import GENERATION, LOGPROBS
+import tiny
+import torch
+from tolerances import GENERATION
 
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.tokenizer import StopConditions, load_tokenizer
 from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.ops.sampling import SamplingParams
 
 
 def requests(prompt_lengths):
-    import tiny
-    import torch
-
     generator = torch.Generator().manual_seed(3)
     rows, longest = len(prompt_lengths), max(prompt_lengths)
     lengths = torch.tensor(prompt_lengths)
@@ -28,10 +28,8 @@ def generation_config(**sampling):
     return {"max_new_tokens": 6, "temperature": 0.7} | sampling
 
 
-def generated_against_logprobs(megatron, prompt_lengths, stop_ids, filters=None, model=None):
-    import tiny
-    import torch
-
+def generated_against_logprobs(megatron, prompt_lengths, filters=None, model=None):
+    """Log-probabilities of six tokens a prompt, as generation and as `get_logprobs` say them; and the tokens."""
     config = tiny.policy_config(
         model={"num_layers": 4} | (model or {}),
         megatron=megatron,
@@ -39,50 +37,31 @@ def generated_against_logprobs(megatron, prompt_lengths, stop_ids, filters=None,
     )
     worker = tiny.worker(config)
     asked = requests(prompt_lengths)
-    found = worker.generate(data=asked, step=5, stop_ids=stop_ids)
+    found = worker.generate(data=asked, step=5, stop_ids=[])
     rows, longest = asked["input_ids"].shape
     whole = torch.zeros(rows, longest + 6, dtype=torch.long)
     in_response = torch.zeros(whole.shape, dtype=torch.bool)
     for row in range(rows):
-        start, end = prompt_lengths[row], prompt_lengths[row] + int(found["lengths"][row])
+        start, end = prompt_lengths[row], prompt_lengths[row] + 6
         whole[row, :start] = asked["input_ids"][row, :start]
-        whole[row, start:end] = found["tokens"][row, : end - start]
+        whole[row, start:end] = found["tokens"][row]
         in_response[row, start:end] = True
-    lengths = asked["input_lengths"] + found["lengths"]
-    confirmed = worker.get_logprobs(data=tiny.BatchedDataDict(input_ids=whole, input_lengths=lengths))[
-        "logprobs"
-    ]
-    kept = torch.arange(6) < found["lengths"].unsqueeze(1)
-    return (
-        found["logprobs"][kept].numpy(), confirmed[in_response].numpy(), found["tokens"].tolist(),
-        found["lengths"].tolist(), found["finished"].tolist(), found["logprobs"][~kept].abs().sum().item(),
-    )  # fmt: skip
+    assert (found["lengths"] == 6).all()
+    data = tiny.BatchedDataDict(input_ids=whole, input_lengths=asked["input_lengths"] + 6)
+    confirmed = worker.get_logprobs(data=data)["logprobs"]
+    return found["logprobs"].flatten().numpy(), confirmed[in_response].numpy(), found["tokens"].tolist()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "megatron"),
-    [
-        (1, {}),
-        (1, {"use_fused_linear_logprobs": True}),
-        (2, {"tensor_model_parallel_size": 2}),
-        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-        (2, {"pipeline_model_parallel_size": 2}),
-        (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
-        (2, {"context_parallel_size": 2}),
-    ],
-    ids=["one-rank", "one-rank-fused", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2"],
-)
-def test_own_logprobs_are_those_of_get_logprobs(ranks, world_size, megatron):
-    prompt_lengths = [4, 4, 2, 5, 2, 1, 5, 3]
-    for generated, confirmed, *_ in ranks(world_size).run(
-        generated_against_logprobs, megatron, prompt_lengths, []
-    ):
-        assert len(generated) == 8 * 6
+def assert_confirmed(ranks, world_size, megatron, lengths=(4, 4, 2, 5, 2, 1, 5, 3), filters=None, model=None):
+    """A pass over its tokens says of each what generation said, and the ranks of one model copy draw the same."""
+    answers = ranks(world_size).run(generated_against_logprobs, megatron, [*lengths], filters, model)
+    for generated, confirmed, tokens in answers:
         assert generated == pytest.approx(confirmed, abs=GENERATION)
+        assert tokens == answers[0][2]
 
 
 LATENT = {
-    "multi_latent_attention": True, "qk_layernorm": True, "num_query_groups": None, "q_lora_rank": 20,
+    "qk_layernorm": True, "num_query_groups": None, "q_lora_rank": 20,
     "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
     "rope_scaling": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7,
@@ -93,69 +72,49 @@ DENSE_FIRST = {
     "num_moe_experts": 4, "moe_layer_freq": (0, 1, 1, 1), "moe_ffn_hidden_size": 24,
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
 }  # fmt: skip
+LATENT_EXPERTS = LATENT | DENSE_FIRST
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+TP2_SP, CP2 = TP2 | {"sequence_parallel": True}, {"context_parallel_size": 2}
+# Ranks, and keys of Megatron, of the model.
+CONFIRMED = {
+    "one-rank": (1, {}, {}),
+    "one-rank-fused": (1, {"use_fused_linear_logprobs": True}, {}),
+    "tp2": (2, TP2, {}),
+    "tp2-sp": (2, TP2_SP, {}),
+    "pp2": (2, PP2, {}),
+    "pp2-vpp2": (2, PP2 | {"virtual_pipeline_model_parallel_size": 2}, {}),
+    "cp2": (2, CP2, {}),
+    # Decoding keeps keys and values of every head, as upstream's does: the latents are made whole once a token.
+    "latent-one-rank": (1, {}, LATENT),
+    "latent-tp2": (2, TP2, LATENT),
+    "latent-tp2-sp-experts": (2, TP2_SP, LATENT_EXPERTS),
+    "latent-pp2": (2, PP2, LATENT_EXPERTS),
+    "latent-cp2": (2, CP2, LATENT),
+}
 
 
-@pytest.mark.quick_cases("one-rank", "tp2-sp-experts")
-@pytest.mark.parametrize(
-    ("world_size", "megatron", "experts"),
-    [
-        (1, {}, {}),
-        (2, {"tensor_model_parallel_size": 2}, {}),
-        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, DENSE_FIRST),
-        (2, {"expert_model_parallel_size": 2}, DENSE_FIRST),
-        (2, {"pipeline_model_parallel_size": 2}, DENSE_FIRST),
-        (2, {"context_parallel_size": 2}, {}),
-    ],
-    ids=["one-rank", "tp2", "tp2-sp-experts", "ep2", "pp2", "cp2"],
+@pytest.mark.quick_cases(
+    *(case for case in CONFIRMED if "latent" not in case), "latent-one-rank", "latent-tp2-sp-experts"
 )
-def test_logprobs_of_latent_attention_are_those_of_get_logprobs(ranks, world_size, megatron, experts):
-    """Decoding keeps keys and values of every head, as upstream's does: the latents are made whole once a token."""
-    prompt_lengths = [4, 4, 2, 5, 2, 1, 5, 3]
-    for generated, confirmed, *_ in ranks(world_size).run(
-        generated_against_logprobs, megatron, prompt_lengths, [], None, LATENT | experts
+@pytest.mark.parametrize("case", CONFIRMED)
+def test_own_logprobs_are_those_of_get_logprobs(ranks, case):
+    world_size, megatron, model = CONFIRMED[case]
+    assert_confirmed(ranks, world_size, megatron, model=model)
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_share_latent_experts_confirm_their_own_answers(ranks):
+    for generated, confirmed, _ in ranks(2).run(
+        generated_against_logprobs, {"expert_model_parallel_size": 2}, [4, 4, 2, 5], None, LATENT_EXPERTS
     ):
-        assert len(generated) == 8 * 6
         assert generated == pytest.approx(confirmed, abs=GENERATION)
 
 
-@pytest.mark.parametrize(
-    "megatron",
-    [
-        {"tensor_model_parallel_size": 2},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {"pipeline_model_parallel_size": 2},
-        {"context_parallel_size": 2},
-    ],
-    ids=["tp2", "tp2-sp", "pp2", "cp2"],
-)
-def test_ranks_of_one_model_copy_draw_the_same_tokens(ranks, megatron):
-    first, second = ranks(2).run(generated_against_logprobs, megatron, [3, 4] * 3, [])
-    assert first[2] == second[2]
-
-
-def batch_sizes():
-    import tiny
-
-    drawn = []
-    for size in (None, 1, 3):
-        worker = tiny.worker(tiny.policy_config(generation=generation_config(), generation_batch_size=size))
-        drawn.append(worker.generate(data=requests([4, 2] * 5), step=5, stop_ids=[])["tokens"].tolist())
-    return drawn
-
-
-def test_tokens_do_not_depend_on_the_generation_batch_size(ranks):
-    whole, single, threes = ranks(1).run(batch_sizes)[0]
-    assert whole == single == threes
-
-
 def several_answers_to_a_prompt():
-    import tiny
-    import torch
-
     asked = requests([5] * 4).repeat_interleave(4)
     asked["sample_index"] = torch.arange(4).repeat(4)
     answered = []
-    for size in (None, 4):  # of a single prompt there are too few tokens to be read apart
+    for size in (None, 4, 3):  # of a single prompt there are too few tokens to be read apart
         worker = tiny.worker(tiny.policy_config(generation=generation_config(), generation_batch_size=size))
         read = []
         worker.backend.chunks[0].register_forward_pre_hook(
@@ -167,116 +126,15 @@ def several_answers_to_a_prompt():
 
 
 def test_a_prompt_is_read_once_for_all_its_answers(ranks):
-    once, each = ranks(1).run(several_answers_to_a_prompt)[0]
+    once, each, uneven = ranks(1).run(several_answers_to_a_prompt)[0]
     assert once[2] == [(4, 5)] + [(16, 1)] * 5
     assert each[2] == ([(4, 5)] + [(4, 1)] * 5) * 4
     assert once[:2] == each[:2]  # to the bit
+    assert once[0] == uneven[0]
     assert len({tuple(row) for row in once[0]}) > 4  # they are answers of their own
 
 
-def recomputed_and_cached():
-    import tiny
-    import torch
-
-    from nemo_rl_mcore.rank.megatron.generation import RecomputedLogits, next_logits
-
-    model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
-    ids = torch.randint(0, 32, (3, 5))
-    cached, recomputed = next_logits(model, rows=3, max_length=9), RecomputedLogits(model)
-    differences = []
-    with torch.no_grad():
-        for _ in range(4):
-            differences.append(float((cached(ids) - recomputed(ids)).abs().max()))
-            ids = torch.cat([ids, torch.randint(0, 32, (3, 1))], 1)
-    return type(cached).__name__, differences
-
-
-def test_recomputed_logits_are_the_cached_ones(ranks):
-    kind, differences = ranks(1).run(recomputed_and_cached)[0]
-    assert kind == "CachedLogits"
-    assert max(differences) < LOGPROBS
-
-
-def test_a_row_ends_with_its_stop_token(ranks):
-    stops = [1, 7, 11, 20, 25]
-    ((_, _, tokens, lengths, finished, behind),) = ranks(1).run(
-        generated_against_logprobs, {}, [3] * 16, stops
-    )
-    assert behind == 0
-    assert any(finished)
-    assert not all(finished)
-    for row, length, ended in zip(tokens, lengths, finished, strict=True):
-        assert all(token not in stops for token in row[: length - 1])
-        assert (row[length - 1] in stops) == ended
-        assert ended or length == 6
-        assert all(token == 0 for token in row[length:])
-
-
-def rows_in_other_company():
-    import tiny
-
-    worker = tiny.worker(tiny.policy_config(generation=generation_config()))
-    asked = requests([4] * 8)
-    together = worker.generate(data=asked, step=5, stop_ids=[])["tokens"]
-    reversed_rows = worker.generate(data=asked.select_indices(list(range(7, -1, -1))), step=5, stop_ids=[])[
-        "tokens"
-    ]
-    alone = worker.generate(data=asked.slice(5, 6), step=5, stop_ids=[])["tokens"]
-    next_step = worker.generate(data=asked, step=6, stop_ids=[])["tokens"]
-    return together.tolist(), reversed_rows.tolist()[::-1], alone.tolist(), next_step.tolist()
-
-
-def test_noise_follows_the_sample_not_its_place(ranks):
-    together, reversed_rows, alone, next_step = ranks(1).run(rows_in_other_company)[0]
-    assert together == reversed_rows
-    assert [together[5]] == alone
-    assert together != next_step
-    assert len({tuple(row) for row in together}) > 4
-
-
-def shards_of_a_batch():
-    import tiny
-
-    from nemo_rl_mcore.rank.megatron import parallel_groups
-
-    worker = tiny.worker(tiny.policy_config(generation=generation_config()))
-    mine = requests([4] * 8).shard_by_batch_size(parallel_groups.data_parallel_size())[
-        parallel_groups.data_parallel_rank()
-    ]
-    return worker.generate(data=mine, step=5, stop_ids=[])["tokens"].tolist()
-
-
-def test_two_data_parallel_ranks_generate_what_one_does(ranks):
-    (one,) = ranks(1).run(shards_of_a_batch)
-    first, second = ranks(2).run(shards_of_a_batch)
-    assert first + second == one
-
-
-def greedy_with_and_without_cache():
-    import tiny
-    import torch
-
-    worker = tiny.worker(tiny.policy_config(generation=generation_config()))
-    asked = requests([4] * 4)
-    cached = worker.generate(data=asked, step=0, stop_ids=[], greedy=True)["tokens"]
-    model, ids = worker.backend.chunks[0].eval(), asked["input_ids"]
-    with torch.no_grad():
-        for _ in range(6):
-            length = ids.shape[1]
-            causal = torch.ones(1, 1, length, length).triu(1).bool()
-            logits = model(ids, torch.arange(length).expand(len(ids), -1), causal)
-            ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], 1)
-    return cached.tolist(), ids[:, 4:].tolist()
-
-
-def test_cached_decoding_equals_whole_forwards(ranks):
-    cached, uncached = ranks(1).run(greedy_with_and_without_cache)[0]
-    assert cached == uncached
-
-
 def filtered(sampling):
-    import tiny
-
     worker = tiny.worker(tiny.policy_config(generation=generation_config(**sampling)))
     asked = requests([4] * 32)
     likeliest = worker.generate(data=asked, step=1, stop_ids=[], greedy=True)
@@ -286,8 +144,7 @@ def filtered(sampling):
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.6}], ids=str)
 def test_logprobs_agree_with_get_logprobs_whatever_the_filters(ranks, filters):
-    ((generated, confirmed, *_),) = ranks(1).run(generated_against_logprobs, {}, [4, 4, 2, 5], [], filters)
-    assert generated == pytest.approx(confirmed, abs=GENERATION)
+    assert_confirmed(ranks, 1, {}, filters=filters)
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
@@ -298,8 +155,6 @@ def test_the_narrowest_filter_leaves_the_likeliest_token(ranks, sampling):
 
 
 def prompts_up_to(length):
-    import tiny
-
     worker = tiny.worker(tiny.policy_config(generation=generation_config(), max_total_sequence_length=16))
     try:
         answered = worker.generate(data=requests([3, length, 2]), step=5, stop_ids=[])
@@ -314,14 +169,7 @@ def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(ranks):
 
 
 def stopped_by_texts(megatron, of_rows):
-    """What stop strings, one of two tokens, make of responses, and what they are without.
-
-    of_rows: the batch has them, for every other row; else the recipe.
-    """
-    import tiny
-
-    from nemo_rl_mcore.data.tokenizer import load_tokenizer
-
+    """What stop strings, one of two tokens, make of responses, and what they are without."""
     tokenizer = load_tokenizer("char")
     asked = requests([3] * 8 + [5] * 8)
 
@@ -368,11 +216,6 @@ def test_a_stop_string_ends_a_response_and_belongs_to_it(ranks, world_size, mega
 
 def a_session_of_two_requests():
     """Tokens by row, of a session that is interrupted and of whole calls; and the mode between two steps."""
-    import tiny
-    import torch
-
-    from nemo_rl_mcore.data.tokenizer import StopConditions
-    from nemo_rl_mcore.ops.sampling import SamplingParams
     from nemo_rl_mcore.rank.megatron.generation import DecodingSession, GenerationRequest, generate
 
     model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
@@ -409,8 +252,6 @@ def test_requests_come_between_two_tokens(ranks):
 
 
 def answers_with_and_without_room():
-    import tiny
-
     total = 20
     policy = tiny.policy_config(max_total_sequence_length=total, generation=generation_config())
     fitting = policy.model_copy(
@@ -434,12 +275,6 @@ def test_an_answer_ends_where_its_prompt_leaves_no_more(ranks):
 
 
 def logprobs_across_new_weights(reread):
-    import tiny
-    import torch
-
-    from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.data.tokenizer import StopConditions
-    from nemo_rl_mcore.ops.sampling import SamplingParams
     from nemo_rl_mcore.rank.megatron.generation import DecodingSession, GenerationRequest
 
     model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
@@ -467,27 +302,3 @@ def test_the_next_token_is_drawn_with_the_weights_of_its_time(ranks):
     assert found == pytest.approx(whole, abs=1e-5)
     ((found, whole),) = ranks(1).run(logprobs_across_new_weights, False)
     assert found != pytest.approx(whole, abs=1e-3)
-
-
-def logprobs_after_a_head_of_zeros():
-    import tiny
-    import torch
-
-    from nemo_rl_mcore.data.tokenizer import StopConditions
-    from nemo_rl_mcore.ops.sampling import SamplingParams
-    from nemo_rl_mcore.rank.megatron.generation import DecodingSession, GenerationRequest
-
-    model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
-    session = DecodingSession(model, tiny.VOCABULARY)
-    session.add(GenerationRequest([[1, 2, 3]], torch.ones(1).long(), 4, [StopConditions()], SamplingParams()))
-    first = session.step()
-    with torch.no_grad():
-        dict(model.chunks[0].named_parameters())["module.output_layer.weight"].zero_()
-    return [float(sampled.logprobs_N) for sampled in (first, session.step(), session.step())]
-
-
-def test_new_weights_are_used_at_once(ranks):
-    ((before, *after),) = ranks(1).run(logprobs_after_a_head_of_zeros)
-    uniform = -math.log(32)
-    assert before != pytest.approx(uniform, abs=1e-3)
-    assert after == pytest.approx([uniform] * 2)

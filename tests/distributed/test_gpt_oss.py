@@ -5,10 +5,9 @@ import hf_weight_cases
 import pytest
 import test_frozen_weights
 import test_generation
-import test_hf_gradients
 import test_hybrid
 import tiny_gpt_oss
-from tolerances import GENERATION, METRICS
+from tolerances import METRICS
 
 ADAM = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.0}
 """With a smaller eps a step would multiply the rounding of small gradients."""
@@ -45,9 +44,7 @@ def test_the_norm_of_gradients_has_the_sinks_of_all_ranks(ranks, saved, layout):
     folder, (_, _, gradients), _ = saved("gpt-oss")
     wanted = sum(float((gradient.astype("float64") ** 2).sum()) for gradient in gradients.values()) ** 0.5
     world_size, megatron = cases.LAYOUTS[layout]
-    for found in ranks(world_size).run(
-        hf_weight_cases.gradient_norm, folder, megatron, test_hf_gradients.batch()
-    ):
+    for found in ranks(world_size).run(hf_weight_cases.gradient_norm, folder, megatron, cases.batch()):
         assert found == pytest.approx(wanted, **METRICS)
 
 
@@ -55,13 +52,8 @@ def test_the_norm_of_gradients_has_the_sinks_of_all_ranks(ranks, saved, layout):
 @pytest.mark.parametrize("layout", ["one", "tp2-sp", "pp2", "cp2", "ep2"])
 def test_decoding_says_what_a_pass_says(ranks, layout):
     """With a cache, of prompts and answers that are longer than windows, and by whole passes."""
-    world_size, megatron = cases.LAYOUTS[layout]
     lengths = [10, 10, 2, 5, 2, 1, 5, 3]
-    for generated, confirmed, *_ in ranks(world_size).run(
-        test_generation.generated_against_logprobs, megatron, lengths, [], None, tiny_gpt_oss.MODEL
-    ):
-        assert len(generated) == 8 * 6
-        assert generated == pytest.approx(confirmed, abs=GENERATION)
+    test_generation.assert_confirmed(ranks, *cases.LAYOUTS[layout], lengths, model=tiny_gpt_oss.MODEL)
 
 
 @pytest.mark.quick_cases("tp2-sp-ep2")

@@ -1,10 +1,7 @@
 """Log-probabilities, loss and gradients of ranks that share sequences are those of transformers in float64."""
 
-import hf_models
-import hf_weight_cases as cases
-import numpy as np
+import family_cases as cases
 import pytest
-from tolerances import GRADIENTS, LOGPROBS, METRICS
 
 CP2 = {"context_parallel_size": 2}
 FUSED = CP2 | {
@@ -25,41 +22,16 @@ LAYOUTS = {
     "cp4": (4, {"context_parallel_size": 4}),
     "cp2-ep2": (2, CP2 | {"expert_model_parallel_size": 2}),
 }
-BUDGETS = {"train_mb_tokens": 64, "logprob_mb_tokens": 64, "sequence_length_round": 1}
-ROWS = {"padded": {}, "packed": {"sequence_packing": {"enabled": True} | BUDGETS}}
-
-
-def batch():
-    """Rows of 40, 7, 2 and 31 tokens; first ones, and observations in the middle, are not trained on."""
-    generator = np.random.default_rng(5)
-    lengths, columns = np.array([cases.LENGTH, 7, 2, 31]), np.arange(cases.LENGTH)
-    mask = (columns >= 1) & (columns < lengths[:, None])
-    mask[:, 12:19] = False
-    return {
-        "input_ids": generator.integers(0, hf_models.VOCABULARY, (len(lengths), cases.LENGTH)),
-        "input_lengths": lengths,
-        "token_mask": mask.astype(np.float32),
-        "sample_mask": np.ones(len(lengths), np.float32),
-    }
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """`saved(name)`: the folder of a tiny model, and what transformers makes of the batch."""
-    found = {}
-
-    def of(name):
-        if name not in found:
-            folder = hf_models.save(name, tmp_path_factory.mktemp(name))
-            found[name] = folder, hf_models.in_float64(folder, batch())
-        return found[name]
-
-    return of
+    return cases.saved_models(tmp_path_factory)
 
 
 @pytest.mark.quick_cases("llama-cp2-padded", "qwen3-cp2-fused-packed", "qwen3-moe-cp2-packed")
 @pytest.mark.exhaustive_cases("llama-cp2-tp2-sp-packed", "qwen3-cp4-packed", "qwen3-moe-cp2-ep2-packed")
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", cases.ROWS)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -68,13 +40,4 @@ def saved(tmp_path_factory):
     ],
 )
 def test_log_probabilities_and_gradients(ranks, saved, name, layout, rows):
-    folder, (logprobs, loss, gradients) = saved(name)
-    world_size, megatron = LAYOUTS[layout]
-    for found in ranks(world_size).run(cases.trained_on, folder, megatron, ROWS[rows], batch()):
-        assert abs(found[0] - logprobs).max() < LOGPROBS
-        assert found[1] == pytest.approx(loss, **METRICS)
-        assert found[2].keys() == gradients.keys()
-        for tensor, gradient in gradients.items():
-            largest = abs(gradient).max()
-            assert largest > 1e-4, tensor
-            assert abs(found[2][tensor] - gradient).max() < GRADIENTS * largest, tensor
+    cases.assert_a_pass_is_theirs(ranks, saved(name), LAYOUTS[layout], rows)

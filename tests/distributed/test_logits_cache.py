@@ -1,8 +1,14 @@
 """Logits that the forward pass leaves to the backward pass in train steps: of one microbatch at a time."""
 
+import gc
 from contextlib import nullcontext
 
 import pytest
+import tiny
+
+from nemo_rl_mcore.config import ClippedPGLossConfig
+from nemo_rl_mcore.losses import ClippedPGLossFn, DistillationLossFn
+from nemo_rl_mcore.ops._head import LogitsCache
 
 CACHE = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_cache_bytes": 1 << 20}
 FOUR_LAYERS = {"model": {"num_layers": 4}}
@@ -26,10 +32,6 @@ LAYOUTS = {
 
 
 def held():
-    import gc
-
-    from nemo_rl_mcore.ops._head import LogitsCache
-
     gc.collect()
     return sum(type(x) is LogitsCache and bool(x._panels) for x in gc.get_objects())
 
@@ -47,11 +49,6 @@ def watching(loss_class, most, fails=False):
 
 def watched_step(megatron, sections, fails):
     """Caches that hold logits when a microbatch has its loss, at most; and after the step, or its abort."""
-    import tiny
-
-    from nemo_rl_mcore.config import ClippedPGLossConfig
-    from nemo_rl_mcore.losses import ClippedPGLossFn
-
     most = [0]
     loss_fn = watching(ClippedPGLossFn, most, fails)(ClippedPGLossConfig(), use_fused_linear_logprobs=True)
     worker = tiny.worker(tiny.policy_config(megatron=CACHE | megatron, train_micro_batch_size=1, **sections))
@@ -81,10 +78,6 @@ def test_a_step_that_fails_and_is_aborted_keeps_none(ranks):
 
 def distilled(fused):
     """Caches that hold logits when a student has its loss, which reads logits at given ids and of its own tokens."""
-    import tiny
-
-    from nemo_rl_mcore.losses import DistillationLossFn
-
     megatron = CACHE if fused else {"use_fused_linear_logprobs": False}
     worker, batch, most = tiny.worker(tiny.policy_config(megatron=megatron)), tiny.grpo_batch(), []
     for name, value in worker.get_topk_logits(data=tiny.grpo_batch(), k=5).items():

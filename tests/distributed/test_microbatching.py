@@ -1,10 +1,12 @@
-"""However rows are put into microbatches, a step is the same: loss, metrics, gradients, weights, log-probabilities.
-
-So it is whether log-probabilities are taken from logits or from hidden states, in chunks that end anywhere in a row.
-"""
+"""However rows are put into microbatches, a step is the same: loss, metrics, gradients, weights, log-probabilities."""
 
 import pytest
+import tiny
+import torch
 from tolerances import LOGPROBS, METRICS, REORDERED
+
+from nemo_rl_mcore.driver.algorithms.mismatch import table_of_batch, table_of_training, with_row_numbers
+from nemo_rl_mcore.losses import ClippedPGLossFn, DistillationLossFn, NLLLossFn
 
 LAYOUTS = {
     "one-rank": (1, {}),
@@ -62,9 +64,6 @@ OPTIMIZER = {
 
 def uneven_batch(seed=0):
     """Eight rows of 1 to 12 tokens; one has no token to train on, one is left out."""
-    import tiny
-    import torch
-
     batch = tiny.grpo_batch(seed=seed)
     lengths = torch.tensor([12, 5, 2, 12, 1, 4, 8, 3])
     real = torch.arange(12) < lengths.unsqueeze(1)
@@ -77,9 +76,6 @@ def uneven_batch(seed=0):
 
 def taught(batch, seed, k=5):
     """The batch with what a teacher of random logits says of each next token."""
-    import tiny
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(*batch["input_ids"].shape, tiny.VOCABULARY, generator=generator)
     best = logits.topk(k)
@@ -92,10 +88,6 @@ def taught(batch, seed, k=5):
 
 def losses():
     """Over tokens, over sequences, supervised, and against a teacher with and without the tokens themselves."""
-    import tiny
-
-    from nemo_rl_mcore.losses import DistillationLossFn, NLLLossFn
-
     gspo = {"token_level_loss": False, "sequence_level_importance_ratios": True}
     with_rewards = {"kl_type": "jsd", "jsd_beta": 0.3, "rl_weight": 0.5, "rl": {"entropy_coef": 0.01}}
     return (
@@ -106,20 +98,13 @@ def losses():
 
 def config(way, megatron, model=None):
     """The policy of a way on a layout."""
-    import tiny
-
     sections = LENGTH | way
     keys = OPTIMIZER | megatron | sections.pop("megatron", {})
     return tiny.policy_config(model=model, megatron=keys, **sections)
 
 
 def three_steps(way, megatron, model=None, weights=None):
-    """What a batch is given, and one step for each loss: metrics and gradients of each, the weights after the last.
-
-    weights: full ones to begin with, in place of the rank's own.
-    """
-    import tiny
-
+    """What a batch is given, and one step for each loss: metrics and gradients of each, the weights after the last."""
     worker = tiny.worker(config(way, megatron, model))
     if weights is not None:
         tiny.load_full_weights(worker, weights)
@@ -196,11 +181,6 @@ def test_a_step_does_not_depend_on_its_microbatches(ranks, reference, layout, wa
 
 def tables(way, megatron):
     """The comparison with the engine, by a pass before training and by the training pass."""
-    import tiny
-
-    from nemo_rl_mcore.driver.algorithms.mismatch import table_of_batch, table_of_training, with_row_numbers
-    from nemo_rl_mcore.losses import ClippedPGLossFn
-
     worker = tiny.worker(config(way, megatron))
     batch = tiny.shard(uneven_batch())
     batch["prev_logprobs"] = worker.get_logprobs(data=batch)["logprobs"]
@@ -221,8 +201,6 @@ def test_the_rows_of_the_training_pass_are_those_of_the_pass_before_it(ranks, la
 
 def shapes(way, megatron):
     """What the model is given of a training batch and of a log-probability batch."""
-    import tiny
-
     worker = tiny.worker(config(way, megatron))
     seen = []
     worker.backend.chunks[0].register_forward_pre_hook(
@@ -254,8 +232,6 @@ EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}
 
 def step_with_all_rows_on_one_rank(way, megatron, model, weights):
     """A split step of two chunks: the first data-parallel rank has every row, then one row, and the others none."""
-    import tiny
-
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
     policy = config(way, megatron, model)
@@ -328,22 +304,3 @@ def test_the_interleaved_schedule_is_given_full_rounds(ranks, way):
         ranks(2).run(three_steps, way, INTERLEAVED, four_layers, timeout_s=30), wanted, strict=True
     ):
         assert_equal(found, reference)
-
-
-def refusal_of_a_long_row(way):
-    import tiny
-
-    worker = tiny.worker(tiny.policy_config(**(LENGTH | way)))
-    try:
-        worker.get_logprobs(data=tiny.grpo_batch(length=20))
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("way", "section"), [("dynamic-17", "dynamic_batching"), ("packing-16", "sequence_packing")]
-)
-def test_a_row_above_the_budget_is_refused_by_name(ranks, way, section):
-    message = ranks(1).run(refusal_of_a_long_row, WAYS[way])[0]
-    assert f"(policy.{section}.logprob_mb_tokens: {way[-2:]})" in message

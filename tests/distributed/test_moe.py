@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import tiny
+import torch
 from tolerances import GENERATION, LOGPROBS, METRICS, REORDERED
 
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}
@@ -29,9 +31,6 @@ TWO_RANKS = {
 
 
 def layer_against_the_formula(model):
-    import tiny
-    import torch
-
     worker = tiny.worker(tiny.policy_config(model=EXPERTS | model))
     layer = worker.backend.chunks[0].module.decoder.layers[0].mlp
     if layer.router.expert_bias is not None:
@@ -96,7 +95,6 @@ def test_a_layer_is_the_sum_of_its_best_experts(ranks, model):
 
 def steps_from(megatron, weights, fused, model):
     """Log-probabilities and two steps from given full weights: metrics, gradients and weights under global names."""
-    import tiny
     from megatron.core import parallel_state
 
     keys = {"use_fused_linear_logprobs": fused}
@@ -152,8 +150,6 @@ def test_two_ranks_equal_one(ranks, single_rank, layout):
 
 
 def initial_weights(megatron):
-    import tiny
-
     config = tiny.policy_config(model=EXPERTS, megatron=megatron)
     worker = tiny.worker(config)
     return {tiny.global_name(name, config): value.numpy() for name, value in tiny.parameters(worker).items()}
@@ -170,16 +166,12 @@ def test_spread_experts_start_different_and_all_else_equal(ranks):
     assert all(abs(a - b).max() > 1e-3 for i, a in enumerate(experts) for b in experts[:i])
 
 
-# What a step leaves in the gradient buckets is whole on every rank with the plain optimizer only.
-PLAIN = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}}
 LAST_ROUTER = "module.decoder.layers.1.mlp.router.weight"
 COEFFICIENT = 0.5
 
 
 def router_gradients(coefficient, kind, megatron, weights, token_level, mbs, chunk_rows):
     """A step of chunks: the routers' gradients by global name, what the last router saw, and the worker."""
-    import tiny
-
     model = EXPERTS | {"moe_aux_loss_coeff": coefficient, "moe_router_load_balancing_type": kind}
     worker = tiny.worker(tiny.policy_config(model=model, megatron=megatron, max_grad_norm=0.0))
     if weights is not None:
@@ -217,8 +209,6 @@ def balancing_gradient_and_oracle(kind, *step):
 
 def weighted_mean_gradient(kind, hiddens, router, batch, token_level, mbs, chunk_rows):
     """The gradient of the coefficient times the mean of microbatches' losses, weighted by their part of the loss."""
-    import torch
-
     weight = router.double().requires_grad_()
     tokens = (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum(1)
     parts = tokens if token_level else batch["sample_mask"]
@@ -241,8 +231,6 @@ def rows_of_microbatches(mbs, chunk_rows):
 
 def switch_loss(groups, topk=2):
     """Experts * sum of (share of the tokens sent to it) * (its mean score), averaged over groups of tokens."""
-    import torch
-
     count = sum(len(scores) for scores in groups) / len(groups)
     losses = []
     for scores in groups:
@@ -265,34 +253,8 @@ def test_the_router_gets_the_coefficient_times_the_mean_loss(ranks, kind, token_
     assert found == pytest.approx(wanted, abs=2e-6)
 
 
-@pytest.mark.quick_cases("tp2-sp", "ep2")
-@pytest.mark.parametrize("layout", TWO_RANKS)
-def test_every_layout_balances_alike(ranks, layout):
-    token_level = False
-    step = token_level, 2, (8,)
-    weights, wanted, _, _ = ranks(1).run(plain, "aux_loss", {}, None, *step)[0]
-    rows = 4 if layout in ("dp2", "ep2", "ep2-recompute") else 8
-    found = {}
-    for _, own, _, _ in ranks(2).run(
-        plain, "aux_loss", TWO_RANKS[layout] | PLAIN, weights, token_level, 2, (rows,)
-    ):
-        found |= own
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert abs(wanted[name]).max() > 1e-3
-        assert found[name] == pytest.approx(wanted[name], abs=5e-6), name
-
-
-def plain(*args):
-    start, added, _, metrics = balancing_gradients(*args)
-    return start, added, None, metrics
-
-
 def biases_after_a_step(megatron):
     """The experts' biases that a step leaves, and where the tokens of its batch went in the first pass [S, B, E]."""
-    import tiny
-    import torch
-
     model = EXPERTS | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     worker = tiny.worker(tiny.policy_config(model=model, megatron=megatron))
     batch = tiny.grpo_batch()
@@ -338,39 +300,7 @@ def test_the_biases_of_experts_follow_all_ranks(ranks, layout):
             assert (bias == other).all()
 
 
-def buffers_after(ending):
-    import tiny
-    import torch
-
-    model = EXPERTS | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    worker = tiny.worker(tiny.policy_config(model=model))
-    worker.train(tiny.grpo_batch(), tiny.grpo_loss())
-
-    def buffers():
-        return {name: x.clone() for chunk in worker.backend.chunks for name, x in chunk.named_buffers()}
-
-    before, bad = buffers(), tiny.grpo_batch(seed=1)
-    if ending == "skip":
-        bad["advantages"][0] = float("nan")
-        assert not worker.train(bad, tiny.grpo_loss())["update_successful"]
-    else:
-        worker.begin_train_step(tiny.grpo_loss())
-        worker.train_microbatch(bad)
-        assert ending == "abort"
-        worker.abort_train_step()
-    after = buffers()
-    assert any("expert_bias" in name and x.any() for name, x in before.items())
-    return all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize("ending", ["skip", "abort"])
-def test_a_step_that_updates_nothing_moves_no_bias_and_leaves_no_count(ranks, ending):
-    assert ranks(1).run(buffers_after, ending) == [True]
-
-
 def balance_of_a_step(evaluates):
-    import tiny
-
     worker = tiny.worker(tiny.policy_config(model=EXPERTS | {"moe_aux_loss_coeff": 0.1}))
     worker.begin_train_step(tiny.grpo_loss())
     worker.train_microbatch(tiny.grpo_batch())
@@ -387,9 +317,6 @@ def test_an_evaluation_in_an_open_step_leaves_the_steps_own_metrics(ranks):
 
 def generated_and_confirmed(lengths_of_rank, stop_ids):
     """The largest difference between what generation says of its tokens and what `get_logprobs` says."""
-    import tiny
-    import torch
-
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
     worker = tiny.worker(tiny.policy_config(model=EXPERTS, megatron={"expert_model_parallel_size": 2}))

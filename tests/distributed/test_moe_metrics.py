@@ -1,8 +1,7 @@
 """`moe_metrics` are of real rows: neither a chunk without rows nor filled-up microbatches change them."""
 
-from itertools import product
-
 import pytest
+import tiny
 
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.1}
 LAYOUTS = {
@@ -26,8 +25,6 @@ ALL, EMPTY = (0, 8), (0, 0)
 
 def balance_of_steps(megatron, kind, steps):
     """The metric, and every gradient, of steps that move no weight; each is (microbatch size, rows of the chunks)."""
-    import tiny
-
     model = EXPERTS | {"moe_router_load_balancing_type": kind}
     megatron = megatron | {"optimizer": {"lr": 1e-30, "weight_decay": 0.0}}
     worker = tiny.worker(tiny.policy_config(model=model, megatron=megatron, max_grad_norm=0.0))
@@ -45,20 +42,13 @@ def balance_of_steps(megatron, kind, steps):
 # A step of microbatches that are filled up, and each of its microbatches as a step without filling.
 FILLED = [(5, [ALL]), (5, [(0, 5)]), (3, [(5, 8)])]
 FILLED_ON_TWO = [(3, [(0, 6), (6, 8)]), (3, [(0, 6)]), (1, [(6, 8)])]
-QUICK = {
-    ("one", "seq_aux_loss"),
-    ("recompute", "seq_aux_loss"),
-    ("pp2-recompute-moe", "seq_aux_loss"),
-    ("ep2", "aux_loss"),
-}
 
 
-def _cases():
-    for case in product(LAYOUTS, ("aux_loss", "seq_aux_loss")):
-        yield pytest.param(*case, marks=() if case in QUICK else (pytest.mark.exhaustive,))
-
-
-@pytest.mark.parametrize(("layout", "kind"), [*_cases()])
+@pytest.mark.quick_cases(
+    "one-seq_aux_loss", "recompute-seq_aux_loss", "pp2-recompute-moe-seq_aux_loss", "ep2-aux_loss"
+)
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_filling_and_empty_chunks_do_not_count(ranks, layout, kind):
     world_size, megatron = LAYOUTS[layout]
     steps = [(4, [ALL]), (4, [ALL, EMPTY]), *(FILLED_ON_TWO if layout == "ep2" else FILLED)]

@@ -1,7 +1,9 @@
 """Multi-token prediction: its loss and gradients by hand, on every layout, fused and unfused, and only in training."""
 
 import pytest
-from refusals import refused
+import tiny
+import torch
+from test_moe import rows_of_microbatches
 from tolerances import LOGPROBS, METRICS
 
 MODEL = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
@@ -18,8 +20,6 @@ TWO_RANKS = {
 
 def one_step(megatron, model, weights, token_level, mbs, chunk_rows, factor=MODEL["mtp_loss_scaling_factor"]):
     """A step of chunks: the weights, gradients by global name, what the prediction layers were given, the result."""
-    import tiny
-
     config = tiny.policy_config(
         model=MODEL | model | {"mtp_loss_scaling_factor": factor},
         megatron=PLAIN | megatron,
@@ -55,8 +55,6 @@ def one_step(megatron, model, weights, token_level, mbs, chunk_rows, factor=MODE
 
 
 def gradients_and_oracle(token_level, mbs, chunk_rows):
-    import tiny
-
     step = token_level, mbs, chunk_rows
     _, without, _, _ = one_step({}, {}, None, *step, factor=0.0)
     start, found, seen, result = one_step({}, {}, None, *step)
@@ -94,17 +92,8 @@ def by_hand(weights, hiddens, batch, token_level, mbs, chunk_rows):
     return {name: value.grad for name, value in named.items() if "embedding" not in name}, means
 
 
-def rows_of_microbatches(mbs, chunk_rows):
-    first = 0
-    for rows in chunk_rows:
-        yield from (list(range(i, min(i + mbs, first + rows))) for i in range(first, first + rows, mbs))
-        first += rows
-
-
 def cross_entropies(weights, hidden_SBH, ids_BS, valid_BS):
     """The mean loss of each depth: at depth k position i predicts token i + 1 + k; None where no such token counts."""
-    import torch
-
     length, losses = ids_BS.shape[1], []
     for depth in (1, 2):
         prefix = f"0.module.mtp.layers.{depth - 1}."
@@ -133,8 +122,6 @@ def norm(x, weight, eps=1e-5):
 
 def layer(weights, prefix, x):
     """A pre-norm layer: four query heads of size 8 in two groups, rotary positions, a gated feed-forward part."""
-    import torch
-
     length, rows, _ = x.shape
     inner = norm(x, weights[prefix + "input_layernorm.weight"])
     grouped = (inner @ weights[prefix + "self_attention.linear_qkv.weight"].T).view(length, rows, 2, 4, 8)
@@ -150,8 +137,6 @@ def layer(weights, prefix, x):
 
 
 def rotated(heads):
-    import torch
-
     length, size = heads.shape[0], heads.shape[-1]
     speeds = 10000.0 ** (-torch.arange(0, size, 2).double() / size)
     angles = (torch.arange(length).double()[:, None] * speeds).repeat(1, 2)[:, None, None, None]
@@ -221,8 +206,6 @@ def test_tied_embeddings_fused_and_unfused_agree(ranks, megatron):
 
 
 def passes_without_gradients():
-    import tiny
-
     worker = tiny.worker(tiny.policy_config(model=MODEL))
     model = worker.backend.chunks[0].module
     calls = []
@@ -250,20 +233,3 @@ def test_only_training_runs_the_prediction_layers(ranks):
     found, wanted, skipped, trained, metrics, layers = ranks(1).run(passes_without_gradients)[0]
     assert found == pytest.approx(wanted, abs=LOGPROBS)
     assert (skipped, trained, metrics, layers) == (0, 4, {}, 2)
-
-
-def refused_where_they_cannot_be_built():
-    import tiny
-
-    from nemo_rl_mcore.rank.megatron.layer_specs import builds_prediction_layers
-
-    if not builds_prediction_layers():
-        with refused("missing-package", "policy.model.mtp_num_layers: 2"):
-            tiny.worker(tiny.policy_config(model=MODEL))
-        return "refused"
-    return tiny.worker(tiny.policy_config(model=MODEL)).backend.chunks[0].config.mtp_num_layers
-
-
-def test_a_megatron_that_cannot_build_them_is_refused_by_the_key(ranks):
-    """0.20 cannot without Transformer Engine; CI has an older one, which can."""
-    assert ranks(1).run(refused_where_they_cannot_be_built)[0] in ("refused", 2)

@@ -6,7 +6,6 @@ import test_generation
 import test_hybrid
 import tiny_hybrid
 from family_cases import PP2
-from tolerances import GENERATION
 
 LAYOUTS = cases.LAYOUTS | {"pp2-uneven": (2, PP2 | {"num_layers_in_last_pipeline_stage": 3})}
 del LAYOUTS["one-recomputed-attention"]
@@ -52,13 +51,8 @@ def test_steps_of_adamw(ranks, saved, name, layout):
 @pytest.mark.parametrize("layout", ["one", "tp2-sp"])
 def test_decoding_says_what_a_pass_says(ranks, layout):
     """With a cache, of equal and unequal prompts, and by whole passes where the layout has none."""
-    world_size, megatron = LAYOUTS[layout]
     lengths = [10, 10, 2, 5, 2, 1, 5, 3]
-    for generated, confirmed, *_ in ranks(world_size).run(
-        test_generation.generated_against_logprobs, megatron, lengths, [], None, tiny_hybrid.MODEL
-    ):
-        assert len(generated) == 8 * 6
-        assert generated == pytest.approx(confirmed, abs=GENERATION)
+    test_generation.assert_confirmed(ranks, *LAYOUTS[layout], lengths, model=tiny_hybrid.MODEL)
 
 
 @pytest.mark.quick_cases("experts-tp2-sp-ep2")

@@ -1,11 +1,15 @@
 """What leaves the device comes back bit for bit: a run with offloading equals one without, whatever it calls."""
 
 import pytest
+import tiny
+import worker_state
 from refusals import refused
+
+from nemo_rl_mcore.rank.policy_backend import OnDevice
+from nemo_rl_mcore.rank.train_step import TrainStepError
 
 OVERLAP = {"distributed_data_parallel_config": {"overlap_param_gather": True, "overlap_grad_reduce": True}}
 PLAIN = {"optimizer": {"lr": 1e-2, "use_distributed_optimizer": False}}
-SGD = {"optimizer": {"optimizer": "sgd", "lr": 1e-2, "use_distributed_optimizer": False}}
 FUSED = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5}
 EXPERTS = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0,
@@ -15,11 +19,6 @@ EXPERTS = {
 
 def run_of(offload, folder, policy):
     """Everything that three steps leave behind, with reads, a checkpoint and a dropped step between them."""
-    import tiny
-    import worker_state
-
-    from nemo_rl_mcore.rank.policy_backend import OnDevice
-
     worker = tiny.worker(tiny.policy_config(offload=offload, **policy))
     loss_fn = tiny.grpo_loss(fused=worker.policy.megatron_cfg.use_fused_linear_logprobs)
     batch, reads = tiny.shard(tiny.grpo_batch(seed=9)), []
@@ -62,8 +61,6 @@ def run_of(offload, folder, policy):
 
 
 def differences_of(folder, policy):
-    import worker_state
-
     plain_reads, plain = run_of("none", f"{folder}/none", policy)
     found = {}
     for offload in ("grads_optimizer", "all"):
@@ -83,7 +80,6 @@ def differences_of(folder, policy):
     [
         (1, {"precision": "bfloat16"}),
         (1, {"megatron": PLAIN}),
-        (1, {"megatron": SGD}),
         (1, {"precision": "bfloat16", "megatron": FUSED}),
         (1, {"sequence_packing": {"enabled": True}}),
         (2, {"megatron": OVERLAP}),
@@ -93,7 +89,7 @@ def differences_of(folder, policy):
         (2, {"model": EXPERTS, "megatron": {"expert_model_parallel_size": 2}}),
         (2, {"precision": "bfloat16", "megatron": {"context_parallel_size": 2}}),
     ],
-    ids=["dp1-bf16", "dp1-plain", "dp1-sgd", "dp1-bf16-fused", "dp1-packed", "dp2-overlap", "dp2-plain-bf16",
+    ids=["dp1-bf16", "dp1-plain", "dp1-bf16-fused", "dp1-packed", "dp2-overlap", "dp2-plain-bf16",
          "pp2-bf16", "tp2", "ep2-bias", "cp2-bf16"],
 )  # fmt: skip
 def test_a_run_that_offloads_is_the_same(ranks, tmp_path, ranks_needed, policy):
@@ -103,11 +99,6 @@ def test_a_run_that_offloads_is_the_same(ranks, tmp_path, ranks_needed, policy):
 
 def memory_of(offload, megatron, precision):
     """Bytes of what a worker holds: after a step, ready to read, with nothing on the device, ready to train."""
-    import tiny
-
-    from nemo_rl_mcore.rank.policy_backend import OnDevice
-    from nemo_rl_mcore.rank.train_step import TrainStepError
-
     worker = tiny.worker(tiny.policy_config(offload=offload, precision=precision, megatron=megatron))
     worker.train(tiny.grpo_batch(), tiny.grpo_loss())
 

@@ -3,6 +3,12 @@
 from contextlib import contextmanager
 
 import pytest
+import tiny
+import torch
+import torch.distributed as dist
+import worker_state
+
+from nemo_rl_mcore.losses import ClippedPGLossFn
 
 SPLIT_LAYERS = {"model": {"num_layers": 4}}
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.1}
@@ -26,27 +32,12 @@ LAYOUTS = {
 }
 
 
-def prepared_worker(sections, **options):
-    import tiny
-    import worker_state
-
-    worker = worker_state.with_dropout(tiny.worker(tiny.policy_config(**sections), **options))
-    worker.train(tiny.shard(tiny.grpo_batch(rows=16, seed=9)), tiny.grpo_loss(), gbs=16)
-    worker.backend.zero_grad()
-    return worker
-
-
 def is_last_rank():
-    import torch.distributed as dist
-
     return dist.get_rank() == dist.get_world_size() - 1
 
 
 def failing_loss(at_call, message="the advantages are wrong"):
     """A loss that raises on the last rank alone at its n-th microbatch; other ranks' losses, and n = 0, are sound."""
-    import tiny
-
-    from nemo_rl_mcore.losses import ClippedPGLossFn
 
     class FailingLoss(ClippedPGLossFn):
         calls = 0
@@ -82,10 +73,7 @@ def told_by(call):
 
 def traces_of_a_failing_loss(sections):
     """Of `train` and of a split step: what is told, what differs after abort, and after a clean step from there."""
-    import tiny
-    import worker_state
-
-    worker = prepared_worker(sections)
+    worker = worker_state.prepared(sections)
     batch = tiny.shard(tiny.grpo_batch(rows=16, seed=7))
     start = worker_state.capture(worker)
     step(worker, tiny.grpo_loss(), split=True, batch=batch)
@@ -119,17 +107,13 @@ def test_a_loss_that_raises_on_one_rank_ends_the_step_alike_on_all_and_abort_men
 
 def traces_of_a_missing_key(sections):
     """The loss reads a key that it has not declared; the last rank's rows lack it."""
-    import tiny
-    import worker_state
-
-    from nemo_rl_mcore.losses import ClippedPGLossFn
 
     class ReadsMore(ClippedPGLossFn):
         def sums(self, outputs, data):
             assert data["bonus"].isfinite().all()
             return super().sums(outputs, data)
 
-    worker = prepared_worker(sections)
+    worker = worker_state.prepared(sections)
     batch = tiny.shard(tiny.grpo_batch(rows=16, seed=7))
     if not is_last_rank():
         batch["bonus"] = batch["advantages"]
@@ -150,11 +134,7 @@ def test_rows_that_lack_a_key_which_the_loss_alone_knows_of_end_the_step_on_all_
 
 def traces_of_refused_rows(sections):
     """A declared key that only the last rank's rows lack: in an open step, in `train` and in the passes that read."""
-    import tiny
-    import torch
-    import worker_state
-
-    worker = prepared_worker(sections)
+    worker = worker_state.prepared(sections)
     batch = tiny.shard(tiny.grpo_batch(rows=16, seed=7))
     of_prompts = {"prompt_index": torch.arange(batch.size), "sample_index": torch.arange(batch.size)}
     broken = tiny.BatchedDataDict(batch | of_prompts)
@@ -191,12 +171,9 @@ def test_rows_that_one_rank_refuses_are_refused_by_all_and_the_step_stays_open(r
 
 def traces_of_unequal_chunks(sections):
     """The first data-parallel rank adds a chunk more than the others, which finish."""
-    import tiny
-    import worker_state
-
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
-    worker = prepared_worker(sections)
+    worker = worker_state.prepared(sections)
     batch = tiny.shard(tiny.grpo_batch(rows=16, seed=7))
     start = worker_state.capture(worker)
     worker.begin_train_step(tiny.grpo_loss(), gbs=16)
@@ -223,7 +200,6 @@ def test_ranks_that_are_sent_different_numbers_of_chunks_are_all_told_so(ranks, 
 @contextmanager
 def broken_layer(worker, rank):
     """Inside, the first layer of this rank raises, as for want of memory."""
-    import torch.distributed as dist
     from megatron.core.utils import unwrap_model
 
     def raises(*_args):
@@ -242,11 +218,7 @@ def broken_layer(worker, rank):
 
 def traces_of_a_broken_stage(sections, rank):
     """What each call says when a layer of one stage fails, and what it leaves."""
-    import tiny
-    import torch
-    import worker_state
-
-    worker = prepared_worker(sections)
+    worker = worker_state.prepared(sections)
     batch = tiny.shard(tiny.grpo_batch(rows=16, seed=7))
     prompts = batch | {"prompt_index": torch.arange(batch.size), "sample_index": torch.arange(batch.size)}
     prompts = tiny.BatchedDataDict(
@@ -288,8 +260,6 @@ def test_a_layer_that_fails_on_one_stage_is_the_same_error_on_all(ranks, layout,
 
 
 def values_of_a_broken_critic(sections):
-    import tiny
-
     worker = tiny.worker(tiny.policy_config(**sections), role="value")
     with broken_layer(worker, 1):
         told = told_by(lambda: worker.get_values(data=tiny.grpo_batch()))

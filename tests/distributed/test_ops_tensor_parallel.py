@@ -1,58 +1,50 @@
-"""The log-probability kernels on 1, 2 and 4 gloo ranks against the single-rank float64 oracle."""
+"""The kernels of log-probabilities, for given ids and of the top k, on 1, 2 and 4 ranks against one rank in float64."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import ops_cases
+import pytest
+from ops_cases import HIDDEN, TOKENS
 
 TOLERANCE = {"float64": (1e-12, 1e-11), "float32": (1e-5, 4e-6), "bfloat16": (0.1, 0.05)}
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory) -> dict:
-    """One launch of four ranks computes every case."""
-    path = tmp_path_factory.mktemp("ops") / "report.json"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, ops_cases.__file__, str(path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(path.read_text())
+def reports(ranks):
+    """What each of four ranks found of every case."""
+    return ranks(ops_cases.RANKS).run(ops_cases.report)
 
 
-@pytest.mark.parametrize("case", ops_cases.cases(), ids=lambda case: case.name)
-def test_matches_a_single_rank(report, case):
-    errors = report["errors"][case.name]
+@pytest.mark.parametrize("case", [*ops_cases.cases()], ids=lambda case: case.name)
+def test_matches_a_single_rank(reports, case):
     outputs, grads = TOLERANCE[case.dtype]
-    assert {"logprobs", "hidden_grad"} <= errors.keys()
-    assert ("weight_grad" in errors) == (case.path != "frozen")
-    assert ("entropy" in errors) == case.with_entropy
-    for name, error in errors.items():
-        assert not math.isnan(error), name
-        assert error <= (grads if "grad" in name else outputs), (name, errors)
-    assert errors["replicas_differ"] == errors["masked"] == 0
-
-
-TOKENS, HIDDEN = ops_cases.TOKENS, ops_cases.HIDDEN
+    for errors, _ in reports:
+        found = errors[case.name]
+        assert ("entropy" in found) == case.with_entropy
+        assert ("tail_logmass" in found) == (case.path in ops_cases.GIVEN_IDS)
+        assert ("hidden_grad" in found) == (case.path != "topk")
+        assert ("weight_grad" in found) == (case.path not in ("topk", "frozen"))
+        for name, error in found.items():
+            assert not math.isnan(error), (name, found)
+            if name in ("masked", "indices") or name.endswith("differs"):
+                assert error == 0, (name, found)
+            else:
+                assert error <= (grads if "grad" in name else outputs), (name, found)
 
 
 @pytest.mark.parametrize(("entropy", "floats"), [("plain", 2), ("entropy", 3)])
-def test_one_collective_forward_and_the_gradient_backward(report, entropy, floats):
-    statistics = ["all_gather_single", floats * TOKENS]
-    hidden = ["all_gather_single", TOKENS // 2 * HIDDEN]
-    sent = report["collectives"]
-    assert sent[f"replicated-{entropy}"] == [statistics, ["all_reduce", TOKENS * HIDDEN]]
-    scatter = ["reduce_scatter_single", TOKENS * HIDDEN]
-    assert sent[f"sp-{entropy}"] == [hidden, statistics, hidden, scatter]
+def test_one_collective_forward_and_the_gradient_backward(reports, entropy, floats):
+    """Statistics of a token; of given ids their logits as well, of the top k also those ids."""
+    sent = reports[0][1]
+    hidden = ("all_gather_single", TOKENS // 2 * HIDDEN)
+    of_gradient = {
+        "replicated": ("all_reduce", TOKENS * HIDDEN),
+        "sp": ("reduce_scatter_single", TOKENS * HIDDEN),
+    }
+    for path, numbers in {"fused": floats, "at": floats + 5, "topk": floats + 10}.items():
+        outputs = ("all_gather_single", numbers * TOKENS)
+        backward = path != "topk"
+        assert sent[f"{path}-replicated-{entropy}"] == [outputs, of_gradient["replicated"]][: 1 + backward]
+        assert (
+            sent[f"{path}-sp-{entropy}"] == [hidden, outputs, hidden, of_gradient["sp"]][: 2 + 2 * backward]
+        )

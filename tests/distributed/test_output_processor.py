@@ -1,13 +1,12 @@
 """The hook: the default path's loss and gradients through it, its refusal where it is missing, a short training."""
 
 import pytest
+import tiny
+import torch
 from refusals import assert_holds
 
 
 def default_loss_against_hook(fused, tied):
-    import tiny
-    import torch
-
     worker = tiny.worker(
         tiny.policy_config(
             model={"tie_word_embeddings": tied},
@@ -50,8 +49,6 @@ def test_hook_gives_the_default_loss_and_gradients(ranks, fused, tied):
 
 def output_weight_gradients(tied):
     """The bf16 output weight's summed gradient, unfused and fused in chunks of five tokens."""
-    import tiny
-
     gradients = []
     for fused in (False, True):
         worker = tiny.worker(
@@ -79,44 +76,8 @@ def test_fused_head_sums_its_gradient_in_the_fp32_bucket(ranks, tied):
     assert bool((fused != fused.bfloat16()).any())
 
 
-def six_steps():
-    import tiny
-    import torch
-
-    from nemo_rl_mcore.losses import NLLLossFn
-
-    config = tiny.policy_config(
-        megatron={"use_fused_linear_logprobs": True, "optimizer": {"lr": 1e-2, "weight_decay": 0.01}},
-        generation={"max_new_tokens": 4, "temperature": 1.0},
-    )
-    worker = tiny.worker(config)
-    batch = tiny.grpo_batch()
-    batch["token_mask"], batch["sample_mask"] = torch.ones_like(batch["token_mask"]), torch.ones(8)
-    model, ids = worker.backend.chunks[0], batch["input_ids"]
-    length = ids.shape[1]
-    with torch.no_grad():
-        losses_SB = model(
-            ids,
-            torch.arange(length).expand(8, -1),
-            torch.ones(1, 1, length, length).triu(1).bool(),
-            labels=ids.roll(-1, 1),
-        )
-    return float(losses_SB[:, :-1].mean()), [
-        float(worker.train(batch, NLLLossFn(use_fused_linear_logprobs=True))["global_loss"]) for _ in range(6)
-    ]
-
-
-def test_selected_token_cross_entropy_starts_at_the_default_loss_and_falls(ranks):
-    default, losses = ranks(1).run(six_steps)[0]
-    assert losses[0] == pytest.approx(default, abs=1e-5)
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.7 * losses[0]
-
-
 def complaints_about_the_hook():
     """What the first passes say, of models that call the processor, ignore it, do not know it, or are no last stage."""
-    import torch
-
     from nemo_rl_mcore.rank.megatron.train_backend import require_hook
 
     class Calls(torch.nn.Module):
@@ -175,8 +136,6 @@ def test_a_megatron_that_does_not_call_the_processor_is_refused_with_the_version
 
 def hooks_of_a_model():
     """How many hooks the real model has before and after its first pass, and whether that pass gave the right shape."""
-    import tiny
-
     worker = tiny.worker(tiny.policy_config())
     model = worker.backend.chunks[0].module
 
@@ -200,8 +159,6 @@ def test_mup_scale_is_applied_by_both_processors(ranks, model_class):
 
 
 def scaled_logprobs(model_class):
-    import tiny
-
     results = []
     for fused, scale in ((False, 0.25), (True, 0.25), (True, 1.0)):
         worker = tiny.worker(

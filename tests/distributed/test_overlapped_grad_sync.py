@@ -1,11 +1,13 @@
-"""The reduction that begins within the backward pass: the bits of one at the step's end, and no trace of a failure.
-
-Megatron learns in the first step, so all steps after it overlap; `train` alone does, the split step reduces at its end.
-"""
+"""The reduction that begins within the backward pass: the bits of one at the step's end, and no trace of a failure."""
 
 from contextlib import contextmanager
 
+import injection
 import pytest
+import tiny
+import torch
+import torch.distributed as dist
+import worker_state
 from injection import IN_BEGIN, IN_FINALIZE, IN_FINISH, Point
 from tolerances import REORDERED
 
@@ -54,8 +56,6 @@ LAYOUTS = {
 
 
 def policy(sections, *, overlap, bucket_size=SMALL_BUCKETS):
-    import tiny
-
     megatron = dict(sections.get("megatron", {}))
     ddp = {"overlap_grad_reduce": overlap, "bucket_size": bucket_size} | {
         key: megatron.pop(key) and (overlap or key != "overlap_param_gather")
@@ -69,8 +69,6 @@ def policy(sections, *, overlap, bucket_size=SMALL_BUCKETS):
 
 def rows_of_rank(seed):
     """Eight rows; on the last of several ranks no one of them has a token to train on in every other step."""
-    import tiny
-
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
     size = parallel_groups.data_parallel_size()
@@ -103,12 +101,7 @@ def groups_of_first_chunk(worker):
 
 
 def four_steps(config, fused, *, split):
-    """The worker's parameters, the gradients' norms, and the reductions in flight late in each pass of each step.
-
-    The last are None where there is but one, on a pipeline's later stages: it begins with the last gradient.
-    """
-    import tiny
-
+    """The worker's parameters, the gradients' norms, and the reductions in flight late in each pass of each step."""
     worker = tiny.worker(config, init_reference_model=False)
     loss_fn, norms, in_flight = tiny.grpo_loss(fused=fused), [], []
     for seed, mbs in enumerate((2, 2, 4, 2)):  # Megatron must not learn the number of microbatches
@@ -131,13 +124,7 @@ def four_steps(config, fused, *, split):
 
 
 def compared(sections):
-    """Of `train` with overlap: what differs from the split step, and from `train` without, by how much at most.
-
-    With the reductions in flight, in `train` and in the split step.
-    """
-    import tiny
-    import torch
-
+    """Of `train` with overlap: what differs from the split step, and from `train` without, by how much at most."""
     fused = sections.get("megatron", {}).get("use_fused_linear_logprobs", False)
     found, norms, in_flight = four_steps(policy(sections, overlap=True), fused, split=False)
     split, split_norms, split_in_flight = four_steps(policy(sections, overlap=True), fused, split=True)
@@ -173,16 +160,12 @@ def test_train_that_overlaps_has_the_bits_of_the_split_step_and_of_no_overlap(ra
 
 def train(worker, seed):
     """A step of two microbatches a rank."""
-    import tiny
-
     batch = tiny.shard(tiny.grpo_batch(rows=16, seed=seed))
     return worker.train(batch, tiny.grpo_loss(), gbs=16, mbs=4)
 
 
 def told_of_failing(worker, point):
     """Whether `train` raises what was injected on this rank or another; with point None here, nothing is."""
-    import injection
-
     with injection.failing(worker, point):
         try:
             train(worker, seed=7)
@@ -193,10 +176,6 @@ def told_of_failing(worker, point):
 
 def traces_of_failures(sections, points):
     """For each rank's points in turn: what differs once `train` has raised, and after the step that follows."""
-    import tiny
-    import torch.distributed as dist
-    import worker_state
-
     worker = tiny.worker(policy(sections, overlap=True), init_reference_model=False)
     train(worker_state.with_dropout(worker), seed=9)
     worker.backend.zero_grad()
@@ -245,9 +224,6 @@ def test_a_failure_leaves_no_trace_on_any_rank_whatever_is_in_flight(ranks, layo
 
 def three_steps_after(point_of_rank):
     """Reductions in flight late in each pass, and parameters; before, unless None, a step failed, the first of all."""
-    import tiny
-    import torch.distributed as dist
-
     worker = tiny.worker(policy({}, overlap=True), init_reference_model=False)
     told = point_of_rank is not None and told_of_failing(worker, point_of_rank[dist.get_rank()])
     in_flight = [[], [], []]

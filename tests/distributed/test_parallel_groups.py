@@ -1,20 +1,23 @@
 """Leaving a layout: nothing of it stays behind, however many follow in one process."""
 
+import os
+import tempfile
+import time
+
 import pytest
+import tiny
+import torch.distributed as dist
+from listening import listening_addresses
+
+from nemo_rl_mcore.rank.agreement import agreed_on_first
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
 EXPERTS = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}
 
 
 def threads_of_ten_workers(model, megatron):
     """How many threads this rank has while each is there, and when it has gone."""
-    import os
-    import time
-
-    import tiny
-    import torch.distributed as dist
-
     from nemo_rl_mcore.rank.megatron import parallel_groups
-    from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
     def threads(at_most):
         deadline = time.monotonic() + 10  # one that has ended may be listed for a moment
@@ -56,18 +59,6 @@ def test_ten_workers_leave_no_more_threads_than_one(ranks, model, megatron):
 
 def listening_of_a_working_rank():
     """After all that opens connections: passes, training, a refit, a checkpoint."""
-    import sys
-    from pathlib import Path
-
-    sys.path.append(str(Path(__file__).parents[1]))
-    import tempfile
-
-    import tiny
-    import torch.distributed as dist
-    from listening import listening_addresses
-
-    from nemo_rl_mcore.rank.agreement import agreed_on_first
-
     worker = tiny.worker(tiny.policy_config(megatron={"pipeline_model_parallel_size": 2}))
     worker.get_logprobs(data=tiny.grpo_batch())
     worker.train(tiny.grpo_batch(), tiny.grpo_loss())

@@ -1,19 +1,20 @@
 """What a pass asks of the model is laid out by the microbatch, and shifted before."""
 
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.microbatch import Microbatch
+from nemo_rl_mcore.losses import DistillationLossFn, NLLLossFn
+from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
+
 LAYOUT = (0, 2, 4, 1, 3)
 """The positions of a row in an order in which none has its next one beside it."""
 
 
 def asked_of_the_model():
     """By (place in the layout, row): the target of each pass where it asks for one; then all teacher's ids."""
-    from dataclasses import dataclass
-
-    import torch
-
-    from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.data.microbatch import Microbatch
-    from nemo_rl_mcore.losses import DistillationLossFn, NLLLossFn
-    from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
     from nemo_rl_mcore.rank.megatron.output_processor import unfused_processor
     from nemo_rl_mcore.rank.megatron.passes import Passes
 

@@ -1,11 +1,19 @@
-"""policy.megatron_cfg.process_group_timeout_s: a rank that hangs is found by it, and no rank that waits dies of it."""
+"""policy.call_timeout_s: a rank that hangs is found by it, and no rank that waits dies of it."""
 
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import tiny
+import torch
+import torch.distributed as dist
 from refusals import assert_holds
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from nemo_rl_mcore.losses import ClippedPGLossFn
+from nemo_rl_mcore.rank.refit.sender import RefitSettings
 
 LIMIT_S, SLOW_S = 3.0, 5.0
 TP2 = {"tensor_model_parallel_size": 2}
@@ -16,13 +24,11 @@ EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff"
 
 def timeouts_of_the_layout(model, megatron):
     """Of each group that Megatron and the layout have made, by its description; in seconds."""
-    import tiny
-    import torch
     from megatron.core import parallel_state
 
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
-    tiny.worker(tiny.policy_config(model=model, megatron=megatron | {"process_group_timeout_s": 2.5}))
+    tiny.worker(tiny.policy_config(model=model, megatron=megatron, call_timeout_s=2.5))
     groups = [group for group in parallel_state._global_process_group_list if group is not None]
     return {
         f"{number} {group.group_desc}": group._get_backend(
@@ -53,10 +59,6 @@ def test_every_group_has_the_keys_timeout_fractions_included(ranks, ranks_, mode
 
 def seconds_until_a_hanging_peer_is_given_up(megatron):
     """Rank 1 hangs in the loss: what `train` says on each rank, after how long."""
-    import tiny
-    import torch.distributed as dist
-
-    from nemo_rl_mcore.losses import ClippedPGLossFn
 
     class HangingLoss(ClippedPGLossFn):
         def sums(self, *args):
@@ -64,7 +66,7 @@ def seconds_until_a_hanging_peer_is_given_up(megatron):
                 time.sleep(LIMIT_S + 3)
             return super().sums(*args)
 
-    worker = tiny.worker(tiny.policy_config(megatron=megatron | {"process_group_timeout_s": LIMIT_S}))
+    worker = tiny.worker(tiny.policy_config(megatron=megatron, call_timeout_s=LIMIT_S))
     loss_fn = tiny.grpo_loss()
     loss_fn.__class__ = HangingLoss
     began = time.monotonic()
@@ -80,14 +82,12 @@ def test_a_rank_that_hangs_in_train_is_an_error_on_its_peer_within_the_keys_seco
     (seconds, kind, message), _ = ranks(2).run(seconds_until_a_hanging_peer_is_given_up, megatron)
     assert LIMIT_S - 1 < seconds < LIMIT_S + 3
     assert kind == "PeerLostError"
-    assert_holds(message, "rank 0 ", " train", "policy.megatron_cfg.process_group_timeout_s")
+    assert_holds(message, "rank 0 ", " train", "policy.call_timeout_s")
 
 
 @contextmanager
 def slow_once(owner, name, rank):
     """Inside, the first call of this function takes SLOW_S more on a rank."""
-    import torch.distributed as dist
-
     whole, calls = getattr(owner, name), []
 
     def slow(*args, **options):
@@ -118,18 +118,11 @@ class SlowEngine:
 
 def patient_case(case, megatron, folder):
     """Something that takes longer on one rank than a collective may, then a train step; the seconds of both."""
-    from pathlib import Path
-
-    import tiny
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-
     from nemo_rl_mcore.rank.megatron import train_backend
     from nemo_rl_mcore.rank.megatron.hf_weights import export, files
-    from nemo_rl_mcore.rank.refit.sender import RefitSettings
 
     folder = Path(folder)
-    config = tiny.policy_config(megatron=megatron | {"process_group_timeout_s": LIMIT_S})
+    config = tiny.policy_config(megatron=megatron, call_timeout_s=LIMIT_S)
     began = time.monotonic()
     if case == "late start":
         time.sleep(SLOW_S * dist.get_rank() if dist.is_initialized() else 0)

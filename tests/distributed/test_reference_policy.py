@@ -3,12 +3,12 @@
 from contextlib import suppress
 
 import pytest
+import tiny
+import torch
 
 
 def exchange_of_odd_weights(on_device):
     """Weights longer than a piece, of several types and without numbers, in a model that nothing wraps."""
-    import torch
-
     from nemo_rl_mcore.rank.megatron.reference_policy import PIECE_BYTES, ReferencePolicy
 
     model = torch.nn.Linear(3000, 1500)
@@ -58,7 +58,6 @@ EXPERTS = {
 
 def run_of(on_device, folder, policy):
     """The reference's log-probabilities in the midst of training, and after a checkpoint that the other way reads."""
-    import tiny
 
     def worker(on_device, seed):
         return tiny.worker(tiny.policy_config(reference_on_device=on_device, **policy), seed=seed)

@@ -1,7 +1,13 @@
 """Rows that a model or a loss cannot take are refused on every rank that they reach, and leave no trace."""
 
 import pytest
+import tiny
+import torch
+import worker_state
 from refusals import refused
+
+from nemo_rl_mcore.losses import DistillationLossFn
+from nemo_rl_mcore.rank.train_step import Phase
 
 # The stages of a pipeline, the parts of a layer, and one rank alone.
 LAYOUTS = {
@@ -13,8 +19,6 @@ LAYOUTS = {
 
 def broken_batches():
     """A batch for each kind of mistake, and what is said of it."""
-    import tiny
-    import torch
 
     def changed(key, value, row, column):
         batch = tiny.grpo_batch(seed=5)
@@ -43,10 +47,6 @@ def broken_batches():
 
 def refusals_in_an_open_step(megatron):
     """What a step is with refused chunks between its chunks, and without: weights; and what was left unsaid."""
-    import tiny
-    import worker_state
-
-    from nemo_rl_mcore.rank.train_step import Phase
 
     def step(worker, broken):
         unsaid = []
@@ -81,10 +81,6 @@ def test_a_refused_chunk_leaves_the_step_as_it_was_bit_for_bit(ranks, layout):
 
 def refusals_of_whole_calls(megatron):
     """The calls of a worker that took wrong rows; then it reads and trains as if nothing had been."""
-    import tiny
-    import torch
-    import worker_state
-
     worker = tiny.worker(tiny.policy_config(megatron=megatron))
     worker.train(tiny.grpo_batch(), tiny.grpo_loss())
     worker.backend.zero_grad()
@@ -119,8 +115,6 @@ def test_every_call_refuses_before_it_does_anything(ranks, layout):
 
 
 def values_of_wrong_rows():
-    import tiny
-
     worker = tiny.worker(tiny.policy_config(), role="value")
     with refused("batch", "input_lengths: 65"):
         worker.get_values(data=tiny.grpo_batch(length=65))
@@ -132,11 +126,6 @@ def test_a_critic_refuses_rows_beyond_its_positions(ranks):
 
 
 def losses_of_a_teacher(broken):
-    import tiny
-    import torch
-
-    from nemo_rl_mcore.losses import DistillationLossFn
-
     worker = tiny.worker(tiny.policy_config(megatron={"pipeline_model_parallel_size": 2}))
     batch = tiny.grpo_batch()
     said = worker.get_topk_logits(data=batch, k=5)
@@ -172,14 +161,13 @@ def test_what_a_teacher_did_not_say_is_refused_on_every_stage(ranks, broken):
 
 def phase_after_a_row_above_the_budget(section):
     """A chunk with a row that no microbatch has room for; then the step goes on without it."""
-    import tiny
-
+    budgets = {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 9}
     config = tiny.policy_config(
-        max_total_sequence_length=8,
-        generation={"max_new_tokens": 2},
-        **{section: {"enabled": True, "train_mb_tokens": 8}},
+        max_total_sequence_length=8, generation={"max_new_tokens": 2}, **{section: budgets}
     )
     worker = tiny.worker(config, init_reference_model=False)
+    with refused("batch", f"policy.{section}.logprob_mb_tokens: 9"):
+        worker.get_logprobs(data=tiny.grpo_batch(length=12))
     worker.begin_train_step(tiny.grpo_loss())
     with refused("batch", f"policy.{section}.train_mb_tokens: 8"):
         worker.train_microbatch(tiny.grpo_batch(length=12))

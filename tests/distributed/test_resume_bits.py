@@ -4,7 +4,7 @@ The runs are those of the meeting matrix, over fewer rows, so that a run passes 
 """
 
 import shutil
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 
 import meeting_ranks
@@ -16,10 +16,6 @@ from meetings import Matrix
 STEPS, KEPT, ROWS, BATCH = 5, 3, 18, 8
 RUN_ON = tuple(name for name, found in ALGORITHMS.items() if found.recipe.parent.name == "configs")
 """Each algorithm; the variants of one take the same rows in the same order."""
-QUICK = {
-    *(("dpo offline", batching) for batching in FACTORS["batching"]),
-    *(("sft", "packed"), ("distillation", "dynamic"), ("ppo", "packed")),
-}
 PLAIN = {name: values[0] for name, values in FACTORS.items()} | {"state": "resumed", "temperature": 0.7}
 
 
@@ -65,14 +61,13 @@ def assert_resumes(matrix, case, folder, **changes):
             assert not [name for name in wanted if (found[name] != wanted[name]).any()], (model, rank)
 
 
-def _cases():
-    for algorithm, batching in product(RUN_ON, FACTORS["batching"]):
-        marks = () if (algorithm, batching) in QUICK else (pytest.mark.exhaustive,)
-        yield pytest.param(algorithm, batching, marks=marks)
-
-
 @pytest.mark.smoke("sft-packed")
-@pytest.mark.parametrize(("algorithm", "batching"), [*_cases()])
+@pytest.mark.quick_cases(
+    *(f"dpo offline-{batching}" for batching in FACTORS["batching"]),
+    *("sft-packed", "distillation-dynamic", "ppo-packed"),
+)
+@pytest.mark.parametrize("batching", FACTORS["batching"])
+@pytest.mark.parametrize("algorithm", RUN_ON)
 def test_a_resumed_run_is_the_undisturbed_one(matrix, tmp_path, algorithm, batching):
     assert_resumes(matrix, case_of(algorithm, batching), tmp_path)
 

@@ -1,10 +1,14 @@
 """A sample of several rows stays whole: DPO under every batching and layout, against a computation by hand."""
 
 import pytest
+import tiny
+import torch
 from refusals import refused
-from tolerances import METRICS, REORDERED
+from test_microbatching import assert_metrics, by_tokens
+from tolerances import REORDERED
 
 from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
 
 LAYOUTS = {
     "one-rank": (1, {}),
@@ -14,21 +18,13 @@ LAYOUTS = {
 }
 
 
-def by_tokens(section, budget=None):
-    return {
-        section: {
-            "enabled": True, "sequence_length_round": 4, "train_mb_tokens": budget, "logprob_mb_tokens": budget,
-        }
-    }  # fmt: skip
-
-
 WAYS = {
     "rows-1": {"train_micro_batch_size": 1},
     "rows-3": {"train_micro_batch_size": 3},
-    "dynamic": by_tokens("dynamic_batching"),
+    "dynamic": by_tokens("dynamic_batching", None),
     "dynamic-30": by_tokens("dynamic_batching", 30),
     "dynamic-below-a-pair": by_tokens("dynamic_batching", 13),
-    "packing": by_tokens("sequence_packing"),
+    "packing": by_tokens("sequence_packing", None),
     "packing-39": by_tokens("sequence_packing", 39),
     "packing-below-a-pair": by_tokens("sequence_packing", 16),
 }
@@ -40,9 +36,6 @@ BETA = 1.0
 
 def pairs(seed=0):
     """Four pairs of uneven rows; of the last pair the rejected row is masked, which its chosen row overrules."""
-    import tiny
-    import torch
-
     batch = tiny.grpo_batch(rows=8, length=13, seed=seed)
     lengths = torch.tensor(LENGTHS)
     real = torch.arange(13) < lengths.unsqueeze(1)
@@ -54,8 +47,6 @@ def pairs(seed=0):
 
 
 def config(way, megatron):
-    import tiny
-
     optimizer = {"lr": 1e-2, "weight_decay": 0.0, "adam_eps": 1e-3, "use_distributed_optimizer": False}
     sections = {"train_micro_batch_size": 2} | way
     megatron = megatron | sections.pop("megatron", {})
@@ -67,31 +58,16 @@ def config(way, megatron):
     )
 
 
-def dealt(worker_config, batch):
-    """This rank's pairs, as the driver deals them."""
-    from nemo_rl_mcore.data.microbatch import split_balanced
-    from nemo_rl_mcore.rank.megatron import parallel_groups
-
-    ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()
-    if worker_config.token_budgets is None:
-        return batch.split(ranks, 2)[rank]
-    return split_balanced(batch, ranks, 2)[rank]
-
-
 def steps(way, megatron):
     """One step by train and one in two chunks: metrics, weights; with the loss and the accuracy by hand before each."""
-    import tiny
-
-    from nemo_rl_mcore.losses import DPOLossFn
-
     given = config(way, megatron)
     worker, loss_fn = tiny.worker(given), DPOLossFn({"reference_policy_kl_penalty": BETA})
     by_hand = [by_formula(worker, pairs())]
-    results = [worker.train(dealt(given, pairs()), loss_fn)]
+    results = [worker.train(tiny.dealt(given, pairs(), 2), loss_fn)]
     by_hand.append(by_formula(worker, pairs(1)))
     worker.begin_train_step(loss_fn)
     for rows in ((0, 2), (2, 8)):
-        worker.train_microbatch(dealt(given, pairs(1).slice(*rows)))
+        worker.train_microbatch(tiny.dealt(given, pairs(1).slice(*rows), 2))
     results.append(worker.finish_train_step())
     return (
         by_hand,
@@ -103,8 +79,6 @@ def steps(way, megatron):
 
 def by_formula(worker, batch):
     """(loss, accuracy) from the log-probabilities that the worker gives: conventions' sums over chosen rows."""
-    import torch
-
     logprobs = worker.get_logprobs(data=batch)["logprobs"].double()[:, 1:]
     reference = batch["reference_policy_logprobs"].double()[:, :-1]
     rewards = ((logprobs - reference) * batch["token_mask"][:, 1:]).sum(1)
@@ -147,9 +121,7 @@ def test_pairs_stay_whole_in_every_microbatch(ranks, reference, layout, way):
             assert step["loss"][0] == pytest.approx(loss, rel=1e-5)
             assert step["accuracy"][0] == pytest.approx(accuracy, abs=1e-6)
         for step, whole in zip(metrics, wanted[1], strict=True):
-            assert step.keys() == whole.keys()
-            for name in whole:
-                assert step[name] == pytest.approx(whole[name], **METRICS), name
+            assert_metrics(step, whole)
         for name, weight in wanted[2].items():
             assert weights[name] == pytest.approx(weight, abs=REORDERED), name
         assert samples == 8  # two steps of four pairs
@@ -157,10 +129,6 @@ def test_pairs_stay_whole_in_every_microbatch(ranks, reference, layout, way):
 
 def learning_rates():
     """Of DPO and of a loss of single rows, over the same recipe."""
-    import tiny
-
-    from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
-
     found = []
     for loss_fn, rows in ((DPOLossFn({}), 8), (NLLLossFn(), 4)):
         worker = tiny.worker(config({}, {}))
@@ -176,10 +144,6 @@ def test_the_schedule_of_pairs_counts_optimizer_steps(ranks):
 
 
 def refusals():
-    import tiny
-
-    from nemo_rl_mcore.losses import DPOLossFn
-
     worker, loss_fn = tiny.worker(config({}, {})), DPOLossFn({})
     codes = []
     for rows, sizes in ((4, {"gbs": 3}), (4, {"gbs": 4, "mbs": 1}), (6, {"gbs": 4})):
@@ -205,10 +169,6 @@ def test_half_a_pair_is_refused_and_leaves_an_open_step_open(ranks):
 
 def prediction_scale():
     """The scale of a prediction layer's loss over four pairs, and what it is to be."""
-    import tiny
-
-    from nemo_rl_mcore.losses import DPOLossFn
-
     worker, loss_fn, batch = (
         tiny.worker(tiny.policy_config(model={"mtp_num_layers": 1})),
         DPOLossFn({}),

@@ -1,6 +1,8 @@
 """The schedule that overlaps expert communication computes what the plain schedule computes, bit for bit."""
 
 import pytest
+import tiny
+import torch
 
 MODEL = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16}
 
@@ -9,8 +11,6 @@ PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 16}}
 
 
 def steps_with_and_without_overlap(fused, entropy_coef, layout, layers, sections=None):
-    import tiny
-    import torch
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 
     plans = []
@@ -60,23 +60,21 @@ def steps_with_and_without_overlap(fused, entropy_coef, layout, layers, sections
 
 
 INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+# Ranks, fused, the coefficient of the entropy, keys of Megatron, layers, sections.
+CASES = {
+    "unfused": (2, False, 0.0, {}, 2, None),
+    "fused": (2, True, 0.0, {}, 2, None),
+    "unfused-entropy": (2, False, 0.01, {}, 2, None),
+    "fused-entropy": (2, True, 0.01, {}, 2, None),
+    "interleaved": (4, True, 0.01, INTERLEAVED, 4, None),
+    "unfused-packed": (2, False, 0.01, {}, 2, PACKED),
+    "fused-packed": (2, True, 0.01, {}, 2, PACKED),
+}
 
 
-def test_overlap_changes_no_bit_of_an_interleaved_pipeline(ranks):
-    for rank in ranks(4).run(steps_with_and_without_overlap, True, 0.01, INTERLEAVED, 4):
-        assert rank == (True, True, True)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.01], ids=["logprobs", "logprobs-and-entropy"])
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-def test_overlap_changes_no_bit(ranks, fused, entropy_coef):
-    for rank in ranks(2).run(steps_with_and_without_overlap, fused, entropy_coef, {}, 2):
-        assert rank == (True, True, True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-def test_overlap_changes_no_bit_of_packed_rows(ranks, fused):
-    for rank in ranks(2).run(steps_with_and_without_overlap, fused, 0.01, {}, 2, PACKED):
+@pytest.mark.quick_cases("unfused", "fused", "unfused-entropy", "interleaved")
+@pytest.mark.parametrize("case", CASES)
+def test_overlap_changes_no_bit(ranks, case):
+    world_size, *given = CASES[case]
+    for rank in ranks(world_size).run(steps_with_and_without_overlap, *given):
         assert rank == (True, True, True)

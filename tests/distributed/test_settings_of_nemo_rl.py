@@ -1,7 +1,4 @@
-"""Megatron's settings here, after `migrate`, compared with those of NeMo RL.
-
-Each difference is a row of docs/performance.md with its reason, and each row is a difference.
-"""
+"""Megatron's settings here, after `migrate`, compared with those of NeMo RL."""
 
 from dataclasses import MISSING, fields
 from enum import Enum

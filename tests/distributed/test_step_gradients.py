@@ -1,6 +1,8 @@
 """What a split step hands the optimizer is the gradient that plain autograd gives for all rows at once."""
 
 import pytest
+import tiny
+import torch
 
 LAYOUTS = {
     "one": (1, {}),
@@ -17,8 +19,6 @@ TEMPERATURE = 0.7
 
 def plain_gradients(worker, batch, loss_fn):
     """By name: Megatron's logits, then a log-softmax in float64, the familiar loss call and torch.autograd.grad."""
-    import torch
-
     model = worker.backend.chunks[0]
     rows, length = batch["input_ids"].shape
     logits = model(
@@ -37,9 +37,6 @@ def plain_gradients(worker, batch, loss_fn):
 
 def gradient_errors(megatron, token_level, cuts):
     """The largest relative error over parameters, and of the norm, of the second step; `cuts` divide a rank's rows."""
-    import tiny
-    import torch
-
     config = tiny.policy_config(
         megatron=megatron | PLAIN,
         max_grad_norm=0.0,

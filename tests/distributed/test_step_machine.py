@@ -3,6 +3,9 @@
 from functools import partial
 
 import pytest
+import tiny
+import torch
+import worker_state
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -12,7 +15,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from injection import IN_FINISH, Point
+from injection import IN_FINISH, InjectedError, Point, failing
+
+from nemo_rl_mcore.rank import train_step
+from nemo_rl_mcore.rank.train_step import TrainStep, TrainStepError
 
 # Without shrinking, which would take minutes on a real worker: the failing sequence is printed as it is.
 SETTINGS = settings(
@@ -41,10 +47,7 @@ def in_phase(*names):
 
 
 class WorkerMachine(RuleBasedStateMachine):
-    """`phase`, `rows` and the ids are the model; `begun_at` is the worker's state when the open step began.
-
-    A commit is compared with the same rows as one chunk, from `begun_at`, by a step machine of its own.
-    """
+    """`phase`, `rows` and the ids are the model; `begun_at` is the worker's state when the open step began."""
 
     worker = None
     start = None
@@ -53,16 +56,10 @@ class WorkerMachine(RuleBasedStateMachine):
     refusals = 0  # of chunks, in an open step
 
     def __init__(self):
-        import tiny
-        import worker_state
-
-        from nemo_rl_mcore.rank.train_step import Phase, TrainStep
-
         super().__init__()
-        self.tiny, self.states, self.Phase, self.TrainStep = tiny, worker_state, Phase, TrainStep
-        self.states.restore(self.worker, self.start)
+        worker_state.restore(self.worker, self.start)
         self.worker.train_step = TrainStep(self.worker.backend)
-        self.phase = Phase.IDLE
+        self.phase = train_step.Phase.IDLE
         self.step_id = None
         self.rows = []
         self.chunk_ids = set()
@@ -86,7 +83,7 @@ class WorkerMachine(RuleBasedStateMachine):
         self.worker.backend.zero_grad()  # what a former step left is no part of the state that abort restores
         self.begun_at = self._state()
         self._begin(step_id)
-        self.phase, self.step_id, self.rows, self.chunk_ids = self.Phase.OPEN, step_id, [], set()
+        self.phase, self.step_id, self.rows, self.chunk_ids = train_step.Phase.OPEN, step_id, [], set()
         self.last_result = None
         self._add(chunks)
 
@@ -115,7 +112,7 @@ class WorkerMachine(RuleBasedStateMachine):
         assert result["update_successful"] == whole.outcome.update_successful == self._trains()
         assert result["all_mb_metrics"]["loss"] == pytest.approx([whole.totals.metrics["loss"]], rel=1e-6)
         self._agree(committed, self._state(), but=["generator"])
-        self.phase, self.reads = self.Phase.IDLE, {}
+        self.phase, self.reads = train_step.Phase.IDLE, {}
         self.commits.append(len(self.rows))
         if self.step_id is not None:
             self.committed.add(self.step_id)
@@ -132,7 +129,7 @@ class WorkerMachine(RuleBasedStateMachine):
     def abort(self):
         self.worker.abort_train_step()
         self._agree(self.begun_at, self._state())
-        self.phase = self.Phase.IDLE
+        self.phase = train_step.Phase.IDLE
         self._read(self.worker.abort_train_step)
         WorkerMachine.aborts += 1
 
@@ -141,23 +138,21 @@ class WorkerMachine(RuleBasedStateMachine):
     @precondition(in_phase("open"))
     @rule(point=st.sampled_from([IN_CHUNK, *POINTS]))
     def failure(self, point):
-        from injection import InjectedError, failing
-
         if not self._trains():
             point = IN_CHUNK
         chunk = partial(self.worker.train_microbatch, self._batch())
         call = chunk if point is IN_CHUNK else self.worker.finish_train_step
         with failing(self.worker, point), pytest.raises(InjectedError):
             call()
-        self.phase = self.Phase.FAILED
+        self.phase = train_step.Phase.FAILED
 
     @rule()
     def call_out_of_order(self):
         chunk = self._batch()
         calls = {
-            self.Phase.IDLE: [lambda: self.worker.train_microbatch(chunk)],
-            self.Phase.OPEN: [self._begin, self._train],
-            self.Phase.FAILED: [
+            train_step.Phase.IDLE: [lambda: self.worker.train_microbatch(chunk)],
+            train_step.Phase.OPEN: [self._begin, self._train],
+            train_step.Phase.FAILED: [
                 self._begin,
                 self._train,
                 lambda: self.worker.train_microbatch(chunk),
@@ -172,9 +167,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["logprobs", "reference_logprobs", "evaluation", "dropout"]))
     def read(self, name):
-        import torch
-
-        batch = self.tiny.grpo_batch()
+        batch = tiny.grpo_batch()
         match name:
             case "logprobs":
                 found = self._read(lambda: self.worker.get_logprobs(data=batch))[name]
@@ -182,11 +175,11 @@ class WorkerMachine(RuleBasedStateMachine):
                 found = self._read(lambda: self.worker.get_reference_policy_logprobs(data=batch))[name]
             case "evaluation":
                 found = self._read(
-                    lambda: self.worker.train(batch, self.tiny.grpo_loss(), eval_mode=True)["global_loss"]
+                    lambda: self.worker.train(batch, tiny.grpo_loss(), eval_mode=True)["global_loss"]
                 )
             case "dropout":
                 # No read: it draws from the generator, as a forward pass may.
-                if self.phase is not self.Phase.IDLE:
+                if self.phase is not train_step.Phase.IDLE:
                     torch.rand(3)
                 return
         assert torch.equal(self.reads.setdefault(name, found), found)
@@ -203,13 +196,13 @@ class WorkerMachine(RuleBasedStateMachine):
 
     def _batch(self):
         self.seed += 1
-        return self.tiny.grpo_batch(seed=self.seed)
+        return tiny.grpo_batch(seed=self.seed)
 
     def _begin(self, step_id=None):
-        self.worker.begin_train_step(self.tiny.grpo_loss(), step_id=step_id)
+        self.worker.begin_train_step(tiny.grpo_loss(), step_id=step_id)
 
     def _train(self):
-        return self.worker.train(self._batch(), self.tiny.grpo_loss())
+        return self.worker.train(self._batch(), tiny.grpo_loss())
 
     def _trains(self):
         """Whether a row of the open step has a valid token."""
@@ -218,10 +211,10 @@ class WorkerMachine(RuleBasedStateMachine):
         )
 
     def _state(self):
-        return self.states.capture(self.worker)
+        return worker_state.capture(self.worker)
 
     def _agree(self, left, right, but=()):
-        changed = [name for name in self.states.differences(left, right) if name not in but]
+        changed = [name for name in worker_state.differences(left, right) if name not in but]
         assert changed == [], changed
 
     def _read(self, call):
@@ -235,26 +228,24 @@ class WorkerMachine(RuleBasedStateMachine):
         lacking = ("advantages", "sample_mask")[self.seed % 2]
         broken = self._batch()
         del broken[lacking]
-        self._refused(lambda: self.worker.train(broken, self.tiny.grpo_loss()), ValueError, lacking)
-        if self.phase is self.Phase.OPEN:  # else there is no loss to judge them by
+        self._refused(lambda: self.worker.train(broken, tiny.grpo_loss()), ValueError, lacking)
+        if self.phase is train_step.Phase.OPEN:  # else there is no loss to judge them by
             self._refused(lambda: self.worker.train_microbatch(broken, "refused"), ValueError, lacking)
-        WorkerMachine.refusals += self.phase is self.Phase.OPEN
+        WorkerMachine.refusals += self.phase is train_step.Phase.OPEN
 
     def _refused(self, call, kind=None, message=""):
-        from nemo_rl_mcore.rank.train_step import TrainStepError
-
         before = self._state()
         with pytest.raises(kind or TrainStepError, match=message):
             call()
         self._agree(before, self._state())
 
     def _whole_step(self):
-        self.states.restore(self.worker, self.begun_at)
-        step = self.TrainStep(self.worker.backend)
-        step.begin(self.tiny.grpo_loss(), gbs=8, mbs=2)
+        worker_state.restore(self.worker, self.begun_at)
+        step = TrainStep(self.worker.backend)
+        step.begin(tiny.grpo_loss(), gbs=8, mbs=2)
         rows = [chunk for chunk in self.rows if chunk.size]
         if rows:
-            step.microbatch(self.tiny.BatchedDataDict.from_batches(rows))
+            step.microbatch(tiny.BatchedDataDict.from_batches(rows))
         return step.finish()
 
     @invariant()
@@ -263,9 +254,6 @@ class WorkerMachine(RuleBasedStateMachine):
 
 
 def random_sequences_of_calls():
-    import tiny
-    import worker_state
-
     config = tiny.policy_config(megatron={"scheduler": {"lr_decay_style": "linear", "lr_decay_iters": 100}})
     WorkerMachine.worker = tiny.worker(config)
     WorkerMachine.worker.train(tiny.grpo_batch(seed=100), tiny.grpo_loss())

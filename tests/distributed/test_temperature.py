@@ -1,15 +1,14 @@
 """A worker reads every log-probability at the one temperature that it is given, whatever it samples at."""
 
 import pytest
+import tiny
 from tolerances import LOGPROBS, METRICS
+
+from nemo_rl_mcore.losses import DistillationLossFn, NLLLossFn
 
 
 def readings(sampled_at, fused, **options):
     """What every kind of pass says: policy, reference, teacher, losses of tokens and of a teacher, a trained step."""
-    import tiny
-
-    from nemo_rl_mcore.losses import DistillationLossFn, NLLLossFn
-
     config = tiny.policy_config(
         generation={"max_new_tokens": 4, "temperature": sampled_at},
         megatron={"use_fused_linear_logprobs": fused},

@@ -1,13 +1,30 @@
 """Over episodes of several turns the ids that are trained on are those that were drawn, and so are the numbers."""
 
+import asyncio
+from pathlib import Path
+from unittest.mock import patch
+
+import played_episodes as episodes
 import pytest
+import tiny
+import torch
+from chat_templates import APPENDING, byte_tokenizer
+from engine_contract import load
+from played_episodes import NEW_TOKENS, SEED, TEMPERATURE
 from tolerances import GENERATION
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.driver.actors.engine_generation import as_batch, as_requests
+from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
+from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
+from nemo_rl_mcore.engine.engine import Sampling
+from nemo_rl_mcore.ops.sampling import sample_keys
+from nemo_rl_mcore.rank import rendezvous
 
 
 def tokenizer_of(kind, folder):
     """The name of a tokenizer, by which it is loaded, and whether its chat template is used."""
-    from chat_templates import APPENDING, byte_tokenizer
-
     if kind == "characters":
         return "char", False
     byte_tokenizer(folder, APPENDING if kind == "template" else None)
@@ -15,11 +32,6 @@ def tokenizer_of(kind, folder):
 
 
 def config_of(name, tokens):
-    import tiny
-    from played_episodes import NEW_TOKENS, TEMPERATURE
-
-    from nemo_rl_mcore.data.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(name)
     model = {"vocab_size": -(-tokenizer.vocab_size // 32) * 32, "max_position_embeddings": tokens}
     return tokenizer, tiny.policy_config(
@@ -32,9 +44,6 @@ def config_of(name, tokens):
 
 def of_ranks(policy, stop_ids, drawn):
     """What answers a batch, of a worker, and notes what was drawn; and the worker."""
-    import tiny
-    from played_episodes import SEED
-
     worker = tiny.worker(policy, seed=SEED)
     ask = drawn.noting(lambda data, step: worker.generate(data=data, step=step, stop_ids=list(stop_ids)))
     return ask, worker
@@ -42,19 +51,6 @@ def of_ranks(policy, stop_ids, drawn):
 
 def of_engine(policy, stop_ids, drawn):
     """As `of_ranks`, of an engine with its weights; the driver's handle asks it in the same way."""
-    import asyncio
-
-    import tiny
-    from engine_contract import load
-    from played_episodes import NEW_TOKENS, SEED, TEMPERATURE
-
-    from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.driver.actors.engine_generation import as_batch, as_requests
-    from nemo_rl_mcore.engine.embedded import EmbeddedEngine, EmbeddedSettings
-    from nemo_rl_mcore.engine.engine import Sampling
-    from nemo_rl_mcore.ops.sampling import sample_keys
-    from nemo_rl_mcore.rank import rendezvous
-
     worker = tiny.worker(policy, seed=SEED)
     tensors = [(name, tensor.clone()) for name, tensor in worker.backend.full_tensors()]
     worker.shutdown()
@@ -83,12 +79,6 @@ def of_engine(policy, stop_ids, drawn):
 
 def played(kind, who, folder, samples):
     """The facts of episodes: what was drawn and is trained on, and how they went."""
-    from pathlib import Path
-
-    import played_episodes as episodes
-
-    from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
-
     name, chat = tokenizer_of(kind, Path(folder) / "tokenizer")
     tokenizer, policy = config_of(name, 128)
     opened, drawn = (of_ranks if who == "rank_0" else of_engine), episodes.Drawn()
@@ -137,12 +127,6 @@ def test_what_is_trained_on_is_what_was_drawn(ranks, tmp_path, kind, who):
 
 def gradients_of_observations(fused):
     """Gradients of a step over episodes, of the same with other numbers at what was observed, and at what was drawn."""
-    from unittest.mock import patch
-
-    import played_episodes as episodes
-    import tiny
-    import torch
-
     from nemo_rl_mcore.rank.megatron import passes
 
     tokenizer, policy = config_of("char", 96)

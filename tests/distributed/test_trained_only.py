@@ -1,7 +1,9 @@
 """Passes that are asked about trained tokens alone say of these what passes over all tokens say, and nothing else."""
 
 import pytest
+import tiny
 import tolerances
+import torch
 
 LAYOUTS = {
     "one": (1, {}),
@@ -19,9 +21,6 @@ BATCHING = {
 
 def both_ways(megatron, fused, sections):
     """By the name of a result: over all tokens, of the trained ones; then the mask; and how many rows had logits."""
-    import tiny
-    import torch
-
     keys = {"use_fused_linear_logprobs": fused, PACKED: fused and "sequence_packing" in sections}
     config = tiny.policy_config(megatron=megatron | keys, **sections)
     worker = tiny.worker(config)
@@ -66,7 +65,6 @@ def shifted(mask):
 
 def logits_of(fused):
     """Positions whose logits an unfused training pass makes."""
-    import tiny
     from megatron.core.utils import unwrap_model
 
     worker = tiny.worker(tiny.policy_config(megatron={"use_fused_linear_logprobs": fused}))

@@ -1,6 +1,8 @@
 """Which weights decay: matrices alone, or norms and biases as well; in each layout, and after a resume."""
 
 import pytest
+import tiny
+import torch
 
 LR, DECAY = 1e-2, 0.5
 BIASED = {"add_qkv_bias": True}
@@ -8,9 +10,6 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32
 
 
 def build(decay, *, everything, model, megatron, distributed=True):
-    import tiny
-    import torch
-
     optimizer = {"lr": LR, "weight_decay": decay, "decay_norms_and_biases": everything}
     optimizer["use_distributed_optimizer"] = distributed
     config = tiny.policy_config(model=model, megatron={"optimizer": optimizer, **megatron})
@@ -25,8 +24,6 @@ def build(decay, *, everything, model, megatron, distributed=True):
 
 def step(worker, seed):
     """The weights before and after a step."""
-    import tiny
-
     before = tiny.parameters(worker)
     worker.train(tiny.shard(tiny.grpo_batch(seed=seed)), tiny.grpo_loss())
     return before, tiny.parameters(worker)
@@ -34,8 +31,6 @@ def step(worker, seed):
 
 def decayed(everything, options):
     """The weights that a step with a decay leaves smaller by it, those that it does not, and the rest, by name."""
-    import torch
-
     _, plain = step(build(0.0, everything=everything, **options), 0)
     before, after = step(build(DECAY, everything=everything, **options), 0)
     found = {True: set(), False: set(), None: set()}

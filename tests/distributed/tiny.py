@@ -1,20 +1,22 @@
-"""Tiny policies and batches for tests on gloo ranks. Imported by the ranks, which have prepared the device."""
+"""Tiny policies and batches for tests on gloo ranks; Megatron is imported by the ranks alone."""
 
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 
 from nemo_rl_mcore.config import ClippedPGLossConfig, ModelConfig, PolicyConfig
+from nemo_rl_mcore.config import policy as policies
+from nemo_rl_mcore.config.megatron import LOGITS_CACHE, LogitsCache
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.microbatch import split_balanced
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.models import layer_slots
 from nemo_rl_mcore.models.weights import REPLICATED, Packing
-from nemo_rl_mcore.rank.megatron import parallel_groups
 from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
 VOCABULARY = 32
@@ -23,7 +25,29 @@ VOCABULARY = 32
 def policy_config(
     *, model: dict[str, Any] | None = None, megatron: dict[str, Any] | None = None, **policy: Any
 ) -> PolicyConfig:
-    """Two layers, hidden 32; every section can be overridden."""
+    """Two layers, hidden 32; every section can be overridden.
+
+    Constants of the ranks are given as if they were keys: reference_on_device, sequence_length_round, and of megatron
+    fused_linear_logprobs_cache_bytes, and bucket_size of its buckets. They hold until the next call.
+    """
+    megatron = dict(megatron or {})
+    ddp = dict(megatron.get("distributed_data_parallel_config", {}))
+    policies.SEQUENCE_LENGTH_ROUND = 64
+    for name in ("sequence_packing", "dynamic_batching"):
+        if "sequence_length_round" in policy.get(name, {}):
+            policy[name] = dict(policy[name])
+            policies.SEQUENCE_LENGTH_ROUND = policy[name].pop("sequence_length_round")
+    on_device, bucket_size = policy.pop("reference_on_device", None), ddp.pop("bucket_size", None)
+    cached = megatron.pop("fused_linear_logprobs_cache_bytes", None)
+    # Importing Megatron takes seconds, and whoever only collects tests or compares answers does without.
+    if (on_device, bucket_size, cached) != (None,) * 3 or "nemo_rl_mcore.rank.megatron" in sys.modules:
+        from nemo_rl_mcore.rank.megatron import model as built
+        from nemo_rl_mcore.rank.megatron import reference_policy, train_backend
+
+        reference_policy.ON_DEVICE, built.BUCKET_SIZE = on_device, bucket_size
+        train_backend.LOGITS_CACHE = LOGITS_CACHE if cached is None else LogitsCache(cached)
+    if ddp or "distributed_data_parallel_config" in megatron:
+        megatron["distributed_data_parallel_config"] = ddp
     model_section = {
         "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64,
         "vocab_size": VOCABULARY, "init_method_std": 0.1, "max_position_embeddings": 64,
@@ -39,7 +63,7 @@ def policy_config(
     return PolicyConfig.model_validate(
         sections
         | policy
-        | {"model": model_section | (model or {}), "megatron_cfg": megatron_section | (megatron or {})}
+        | {"model": model_section | (model or {}), "megatron_cfg": megatron_section | megatron}
     )
 
 
@@ -51,7 +75,10 @@ def worker(config: PolicyConfig, **options: Any) -> MegatronPolicyWorker:
 
 def leave() -> None:
     """End the layout of the last worker, if there is one."""
-    if parallel_state.model_parallel_is_initialized():
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+        from nemo_rl_mcore.rank.megatron import parallel_groups
+
         parallel_groups.destroy()
 
 
@@ -87,9 +114,21 @@ def returns_batch(seed: int = 0) -> BatchedDataDict:
 
 def shard(batch: BatchedDataDict) -> BatchedDataDict:
     """This data-parallel rank's rows."""
+    from nemo_rl_mcore.rank.megatron import parallel_groups
+
     return batch.shard_by_batch_size(parallel_groups.data_parallel_size())[
         parallel_groups.data_parallel_rank()
     ]
+
+
+def dealt(policy: PolicyConfig, batch: BatchedDataDict, rows_per_sample: int = 1) -> BatchedDataDict:
+    """This data-parallel rank's samples, as the driver deals them."""
+    from nemo_rl_mcore.rank.megatron import parallel_groups
+
+    ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()
+    if policy.token_budgets is None:
+        return batch.split(ranks, rows_per_sample)[rank]
+    return split_balanced(batch, ranks, rows_per_sample)[rank]
 
 
 def grpo_loss(*, fused: bool = False, **keys: Any) -> ClippedPGLossFn:
@@ -121,6 +160,8 @@ def gradients(of: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
 
 def load_full_weights(to: MegatronPolicyWorker, weights: dict[str, np.ndarray]) -> None:
     """Fill this rank's parameters with its part of a single rank's weights; one chunk a stage."""
+    from megatron.core import parallel_state
+
     rank = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in to.backend.chunks[0].named_parameters():
         full = torch.from_numpy(weights[f"0.{global_name(name, to.policy)}"])
@@ -131,6 +172,8 @@ def load_full_weights(to: MegatronPolicyWorker, weights: dict[str, np.ndarray]) 
 
 def global_name(name: str, policy: PolicyConfig) -> str:
     """What a parameter of this rank is called in a GPTModel that one rank holds: stages and experts count on."""
+    from megatron.core import parallel_state
+
     config, model = policy.megatron_cfg, policy.model
     stage = parallel_state.get_pipeline_model_parallel_rank()
     first = stage * model.num_layers // config.pipeline_model_parallel_size
@@ -161,6 +204,9 @@ def shard_of(
 
 
 def _sections(name: str, size: int, model: ModelConfig) -> list[int]:
+    name = name.replace(
+        ".lora.lora_B", ".weight"
+    )  # an adapter's rows are cut as those of the weight beside it
     slots = (slot for layer in range(model.num_layers) for slot in layer_slots(model, layer))
     layout = next(
         (slot.layout for slot in slots if re.fullmatch(rf".*\.({slot.megatron})", name)), REPLICATED

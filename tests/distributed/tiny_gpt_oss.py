@@ -8,7 +8,6 @@ MODEL = {
     "add_bias_linear": True,
     "activation_func": "quick_gelu",
     "activation_func_clamp_value": 1.5,
-    "glu_linear_offset": 1.0,
     "num_moe_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 24,

@@ -4,7 +4,6 @@ MODEL = {
     "num_layers": 6,
     "hybrid_layer_pattern": "M-M*-M",
     "activation_func": "squared_relu",
-    "position_embedding_type": "none",
     "mamba_num_heads": 4,
     "mamba_head_dim": 8,
     "mamba_state_dim": 6,

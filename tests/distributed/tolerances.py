@@ -1,29 +1,11 @@
-"""Tolerances of fp32 comparisons, in one place. What is not named here is compared bit for bit.
+"""Tolerances of fp32 comparisons, in one place. What is not named here is compared bit for bit."""
 
-Those that a rehearsal holds a recipe to are the package's.
-"""
-
-from nemo_rl_mcore.tools.rehearse.proofs import (
-    FIVE_STEPS,
-    GENERATION,
-    LEARNING_RATE,
-    METRICS,
-    REORDERED,
-    SPLIT_STEP,
-)
-
-__all__ = [
-    "FIVE_STEPS",
-    "GENERATION",
-    "GRADIENTS",
-    "GRADIENTS_THAT_CANCEL",
-    "LEARNING_RATE",
-    "LOGPROBS",
-    "METRICS",
-    "REORDERED",
-    "SPLIT_STEP",
-    "TIES",
-]
+from nemo_rl_mcore.tools.rehearse.proofs import FIVE_STEPS as FIVE_STEPS
+from nemo_rl_mcore.tools.rehearse.proofs import GENERATION as GENERATION
+from nemo_rl_mcore.tools.rehearse.proofs import LEARNING_RATE as LEARNING_RATE
+from nemo_rl_mcore.tools.rehearse.proofs import METRICS as METRICS
+from nemo_rl_mcore.tools.rehearse.proofs import REORDERED as REORDERED
+from nemo_rl_mcore.tools.rehearse.proofs import SPLIT_STEP as SPLIT_STEP
 
 # One pass: log-probabilities against an independent computation.
 LOGPROBS = 1e-5

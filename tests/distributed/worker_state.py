@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import tiny
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
@@ -15,8 +14,12 @@ State = dict[str, Any]
 
 def capture(of: MegatronPolicyWorker) -> State:
     """Copies of all tensors, and the values of schedule, generators, hooks and modes."""
-    tensors = {name: tensor.detach().clone() for name, tensor in _tensors(of).items()}
-    return tensors | _generators() | _settings(of)
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    found: State = {name: tensor.detach().clone() for name, tensor in _tensors(of).items()}
+    found["generator"] = torch.get_rng_state()
+    found["tracker"] = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+    return found | _settings(of)
 
 
 def differences(left: State, right: State) -> list[str]:
@@ -28,6 +31,8 @@ def differences(left: State, right: State) -> list[str]:
 
 def restore(to: MegatronPolicyWorker, state: State) -> None:
     """Set a state without gradients back. The optimizer must have the moments it had then, whatever their values."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
     to.backend.zero_grad()
     with torch.no_grad():
         for name, tensor in _tensors(to).items():
@@ -40,10 +45,22 @@ def restore(to: MegatronPolicyWorker, state: State) -> None:
 
 def with_dropout(worker: MegatronPolicyWorker, probability: float = 0.2) -> MegatronPolicyWorker:
     """The worker, whose passes now draw from the generator: a step differs unless that is restored."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
     for chunk in worker.backend.chunks:
         for module in chunk.modules():
             if isinstance(module, TransformerLayer):
                 module.hidden_dropout = probability
+    return worker
+
+
+def prepared(sections: dict[str, Any], **options: Any) -> MegatronPolicyWorker:
+    """A worker that has trained one step, so that its optimizer has moments, and cleared its gradients."""
+    worker = with_dropout(tiny.worker(tiny.policy_config(**sections), **options))
+    hooks = dict(vars(worker.backend.config))
+    worker.train(tiny.shard(tiny.grpo_batch(rows=16, seed=9)), tiny.grpo_loss(), gbs=16)
+    assert vars(worker.backend.config) == hooks, "a step sets Megatron's hooks back"
+    worker.backend.zero_grad()
     return worker
 
 
@@ -67,11 +84,6 @@ def _tensors(of: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"{key} {number}.{place}"] = value
     return found
-
-
-def _generators() -> State:
-    tracker = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
-    return {"generator": torch.get_rng_state(), "tracker": tracker}
 
 
 def _settings(of: MegatronPolicyWorker) -> State:

@@ -1,8 +1,4 @@
-"""Agent stacks of others train, as their pages in docs/agents say: the commands of a page are what is run here.
-
-Each is built by uv in build/ of the repository, which is kept; the stack's own record of its calls is compared with the
-rows that were trained on. In every step the run itself compares the digests of those with the engine's.
-"""
+"""Agent stacks of others train, by the commands that docs/environments.md has below the heading of each."""
 
 import json
 import os
@@ -29,7 +25,7 @@ INSTALLS = ("uv venv ", "uv pip install ")
 BUILT_WITHIN_S, RUN_WITHIN_S = 1200, 3600
 SAMPLES = 4
 PORT = "8123"
-"""In the commands of a page: any other one does."""
+"""In the commands of the page: any other one does."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +37,12 @@ class Trained:
     reward: float
 
 
-def commands_of(page):
-    """Return the commands of a page: those that build its environment, and those that train."""
-    text = "".join(match[2] for match in BLOCK.finditer(PAGES[page]) if match[1] == "bash")
+def commands_of(stack):
+    """Return the commands of a stack's section: those that build its environment, and those that train."""
+    [section] = [
+        part for part in PAGES["docs/environments.md"].split("\n### ") if f" {stack} results/" in part
+    ]
+    text = "".join(match[2] for match in BLOCK.finditer(section) if match[1] == "bash")
     commands = [line for line in text.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
     built = [line for line in commands if line.startswith(INSTALLS)]
     return built, [line for line in commands if line not in built]
@@ -111,7 +110,7 @@ def _trained(rows):
 
 @pytest.mark.parametrize("stack", ["openai_agents", "mini_swe_agent", "verifiers", "nemo_gym"])
 def test_every_token_of_a_stack_is_trained_and_nothing_of_it_is_left(place, stack):
-    built, commands = commands_of(f"docs/agents/{stack}.md")
+    built, commands = commands_of(stack)
     build(built, place)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -126,18 +125,11 @@ def test_every_token_of_a_stack_is_trained_and_nothing_of_it_is_left(place, stac
     assert len(steps) == 2
     assert len(told) == 2 * 2 * SAMPLES
     found = trained_in(folder / "run")
-    assert {key: one.calls for key, one in found.items()} == {
-        key: one["calls"] for key, one in by_session.items()
-    }
-    assert {key: one.calls for key, one in found.items()} == {
-        key: one["recorded_calls"] for key, one in by_session.items()
-    }
-    assert {key: one.tokens for key, one in found.items()} == {
-        key: one["tokens"] for key, one in by_session.items()
-    }
-    assert {key: one.reward for key, one in found.items()} == {
-        key: pytest.approx(one["reward"]) for key, one in by_session.items()
-    }
+    assert found.keys() == by_session.keys()
+    for key, one in by_session.items():
+        trained = found[key]
+        assert trained.calls == one["calls"] == one["recorded_calls"]
+        assert (trained.tokens, trained.reward) == (one["tokens"], pytest.approx(one["reward"]))
     assert len({one["reward"] for one in told}) > 1  # else one that is always given would do
     if stack != "verifiers":  # whose task has no tool
         assert sum(one["tool_calls"] for one in told) > 0

@@ -4,16 +4,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-import torch
-from checkpoint_tensors import tensors_in
-from grpo_run import Run, compared
+from grpo_run import RECIPE, Run, assert_same_tensors, compared, teacher
 from refusals import assert_holds
 
 pytestmark = pytest.mark.stage("processes")
+
+EXHAUSTIVE, NIGHTLY = pytest.mark.exhaustive, pytest.mark.nightly
 
 BESIDE = ("grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false")
 TIS = (
@@ -21,8 +19,7 @@ TIS = (
     *("loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2.0"),
 )
 OVERLAP = tuple(
-    f"policy.megatron_cfg.distributed_data_parallel_config.{key}"
-    for key in ("overlap_grad_reduce=true", "bucket_size=3000")
+    f"policy.megatron_cfg.distributed_data_parallel_config.{key}" for key in ("overlap_grad_reduce=true",)
 )
 # Ranks that share sequences sample by another way than an engine; here both runs have one.
 SHARED = (
@@ -30,30 +27,41 @@ SHARED = (
     "policy.megatron_cfg.fused_linear_logprobs_context_parallel=true",
     "policy.generation.colocated.enabled=false",
 )
-START = Callable[..., Run]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[START]:
-    started: list[Run] = []
-
-    def run(name: str, *overrides: str) -> Run:
-        folder = f"checkpointing.checkpoint_dir={tmp_path / name / 'checkpoints'}"
-        saved = ("checkpointing.enabled=true", folder, "logger.tensorboard_enabled=false")
-        started.append(Run(tmp_path / name, *saved, *overrides))
-        return started[-1]
-
-    yield run
-    for one in started:
-        one.close()
-
-
-def last_checkpoint(run: Run, step: int) -> dict[str, torch.Tensor]:
-    return tensors_in(run.log_dir / "checkpoints" / f"step_{step}" / "policy")
 
 
 def events(run: Run) -> list[dict]:
     return [json.loads(line) for line in (run.log_dir / "groups.jsonl").read_text().splitlines()]
+
+
+def equal_at_age_0(
+    start, algorithm, steps, common, models=("policy",), recipe=RECIPE
+) -> list[dict[str, float]]:
+    """Run asynchronously at age 0 and synchronously, see that both are one to the bit, and return the rows."""
+    section = f"{algorithm}.async_{algorithm}"
+    common = (
+        *(f"{algorithm}.max_num_steps={steps}", f"checkpointing.save_period={steps}"),
+        *("checkpointing.enabled=true", *common),
+    )
+    turns = (f"{section}.enabled=false", "policy.generation.colocated.enabled=true")
+    beside = (
+        *(f"{section}.enabled=true", "policy.generation.colocated.enabled=false"),
+        f"{section}.max_trajectory_age_steps=0",
+    )
+    found = []
+    for name, how in (("turns", turns), ("beside", beside)):
+        # Ranks that share rows sample by another way than an engine, which then both runs have.
+        both = how if SHARED[0] not in common else (*how, SHARED[-1])
+        run = start(name, *common, *both, algorithm=algorithm, recipe=recipe)
+        run.finish()
+        found.append((compared(run), {model: run.checkpoint(steps, model) for model in models}))
+    assert {row["async/age_max"] for row in run.steps()} == {0}
+    (rows, wanted), (others, tensors) = found
+    assert [row["step"] for row in rows] == [*range(1, steps + 1)]
+    assert rows == others
+    for model in models:
+        assert {name.split()[0] for name in wanted[model]} >= {"weights", "optimizer"}
+        assert_same_tensors(wanted[model], tensors[model])
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -75,41 +83,46 @@ def events(run: Run) -> list[dict]:
         "two-ranks-share-rows",
     ],
 )
-def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start: START, steps, ranks, correction) -> None:
+def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start, steps, ranks, correction) -> None:
     common = (
-        *(f"grpo.max_num_steps={steps}", f"checkpointing.save_period={steps}"),
         *("grpo.val_period=2", "grpo.max_val_samples=16", "loss_fn.reference_policy_kl_penalty=0.05"),
         *(f"cluster.cpu_workers_per_node={ranks}", *correction),
     )
-    rows, tensors = [], []
-    for name, how in (("turns", ()), ("beside", (*BESIDE, "grpo.async_grpo.max_trajectory_age_steps=0"))):
-        run = start(name, *common, *how)
-        code, _, errors = run.end(within_s=300)
-        assert (code, errors) == (0, "")
-        rows.append(compared(run))
-        tensors.append(last_checkpoint(run, steps))
-        if how:
-            assert {row["async/age_max"] for row in run.steps()} == {0}
-    assert [row["step"] for row in rows[0]] == [*range(1, steps + 1)]
-    assert {"train/loss", "train/grad_norm", "train/reward", "train/kl_penalty"} <= rows[0][0].keys()
-    assert "validation/accuracy" in rows[0][1]
-    assert rows[0] == rows[1]
-    wanted, found = tensors
-    assert wanted.keys() == found.keys()
-    assert {name.split()[0] for name in wanted} == {"weights", "reference", "optimizer"}
-    assert not [name for name in wanted if not wanted[name].equal(found[name])]
+    rows = equal_at_age_0(start, "grpo", steps, common)
+    assert {"train/loss", "train/grad_norm", "train/reward", "train/kl_penalty"} <= rows[0].keys()
+    assert "validation/accuracy" in rows[1]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "recipe", "overrides", "models"),
+    [
+        pytest.param(
+            "grpo", "grpo_copy_async_cpu", ("policy.train_global_batch_size=128",), ("policy",), marks=NIGHTLY
+        ),
+        pytest.param(
+            "grpo", "grpo_copy_async_cpu", ("grpo.use_dynamic_sampling=true",), ("policy",), marks=EXHAUSTIVE
+        ),
+        pytest.param("ppo", "ppo_async_cpu", (), ("policy", "value"), marks=EXHAUSTIVE),
+        pytest.param("dpo", "dpo_async_cpu", (), ("policy",), marks=NIGHTLY),
+        pytest.param("distillation", "distillation_async_cpu", (), ("policy",), marks=NIGHTLY),
+    ],
+    ids=["two optimizer steps", "dynamic sampling", "ppo", "dpo", "distillation"],
+)
+def test_so_are_runs_of_every_algorithm(start, tmp_path, algorithm, recipe, overrides, models) -> None:
+    learns_from = (teacher(tmp_path),) if algorithm == "distillation" else ()
+    common = (f"{algorithm}.val_at_end=false", *overrides, *learns_from)
+    equal_at_age_0(start, algorithm, 5, common, models, RECIPE.with_name(f"{recipe}.yaml"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stop", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
-def test_a_signal_amid_answers_stops_cleanly_and_the_same_command_finishes(
-    start: START, stop, status, word
-) -> None:
+def test_a_signal_amid_answers_stops_cleanly_and_the_same_command_finishes(start, stop, status, word) -> None:
     steps, groups = 40, 16
     command = (
         *(f"grpo.max_num_steps={steps}", "checkpointing.save_period=99999", *BESIDE, *TIS),
+        "checkpointing.enabled=true",
         "grpo.async_grpo.max_trajectory_age_steps=2",
     )
     run = start("run", *command)
@@ -150,8 +163,10 @@ def test_a_signal_amid_answers_stops_cleanly_and_the_same_command_finishes(
 
 @pytest.mark.exhaustive_cases("asynchronous")
 @pytest.mark.parametrize("how", [(), (*BESIDE, *TIS)], ids=["synchronous", "asynchronous"])
-def test_a_stop_does_not_wait_for_a_rank_that_hangs_and_says_what_is_lost(start: START, how) -> None:
-    run = start("run", "grpo.max_num_steps=500", "checkpointing.save_period=99999", *how)
+def test_a_stop_does_not_wait_for_a_rank_that_hangs_and_says_what_is_lost(start, how) -> None:
+    run = start(
+        "run", "grpo.max_num_steps=500", "checkpointing.enabled=true", "checkpointing.save_period=99999", *how
+    )
     run.wait_for_step(3)
     ranks = [pid for pid, title in run.watch.alive().items() if "MegatronPolicyWorker" in title]
     os.kill(ranks[-1], signal.SIGSTOP)

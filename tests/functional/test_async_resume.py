@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
 import pytest
 from checkpoint_tensors import tensors_in
-from grpo_run import RECIPE, Run
+from commands import run
+from grpo_run import RECIPE, Run, assert_same_tensors
 
 pytestmark = pytest.mark.stage("distributed")
 
@@ -30,15 +29,6 @@ CLOCKS = ("timing/", "performance/", "async/")
 
 def start(folder: Path, *overrides: str) -> Run:
     return Run(folder, *TINY, f"checkpointing.checkpoint_dir={folder}/saved", *overrides)
-
-
-def to_the_end(run: Run) -> tuple[Run, str]:
-    try:
-        code, output, errors = run.end(within_s=300)
-        assert (code, errors) == (0, "")
-        return run, output
-    finally:
-        run.close()
 
 
 def until_killed(run: Run, after: int) -> None:
@@ -63,10 +53,7 @@ def newest_ledger(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """A run of age 1 and of chunks that was killed and resumed: its folder, log and ledger of then, what it told.
-
-    Before an update all groups in flight end, so that however slow the engine is, those of the next step are ready.
-    """
+    """A run of age 1 and of chunks that was killed and resumed: its folder, log and ledger of then, what it told."""
     folder = tmp_path_factory.mktemp("run")
     keys = (
         "grpo.async_grpo.min_groups_for_streaming_train=3",
@@ -74,7 +61,7 @@ def resumed(tmp_path_factory):
     )
     until_killed(start(folder, *keys), KILLED_AFTER)
     log, saved = (folder / "groups.jsonl").read_bytes(), newest_ledger(folder)
-    _, output = to_the_end(start(folder, *keys))
+    output = start(folder, *keys).finish()
     return folder, log, saved, output
 
 
@@ -128,16 +115,9 @@ def test_a_replay_goes_over_the_seam_and_begins_at_it(resumed, kept, after, tmp_
         (tmp_path / "groups.jsonl").write_bytes((folder / "groups.jsonl").read_bytes())
         (tmp_path / "config.yaml").write_text((folder / "config.yaml").read_text())
         folder = tmp_path
-    command = "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", command, "replay", str(folder), "--steps", f"{after}:{STEPS}"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    status, output, errors = run("replay", folder, "--steps", f"{after}:{STEPS}", folder=tmp_path)
+    assert status == 0, errors
+    lines = output.splitlines()
     assert len(lines) == STEPS - after
     assert all(f" equal, {GROUPS} groups equal, " in line for line in lines)
 
@@ -186,12 +166,14 @@ def test_at_age_0_the_resumed_run_is_the_undisturbed_one_to_the_bit(
         return Run(folder, *overrides, f"checkpointing.checkpoint_dir={folder}/saved", **command)
 
     until_killed(start_in(tmp_path / "killed"), KILLED_AFTER)
-    runs = [to_the_end(start_in(tmp_path / name))[0] for name in ("undisturbed", "killed")]
+    runs = []
+    for name in ("undisturbed", "killed"):
+        runs.append(start_in(tmp_path / name))
+        runs[-1].finish()
     rows = [
         [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in run.steps()] for run in runs
     ]
     assert rows[0] == rows[1]
     for model in models:
         wanted, found = (tensors_in(run.log_dir / "saved" / f"step_{STEPS}" / model) for run in runs)
-        assert wanted.keys() == found.keys()
-        assert not [name for name in wanted if not wanted[name].equal(found[name])]
+        assert_same_tensors(wanted, found)

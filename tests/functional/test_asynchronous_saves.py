@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from checkpoint_tensors import tensors_in
-from grpo_run import RECIPE, Run
+from grpo_run import RECIPE, Run, assert_same_tensors
 
 STEPS = 4
 SMALL = (
@@ -18,25 +17,17 @@ def saved(folder: Path, recipe: str, *, background: bool) -> dict:
     key = f"policy.megatron_cfg.checkpoint.async_save={background}"
     given = (f"checkpointing.checkpoint_dir={folder}/checkpoints", key)
     run = Run(folder, *SMALL, *given, recipe=RECIPE.with_name(recipe))
-    try:
-        code, output, errors = run.end(within_s=240)
-    finally:
-        run.close()
-    assert (code, errors) == (0, "")
+    output = run.finish(within_s=240)
     for step in range(1, STEPS + 1):
         assert output.count(f"checkpoint saved: step {step}\n") == 1
-    return {step: tensors_in(folder / f"checkpoints/step_{step}/policy") for step in range(1, STEPS + 1)}
+    return {step: run.checkpoint(step) for step in range(1, STEPS + 1)}
 
 
 @pytest.mark.exhaustive
 def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path: Path) -> None:
-    one, other = (
-        saved(tmp_path / str(background), "grpo_copy_cpu.yaml", background=background)
-        for background in (True, False)
-    )
+    one, other = (saved(tmp_path / str(how), "grpo_copy_cpu.yaml", background=how) for how in (True, False))
     for step, tensors in one.items():
-        assert tensors.keys() == other[step].keys()
-        assert all(tensor.equal(other[step][name]) for name, tensor in tensors.items())
+        assert_same_tensors(other[step], tensors)
 
 
 @pytest.mark.exhaustive

@@ -33,11 +33,7 @@ def test_the_rules_stand_around_the_prompts_of_both_tasks(tmp_path, task):
         *("grpo.max_val_samples=4", "grpo.val_batch_size=4"),
         recipe=CPU / f"grpo_{task}_cpu.yaml",
     )
-    try:
-        code, _, errors = run.end(within_s=200)
-    finally:
-        run.close()
-    assert (code, errors) == (0, "")
+    run.finish(within_s=200)
     answers = list(read_rollouts(run.log_dir / "rollouts/step_1.jsonl.gz"))
     assert len(answers) == 16
     rules = Path(data.default.prompt_file).read_text("utf-8")

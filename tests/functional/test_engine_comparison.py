@@ -1,22 +1,16 @@
 """A run whose engine computes another function of the same weights ends before it trains, and says where."""
 
-import subprocess
-import sys
-
 import pytest
+from commands import run
 from grpo_run import RECIPE
 from refusals import assert_holds
 
 pytestmark = pytest.mark.stage("distributed")
 
 OTHER_ROTARY_BASE = """
-import sys
-
-import pytest
 from dataclasses import replace
 
 from nemo_rl_mcore.driver import run as launch
-from nemo_rl_mcore.cli import main
 
 engine_kind = launch.engine_kind
 
@@ -28,24 +22,17 @@ def with_another_base(config):
 
 
 launch.engine_kind = with_another_base
-sys.exit(main())
 """
 
 
 def test_an_engine_with_another_rotary_base_ends_the_run_before_it_trains(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", OTHER_ROTARY_BASE, "grpo", "--config", str(RECIPE)),
-            f"logger.log_dir={tmp_path}",
-            "policy.generation.colocated.enabled=false",
-            "cluster.cpu_workers_per_node=1",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    status, output, errors = run(
+        *("grpo", "--config", RECIPE, f"logger.log_dir={tmp_path}"),
+        *("policy.generation.colocated.enabled=false", "cluster.cpu_workers_per_node=1"),
+        folder=tmp_path,
+        first=OTHER_ROTARY_BASE,
     )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert_holds(done.stderr, "the run stopped: engine 0 ", " row ", "policy.generation.compare_at_start")
-    assert "engine and training" not in done.stdout
+    assert status == 1, output + errors
+    assert_holds(errors, "the run stopped: engine 0 ", " row ", "policy.generation.compare_at_start")
+    assert "engine and training" not in output
     assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -38,7 +38,7 @@ def policy_config(overlapped):
             },
             "generation": {
                 "backend": "embedded", "max_new_tokens": 12, "colocated": {"enabled": False},
-                "embedded_cfg": {"engines": 1, "max_restarts": 1},
+                "engines": 1, "max_restarts": 1,
             },
         }
     )  # fmt: skip

@@ -3,52 +3,18 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from commands import run
 from hidden_packages import HIDE
-from processes import ProcessWatch
 from refusals import assert_holds
 
 pytestmark = pytest.mark.stage("distributed")
 
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
 FILES = ("digits.jsonl", "results.json")
-
-
-def start(watch, *arguments, folder, first="", **environment):
-    command = [
-        sys.executable,
-        "-c",
-        f"{first}\nimport sys; from nemo_rl_mcore.cli import main; sys.exit(main())",
-    ]
-    return subprocess.Popen(
-        [*command, *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, **environment, **watch.environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def run(*arguments, folder, end=None, **options):
-    """Status, output and errors; `end` is called with the process once it runs. options: see `start`."""
-    watch = ProcessWatch()
-    with start(watch, *arguments, folder=folder, **options) as process:
-        watch.follow(process.pid)
-        try:
-            if end is not None:
-                end(process)
-            output, errors = process.communicate(timeout=240)
-            assert watch.all_gone(within_s=30)
-        finally:
-            watch.kill_all()
-    return process.returncode, output, errors
 
 
 def ended_by(number, samples):
@@ -77,19 +43,19 @@ def test_an_evaluation_that_was_ended_goes_on_to_the_same_files(tmp_path, number
         "eval: {sets: {digits: {data_path: digits.jsonl}}, num_tests_per_prompt: 2, temperature: 1.0}\n"
     )
     asked = ("eval", "--config", "recipe.yaml")
-    whole = run(*asked, "eval.save_path=whole", folder=tmp_path)
+    whole = run(*asked, "logger.log_dir=whole", folder=tmp_path)
     assert whole[0] == 0, whole
-    samples = tmp_path / "ended/digits.jsonl"
-    ended = run(*asked, "eval.save_path=ended", folder=tmp_path, end=ended_by(number, samples))
+    samples = tmp_path / "ended/eval/digits.jsonl"
+    ended = run(*asked, "logger.log_dir=ended", folder=tmp_path, end=ended_by(number, samples))
     assert ended[0] == status, ended
     if number == signal.SIGINT:
         assert_holds(ended[2], "interrupted; ", "ended")
     assert 0 < samples.read_bytes().count(b"\n") < 1800
-    again = run(*asked, "eval.save_path=ended", folder=tmp_path)
+    again = run(*asked, "logger.log_dir=ended", folder=tmp_path)
     assert again[0] == 0, again
     assert " samples " in again[1]
     for name in FILES:
-        assert (tmp_path / "ended" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert (tmp_path / "ended/eval" / name).read_bytes() == (tmp_path / "whole/eval" / name).read_bytes()
 
 
 def test_generate_answers_a_file_by_a_folder_without_a_recipe(tmp_path):
@@ -108,17 +74,8 @@ def test_generate_answers_a_file_by_a_folder_without_a_recipe(tmp_path):
     save_chat_tokenizer(tmp_path / "hf")
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
 
-    asked = (
-        "generate",
-        "--hf",
-        "hf",
-        "--prompt-file",
-        "prompts.txt",
-        "--prompt",
-        "zero",
-        "--output",
-        "answers.jsonl",
-    )
+    asked = ("generate", "--hf", "hf", "--prompt-file", "prompts.txt", "--prompt", "zero")
+    asked += ("--output", "answers.jsonl")
     length = "policy.generation.max_new_tokens=10"
     done = run(*asked, "--greedy", length, folder=tmp_path)
     assert done[0] == 0, done
@@ -168,7 +125,7 @@ def test_one_rank_in_the_one_process_gives_what_one_of_a_session_gives(tmp_path)
         for asked in (
             ("export", *weights, "--output", f"{way}/hf"),
             ("generate", *weights, "--samples", 2, "--output", f"{way}/answers.jsonl"),
-            ("eval", "--config", "recipe.yaml", *weights, f"eval.save_path={way}/eval"),
+            ("eval", "--config", "recipe.yaml", *weights, f"logger.log_dir={way}"),
         ):
             (tmp_path / way).mkdir(exist_ok=True)
             status, _, errors = run(*asked, folder=tmp_path, **options)

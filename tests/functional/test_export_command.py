@@ -1,40 +1,22 @@
 """From Hugging Face weights to Hugging Face weights: train, save, export, and ask transformers and the checkpoint."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from processes import ProcessWatch
+from commands import run
 from safetensors.torch import load_file
 
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
 PROMPTS = ["527>", "103>", "999>", "648>"]
 
 
-def run(*arguments: object, folder: Path) -> str:
-    """The output of the command, which succeeds and leaves no process."""
-    command = [sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"]
-    watch = ProcessWatch()
-    with subprocess.Popen(
-        [*command, *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, **watch.environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        watch.follow(process.pid)
-        try:
-            output, errors = process.communicate(timeout=240)
-        finally:
-            watch.kill_all()
-    assert process.returncode == 0, errors[-3000:]
+def done(*arguments: object, folder: Path) -> str:
+    """The output of the command, which succeeds."""
+    status, output, errors = run(*arguments, folder=folder)
+    assert status == 0, errors[-3000:]
     return output
 
 
@@ -79,9 +61,9 @@ def test_trained_weights_go_out_as_they_came_in_and_from_any_directory(tmp_path)
         "grpo: {max_num_steps: 2, val_period: 0, val_at_end: false}\n"
         "cluster: {cpu_workers_per_node: 1}\n"
     )
-    run("grpo", "--config", recipe, "policy.megatron_cfg.tensor_model_parallel_size=1", folder=tmp_path)
+    done("grpo", "--config", recipe, "policy.megatron_cfg.tensor_model_parallel_size=1", folder=tmp_path)
     checkpoint = tmp_path / "checkpoints/step_2"
-    run("export", "--checkpoint", checkpoint, "--output", output, folder=elsewhere)
+    done("export", "--checkpoint", checkpoint, "--output", output, folder=elsewhere)
 
     before, after = (load_file(folder / "model.safetensors") for folder in (start, output))
     assert before.keys() == after.keys()
@@ -92,7 +74,7 @@ def test_trained_weights_go_out_as_they_came_in_and_from_any_directory(tmp_path)
 
     asked = [argument for prompt in PROMPTS for argument in ("--prompt", prompt)]
     start.rename(tmp_path / "gone")  # the checkpoint has all that it needs
-    shown = run("generate", "--checkpoint", checkpoint, "--greedy", *asked, folder=elsewhere)
+    shown = done("generate", "--checkpoint", checkpoint, "--greedy", *asked, folder=elsewhere)
     assert [line for line in shown.splitlines() if ">" in line] == [
         f"{prompt}{greedy(output, prompt)}" for prompt in PROMPTS
     ]

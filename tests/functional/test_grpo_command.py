@@ -3,39 +3,22 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from grpo_run import Run
 from refusals import assert_holds
 
 from nemo_rl_mcore.driver.observability import read_rollouts
 
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[type[Run]]:
-    started: list[Run] = []
-
-    class Started(Run):
-        folder = tmp_path
-
-        def __init__(self, *overrides: str) -> None:
-            super().__init__(tmp_path / "run", *overrides)
-            started.append(self)
-
-    yield Started  # type: ignore[misc]
-    for run in started:
-        run.close()
+UNSAVED = ("checkpointing.enabled=true", "checkpointing.save_period=99999", "grpo.max_num_steps=100000")
 
 
 def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
     run = start(
+        *("run", "logger.tensorboard_enabled=true"),
         *("grpo.max_num_steps=3", "loss_fn.reference_policy_kl_penalty=0.01"),
         *("policy.train_micro_batch_size=32", "policy.train_global_batch_size=128"),
     )
-    code, output, errors = run.end(within_s=180)
-    assert (code, errors) == (0, "")
+    output = run.finish(within_s=180)
     assert "step 3/3" in output
     assert "validation/accuracy" in output
     steps = run.steps()
@@ -46,12 +29,8 @@ def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
         assert step["train/global_valid_seqs"] == 256
         assert step["train/skipped_steps"] == 0
         assert step["train/kl_penalty"] is not None
-        assert {
-            "timing/generation",
-            "timing/logprobs",
-            "timing/train",
-            "performance/tokens_per_sec",
-        } <= step.keys()
+        timed = {f"timing/{what}" for what in ("generation", "logprobs", "train")}
+        assert timed | {"performance/tokens_per_sec"} <= step.keys()
     assert (run.log_dir / "report.html").stat().st_size > 1 << 20
     assert (run.log_dir / "config.yaml").exists()
     assert list((run.log_dir / "tensorboard").glob("events*"))
@@ -75,13 +54,7 @@ def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
     ],
 )
 def test_a_signal_stops_cleanly_and_the_same_command_goes_on(start, stop, status, word) -> None:
-    saved = start.folder / "saved"
-    section = (
-        "checkpointing.enabled=true",
-        "checkpointing.save_period=99999",
-        f"checkpointing.checkpoint_dir={saved}",
-    )
-    run = start("grpo.max_num_steps=100000", *section)
+    run = start("run", *UNSAVED)
     run.wait_for_step(2)
     if stop == signal.SIGINT:
         os.killpg(run.process.pid, stop)  # as a terminal does, to the whole foreground group
@@ -90,7 +63,8 @@ def test_a_signal_stops_cleanly_and_the_same_command_goes_on(start, stop, status
     code, _, errors = run.end(within_s=15)
     last = len(run.steps())
     assert code == status
-    told = f"step {last} is saved in {saved / f'step_{last}'}, and the same command goes on from there"
+    saved = run.log_dir / "checkpoints" / f"step_{last}"
+    told = f"step {last} is saved in {saved}, and the same command goes on from there"
     assert errors == f"{word}; {told}\n"
     assert run.watch.all_gone(within_s=10)
     assert last >= 2
@@ -99,7 +73,7 @@ def test_a_signal_stops_cleanly_and_the_same_command_goes_on(start, stop, status
 
 @pytest.mark.nightly
 def test_a_second_ctrl_c_saves_nothing_and_keeps_rows_and_report(start) -> None:
-    run = start("grpo.max_num_steps=100000")
+    run = start("run", "grpo.max_num_steps=100000")
     run.wait_for_step(2)
     for _ in range(2):
         os.killpg(run.process.pid, signal.SIGINT)
@@ -115,20 +89,16 @@ def test_a_second_ctrl_c_saves_nothing_and_keeps_rows_and_report(start) -> None:
 
 @pytest.mark.nightly
 def test_the_limit_of_time_ends_a_run_with_its_last_step_saved(start) -> None:
-    saved = start.folder / "saved"
-    section = (
-        "checkpointing.enabled=true",
-        "checkpointing.save_period=99999",
-        f"checkpointing.checkpoint_dir={saved}",
-    )
     began = time.monotonic()
-    run = start("grpo.max_num_steps=100000", *section, "checkpointing.checkpoint_must_save_by=00:00:01:15")
+    run = start("run", *UNSAVED, "checkpointing.checkpoint_must_save_by=00:00:01:15")
     code, output, errors = run.end(within_s=120)
     assert time.monotonic() - began < 75 + 20
     assert (code, errors) == (0, "")
     last = len(run.steps())
     last_line = output.splitlines()[-1]
     assert_holds(
-        last_line, "(checkpointing.checkpoint_must_save_by); ", f"step {last} ", saved / f"step_{last}"
+        last_line,
+        *("(checkpointing.checkpoint_must_save_by); ", f"step {last} "),
+        run.log_dir / "checkpoints" / f"step_{last}",
     )
     assert run.watch.all_gone(within_s=10)

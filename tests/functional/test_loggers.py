@@ -22,11 +22,7 @@ def test_every_logger_has_one_whole_run_after_a_kill_and_a_resume(tmp_path, monk
     folder = tmp_path / "run"
     overrides = (
         *(f"grpo.max_num_steps={STEPS}", "grpo.val_period=1", "grpo.max_val_samples=16"),
-        *(
-            "cluster.cpu_workers_per_node=1",
-            "policy.train_micro_batch_size=32",
-            "logger.sample_table_period=1",
-        ),
+        *("cluster.cpu_workers_per_node=1", "policy.train_micro_batch_size=32"),
         *("logger.wandb_enabled=true", "logger.mlflow_enabled=true"),
         *("checkpointing.enabled=true", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}"),
         "checkpointing.save_period=1",
@@ -56,7 +52,6 @@ def test_every_logger_has_one_whole_run_after_a_kill_and_a_resume(tmp_path, monk
     assert config_of(second)["grpo"]["max_num_steps"] == STEPS
     rows = {row["step"]: row for row in [*rows_of(first), *rows_of(second)]}
     assert sorted(step for step in rows if step > 0) == [1, 2, 3, 4]
-    assert all("train/samples/path" in rows[step] for step in (1, 2, 3, 4))
     assert exit_code_of(second) == 0
 
     client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")

@@ -99,11 +99,7 @@ def finished(
     written = folder / "ours.yaml"
     assert main(["migrate", str(THEIRS / f"{base}.yaml"), "--output", str(written), *changes]) == 0
     run = Run(folder / "run", "++cluster.cpu_workers_per_node=2", *ours, algorithm=algorithm, recipe=written)
-    try:
-        code, _, errors = run.end(within_s=300)
-    finally:
-        run.close()
-    assert (code, errors) == (0, "")
+    run.finish(within_s=300)
     return Finished(migrate(THEIRS / f"{base}.yaml", changes).read.tree, folder)
 
 
@@ -203,19 +199,6 @@ def test_grpo(grpo: Finished) -> None:
     assert wrong_in_grpo(grpo, Faults()) == set()
     assert len(grpo.metrics) == STEPS
     assert max(abs(row["train/loss"]) for row in grpo.metrics) > 100 * CLOSE
-
-
-@pytest.mark.parametrize(
-    ("faults", "seen"),
-    [
-        (Faults(ticks=2), "train/lr"),
-        (Faults(leave_one_out=False), "advantage"),
-        (Faults(normalize=False), "advantage"),
-        (Faults(denominator="rows"), "train/loss"),
-    ],
-)
-def test_grpo_with_another_formula_is_seen(grpo: Finished, faults: Faults, seen: str) -> None:
-    assert seen in wrong_in_grpo(grpo, faults)
 
 
 NO_ANSWERS = (
@@ -319,25 +302,21 @@ def test_sft(sft: Finished) -> None:
     assert [row["train/lr"] for row in sft.metrics][:3] == pytest.approx(RATES[:3])
 
 
-@pytest.mark.parametrize(
-    ("faults", "seen"),
-    [
-        (Faults(ticks=2), "train/lr"),
-        (Faults(denominator="pairs"), "train/loss"),
-        (Faults(imitated="answer"), "train/loss"),
-    ],
-)
-def test_dpo_with_another_formula_is_seen(dpo: Finished, faults: Faults, seen: str) -> None:
-    assert seen in wrong_in_dpo(dpo, faults)
+WRONG = {"grpo": wrong_in_grpo, "dpo": wrong_in_dpo, "sft": wrong_in_sft}
 
 
 @pytest.mark.parametrize(
-    ("faults", "seen"),
+    ("algorithm", "faults", "seen"),
     [
-        (Faults(ticks=2), "train/lr"),
-        (Faults(denominator="rows"), "train/loss"),
-        (Faults(imitated="unended"), "train/loss"),
+        *((algorithm, Faults(ticks=2), "train/lr") for algorithm in WRONG),
+        ("grpo", Faults(leave_one_out=False), "advantage"),
+        ("grpo", Faults(normalize=False), "advantage"),
+        ("grpo", Faults(denominator="rows"), "train/loss"),
+        ("dpo", Faults(denominator="pairs"), "train/loss"),
+        ("dpo", Faults(imitated="answer"), "train/loss"),
+        ("sft", Faults(denominator="rows"), "train/loss"),
+        ("sft", Faults(imitated="unended"), "train/loss"),
     ],
 )
-def test_sft_with_another_formula_is_seen(sft: Finished, faults: Faults, seen: str) -> None:
-    assert seen in wrong_in_sft(sft, faults)
+def test_another_formula_is_seen(request, algorithm: str, faults: Faults, seen: str) -> None:
+    assert seen in WRONG[algorithm](request.getfixturevalue(algorithm), faults)

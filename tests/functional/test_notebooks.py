@@ -17,10 +17,6 @@ Message = dict[str, Any]
 Heard = Callable[[Message], None]
 
 
-def nothing(message: Message) -> None:
-    pass
-
-
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator["Kernel"]:
     from jupyter_client.manager import start_new_kernel
@@ -41,14 +37,15 @@ class Kernel:
         self.interrupt = manager.interrupt_kernel
         self._client = client
 
-    def run(self, code: str, heard: Heard = nothing, *, fails: bool = False) -> list[Message]:
+    def run(self, code: str, heard: Heard | None = None, *, fails: bool = False) -> list[Message]:
         """Run code, and return its outputs; heard: is told each as it comes."""
         outputs: list[Message] = []
 
         def keep(message: Message) -> None:
             if message["msg_type"] in ("stream", "display_data", "execute_result", "error"):
                 outputs.append({"type": message["msg_type"], **message["content"]})
-                heard(outputs[-1])
+                if heard is not None:
+                    heard(outputs[-1])
 
         reply = self._client.execute_interactive(code, timeout=180, output_hook=keep)["content"]
         assert reply["status"] == ("error" if fails else "ok"), outputs

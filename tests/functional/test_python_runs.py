@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_tensors import tensors_in
-from grpo_run import Run, compared
+from grpo_run import Run, assert_same_tensors, compared
 
 COMMON = """
 import os
@@ -222,16 +222,11 @@ def test_the_same_recipe_by_command_has_the_same_bits(
     by_command = tmp_path / "command"
     saved = f"checkpointing.checkpoint_dir={by_command / 'checkpoints'}"
     run = Run(by_command, saved, algorithm=algorithm, recipe=tmp_path / "recipe.yaml")
-    try:
-        code, _, errors = run.end(within_s=300)
-    finally:
-        run.close()
-    assert (code, errors) == (0, "")
+    run.finish(within_s=300)
     rows = [json.loads(line) for line in (tmp_path / "python/metrics.jsonl").read_text().splitlines()]
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in compared(run)]
     for model in ("policy", "value") if algorithm == "ppo" else ("policy",):
         first, second = (
             tensors_in(one / "checkpoints/step_4" / model) for one in (tmp_path / "python", by_command)
         )
-        assert first.keys() == second.keys()
-        assert not [name for name in first if not first[name].equal(second[name])]
+        assert_same_tensors(first, second)

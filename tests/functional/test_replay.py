@@ -2,10 +2,9 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
+from commands import run
 from grpo_run import RECIPE, Run
 
 from nemo_rl_mcore.driver.rollouts.saved import digest_of_group, load_groups, save_groups, versions_of
@@ -15,22 +14,15 @@ RECIPE_ASYNC = RECIPE.with_name("grpo_copy_async_cpu.yaml")
 
 
 def replay(folder, *options):
-    command = "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", command, "replay", str(folder), *options],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    return done.returncode, done.stdout.splitlines(), done.stderr
+    status, output, errors = run("replay", folder, *options, folder=folder.parent)
+    return status, output.splitlines(), errors
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a run that was trained with three chunks a step and a checkpoint in the middle."""
     folder = tmp_path_factory.mktemp("run")
-    run = Run(
+    trained = Run(
         folder,
         f"grpo.max_num_steps={STEPS}",
         "grpo.val_at_end=false",
@@ -40,8 +32,7 @@ def finished(tmp_path_factory):
         "checkpointing.save_period=4",
         recipe=RECIPE_ASYNC,
     )
-    status, output, errors = run.end(within_s=240)
-    assert status == 0, output + errors
+    output = trained.finish(within_s=240)
     assert "engine and training agree on 4 rows x 32 tokens: " in output
     return folder
 
@@ -84,9 +75,7 @@ def test_steps_without_a_checkpoint_before_them_are_trained_from_an_earlier_star
 @pytest.mark.exhaustive
 def test_episodes_of_several_turns_are_equal_and_no_environment_is_asked(tmp_path):
     recipe = RECIPE.with_name("grpo_guess_number_async_cpu.yaml")
-    run = Run(tmp_path, "grpo.max_num_steps=5", "grpo.val_at_end=false", recipe=recipe)
-    status, output, errors = run.end(within_s=240)
-    assert status == 0, output + errors
+    Run(tmp_path, "grpo.max_num_steps=5", "grpo.val_at_end=false", recipe=recipe).finish(within_s=240)
     status, lines, errors = replay(tmp_path)
     assert (status, len(lines)) == (0, 5), errors
     assert all(" equal, " in line for line in lines)

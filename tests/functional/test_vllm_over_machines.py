@@ -16,16 +16,13 @@ SMALL = (
     *("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4"),
     *("policy.train_global_batch_size=16", "policy.train_micro_batch_size=8", "policy.logprob_batch_size=8"),
     *("cluster.num_nodes=2", "cluster.cpu_workers_per_node=1"),
-    *(f"policy.generation.vllm_cfg.{key}" for key in ("max_restarts=1",)),
+    "policy.generation.max_restarts=1",
 )
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_an_engine_over_two_machines_answers_is_refitted_and_starts_anew_as_one(tmp_path: Path, size: str):
-    """Log-probabilities of the whole vocabulary at the start, digests after each refit, the mismatch of each step.
-
-    A process of vLLM on the second machine is killed in between: the engine on the first one ends with it.
-    """
+    """Log-probabilities of the whole vocabulary at the start, digests after each refit, the mismatch of each step."""
     recipe = RECIPE.with_name("grpo_copy_vllm_cpu.yaml")
     with Raylets() as raylets, pytest.MonkeyPatch.context() as patch:
         raylets.join()

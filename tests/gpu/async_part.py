@@ -1,8 +1,4 @@
-"""vLLM's asynchronous engine on a GPU of its own: it answers while the rank trains, and weights reach it by NCCL.
-
-Engines that share the rank's GPU would have to sleep meanwhile, which a recipe may not ask for: so it takes two. With
-`--device cpu` the engine is a process beside the rank, and weights go through shared memory.
-"""
+"""vLLM's asynchronous engine on a GPU of its own: it answers while the rank trains, and weights reach it by NCCL."""
 
 from __future__ import annotations
 

@@ -2,4 +2,4 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parents[1] / "benchmarks")]
+sys.path += [str(HERE), str(HERE.parent / "distributed"), str(HERE.parents[1] / "benchmarks")]

@@ -1,8 +1,4 @@
-"""Two ranks that share sequences against one rank with the same layers, from the same weights.
-
-Each way for keys and values to travel, padded rows and packed ones, fused or not. It takes two GPUs; with
-`--device cpu` two gloo ranks with the local attention stand in, for which there is but one way.
-"""
+"""Two ranks that share sequences against one rank with the same layers, from the same weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the fused kernel costs beside the unfused path and what others offer, at the sizes of real models.
-
-The methods and the measuring are those of `benchmarks/fused_linear_logprobs.py`, here in one process to save time.
-"""
+"""What the fused kernel costs beside the unfused path and what others offer, at the sizes of real models."""
 
 from __future__ import annotations
 

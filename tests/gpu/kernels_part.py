@@ -1,7 +1,4 @@
-"""The fused kernels against float64: the two Triton passes alone, the functions made of them.
-
-On CPU the passes run in Triton's interpreter, on sizes that suit it.
-"""
+"""The fused kernels against float64: the two Triton passes alone, the functions made of them."""
 
 from __future__ import annotations
 

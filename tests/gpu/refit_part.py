@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 from one_rank import be_the_only_rank
 from report import Report
@@ -38,7 +39,7 @@ LEFT_OVER = {"cuda": float(BUCKET["cuda"] // 2), "cpu": 0.0}
 
 def run(report: Report, device: str) -> None:
     """A worker's weights before and after a step, tensors of odd shapes and dtypes, and the memory afterwards."""
-    accelerator.install()  # before Megatron is imported, which the tests' helpers do
+    accelerator.install()  # before Megatron is imported
     import tiny
 
     report.doing("a worker of one rank")
@@ -166,8 +167,6 @@ def _obey(
 
 def check_worker(report: Report, worker: Any, engine: ReceivingProcess, device: str) -> None:
     """`connect_engines` and `send_weights`, at the start and after a train step."""
-    import tiny
-
     group = f"a worker's weights over {TRANSPORTS[device]}"
     seen: list[dict[str, str]] = []
     with report.attempt(group, "send, train, send"):

@@ -1,7 +1,4 @@
-"""The first layout of a rehearsal on one rank of the device: its first steps compute what they did on the CPU.
-
-REHEARSAL names the file that `nemo-rl-mcore rehearse RECIPE --json FILE` wrote.
-"""
+"""The first layout of a rehearsal on one rank of the device: its first steps compute what they did on the CPU."""
 
 from __future__ import annotations
 

@@ -25,11 +25,7 @@ _QUIET = ("grpo.val_period=0", "grpo.val_at_end=false", "logger.tensorboard_enab
 
 
 def grpo(recipe: str, folder: Path, device: str, *overrides: str) -> Steps:
-    """Run a recipe of examples/configs on one rank to its end, in `folder`; returns the metrics of its steps.
-
-    Raises RuntimeError with the last line of what it wrote, if its exit status is not 0; all of it goes to standard
-    error.
-    """
+    """Run a recipe of examples/configs on one rank to its end, in `folder`; returns the metrics of its steps."""
     return command("grpo", CONFIGS / recipe, folder, *ONE_RANK[device], *_QUIET, *overrides)
 
 

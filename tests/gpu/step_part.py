@@ -1,8 +1,4 @@
-"""The phases of a GRPO step of a random model of 1.5 billion weights, with fused settings on and off.
-
-The rank decodes itself. Rates are of a setting's quickest step; `share of the products' speed` is what its model needs
-in products, six for each weight and token trained, beside what one large product reaches on the same device.
-"""
+"""The phases of a GRPO step of a random model of 1.5 billion weights, with fused settings on and off."""
 
 from __future__ import annotations
 
@@ -12,12 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import tiny
 import torch
 from one_rank import batch, be_the_only_rank
 from report import Report
 from torch import Tensor
 from trained_worker import leave, prepare
 
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.models import count_parameters
 from nemo_rl_mcore.rank import accelerator
 
@@ -91,8 +90,6 @@ def run(report: Report, device: str) -> None:
 
 def config_of(size: Size, megatron: Mapping[str, Any]) -> Any:
     """The policy of one setting: packed rows and fused log-probabilities, as the recipes for GPUs have them."""
-    from nemo_rl_mcore.config import PolicyConfig
-
     fixed = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_packed": True}
     tokens = {"enabled": True, "train_mb_tokens": size.budget, "logprob_mb_tokens": 2 * size.budget}
     return PolicyConfig.model_validate(
@@ -112,8 +109,6 @@ def config_of(size: Size, megatron: Mapping[str, Any]) -> Any:
 
 def measured(size: Size, megatron: Mapping[str, Any]) -> tuple[Tensor, dict[str, float]]:
     """Log-probabilities [B, S] of the start, and the least seconds of each phase after a step that warms up."""
-    import tiny
-
     worker = tiny.worker(config_of(size, megatron), init_reference_model=False)
     rows = batch(size.rows, size.length, size.model["vocab_size"], shortest=0.5)
     prompts, loss = prompts_of(rows, size), tiny.grpo_loss(fused=True, reference_policy_kl_penalty=0.0)
@@ -133,8 +128,6 @@ def measured(size: Size, megatron: Mapping[str, Any]) -> tuple[Tensor, dict[str,
 
 def prompts_of(rows: Any, size: Size) -> Any:
     """The first half of what a row may have, all of one length, as prompts."""
-    from nemo_rl_mcore.data import BatchedDataDict
-
     length, numbers = size.length // 2, torch.arange(size.rows)
     return BatchedDataDict(
         input_ids=rows["input_ids"][:, :length],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import tiny
 from one_rank import be_the_only_rank
 from report import Report
 from trained_worker import (
@@ -41,12 +42,7 @@ def run(report: Report, device: str) -> None:
 
 
 def check_layers(report: Report, folder: Path, device: str, layers: str, precision: str, fused: bool) -> None:
-    """Three steps of those layers, padded and packed, and what a checkpoint of theirs brings back.
-
-    Beside padded rows packed ones are other kernels of the same layers.
-    """
-    import tiny
-
+    """Three steps of those layers, padded and packed, and what a checkpoint of theirs brings back."""
     name = f"{layers}, {precision}, {'fused' if fused else 'unfused'}"
     tolerances = TOLERANCES["float32 in TF32" if (device, precision) == ("cuda", "float32") else precision]
     with report.attempt(f"{name}: as the local layers", "both train"):

@@ -1,11 +1,7 @@
-"""A worker at the sizes of the GPU run: what three steps make of it, and how two such are compared.
-
-Megatron is imported within functions, once the device is prepared.
-"""
+"""A worker at the sizes of the GPU run: what three steps make of it, and how two such are compared."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import tempfile
@@ -14,11 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import tiny
 import torch
+import worker_state
 from report import Report
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nemo_rl_mcore.models.config_json import hf_config_of
 from nemo_rl_mcore.rank import accelerator
 
 PRECISIONS = ("float32", "bfloat16")
@@ -55,21 +54,14 @@ EXACT = 0.0
 
 
 def prepare(threads: int | None = None) -> None:
-    """Prepare the device, before Megatron is imported, which the tests' helpers do.
-
-    threads: those that torch computes with; None is torch's own number.
-    """
+    """Prepare the device, before Megatron is imported; threads: those that torch computes with, by default its own."""
     if threads is not None:
         torch.set_num_threads(threads)
     accelerator.install()
-    importlib.import_module("tiny")
-    importlib.import_module("worker_state")
 
 
 def leave() -> None:
     """End the last worker's layout, and the process group."""
-    import tiny
-
     tiny.leave()
     torch.distributed.destroy_process_group()
 
@@ -84,13 +76,7 @@ def worker_config(
     packed: bool = False,
     sharing: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """The policy that starts from the weights in `folder`, with layers of that `transformer_impl`.
-
-    packed: two rows' tokens in each microbatch, without padding, in place of two rows.
-    sharing: Megatron's keys of ranks that share sequences.
-    """
-    import tiny
-
+    """The policy that starts from the weights in `folder`, with layers of that `transformer_impl`."""
     sizes = SIZES[device]
     tokens = 2 * sizes["length"]
     return tiny.policy_config(
@@ -113,8 +99,6 @@ def worker_config(
 
 def batch(device: str, seed: int, vocabulary: int) -> Any:
     """The tests' batch; its log-probabilities are about those of an untrained model of this vocabulary."""
-    import tiny
-
     rows = tiny.grpo_batch(length=SIZES[device]["length"], seed=seed)
     larger = float(torch.tensor(vocabulary / tiny.VOCABULARY).log())
     for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
@@ -135,8 +119,6 @@ def weights(of: Any) -> dict[str, Tensor]:
 
 def trained(config: Any, device: str, fused: bool) -> tuple[dict[str, Tensor], Any]:
     """A worker after three steps, and what it reported on the way."""
-    import tiny
-
     worker = tiny.worker(config)
     before, vocabulary = weights(worker), config.model.vocab_size
     found = {"log-probabilities": worker.get_logprobs(data=batch(device, 9, vocabulary))["logprobs"]}
@@ -157,18 +139,14 @@ def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[s
 
 def write_start(folder: Path, precision: str, device: str) -> None:
     """Draw weights, and write them as a Hugging Face folder."""
-    from tiny import policy_config, worker
-
-    from nemo_rl_mcore.models.config_json import hf_config_of
-
     sizes = SIZES[device]
-    config = policy_config(
+    config = tiny.policy_config(
         model=sizes["model"],
         precision=precision,
         max_total_sequence_length=sizes["max_total_sequence_length"],
     )
     folder.mkdir()
-    save_file(weights(worker(config, seed=0)), folder / "model.safetensors")
+    save_file(weights(tiny.worker(config, seed=0)), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf_config_of(config.model, dtype=precision)), "utf-8")
 
 
@@ -201,9 +179,6 @@ def changed_otherwise(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 def check_checkpoint(report: Report, name: str, worker: Any, device: str, loss_fn: Any) -> None:
     """What is saved comes back bit for bit, and the step after it is the step that followed before."""
-    import tiny
-    import worker_state
-
     group, rows = f"{name}: checkpoint", batch(device, 5, worker.policy.model.vocab_size)
     tolerance = REPEATED[device][worker.policy.precision]
     with report.attempt(group, "save, train, load, train"), tempfile.TemporaryDirectory() as scratch:

@@ -1,8 +1,4 @@
-"""vLLM's engine on the rank's GPU: it sleeps while the rank trains, wakes, and takes its weights over CUDA IPC.
-
-First engine and rank turn by turn, then a run by the command. With `--device cpu` the engine is a process beside the
-rank, weights go through shared memory, and nothing sleeps: what a sleep gives back is of CUDA alone.
-"""
+"""vLLM's engine on the rank's GPU: it sleeps while the rank trains, wakes, and takes its weights over CUDA IPC."""
 
 from __future__ import annotations
 
@@ -92,10 +88,7 @@ def rank_and_engine(parts: Parts) -> Iterator[tuple[Policy, EngineGeneration]]:
 
 @dataclass
 class Turns:
-    """Turns of an engine and a rank, and what is found in each: log-probabilities, memory, seconds.
-
-    digests: of the weights of each refit.
-    """
+    """Turns of an engine and a rank, and what is found in each: log-probabilities, memory, seconds."""
 
     report: Report
     group: str

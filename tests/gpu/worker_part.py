@@ -1,8 +1,4 @@
-"""The worker in one process over NCCL, against numbers that a process without a GPU makes of the same weights.
-
-Log-probabilities, three train steps, the reference policy, the split step, abort and checkpoints, in both precisions,
-fused and not. With `--device cpu` both processes compute on the CPU, over gloo.
-"""
+"""The worker in one process over NCCL, against numbers that a process without a GPU makes of the same weights."""
 
 from __future__ import annotations
 
@@ -16,7 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
+import worker_state
 from one_rank import be_the_only_rank
 from report import Report
 from safetensors.torch import load_file, save_file
@@ -41,7 +39,9 @@ from trained_worker import (
     write_start,
 )
 
+from nemo_rl_mcore.losses import MseValueLossFn
 from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank.policy_backend import OnDevice
 
 
 def run(report: Report, device: str) -> None:
@@ -98,8 +98,6 @@ def be_reference(folder: Path, device: str) -> None:
 
 def check_precision(report: Report, precision: str, device: str, folder: Path) -> None:
     """Every check of a precision; what a failed run leaves out, the checks that need it tell."""
-    import tiny
-
     own: dict[bool, dict[str, Tensor]] = {}
     for fused in (False, True):
         name = f"{precision}, {'fused' if fused else 'unfused'}"
@@ -119,11 +117,7 @@ def check_precision(report: Report, precision: str, device: str, folder: Path) -
 
 def check_critic(report: Report, folder: Path, device: str) -> None:
     """A critic in bfloat16, whose head is float32, and whose gradients lie in several buckets with padding between."""
-    import tiny
-
-    from nemo_rl_mcore.losses import MseValueLossFn
-
-    buckets = {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 3000}}
+    buckets = {"distributed_data_parallel_config": {"overlap_grad_reduce": True}}
     with report.attempt("bfloat16, critic: checkpoint", "a worker trains"):
         config = worker_config(folder, "bfloat16", device, fused=False, sharing=buckets)
         worker, loss_fn = tiny.worker(config, role="value"), MseValueLossFn({"cliprange": 0.2})
@@ -139,8 +133,6 @@ def check_split_step(
     report: Report, name: str, whole: Mapping[str, Tensor], config: Any, device: str, fused: bool
 ) -> None:
     """A new worker gets each batch in two chunks of whole microbatches, with log-probabilities in between."""
-    import tiny
-
     group, tolerance = f"{name}: the split step is train", REPEATED[device][config.precision]
     with report.attempt(group, "two chunks a step"):
         worker = tiny.worker(config)
@@ -161,9 +153,6 @@ def check_split_step(
 
 def check_abort(report: Report, name: str, worker: Any, device: str, fused: bool) -> None:
     """Everything that a step may change, before it was opened and after it was dropped."""
-    import tiny
-    import worker_state
-
     with report.attempt(f"{name}: abort leaves no trace", "tensors and settings that differ in a bit"):
         # The gradients of the step before are no state: a step begins by clearing them.
         worker.backend.zero_grad()
@@ -178,8 +167,6 @@ def check_abort(report: Report, name: str, worker: Any, device: str, fused: bool
 
 def check_reference_places(report: Report, folder: Path, device: str) -> None:
     """The reference kept on the device and in the CPU's memory: the same bits, and how long the two exchanges take."""
-    import tiny
-
     from nemo_rl_mcore.rank.megatron import reference_policy
 
     group, found, seconds = "the reference on the device and on the CPU", [], []
@@ -189,7 +176,8 @@ def check_reference_places(report: Report, folder: Path, device: str) -> None:
             config = worker_config(folder, "bfloat16", device, fused=False)
             # So small that each spare is filled many times while the other one is emptied.
             reference_policy.PIECE_BYTES = 1 << 12
-            worker = tiny.worker(config.model_copy(update={"reference_on_device": on_device}))
+            reference_policy.ON_DEVICE = on_device
+            worker = tiny.worker(config)
             worker.train(batch(device, 0, config.model.vocab_size), tiny.grpo_loss())
             before = weights(worker)
             rows = batch(device, 9, config.model.vocab_size)
@@ -228,10 +216,6 @@ def check_offload(report: Report, folder: Path, device: str) -> None:
 
 
 def _check_offload_of(report: Report, folder: Path, device: str, precision: str) -> None:
-    import tiny
-
-    from nemo_rl_mcore.rank.policy_backend import OnDevice
-
     group = f"{precision}: offloading between steps"
     with report.attempt(group, "three steps"):
         config = worker_config(folder, precision, device, fused=False)

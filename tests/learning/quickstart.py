@@ -50,7 +50,7 @@ def learned(folder: Path) -> dict[str, float]:
     results = folder / "results/quickstart"
     sft, dpo = (_series(results / f"{name}_cpu/metrics.jsonl") for name in ("sft", "dpo"))
     scores = {
-        name: json.loads((results / f"eval/{name}/results.json").read_text("utf-8"))["gsm8k"]["metrics"]
+        name: json.loads((results / f"of_{name}/eval/results.json").read_text("utf-8"))["gsm8k"]["metrics"]
         for name in ("sft", "grpo")
     }
     return {

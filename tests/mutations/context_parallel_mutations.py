@@ -6,10 +6,14 @@ Prints a table as `train_step_mutations.py` does.
 """
 
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import torch
+
+from nemo_rl_mcore.ops._groups import all_gather_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -50,7 +54,6 @@ def gradients_of_whole_losses_summed() -> AbstractContextManager[Any]:
 
 
 def context_ranks_counted_as_data_parallel() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.ops._groups import all_gather_rows
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
     return patch.object(
@@ -61,8 +64,6 @@ def context_ranks_counted_as_data_parallel() -> AbstractContextManager[Any]:
 
 
 def contiguous_slices() -> AbstractContextManager[Any]:
-    import torch
-
     from nemo_rl_mcore.rank.megatron import attention, context_parallel
 
     def contiguous(borders: tuple[int, ...], ranks: int) -> torch.Tensor:
@@ -99,8 +100,6 @@ def rotary_positions_of_the_other_rank() -> AbstractContextManager[Any]:
 
 
 def _both(*patches: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    from contextlib import ExitStack
-
     stack = ExitStack()
     for one in patches:
         stack.enter_context(one)

@@ -12,13 +12,22 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import meeting_ranks
+import torch
+from meeting_ranks import rows_sorted_singly
+
+from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
+from nemo_rl_mcore.driver.algorithms import advantages
+from nemo_rl_mcore.driver.algorithms.advantages import GroupStatistics, make_advantage_estimator
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from mutations.harness import Check, Mutation, run_table
 
 BY_TOKENS = {
     "dynamic_batching": {
-        "enabled": True, "sequence_length_round": 4, "train_mb_tokens": 30, "logprob_mb_tokens": 30,
+        "enabled": True, "train_mb_tokens": 30, "logprob_mb_tokens": 30,
     }
 }  # fmt: skip
 
@@ -56,11 +65,6 @@ REFERENCE = Check(
 
 def advantage_of_the_only_winner() -> float:
     """One answer of eight earns 1, the others 0.1 each."""
-    import torch
-
-    from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
-    from nemo_rl_mcore.driver.algorithms.advantages import make_advantage_estimator
-
     rewards = torch.tensor([0.1] * 7 + [1.0])
     estimator = make_advantage_estimator(AdvantageEstimatorConfig(), ClippedPGLossConfig())
     advantages = estimator.compute_advantage(
@@ -70,21 +74,15 @@ def advantage_of_the_only_winner() -> float:
 
 
 def pair_torn_by_sorting() -> AbstractContextManager[Any]:
-    from meeting_ranks import rows_sorted_singly
-
     return rows_sorted_singly()
 
 
 def schedule_counts_rows() -> AbstractContextManager[Any]:
-    import meeting_ranks
-
     return meeting_ranks.schedule_counts_rows()
 
 
 def deviation_by_cancelling_sums() -> AbstractContextManager[Any]:
     """The mean of squares less the square of the mean, with the row taken out of the sums of its group."""
-    from nemo_rl_mcore.driver.algorithms import advantages
-    from nemo_rl_mcore.driver.algorithms.advantages import GroupStatistics
 
     def statistics(_prompt_ids: Any, rewards: Any, *, leave_one_out: bool) -> GroupStatistics:
         rewards = rewards.double()
@@ -119,8 +117,6 @@ def prediction_layers_scaled_twice() -> AbstractContextManager[Any]:
 
 def reference_read_at_another_temperature() -> AbstractContextManager[Any]:
     """The reference's log-probabilities at the sampling temperature, whatever the worker was told."""
-    from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
-
     read = MegatronPolicyWorker.get_reference_policy_logprobs
 
     def at_sampling(self: MegatronPolicyWorker, **given: Any) -> Any:

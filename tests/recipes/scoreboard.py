@@ -27,7 +27,7 @@ from nemo_rl_mcore.tools.check import preflight
 from nemo_rl_mcore.tools.migrate.draft import Kind
 from nemo_rl_mcore.tools.migrate.migrate import leave_open, migrate
 from nemo_rl_mcore.tools.rehearse.command import OF_VLLM, Table, read_rehearsed, small_runs
-from nemo_rl_mcore.tools.rehearse.layouts import RANKS, layouts_of
+from nemo_rl_mcore.tools.rehearse.shrink import RANKS, layouts_of
 
 DEADLINE_S = 1800
 """Of one rehearsal: many times what it takes on two free cores."""

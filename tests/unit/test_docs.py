@@ -16,8 +16,7 @@ from nemo_rl_mcore import cli
 from nemo_rl_mcore.agents.agents import SESSIONS_FILE
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.driver.observability.progress import REPORT_FILE
-from nemo_rl_mcore.driver.observability.rollouts import ROLLOUTS_FOLDER
-from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE
+from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE, ROLLOUTS_FOLDER
 from nemo_rl_mcore.driver.rollouts.events import EVENTS_FILE
 from nemo_rl_mcore.driver.run_folder import RECIPE_FILE
 from nemo_rl_mcore.recipe.load import load_config
@@ -65,6 +64,7 @@ def test_the_pages_are_found():
     }
     assert {language for text in PAGES.values() for language, _ in BLOCK.findall(text)} == {
         *("python", "yaml", "console"),  # run by the tests below
+        "py",  # an agent, which tests/unit/agents/test_clients.py runs
         "bash",  # looked up in test_docs_commands.py
         "text",
     }
@@ -263,7 +263,7 @@ def hook_keywords():
 
 def test_the_hook_page_lists_every_keyword():
     table = (
-        PAGES["docs/output_processor.md"].partition("## What the processor is given")[2].partition("\n## ")[0]
+        PAGES["docs/output_processor.md"].partition("## Arguments of a processor")[2].partition("\n## ")[0]
     )
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]

@@ -32,9 +32,8 @@ TOOLS = {"ruff", "pyright", "lint-imports", "mkdocs"}
 OTHERS = {"pip", "source", "export", "curl", "vllm", "tensorboard", "npx", "sbatch", "kubectl"}
 # What the reader is told to write, or has from the step before.
 THEIRS = {"recipe.yaml", "ours.yaml"}
-AGENTS = (
-    "docs/agents/"  # their recipes are what a command before wrote: tests/functional/test_agents_of_others.py
-)
+# Written by a command before: tests/functional/test_agents_of_others.py.
+OF_AGENTS = re.compile(r"results/\w+/(sft|grpo)\.yaml")
 QUICKSTART = "docs/quickstart.md"  # its recipes are those that its first command copies: test_quickstart.py
 
 
@@ -56,9 +55,9 @@ COMMANDS = [
         *(
             (page, text)
             for page in (
-                "docs/claims.md",
                 "README.md",
                 "docs/numerics.md",
+                "CONTRIBUTING.md",
                 "docs/performance.md",
                 "docs/async.md",
             )
@@ -108,7 +107,7 @@ def test_each_command_exists(page, words):
 def is_a_command(page, arguments):
     options, overrides = parse(arguments)
     recipe = getattr(options, "config", None)
-    if recipe and page != QUICKSTART and not page.startswith(AGENTS) and recipe not in THEIRS:
+    if recipe and page != QUICKSTART and not OF_AGENTS.fullmatch(recipe) and recipe not in THEIRS:
         # As the command finds it: a file, else a recipe that is shipped.
         path = REPO / recipe if (REPO / recipe).is_file() else recipe
         migrates = getattr(options, "migrate", False)
@@ -141,7 +140,8 @@ def are_options_of_ray(arguments):
 
 def claims():
     """The arguments of pytest that show each claim."""
-    rows = re.findall(r"^\| (.+) \| `(.+)` \|$", PAGES["docs/claims.md"], re.MULTILINE)
+    _, _, table = PAGES["docs/numerics.md"].partition("\n| claim | command |")
+    rows = re.findall(r"^\| (.+) \| `(.+)` \|$", table.partition("\n\n")[0], re.MULTILINE)
     return {claim: without_uv(shlex.split(command))[1:] for claim, command in rows}
 
 

@@ -63,14 +63,14 @@ def strings():
 
 def messages():
     page = PAGES["docs/troubleshooting.md"]
-    sections = [part for part in page.split("\n## ") if "| what it says |" in part]
+    sections = [part for part in page.split("\n## ") if "| message |" in part]
     return [text for part in sections for text in re.findall(r"^\| `([^`]+)` \|", part, re.MULTILINE)]
 
 
 def test_each_row_of_troubleshooting_quotes_a_message():
     page = PAGES["docs/troubleshooting.md"]
     rows = [line for line in page.partition("## No message")[0].splitlines() if line.startswith("| ")]
-    headings = [line for line in rows if line.startswith(("| what", "| ---"))]
+    headings = [line for line in rows if line.startswith(("| message", "| ---"))]
     assert len(messages()) == len(rows) - len(headings) > 20
 
 

@@ -82,14 +82,18 @@ def test_the_search_works_from_a_folder(site):
 
 
 @pytest.mark.needs("browser")
-def test_a_reward_function_is_found_on_the_page_of_the_first_one(site):
+def test_the_search_finds_the_page_of_a_subject(site):
+    subjects = {"reward function": "rewards", "multi-node": "clusters", "torchrun": "clusters"}
+    subjects |= {"LoRA": "weights", "wandb": "metrics"}
     with chromium() as browser:
         shown = Shown(browser, site / "index.html", 1280)
-        shown.page.get_by_role("textbox", name="Search").fill("reward function")
-        results = shown.page.locator("a.md-search-result__link")
-        results.first.wait_for(timeout=60_000)
-        first = results.first.get_attribute("href")
-    assert first.partition("#")[0].partition("?")[0].endswith("/custom.html")
+        for words, page in subjects.items():
+            shown.page.goto((site / "index.html").as_uri())
+            shown.page.get_by_role("textbox", name="Search").fill(words)
+            results = shown.page.locator("a.md-search-result__link")
+            results.first.wait_for(timeout=60_000)
+            first = results.first.get_attribute("href")
+            assert first.partition("#")[0].partition("?")[0].endswith(f"/{page}.html"), words
 
 
 def test_a_diagram_shows_what_its_source_says():

@@ -18,7 +18,7 @@ FAMILIES = {
     "llama": {},
     "llama_scaled_rotary": {
         "rope_scaling": {
-            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            "factor": 8.0, "original_max_position_embeddings": 64,
         }
     },
     "qwen2": {"add_qkv_bias": True},

@@ -1,17 +1,13 @@
 """vLLM's two engines keep to what every engine does, see tests/engine_contract.py."""
 
+import asyncio
+
+import engine_process as tiny
 import pytest
+from engine_contract import keeps_to_the_contract
 
 
 def keeps(folder, asynchronous):
-    import asyncio
-    import sys
-    from pathlib import Path
-
-    sys.path.append(str(Path(__file__).parents[1]))
-    import engine_process as tiny
-    from engine_contract import keeps_to_the_contract
-
     from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine, VllmEngine
 
     tiny.model_folder(folder)

@@ -1,8 +1,15 @@
 """vLLM itself, in a process of its own: what it answers with, after which weights."""
 
+import asyncio
+import json
 from pathlib import Path
 
+import engine_process as tiny
 import pytest
+from chat_templates import byte_tokenizer
+
+from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, StopConditions, load_tokenizer
+from nemo_rl_mcore.engine.engine import Request, Response, Sampling
 
 LOGPROBS = 1e-4
 DENSE_FAMILIES = ["llama", "llama_scaled_rotary", "qwen2", "qwen3"]
@@ -10,9 +17,6 @@ DENSE_FAMILIES = ["llama", "llama_scaled_rotary", "qwen2", "qwen3"]
 
 def errors_after_refits(folder, family, tied):
     """For each refit: the distance of the log-probabilities from its weights, and from the other refit's."""
-    import engine_process as tiny
-
-    from nemo_rl_mcore.engine.engine import Sampling
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
     tiny.model_folder(folder, family, tied=tied)
@@ -37,112 +41,7 @@ def test_after_a_refit_the_logprobs_are_those_of_the_new_weights(engine_process,
         assert other > 0.1
 
 
-def refused_versions(folder):
-    import engine_process as tiny
-
-    from nemo_rl_mcore.engine.engine import Sampling, WrongWeightsError
-    from nemo_rl_mcore.engine.vllm.engine import VllmEngine
-    from nemo_rl_mcore.rank.refit.digests import digests
-
-    tiny.model_folder(folder)
-    engine = VllmEngine(tiny.settings(folder))
-    model, tensors = tiny.transformers_model(folder, 0), tiny.weights(tiny.transformers_model(folder, 0))
-    asked, sampling = tiny.requests([3]), Sampling(4)
-    refusals = {}
-
-    def attempt(name, call, *arguments):
-        try:
-            call(*arguments)
-            refusals[name] = "accepted"
-        except (WrongWeightsError, RuntimeError, ValueError) as error:
-            refusals[name] = f"{type(error).__name__}: {error}"
-
-    attempt("before the first refit", engine.generate, asked, sampling, 0)
-    tiny.refit(engine, model, 0)
-    attempt("another version", engine.generate, asked, sampling, 1)
-    attempt("the same version again", engine.begin_refit, 0)
-    attempt("after a refusal of the same version", engine.generate, asked, sampling, 0)
-
-    # A refit that breaks off in the middle.
-    engine.begin_refit(1)
-    engine.load_bucket(next(iter(tiny.messages(tensors))))
-    attempt("half applied, new version", engine.generate, asked, sampling, 1)
-    attempt("half applied, old version", engine.generate, asked, sampling, 0)
-
-    # One that loses a tensor on the way, and one whose sender never had it.
-    for name, sent in (("a lost tensor", tensors), ("a missing weight", tensors[:-1])):
-        engine.begin_refit(1)
-        for message in tiny.messages(tensors[:-1]):
-            engine.load_bucket(message)
-        attempt(name, engine.finish_refit, 1, digests(sent))
-        attempt(f"{name}, then", engine.generate, asked, sampling, 1)
-
-    engine.begin_refit(1)
-    attempt(
-        "an unknown tensor",
-        engine.load_bucket,
-        next(iter(tiny.messages([("model.nonsense", tensors[0][1])]))),
-    )
-    other = tiny.transformers_model(folder, 1)
-    tiny.refit(engine, other, 2)
-    error = tiny.largest_error(other, asked, engine.generate(asked, sampling, 2), 1.0)
-    engine.shutdown()
-    return refusals, error
-
-
-def test_an_engine_answers_only_with_whole_weights_of_the_version_asked_for(engine_process, tmp_path):
-    [(refusals, error_afterwards)] = engine_process.run(refused_versions, tmp_path / "model")
-    assert refusals.pop("after a refusal of the same version") == "accepted"
-    for name in ("before the first refit", "half applied, new version", "half applied, old version"):
-        assert "the engine's are of no version" in refusals.pop(name)
-    for name in ("a lost tensor, then", "a missing weight, then"):
-        assert "asked for weights of version 1, and the engine's are of no version" in refusals.pop(name)
-    assert "asked for weights of version 1, and the engine's are of 0" in refusals.pop("another version")
-    assert "version 0 are not newer than those of 0" in refusals.pop("the same version again")
-    assert "of 21 tensors 1 sent and not found: lm_head.weight" in refusals.pop("a lost tensor")
-    assert "of 20 tensors 1 without new weights: lm_head.weight" in refusals.pop("a missing weight")
-    assert "nonsense" in refusals.pop("an unknown tensor")
-    assert not refusals
-    assert error_afterwards < LOGPROBS
-
-
-def sampled(folder):
-    """Answers to the same requests: twice, in another order, one by one, with other seeds."""
-    import engine_process as tiny
-
-    from nemo_rl_mcore.engine.engine import Request, Sampling
-    from nemo_rl_mcore.engine.vllm.engine import VllmEngine
-
-    tiny.model_folder(folder)
-    engine = VllmEngine(tiny.settings(folder))
-    tiny.refit(engine, tiny.transformers_model(folder, 0), 0)
-    asked, sampling = tiny.requests([5, 9, 5, 30, 2]), Sampling(12)
-
-    def tokens(asked):
-        return [response.tokens for response in engine.generate(asked, sampling, 0)]
-
-    reseeded = [Request(request.prompt, request.seed + 1000) for request in asked]
-    found = (
-        tokens(asked), tokens(asked), tokens(asked[::-1])[::-1], [tokens([one])[0] for one in asked], tokens(reseeded)
-    )  # fmt: skip
-    engine.shutdown()
-    return found
-
-
-def test_the_tokens_of_a_request_depend_on_its_seed_alone(engine_process, tmp_path):
-    [(first, *same, reseeded)] = engine_process.run(sampled, tmp_path / "model")
-    assert same == [first] * 3
-    assert all(one != other for one, other in zip(first, reseeded, strict=True))
-
-
-def endings(folder, stop_ids, stop_strings, of_requests=False):
-    """of_requests: the stop strings are those of each request, else of the sampling."""
-    from dataclasses import replace
-
-    import engine_process as tiny
-
-    from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, load_tokenizer
-    from nemo_rl_mcore.engine.engine import Request, Sampling
+def endings(folder, stop_strings):
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
     tiny.model_folder(folder)
@@ -151,11 +50,7 @@ def endings(folder, stop_ids, stop_strings, of_requests=False):
     engine = VllmEngine(tiny.settings(folder, tokenizer=str(folder)))
     tiny.refit(engine, tiny.transformers_model(folder, 0), 0)
     asked = [Request(tokenizer.encode("12+3="), seed) for seed in range(24)]
-    if of_requests:
-        own = [replace(request, stop_strings=stop_strings) for request in asked]
-        stopped = engine.generate(own, Sampling(10, stop_ids=stop_ids), 0)
-    else:
-        stopped = engine.generate(asked, Sampling(10, stop_ids=stop_ids, stop_strings=stop_strings), 0)
+    stopped = engine.generate(asked, Sampling(10, stop_strings=stop_strings), 0)
     whole = engine.generate(asked, Sampling(10), 0)
     engine.shutdown()
     texts = ["".join(CHAR_VOCABULARY[token] for token in response.tokens) for response in stopped]
@@ -163,18 +58,8 @@ def endings(folder, stop_ids, stop_strings, of_requests=False):
     return ends, [response.tokens for response in whole]
 
 
-def test_a_stop_id_ends_a_response_and_belongs_to_it(engine_process, tmp_path):
-    [(stopped, whole)] = engine_process.run(endings, tmp_path / "model", (3, 7, 11), ())
-    assert {finished for _, finished, _ in stopped} == {True, False}
-    for (tokens, finished, _), unstopped in zip(stopped, whole, strict=True):
-        ends = [place for place, token in enumerate(unstopped) if token in (3, 7, 11)]
-        assert finished == bool(ends)
-        assert tokens == (unstopped[: ends[0] + 1] if ends else unstopped)
-
-
-@pytest.mark.parametrize("of_requests", [False, True], ids=["sampling", "requests"])
-def test_a_stop_string_ends_a_response_and_belongs_to_it(engine_process, tmp_path, of_requests):
-    [(stopped, whole)] = engine_process.run(endings, tmp_path / "model", (), ("1", "a", "#"), of_requests)
+def test_a_stop_string_ends_a_response_and_belongs_to_it(engine_process, tmp_path):
+    [(stopped, whole)] = engine_process.run(endings, tmp_path / "model", ("1", "a", "#"))
     assert {finished for _, finished, _ in stopped} == {True, False}
     for (tokens, finished, text), unstopped in zip(stopped, whole, strict=True):
         assert finished == any(string in text for string in "1a#")
@@ -185,13 +70,6 @@ def test_a_stop_string_ends_a_response_and_belongs_to_it(engine_process, tmp_pat
 
 def endings_of_bytes(folder):
     """Tokens and whether they ended, and the end by our own stop conditions, of tokens that are parts of characters."""
-    import json
-
-    import engine_process as tiny
-    from chat_templates import byte_tokenizer
-
-    from nemo_rl_mcore.data.tokenizer import StopConditions
-    from nemo_rl_mcore.engine.engine import Request, Sampling
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
     tiny.model_folder(folder)
@@ -227,43 +105,8 @@ def test_stop_strings_of_requests_end_them_where_the_embedded_engine_does(engine
     assert 10 < sum(finished for _, finished, *_ in found) < 86
 
 
-def greedy_answers(folder):
-    import engine_process as tiny
-    import torch
-
-    from nemo_rl_mcore.engine.engine import Sampling
-    from nemo_rl_mcore.engine.vllm.engine import VllmEngine
-
-    tiny.model_folder(folder, "qwen3")
-    engine = VllmEngine(tiny.settings(folder))
-    model = tiny.transformers_model(folder, 0)
-    tiny.refit(engine, model, 0)
-    asked = tiny.requests()
-    found = [response.tokens for response in engine.generate(asked, Sampling(16, 0.7, greedy=True), 0)]
-    engine.shutdown()
-    expected = [generate(model, torch.tensor([request.prompt])) for request in asked]
-    return found, expected
-
-
-def generate(model, ids):
-    # Left to itself, transformers takes tokens that are the padding's for padding.
-    every = ids.new_ones(ids.shape)
-    found = model.generate(ids, attention_mask=every, max_new_tokens=16, do_sample=False, pad_token_id=0)
-    return found[0].tolist()[ids.shape[1] :]
-
-
-def test_greedy_tokens_are_those_of_transformers(engine_process, tmp_path):
-    [(found, expected)] = engine_process.run(greedy_answers, tmp_path / "model")
-    assert found == expected
-
-
 def in_flight(folder):
     """Requests that a refit overtakes, and others around it."""
-    import asyncio
-
-    import engine_process as tiny
-
-    from nemo_rl_mcore.engine.engine import Sampling
     from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine
 
     tiny.model_folder(folder)
@@ -300,10 +143,6 @@ def in_flight(folder):
 
 
 def tail_error(model, asked, answered, tokens=20):
-    import engine_process as tiny
-
-    from nemo_rl_mcore.engine.engine import Request, Response
-
     tails = [
         (
             Request([*request.prompt, *response.tokens[:-tokens]], 0),
@@ -327,11 +166,6 @@ def test_weights_change_while_requests_are_in_flight(engine_process, tmp_path: P
 
 def overtaken_by_equal_weights(folder):
     """Answers to the same requests while nothing happens, and while the same weights arrive again and again."""
-    import asyncio
-
-    import engine_process as tiny
-
-    from nemo_rl_mcore.engine.engine import Sampling
     from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine
 
     tiny.model_folder(folder)

@@ -15,15 +15,19 @@ def test_greedy_answers_of_vllm_and_embedded_are_equal(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"defaults: {RECIPE}\n"
-        "policy: {max_total_sequence_length: 32, model: {init_method_std: 0.3, max_position_embeddings: 64}}\n"
-        "eval: {sets: {digits: {data_path: digits.jsonl}}, max_new_tokens: 16}\n"
+        "policy: {max_total_sequence_length: 32, generation: {max_new_tokens: 16},\n"
+        "  model: {init_method_std: 0.3, max_position_embeddings: 64}}\n"
+        "eval: {sets: {digits: {data_path: digits.jsonl}}}\n"
     )
     found = []
     for backend in ("embedded", "vllm"):
-        overrides = [f"policy.generation.backend={backend}", f"eval.save_path={tmp_path / backend}"]
+        overrides = [f"policy.generation.backend={backend}", f"logger.log_dir={tmp_path / backend}"]
         assert run_eval(as_evaluated(load_over_given_weights(overrides, config=str(recipe)))) == 0
         found.append(
-            {name: (tmp_path / backend / name).read_text() for name in ("digits.jsonl", "results.json")}
+            {
+                name: (tmp_path / backend / "eval" / name).read_text()
+                for name in ("digits.jsonl", "results.json")
+            }
         )
     assert found[0] == found[1]
     responses = {json.loads(line)["response"] for line in found[0]["digits.jsonl"].splitlines()}

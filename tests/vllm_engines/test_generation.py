@@ -3,22 +3,23 @@
 import os
 import signal
 import threading
-import time
 
 import played_episodes as episodes
 import pytest
 import torch
-from processes import ProcessWatch
+from processes import ProcessWatch, within
 
 from nemo_rl_mcore.config import ClippedPGLossConfig, ClusterConfig, PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
+from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.driver.algorithms.engine_comparison import BOUNDS, EnginesDifferError, compare
 from nemo_rl_mcore.driver.algorithms.mismatch import model_inputs
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
+from nemo_rl_mcore.engine.kinds import vllm_kind
 from nemo_rl_mcore.losses import ClippedPGLossFn
 
 LOGPROBS = 1e-4
@@ -53,13 +54,7 @@ class Run:
         self.policy = Policy(policy_config(), cluster, seed=3, init_reference_model=False)
 
     def engines(self, source=None, model=None, stop_ids=(STOP,), reads_texts=False, **generation):
-        """model: what the engines make of the weights, where that is something else than in training.
-
-        reads_texts: their requests have stop strings of their own.
-        """
-        from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
-        from nemo_rl_mcore.engine.kinds import vllm_kind
-
+        """model: what the engines make of the weights, where that is something else than in training."""
         config = policy_config(**generation)
         other = config.model_copy(update={"model": config.model.model_copy(update=model or {})})
         return EngineGeneration(
@@ -147,7 +142,7 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize(("engines", "transport"), [(2, "shared_memory"), (1, "ray")])
 def test_engines_and_ranks_agree_on_the_logprobs_before_and_after_training(run, engines, transport):
     asked = prompts()
-    with run.engines(refit_transport=transport, vllm_cfg={"cpu_engines": engines}) as generation:
+    with run.engines(refit_transport=transport, engines=engines) as generation:
         generation.update_weights(0)
         first = generation.generate(asked, step=1)
         assert first["tokens"].shape == (5, 12)
@@ -193,7 +188,7 @@ def compared(run, **keys):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["batches", "requests"])
 def test_engines_and_ranks_agree_over_the_whole_vocabulary(run, asynchronous):
-    found = compared(run, vllm_cfg={"async_engine": asynchronous, "cpu_engines": 2 - asynchronous})
+    found = compared(run, vllm_cfg={"async_engine": asynchronous}, engines=2 - asynchronous)
     assert (found.rows, found.vocabulary) == (5, 32)
     assert found.largest < LOGPROBS
     found.require(BOUNDS["float32"])
@@ -218,7 +213,7 @@ def test_what_an_engine_makes_of_equal_weights_is_found(run, keys):
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["batches", "requests"])
 def test_over_several_turns_what_is_trained_on_was_drawn_and_as_likely_as_training_says(run, asynchronous):
     tokenizer = load_tokenizer("char")
-    cfg = {"async_engine": asynchronous, "cpu_engines": 1}
+    cfg = {"async_engine": asynchronous, "engines": 1}
     stops, drawn = episodes.stop_ids(tokenizer), episodes.Drawn()
     with run.engines(stop_ids=stops, reads_texts=True, vllm_cfg=cfg, max_new_tokens=6) as engines:
         engines.update_weights(0)
@@ -264,7 +259,7 @@ def kill_soon(pid):
 
 def test_a_lost_engine_is_replaced_as_often_as_allowed_then_ends_the_run(run, capsys):
     source, asked = BreaksOff(run.policy), prompts()
-    with run.engines(source, vllm_cfg={"max_restarts": 2}) as generation:
+    with run.engines(source, max_restarts=2) as generation:
         generation.update_weights(0)
         expected = generation.generate(asked, step=4)["tokens"].tolist()
 
@@ -291,14 +286,14 @@ def test_a_lost_engine_is_replaced_as_often_as_allowed_then_ends_the_run(run, ca
         kill_soon(pid)
         with pytest.raises(WorkerError, match=rf"^vLLM engine 0 .*pid {pid}\) died in generate \(step 4\)"):
             generation.generate(asked, step=4)
-    assert until(lambda: not run.pids("VllmEngine"))
+    assert within(20, lambda: not run.pids("VllmEngine"))
     # The ranks are well.
     run.train()
 
 
 def test_an_asynchronous_engine_ends_with_its_actor_and_its_death_is_noticed(run, capsys):
     asked = prompts()
-    with run.engines(vllm_cfg={"async_engine": True, "max_restarts": 1}) as generation:
+    with run.engines(vllm_cfg={"async_engine": True}, max_restarts=1) as generation:
         generation.update_weights(0)
         answered = generation.generate(asked, step=4)
         assert run.largest_error(asked, answered) < LOGPROBS
@@ -311,13 +306,4 @@ def test_an_asynchronous_engine_ends_with_its_actor_and_its_death_is_noticed(run
         kill_soon(*run.pids("VllmEngine"))
         with pytest.raises(WorkerError, match=r"^vLLM engine 0 .* died in generate \(step 5\)"):
             generation.generate(asked, step=5)
-        assert until(lambda: not run.pids("EngineCore")), "vLLM's own process went with the actor"
-
-
-def until(condition, within_s=20.0):
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
+        assert within(20, lambda: not run.pids("EngineCore")), "vLLM's own process went with the actor"

@@ -1,19 +1,15 @@
 """An engine and the processes below it are reached from this machine alone."""
 
+import asyncio
+import os
+
+import engine_process as tiny
 import pytest
+from listening import listening_addresses
 
 
 def listening_of_an_engine(folder, ranks, asynchronous):
     """The addresses at which this process and those below it listen, once the engine has answered."""
-    import asyncio
-    import os
-    import sys
-    from pathlib import Path
-
-    sys.path.append(str(Path(__file__).parents[1]))
-    import engine_process as tiny
-    from listening import listening_addresses
-
     from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine, VllmEngine
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as `RayCluster.local_network` has it

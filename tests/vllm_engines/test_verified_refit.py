@@ -1,7 +1,20 @@
-"""What goes wrong in vLLM's model after the weights have arrived, in either of two processes, is named.
+"""What goes wrong in vLLM's model after the weights have arrived, in either of two processes, is named."""
 
-The key-value head is on both of them, the vocabulary on the first one alone: what the second has of it is padding.
-"""
+import contextlib
+import functools
+import itertools
+import json
+from unittest.mock import patch
+
+import engine_process as tiny
+import torch
+from engine_contract import messages
+
+from nemo_rl_mcore.config import ModelConfig
+from nemo_rl_mcore.models import all_weights
+from nemo_rl_mcore.models.config_json import hf_config_of
+from nemo_rl_mcore.rank.refit import transports
+from nemo_rl_mcore.rank.refit.digests import Digester, IncompleteRefitError, digests
 
 TRANSPORTS = ["SharedMemorySender", "MessageSender"]
 BOTH = (0, 1)
@@ -26,8 +39,6 @@ FAULTS = {
 
 def plant(worker, fault, names, old):
     """Change what this process's model holds: the values of its blocks of these tensors; old: of all, before."""
-    import torch
-
     from nemo_rl_mcore.engine.vllm.worker_extension import blocks
 
     model = worker.model_runner.get_model()
@@ -63,22 +74,8 @@ def on_processes(worker, processes, function, arguments):
 
 
 def complaints(folder):
-    """What the engine says of each fault, over each transport, with the check and without.
-
-    With each whether it then holds the version, where it took it, or none.
-    """
-    import functools
-    import itertools
-    import sys
-    from pathlib import Path
-
-    sys.path.append(str(Path(__file__).parents[1]))
-    import engine_process as tiny
-    from engine_contract import messages
-
+    """What the engine says of each fault, over each transport, with the check and without."""
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
-    from nemo_rl_mcore.rank.refit import transports
-    from nemo_rl_mcore.rank.refit.digests import Digester, IncompleteRefitError
 
     tiny.model_folder(folder, "qwen3")
     # The engine casts what it is sent.
@@ -139,10 +136,6 @@ LAST_EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
 def tensors_of(model, seed):
-    import torch
-
-    from nemo_rl_mcore.models import all_weights
-
     noise = torch.Generator().manual_seed(seed)
     for weight in all_weights(model):
         for name, shape in zip(weight.names, weight.slot.shapes(model), strict=True):
@@ -150,24 +143,12 @@ def tensors_of(model, seed):
 
 
 def experts_refitted(folder, kernel):
-    """What an engine says of a refit of experts, then of one that leaves one at its old values.
-
-    kernel: a kernel that reads weights as loaded, as Triton's does on GPUs; the CPU's is then not set up, and nothing
-    could be generated.
-    """
-    import contextlib
-    import json
-    from unittest.mock import patch
-
-    import engine_process as tiny
+    """What an engine says of a refit of experts, then of one that leaves one at its old values."""
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    from nemo_rl_mcore.config import ModelConfig
     from nemo_rl_mcore.engine.vllm import worker_extension
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
-    from nemo_rl_mcore.models.config_json import hf_config_of
-    from nemo_rl_mcore.rank.refit.digests import IncompleteRefitError, digests
 
     model = ModelConfig.model_validate(EXPERTS)
     folder.mkdir()

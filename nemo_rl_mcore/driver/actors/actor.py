@@ -105,23 +105,26 @@ async def settled(answer: Any, over: Callable[[], str | None], every_s: float = 
     return future
 
 
+@dataclass(eq=False)
 class HealthWatch:
-    """Asks actors how far they are, without ever waiting for the answer.
+    """Polls actors for their progress, without ever waiting for the answer.
 
     Its clock goes while it is watched, by `tick` after `tick`: a caller who did something else for a while has not
     heard what the ranks said meanwhile, and their deadlines do not pass.
     """
 
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self.progress: dict[int, Progress] = {}  # of each rank, as it said last
-        self._actors = actors
-        self._asked: dict[int, Any] = {}
-        self._answered_at: dict[int, float] = {}
-        self._clock_s = self._moved_at = self._looked_at = 0.0
-        self._ticked_at = time.monotonic()
+    actors: Sequence[Any]
+    progress: dict[int, Progress] = field(default_factory=dict[int, Progress], init=False)
+    """Of each rank, as it said last."""
+    _asked: dict[int, Any] = field(default_factory=dict[int, Any], init=False)
+    _answered_at: dict[int, float] = field(default_factory=dict[int, float], init=False)
+    _clock_s: float = field(default=0.0, init=False)
+    _moved_at: float = field(default=0.0, init=False)
+    _looked_at: float = field(default=0.0, init=False)
+    _ticked_at: float = field(default_factory=time.monotonic, init=False)
 
     def tick(self) -> None:
-        """Let the time since the last tick pass, as far as it is no more than the time from one look to the next."""
+        """Let the time since the last tick pass, at most that from one look to the next."""
         now = time.monotonic()
         self._clock_s += min(now - self._ticked_at, LOOK_EVERY_S)
         self._ticked_at = now
@@ -137,7 +140,7 @@ class HealthWatch:
         for rank in ranks:
             asked = self._asked.get(rank)
             if asked is None:
-                self._asked[rank] = self._actors[rank]._health.remote(False)
+                self._asked[rank] = self.actors[rank]._health.remote(False)
             elif ray.wait([asked], timeout=0)[0]:
                 with suppress(RayError):  # a rank that died says so by its call
                     health: Any = ray.get(asked)
@@ -146,10 +149,10 @@ class HealthWatch:
                     if self.progress.get(rank) != progress:
                         self.progress[rank] = progress
                         self.moved()
-                self._asked[rank] = self._actors[rank]._health.remote(False)
+                self._asked[rank] = self.actors[rank]._health.remote(False)
 
     def stalled(self, ranks: Collection[int], timeout_s: float) -> bool:
-        """Say whether none of the ranks has moved for so long, or one of them has not even answered."""
+        """None of the ranks has moved for so long, or one of them has not even answered."""
         return self._clock_s - self._moved_at >= timeout_s or self.silent(ranks, timeout_s)
 
     def silent(self, ranks: Collection[int], seconds: float) -> bool:
@@ -159,40 +162,31 @@ class HealthWatch:
         return self.progress[rank].doing if rank in self.progress else ""
 
 
+@dataclass(frozen=True)
 class RayEngines:
     """`refit.sender.Engines` over actors with a method `load_bucket`.
 
-    noun: what messages call one of them. deadline_key: of the recipe, that has the deadline of `wait`. numbers: of the
-    engines in messages; left out, they count from 0.
+    noun: what messages call one of them. numbers: of the engines in messages; left out, they count from 0.
     """
 
-    def __init__(
-        self,
-        actors: Sequence[Any],
-        noun: str = "engine",
-        deadline_key: str = "",
-        numbers: Sequence[int] | None = None,
-    ) -> None:
-        self._actors = [*actors]
-        self._numbers = [*range(len(self._actors))] if numbers is None else [*numbers]
-        self._noun, self._deadline_key = noun, deadline_key
+    actors: Sequence[Any]
+    noun: str = "engine"
+    numbers: Sequence[int] | None = None
 
     def load_bucket(self, message: dict[str, Any]) -> list[Any]:
         shared = ray.put(message)  # once for all engines, also where the message brings the bytes
-        return [actor.load_bucket.remote(shared) for actor in self._actors]
+        return [actor.load_bucket.remote(shared) for actor in self.actors]
 
     def wait(self, loading: list[Any], timeout_s: float) -> None:
-        for number, acknowledgement in zip(self._numbers, loading, strict=True):
-            engine, deadline = f"{self._noun} {number}", time.monotonic() + timeout_s
+        numbers = range(len(self.actors)) if self.numbers is None else self.numbers
+        for number, acknowledgement in zip(numbers, loading, strict=True):
+            engine, deadline = f"{self.noun} {number}", time.monotonic() + timeout_s
             while not ray.wait([acknowledgement], timeout=min(LOOK_EVERY_S, timeout_s))[0]:
                 # This wait has its own deadline: the engine is late, not this rank.
                 activity.advance(f"waiting for {engine}")
                 if time.monotonic() >= deadline:
-                    key = self._deadline_key and f" ({self._deadline_key})"
-                    raise EngineLostError(
-                        f"{engine} did not acknowledge a bucket of weights within {timeout_s:g} s{key}",
-                        number,
-                    )
+                    late = f"{engine} did not acknowledge a bucket of weights within {timeout_s:g} s"
+                    raise EngineLostError(late, number)
             try:
                 ray.get(acknowledgement)
             except RayActorError as error:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import ray
 from ray._private.state import available_resources_per_node  # a developer API, without a public path
 from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType] - compiled
@@ -19,12 +27,172 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_mcore.config import ClusterConfig
+from nemo_rl_mcore.driver.actors import reaper
 from nemo_rl_mcore.driver.actors.failures import RankIdentity
-from nemo_rl_mcore.driver.actors.places import Placement, RankSlot, has_port, probe, rank_environment
-from nemo_rl_mcore.driver.actors.session import LOOPBACK, LocalSession, state_of
+from nemo_rl_mcore.driver.actors.places import (
+    LISTEN_ON_ALL_INTERFACES,
+    Placement,
+    RankSlot,
+    has_port,
+    only_environment,
+    probe,
+    rank_environment,
+    session_environment,
+)
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals, kept_stop_handlers
 from nemo_rl_mcore.errors import RunStoppedError
+
+LOOPBACK = "127.0.0.1"
+_OBJECT_STORE_BYTES = 256 << 20
+_SERVERS = ("raylet", "gcs_server")
+
+
+class LocalSession:
+    """The session of this process; only this machine can reach it, and only this user its folder.
+
+    log_dir: folder of the workers' standard error, once it has started.
+    """
+
+    def __init__(self) -> None:
+        self.log_dir: Path | None = None
+        # For this user alone; not under TMPDIR, since the names of Unix sockets must be short.
+        parent = os.environ.get("RAY_TMPDIR", "/tmp")
+        folder = tempfile.mkdtemp(prefix="nemo_rl_mcore_", dir=parent)
+        self.folder = Path(folder).resolve()  # as /proc shows it
+        self._reaper = Reaper("writers", str(self.folder))
+        self._begun = False
+        self._servers: Mapping[str, int] = {}
+
+    def start(self, *, cpus: int, on_cpu: bool, quiet: Mapping[str, Any]) -> None:
+        """Start Ray; `quiet` are further arguments of `ray.init`. On CPU it has no GPUs, and a small object store.
+
+        Raises RunStoppedError when it does not come up; `end` is to follow in any case.
+        """
+        asked_for = os.environ.get(LISTEN_ON_ALL_INTERFACES, "0").lower() in ("1", "true")
+        if not asked_for and (address := ray.util.get_node_ip_address()) != LOOPBACK:
+            raise RunStoppedError(
+                f"a local Ray session would listen on every network, at {address}, since ray was imported before "
+                f"nemo_rl_mcore.driver.actors, which has it stay on this machine: import that first, or export "
+                f"{LISTEN_ON_ALL_INTERFACES}=0. With 1 it listens everywhere"
+            )
+        self._begun = True
+        # Interrupted halfway, `ray.init` leaves processes that `ray.shutdown` does not know of.
+        with deferred_stop_signals(hold=True), only_environment(session_environment(os.environ)):
+            # Schedulers and terminals send these to all processes, but the driver decides what becomes of its ranks.
+            # Ray itself keeps Ctrl-C away from them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
+            try:
+                context: Any = ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    num_gpus=0 if on_cpu else None,
+                    object_store_memory=_OBJECT_STORE_BYTES if on_cpu else None,
+                    include_dashboard=False,
+                    _node_ip_address=LOOPBACK,
+                    # Which Ray opens to everybody: hence the folder above it.
+                    _temp_dir=str(self.folder / "ray"),
+                    **quiet,
+                )
+            except Exception as error:  # Ray raises it bare when one of its processes is late
+                raise RunStoppedError(
+                    f"the local Ray session did not start: {error}\nIs this machine out of memory, disk space "
+                    f"or process slots, or very busy? Ray's logs are in {self.folder}; try again, "
+                    "or start a cluster with `ray start --head` and set RAY_ADDRESS",
+                    code="session-start",
+                ) from error
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self.log_dir = Path(context.address_info["session_dir"]) / "logs"
+        pids = {name: one.pid for name, one in processes_of(self.folder)}
+        self._servers = {name: pids[name] for name in _SERVERS if name in pids}
+
+    def lost(self) -> str | None:
+        """Return which of Ray's servers has died: without them no rank can be started, asked or ended."""
+        for name, pid in self._servers.items():
+            if state_of(pid) == "gone":
+                return f"Ray's {name} (pid {pid}) died"
+        return None
+
+    def end(self, *, keep_logs: bool) -> None:
+        # From a session that is lost this process takes leave at its very end, which may take Ray some seconds.
+        if self._begun and self.lost() is None and ray.is_initialized():
+            # Ray asks its processes to stop one by one, and waits a second for those that do not listen. Without the
+            # raylet, which goes with its agents, Ray would end this process here and now, whatever it has to say yet.
+            kill(
+                [one for name, one in processes_of(self.folder) if not name.startswith((*_SERVERS, "ray::"))]
+            )
+            ray.shutdown()
+        else:
+            # Ray's would tell a dead server of an exception, and wait for it.
+            sys.excepthook = sys.__excepthook__
+        stuck = kill([process for _, process in processes_of(self.folder)])
+        self._reaper.dismiss()
+        if not keep_logs and not stuck:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def processes_of(folder: Path) -> list[tuple[str, psutil.Process]]:
+    """Return every process of the session whose folder this is, known by where it writes, with its name."""
+    found: list[tuple[str, psutil.Process]] = []
+    for pid in reaper.writers(str(folder)):
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            found.append((process.name(), process))
+    return found
+
+
+def kill(processes: Collection[psutil.Process], wait_s: float = 5.0) -> list[psutil.Process]:
+    """Kill the processes, stopped ones too, and return those that are still there after `wait_s` seconds."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return psutil.wait_procs(processes, timeout=wait_s)[1]
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process of this machine: "running", "stopped", ..., or "gone"."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"
+    return "gone" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else str(status)
+
+
+class Reaper:
+    """A process that waits for the end of this one; if it ends without `dismiss`, the reaper kills whom it is to kill.
+
+    who, of: arguments of `reaper`. Ray's own processes notice a dead driver too, but some of them only after a minute.
+    """
+
+    def __init__(self, who: str, of: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", reaper.__file__, who, of],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": os.environ.get("PATH", "")},
+            start_new_session=True,  # what is sent to the driver's process group is not for the reaper
+        )
+
+    def dismiss(self) -> None:
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            with suppress(BrokenPipeError):  # somebody killed it
+                self._process.stdin.write(b"done\n")
+                self._process.stdin.close()
+            self._process.wait()
+
+
+@contextmanager
+def marked_processes() -> Generator[dict[str, str]]:
+    """Yield a variable for the environment of processes that end, with all they start, where this one is killed."""
+    name, value = "NEMO_RL_RUN", secrets.token_hex(16)
+    killer = Reaper("family", f"{name}={value}")
+    try:
+        yield {name: value}
+    finally:
+        killer.dismiss()
+
 
 _CPU_SHARE_OF_A_RANK = 0.1
 _AUTH_MODE = "RAY_AUTH_MODE"
@@ -170,13 +338,20 @@ class RayCluster:
     def lost_nodes(self, ids: Collection[str]) -> dict[str, str]:
         """Return those of the machines that are gone, by their id in Ray: how to call each of them.
 
-        Of a local session a machine is never all that is gone.
+        Of a local session a machine is never all that is gone. Ray itself knows of one only after missed health checks
+        (about 14 seconds with its defaults). Its raylet listens on a port, which tells at once; one that is only slow
+        to answer is for Ray to judge.
         """
-        known = [node for node in ids if node]
-        return lost_nodes(known) if known and self._session is None else {}
+        if self._session is not None or not any(ids):
+            return {}
+        return {
+            node["NodeID"]: f"{node['NodeID'][:_ID_SHOWN]} ({node['NodeManagerAddress']})"
+            for node in ray.nodes()
+            if node["NodeID"] in ids
+            and (not node["Alive"] or isinstance(_probed(node), ConnectionRefusedError))
+        }
 
     def await_machines(self) -> None:
-        """Wait until there is room for all ranks; RunStoppedError where `cluster.node_wait_s` passes."""
         wanted, waited_s = self.config.num_nodes, self.config.node_wait_s
         if self.one_machine or (found := await_nodes(wanted, self._share_of_a_node, waited_s)) == wanted:
             return
@@ -189,19 +364,19 @@ class RayCluster:
 
     def kill(self, actor: Any, identity: RankIdentity | None) -> None:
         if self._session is not None and identity is not None:
-            self._session.kill(identity.pid)  # also one that is stopped, which does not hear Ray
+            # Also one that is stopped, which does not hear Ray.
+            own = [one for _, one in processes_of(self._session.folder) if one.pid == identity.pid]
+            kill(own, wait_s=0)
         if ray.is_initialized() and self.lost() is None:
             ray.kill(actor, no_restart=True)
 
     def place_ranks(self) -> Placement:
-        """Choose the rendezvous of one worker group and a slot for each of its ranks."""
         # Ranks are given their machines by name, but for one machine, which has CPUs for all of them.
         alone = self.config.on_cpu and self.one_machine
-        group = None if alone else self._reserve(self._share_of_a_node, self.config.num_nodes)
+        group = None if alone else self.reserve(self._share_of_a_node, self.config.num_nodes)
         return Placement(self._slots(group), group)
 
     def place_colocated(self, ranks: Placement, gpus: Sequence[str]) -> Placement:
-        """Place a further worker group on the machines of another and, where these have some, on its GPUs, by rank."""
         slots = self._slots(ranks.group)
         if ranks.group is None:
             return Placement(slots)
@@ -211,10 +386,6 @@ class RayCluster:
             seen = {} if self.config.on_cpu else {"CUDA_VISIBLE_DEVICES": gpu}
             placed.append(RankSlot(slot.rank, {**slot.environment, **seen}, {**slot.options, **shared}))
         return Placement(tuple(placed))
-
-    def reserve_gpus(self, per_node: int, nodes: int) -> PlacementGroup:
-        """GPUs, with a CPU each, on so many machines; raises RunStoppedError when they do not become free."""
-        return self._reserve({"GPU": per_node, "CPU": per_node}, nodes)
 
     def local_network(self) -> dict[str, str]:
         # A laptop's host name need not resolve; gloo would ask for it.
@@ -227,7 +398,8 @@ class RayCluster:
             return nodes[ray.get_runtime_context().get_node_id()]
         return nodes[ray.util.placement_group_table(group)["bundles_to_node_id"][bundle]]
 
-    def _reserve(self, of_each: Mapping[str, float], nodes: int) -> PlacementGroup:
+    def reserve(self, of_each: Mapping[str, float], nodes: int) -> PlacementGroup:
+        """Have so much of each resource on so many machines; raises RunStoppedError when it does not become free."""
         group = placement_group([dict(of_each)] * nodes, strategy="STRICT_SPREAD")
         if not group.wait(self._ready_timeout_s):
             remove_placement_group(group)
@@ -299,38 +471,23 @@ def authenticate(address: str) -> None:
         raise TokenRefusedError(str(error).partition(". ")[0]) from error
 
 
+@dataclass
 class _GcsProbe:
-    """Asks now and then; several misses in a row mean that the cluster's head is gone."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._asked_at = time.monotonic()
-        self._misses = 0
-        self._lock = threading.Lock()  # two threads that ask at once miss once
+    address: str
+    asked_at: float = field(default_factory=time.monotonic)
+    misses: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)  # two threads that ask at once miss once
 
     def lost(self) -> str | None:
-        with self._lock:
-            if self._misses < _MISSES and time.monotonic() - self._asked_at >= _PROBE_EVERY_S:
+        with self.lock:
+            if self.misses < _MISSES and time.monotonic() - self.asked_at >= _PROBE_EVERY_S:
                 try:
-                    probe(self._address)
-                    self._misses = 0
+                    probe(self.address)
+                    self.misses = 0
                 except OSError:
-                    self._misses += 1
-                self._asked_at = time.monotonic()
-        return f"Ray's GCS at {self._address} does not answer" if self._misses >= _MISSES else None
-
-
-def lost_nodes(ids: Collection[str]) -> dict[str, str]:
-    """Return those of the machines that are gone, by their id in Ray: how to call each of them.
-
-    Ray itself knows of one that is gone only after missed health checks (about 14 seconds with its defaults). Its
-    raylet listens on a port, which tells at once; one that is only slow to answer is for Ray to judge.
-    """
-    return {
-        node["NodeID"]: f"{node['NodeID'][:_ID_SHOWN]} ({node['NodeManagerAddress']})"
-        for node in ray.nodes()
-        if node["NodeID"] in ids and (not node["Alive"] or isinstance(_probed(node), ConnectionRefusedError))
-    }
+                    self.misses += 1
+                self.asked_at = time.monotonic()
+        return f"Ray's GCS at {self.address} does not answer" if self.misses >= _MISSES else None
 
 
 def await_nodes(wanted: int, needed: Mapping[str, float], within_s: float) -> int:

@@ -5,7 +5,7 @@ has processes of it, the first of which the driver calls.
 
 Runs in the driver. Who restarts an engine: `lose`, called by whoever has found it dead, hung or without weights, ends
 it, and a thread of `pool.Pool` starts another one, as long as the kind's `max_restarts` lasts. The thread that trains
-makes the calls that reach all engines (`run`), that of asynchronous rollouts asks single ones (`EngineRequests`).
+makes the calls that reach all engines (`run`), that of asynchronous rollouts asks single ones (`respond`).
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class StartedEngine:
     asleep: training has its memory.
     """
 
+    number: int
     group: RayWorkerGroup
     process: Actor
     watch: HealthWatch
@@ -62,33 +63,27 @@ class StartedEngine:
     joined: bool = False
     asleep: bool = False
 
-    @property
-    def number(self) -> int:
-        return self.process.number
-
     def end(self) -> None:
         self.group.shutdown()
 
 
 class EngineFleet(Pool[StartedEngine]):
-    """Pool of the engines: starts them, and calls those that live. `start_all` has given them their `placement`.
+    """Pool of the engines: starts them, and calls those that live.
 
     Engines that share the ranks' memory are replaced while it is theirs: in `wait`. Any thread may call any method, but
-    each engine takes one call at a time.
+    each engine takes one call at a time, and one asyncio loop at a time asks by `respond`.
 
-    place: gives a slot for each engine, which `shutdown` gives back. changed: see `Pool`.
+    changed: see `Pool`.
     """
 
-    def __init__(
-        self,
-        kind: EngineKind,
-        cluster: RayCluster,
-        place: Callable[[], Placement],
-        changed: Callable[[], None],
-    ) -> None:
+    def __init__(self, kind: EngineKind, cluster: RayCluster, changed: Callable[[], None]) -> None:
         self.kind = kind
-        self._cluster, self._place = cluster, place
+        self._cluster = cluster
         self.placement: Placement | None = None
+        """A slot for each engine, which `shutdown` gives back."""
+        # By the name that the engine knows a call by, its ticket and its engine.
+        self._asked: dict[str, tuple[str, StartedEngine]] = {}
+        self._calls = count(1)
         budget = Budget(
             kind.max_restarts,
             _FIRST_BACKOFF_S,
@@ -104,12 +99,6 @@ class EngineFleet(Pool[StartedEngine]):
         super().__init__(
             kind.noun, self._start_engine, budget, lost=cluster.lost, changed=changed, in_wait=kind.sleeps
         )
-
-    def start_all(self) -> None:
-        self.placement = self._place()
-        numbers = [*dict.fromkeys(slot.rank for slot in self.placement.slots)]
-        self.start(numbers)
-        self.wait(len(numbers))
 
     def run(
         self,
@@ -162,7 +151,7 @@ class EngineFleet(Pool[StartedEngine]):
 
     def _start_engine(self, number: int) -> StartedEngine:
         kind = self.kind
-        assert self.placement is not None  # `start_all` has made it
+        assert self.placement is not None
         slots = tuple(slot for slot in self.placement.slots if slot.rank == number)
         group = RayWorkerGroup(
             kind.engine,
@@ -170,7 +159,6 @@ class EngineFleet(Pool[StartedEngine]):
             (kind.settings,),
             start_timeout_s=_START_WITHIN_S,
             call_timeout_s=kind.call_timeout_s,
-            deadline_keys=kind.section,
             placement=Placement(slots),
             name=kind.name,
             noun="engine",
@@ -178,33 +166,19 @@ class EngineFleet(Pool[StartedEngine]):
             lost=lambda: "the run" if self.closed else self._cluster.lost(),
         )
         process, *_ = group.members  # the others are its shares on further machines
-        return StartedEngine(group, process, HealthWatch([process.handle]))
-
-
-class EngineRequests:
-    """Sends groups of requests, each to the engine that answers the fewest; one asyncio loop at a time asks.
-
-    Several calls of a group, such as those of agents that play its samples, may be under way at once. An engine that
-    dies, or makes no progress for `call_timeout_s`, is lost to the fleet. A task that is cancelled gives its group up.
-    """
-
-    def __init__(self, fleet: EngineFleet) -> None:
-        self._fleet, self._kind = fleet, fleet.kind
-        # By the name that the engine knows a call by, its ticket and its engine.
-        self._asked: dict[str, tuple[str, StartedEngine]] = {}
-        self._calls = count(1)
+        return StartedEngine(number, group, process, HealthWatch([process.handle]))
 
     async def respond(self, requests: Sequence[Request], sampling: Sampling, ticket: str) -> list[Response]:
-        """Answer a group with whatever weights the engine holds while it draws.
+        """Have the engine that answers the fewest answer a group, with whatever weights it holds while it draws.
 
+        Several calls of a group, such as those of agents that play its samples, may be under way at once. An engine
+        that dies, or makes no progress for `call_timeout_s`, is lost. A task that is cancelled gives its group up.
         Raises EngineFailedError, naming the engine: EngineDiedError where that one is gone or none is there, but others
         start; what ends the run where none does.
         """
         busy = [engine for _, engine in self._asked.values()]
-        if not (engines := [engine for engine in self._fleet.live if engine.joined]):
-            raise self._fleet.failure or EngineDiedError(
-                f"no {self._kind.noun} has weights: all of them restart"
-            )
+        if not (engines := [engine for engine in self.live if engine.joined]):
+            raise self.failure or EngineDiedError(f"no {self.kind.noun} has weights: all of them restart")
         engine, name = min(engines, key=busy.count), f"{ticket}, call {next(self._calls)}"
         self._asked[name] = ticket, engine
         try:
@@ -229,12 +203,11 @@ class EngineRequests:
             del self._asked[name]
 
     def whereabouts(self, ticket: str) -> str:
-        """Return the engines that a group was sent to, and what they said last; empty where it is with none."""
         engines = dict.fromkeys(engine for asked, engine in (*self._asked.values(),) if asked == ticket)
         return "; ".join(f"{one.process}, at {one.watch.doing(0) or 'nothing'!r}" for one in engines)
 
     async def _answered(self, engine: StartedEngine, answer: Any) -> list[Response]:
-        watch, limit_s = engine.watch, self._kind.call_timeout_s
+        watch, limit_s = engine.watch, self.kind.call_timeout_s
         watch.tick()
         watch.moved()
 
@@ -247,8 +220,7 @@ class EngineRequests:
                     return lost
             if not watch.stalled([0], limit_s):
                 return None
-            key = f"{self._kind.section}.call_timeout_s"
-            return f"made no progress for {limit_s:g} s ({key}), at {watch.doing(0) or 'nothing'!r}"
+            return f"made no progress for {limit_s:g} s, at {watch.doing(0) or 'nothing'!r}"
 
         try:
             return (await settled(answer, over)).result()
@@ -256,8 +228,8 @@ class EngineRequests:
             raise self._gone(engine, f"{engine.process}: {why}") from None
 
     def _gone(self, engine: StartedEngine, message: str) -> Exception:
-        self._fleet.lose(engine, WorkerError(message, WorkerCall("generate", group=self._kind.name)))
-        return self._fleet.failure or EngineDiedError(message)
+        self.lose(engine, WorkerError(message, WorkerCall("generate", group=self.kind.name)))
+        return self.failure or EngineDiedError(message)
 
 
 _CPU_SHARE_OF_AN_ENGINE = 0.1
@@ -288,7 +260,7 @@ def place_engines(
     else:  # on GPUs that Ray reserves for them
         resources = colocated.resources
         per_node, nodes = resources.gpus_per_node or size * kind.engines, resources.num_nodes or 1
-        group = cluster.reserve_gpus(per_node, nodes)
+        group = cluster.reserve({"GPU": per_node, "CPU": per_node}, nodes)
     slots: list[RankSlot] = []
     for engine in range(kind.engines if beside and not rank_gpus else per_node * nodes // size):
         # On CPU engines may be many: they go round the machines.
@@ -328,7 +300,6 @@ def shares_of(engine: int, size: int, per_node: int) -> tuple[Share, ...]:
 
 
 def transport_of(cluster: RayCluster, generation: GenerationConfig) -> str:
-    """Choose the transport of refits: the one that is asked for, or the fastest one there is."""
     if generation.refit_transport is not None:
         return generation.refit_transport
     if cluster.config.on_cpu:

@@ -14,13 +14,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.validation import BatchCheck, check_lengths
 from nemo_rl_mcore.driver.actors.actor import RayEngines
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.engine_fleet import (
-    EngineFleet,
-    EngineRequests,
-    StartedEngine,
-    place_engines,
-    transport_of,
-)
+from nemo_rl_mcore.driver.actors.engine_fleet import EngineFleet, StartedEngine, place_engines, transport_of
 from nemo_rl_mcore.driver.actors.failures import WorkerCall, WorkerError
 from nemo_rl_mcore.driver.actors.places import Placement
 from nemo_rl_mcore.engine.engine import (
@@ -37,7 +31,7 @@ from nemo_rl_mcore.rank.refit.sender import BroadcastRendezvous, EngineLostError
 
 
 class WeightSource(Protocol):
-    """What engines need of who has the weights; `Policy` is one, and says what its methods do."""
+    """What engines need of a `Policy`."""
 
     incarnation: int
 
@@ -54,7 +48,11 @@ class WeightSource(Protocol):
 
 
 class EngineGeneration(AbstractContextManager["EngineGeneration"]):
-    """Implements `driver.interfaces.RolloutEngines` over engines that hold a copy of a policy's weights.
+    """Engines apart from the ranks, with a copy of a policy's weights; a `GenerationInterface`.
+
+    In asynchronous runs they answer group by group while the ranks train and weights change: `respond` is called from
+    one asyncio loop, the other methods from other threads meanwhile. `generate` spreads many rows of one version over
+    all engines, `respond` asks one for a group of any version.
 
     Engines start when they are first given weights. One that dies, hangs or does not hold what it was sent restarts
     next to the others, as often as the kind's restarts allow; then the run ends with a WorkerError. It gets the weights
@@ -79,20 +77,13 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
     ) -> None:
         self._kind, self._config = kind, config
         self._stop_ids, self._seed = tuple(stop_ids), seed
-        self._fleet = EngineFleet(
-            kind,
-            cluster,
-            lambda: place_engines(
-                cluster, kind, config.generation.colocated, source.placement, source.gpus()
-            ),
-            lambda: self._changed(),
-        )
+        self._cluster = cluster
+        self._fleet = EngineFleet(kind, cluster, lambda: self._changed())
         self._source = source
         self._makes_room = config.offload != "none" and config.generation.takes_turns
         self._transport = transport_of(cluster, config.generation)
         self._connected: tuple[int, list[StartedEngine]] | None = None
         self._has_refitted = False
-        self._requests = EngineRequests(self._fleet)
         self.weights_version: int | None = None
         self.weights_digest = ""
         """Of the weights given last, where refits are verified; see `refit.digests.of_all`."""
@@ -107,7 +98,7 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
             self._check = None
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
-        """See `driver.interfaces.GenerationInterface.generate`.
+        """Answer prompts as `GenerationInterface.generate`.
 
         Besides, weight_versions int64 [B, T]: of the weights that sampled a token, -1 after the end. What was asked of
         an engine that is lost is asked again, of those that live then.
@@ -120,16 +111,10 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
             bounds = [len(missing) * place // len(engines) for place in range(len(engines) + 1)]
             shares = (missing[first:end] for first, end in pairwise(bounds))
             rows = {engine: share for engine, share in zip(engines, shares, strict=True) if share}
+            own = {one: {"requests": as_requests(asked.select_indices(share))} for one, share in rows.items()}
+            version, context = self.weights_version, f"step {step}"
             answers = self._fleet.run(
-                rows,
-                "generate",
-                own={
-                    engine: {"requests": as_requests(asked.select_indices(share))}
-                    for engine, share in rows.items()
-                },
-                sampling=sampling,
-                version=self.weights_version,
-                context=f"step {step}",
+                rows, "generate", own=own, sampling=sampling, version=version, context=context
             )
             for engine, responses in answers.items():
                 answered.update(zip(rows[engine], responses, strict=True))
@@ -138,6 +123,7 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
     def next_logprobs(
         self, prompts: Sequence[Sequence[int]], temperature: float
     ) -> list[Sequence[NextLogprobs]]:
+        """Return of each engine, after each prompt, the log-probabilities [V] of all tokens at the temperature."""
         answers: dict[StartedEngine, Sequence[NextLogprobs]] = {}
         while not answers:
             engines = self._ready()
@@ -145,20 +131,27 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
         return [*answers.values()]
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
-        """See `driver.interfaces.RolloutEngines.respond`; raises EngineFailedError, or what ends the run."""
+        """As `generate`, for one group of rows; a task that is cancelled gives it up.
+
+        ticket: what messages and the engine call the group. Raises EngineFailedError when it is not answered,
+        EngineDiedError when that is no fault of its own; any other RunStoppedError ends the run.
+        """
         sampling = Sampling.of(self._config, self._stop_ids, greedy=False)
-        responses = await self._requests.respond(as_requests(self._keyed(data, step)), sampling, ticket)
+        responses = await self._fleet.respond(as_requests(self._keyed(data, step)), sampling, ticket)
         return as_batch(responses, sampling.max_new_tokens)
 
     def whereabouts(self, ticket: str) -> str:
-        return self._requests.whereabouts(ticket)
+        """Return who answers a group, and what it was at last; empty where nobody does. Any thread may ask."""
+        return self._fleet.whereabouts(ticket)
 
     @property
     def answering(self) -> bool:
+        """Any of them has weights; while none has, no group is asked for."""
         return any(engine.joined for engine in self._fleet.live)
 
     @property
     def joining(self) -> bool:
+        """`rejoin` is to be called: one that restarted has no weights, or the run is to end."""
         return self._fleet.failure is not None or not all(engine.joined for engine in self._fleet.live)
 
     @property
@@ -166,11 +159,17 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
         return self._fleet.restarts
 
     def listen(self, changed: Callable[[], None]) -> None:
+        """Have this called, from any thread, whenever `answering` or `joining` may have changed."""
         self._changed = changed
 
     def rejoin(self) -> None:
+        """Give the weights of the last version to engines that restarted, while the others go on answering.
+
+        Called between two calls to the ranks, whose weights are still of that version. Raises what ends the run.
+        """
         while behind := [engine for engine in self._fleet.live if engine.version != self.weights_version]:
-            self._send(behind, self._held_version())
+            assert self.weights_version is not None  # without any, none is behind
+            self._send(behind, self.weights_version)
         if self._fleet.failure is not None:
             raise self._fleet.failure
 
@@ -180,11 +179,8 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
             for engine in self._fleet.run(awake, "sleep"):
                 engine.asleep, engine.version = True, None
 
-    def shutdown(self) -> None:
-        self._fleet.shutdown()
-
     def __exit__(self, *_: object) -> None:
-        self.shutdown()
+        self._fleet.shutdown()
 
     def _keyed(self, data: BatchedDataDict, step: int) -> BatchedDataDict:
         BatchCheck.of(self._config).prompts(data)
@@ -199,21 +195,23 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
             stop_strings=data.get("stop_strings", [()] * data.size),
         )
 
-    def _held_version(self) -> int:
-        if self.weights_version is None:
-            raise WrongWeightsError("the engines have not been given weights: call update_weights first")
-        return self.weights_version
-
     def _ready(self) -> Sequence[StartedEngine]:
-        """Return the engines that live, at least one, all with the current weights."""
-        version = self._held_version()
+        if (version := self.weights_version) is None:
+            raise WrongWeightsError("the engines have not been given weights: call update_weights first")
         if self._makes_room and all(engine.asleep for engine in self._fleet.live):
             # Ranks that share the engines' devices keep there what a refit needs, and no more; before the first engine
             # starts, too, which asks how much is free.
             self._source.prepare_for_lp_inference()
         if self._fleet.placement is None:
             with self._starting():
-                self._fleet.start_all()
+                placed = place_engines(
+                    *(self._cluster, self._kind, self._config.generation.colocated),
+                    *(self._source.placement, self._source.gpus()),
+                )
+                self._fleet.placement = placed
+                numbers = [*dict.fromkeys(slot.rank for slot in placed.slots)]
+                self._fleet.start(numbers)
+                self._fleet.wait(len(numbers))
         while True:
             engines = self._fleet.wait()
             if not (behind := [engine for engine in engines if engine.version != version]):
@@ -238,7 +236,16 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
         try:
             sent = self._source.send_weights()
         except (WorkerError, EngineLostError) as error:
-            if self._lose_whom_it_names(ready, error, context):
+            cause, lost = error.cause if isinstance(error, WorkerError) else error, False
+            ranks_serve = not isinstance(error, WorkerError) or error.usable
+            for engine in ready if ranks_serve else ():
+                ill = self._fleet.illness(engine, "send_weights")
+                if ill is None and isinstance(cause, EngineLostError) and cause.engine == engine.number:
+                    ill = WorkerError(str(cause), WorkerCall("load_bucket", context, group=self._kind.name))
+                if ill is not None:
+                    self._fleet.lose(engine, ill)
+                    lost = True
+            if lost:
                 return
             self._connected = None  # who is to meet for the next refit is not sure any more
             raise
@@ -251,27 +258,9 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
         self.weights_digest = of_all(sent)
 
     def _wake(self, engines: Iterable[StartedEngine], tag: str, context: str) -> list[StartedEngine]:
-        """Return those that live, after what slept has taken memory for the weights or the cache."""
         asleep = [engine for engine in engines if engine.asleep]
         woken = self._fleet.run(asleep, "wake_up", [tag], context=context) if asleep else {}
         return [engine for engine in engines if not engine.asleep or engine in woken]
-
-    def _lose_whom_it_names(
-        self, engines: Sequence[StartedEngine], error: WorkerError | EngineLostError, context: str
-    ) -> bool:
-        """Lose the engines that a refit has failed for; says whether there are any."""
-        cause = error.cause if isinstance(error, WorkerError) else error
-        if isinstance(error, WorkerError) and not error.usable:
-            return False  # ranks are gone
-        lost = False
-        for engine in engines:
-            ill = self._fleet.illness(engine, "send_weights")
-            if ill is None and isinstance(cause, EngineLostError) and cause.engine == engine.number:
-                ill = WorkerError(str(cause), WorkerCall("load_bucket", context, group=self._kind.name))
-            if ill is not None:
-                self._fleet.lose(engine, ill)
-                lost = True
-        return lost
 
     def _connect(self, engines: Sequence[StartedEngine]) -> bool:
         """Tell the ranks whom to send to, unless they know; false when one was lost meanwhile, or none is left."""
@@ -279,7 +268,7 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
         if not engines or self._connected == wanted:
             return bool(engines)
         self._connected = None
-        kind, key = self._kind, f"{self._kind.section}.call_timeout_s"
+        kind = self._kind
         settings = RefitSettings(
             self._transport,
             kind.bucket_bytes,
@@ -289,7 +278,7 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
             held_as=kind.precision,
         )
         numbers = [engine.number for engine in engines]
-        reached = RayEngines([engine.process.handle for engine in engines], kind.noun, key, numbers)
+        reached = RayEngines([engine.process.handle for engine in engines], kind.noun, numbers)
         rendezvous = self._source.connect_engines(reached, settings)
         if rendezvous is not None:
             joined = self._fleet.run(

@@ -48,7 +48,7 @@ _DROPPED, _RETRIED, _RESTARTS = "env/dropped", "env/retried", "env/restarts"
 
 
 class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
-    """Implements `driver.interfaces.Environments` over `env.pool.size` actors, each with the environment of the recipe.
+    """Implements `Environments` over `env.pool.size` actors, each with the environment of the recipe.
 
     The turns of a call are split into pieces, which any actor answers; which one does, and when, changes no reply. A
     piece whose actor raises, dies or passes `env.pool.timeout_s` is tried again turn by turn, and a turn without a
@@ -67,17 +67,17 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         self._size, self._limits = config.pool_size, config.pool
         self._pieces = Pieces(self._size)
         self._thread = LoopThread("environments", self._fail)
+        budget = Budget(
+            self._limits.retries,
+            *(_PAUSE_S, _LONGEST_PAUSE_S),
+            final=lambda error: not isinstance(error, EnvironmentFailedError),
+            report=lambda _number, _delay_s, error: self._report(error, "another one starts in its place"),
+            in_a_row=True,
+        )
         self._pool = Pool(
             "environment actor",
             self._build,
-            Budget(
-                self._limits.retries,
-                _PAUSE_S,
-                _LONGEST_PAUSE_S,
-                lambda error: not isinstance(error, EnvironmentFailedError),
-                lambda _number, _delay_s, failure: self._report(failure, "another one starts in its place"),
-                in_a_row=True,
-            ),
+            budget,
             lost=cluster.lost,
             # Of a closed pool the loop ends before it would run.
             changed=lambda: None if self._pool.closed else self._thread.begin(self._attend()),
@@ -90,10 +90,9 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         self._thread.begin(self._start())
 
     def replies(self, turns: Sequence[Turn]) -> list[Reply]:
-        """See `driver.interfaces.Environments.replies`; a signal is heard meanwhile."""
         asked = self._thread.call(self._replies(turns))
         try:
-            # Each of the environments' calls has its deadline, and `_start` has them all end when Ray is gone.
+            # Each of the environments' calls has its deadline, and they all end when Ray is gone.
             with activity.at(f"waiting for replies to {len(turns)} answers", timed=False):
                 while not wait([asked], timeout=_WAKE_EVERY_S).done:
                     pass
@@ -113,7 +112,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     def drop_reasons(self) -> Mapping[str, int]:
         return dict(self._reasons)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with deferred_stop_signals():
             try:
                 self._pool.stop_starts()
@@ -121,24 +120,19 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             finally:
                 self._pool.shutdown()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # What runs in the thread of the loop
 
     async def _start(self) -> None:
-        async def watch() -> None:
-            while (lost := await asyncio.to_thread(self._session_lost)) is None:
-                await asyncio.sleep(LOOK_EVERY_S)
-            raise lost
-
-        if not self._started:
-            self._started = True
-            self._thread.begin(watch())
-            self._pool.start(range(self._size))
+        if self._started:
+            return
+        self._started = True
+        self._pool.start(range(self._size))
+        while (lost := await asyncio.to_thread(self._session_lost)) is None:
+            await asyncio.sleep(LOOK_EVERY_S)
+        raise lost
 
     async def _replies(self, turns: Sequence[Turn]) -> list[Reply]:
-        await self._start()
+        self.start()
         length = max(1, min(_LONGEST_PIECE, len(turns) // (_PIECES_AN_ACTOR * self._size)))
         if not self._limits.retries:
             length = 1  # one that fails is not taken apart any more
@@ -148,7 +142,6 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     async def _reply(
         self, turns: Sequence[Turn], tries: int = 1, avoided: int | None = None
     ) -> Sequence[Reply]:
-        """Return the replies to a piece; where it fails, to each of its turns alone."""
         try:
             return await self._pieces.replies(turns, avoided)
         except EnvironmentFailedError as failure:
@@ -217,7 +210,6 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
                     piece.replies.set_result(replies)
 
     def _build(self, number: int) -> SupervisedEnvironment:
-        """Start an actor, in the thread of the start, on any machine that has what it asks for."""
         limits = self._limits
         actor = SupervisedEnvironment.begin(
             actor_class(EnvironmentProcess, with_health=False),
@@ -238,7 +230,6 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         return actor
 
     def _fail(self, error: BaseException) -> None:
-        """End the run; a Ray that is gone is why its calls fail, too."""
         self._pieces.fail(self._session_lost() or error)
 
     def _session_lost(self) -> RanksFailedError | None:
@@ -265,7 +256,6 @@ class EnvironmentFailedError(Exception):
         self.lost, self.details = lost, details
 
     def report(self, before: str, after: str = "") -> str:
-        """Return the reason between two texts, and the details in lines below."""
         return "\n".join(filter(None, [f"{self.actor}{before}: {self}{after}", self.details]))
 
 
@@ -327,33 +317,31 @@ class SupervisedEnvironment(Actor):
 
 @dataclass(frozen=True, eq=False)
 class TurnPiece:
-    """Turns that one call of an environment shows it. avoided: the actor that has failed with them, if one has."""
+    """Turns of one call of an environment. avoided: the actor that has failed with them, if one has."""
 
     turns: Sequence[Turn]
     avoided: int | None
     replies: asyncio.Future[list[Reply]]
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error where the piece was asked for, unless nobody waits any more."""
         if not self.replies.done():
             self.replies.set_exception(error)
 
 
+@dataclass(eq=False)
 class Pieces:
     """First in, first out, but for pieces that are tried again: they come first, and go to another actor.
 
     actors: how many take pieces; a single one takes all.
     """
 
-    def __init__(self, actors: int) -> None:
-        self._actors = actors
-        self._waiting: deque[TurnPiece] = deque()
-        self._open: set[TurnPiece] = set()
-        self._changed = asyncio.Condition()
-        self._failure: BaseException | None = None
+    actors: int
+    _waiting: deque[TurnPiece] = field(default_factory=deque[TurnPiece], init=False)
+    _open: set[TurnPiece] = field(default_factory=set[TurnPiece], init=False)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
 
     async def replies(self, turns: Sequence[Turn], avoided: int | None) -> list[Reply]:
-        """Have an actor reply; raises the error that it has failed with, or that of `fail`."""
         if self._failure is not None:
             raise self._failure
         piece = TurnPiece(turns, avoided, asyncio.get_running_loop().create_future())
@@ -372,7 +360,7 @@ class Pieces:
         async with self._changed:
             while True:
                 for piece in self._waiting:
-                    if self._actors == 1 or piece.avoided != actor:
+                    if self.actors == 1 or piece.avoided != actor:
                         self._waiting.remove(piece)
                         return piece
                 await self._changed.wait()

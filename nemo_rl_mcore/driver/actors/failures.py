@@ -60,7 +60,6 @@ class WorkerCall:
         return WorkerError(f"{self} was not started: {why}", self, final=final, code=code)
 
     def end_of_session(self, lost: str) -> WorkerError:
-        """Return the failure of this call where Ray itself is gone; lost: what of it."""
         message = f"{self} did not end: {lost}, and the Ray session with it; its ranks are stopped"
         return WorkerError(message, self, final=True, code="session-lost")
 
@@ -118,7 +117,6 @@ class RankFailure:
 
     @property
     def is_of_a_peer(self) -> bool:
-        """True where the rank only tells that another one is gone, or what another one has raised."""
         return isinstance(self.cause, PeerLostError) or _OF_A_PEER.match(str(self.cause)) is not None
 
     def headline(self) -> str:
@@ -130,7 +128,6 @@ class RankFailure:
         return self.details().splitlines()[-1].strip()
 
     def details(self) -> str:
-        """Return everything that is known, with the traceback of the rank, without terminal codes."""
         plain = _TERMINAL_CODES.sub("", self.report).split(_RAY_ADVICE)[0]
         return _CARETS_ONLY.sub("", plain).strip()
 

@@ -123,7 +123,6 @@ class RayWorkerGroup(AbstractContextManager["RayWorkerGroup"]):
         return {rank: one.identity for rank, one in enumerate(self.members) if one.identity is not None}
 
     def share(self, value: Any) -> Any:
-        """Store what several ranks are to be given; the result stands for it in a call."""
         return ray.put(value)
 
     def call(
@@ -176,9 +175,8 @@ class RayWorkerGroup(AbstractContextManager["RayWorkerGroup"]):
             return self._last
 
     def run_all(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        """Return the result of `call`, in the order of the ranks; raises WorkerError, see the class."""
         with deferred_stop_signals():
-            return self.call(method, *args, **options).result()
+            return self.call(method, *args, **options).interruptible_result()
 
     def shutdown(self, *, keep_places: bool = False) -> None:
         """Kill every rank and give its resources back; idempotent. A call that is pending fails.
@@ -214,8 +212,6 @@ class RayWorkerGroup(AbstractContextManager["RayWorkerGroup"]):
 
 
 class CallEnd(Enum):
-    """Names why a call is over."""
-
     ANSWERED = "all ranks answered"
     FAILED = "a rank failed"
     STALLED = "no progress"
@@ -253,7 +249,6 @@ class PendingCall:
 
     @property
     def progress(self) -> Mapping[int, Progress]:
-        """The last words of each rank that has said anything; any thread may ask."""
         return dict(self._watch.progress)
 
     def done(self) -> bool:
@@ -338,7 +333,6 @@ class PendingCall:
         return self._ended is not None
 
     def _take(self, wait_s: float) -> None:
-        """Take the answers that are there, if need be wait so long for one."""
         wanted = 1
         while self._refs and (ready := ray.wait(list(self._refs), num_returns=wanted, timeout=wait_s)[0]):
             for ref in ready:
@@ -354,7 +348,6 @@ class PendingCall:
             wait_s, wanted = 0, len(self._refs)  # one by one it would cost the square of the ranks
 
     def _failure(self) -> WorkerError:
-        """Describe the failure; ranks that do not return are killed."""
         call, cluster, noun = self._call, self._members[0].cluster, self._members[0].noun
         failures = [self._members[rank].failure(error) for rank, error in self._errors]
         # Ranks that all answered, if only by raising, still serve: an open train step can be aborted.

@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -36,16 +37,16 @@ _LOOPBACK = "127.0.0.1"
 _LOOK_EVERY_S = 1.0
 
 
+@dataclass(eq=False)
 class OneProcess:
-    """The one process as the place of the only rank, where `RayCluster` would start a session; a context manager.
+    """A place in this process for the only rank of a model that nothing trains; a context manager.
 
     Inside it the process has the environment and the threads of a rank, so that results are those of one. Afterwards it
     has its own again, its random generators as they were, and the hook that shows its errors.
     """
 
-    def __init__(self, config: ClusterConfig) -> None:
-        self.config = config
-        self._as_before = ExitStack()
+    config: ClusterConfig
+    _as_before: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __enter__(self) -> Self:
         on_cpu, undo = self.config.on_cpu, self._as_before
@@ -64,16 +65,6 @@ class OneProcess:
 
     def __exit__(self, *_: object) -> None:
         self._as_before.close()
-
-    def lost_nodes(self, _ids: Collection[str]) -> dict[str, str]:
-        """As of `RayCluster`, like what follows; this machine is there."""
-        return {}
-
-    def await_machines(self) -> None:
-        pass
-
-    def place_colocated(self, ranks: Placement, _gpus: Sequence[str]) -> Placement:
-        return ranks
 
 
 class InProcessRank:
@@ -142,7 +133,6 @@ class InProcessRank:
             worker.shutdown()
 
     def _answer(self, call: WorkerCall, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what it gives. Raises WorkerError: with the traceback for what it raises, and without progress."""
         stalled: list[WorkerError] = []
         over, thread, disabled = threading.Event(), threading.get_ident(), logging.root.manager.disable
 

@@ -51,7 +51,6 @@ LISTEN_ON_ALL_INTERFACES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def set_ray_import_switches(environ: MutableMapping[str, str]) -> None:
-    """Set what Ray reads when it is imported; a value that is already there stays."""
     # Ray prints these on the driver's terminal whatever its log settings say; a `WorkerError` tells it better.
     notices = "A worker died or was killed while executing a task|Raylet is terminated|has been marked dead"
     environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", notices)
@@ -83,7 +82,6 @@ def rank_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, s
 
 
 def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Keep what an agent's process needs of the machine; it sees no GPU."""
     return _kept(environ, _MACHINE_NAMES, ()) | {"CUDA_VISIBLE_DEVICES": ""}
 
 

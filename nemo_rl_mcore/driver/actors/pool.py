@@ -49,7 +49,6 @@ class Budget:
     taken: Counter[int] = field(default_factory=Counter[int])
 
     def left(self, number: int = 0) -> int:
-        """Count the restarts that are left, of the run or, in_a_row, of a member."""
         return self.limit - self.taken[number if self.in_a_row else 0]
 
     def take(self, number: int, error: Exception, *, starting: bool, first: bool) -> float | None:
@@ -169,7 +168,6 @@ class Pool[Living: Member]:
         self.stop_starts()
 
     def _delay_s(self, number: int, error: Exception, *, starting: bool, first: bool = False) -> float | None:
-        """Take one restart out of the budget and say when it is due; None, and the pool has failed, if it must not."""
         if self.failure is not None or self.closed:
             return None
         possible = self._lost() is None

@@ -122,7 +122,6 @@ def use_arrays_for_tensors() -> None:
 
 
 def _as_tensor(sent: tuple[np.ndarray[Any, Any], dtype]) -> Tensor:
-    """Undo `as_array` in a process that may not have imported torch before."""
     import torch
 
     array, kind = sent

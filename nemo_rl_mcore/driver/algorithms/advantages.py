@@ -1,7 +1,7 @@
 """Advantage estimators: [B] rewards in, [B,S] advantages out.
 
 GRPO https://arxiv.org/abs/2402.03300, leave-one-out 2402.14740, REINFORCE++ 2501.03262, GAE 1506.02438,
-a lambda per length (VAPO) 2504.05118. KL type, clamps and coefficient are those of the loss.
+a lambda per length (VAPO) 2504.05118, GDPO 2601.05242. KL type, clamps and coefficient are those of the loss.
 A step in which the advantage of one answer is far from what rewards and whitening give says so.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -21,8 +22,8 @@ from nemo_rl_mcore.config.custom_code import build, custom_code
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.output import write_line
-from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows
 from nemo_rl_mcore.driver.rollouts.player import Rollout
+from nemo_rl_mcore.driver.rollouts.transcript import REWARDS_PREFIX, EpisodeRows
 from nemo_rl_mcore.errors import CustomCodeError, RefusedError
 from nemo_rl_mcore.losses.base import require
 from nemo_rl_mcore.losses.kl import kl_estimate
@@ -86,15 +87,15 @@ def rows_with_signal(prompt_ids: Tensor, rewards: Tensor) -> Tensor:
     return (largest != smallest)[groups]
 
 
+@dataclass(eq=False)
 class AdvantageEstimator(ABC):
     """Judges the tokens of a rollout. The columns that `compute_advantage` takes by name are those of `add_to`."""
 
     with_critic = False
     """It takes a critic's values, and also gives returns."""
-
-    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
-        self.cfg = cfg
-        self.loss_cfg = loss_cfg
+    cfg: AdvantageEstimatorConfig
+    loss_cfg: ClippedPGLossConfig
+    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float], init=False)
 
     @abstractmethod
     def compute_advantage(self, *args: Any, **columns: Any) -> Any:
@@ -116,9 +117,14 @@ class AdvantageEstimator(ABC):
         )
         if not self.with_critic:
             prompts = episodes.one_each(batch["prompt_index"])
-            advantages = self.compute_advantage(
-                prompts, rewards, mask, logprobs_policy=policy, logprobs_reference=reference
-            )
+            columns: dict[str, Any] = {"logprobs_policy": policy, "logprobs_reference": reference}
+            if self.cfg.name == "gdpo":
+                columns["rewards_by_name"] = {
+                    key.removeprefix(REWARDS_PREFIX): episodes.one_each(batch[key])
+                    for key in batch
+                    if key.startswith(REWARDS_PREFIX)
+                }
+            advantages = self.compute_advantage(prompts, rewards, mask, **columns)
             batch["advantages"] = episodes.parted(advantages)
             return
         values = episodes.joined(require(batch, "values", "adv_estimator.name: gae"))
@@ -132,16 +138,52 @@ class GRPOAdvantageEstimator(AdvantageEstimator):
     """The reward of a row against those of the other answers to its prompt, the same on every column."""
 
     def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **_logprobs: Tensor | None
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **_logprobs: Any
     ) -> Tensor:
         """Return [B,S] advantages, masked columns filled too; prompt_ids ([B] or [B,P]) group rows."""
+        advantages = self.against_group(prompt_ids, rewards).to(rewards.dtype)
+        return advantages[:, None].expand(mask.shape).clone()
+
+    def against_group(self, prompt_ids: Tensor, rewards: Tensor) -> Tensor:
+        """Return fp64 [B]: rewards [B] minus the group's mean and, if configured, divided by its deviation."""
         group = group_statistics(prompt_ids, rewards, leave_one_out=self.cfg.use_leave_one_out_baseline)
         advantages = rewards - group.baseline
         if self.cfg.normalize_rewards:
             scaled = advantages / (group.std + STD_EPSILON)
             advantages = torch.where(group.std > 0, scaled, advantages)
-        advantages = advantages.to(rewards.dtype)
-        return advantages[:, None].expand(mask.shape).clone()
+        return advantages
+
+
+class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
+    """GRPO's advantage for each reward by itself; their weighted sum, whitened over the rows of the batch."""
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor,
+        rewards: Tensor,
+        mask: Tensor,
+        *,
+        rewards_by_name: Mapping[str, Tensor] | None = None,
+        **_logprobs: Any,
+    ) -> Tensor:
+        """Return [B,S] advantages, masked columns filled too; rewards_by_name: [B] each.
+
+        Raises ValueError for fewer than two rewards.
+        """
+        named = rewards_by_name or {}
+        if len(named) < 2:
+            raise RefusedError(
+                f"adv_estimator.name: gdpo needs two rewards or more by name, and the environment gave "
+                f"{', '.join(named) or 'none'}",
+                code="missing-rewards",
+            )
+        total = rewards.new_zeros(rewards.shape, dtype=torch.float64)
+        for name, values in named.items():
+            total += self.reward_weights.get(name, 1.0) * self.against_group(prompt_ids, values)
+        total -= total.mean()
+        if (std := total.std()) > 0:
+            total /= std
+        return total.to(rewards.dtype)[:, None].expand(mask.shape).clone()
 
 
 class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
@@ -309,6 +351,7 @@ class _Own(AdvantageEstimator):
 
 _ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
     "grpo": GRPOAdvantageEstimator,
+    "gdpo": GDPOAdvantageEstimator,
     "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
     "gae": GeneralizedAdvantageEstimator,
 }
@@ -326,13 +369,13 @@ def make_advantage_estimator(
 
 
 def estimator_of(config: RunConfig, loss_cfg: ClippedPGLossConfig) -> AdvantageEstimator:
-    """Return the estimator of a recipe; raises as `make_advantage_estimator`."""
     section: AdvantageEstimatorConfig = getattr(config.loop, "adv_estimator")  # noqa: B009
-    return make_advantage_estimator(section, loss_cfg, f"{config.algorithm}.adv_estimator.type")
+    estimator = make_advantage_estimator(section, loss_cfg, f"{config.algorithm}.adv_estimator.type")
+    estimator.reward_weights = config.env.reward_weights or {}
+    return estimator
 
 
 def check_estimator(config: RunConfig) -> None:
-    """Build an estimator of the user's own, for the ValueError that `estimator_of` may raise."""
     if config.loop.estimator_type is not None:
         estimator_of(config, ClippedPGLossConfig())
 

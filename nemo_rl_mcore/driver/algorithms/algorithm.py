@@ -1,9 +1,10 @@
-"""Define what every algorithm is: a step, and a validation, over the parts that a run gives it."""
+"""Every algorithm: a step and a validation over the parts that a run gives it, and the numbers of both."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,21 +16,204 @@ import torch
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.algorithm import GivenRowsConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.data.tokenizer import Tokenizer, token_texts
+from nemo_rl_mcore.driver.algorithms.advantages import group_statistics, rows_with_signal
 from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch
-from nemo_rl_mcore.driver.algorithms.step_metrics import (
-    join_results,
-    rollout_metrics,
-    samples_of,
-    train_metrics,
-)
-from nemo_rl_mcore.driver.observability import Sample
+from nemo_rl_mcore.driver.observability.sinks import Sample, TokenTable, TurnRecord
 from nemo_rl_mcore.driver.policy import Policy
-from nemo_rl_mcore.driver.rollouts.episode_rows import first_rows, uncounted_rows
-from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
+from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector, prompt_lengths
 from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler, Step
+from nemo_rl_mcore.driver.rollouts.transcript import (
+    REPLIES,
+    REWARDS_PREFIX,
+    TURN_OF_TOKEN,
+    WEIGHT_VERSIONS,
+    EpisodeRows,
+    episode_metrics,
+    first_rows,
+    uncounted_rows,
+)
 from nemo_rl_mcore.losses import LossFunction
 from nemo_rl_mcore.rank import activity
+from nemo_rl_mcore.rank.sums import EXTREMA, combine_steps, neutral_value
+from nemo_rl_mcore.rank.train_step import EMPTY_STEP
+
+_DECIMALS = 4
+
+
+def samples_of(
+    rollout: Rollout, step: int, tokenizer: Tokenizer, *, tables: int = 0, of_validation: bool = False
+) -> list[Sample]:
+    """Return every row of a step or of a validation; the first `tables` of them token by token."""
+    batch = rollout.batch
+    current = step if of_validation else step - 1  # the version that has drawn all, where none is told
+    versions = batch.get(WEIGHT_VERSIONS, torch.full((batch.size, 1), current))
+    newest = versions.amax(1)
+    columns = {
+        "prompt_index": batch["prompt_index"],
+        "sample_index": batch["sample_index"],
+        "reward": rollout.environment_rewards,
+        "shaped_reward": batch["rewards"],
+        "prompt_tokens": prompt_lengths(batch),
+        "response_tokens": batch["token_mask"].sum(1).long(),
+        "truncated": ~batch["finished"],
+        "weight_version_min": torch.where(versions < 0, newest.unsqueeze(1), versions).amin(1),
+        "weight_version_max": newest,
+    }
+    if not of_validation:
+        columns["sample_mask"] = batch["sample_mask"]
+    if "advantages" in batch:
+        mask, advantages = batch["token_mask"], batch["advantages"]
+        # A response without a token has a mean of nothing, which is not finite.
+        columns["advantage"] = (advantages * mask).sum(1) / mask.sum(1)
+        columns["advantage_first"] = advantages.gather(1, mask.argmax(1, keepdim=True)).squeeze(1)
+    values: list[list[Any]] = [column.tolist() for column in columns.values()]  # pyright: ignore[reportUnknownMemberType]
+    by_name = {  # None where a reward is more than a float32 holds
+        name.removeprefix(REWARDS_PREFIX): [r if math.isfinite(r) else None for r in column.tolist()]
+        for name, column in batch.items()
+        if name.startswith(REWARDS_PREFIX)
+    }
+    return [
+        Sample(
+            step=step,
+            prompt=rollout.prompts[row].text,
+            answer=rollout.prompts[row].answer,
+            response=rollout.responses[row],
+            source=rollout.prompts[row].source,
+            rewards={name: rewards[row] for name, rewards in by_name.items()} or None,
+            turns=[*_turns(batch, row, tokenizer)] if TURN_OF_TOKEN in batch else None,
+            tokens=_token_table(batch.slice(row, row + 1), tokenizer, of_validation)
+            if row < tables
+            else None,
+            **dict(zip(columns, of_row, strict=True)),
+        )
+        for row, of_row in enumerate(zip(*values, strict=True))
+    ]
+
+
+def _turns(batch: BatchedDataDict, row: int, tokenizer: Tokenizer) -> Iterator[TurnRecord]:
+    ids_S, turn_S = batch["input_ids"][row].numpy(), batch[TURN_OF_TOKEN][row].numpy()
+    replies = batch[REPLIES][row]
+    turns = [*range(1, len(replies) + 1)]
+    if EPISODE in batch:
+        turns = [turn for turn in turns if turn in turn_S]
+    for place, turn in enumerate(turns):
+        # What the model was shown before it; what is said to the last one it is not.
+        for role, content in replies[turn - 2].get("observation", ()) if place else ():
+            yield TurnRecord(role=role, content=content)
+        reply = replies[turn - 1]
+        said = TurnRecord(role="assistant", content=tokenizer.decode(ids_S[turn_S == turn].tolist()))
+        if not reply.keys() & {"dropped", "unscored"}:
+            said["reward"] = reply["reward"]
+        yield said
+
+
+def _token_table(batch: BatchedDataDict, tokenizer: Tokenizer, of_validation: bool) -> TokenTable:
+    own = slice(int(prompt_lengths(batch)), int(batch["input_lengths"]))
+    ids_N, mask_N = batch["input_ids"][0, own], batch["token_mask"][0, own]
+    sampled = mask_N.bool().tolist()
+
+    numbers: dict[str, list[float | None]] = {}
+    for name in ("generation_logprobs", "prev_logprobs", "advantages"):
+        if name in batch:
+            values = zip(batch[name][0, own].tolist(), sampled, strict=True)
+            # What rounds to -0.0 is 0.
+            numbers[name] = [
+                (round(value, _DECIMALS) or 0.0) if drawn and math.isfinite(value) else None
+                for value, drawn in values
+            ]
+    return TokenTable(
+        text=token_texts(tokenizer, ids_N.tolist()),
+        turn=batch.get(TURN_OF_TOKEN, batch["token_mask"])[0, own].int().tolist(),
+        mask=None if of_validation else (mask_N * batch["sample_mask"]).bool().int().tolist(),
+        generation_logprobs=numbers.get("generation_logprobs"),
+        prev_logprobs=numbers.get("prev_logprobs"),
+        advantages=numbers.get("advantages"),
+    )
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Measure rewards, lengths and advantages of the answers, where the batch has advantages.
+
+    An answer is an episode, whose prompt is that of its first row. Of those that were dropped only the tokens count
+    that ran through the model, and how many they are; where nothing else is left, there is no other metric.
+    """
+    batch, episodes = rollout.batch, EpisodeRows.of(rollout.batch)
+    metrics = {"train/total_num_tokens": float(batch["input_lengths"].sum())} | episode_metrics(batch)
+    if not len(episodes.first):
+        return metrics
+    prompt_index = episodes.one_each(batch["prompt_index"])
+    environment_rewards = episodes.one_each(rollout.environment_rewards)
+    response_lengths = episodes.total(batch["token_mask"].sum(1))
+    with_signal = rows_with_signal(prompt_index, episodes.one_each(batch["rewards"]))
+    one_group = torch.zeros_like(prompt_index)
+    of_all = group_statistics(one_group, environment_rewards, leave_one_out=False)
+    within_groups = group_statistics(prompt_index, environment_rewards, leave_one_out=False)
+    metrics |= {
+        "train/reward": float(environment_rewards.mean()),
+        "train/reward_min": float(environment_rewards.min()),
+        "train/reward_max": float(environment_rewards.max()),
+        "train/reward_std": float(of_all.std[0]),
+        "train/reward_std_within_groups": float(within_groups.std.mean()),
+        "train/mean_prompt_length": float(episodes.one_each(prompt_lengths(batch)).float().mean()),
+        "train/mean_gen_tokens_per_sample": float(response_lengths.mean()),
+        "train/max_gen_tokens_per_sample": float(response_lengths.max()),
+        "train/truncation_rate": float((~episodes.one_each(batch["finished"])).float().mean()),
+        "train/groups_with_signal": float(with_signal.float().mean()),
+    }
+    if "advantages" in batch:
+        total = episodes.joined(batch["advantages"] * batch["token_mask"]).sum()
+        metrics["train/advantages_mean"] = float(total / response_lengths.sum())
+    return metrics
+
+
+def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str, float]:
+    """Return one number a metric for all optimizer steps of a rollout; the extrema of nothing are left out."""
+    per_step: Mapping[str, list[float]] = result["all_mb_metrics"]
+    counts = per_step["global_valid_seqs"], per_step["global_valid_toks"]
+    combined = {
+        name: value
+        for name, kind in result["metric_kinds"].items()
+        if (value := combine_steps(kind, per_step[name], *counts)) != neutral_value(kind)
+        or kind not in EXTREMA
+    }
+    combined |= {name: sum(per_step[name]) for name in ("global_valid_seqs", "global_valid_toks")}
+    combined |= {name: per_step[name][-1] for name in ("lr", "wd")}
+    norms = [
+        norm
+        for norm, reason in zip(result["grad_norm"].tolist(), result["skip_reasons"], strict=True)
+        if reason != EMPTY_STEP
+    ]
+    combined["grad_norm"] = sum(norms) / len(norms) if norms else 0.0
+    combined["update_successful"] = float(result["update_successful"])
+    metrics = {f"{prefix}/{name}": value for name, value in combined.items()}
+    if (peak := result.get("peak_memory_gib")) is not None:
+        metrics[f"performance/{'' if prefix == 'train' else f'{prefix}_'}peak_memory_gib"] = peak
+    return metrics
+
+
+def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what one `train` would have returned for the optimizer steps of several, for `train_metrics`."""
+    names = dict.fromkeys(name for result in results for name in result["all_mb_metrics"])
+    kinds = {name: kind for result in results for name, kind in result["metric_kinds"].items()}
+    per_step: dict[str, list[float]] = {name: [] for name in names}
+    for result in results:
+        for name, values in per_step.items():
+            # A step may lack a metric that others have, such as the extrema of nothing.
+            missing = [neutral_value(kinds[name])] * len(result["skip_reasons"]) if name in kinds else []
+            values += result["all_mb_metrics"].get(name, missing)
+    row_tables = [result["row_table"] for result in results if "row_table" in result]
+    return {
+        **({"row_table": torch.cat(row_tables)} if row_tables else {}),
+        "all_mb_metrics": per_step,
+        "metric_kinds": kinds,
+        "grad_norm": torch.cat([result["grad_norm"] for result in results]),
+        "update_successful": all(result["update_successful"] for result in results),
+        "peak_memory_gib": results[-1].get("peak_memory_gib"),
+        "skip_reasons": [reason for result in results for reason in result["skip_reasons"]],
+    }
 
 
 class StepObserver(Protocol):
@@ -109,7 +293,6 @@ class Algorithm[Config: RunConfig](ABC):
         return self.update(step, self.judge(step))
 
     def checkpointed(self, step: int) -> None:
-        """Hear that the checkpoint of a finished step is whole: none up to it will be trained again."""
         if self.rollouts is not None:
             self.rollouts.checkpointed(step)
 
@@ -133,7 +316,7 @@ class Algorithm[Config: RunConfig](ABC):
         metrics |= counted.result()
 
     def record(self, step: int, rollout: Rollout, *, trained: bool = True) -> None:
-        tables = self.config.logger.rollouts.token_tables if trained else 0
+        tables = (self.config.logger.rollouts.answers_with_tokens or 0) if trained else 0
         self.observer.add_samples(samples_of(rollout, step, self.collector.tokenizer, tables=tables))
 
     def validate(self, step: int) -> dict[str, float]:
@@ -152,7 +335,7 @@ class Algorithm[Config: RunConfig](ABC):
             asked = prompts[start : start + loop.val_batch_size]
             with activity.at(f"prompt {start} of {len(prompts)} of a validation", timed=False):
                 rollout = self.collector.collect(asked, answers, step=step, greedy=greedy)
-            tables = self.config.logger.rollouts.token_tables - len(samples)
+            tables = (self.config.logger.rollouts.answers_with_tokens or 0) - len(samples)
             of_rows = samples_of(rollout, step, self.collector.tokenizer, tables=tables, of_validation=True)
             first = first_rows(rollout.batch)
             samples += of_rows
@@ -187,10 +370,9 @@ class Algorithm[Config: RunConfig](ABC):
         """Measure the loss of held-out samples as one batch, whatever the batches; rows: makes what the loss reads."""
         held_out = self.prompts.validation(self.config.val_loss_samples)
         size = loop.val_global_batch_size or self.config.policy.train_global_batch_size
-        mbs = loop.val_micro_batch_size and loop.val_micro_batch_size * loss_fn.rows_per_sample
         results: list[dict[str, Any]] = []
         for first in range(0, len(held_out), size):
             with activity.at(f"the loss of row {first} of {len(held_out)} of a validation", timed=False):
                 batch = rows(held_out[first : first + size])
-                results.append(self.policy.train(batch, loss_fn, eval_mode=True, mbs=mbs))
+                results.append(self.policy.train(batch, loss_fn, eval_mode=True))
         return train_metrics(join_results(results), "validation")

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from nemo_rl_mcore.config import DistillationMasterConfig
 from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.driver.algorithms.advantages import estimator_of, warn_of_large_advantages
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome, train_metrics
 from nemo_rl_mcore.driver.algorithms.mismatch import add_logprobs, model_inputs
-from nemo_rl_mcore.driver.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns
@@ -21,12 +20,9 @@ from nemo_rl_mcore.losses import make_loss
 
 @dataclass(frozen=True)
 class DistillationTrainer(Algorithm[DistillationMasterConfig]):
-    """A student and its teacher, which is never trained."""
-
     teacher: Policy
 
     def judge(self, step: Step) -> Judged:
-        """Take answers, and ask the teacher; a policy gradient needs more of the student's own answers."""
         rollout, section, loss = None, self.config.distillation, self.config.loss_fn
         if self.config.generations_per_prompt:
             with self.observer.phase("generation"):

@@ -17,13 +17,11 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.answers import PreferenceSource
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome, train_metrics
 from nemo_rl_mcore.driver.algorithms.mismatch import model_inputs
-from nemo_rl_mcore.driver.algorithms.step_metrics import train_metrics
-from nemo_rl_mcore.driver.rollouts.episode_rows import uncounted_rows
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
-from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns
+from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns, uncounted_rows
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses import DPOLossFn
 
@@ -61,7 +59,6 @@ class ReferenceBlocks:
     )
 
     def of_step(self, step: int, batch: BatchedDataDict) -> torch.Tensor:
-        """Return [B, S], of the pairs that a step takes: those of `batch`."""
         first = self.pairs.first_steps(step, self.count)
         if first is None:
             return self.ask(batch)
@@ -105,7 +102,6 @@ class DPOTrainer(Algorithm[DPOMasterConfig]):
     pairs: PreferenceSource | None
 
     def judge(self, step: Step) -> Judged:
-        """Make pairs of the groups, or take those of the data set; add what the reference makes of them."""
         rollout, paired = None, dict[str, float]()
         if self.pairs is None:
             with self.observer.phase("generation"):

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.errors import RunStoppedError
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,6 @@ _LOGITS = 1 << 25
 
 class EnginesDifferError(RunStoppedError):
     """An engine computes other log-probabilities than training, by more than the number format explains."""
-
-
-class ComparedEngines(Protocol):
-    """Answers what `compare` asks of engines."""
-
-    def next_logprobs(
-        self, prompts: Sequence[Sequence[int]], temperature: float
-    ) -> Sequence[Sequence[NDArray[np.float32]]]:
-        """Return of each engine, after each prompt, the log-probabilities [V] of all tokens at the temperature."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +94,7 @@ class Comparison:
 
 def compare(
     policy: Policy,
-    engines: ComparedEngines,
+    engines: EngineGeneration,
     prompts: Sequence[Sequence[int]],
     *,
     vocabulary: int,
@@ -155,12 +147,8 @@ def compare(
 
 
 def compare_at_start(
-    config: RunConfig,
-    policy: Policy,
-    engines: ComparedEngines,
-    prompts: Sequence[Sequence[int]],
+    config: RunConfig, policy: Policy, engines: EngineGeneration, prompts: Sequence[Sequence[int]]
 ) -> Comparison:
-    """Do `compare` as a run does; raises EnginesDifferError for more than its number formats allow."""
     found = compare(
         policy,
         engines,
@@ -173,17 +161,9 @@ def compare_at_start(
 
 
 def bounds_of(policy: PolicyConfig) -> Bounds:
-    """Return the bounds of the coarser number format, of training or of its engines."""
     own = policy.generation.engine.number_format(policy.precision)
     both = BOUNDS[policy.precision], BOUNDS[own or policy.precision]
     return max(both, key=lambda bounds: bounds.difference)
-
-
-def prompts_to_compare(
-    config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer, step: int
-) -> list[list[int]]:
-    """Return the first few prompts of a step; see `rows_to_compare`."""
-    return rows_to_compare(config, prompts.train_batch(step, config.prompts_per_step), tokenizer)
 
 
 def rows_to_compare(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:

@@ -12,7 +12,7 @@ from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.config.master import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.advantages import estimator_of, warn_of_large_advantages
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome, train_metrics
 from nemo_rl_mcore.driver.algorithms.mismatch import (
     Mismatch,
     add_compared_logprobs,
@@ -23,7 +23,6 @@ from nemo_rl_mcore.driver.algorithms.mismatch import (
     table_of_training,
     with_row_numbers,
 )
-from nemo_rl_mcore.driver.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns
@@ -40,7 +39,6 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
     """
 
     def judge(self, step: Step) -> Judged:
-        """Add log-probabilities and advantages to whole groups; a split step takes each chunk."""
         config, rollouts, mismatch, rows = self.config, list[Rollout](), list[Mismatch](), 0
         if config.streams:
             self.policy.begin_train_step(self._loss_fn, step_id=f"step {step.number}")
@@ -80,7 +78,6 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
             yield chunk
 
     def update(self, step: Step, judged: Judged) -> StepOutcome:
-        """Train on the judged groups, or finish the split step that has them."""
         rollout, batch = judged.rollout, judged.batch
         assert rollout is not None
         with self._aborted_where_it_fails(), self.training(step.number, rollout) as metrics:
@@ -104,7 +101,6 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
         return StepOutcome(metrics, result["skip_reasons"], batch)
 
     def _trained(self, rollout: Rollout, first_row: int = 0) -> BatchedDataDict:
-        """Return the columns that go to the ranks; first_row: the number of the first row in the step."""
         columns = trained_columns(rollout.batch)
         passes_before = reader_of_prev_logprobs(self.config) is not None
         return columns if passes_before else with_row_numbers(columns, first_row)

@@ -8,9 +8,11 @@ there others take their place, and the part is tried again.
 from __future__ import annotations
 
 import gc
+import math
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,18 +20,31 @@ from typing import Any
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepOutcome
-from nemo_rl_mcore.driver.algorithms.recovery import Recovery, TimeLimit
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import (
+    NOT_WRITTEN,
     RunCheckpoints,
     SkipGuard,
     StepCheckpoint,
     TooManySkippedStepsError,
 )
-from nemo_rl_mcore.driver.interfaces import GenerationInterface
 from nemo_rl_mcore.driver.observability import STARTUP_PREFIX, RunRecorder
+from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.policy import Policy
-from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.driver.rollouts.player import GenerationInterface
+from nemo_rl_mcore.driver.run_folder import too_full
+from nemo_rl_mcore.driver.signals import (
+    StopSignals,
+    TimeLimitReachedError,
+    current_stop_signals,
+    deferred_stop_signals,
+)
+from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError, code_of, run_stopped_by
+from nemo_rl_mcore.rank import activity
+
+RESTARTS_KEY = "cluster.max_trainer_restarts"
+_RETRIES = 2
+_COMPARED = ("train/loss", "train/grad_norm", "value/loss", "value/grad_norm")
+_SECOND_SIGNAL = "a second signal came before they were saved"
 
 
 @dataclass
@@ -71,19 +86,30 @@ class TrainingLoop:
         of a stop that was no failure. Raises TooManySkippedStepsError, and saves nothing, after `max_consecutive_skips`
         skipped optimizer steps.
         """
+        surviving, phase = self._recovery.surviving, self.observer.phase
         gc.collect()
         gc.freeze()  # what is there stays out of the collector's full passes, each of a fifth of a second
         try:
             with self._limit:
-                behind = self._start()
-                for step in range(behind + 1, self.config.loop.max_num_steps + 1):
+                self._limit.took()
+                behind = self.checkpoints.resumed_step
+                with nullcontext() if behind is None else phase(f"{STARTUP_PREFIX}restore"):
+                    counters = self.checkpoints.restore(self.models)
+                    self._guard = SkipGuard(self.config.max_consecutive_skips, **counters)
+                on_ranks = self.config.policy.generation.decodes_on_ranks
+                with nullcontext() if on_ranks else phase(f"{STARTUP_PREFIX}weights"):
+                    surviving(lambda: self.engine.update_weights(behind or 0))
+                if self.config.loop.val_at_start and behind is None:
+                    self.observer.log(0, surviving(lambda: self.algorithm.validate(0)))
+                    self._awake = False
+                for step in range((behind or 0) + 1, self.config.loop.max_num_steps + 1):
                     current_stop_signals().stop_if_asked()
                     began = time.monotonic()
                     outcome = self._step(step)
                     self._limit.took(step=time.monotonic() - began)
                     self._guard.stop_if_too_many(step, outcome.batch)
                     if self.config.asynchronous:  # engines at work are not to wait for what comes next here
-                        self._recovery.surviving(partial(self._publish, step))
+                        surviving(partial(self._publish, step))
                     self._save_if_due(step)
                     yield step
         except TooManySkippedStepsError:
@@ -99,22 +125,7 @@ class TrainingLoop:
         finally:
             gc.unfreeze()
 
-    def _start(self) -> int:
-        """Return how many steps are behind the run, whose weights models and engine then have."""
-        behind, phase = self.checkpoints.resumed_step, self.observer.phase
-        with nullcontext() if behind is None else phase(f"{STARTUP_PREFIX}restore"):
-            counters = self.checkpoints.restore(self.models)
-            self._guard = SkipGuard(self.config.max_consecutive_skips, **counters)
-        on_ranks = self.config.policy.generation.decodes_on_ranks
-        with nullcontext() if on_ranks else phase(f"{STARTUP_PREFIX}weights"):
-            self._recovery.surviving(lambda: self.engine.update_weights(behind or 0))
-        if self.config.loop.val_at_start and behind is None:
-            self.observer.log(0, self._recovery.surviving(lambda: self.algorithm.validate(0)))
-            self._awake = False
-        return behind or 0
-
     def _step(self, step: int) -> StepOutcome:
-        """Train, validate and record a step; what is finished of it is recorded, however it ends."""
         loop, surviving, row = self.config.loop, self._recovery.surviving, dict[str, float]()
         try:
             with ExitStack() as until_recorded:
@@ -187,3 +198,244 @@ class TrainingLoop:
                 listener.checkpointed(completed.finished.step)
         took = None if completed is None else completed.seconds
         self._limit.took(save=took, saving=self.checkpoints.begun is not None)
+
+
+@dataclass
+class Recovery:
+    """Brings the models of a run back to its last finished step, whenever ranks fail and the recipe allows it.
+
+    Ranks that raised have the step undone and are asked again, twice in a row at most. In place of ranks that died or
+    hang there are new ones, `cluster.max_trainer_restarts` times in a run: all models go back to the last checkpoint,
+    and the steps since then are trained again from the same answers. On CPU that gives the same bits.
+    """
+
+    config: RunConfig
+    algorithm: Algorithm[Any]
+    models: Mapping[str, Policy]
+    engine: GenerationInterface
+    observer: RunRecorder
+    checkpoints: RunCheckpoints
+    frozen: Mapping[str, Policy]
+    retries: int = field(default=0, init=False)
+    """Parts of a step that were tried again on the ranks that had raised."""
+    restarts: int = field(default=0, init=False)
+    """Times that models went back to a checkpoint."""
+    redone: int = field(default=0, init=False)
+    """Steps that were trained again."""
+
+    def __post_init__(self) -> None:
+        self._all = {**self.models, **self.frozen}
+        one_step = self.config.samples_per_step == self.config.policy.train_global_batch_size
+        self._undone_by_abort = one_step and len(self.models) == 1
+        """Whether to abort an update takes all of it back."""
+        self._updates: dict[str, int] = {}
+        """Of each model, when the last step was finished."""
+        self._outcomes: dict[int, Mapping[str, float]] = {}
+
+    def surviving[Result](self, part: Callable[[], Result]) -> Result:
+        """Return what a part of a step gives, tried again after each failure that the run survives."""
+        raised = 0
+        while True:
+            try:
+                with self.observer.attempt():
+                    return part()
+            except RanksFailedError as error:
+                if error.group not in self._all or error.final or _asked_to_stop():
+                    raise
+                if error.usable and raised == _RETRIES:
+                    raise
+                undone = False  # stays so where an abort does not take back all
+                if error.usable and (self._undone_by_abort or not self.checkpoints.updating):
+                    with suppress(RanksFailedError):
+                        undone = self._undone()
+                if not undone:
+                    self._go_back(error)
+                    continue
+                self.checkpoints.updating = False
+                raised += 1
+                self.retries += 1
+                told = f"it is tried again ({raised} of {_RETRIES})"
+                write_line(sys.stderr, f"{_first_line(error)}; {told}")
+
+    def finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take note of a step, until a checkpoint has it: no step before that will be trained again."""
+        saved = self.checkpoints.saved_step or 0
+        self._outcomes = {one: outcome for one, outcome in self._outcomes.items() if one > saved}
+        self._outcomes[step] = {name: metrics[name] for name in _COMPARED if name in metrics}
+        self._updates = {name: model.updates for name, model in self.models.items()}
+
+    def metrics(self) -> dict[str, float]:
+        counted = {"retries": self.retries, "restarts": self.restarts, "redone_steps": self.redone}
+        return {f"recovery/{name}": count for name, count in counted.items()} if any(counted.values()) else {}
+
+    def _undone(self) -> bool:
+        """Abort what is open; says whether the models are as the last finished step has left them."""
+        for model in self.models.values():
+            model.abort_train_step()
+        return not any(
+            model.updates != self._updates.get(name, 0) or model.has_unknown_update()
+            for name, model in self.models.items()
+        )
+
+    def _go_back(self, error: RanksFailedError) -> None:
+        """Bring all models to the last finished step by way of the last checkpoint, with new ranks where need be."""
+        left = self.config.cluster.max_trainer_restarts
+        while True:
+            if self.restarts >= left:
+                if self.restarts:
+                    error.add_note(f"{RESTARTS_KEY}: {self.restarts} were used up")
+                raise error
+            self.restarts += 1
+            with deferred_stop_signals():  # a first one waits for what is being written
+                self.checkpoints.settle(self.models)
+            saved = self.checkpoints.saved_step
+            where = "its start" if saved is None else f"the checkpoint of step {saved}"
+            told = f"the run goes back to {where}, {left - self.restarts} left ({RESTARTS_KEY})"
+            write_line(sys.stderr, f"{_first_line(error)}; {told}")
+            try:
+                with activity.at("going back to the last checkpoint", timed=False), self.observer.redoing():
+                    self._bring_back()
+                return
+            except RanksFailedError as again:
+                if again.final or _asked_to_stop():
+                    raise
+                error = again
+
+    def _bring_back(self) -> None:
+        checkpoints = self.checkpoints
+        checkpoints.going_back = True  # to the end: however this fails, nobody saves what it leaves
+        self.engine.offload()  # what shares the memory of new ranks
+        saved = checkpoints.saved_step
+        for name, model in self._all.items():
+            # Those that train are all new where no checkpoint holds them, the others that lack ranks or are stuck.
+            lost = (saved is None and name in self.models) or not model.serves()
+            if not lost:
+                try:
+                    model.abort_train_step()
+                except RanksFailedError:
+                    lost = True
+            if lost:
+                model.restart()
+        if saved is not None:
+            checkpoints.restore(self.models)
+        checkpoints.updating = False
+        finished = checkpoints.resumed_step if checkpoints.finished is None else checkpoints.finished.step
+        steps, unequal = range((saved or 0) + 1, (finished or 0) + 1), list[int]()
+        for step in steps:
+            again = self.algorithm.redo(step).metrics
+            for name, before in self._outcomes[step].items():
+                now = again.get(name)
+                # No number is equal to no number, as the loss of a skipped step.
+                if now != before and not (now is not None and math.isnan(now) and math.isnan(before)):
+                    unequal.append(step)
+                    break
+        checkpoints.going_back = False
+        self._updates = {name: model.updates for name, model in self.models.items()}
+        self.redone += len(steps)
+        if steps:
+            which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+            how = f"not to the bit: {unequal} differ" if unequal else "with the same loss and gradient norm"
+            write_line(sys.stderr, f"{which} trained again from the same rows, {how}")
+
+    # The end of a run that was stopped
+
+    def save_at_the_end(self, stop: BaseException) -> RunStoppedError | None:
+        """Save the last finished step, unless that was tried; returns what it failed with, the checkpoints say why."""
+        reason = run_stopped_by(stop)
+        self.checkpoints.failure = _first_line(reason)
+        try:
+            if not current_stop_signals().insisted:
+                return self._save_after(reason)
+        except KeyboardInterrupt:
+            self.checkpoints.failure = _SECOND_SIGNAL
+            raise
+        self.checkpoints.failure = _SECOND_SIGNAL
+        return None
+
+    def _save_after(self, reason: RunStoppedError | None) -> RunStoppedError | None:
+        checkpoints = self.checkpoints
+        if (failure := self.settle()) is not None or not checkpoints.unsaved:
+            return failure
+        if code_of(reason) == NOT_WRITTEN and too_full(self.config):
+            return None
+        if checkpoints.updating and not self._undone_by_abort:
+            checkpoints.failure = "the step after them had begun to change the weights"
+            return None
+        if checkpoints.going_back:
+            checkpoints.failure = "the ranks were being brought back to them"
+            return None
+        with deferred_stop_signals():
+            try:
+                if not self._undone():
+                    checkpoints.failure = "the step after them has changed the weights"
+                    return None
+                reason = None
+                if self.config.policy.offload != "none":
+                    with suppress(RunStoppedError):  # lost ones have left the room that the ranks need
+                        self.engine.offload()
+                checkpoints.save_finished(self.models)
+                checkpoints.complete(self.models, wait=True)
+            except RunStoppedError as error:
+                checkpoints.failure = _first_line(reason or error)
+                return error
+        return None
+
+    def settle(self) -> RunStoppedError | None:
+        """Complete the checkpoint that was begun, at the end; returns why its folder cannot be written to."""
+        with deferred_stop_signals():
+            try:
+                self.checkpoints.settle(self.models)
+            except RunStoppedError as error:
+                self.checkpoints.failure = _first_line(error)
+                return error
+        return None
+
+
+@dataclass
+class TimeLimit(AbstractContextManager["TimeLimit"]):
+    """A context manager that ends a run while its last step can still be saved, as long as steps and saves have taken.
+
+    seconds: from the start of the process's command to the end of the save; None: no limit. Until a save has been
+    timed it is taken to be as long as the longest step.
+    """
+
+    seconds: float | None
+    _signals: StopSignals = field(default_factory=current_stop_signals, init=False)
+    _longest_step: float = field(default=0.0, init=False)
+    _longest_save: float | None = field(default=None, init=False)
+    _saves_at_the_end: int = field(default=1, init=False)
+    _saves_s: float = field(default=0.0, init=False)
+
+    def __exit__(self, *_error: object) -> None:
+        self._signals.limit_time(None)
+
+    def took(self, *, step: float = 0.0, save: float | None = None, saving: bool | None = None) -> None:
+        """Take note of the seconds of a step, validation included, and of a save, in the background or not.
+
+        saving: whether a save goes on, which must end before another one begins. A step that takes longer than those
+        before is stopped in time.
+        """
+        self._longest_step = max(self._longest_step, step)
+        if save is not None:
+            self._longest_save = max(self._longest_save or 0.0, save)
+        if saving is not None:
+            self._saves_at_the_end = 2 if saving else 1
+        one_save = self._longest_step if self._longest_save is None else self._longest_save
+        self._saves_s = self._saves_at_the_end * one_save
+        if self.seconds is not None:
+            self._signals.limit_time(self.seconds - self._saves_s)
+
+    def stop_if_the_next_step_does_not_fit(self) -> None:
+        passed = time.monotonic() - self._signals.began
+        if self.seconds is not None and passed + self._longest_step + self._saves_s >= self.seconds:
+            self._signals.time_is_up = True
+            raise TimeLimitReachedError
+
+
+def _first_line(error: RunStoppedError | None) -> str:
+    return str(error or "").partition("\n")[0]
+
+
+def _asked_to_stop() -> bool:
+    signals = current_stop_signals()
+    return signals.asked or signals.time_is_up

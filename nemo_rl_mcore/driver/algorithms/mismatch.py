@@ -22,8 +22,7 @@ from nemo_rl_mcore.config.master import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.policy import Policy
-from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows
-from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS
+from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS, EpisodeRows
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.losses import ClippedPGLossFn, LossFunction, make_loss
 from nemo_rl_mcore.losses.kl import COLUMNS, ROW_NUMBER, sampler_table
@@ -108,7 +107,6 @@ class Mismatch:
 
     @classmethod
     def of(cls, batch: BatchedDataDict, table: Tensor, rows: Tensor | None = None) -> Self:
-        """Read the table of a batch; rows: None for all."""
         if rows is None:
             rows = torch.ones(batch.size, dtype=torch.bool)
         episodes = EpisodeRows.of(batch)

@@ -14,7 +14,13 @@ import torch
 from nemo_rl_mcore.config import PPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.advantages import estimator_of, warn_of_large_advantages
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
+from nemo_rl_mcore.driver.algorithms.algorithm import (
+    Algorithm,
+    Judged,
+    StepOutcome,
+    join_results,
+    train_metrics,
+)
 from nemo_rl_mcore.driver.algorithms.mismatch import (
     add_compared_logprobs,
     compare_with_engine,
@@ -24,7 +30,6 @@ from nemo_rl_mcore.driver.algorithms.mismatch import (
     table_of_training,
     with_row_numbers,
 )
-from nemo_rl_mcore.driver.algorithms.step_metrics import join_results, train_metrics
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns
@@ -34,8 +39,6 @@ from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
 @dataclass(frozen=True)
 class PPOTrainer(Algorithm[PPOMasterConfig]):
-    """Proximal policy optimization with a critic."""
-
     critic: Policy
 
     def judge(self, step: Step) -> Judged:

@@ -31,7 +31,6 @@ from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.run_folder import (
     RECIPE_FILE,
     TOKENIZER_FOLDER,
-    bounds_of,
     cannot_resume,
     changes_since,
     nearest_folder,
@@ -85,7 +84,6 @@ class SkipGuard:
         )
 
     def counters(self) -> dict[str, int | str]:
-        """Return what a run that goes on later gives the constructor besides `limit`."""
         counted = asdict(self)
         del counted["limit"]
         return counted
@@ -132,8 +130,6 @@ class SkipGuard:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step whose update is done; its metrics may still be added to."""
-
     step: int
     metrics: Mapping[str, float]
     counters: Mapping[str, Any]
@@ -392,7 +388,6 @@ def _why_aside(folder: Path, section: CheckpointingConfig) -> str:
 
 
 def require_whole(folder: str, key: str) -> Checkpoint:
-    """Return the checkpoint that a key names; raises RunStoppedError."""
     try:
         return require_checkpoint(Path(folder), key)
     except NotACheckpointError as error:
@@ -429,7 +424,8 @@ def _standing(start: Checkpoint, config: RunConfig, refuse_changes: bool, ended_
     if reason := cannot_resume(saved, config):
         raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}", code="other-run")
     changes = changes_since(saved, config)
-    bounds = bounds_of(config)
+    # What says how long a run goes on changes nothing of the steps that are behind it.
+    bounds = [f"{config.algorithm}.{key}" for key in ("max_num_steps", "max_num_epochs")]
     of_the_result = [change for change in changes if change.path not in bounds]
     if refuse_changes and of_the_result:
         told = ", ".join(map(str, of_the_result))

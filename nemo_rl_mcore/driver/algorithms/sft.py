@@ -6,15 +6,12 @@ from functools import cached_property
 
 from nemo_rl_mcore.config import SFTMasterConfig
 from nemo_rl_mcore.data.answers import given_answers
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
-from nemo_rl_mcore.driver.algorithms.step_metrics import train_metrics
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome, train_metrics
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.losses import LossFunction, make_loss
 
 
 class SFTTrainer(Algorithm[SFTMasterConfig]):
-    """The likelihood of given answers."""
-
     def judge(self, step: Step) -> Judged:
         prompts = self.prompts.train_batch(step.number, self.config.policy.train_global_batch_size)
         return Judged(given_answers(prompts, self.collector.tokenizer))
@@ -27,7 +24,6 @@ class SFTTrainer(Algorithm[SFTMasterConfig]):
         return StepOutcome(train_metrics(result) | tokens, result["skip_reasons"], batch)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Measure how good the policy's answers to held-out prompts are, and the loss of their given ones."""
         judged = super().validate(step)
         found = self.evaluate(
             self.config.sft, self._loss_fn, lambda prompts: given_answers(prompts, self.collector.tokenizer)

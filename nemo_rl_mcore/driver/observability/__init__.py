@@ -3,8 +3,7 @@
 from nemo_rl_mcore.driver.observability.loggers import RunFacts
 from nemo_rl_mcore.driver.observability.progress import STARTUP_PREFIX
 from nemo_rl_mcore.driver.observability.recorder import RunRecorder, finish_report
-from nemo_rl_mcore.driver.observability.rollouts import RolloutSink, Sample, read_rollouts
-from nemo_rl_mcore.driver.observability.sinks import read_history
+from nemo_rl_mcore.driver.observability.sinks import RolloutSink, Sample, read_history, read_rollouts
 
 __all__ = [
     "STARTUP_PREFIX",

@@ -27,9 +27,9 @@ import psutil
 import yaml
 
 from nemo_rl_mcore.config import LoggerConfig
-from nemo_rl_mcore.driver.observability.ending import exit_status_of
-from nemo_rl_mcore.driver.observability.rollouts import Sample
+from nemo_rl_mcore.driver.observability.sinks import Sample
 from nemo_rl_mcore.driver.run_folder import leaves
+from nemo_rl_mcore.driver.signals import exit_status_of
 
 SAMPLE_COLUMNS = (
     *("step", "prompt_index", "source", "prompt", "answer", "response", "reward", "advantage"),
@@ -39,6 +39,8 @@ CALL_S = 60.0
 """In which a service has to take what it is given, or the run goes on without it."""
 _TABLE_ROWS = 16
 """Answers that are shown of a step and of a validation, one a prompt."""
+TABLE_PERIOD = 10
+"""Steps between those that training answers are shown of; of validations every one is."""
 WANDB_ID_FILE, MLFLOW_ID_FILE = ".wandb_run_id", ".mlflow_run_id"
 _RUN_ID = re.compile(r"\w+")
 _PROTO = "tensorboard.compat.proto"
@@ -71,8 +73,6 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Answers of a step for people to read. name: `train/samples` or `validation/samples`."""
-
     name: str
     rows: Sequence[Sequence[Any]]
     columns: Sequence[str] = SAMPLE_COLUMNS
@@ -86,12 +86,13 @@ def kept_run_id(file: Path, resumed_step: int | None) -> str | None:
     return kept if _RUN_ID.fullmatch(kept) else None
 
 
+@dataclass(eq=False)
 class _Service:
     """A service that shows runs; `where` is the address or command for a person, known once it is open."""
 
-    def __init__(self, config: LoggerConfig, run: RunFacts) -> None:
-        self._config, self._facts = config, run
-        self.where = ""
+    config: LoggerConfig
+    facts: RunFacts
+    where: str = field(default="", init=False)
 
     def abandon(self) -> None:
         """Let go of what failed: nothing is held by default, a request under way ends by its own limit."""
@@ -101,7 +102,7 @@ class TensorBoardLogger(_Service):
     """`log_dir/tensorboard`: one scalar per metric, the recipe and answers as text; on disk as soon as it is logged."""
 
     def open(self) -> None:
-        folder = Path(self._config.log_dir) / self._config.tensorboard.log_dir
+        folder = Path(self.config.log_dir) / self.config.tensorboard.log_dir
         self.where = str(folder)
         # Not TensorBoard's own writer of event files: it writes in a thread, which fails by itself, and later.
         self._events: Any = importlib.import_module(f"{_PROTO}.event_pb2")
@@ -116,7 +117,7 @@ class TensorBoardLogger(_Service):
         self._file = (folder / name).open("wb")
         self._records = records.RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
-        resumed_step, recipe = self._facts.resumed_step, self._facts.recipe
+        resumed_step, recipe = self.facts.resumed_step, self.facts.recipe
         if resumed_step is not None:
             # The viewer then drops the events of later steps, which the resumed run writes again.
             start = self._events.SessionLog(status=self._events.SessionLog.START)
@@ -126,7 +127,6 @@ class TensorBoardLogger(_Service):
         self._file.flush()
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Sequence[SampleTable]) -> None:
-        """Add the scalars of a step, and its answers as text; raises OSError."""
         value = self._summaries.Summary.Value
         scalars = [value(tag=name, simple_value=number) for name, number in metrics.items()]
         texts = [
@@ -170,16 +170,16 @@ class WandbLogger(_Service):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to the makers of wandb
         os.environ.setdefault("WANDB_SILENT", "true")
         self._wandb = importlib.import_module("wandb")
-        file = Path(self._config.log_dir) / WANDB_ID_FILE
-        kept = kept_run_id(file, self._facts.resumed_step)
+        file = Path(self.config.log_dir) / WANDB_ID_FILE
+        kept = kept_run_id(file, self.facts.resumed_step)
         limit = CALL_S * _OWN_SHARE
         self._run = self._wandb.init(
-            **self._config.wandb.model_dump(exclude_none=True),
+            **self.config.wandb.model_dump(exclude_none=True),
             id=kept or secrets.token_hex(8),
             resume="allow" if kept else None,
-            job_type=self._facts.algorithm or None,
-            config=dict(self._facts.recipe),
-            dir=self._config.log_dir,
+            job_type=self.facts.algorithm or None,
+            config=dict(self.facts.recipe),
+            dir=self.config.log_dir,
             settings=self._wandb.Settings(
                 console="off",  # the terminal is the run's own: wandb would put itself between
                 finish_timeout_raises=True,
@@ -236,11 +236,11 @@ class MLflowLogger(_Service):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         self._mlflow = importlib.import_module("mlflow")
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        given = self._config.mlflow.tracking_uri or os.environ.get(_ADDRESS)
-        folder = Path(self._config.log_dir).absolute()
+        given = self.config.mlflow.tracking_uri or os.environ.get(_ADDRESS)
+        folder = Path(self.config.log_dir).absolute()
         address = given or f"sqlite:///{folder / _STORE}"
         self._client = self._mlflow.MlflowClient(tracking_uri=address)
-        kept = kept_run_id(folder / MLFLOW_ID_FILE, self._facts.resumed_step)
+        kept = kept_run_id(folder / MLFLOW_ID_FILE, self.facts.resumed_step)
         if kept:
             try:
                 self._client.update_run(kept, status="RUNNING")
@@ -248,9 +248,24 @@ class MLflowLogger(_Service):
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
                 kept = None  # of another store
-        self._id = kept or self._new_run(None if given else (folder / _ARTIFACTS).as_uri())
+        self._id = kept or ""
+        if not kept:
+            section, client = self.config.mlflow, self._client
+            found = client.get_experiment_by_name(section.experiment_name)
+            experiment = found.experiment_id if found is not None else None
+            if experiment is None:
+                artifacts = None if given else (folder / _ARTIFACTS).as_uri()
+                experiment = client.create_experiment(section.experiment_name, artifacts)
+            tags = {"algorithm": self.facts.algorithm}
+            self._id = client.create_run(experiment, run_name=section.run_name, tags=tags).info.run_id
+            params = list[Any]()
+            for path, value in leaves(dict(self.facts.recipe)):
+                text = value if isinstance(value, str) else json.dumps(value)
+                params.append(self._mlflow.entities.Param(_name(path), text[:_VALUE_LENGTH]))
+            for some in batched(params, _PARAMS_A_CALL):
+                client.log_batch(self._id, params=some)
         (folder / MLFLOW_ID_FILE).write_text(self._id, encoding="utf-8")
-        self._client.log_dict(self._id, dict(self._facts.recipe), "recipe.json")
+        self._client.log_dict(self._id, dict(self.facts.recipe), "recipe.json")
         self.where = f"run {self._id} in {re.sub('//[^/@]*@', '//', address)}"
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Sequence[SampleTable]) -> None:
@@ -268,22 +283,6 @@ class MLflowLogger(_Service):
     def finish(self, exit_status: int) -> None:
         failed = "KILLED" if exit_status > _STOPPED_BY_SIGNAL else "FAILED"
         self._client.set_terminated(self._id, failed if exit_status else "FINISHED")
-
-    def _new_run(self, artifacts: str | None) -> str:
-        section = self._config.mlflow
-        found = self._client.get_experiment_by_name(section.experiment_name)
-        experiment = found.experiment_id if found is not None else None
-        if experiment is None:
-            experiment = self._client.create_experiment(section.experiment_name, artifacts)
-        tags = {"algorithm": self._facts.algorithm}
-        made: str = self._client.create_run(experiment, run_name=section.run_name, tags=tags).info.run_id
-        params = list[Any]()
-        for path, value in leaves(dict(self._facts.recipe)):
-            text = value if isinstance(value, str) else json.dumps(value)
-            params.append(self._mlflow.entities.Param(_name(path), text[:_VALUE_LENGTH]))
-        for some in batched(params, _PARAMS_A_CALL):
-            self._client.log_batch(made, params=some)
-        return made
 
 
 def _name(name: str) -> str:
@@ -326,10 +325,7 @@ class Loggers:
             guarded.calls.put(None)
 
     def log(self, step: int, metrics: Mapping[str, float], answers: Iterable[Sample]) -> None:
-        """Give them the metrics of a step and what is shown of its answers."""
-        period = self._config.sample_table_period
-        of_training = period > 0 and step % period == 0
-        tables = list(tables_of(answers, _TABLE_ROWS, of_training=of_training))
+        tables = list(tables_of(answers, _TABLE_ROWS, of_training=step % TABLE_PERIOD == 0))
         for guarded in self._guarded:
             guarded.call(partial(guarded.logger.log, step, metrics, tables))
 
@@ -338,37 +334,44 @@ class Loggers:
         return [guarded.logger.where for guarded in self._guarded if not guarded.failed]
 
 
+type _Call = tuple[Callable[[], None], Future[None]]
+
+
+@dataclass(eq=False)
 class _Guarded:
     """A logger in a thread of its own, which does one call after the other; after one that failed it does none."""
 
-    def __init__(self, name: str, logger: Logger, timeout_s: float, say: Callable[[str], None]) -> None:
-        self.logger, self.failed = logger, False
-        self._name, self._timeout_s, self._say = name, timeout_s, say
-        self.calls = queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]()
+    name: str
+    logger: Logger
+    timeout_s: float
+    say: Callable[[str], None]
+    failed: bool = False
+    calls: queue.SimpleQueue[_Call | None] = field(
+        default_factory=queue.SimpleQueue[_Call | None], init=False
+    )
 
     def open(self) -> None:
-        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        threading.Thread(target=self._serve, name=self.name, daemon=True).start()
         self.call(self.logger.open)
         if not self.failed:
-            self._say(f"{self._name}: {self.logger.where}")
+            self.say(f"{self.name}: {self.logger.where}")
 
     def call(self, call: Callable[[], None]) -> None:
-        """Wait for a call in its thread, and tell of one that fails or takes too long."""
         if self.failed:
             return
         done = Future[None]()
         self.calls.put((call, done))
         try:
-            done.result(self._timeout_s)
+            done.result(self.timeout_s)
         except Exception as error:  # noqa: BLE001  # whatever a service raises, or its client
-            why = f"no answer within {self._timeout_s:g} s"
+            why = f"no answer within {self.timeout_s:g} s"
             if done.done():  # without a password that stood in an address
                 told = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 why = re.sub(r"//[^/\s@]+@", "//***@", told)
             self.failed = True
             self.calls.put(None)
-            self._say(
-                f"{self._name} fails: {why}; the run goes on without it, and metrics.jsonl has every step"
+            self.say(
+                f"{self.name} fails: {why}; the run goes on without it, and metrics.jsonl has every step"
             )
             self.logger.abandon()
 

@@ -20,8 +20,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from nemo_rl_mcore.driver.observability.rollouts import ROLLOUTS_FOLDER, Sample
-from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE, Row
+from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE, ROLLOUTS_FOLDER, Row, Sample
 from nemo_rl_mcore.driver.output import open_console, visible
 
 VALIDATION_PREFIX, TIMING_PREFIX = "validation/", "timing/"
@@ -79,8 +78,6 @@ _NUMBER_WIDTH, _TABLE_WIDTH = 9, 100
 
 
 class Best(NamedTuple):
-    """A value, and the step that had it."""
-
     step: int
     value: float
 
@@ -99,7 +96,7 @@ def shown_metrics(*rows: Mapping[str, float]) -> frozenset[str]:
 
 
 class ProgressDisplay:
-    """A metric sink that shows how a run goes.
+    """The metrics of a run as it goes on.
 
     On a terminal it redraws one panel, from `begin` on. Elsewhere it prints a line for the first step, every
     `plain_every`-th and the last, without control characters. `steps_before` are those that an earlier run has done.
@@ -142,14 +139,9 @@ class ProgressDisplay:
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._render)
             self._live.start()
 
-    def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
-        for row in rows:
-            self._take(int(row["step"]), row)
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step; metrics that it does not have keep their last value."""
         self.begin()
-        self._take(step, metrics)
+        self.take(step, metrics)
         self._bar.update(self._steps.id, completed=step)
         if self._live is None and (step in (self._first, self._steps.total) or step % self._plain_every == 0):
             parts = [f"step {self._steps.completed}/{self._steps.total}"]
@@ -164,12 +156,11 @@ class ProgressDisplay:
             self._print(f"checkpoint saved: step {self._saved}")
 
     def close(self) -> None:
-        """Stop the live panel and give the cursor back; idempotent."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _take(self, step: int, metrics: Mapping[str, float]) -> None:
+    def take(self, step: int, metrics: Mapping[str, float]) -> None:
         # Replaced, never changed: the live panel reads them from a thread of its own.
         self._latest = {**self._latest, **metrics}
         self._varies |= shown_metrics(metrics)
@@ -191,7 +182,6 @@ class ProgressDisplay:
     def _told(
         self, headlines: Sequence[tuple[str, str]], metrics: Mapping[str, float]
     ) -> Iterator[tuple[str, str]]:
-        """Yield label and text of what there is, of a validation with the best one so far."""
         for label, name in headlines:
             if name not in metrics or name not in self._varies:
                 continue

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +24,12 @@ from nemo_rl_mcore.driver.observability.progress import (
     ProgressDisplay,
     print_report,
 )
-from nemo_rl_mcore.driver.observability.rollouts import RolloutSink, Sample
 from nemo_rl_mcore.driver.observability.sinks import (
     METRICS_FILE,
     EqualRewardsSink,
     JsonlSink,
+    RolloutSink,
+    Sample,
     complete_rows,
     read_history,
 )
@@ -48,7 +50,7 @@ def finish_report(config: LoggerConfig, write_page: Callable[[Path], object] | N
     folder = Path(config.log_dir)
     page, metrics = folder / REPORT_FILE, folder / METRICS_FILE
     try:
-        if write_page is None or not (config.html_report_enabled and metrics.is_file()):
+        if write_page is None or not metrics.is_file():
             return
         if page.is_file() and page.stat().st_mtime_ns >= metrics.stat().st_mtime_ns:
             return
@@ -59,15 +61,15 @@ def finish_report(config: LoggerConfig, write_page: Callable[[Path], object] | N
         raise folder_error(_KEY, folder, failure) from failure
 
 
+@dataclass
 class Startup:
     """The parts of the start of a run; each second counts in the innermost one."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._unfinished = ""
-        self._inner_s = 0.0
-        self.seconds: dict[str, float] = {}
-        """Of each part that has ended."""
+    console: Console
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """Of each part that has ended."""
+    _unfinished: str = ""
+    _inner_s: float = 0.0
 
     @contextmanager
     def part(self, name: str, told_as: str = "") -> Generator[dict[str, float]]:
@@ -92,12 +94,11 @@ class Startup:
         self._tell(f" {own:.1f} s" + (f" ({named})" if named else ""))
 
     def _tell(self, ended: str = "", begun: str = "") -> None:
-        """End the line of the part at hand, where there is one, and begin that of another."""
         if self._unfinished:
-            self._console.print(ended, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(ended, markup=False, highlight=False, soft_wrap=True)
         if begun:
             text = f"{begun} ..."
-            self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+            self.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
         self._unfinished = begun
 
 
@@ -155,16 +156,15 @@ class RunRecorder:
             self._metrics = JsonlSink(self._log_dir, resumed_step)
             if resumed_step is not None:
                 self._rows += read_history(self._log_dir)
-                self._progress.recall(self._rows)
+                for row in self._rows:
+                    self._progress.take(int(row["step"]), row)
         with ExitStack() as opened:
             opened.callback(self._metrics.close)
             if self._equal_rewards is not None:
                 opened.callback(self._equal_rewards.close)
             opened.enter_context(self._loggers)
             self._startup.seconds |= self._loggers.startup_s
-            opened.callback(
-                self._progress.close
-            )  # the panel first: what loggers say at their end is below it
+            opened.callback(self._progress.close)  # first: what loggers say at their end is below the panel
             self._opened = opened.pop_all()
         self._step_began = time.perf_counter()
         return self
@@ -176,7 +176,7 @@ class RunRecorder:
         parts: list[Callable[[], object]] = [partial(self._opened.__exit__, kind, error, trace)]
         if self._rows:
             parts.append(partial(complete_rows, self._log_dir, self._rows))
-            if self._write_page is not None and self._config.html_report_enabled:
+            if self._write_page is not None:
                 parts.append(partial(self._write_page, self._log_dir))
         failures: list[OSError] = []
         with deferred_stop_signals(hold=True):

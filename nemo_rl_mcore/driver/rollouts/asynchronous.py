@@ -13,28 +13,33 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from nemo_rl_mcore.config.algorithm import AsyncRolloutsConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.interfaces import RolloutEngines
 from nemo_rl_mcore.driver.loop_thread import LoopThread
-from nemo_rl_mcore.driver.rollouts.draw import DrawnGroup
 from nemo_rl_mcore.driver.rollouts.events import Token
-from nemo_rl_mcore.driver.rollouts.metrics import Pace, age_metrics, pace_metrics
+from nemo_rl_mcore.driver.rollouts.ledger import GroupState, StepState
 from nemo_rl_mcore.driver.rollouts.player import Rollout
-from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
-from nemo_rl_mcore.driver.rollouts.states import GroupState, StepState
+from nemo_rl_mcore.driver.rollouts.scheduler import DrawnGroup, Scheduler
+from nemo_rl_mcore.driver.rollouts.transcript import Pace, age_metrics, pace_metrics
 from nemo_rl_mcore.driver.signals import current_stop_signals
 from nemo_rl_mcore.engine.engine import EngineDiedError, EngineFailedError
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.rank import activity
 
+if TYPE_CHECKING:
+    from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
+
 _LOOK_EVERY_S, _END_WITHIN_S = 1.0, 5.0
 _GROUPS_SHOWN = 8
 
+type Engines = EngineGeneration
+"""Apart from the ranks."""
+
 
 class StallWatch:
-    """A thread from `start` to `close`, which sees whether groups are answered and steps end.
+    """Watchdog thread: ends a run in which no group is answered and no step ends.
 
     Its clock stands still while the thread that trains is at something that is not timed, see `activity.at`, and while
     the whole process does.
@@ -61,7 +66,6 @@ class StallWatch:
         self.stall: RunStoppedError | None = None
 
     def start(self) -> None:
-        """Watch the thread that calls this; once is enough."""
         self.moves += 1
         if self._limit_s is not None and self._thread is None:
             watched = threading.current_thread(), self._limit_s
@@ -69,7 +73,6 @@ class StallWatch:
             self._thread.start()
 
     def close(self) -> None:
-        """End no run any more."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_END_WITHIN_S)
@@ -107,7 +110,7 @@ class StallWatch:
 
 
 @dataclass(eq=False)
-class AsynchronousScheduler(Scheduler[RolloutEngines]):
+class AsynchronousScheduler(Scheduler[Engines]):
     """Asks engines apart from the ranks for groups as soon as the ledger admits them; see `Scheduler`.
 
     section: the keys of asynchronous rollouts. key: their path in a recipe, for messages.
@@ -124,12 +127,8 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
         self._failures = 0  # in a row
         self._refitting, self._halts = False, 0
         self._idle_since: float | None = None
-        self._watch = StallWatch(
-            section.stall_timeout_s,
-            f"{self.key}.stall_timeout_s",
-            self.engine.whereabouts,
-            self._wake_trainer,
-        )
+        key = f"{self.key}.stall_timeout_s"
+        self._watch = StallWatch(section.stall_timeout_s, key, self.engine.whereabouts, self._wake_trainer)
         self._paused = self._ended = False
         self._thread = LoopThread("rollouts", self._wake_trainer)
         self.engine.listen(self._wake_trainer)
@@ -150,16 +149,17 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
         self._refitting = False
         with self._changed:
             self._paused = False
-            self._publish(version, self.engine.weights_digest)
+            if self.ledger.step is StepState.COMMITTED:
+                self.ledger.publish(self.engine.weights_digest)
+                self._put_away(version)
             self._draw_ahead()
             self._watch.start()  # engines may have had to start
         self._dispatch()
 
     def offload(self) -> None:
-        """Do nothing: the engines have separate memory, and go on answering."""
+        """Leave the engines at work: they have separate memory."""
 
     def finish(self) -> Pace:
-        """Take note that the optimizer has stepped; returns what happened since the last step."""
         with self._changed:
             self._count_idle()
             pace = super().finish()
@@ -170,17 +170,17 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
             return pace
 
     def report(self, pace: Pace, trained: Sequence[Rollout]) -> dict[str, float]:
-        """Report also how old the tokens are, and which side waited for the other."""
         batches = [rollout.batch for rollout in trained]
         ages = age_metrics(batches, self.ledger.version - 1, self.ledger.limits.max_age)
         return super().report(pace, trained) | ages | pace_metrics(pace, time.monotonic())
 
     def _wait_for_ready(self, groups: int) -> None:
-        """Wait for groups; engines that restarted meanwhile are given the weights."""
         while True:
             with self._changed:
-                self._wait(lambda: self._are_ready(groups) or self.engine.joining, "groups to train on")
-                if self._are_ready(groups):
+                self._wait(
+                    lambda: len(self.ledger.leasable()) >= groups or self.engine.joining, "groups to train on"
+                )
+                if len(self.ledger.leasable()) >= groups:
                     return
             self.engine.rejoin()  # the open step has not changed the published weights yet
             with self._changed:
@@ -218,7 +218,6 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
         self._pace.trainer_idle_s += time.monotonic() - began_at
 
     def _dispatch(self) -> None:
-        """Ask for all groups that the ledger admits; called by whichever thread has made room."""
         ledger = self.ledger
         with self._changed:
             while (
@@ -227,7 +226,7 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
                 and self.engine.answering
                 and ledger.may_dispatch()
                 and ledger.count(GroupState.INFLIGHT) < self._limit
-                and ledger.next_position in self._drawn
+                and ledger.next_position // ledger.limits.groups_per_step + 1 in self._drawn.steps
             ):
                 token = ledger.dispatch()
                 self._thread.begin(self._answer(token, self._drawn[token.position]))
@@ -240,8 +239,7 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
         halts = self._halts
 
         async def respond(asked: BatchedDataDict) -> BatchedDataDict:
-            """Return the answers of a turn, in time; environments have their deadline."""
-            async with asyncio.timeout(self.section.rollout_timeout_s):
+            async with asyncio.timeout(self.section.rollout_timeout_s):  # environments have their own
                 return await self.engine.respond(asked, step=group.step, ticket=ticket)
 
         self._watch.in_flight[ticket] = time.monotonic()
@@ -252,11 +250,8 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
                 self._cancel(token, "timeout")
                 return
             limit = f"{self.section.rollout_timeout_s:g} s ({self.key}.rollout_timeout_s)"
-            self._fail(
-                token,
-                "timeout",
-                RunStoppedError(f"{ticket}: not answered within {limit}", code="rollout-timeout"),
-            )
+            late = RunStoppedError(f"{ticket}: not answered within {limit}", code="rollout-timeout")
+            self._fail(token, "timeout", late)
         except EngineDiedError as error:
             self._cancel(token, type(error).__name__)
         except Exception as error:  # noqa: BLE001  # raised by the thread that trains, once it is one too many
@@ -302,7 +297,6 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
             self._changed.notify_all()
 
     def _count_idle(self) -> None:
-        """Add the time in which nothing was in flight."""
         now = time.monotonic()
         if self._idle_since is not None:
             self._pace.engine_idle_s += now - self._idle_since

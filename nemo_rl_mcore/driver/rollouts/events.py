@@ -114,8 +114,6 @@ class Unused:
 
 @_event
 class Begun:
-    """A train step is about to begin."""
-
     kind: Literal["begun"] = "begun"
     step: _Count
 
@@ -131,16 +129,12 @@ class Leased:
 
 @_event
 class Finishing:
-    """The step has all its groups, and the optimizer is about to step."""
-
     kind: Literal["finishing"] = "finishing"
     step: _Count
 
 
 @_event
 class Finished:
-    """The optimizer has stepped."""
-
     kind: Literal["finished"] = "finished"
     step: _Count
     chunks: tuple[tuple[_Count, ...], ...]
@@ -148,8 +142,6 @@ class Finished:
 
 @_event
 class Aborted:
-    """The open step has been given up; its groups are ready again."""
-
     kind: Literal["aborted"] = "aborted"
     step: _Count
     reason: str
@@ -175,8 +167,6 @@ class Published:
 
 @_event
 class Checkpointed:
-    """The checkpoint of this step is whole."""
-
     kind: Literal["checkpointed"] = "checkpointed"
     step: _Count
 
@@ -240,7 +230,6 @@ class EventLog:
             raise
 
     def append(self, event: Event) -> None:
-        """Write an event, and wait for the disk where a train step or a checkpoint has ended."""
         line, written = EVENT.dump_json(event) + b"\n", 0
         try:
             while written < len(line):
@@ -312,7 +301,6 @@ class RunLog(EventLog):
             ) from error
 
     def append(self, event: Event) -> None:
-        """Write an event; raises FolderError, also for one before it that could not be written."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -354,7 +342,6 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Timeline:
-        """Read a log from its beginning."""
         found = cls()
         for event in events:
             match event:
@@ -373,5 +360,4 @@ class Timeline:
         return found
 
     def positions(self, steps: range) -> list[int]:
-        """Return the groups of these steps, in the order in which they were trained."""
         return [position for step in steps for chunk in self.chunks[step] for position in chunk]

@@ -10,28 +10,246 @@ published: none is ever too old to be trained, and nothing is discarded for its 
 a step's end and its publication engines still answer with the weights before. A group's rank is its place among those
 that have not been dropped, so a drop lowers the ranks, and with them the ages, of all later groups. In other orders
 it makes a safe choice possible: the groups of a version and those before need no more steps than are left to them.
+
+Orders are pure functions of the ledger's groups, and never take one that is too old. To add one: a class here, and its
+name in `ORDERS`. `taken`: the READY groups that the open step may take now, at most `room.groups`, of all that are
+neither leased nor done, in the order of their draw. No choice may leave a group that a later step would have to train
+when it is more than `max_age` versions old. With nothing under way it takes as many as are ready and the room holds, or
+the step would wait for ever. `fits`: all READY groups of a saved run can be trained in time; room: of a step that has
+none yet.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl_mcore.driver.rollouts import events
 from nemo_rl_mcore.driver.rollouts.events import Event, Segment, Token
-from nemo_rl_mcore.driver.rollouts.saved import SavedGroup, SavedLedger
-from nemo_rl_mcore.driver.rollouts.states import (
-    ORDERS,
-    Group,
-    GroupState,
-    LedgerError,
-    Limits,
-    Room,
-    StepState,
+from nemo_rl_mcore.errors import CodedError, RefusedError
+
+
+class GroupState(Enum):
+    """State of a group. It is live while INFLIGHT, READY or LEASED; TRAINED and DROPPED are for good.
+
+    DROPPED are groups that cannot be answered, and answered ones that nothing is trained on.
+    """
+
+    PENDING = "pending"
+    INFLIGHT = "inflight"
+    READY = "ready"
+    LEASED = "leased"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+class StepState(Enum):
+    """State of the train step: IDLE, OPEN, FINISHING, COMMITTED until its weights are published, IDLE again."""
+
+    IDLE = "idle"
+    OPEN = "open"
+    FINISHING = "finishing"
+    COMMITTED = "committed"
+
+
+class LedgerError(CodedError, RuntimeError):
+    """An event that the state does not allow, or a state that cannot be: a mistake of the controller or an engine."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a run. max_age: versions that a group may be behind when it is trained. max_attempts: that may fail.
+
+    spare: groups that may be asked for beyond those of the steps, for dynamic sampling to leave some out.
+    order: a name of `ORDERS`.
+    groups_key, age_key: where a recipe of the run's algorithm sets the first two, for messages.
+    """
+
+    groups_per_step: int
+    max_age: int
+    last_step: int
+    max_attempts: int
+    spare: int = 0
+    order: str = "in_order"
+    groups_key: str = "num_prompts_per_step"
+    age_key: str = "max_trajectory_age_steps"
+
+    def __post_init__(self) -> None:
+        lowest = {"groups_per_step": 1, "max_age": 0, "last_step": 0, "max_attempts": 1, "spare": 0}
+        for name, least in lowest.items():
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass
+class Group:
+    """A group that is neither trained nor dropped. min_version: a lower bound of its tokens' versions."""
+
+    position: int
+    attempt: int = 0
+    failures: int = 0
+    min_version: int = 0
+    state: GroupState = GroupState.PENDING
+
+
+@dataclass(frozen=True)
+class Room:
+    """Room of the open step for further groups. version: of the weights that it trains."""
+
+    groups: int
+    groups_per_step: int
+    version: int
+    max_age: int
+
+    def steps_left(self, group: Group) -> int:
+        """Return for how many steps a group can wait; below 0, it is too old already."""
+        return group.min_version + self.max_age - self.version
+
+
+class InOrder:
+    """Takes groups in the order of their draw; the step waits for each of them.
+
+    The composition of a step depends on nothing but the recipe. That none gets too old follows from the admission, see
+    `ledger`.
+    """
+
+    def taken(self, groups: Sequence[Group], room: Room) -> list[Group]:
+        return [group for group in groups[: room.groups] if group.state is GroupState.READY]
+
+    def fits(self, groups: Sequence[Group], room: Room) -> bool:
+        for rank, group in enumerate(groups):
+            # The later step that trains it, by its place in the order of the draw; 0 is the open one.
+            ahead = max(0, 1 + (rank - room.groups) // room.groups_per_step)
+            if group.state is GroupState.READY and ahead > room.steps_left(group):
+                return False
+        return True
+
+
+class AsCompleted:
+    """Takes whatever is answered, those first that must be trained soonest; the step waits for groups at `max_age`.
+
+    A group must be trained at version `min_version + max_age` at the latest. A choice is safe while, up to every later
+    version, the steps have room for all groups that must be trained by then (Hall's condition for unit jobs). To take
+    a group at `max_age` first is not enough above `max_age` 1: several could reach it together.
+    """
+
+    def taken(self, groups: Sequence[Group], room: Room) -> list[Group]:
+        free, chosen = self._free_places(groups, room), list[Group]()
+        ready = (group for group in groups if group.state is GroupState.READY)
+        for group in sorted(ready, key=lambda one: (one.min_version, one.position)):
+            # Steps in which it uses up a place that a more urgent group may need.
+            steps = range(room.steps_left(group))
+            if len(chosen) == room.groups or any(free[ahead] < 1 for ahead in steps):
+                break  # as would all later ones, which can wait as long or longer
+            for ahead in steps:
+                free[ahead] -= 1
+            chosen.append(group)
+        return chosen
+
+    def fits(self, groups: Sequence[Group], room: Room) -> bool:
+        ready = [group for group in groups if group.state is GroupState.READY]
+        in_time = all(room.steps_left(group) >= 0 for group in ready)
+        return in_time and min(self._free_places(ready, room)) >= 0
+
+    def _free_places(self, groups: Sequence[Group], room: Room) -> list[int]:
+        """Return [max_age + 1], of the open step and so many later ones together: places that no group must have."""
+        due = Counter(room.steps_left(group) for group in groups if group.state is not GroupState.PENDING)
+        free, left = list[int](), room.groups
+        for ahead in range(room.max_age + 1):
+            left -= due[ahead]
+            free.append(left)
+            left += room.groups_per_step
+        return free
+
+
+ORDERS: Mapping[str, InOrder | AsCompleted] = MappingProxyType(
+    {"in_order": InOrder(), "as_completed": AsCompleted()}
 )
-from nemo_rl_mcore.errors import RefusedError
+"""By the name that `order` of asynchronous rollouts has."""
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class Exactly(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class SavedGroup(Exactly):
+    """A group that is neither trained nor dropped. min_version: of a ready one; the others are to be generated."""
+
+    position: Count
+    attempt: Count
+    failures: Count
+    min_version: Count | None
+
+    def as_group(self) -> Group:
+        group = Group(self.position, self.attempt, self.failures)
+        if self.min_version is not None:
+            group.state, group.min_version = GroupState.READY, self.min_version
+        return group
+
+
+class SavedLedger(Exactly):
+    """A ledger between two steps. groups: by position, upwards. dropped: how many, by the reason."""
+
+    groups_per_step: Annotated[int, Field(ge=1)]
+    incarnation: Count
+    version: Count
+    cursor: Count
+    dropped: dict[Annotated[str, Field(min_length=1)], Count]
+    groups: list[SavedGroup]
+
+    @property
+    def ready(self) -> list[int]:
+        return [group.position for group in self.groups if group.min_version is not None]
+
+    @classmethod
+    def parse(cls, saved: object, limits: Limits) -> Self:
+        """Read what `model_dump` gave, for a run with these limits; raises ValueError, naming what is wrong."""
+        try:
+            ledger = cls.model_validate(saved)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "it"
+            raise _broken("ledger-fields", f"{place}: {first['msg']}") from error
+        groups, groups_per_step, max_age = ledger.groups, limits.groups_per_step, limits.max_age
+        positions = [group.position for group in groups]
+        if any(later <= earlier for earlier, later in pairwise([*positions, ledger.cursor])):
+            raise _broken("ledger-order", "its groups are not in order, or not before the cursor")
+        trained = ledger.version * ledger.groups_per_step
+        if trained + sum(ledger.dropped.values()) + len(positions) != ledger.cursor:
+            raise _broken("ledger-positions", "positions before the cursor are missing")
+        if any((group.min_version or 0) > ledger.version for group in groups):
+            raise _broken("ledger-versions", "a group is newer than the weights")
+        if groups_per_step != ledger.groups_per_step:
+            raise RefusedError(
+                f"{limits.groups_key} is {groups_per_step}, and the saved run had {ledger.groups_per_step}: "
+                "which prompts are left would not be known; set it back",
+                code="groups-per-step",
+            )
+        # Spare ones that the step does not take are put away at its end.
+        room = Room(groups_per_step + limits.spare, groups_per_step, ledger.version, max_age)
+        if not ORDERS[limits.order].fits([group.as_group() for group in groups], room):
+            raise RefusedError(
+                f"{limits.age_key} is {max_age} and the order {limits.order}, and the saved run has groups ready that "
+                "will be older when they are trained; set both back",
+                code="trajectory-age",
+            )
+        return ledger
+
+
+def _broken(code: str, what: str) -> RefusedError:
+    return RefusedError(f"the saved ledger is broken: {what}", code=code)
 
 
 class Ledger:
@@ -74,7 +292,6 @@ class Ledger:
 
     @property
     def live(self) -> int:
-        """Groups that are INFLIGHT, READY or LEASED."""
         return len(self._groups) - len(self._pending)
 
     @property
@@ -82,19 +299,11 @@ class Ledger:
         return self.version * self.limits.groups_per_step
 
     def count(self, state: GroupState) -> int:
-        """Count the groups in a state, since the first start."""
         if state is GroupState.TRAINED:
             return self.trained
         if state is GroupState.DROPPED:
             return self.dropped.total()
         return sum(group.state is state for group in self._groups.values())
-
-    def min_version(self, position: int) -> int:
-        """Return the oldest version among a READY or LEASED group's tokens; raises LedgerError for any other group."""
-        group = self._groups.get(position)
-        if group is None or group.state not in (GroupState.READY, GroupState.LEASED):
-            raise LedgerError(f"group {position} is neither ready nor leased", code="group-state")
-        return group.min_version
 
     # Rollouts
 
@@ -109,7 +318,6 @@ class Ledger:
 
     @property
     def next_position(self) -> int:
-        """Return the group that the next attempt is of: the first one that has none under way and is not done."""
         return self._pending[0] if self._pending else self.cursor
 
     def dispatch(self) -> Token:
@@ -181,7 +389,6 @@ class Ledger:
         return True
 
     def unused(self, position: int, reason: str) -> None:
-        """Leave an answered group out for good; raises LedgerError unless it is READY."""
         group = self._groups.get(position)
         if group is None or group.state is not GroupState.READY:
             raise LedgerError(f"group {position} is not ready", code="group-state")
@@ -267,7 +474,6 @@ class Ledger:
     # What a redo and a resume need
 
     def chunks_of(self, step: int) -> list[list[int]]:
-        """Return the positions of each chunk of a finished step, to train again; LedgerError once forgotten."""
         if step not in self._steps:
             raise LedgerError(
                 f"the chunks of step {step} are not known; known are {[*self._steps]}", code="unknown-step"
@@ -290,7 +496,6 @@ class Ledger:
         return waiting.union(*(chunk for chunks in redone for chunk in chunks))
 
     def checkpointed(self, step: int) -> None:
-        """Say that the checkpoint of a step is whole, and forget the steps up to it."""
         self._require_finished(step)
         self._log(events.Checkpointed(step=step))
         self.forget(step)

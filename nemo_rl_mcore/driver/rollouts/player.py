@@ -6,9 +6,9 @@ Shapes: B rows (prompts x samples), P longest prompt, T new tokens, S = longest 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,6 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
-from nemo_rl_mcore.driver.interfaces import Environments, GenerationInterface
-from nemo_rl_mcore.driver.rollouts.metrics import check_drops
 from nemo_rl_mcore.driver.rollouts.transcript import (
     DIGESTS,
     RESPONSES,
@@ -29,17 +27,66 @@ from nemo_rl_mcore.driver.rollouts.transcript import (
     Piece,
     Transcript,
     batch_of,
+    check_drops,
+    concatenate_batches,
     padded,
     tokens_of,
-    with_equal_columns,
 )
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import activity
 
 
+class GenerationInterface(Protocol):
+    """An engine that answers prompts: B rows, P prompt length, T new tokens."""
+
+    def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
+        """Answer prompts: tokens int64 [B, T], logprobs fp32 [B, T], lengths [B], finished bool [B].
+
+        Also digests int64 [B] of the tokens of each row, taken where they were drawn; see `data.token_digests`.
+
+        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]; optional are turn_index
+        int64 [B], 0 for the first answer of an episode, and stop_strings, a list of a tuple a row, which end it besides
+        those of the recipe. The noise of a row depends on (seed, step, prompt_index, sample_index, turn_index) alone.
+        """
+        ...
+
+    def update_weights(self, version: int) -> None:
+        """Wake, and answer with the policy's weights as they are now, called this version; versions never fall."""
+
+    def offload(self) -> None:
+        """Sleep until the next `update_weights`: where the two share memory, training has it."""
+
+
+class Environments(Protocol):
+    """The environments of a run, wherever they run: each turn has a reply, or is dropped, whatever becomes of them.
+
+    Two ways to ask: a thread that trains must hear signals and say what it waits for, an asyncio loop must not block.
+    """
+
+    async def replies_soon(self, turns: Sequence[Turn]) -> Sequence[Reply]:
+        """Return the reply to each turn, in their order, without blocking the loop. Raises what ends the run."""
+        ...
+
+    def replies(self, turns: Sequence[Turn]) -> Sequence[Reply]:
+        """Do as `replies_soon`, for the thread that trains, which waits."""
+        ...
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Return counts since the last call, as `env/NAME`: turns dropped and asked again, environments restarted.
+
+        Empty where none of it can happen.
+        """
+        ...
+
+    @property
+    def drop_reasons(self) -> Mapping[str, int]:
+        """Turns that were dropped since the run began, by the reason."""
+        ...
+
+
 @dataclass(frozen=True)
 class EpisodeForm:
-    """Says how long episodes may be, and what observations look like.
+    """The lengths that episodes may have, and what observations look like.
 
     turns: answers at most. tokens: of all that the model reads; new_tokens: that an answer needs. observer: None where
     there is one answer.
@@ -57,8 +104,6 @@ ONE_ANSWER = EpisodeForm(turns=1, tokens=0, new_tokens=0, observer=None)
 
 @dataclass
 class _Episode(Transcript):
-    """An episode that is played, and what it goes on with."""
-
     prompt: Prompt
     messages: list[Message]
     turns: int = 0
@@ -70,11 +115,7 @@ class Episodes:
     """Episodes that advance together, a turn at a time: `asked`, `answer`, `turns`, `hear`, and so on to `batch`."""
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        asked: BatchedDataDict,
-        tokenizer: Tokenizer,
-        form: EpisodeForm,
+        self, prompts: Sequence[Prompt], asked: BatchedDataDict, tokenizer: Tokenizer, form: EpisodeForm
     ) -> None:
         """prompts: of each row; asked: input_ids [B, P], input_lengths, prompt_index and sample_index [B]."""
         self._first, self._tokenizer, self._form = asked, tokenizer, form
@@ -87,23 +128,19 @@ class Episodes:
             _Episode(prompt.index, sample, [[Piece(ids_P[:length])]], prompt, [*conversation(prompt)])
             for prompt, sample, ids_P, length in rows
         ]
-
-    @property
-    def _open(self) -> list[_Episode]:
-        return [row for row in self._rows if row.ending is None]
+        self._open = self._rows
+        """Those that go on."""
 
     def asked(self) -> BatchedDataDict | None:
         """Return what `GenerationInterface.generate` takes, for the rows that go on; None when all have ended."""
         if not self._turn:
             return self._first
-        rows = self._open
-        if not rows:
+        if not (rows := self._open):
             return None
+        last, pad = [row.rows[-1] for row in rows], self._tokenizer.pad_token_id
         asked = BatchedDataDict(
-            input_ids=padded(
-                [row.rows[-1] for row in rows], lambda piece: piece.ids_N, self._tokenizer.pad_token_id
-            ),
-            input_lengths=torch.tensor([tokens_of(row.rows[-1]) for row in rows]),
+            input_ids=padded(last, lambda piece: piece.ids_N, pad),
+            input_lengths=torch.tensor([tokens_of(row) for row in last]),
             prompt_index=torch.tensor([row.prompt.index for row in rows]),
             sample_index=torch.tensor([row.sample for row in rows]),
             turn_index=torch.full((len(rows),), self._turn),
@@ -113,7 +150,6 @@ class Episodes:
         return asked
 
     def answer(self, answered: BatchedDataDict) -> None:
-        """Take the answers to what was asked, see `GenerationInterface.generate`."""
         self._turn += 1
         self._given = frozenset(answered)
         given: dict[str, NDArray[Any]] = {name: column.numpy() for name, column in answered.items()}
@@ -129,7 +165,6 @@ class Episodes:
             row.messages.append(Message("assistant", text))
 
     def turns(self) -> list[Turn]:
-        """Return what the environment is to reply to."""
         return [Turn(row.prompt, tuple(row.messages), row.finished, row.metadata) for row in self._open]
 
     def hear(self, replies: Sequence[Reply]) -> None:
@@ -152,8 +187,10 @@ class Episodes:
                 row.ending = Ending.TURN_LIMIT
             else:
                 self._observe(row, reply.observation)
+        self._open = [row for row in self._open if row.ending is None]
 
     def _observe(self, row: _Episode, observation: tuple[Message, ...]) -> None:
+        """Go on with what the environment shows, in a new row where the template rewrites what stood before it."""
         assert self._form.observer is not None  # an episode of one answer has ended
         try:
             whole = self._form.observer.whole_prompt(row.prompt, row.messages, observation)
@@ -171,14 +208,9 @@ class Episodes:
         row.messages += observation
 
     def batch(self) -> BatchedDataDict:
-        """Return all episodes, in the order of their prompts; the columns are those of `Rollout`, scored."""
-        return batch_of(
-            self._rows,
-            pad_token_id=self._tokenizer.pad_token_id,
-            turns=self._form.turns,
-            versions=WEIGHT_VERSIONS in self._given,
-            digests=DIGESTS in self._given,
-        )
+        versions, digests = WEIGHT_VERSIONS in self._given, DIGESTS in self._given
+        pad, turns = self._tokenizer.pad_token_id, self._form.turns
+        return batch_of(self._rows, pad_token_id=pad, turns=turns, versions=versions, digests=digests)
 
 
 @dataclass(frozen=True)
@@ -202,13 +234,11 @@ class Rollout:
 
     @property
     def environment_rewards(self) -> torch.Tensor:
-        """Return the rewards [B] as they were before they were shaped."""
         batch = self.batch
         return batch["environment_rewards" if "environment_rewards" in batch else "rewards"]
 
     @staticmethod
     def concatenate(parts: Sequence[Rollout], pad_token_id: int) -> Rollout:
-        """Return all rows of the parts, padded to the longest; of one part itself."""
         if len(parts) == 1:
             return parts[0]
         return Rollout(
@@ -224,13 +254,6 @@ def prompt_lengths(batch: BatchedDataDict) -> torch.Tensor:
     return torch.where(mask.any(1), mask.argmax(1), batch["input_lengths"])
 
 
-def concatenate_batches(parts: Sequence[BatchedDataDict], pad_token_id: int) -> BatchedDataDict:
-    """Return all rows of batches such as those of `Rollout`, padded to the longest."""
-    return BatchedDataDict.from_batches(
-        with_equal_columns(parts), {"input_ids": pad_token_id, WEIGHT_VERSIONS: -1}
-    )
-
-
 @dataclass(frozen=True)
 class Responder:
     """Asks a generation engine for responses."""
@@ -241,23 +264,22 @@ class Responder:
     form: EpisodeForm = field(default=ONE_ANSWER, kw_only=True)
 
     def respond(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
-        """Answer each prompt `samples` times, once, without rewards; the rows of a prompt stand together.
-
-        Raises ValueError, naming the prompt and the key, when a prompt is longer than the maximum.
-        """
+        """Answer each prompt `samples` times, once, without rewards; raises as `ask`."""
         asked = self.ask(prompts, samples)
         episodes = self.episodes(prompts, asked)
         episodes.answer(self.generation.generate(asked, step=step, greedy=greedy))
         return self.as_rollout(prompts, episodes.batch())
 
     def episodes(self, prompts: Sequence[Prompt], asked: BatchedDataDict) -> Episodes:
-        """Return the episodes that begin with what `ask` gave for these prompts."""
         samples = asked.size // len(prompts)
         of_rows = [prompt for prompt in prompts for _ in range(samples)]
         return Episodes(of_rows, asked, self.tokenizer, self.form)
 
     def ask(self, prompts: Sequence[Prompt], samples: int) -> BatchedDataDict:
-        """Return what `GenerationInterface.generate` takes, for `samples` answers to each prompt; see `respond`."""
+        """Return what `GenerationInterface.generate` takes, for `samples` answers to each prompt, in rows side by side.
+
+        Raises ValueError, naming the prompt and the key, when a prompt is longer than the maximum.
+        """
         ids: list[list[int]] = []
         for prompt in prompts:
             tokens = self.tokenizer.encode(prompt.text, prompt.literal)
@@ -312,10 +334,7 @@ class RolloutCollector(Responder):
     """Share of the episodes of a step, or of a call of `collect`, that may be dropped."""
 
     def collect(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
-        """Play an episode from each prompt `samples` times, scored; greedy answers are for judging.
-
-        Raises RunStoppedError where more episodes were dropped than may be.
-        """
+        """Play an episode from each prompt `samples` times, scored; RunStoppedError where too many were dropped."""
         batch = self.play_now(prompts, self.ask(prompts, samples), step=step, greedy=greedy)
         self.check_drops(step, [batch])
         return self.as_rollout(prompts, batch)

@@ -13,12 +13,11 @@ import shutil
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file  # pyright: ignore[reportUnknownVariableType]
 
@@ -26,7 +25,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.strict_json import parse_json, read_json, read_regular
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.events import LogMark, Segment
-from nemo_rl_mcore.driver.rollouts.states import ORDERS, Group, GroupState, Limits, Room
+from nemo_rl_mcore.driver.rollouts.ledger import Count, Exactly, SavedLedger
 from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES, WEIGHT_VERSIONS, sampled_versions
 from nemo_rl_mcore.errors import RefusedError, code_of, folder_error
 from nemo_rl_mcore.rank.checkpoints import read_sums, require_sums, sha256, write_sums
@@ -36,26 +35,19 @@ TEXTS_FILE = "groups.json"
 LEDGER_FILE = "ledger.json"
 READY_FOLDER = "ready"
 _STEP, _ASIDE = "step_", "aside_step_"
-_Count = Annotated[int, Field(ge=0)]
-
-
-class _Exactly(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 # Groups: tensors, named POSITION.KEY, in a safetensors file, all else in JSON, and the checksums of both
 
 
-class _Group(_Exactly):
+class _Group(Exactly):
     """A group but for its tensors. entries: the keys of the batch in order; None for a tensor, or a value a row."""
 
-    position: _Count
+    position: Count
     entries: dict[str, list[Any] | None]
 
 
-class _Groups(_Exactly):
-    """`groups.json`."""
-
+class _Groups(Exactly):
     groups: list[_Group]
 
 
@@ -152,25 +144,19 @@ def digest_of_group(batch: BatchedDataDict) -> str:
     return found.hexdigest()
 
 
-def segments_of(versions_BT: torch.Tensor) -> list[Segment]:
-    """Say from which token on a group is of which version: the oldest that sampled one of its rows' tokens there.
-
-    versions_BT: int64, -1 after a row's end.
-    """
-    nothing = torch.iinfo(versions_BT.dtype).max
-    oldest = [int(version) for version in versions_BT.masked_fill(versions_BT < 0, nothing).amin(0).numpy()]
-    return [
-        Segment(first, version)
-        for first, version in enumerate(oldest)
-        if version != nothing and (first == 0 or version != oldest[first - 1])
-    ]
-
-
 def versions_of(group: BatchedDataDict, version: int) -> list[Segment]:
     """Return the segments of a group; of `version` where the ranks that train have drawn it all, or nobody a token."""
     if WEIGHT_VERSIONS not in group:
         return [Segment(0, version)]
-    return segments_of(sampled_versions(group)) or [Segment(0, version)]
+    versions_BT = sampled_versions(group)
+    nothing = torch.iinfo(versions_BT.dtype).max
+    # Of each token the oldest that sampled one of the rows' tokens there.
+    oldest = [int(one) for one in versions_BT.masked_fill(versions_BT < 0, nothing).amin(0).numpy()]
+    return [
+        Segment(first, one)
+        for first, one in enumerate(oldest)
+        if one != nothing and (first == 0 or one != oldest[first - 1])
+    ] or [Segment(0, version)]
 
 
 class GroupArchive:
@@ -237,79 +223,7 @@ def _bytes(folder: Path) -> int:
 # For a checkpoint
 
 
-class SavedGroup(_Exactly):
-    """A group that is neither trained nor dropped. min_version: of a ready one; the others are to be generated."""
-
-    position: _Count
-    attempt: _Count
-    failures: _Count
-    min_version: _Count | None
-
-    def as_group(self) -> Group:
-        """Return what the ledger of a resumed run has of it."""
-        group = Group(self.position, self.attempt, self.failures)
-        if self.min_version is not None:
-            group.state, group.min_version = GroupState.READY, self.min_version
-        return group
-
-
-class SavedLedger(_Exactly):
-    """A ledger between two steps. groups: by position, upwards. dropped: how many, by the reason."""
-
-    groups_per_step: Annotated[int, Field(ge=1)]
-    incarnation: _Count
-    version: _Count
-    cursor: _Count
-    dropped: dict[Annotated[str, Field(min_length=1)], _Count]
-    groups: list[SavedGroup]
-
-    @property
-    def ready(self) -> list[int]:
-        """Return the positions of the groups that are to be trained as they are."""
-        return [group.position for group in self.groups if group.min_version is not None]
-
-    @classmethod
-    def parse(cls, saved: object, limits: Limits) -> Self:
-        """Read what `model_dump` gave, for a run with these limits; raises ValueError, naming what is wrong."""
-        try:
-            ledger = cls.model_validate(saved)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"])) or "it"
-            raise _broken("ledger-fields", f"{place}: {first['msg']}") from error
-        groups, groups_per_step, max_age = ledger.groups, limits.groups_per_step, limits.max_age
-        positions = [group.position for group in groups]
-        if any(later <= earlier for earlier, later in pairwise([*positions, ledger.cursor])):
-            raise _broken("ledger-order", "its groups are not in order, or not before the cursor")
-        trained = ledger.version * ledger.groups_per_step
-        if trained + sum(ledger.dropped.values()) + len(positions) != ledger.cursor:
-            raise _broken("ledger-positions", "positions before the cursor are missing")
-        if any((group.min_version or 0) > ledger.version for group in groups):
-            raise _broken("ledger-versions", "a group is newer than the weights")
-        if groups_per_step != ledger.groups_per_step:
-            raise RefusedError(
-                f"{limits.groups_key} is {groups_per_step}, and the saved run had {ledger.groups_per_step}: "
-                "which prompts are left would not be known; set it back",
-                code="groups-per-step",
-            )
-        # Spare ones that the step does not take are put away at its end.
-        room = Room(groups_per_step + limits.spare, groups_per_step, ledger.version, max_age)
-        if not ORDERS[limits.order].fits([group.as_group() for group in groups], room):
-            raise RefusedError(
-                f"{limits.age_key} is {max_age} and the order {limits.order}, and the saved run has groups ready that "
-                "will be older when they are trained; set both back",
-                code="trajectory-age",
-            )
-        return ledger
-
-
-def _broken(code: str, what: str) -> RefusedError:
-    return RefusedError(f"the saved ledger is broken: {what}", code=code)
-
-
-class _LedgerFile(_Exactly):
-    """`ledger.json`."""
-
+class _LedgerFile(Exactly):
     ledger: SavedLedger
     log: LogMark
 

@@ -8,34 +8,169 @@ trains; `AsynchronousScheduler` in a second thread, group by group, while earlie
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from torch import Tensor
+
+from nemo_rl_mcore.config import RolloutConfig
+from nemo_rl_mcore.config.algorithm import RewardScalingConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.interfaces import GenerationInterface
-from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroup, DrawnGroups
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.driver.rollouts.events import LogMark, Token
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.metrics import Pace
-from nemo_rl_mcore.driver.rollouts.player import Rollout
-from nemo_rl_mcore.driver.rollouts.saved import (
-    GroupArchive,
-    SavedLedger,
-    SavedRollouts,
-    digest_of_group,
-    versions_of,
-)
-from nemo_rl_mcore.driver.rollouts.states import StepState
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.driver.rollouts.ledger import Ledger, SavedLedger, StepState
+from nemo_rl_mcore.driver.rollouts.player import GenerationInterface, Rollout, RolloutCollector
+from nemo_rl_mcore.driver.rollouts.saved import GroupArchive, SavedRollouts, digest_of_group, versions_of
+from nemo_rl_mcore.driver.rollouts.transcript import EpisodeRows, Pace, concatenate_batches
+from nemo_rl_mcore.errors import RefusedError, RunStoppedError
 from nemo_rl_mcore.rank import activity
 
-SURPLUS = "the step is full"
-"""Why a group that was answered is answered again by the next step."""
+EQUAL_REWARDS, SURPLUS = "equal rewards", "the step is full"
+"""Why an answered group is not trained on, and why it is answered again by the next step."""
+
+
+def shape_rewards(section: RolloutConfig, batch: BatchedDataDict) -> None:
+    """Scale and penalize `rewards` [B] of scored rows as the section says, row by row.
+
+    What the environment gave is kept as environment_rewards [B]; overlong_filtering clears the sample_mask of responses
+    that did not end.
+    """
+    episodes, shaping = EpisodeRows.of(batch), section.reward_shaping
+    batch["environment_rewards"] = batch["rewards"].clone()
+    batch["rewards"] = scale_rewards(section.reward_scaling, batch["rewards"])
+    if shaping.enabled and shaping.max_response_length is not None:
+        batch["rewards"] = penalize_overlong(
+            batch["rewards"],
+            episodes.on_rows(episodes.total(batch["token_mask"].sum(1))),
+            overlong_buffer_length=shaping.overlong_buffer_length,
+            overlong_buffer_penalty=shaping.overlong_buffer_penalty,
+            max_response_length=shaping.max_response_length,
+        )
+    if section.overlong_filtering:
+        batch["sample_mask"] = batch["sample_mask"] * batch["finished"]
+
+
+def has_signal(section: RolloutConfig, group: BatchedDataDict) -> bool:
+    """Return whether the rewards of a group differ, so that dynamic sampling trains on it.
+
+    They are judged before the penalty of long responses, as NeMo RL does: answers that are all right or all wrong teach
+    nothing but their length. Dropped episodes stay in the group, but their rewards do not count.
+    """
+    rewards = scale_rewards(section.reward_scaling, group["rewards"])[EpisodeRows.of(group).first]
+    return bool((rewards != rewards[:1]).any())
+
+
+def scale_rewards(scaling: RewardScalingConfig, rewards: Tensor) -> Tensor:
+    """Return [B] rewards clamped to the source interval and mapped linearly onto the target interval, where enabled."""
+    if not scaling.enabled:
+        return rewards
+    low, high = scaling.source_min, scaling.source_max
+    share = (rewards.clamp(low, high) - low) / (high - low)
+    return scaling.target_min + share * (scaling.target_max - scaling.target_min)
+
+
+def penalize_overlong(
+    rewards: Tensor,
+    response_lengths: Tensor,
+    *,
+    overlong_buffer_length: int,
+    overlong_buffer_penalty: float,
+    max_response_length: int,
+) -> Tensor:
+    """Return [B] rewards less DAPO's soft length penalty (https://arxiv.org/abs/2503.14476).
+
+    The penalty grows linearly from 0, overlong_buffer_length tokens before max_response_length, through
+    overlong_buffer_penalty at max_response_length, and keeps growing beyond it.
+    """
+    if overlong_buffer_length < 1:
+        raise RefusedError(
+            f"overlong_buffer_length must be at least 1, got {overlong_buffer_length}", code="overlong-buffer"
+        )
+    excess = (response_lengths - (max_response_length - overlong_buffer_length)).clamp(min=0)
+    return rewards - excess / overlong_buffer_length * overlong_buffer_penalty
+
+
+@dataclass(frozen=True)
+class DrawnGroup:
+    """A prompt of a step, and what an engine is asked for its group.
+
+    step: that drew the prompt; with the row it keys the noise, whenever the group is answered and trained.
+    """
+
+    prompt: Prompt
+    asked: BatchedDataDict
+    step: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Draws the prompts of steps, and makes what a step trains on of the answers to them.
+
+    collector: plays episodes. groups_per_step: prompts of a step. samples: responses to each. section: how rewards are
+    shaped, and whether groups of equal rewards are replaced (dynamic sampling, https://arxiv.org/abs/2503.14476); None
+    does neither.
+    """
+
+    prompts: PromptSource
+    collector: RolloutCollector
+    groups_per_step: int
+    samples: int
+    section: RolloutConfig | None = None
+
+    def groups_of(self, step: int) -> Sequence[DrawnGroup]:
+        drawn = self.prompts.train_batch(step, self.groups_per_step)
+        return [DrawnGroup(prompt, self.collector.ask([prompt], self.samples), step) for prompt in drawn]
+
+    def play_now(self, groups: Sequence[DrawnGroup]) -> list[BatchedDataDict]:
+        """Return the episodes of groups of one step, answered in one call; called by the thread that trains."""
+        pad = self.collector.tokenizer.pad_token_id
+        asked = concatenate_batches([group.asked for group in groups], pad)
+        batch = self.collector.play_now([group.prompt for group in groups], asked, step=groups[0].step)
+        episodes = batch.samples()
+        firsts = [episodes[place].start for place in range(0, len(episodes), self.samples)]
+        return [batch.slice(first, end) for first, end in zip(firsts, [*firsts[1:], batch.size], strict=True)]
+
+    def unused_for(self, group: BatchedDataDict) -> str | None:
+        """Return why an answered group is not to be trained on; None for one that is."""
+        if self.section is None or not self.section.use_dynamic_sampling or has_signal(self.section, group):
+            return None
+        return EQUAL_REWARDS
+
+    def rollout_of(self, groups: Sequence[DrawnGroup], batches: Sequence[BatchedDataDict]) -> Rollout:
+        """Return the rows of answered groups, with shaped rewards, as what a step trains on."""
+        batch = concatenate_batches(batches, self.collector.tokenizer.pad_token_id)
+        if self.section is not None:
+            shape_rewards(self.section, batch)
+        return self.collector.as_rollout([group.prompt for group in groups], batch)
+
+
+@dataclass
+class DrawnGroups:
+    """Holds the groups of the steps that are asked for or trained now, by position."""
+
+    draw: Draw
+    steps: dict[int, Sequence[DrawnGroup]] = field(default_factory=dict[int, Sequence[DrawnGroup]])
+
+    def keep(self, steps: range) -> bool:
+        """Draw these steps, and forget all others; says whether any was new."""
+        new = [step for step in steps if step not in self.steps]
+        for step in new:
+            self.steps[step] = self.draw.groups_of(step)
+        self.steps = {step: groups for step, groups in self.steps.items() if step in steps}
+        return bool(new)
+
+    def __getitem__(self, position: int) -> DrawnGroup:
+        """Return a group; one that is behind, which is trained again, is drawn again with its step."""
+        step, place = divmod(position, self.draw.groups_per_step)
+        if step + 1 not in self.steps:
+            self.steps[step + 1] = self.draw.groups_of(step + 1)
+        return self.steps[step + 1][place]
+
 
 type Chunk = tuple[Sequence[DrawnGroup], Sequence[BatchedDataDict]]
 """Groups as they were drawn, and their data."""
@@ -62,10 +197,8 @@ class Step:
         """
         draw, scheduler, answered = self.draw, self.scheduler, list[BatchedDataDict]()
         assert draw is not None
-        chunks: Iterable[Chunk] = self.known
-        if scheduler is not None:
-            chunks = map(scheduler.groups_at, scheduler.leases(at_least))
-        for groups, batches in chunks:
+        leased = self.known if scheduler is None else map(scheduler.groups_at, scheduler.leases(at_least))
+        for groups, batches in leased:
             answered += batches  # as they are: a chunk that is trained on has more columns than the next one
             self._taken.append(draw.rollout_of(groups, batches))
             if scheduler is not None and not scheduler.ledger.room():
@@ -73,7 +206,6 @@ class Step:
             yield self._taken[-1]
 
     def whole(self) -> Rollout:
-        """Return all groups of the step at once."""
         assert self.draw is not None
         chunks = [*self.chunks(self.draw.groups_per_step)]
         return Rollout.concatenate(chunks, self.draw.collector.tokenizer.pad_token_id)
@@ -91,7 +223,7 @@ class Step:
 
 
 @dataclass(eq=False)
-class Scheduler[Engine: GenerationInterface](ABC):
+class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[Any]"]):
     """Keeps the ledger of groups and their data, and opens train steps.
 
     For the training loop it is the engine (`GenerationInterface`): it publishes the updates of the weights.
@@ -117,20 +249,18 @@ class Scheduler[Engine: GenerationInterface](ABC):
         self._pace = Pace()
         self._unused: list[tuple[int, BatchedDataDict]] = []
 
-    # What the training loop asks of its engine
-
     def update_weights(self, version: int) -> None:
-        """Give the engine the policy's weights, and publish the version; see `GenerationInterface`."""
         self.engine.update_weights(version)
         with self._changed:
-            self._publish(version)
+            if self.ledger.step is StepState.COMMITTED:
+                self.ledger.publish()
+                self._put_away(version)
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """Answer prompts that are in no group, as those of a validation."""
         return self.engine.generate(data, step=step, greedy=greedy)
 
     def offload(self) -> None:
-        """Have the engine sleep: where the two share memory, the ranks have it from here on."""
         self.engine.offload()
 
     # What the training loop asks for its steps
@@ -178,9 +308,6 @@ class Scheduler[Engine: GenerationInterface](ABC):
             ready = {position: self.groups[position] for position in ledger.ready}
             return SavedRollouts(ledger, mark_log(), ready)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -212,7 +339,6 @@ class Scheduler[Engine: GenerationInterface](ABC):
             self.ledger.finishing()
 
     def finish(self) -> Pace:
-        """Take note that the optimizer has stepped; returns what happened since the last step."""
         with self._changed:
             self.ledger.finish()
             pace, self._pace = self._pace, Pace()
@@ -231,9 +357,6 @@ class Scheduler[Engine: GenerationInterface](ABC):
     @abstractmethod
     def _wait_for_ready(self, groups: int) -> None:
         """Return once so many groups are leasable; nothing is locked."""
-
-    def _are_ready(self, groups: int) -> bool:
-        return len(self.ledger.leasable()) >= groups
 
     def _draw_ahead(self) -> bool:
         """Draw the prompts of all steps that may be asked for now, and forget those behind; says whether any was new.
@@ -260,15 +383,10 @@ class Scheduler[Engine: GenerationInterface](ABC):
             raise RunStoppedError(
                 f"step {step}: {self._pace.unused} groups have equal rewards, {ready} of the "
                 f"{self.ledger.limits.groups_per_step} of a step (num_prompts_per_step) have not, and that is as many "
-                "as dynamic_sampling_max_gen_batches and batch_multiplier allow: raise one of the two or "
-                "num_generations_per_prompt, or set use_dynamic_sampling: false",
+                "as batch_multiplier allows: raise it or num_generations_per_prompt, or set use_dynamic_sampling: "
+                "false",
                 code="too-few-groups",
             )
-
-    def _publish(self, version: int, digest: str = "") -> None:
-        if self.ledger.step is StepState.COMMITTED:
-            self.ledger.publish(digest)
-            self._put_away(version)
 
     def _put_away(self, step: int) -> None:
         """Write the groups of a finished step down, and forget them, as far as that is asked for; raises FolderError.
@@ -302,7 +420,7 @@ class SynchronousScheduler(Scheduler[GenerationInterface]):
     groups_per_round: int = field(kw_only=True)
 
     def _wait_for_ready(self, groups: int) -> None:
-        while not self._are_ready(groups):
+        while len(self.ledger.leasable()) < groups:
             self._draw_ahead()
             tokens: list[Token] = []
             while len(tokens) < self.groups_per_round and self.ledger.may_dispatch():
@@ -315,7 +433,7 @@ class SynchronousScheduler(Scheduler[GenerationInterface]):
                     asked = [*same_step]
                     batches = self.draw.play_now([self._drawn[token.position] for token in asked])
                     for token, batch in zip(asked, batches, strict=True):
-                        if self._are_ready(groups):
+                        if len(self.ledger.leasable()) >= groups:
                             self.ledger.requeue(token, SURPLUS)
                             self._unused.append((token.position, batch))
                         else:

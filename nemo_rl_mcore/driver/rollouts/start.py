@@ -6,18 +6,15 @@ import sys
 from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl_mcore.config import RolloutConfig, RunConfig
 from nemo_rl_mcore.config.run_config import KEPT_BYTES
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.driver.checkpoints import ROLLOUTS_FOLDER, Checkpoint, free_name
-from nemo_rl_mcore.driver.interfaces import GenerationInterface, RolloutEngines
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
-from nemo_rl_mcore.driver.rollouts.draw import Draw, DrawnGroup
-from nemo_rl_mcore.driver.rollouts.episode_rows import dropped_rows
 from nemo_rl_mcore.driver.rollouts.events import (
     BEGINNING,
     EVENTS_FILE,
@@ -28,22 +25,22 @@ from nemo_rl_mcore.driver.rollouts.events import (
     Token,
     set_aside_after,
 )
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
-from nemo_rl_mcore.driver.rollouts.saved import (
-    GroupArchive,
-    SavedLedger,
-    SavedRollouts,
-    digest_of_group,
-    versions_of,
-)
-from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler, SynchronousScheduler
-from nemo_rl_mcore.driver.rollouts.states import Limits
+from nemo_rl_mcore.driver.rollouts.ledger import Ledger, Limits, SavedLedger
+from nemo_rl_mcore.driver.rollouts.player import GenerationInterface, RolloutCollector
+from nemo_rl_mcore.driver.rollouts.saved import GroupArchive, SavedRollouts, digest_of_group, versions_of
+from nemo_rl_mcore.driver.rollouts.scheduler import Draw, DrawnGroup, Scheduler, SynchronousScheduler
+from nemo_rl_mcore.driver.rollouts.transcript import dropped_rows
 from nemo_rl_mcore.driver.run_folder import changes_of_answers, read_recipe_of
 from nemo_rl_mcore.errors import RunStoppedError, code_of, folder_error
 
+if TYPE_CHECKING:
+    from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
+
 KEPT_GROUPS = "groups"
 """Folder of the groups that a replay trains on, one of each step in it."""
+
+MOST_ROUNDS = 10
+"""Generation rounds after which a step of dynamic sampling gives up."""
 
 
 @contextmanager
@@ -58,7 +55,7 @@ def open_rollouts(
 ) -> Generator[Scheduler[Any]]:
     """Open the scheduler of a run that goes on after a step; its events are logged in the folder of its metrics.
 
-    engine: what answers; of asynchronous rollouts `RolloutEngines`. collector: asks it. saved: what `read_saved` gave.
+    engine: of asynchronous rollouts `EngineGeneration`. saved: what `read_saved` gave.
     extra_parts: writes further parts of a checkpoint, by their folder; the rollouts are added.
     """
     limits, folder, groups = limits_of(config), Path(config.logger.log_dir), dict[int, BatchedDataDict]()
@@ -69,7 +66,15 @@ def open_rollouts(
             starts = sum(isinstance(event, Started) for event in log.before)
             ledger = Ledger(limits, log.append, version=step, incarnation=starts)
         else:
-            ledger = restored_ledger(limits, log, without_strangers(saved, draw), groups, goes_on=goes_on)
+            saved = without_strangers(saved, draw)
+            ledger = Ledger.from_json(saved.ledger.model_dump(), limits, log.append)
+            groups |= saved.ready
+            attempts = {group.position: group.attempt for group in saved.ledger.groups}
+            for position, group in () if goes_on else saved.ready.items():
+                # In a log without what came before, how the groups were drawn is logged again.
+                token = Token(saved.ledger.incarnation, position, attempts[position])
+                segments = tuple(versions_of(group, saved.ledger.version))
+                log.append(Committed(token=token, segments=segments, digest=digest_of_group(group)))
         if step and config.asynchronous:
             kept = f"the answers to {len(groups)} prompts are kept" if groups else "no answers were kept"
             write_line(sys.stdout, f"prompts are answered from number {ledger.next_position} on: {kept}")
@@ -79,7 +84,6 @@ def open_rollouts(
 
 
 def draw_of(config: RunConfig, prompts: PromptSource, collector: RolloutCollector) -> Draw:
-    """Return what draws the prompts of a run and plays its episodes."""
     section = config.loop if isinstance(config.loop, RolloutConfig) else None
     return Draw(prompts, collector, config.prompts_per_step, config.generations_per_prompt, section)
 
@@ -91,30 +95,21 @@ def scheduler_of(
     engine: GenerationInterface,
     draw: Draw,
 ) -> Scheduler[Any]:
-    """Return the scheduler that the recipe asks for."""
-    archive, most_unused = None, None
+    archive, most_unused, loop, per_round = None, None, config.loop, groups_per_round(config)
     if config.keeps_groups:
-        folder = Path(config.logger.log_dir) / KEPT_GROUPS
-        archive = GroupArchive(
-            folder, KEPT_BYTES, checkpoints=config.checkpointing.enabled, step=ledger.version
-        )
-    loop, per_round = config.loop, groups_per_round(config)
+        folder, checkpoints = Path(config.logger.log_dir) / KEPT_GROUPS, config.checkpointing.enabled
+        archive = GroupArchive(folder, KEPT_BYTES, checkpoints=checkpoints, step=ledger.version)
     if isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling:
-        most_unused = loop.dynamic_sampling_max_gen_batches * per_round - loop.num_prompts_per_step
+        most_unused = MOST_ROUNDS * per_round - loop.num_prompts_per_step
+    rest = draw, config.redoes_steps, archive, most_unused
     if not config.asynchronous:
-        return SynchronousScheduler(
-            *(ledger, groups, engine, draw, config.redoes_steps, archive, most_unused),
-            groups_per_round=per_round,
-        )
-    return AsynchronousScheduler(
-        *(ledger, groups, cast("RolloutEngines", engine), draw, config.redoes_steps, archive, most_unused),
-        section=config.asynchrony,
-        key=config.asynchrony_key,
-    )
+        return SynchronousScheduler(ledger, groups, engine, *rest, groups_per_round=per_round)
+    engines = cast("EngineGeneration", engine)
+    section, key = config.asynchrony, config.asynchrony_key
+    return AsynchronousScheduler(ledger, groups, engines, *rest, section=section, key=key)
 
 
 def groups_per_round(config: RunConfig) -> int:
-    """Return how many groups are asked for at a time; asynchronous rollouts have no rounds."""
     loop = config.loop
     if config.asynchronous or not isinstance(loop, RolloutConfig):
         return config.prompts_per_step
@@ -122,7 +117,6 @@ def groups_per_round(config: RunConfig) -> int:
 
 
 def limits_of(config: RunConfig) -> Limits:
-    """Return the limits of the ledger of a run."""
     loop = config.loop
     in_rounds = isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling and not config.asynchronous
     return Limits(
@@ -196,21 +190,3 @@ def set_aside(folder: Path, step: int, mark: LogMark | None) -> bool:
         return mark is None or set_aside_after(folder / EVENTS_FILE, mark)
     except OSError as error:
         raise folder_error("logger.log_dir", folder, error) from error
-
-
-def restored_ledger(
-    limits: Limits, log: RunLog, saved: SavedRollouts, groups: dict[int, BatchedDataDict], *, goes_on: bool
-) -> Ledger:
-    """Return the ledger of a checkpoint, whose ready groups are put into `groups`.
-
-    goes_on: whether the log has what came before; in one that has not, how the groups were drawn is logged again.
-    """
-    ledger = Ledger.from_json(saved.ledger.model_dump(), limits, log.append)
-    attempts = {group.position: group.attempt for group in saved.ledger.groups}
-    for position, group in saved.ready.items():
-        groups[position] = group
-        if not goes_on:
-            token = Token(saved.ledger.incarnation, position, attempts[position])
-            segments = tuple(versions_of(group, saved.ledger.version))
-            log.append(Committed(token=token, segments=segments, digest=digest_of_group(group)))
-    return ledger

@@ -62,11 +62,10 @@ class EngineSettings:
         """Keyword arguments of vLLM's engines; machines: of an engine that is on several, as this process sees them."""
         processes = self.tensor_parallel_size * self.pipeline_parallel_size
         apart = ("model_dir", "precision", "unquantized", "further")
+        same = {name: value for name, value in vars(self).items() if name not in apart}  # as vLLM calls them
         arguments: dict[str, Any] = {
             **self.further,
-            **{
-                name: value for name, value in vars(self).items() if name not in apart
-            },  # vLLM calls them the same
+            **same,
             "model": self.model_dir,
             "load_format": "dummy",
             "skip_tokenizer_init": self.tokenizer is None,
@@ -129,7 +128,7 @@ class VllmEngine:
         return [_next_logprobs(output.outputs[0]) for output in outputs]
 
     def cancel(self, ticket: str) -> None:
-        """Nothing to do: one call at a time is heard, so that what was asked for has been answered."""
+        """Do nothing: one call at a time is heard, so that what was asked for has been answered."""
 
     def begin_refit(self, version: int) -> None:
         activity.advance("begin_refit")

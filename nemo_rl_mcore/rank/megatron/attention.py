@@ -1,4 +1,4 @@
-"""The attention of the local layer spec: torch's fused kernel in place of scores that are written out.
+"""Attention of the local layer spec, on torch's fused kernel, which never materialises the scores.
 
 Shapes: Q query and K key positions, B batch, N heads of this rank, D a head's size.
 """
@@ -27,16 +27,16 @@ from nemo_rl_mcore.rank.megatron.context_parallel import (
 )
 
 _BLOCK = 512
-"""Queries that attend at once under context parallelism; their mask takes 5 bytes for each key."""
+"""Queries per block under context parallelism; a block's mask takes 5 bytes per query and key."""
 
 
 class LocalAttention(DotProductAttention):
-    """Megatron's attention without its [B, N, Q, K] scores, and without dropout.
+    """Megatron's attention without [B, N, Q, K] scores, and without dropout.
 
-    softmax_offset: the sinks [N] of a layer that learns them, else None.
-    Memory grows with the sequence length, not with its square, on a CPU too. Under context parallelism a rank gathers
-    the keys and values of the others for its own queries, which take turns in blocks; the gradients of keys and values
-    go back to who has them, and add up there.
+    softmax_offset: learned attention sinks [N], or None.
+    Memory is linear in the sequence length, on CPU too. Under context parallelism a rank gathers the keys and values of
+    all ranks for its own queries, which are processed in blocks; gradients of keys and values are summed on the ranks
+    that own them.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class LocalAttention(DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ):
-        """See upstream; k_channels and v_channels are sizes of a head, which the tensors say."""
-        # Its own forward pass, which is not used here, is refused under context parallelism; its sinks are on a GPU.
+        """See upstream; k_channels and v_channels, the head sizes, are ignored: they follow from the tensors."""
+        # Upstream's constructor refuses context parallelism and puts sinks on a GPU; its forward pass is not used here.
         alone = copy.copy(config)
         alone.context_parallel_size, alone.softmax_type = 1, "vanilla"
         super().__init__(alone, *args, **kwargs)
         self.config = config
         if config.softmax_type == "learnable":
-            # Every rank draws the sinks of all heads, so that layouts begin alike.
+            # Every rank draws the sinks of all heads, so that all layouts start from the same values.
             heads, device = self.num_attention_heads_per_partition, accelerator.device()
             sinks = torch.empty(config.num_attention_heads, dtype=config.params_dtype, device=device)
             if config.perform_initialization:
@@ -76,12 +76,12 @@ class LocalAttention(DotProductAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Return [Q, B, N * D] for query [Q, B, N, D], key and value [K, B, groups, D]; D of a value may be another.
+        """Return [Q, B, N * D] for query [Q, B, N, D], key and value [K, B, groups, D]; values may have another D.
 
-        attention_mask: bool, broadcast to [B, N, Q, K], true where a query may not look. Without one a causal layer
-        masks the future; a single query, the newest, sees every key. In a layer with a window a query sees no others.
-        packed_seq_params: the borders of samples in a row, under context parallelism; there is no dimension B then, in
-        the result either.
+        attention_mask: bool, broadcast to [B, N, Q, K], true where attention is masked out. Without one a causal layer
+        masks the future, and a single query sees every key. Sliding-window layers also mask keys outside the window.
+        packed_seq_params: borders of the samples in a row, under context parallelism; inputs and result then have no
+        dimension B.
         """
         shared = context_parallel_size() > 1
         if attention_bias is not None or (packed_seq_params is not None and not shared):
@@ -99,7 +99,7 @@ class LocalAttention(DotProductAttention):
         causal = self.attn_mask_type is AttnMaskType.causal and queries > 1
         if window is None or window >= keys:
             return _attend(query, key, value, None, causal, scale, sinks).flatten(2)
-        # Block by block, no query's scores with keys that it does not see are made. Queries are the last of the keys'.
+        # In blocks, so that masked scores are mostly not computed. The queries are at the last positions of the keys.
         context, behind = list[torch.Tensor](), keys - queries
         for start in range(0, queries, _BLOCK):
             end = min(start + _BLOCK, queries)
@@ -139,13 +139,13 @@ def _attend_from_last(
     sinks: torch.Tensor | None,
     window: int | None,
 ) -> torch.Tensor:
-    """[Q, B, N, D] for queries at the last Q of the keys' positions: each sees what is not behind it, in its window."""
+    """Causal attention, [Q, B, N, D], for queries at the last Q of the keys' positions, within the window if any."""
     visible = _visible(len(query), len(key), window, query.device)
     return _attend(query, key, value, visible, False, scale, sinks)
 
 
 def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return [Q, K], true where the key is not behind a query at the last Q positions, and not before its window."""
+    """Return the causal mask [Q, K] for queries at the last Q positions: true where the key is visible."""
     behind = keys - queries
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
     return visible if window is None else visible.triu(behind - window + 1)
@@ -195,7 +195,7 @@ def _attend(
 
 
 class _Block(NamedTuple):
-    """Columns of this rank whose positions follow each other in a sample, and the keys of it that they see."""
+    """A run of consecutive positions of a sample on this rank, and the keys that it sees."""
 
     queries: slice
     keys: slice

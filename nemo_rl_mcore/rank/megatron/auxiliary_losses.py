@@ -1,9 +1,9 @@
-"""Losses that Megatron's layers attach to their own backward pass: expert balance and multi-token prediction.
+"""Losses that Megatron's layers add in their own backward pass: expert load balancing and multi-token prediction.
 
-Such a loss never passes through the loss function. A layer adds its gradient when the backward pass comes by, times a
-process-wide scale. The train step divides every gradient by the step's count N (of tokens, or of sequences for a
-sequence-level loss), which a running step does not know yet. What arrives is to be the coefficient times the mean of
-the auxiliary loss, as in Megatron's own training, whatever the loss type, the microbatches and the chunks.
+Such a loss never passes through the loss function. A layer adds its gradient in its backward pass, times a process-wide
+scale. The train step later divides every gradient by the step's count N (of tokens, or of sequences for a
+sequence-level loss), which is not known yet. The result must be the coefficient times the mean of the auxiliary loss,
+as in Megatron's own training, for every loss type and every split into microbatches and chunks.
 
 With `calculate_per_token_loss`, which leaves the division to us, Megatron attaches for a microbatch m
 
@@ -58,9 +58,9 @@ Output = torch.Tensor | tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class AuxiliaryTerms:
-    """One microbatch's auxiliary losses: what they are multiplied by, and whether routers are shown its padding.
+    """Scales of one microbatch's auxiliary losses, and whether routers get its padding mask.
 
-    recorded: what the load-balancing loss that a router records is multiplied by, to be that of the real rows alone.
+    recorded: factor on the recorded load-balancing loss, so that it covers the real rows only.
     """
 
     router: float
@@ -81,7 +81,7 @@ class _Tracker(MoEMetricsTracker):
 
 
 class AuxiliaryLosses:
-    """The auxiliary losses of this rank's model: what the model needs for them, their scales, their metrics."""
+    """The auxiliary losses of this rank's model: their inputs, scales and metrics."""
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[torch.nn.Module]):
         self._config = config
@@ -99,20 +99,20 @@ class AuxiliaryLosses:
         self._router_padding: torch.Tensor | None = None
 
         def uncount_padding(router: Any, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-            # Out of the tokens that move the experts' bias: that bias fails on the shape of a mask.
+            # Leaves padding out of the tokens that update the experts' bias; upstream's update fails on a mask's shape.
             if self._router_padding is not None and torch.is_grad_enabled():
                 _probs, routing_map = output
                 router.local_tokens_per_expert -= routing_map[self._router_padding].sum(0)
 
         routers = [part for chunk in chunks for part in chunk.modules() if isinstance(part, TopKRouter)]
         self._own_expert_layers = len(routers)
-        self._expert_layers: float | None = None  # of the whole model, once it is asked for
+        self._expert_layers: float | None = None  # of the whole model; computed on first use
         if config.moe_router_enable_expert_bias:
             for router in routers:
                 router.register_forward_hook(uncount_padding)
 
     def terms(self, microbatch: Microbatch, loss_fn: LossFunction) -> AuxiliaryTerms | None:
-        """Return what a training microbatch, still on the CPU, needs; None for a model without such losses."""
+        """Return the scales for a training microbatch on the CPU; None for a model without such losses."""
         config = self._config
         if not (self._balances or config.mtp_num_layers or config.moe_router_enable_expert_bias):
             return None
@@ -126,9 +126,9 @@ class AuxiliaryLosses:
         self._microbatches += 1
         self._trained_microbatches += predicted > 0
         real = ~microbatch.whole.padding
-        # Over no real token at all the load-balancing loss would be 0/0; there its scale is 0 anyway.
+        # Without a real token the load-balancing loss would be 0/0; its scale is 0 anyway.
         shows_padding = self._balances and bool(real.any())
-        # The tokens by whose number Megatron multiplies this rank's part of a load-balancing loss.
+        # The number of tokens by which Megatron multiplies this rank's part of a load-balancing loss.
         if not shows_padding:
             routed = self._own_columns(microbatch.padding).numel()
         elif self._counts_all_ranks:
@@ -139,7 +139,7 @@ class AuxiliaryLosses:
         self._balanced_microbatches += shows_padding
         recorded = float(shows_padding)
         if shows_padding and config.moe_router_load_balancing_type == "seq_aux_loss":
-            # A row without a token counts in the number of sequences that TopKRouter takes the mean over.
+            # TopKRouter's mean over sequences includes rows without a token.
             recorded = float(real.any(1).double().mean())
             part *= recorded
         return AuxiliaryTerms(
@@ -156,16 +156,16 @@ class AuxiliaryLosses:
         next_token_mask_BS: torch.Tensor,
         model: torch.nn.Module,
     ) -> dict[str, torch.Tensor]:
-        """Keywords of the model for a training microbatch: which tokens are predicted, and which are no tokens."""
+        """Return the model's keywords for a training microbatch: labels, loss mask and padding mask."""
         inputs: dict[str, torch.Tensor] = {}
         if self._config.mtp_num_layers:
-            # Position i predicts token i+1 by the loss; process_mtp_loss (transformer/multi_token_prediction.py) moves
-            # both on for each further layer.
+            # Position i predicts token i+1; process_mtp_loss (transformer/multi_token_prediction.py) shifts both once
+            # more for each prediction layer.
             inputs["labels"] = microbatch.to_model(next_tokens(microbatch.rows))
             inputs["loss_mask"] = next_token_mask_BS.float()
         padding_BS = microbatch.padding
         if terms.shows_padding:
-            # The first chunk cuts the mask along with the sequence; the others take it as it comes.
+            # The first chunk splits the mask along with the sequence; the others expect it already split.
             first = get_attr_wrapped_model(model, "pre_process")
             inputs["padding_mask"] = padding_BS if first else self._own_columns(padding_BS)
         self._router_padding = self._own_columns(padding_BS).t().flatten()
@@ -173,20 +173,20 @@ class AuxiliaryLosses:
         return inputs
 
     def follow(self, terms: AuxiliaryTerms, output: Output) -> None:
-        """Set the scales when the gradient reaches a model chunk's output, before any layer of the chunk sees it.
+        """Set the scales when the gradient reaches a model chunk's output, before the backward pass of its layers.
 
-        A pipeline has run other microbatches forward by then, and Megatron's own call at the end of a forward pass
-        (pipeline_parallel/schedules.py, forward_step_calc_loss) would leave the scale of the last of them.
+        In a pipeline other microbatches have run forward in between, and Megatron's own call at the end of a forward
+        pass (pipeline_parallel/schedules.py, forward_step_calc_loss) would leave the scale of the last of them.
         """
         router_padding = self._router_padding
 
         def begin_backward(gradient: torch.Tensor) -> None:
-            # New tensors each time: set_loss_scale keeps the first one it is handed, and copies later ones into it
+            # New tensors each time: set_loss_scale keeps the first tensor it gets, and copies later ones into it
             # (transformer/moe/moe_utils.py, transformer/multi_token_prediction.py).
             MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), terms.router, device=gradient.device))
             MTPLossAutoScaler.set_loss_scale(torch.full((1,), terms.prediction, device=gradient.device))
             if self._recomputes_routers:
-                # Routers count and record when their layer is computed again.
+                # Routers count and record again when their layer is recomputed.
                 self._router_padding, self._tracker.factor = router_padding, terms.recorded
 
         for tensor in output if isinstance(output, tuple) else (output,):
@@ -194,7 +194,7 @@ class AuxiliaryLosses:
                 tensor.register_hook(begin_backward)
 
     def reset(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Forget what an earlier step left: recorded losses, and the tokens that routers counted."""
+        """Clear recorded losses and the routers' token counts of an earlier step."""
         self._microbatches = self._balanced_microbatches = self._trained_microbatches = 0
         self._router_padding = None
         # Replaced, not zeroed: its sizes are those of the first model that recorded in this process.
@@ -215,7 +215,7 @@ class AuxiliaryLosses:
         for name, entry in self._tracker.metrics.items() if self._balances else ():
             total = entry.values.sum().double().reshape(1)
             dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
-            # Each rank of a sequence has its part of the loss.
+            # Ranks that share a sequence each have a part of the loss.
             dist.all_reduce(total, group=_sequence_ranks())
             (mean,) = self._mean_over_data_parallel(total, self._balanced_microbatches)
             if self._expert_layers is None:
@@ -241,7 +241,7 @@ class AuxiliaryLosses:
         return [value / max(count, 1.0) for value in sums]
 
     def _own_columns(self, mask_BS: torch.Tensor) -> torch.Tensor:
-        """Return the columns of this rank's part, under sequence parallelism, of what the model is given."""
+        """Return this rank's columns of a mask under sequence parallelism."""
         if not self._config.sequence_parallel:
             return mask_BS
         rank = parallel_state.get_tensor_model_parallel_rank()
@@ -249,10 +249,10 @@ class AuxiliaryLosses:
 
     @cached_property
     def _counts_all_ranks(self) -> bool:
-        """Return whether Megatron, given a padding mask, takes the tokens of all ranks of a sequence for this rank's.
+        """Return whether Megatron, given a padding mask, uses the token count of all ranks of a sequence as its own.
 
         Some versions do: get_tokens_per_expert_and_token_count (transformer/moe/moe_utils.py) sums over the ranks in
-        place, before it reads the local number.
+        place, before it reads the local count.
         """
         one_token = torch.ones(1, 1, dtype=torch.bool, device=accelerator.device())
         _, local, _ = get_tokens_per_expert_and_token_count(
@@ -262,13 +262,13 @@ class AuxiliaryLosses:
 
 
 def _sequence_ranks() -> Any:
-    """Return the ranks that share the tokens of one sequence: of tensor and context parallelism."""
+    """Return the ranks that share a sequence: the tensor and context parallel group."""
     return parallel_state.get_tensor_and_context_parallel_group()
 
 
 @contextmanager
 def without_prediction_layers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, the models leave out their multi-token prediction layers, whose work only training can use.
+    """Disable multi-token prediction layers inside the block, since only training uses them.
 
     GPTModel.forward would run them in every pass and compute their logits in full. A last stage that shares its
     embedding with another one keeps them: there the embedding of those layers is the output weight.

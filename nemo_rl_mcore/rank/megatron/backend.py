@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 
 from nemo_rl_mcore.config import PolicyConfig, Role
-from nemo_rl_mcore.config.megatron import UNDIVIDED
+from nemo_rl_mcore.config.megatron import UNDIVIDED, PeftConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.ops.sampling import at_temperature
 from nemo_rl_mcore.rank import accelerator, activity, rendezvous
 from nemo_rl_mcore.rank.agreement import together
 from nemo_rl_mcore.rank.checkpoints import BackgroundWrite
 from nemo_rl_mcore.rank.megatron import checkpoint, generation, parallel_groups, tell_once
+from nemo_rl_mcore.rank.megatron.hf_weights.adapters import save_adapters
 from nemo_rl_mcore.rank.megatron.hf_weights.export import full_tensors, save_pretrained
 from nemo_rl_mcore.rank.megatron.hf_weights.load import WholeWeightFilling
+from nemo_rl_mcore.rank.megatron.lora import adapters_off
 from nemo_rl_mcore.rank.megatron.optimizer_state import parts_of, weights_of
 from nemo_rl_mcore.rank.megatron.passes import ModelPass
 from nemo_rl_mcore.rank.megatron.reference_policy import ReferencePolicy, is_kept_on_device
@@ -44,7 +47,7 @@ def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBacke
     """Meet the other ranks and build this rank's part of the model; the device is prepared, see `accelerator`."""
     tell_once()
     activity.advance("meeting the other ranks")
-    parallel_groups.initialize(policy.megatron_cfg, options.seed)
+    parallel_groups.initialize(policy.megatron_cfg, options.seed, policy.call_timeout_s)
     activity.advance("building the model")
     return MegatronBackend(policy, options)
 
@@ -52,7 +55,7 @@ def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBacke
 def open_generator(policy: PolicyConfig) -> GeneratorBackend:
     """Build the whole model in this process, with random weights until others are brought; see `open_backend`."""
     rendezvous.join_alone()
-    config = policy.megatron_cfg.model_copy(update=UNDIVIDED)
+    config = policy.megatron_cfg.model_copy(update=UNDIVIDED | {"peft": PeftConfig()})  # weights come merged
     alone = policy.model_copy(update={"megatron_cfg": config, "model_name": None})
     options = BackendOptions(
         seed=0,
@@ -74,7 +77,9 @@ class MegatronBackend(MegatronTrainBackend):
         super().__init__(policy, options)
         self._policy = policy
         self._verify_checksums = options.verify_checksums
+        # None also beside adapters: without them the model is its reference.
         self._reference: ReferencePolicy | None = None
+        self._base = checkpoint.Base.of(policy) if policy.megatron_cfg.peft.enabled else None
         # What of the model waits in the CPU's memory, and what is on the device; None while that is being changed.
         self._weights_away, self._state_away = _Shelf(), _Shelf()
         self._present: OnDevice | None = OnDevice.EVERYTHING
@@ -93,15 +98,17 @@ class MegatronBackend(MegatronTrainBackend):
         return self._read("get_logprobs", data, micro_batch_size, kind)[0]
 
     def keep_reference(self) -> None:
+        if self._policy.megatron_cfg.peft.enabled:
+            return
         on_device = is_kept_on_device(self._policy, self.chunks)
         self._reference = ReferencePolicy(self.chunks, on_device=on_device)
 
     def reference_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
     ) -> Tensor:
-        assert self._reference is not None
         kind = self.forward.passes.logprobs(trained_only=trained_only)
-        with self._reference.swapped_in():
+        reference = self._reference
+        with adapters_off(self.chunks) if reference is None else reference.swapped_in():
             return self._read("get_reference_policy_logprobs", data, micro_batch_size, kind)[0]
 
     def topk_logits(
@@ -184,29 +191,34 @@ class MegatronBackend(MegatronTrainBackend):
             accelerator.empty_cache()  # others are to have it
         self._present = what
 
+    def _saved(self) -> checkpoint.SavedModel:
+        """Return what a checkpoint is made of; the weights beside adapters stay, and have their digest once."""
+        if self._base is not None and not self._base.digest:
+            digest = checkpoint.base_digest(self.chunks, self._policy)
+            self._base = self._base.model_copy(update={"digest": digest})
+        return checkpoint.SavedModel(self, self._policy, self._reference, self._base)
+
     def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
-        checkpoint.save_policy(self, self._policy.megatron_cfg, self._reference, folder, committed_step_ids)
+        checkpoint.save_policy(self._saved(), folder, committed_step_ids)
 
     def save_in_background(self, folder: Path, committed_step_ids: Sequence[str]) -> BackgroundWrite:
         group = rendezvous.background_group()
-        write = checkpoint.copy_policy(
-            self, self._policy.megatron_cfg, self._reference, folder, committed_step_ids
-        )
+        write = checkpoint.copy_policy(self._saved(), folder, committed_step_ids)
         return BackgroundWrite(partial(write, group))
 
     def load(self, folder: Path) -> Sequence[str]:
-        return checkpoint.load_policy(
-            self,
-            self._policy.megatron_cfg,
-            self._reference,
-            folder,
-            verify_checksums=self._verify_checksums,
-        )
+        model = checkpoint.SavedModel(self, self._policy, self._reference, self._base)
+        return checkpoint.load_policy(model, folder, verify_checksums=self._verify_checksums)
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
-        checkpoint.load_weights_of(
-            self.chunks, folder, of_a_policy=of_a_policy, verify_checksums=self._verify_checksums
+        base = checkpoint.load_weights_of(
+            self.chunks,
+            self._policy,
+            folder,
+            of_a_policy=of_a_policy,
+            verify_checksums=self._verify_checksums,
         )
+        self._base = base or self._base
         self.weights_replaced()
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -214,6 +226,14 @@ class MegatronBackend(MegatronTrainBackend):
 
     def filling(self) -> WeightFilling:
         return WholeWeightFilling(self.chunks, self._policy.model)
+
+    def export_adapters(self, folder: Path, origin: str | None) -> None:
+        if self._base is None:
+            raise RefusedError(
+                "the model has no adapters: policy.megatron_cfg.peft.enabled is false; export its weights",
+                code="no-adapters",
+            )
+        save_adapters(self.chunks, self._policy, folder, origin=origin or self._base.model_name)
 
     def export_hf(self, folder: Path, origin: str | None) -> None:
         save_pretrained(self.chunks, self._policy, folder, origin=origin)

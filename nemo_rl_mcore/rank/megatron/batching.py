@@ -1,4 +1,4 @@
-"""Which rows pass through the model together on this rank, how often, and where a token may look."""
+"""Microbatches of this rank, and the model's attention inputs for them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from nemo_rl_mcore.rank.megatron.context_parallel import (
 
 @dataclass(frozen=True)
 class Batching:
-    """How this rank's rows become microbatches, on the CPU.
+    """Splits this rank's rows into microbatches, on the CPU.
 
-    column_multiple: padded lengths are multiples of this; of each sample in a packed row too, as far as context
-        parallelism asks for it.
-    budgets: what microbatches are sized by; None for a fixed number of rows.
+    column_multiple: padded lengths are multiples of this; in a packed row the lengths of samples too, where context
+        parallelism needs it.
+    budgets: token budgets of a microbatch; None for a fixed number of rows.
     """
 
     config: TransformerConfig
@@ -49,9 +49,9 @@ class Batching:
     def microbatches(
         self, data: BatchedDataDict, micro_batch_size: int, rows_per_sample: int | None
     ) -> list[Microbatch]:
-        """Return the microbatches of one schedule call; a token budget overrules the size.
+        """Return the microbatches of one schedule call; a token budget overrides `micro_batch_size`.
 
-        rows_per_sample: of the loss that trains or evaluates; None for a call without one, which reads row by row.
+        rows_per_sample: of the loss; None for a pass without a loss, which treats each row separately.
         """
         config, budgets, rows = self.config, self.budgets, rows_per_sample or 1
         if rows_per_sample is None:
@@ -66,9 +66,9 @@ class Batching:
                 pipelined = config.pipeline_model_parallel_size > 1
                 strategy = PackedRows(budget, pipelined, rows, row_multiple=slices)
         groups = strategy.groups(data)
-        calls = max(len(groups), 1)  # this rank runs the model once at least, however few rows it has
+        calls = max(len(groups), 1)  # a rank without rows still runs the model once
         if config.expert_model_parallel_size > 1:
-            # Each forward pass exchanges tokens with other data-parallel ranks, so all must make as many.
+            # Each forward pass exchanges tokens with other data-parallel ranks, so all need the same number of passes.
             calls = parallel_groups.largest_of_data_parallel_ranks(calls)
         if config.virtual_pipeline_model_parallel_size is not None:
             calls = round_up(calls, config.pipeline_model_parallel_size)
@@ -84,20 +84,20 @@ class Batching:
 
 
 def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[str, Any]:
-    """GPTModel's keywords that say where a token may look: at its own sample's past.
+    """Return GPTModel's keywords that restrict attention to a token's own sample.
 
-    Rows of one sample need none: the layers are causal, and padding stands on the right, so that no token sees it.
+    Rows of one sample need no mask: the layers are causal, and the padding is on the right.
     """
     borders = microbatch.borders
     if not borders:
         return {"attention_mask": None}
     if config.transformer_impl != "transformer_engine" and config.context_parallel_size == 1:
-        # Bool [1, 1, L, L], true where a query may not look: other samples and its own future. The rotary embedding is
-        # of relative positions, so it matters nothing where in the row a sample begins.
+        # Bool [1, 1, L, L], true where masked: other samples and the future. Rotary embeddings depend on relative
+        # positions only, so a sample's offset in the row has no effect.
         sample_L = sample_of_tokens(borders)
         visible_LL = (sample_L.unsqueeze(1) == sample_L).tril()
         return {"attention_mask": ~visible_LL[None, None]}
-    # For kernels that run each sample by itself, and for rotary positions cut sample by sample.
+    # For kernels that process each sample separately, and for rotary positions per sample.
     cumulative = torch.tensor(borders, dtype=torch.int32, device=accelerator.device())
     longest = max(end - start for start, end in pairwise(borders))
     parameters = PackedSeqParams(
@@ -108,13 +108,13 @@ def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[
         max_seqlen_kv=longest,
     )
     if config.is_hybrid_model:
-        # Megatron's Mamba layers read which sample each token is of.
+        # For Megatron's Mamba layers: the sample of each token.
         parameters.seq_idx = sample_of_tokens(borders)[None].int()
     return {"attention_mask": None, "packed_seq_params": parameters}
 
 
 def sample_of_tokens(borders: Sequence[int]) -> torch.Tensor:
-    """Return which sample of a packed row each token is of, int64 [L]."""
+    """Return the sample index of each token of a packed row, int64 [L]."""
     lengths = torch.tensor([end - start for start, end in pairwise(borders)], device=accelerator.device())
     return torch.arange(len(lengths), device=lengths.device).repeat_interleave(
         lengths, output_size=borders[-1]

@@ -1,6 +1,7 @@
 """A policy's checkpoint: weights, reference weights, optimizer, schedule and random state, in one folder.
 
-weights/, reference/, optimizer/   torch_dist, which any parallel layout reads
+weights/, reference/, optimizer/   torch_dist, which any parallel layout reads; of adapters, theirs alone
+base/                              the weights beside adapters, where no name leads to them
 random/rank_R.pt                   the generators of one rank, of use to the same layout only
 state.json                         the counters of optimizer and schedule, the layout, the last committed step_ids
 SHA256SUMS                         the checksum of every file
@@ -61,12 +62,22 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
-from nemo_rl_mcore.config import MegatronConfig
+from nemo_rl_mcore.config import MegatronConfig, PolicyConfig
 from nemo_rl_mcore.data.strict_json import read_json, read_regular
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.agreement import agreed, agreed_on_first
-from nemo_rl_mcore.rank.checkpoints import SUMS_FILE, read_sums, require_sums, sha256, write_sums
+from nemo_rl_mcore.rank.checkpoints import (
+    POLICY_FOLDER,
+    SUMS_FILE,
+    read_sums,
+    require_sums,
+    sha256,
+    write_sums,
+)
+from nemo_rl_mcore.rank.megatron.hf_weights.export import full_tensors
+from nemo_rl_mcore.rank.megatron.hf_weights.load import OF_ADAPTERS, load_pretrained
+from nemo_rl_mcore.rank.megatron.lora import adapter_state
 from nemo_rl_mcore.rank.megatron.optimizer_state import (
     gather_parameters,
     load_optimizer_state,
@@ -78,6 +89,7 @@ from nemo_rl_mcore.rank.megatron.reference_policy import ReferencePolicy
 from nemo_rl_mcore.rank.megatron.sharded_metadata import COMMON_STATE, read_metadata
 from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.rank.megatron.value_head import VALUE_HEAD
+from nemo_rl_mcore.rank.refit import digests
 from nemo_rl_mcore.rank.rendezvous import patient_group
 
 _log = logging.getLogger(__name__)
@@ -176,11 +188,30 @@ def read_generators(folder: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", state)
 
 
+BASE = "base"
 WEIGHTS = "weights"
 REFERENCE = "reference"
 OPTIMIZER = "optimizer"
 RANDOM = "random"
 STATE_FILE = "state.json"
+
+
+class Base(BaseModel):
+    """The model that adapters are beside: the key of its name, none for random weights, and a digest of the bits."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    model_name: str | None = None
+    init_checkpoint: str | None = None
+    digest: str = ""
+
+    @classmethod
+    def of(cls, policy: PolicyConfig) -> Self:
+        return cls(model_name=policy.model_name, init_checkpoint=policy.init_checkpoint)
+
+    @property
+    def named(self) -> bool:
+        return self.model_name is not None or self.init_checkpoint is not None
 
 
 class _State(BaseModel):
@@ -191,15 +222,63 @@ class _State(BaseModel):
     layout: dict[str, int | None]
     committed_step_ids: list[str] = []
     has_checksums: bool = False  # as in the folders of older versions
+    base: Base | None = None
 
 
-def save_policy(
-    backend: MegatronTrainBackend,
-    config: MegatronConfig,
-    reference: ReferencePolicy | None,
-    folder: Path,
-    committed_step_ids: Sequence[str] = (),
-) -> None:
+@dataclass(frozen=True)
+class SavedModel:
+    """What a checkpoint is made of, and set back into.
+
+    base: None where all of the model is trained.
+    """
+
+    backend: MegatronTrainBackend
+    policy: PolicyConfig
+    reference: ReferencePolicy | None
+    base: Base | None = None
+
+    def parts(self) -> Iterator[tuple[str, ShardedStateDict]]:
+        """Yield the sharded state of each folder; its tensors are the model's until the next one is asked for."""
+        chunks = self.backend.chunks
+        if self.base is not None and not self.base.named:
+            yield BASE, _model_state(chunks)
+        yield WEIGHTS, self._trained_state()
+        if self.reference is not None:
+            with self.reference.swapped_in():
+                yield REFERENCE, _model_state(chunks)
+        yield OPTIMIZER, self.optimizer_state(loading=False)
+
+    def optimizer_state(self, *, loading: bool) -> ShardedStateDict:
+        weights = self._trained_state(one_tensor_for_all_layers=not self.policy.megatron_cfg.freeze)
+        return sharded_optimizer_state(self.backend.optimizer, weights, loading=loading)
+
+    def _trained_state(self, *, one_tensor_for_all_layers: bool = True) -> ShardedStateDict:
+        if self.base is not None:
+            return adapter_state(self.backend.chunks, self.policy)
+        return _model_state(self.backend.chunks, one_tensor_for_all_layers=one_tensor_for_all_layers)
+
+    def rest(self, committed_step_ids: Sequence[str]) -> Callable[[Path, dist.ProcessGroup | None], None]:
+        """Take what is small, and return what writes it, with the checksums of all that the folder then holds."""
+        counters = _State(
+            optimizer_step=optimizer_step(self.backend.optimizer),
+            schedule_samples=int(self.backend.scheduler.num_steps),
+            layout=_layout(self.policy.megatron_cfg),
+            committed_step_ids=[*committed_step_ids],
+            has_checksums=True,
+            base=self.base,
+        )
+        generators, text = agreed(present_generators), counters.model_dump_json()
+
+        def write(folder: Path, group: dist.ProcessGroup | None) -> None:
+            agreed_on_first((folder / RANDOM).mkdir, group)
+            agreed(lambda: generators_file(folder / RANDOM).write_bytes(generators), group)
+            agreed_on_first(lambda: (folder / STATE_FILE).write_text(text, encoding="utf-8"), group)
+            write_sums_together(folder, group)
+
+        return write
+
+
+def save_policy(saved: SavedModel, folder: Path, committed_step_ids: Sequence[str] = ()) -> None:
     """Write everything that the next step depends on; every rank takes part, and returns when all have written.
 
     Raises ValueError on all ranks, before anything is written, when the folder holds something; OSError on all ranks
@@ -207,17 +286,13 @@ def save_policy(
     """
     _require_empty(folder)
     group = patient_group()  # one rank may write for long
-    for name, state in _parts(backend, config, reference):
+    for name, state in saved.parts():
         PreparedState.of(state, copied=False).write(folder / name, group)
-    _rest_of(backend, config, committed_step_ids)(folder, group)
+    saved.rest(committed_step_ids)(folder, group)
 
 
 def copy_policy(
-    backend: MegatronTrainBackend,
-    config: MegatronConfig,
-    reference: ReferencePolicy | None,
-    folder: Path,
-    committed_step_ids: Sequence[str] = (),
+    saved: SavedModel, folder: Path, committed_step_ids: Sequence[str] = ()
 ) -> Callable[[dist.ProcessGroup], None]:
     """Copy what `save_policy` writes into the CPU's memory, and return what writes the copy; every rank takes part.
 
@@ -225,8 +300,8 @@ def copy_policy(
     policy may be trained meanwhile. The errors are those of `save_policy`.
     """
     _require_empty(folder)
-    parts = {name: PreparedState.of(state, copied=True) for name, state in _parts(backend, config, reference)}
-    write_rest, device = _rest_of(backend, config, committed_step_ids), accelerator.device()
+    parts = {name: PreparedState.of(state, copied=True) for name, state in saved.parts()}
+    write_rest, device = saved.rest(committed_step_ids), accelerator.device()
 
     def write(group: dist.ProcessGroup) -> None:
         accelerator.compute_on(device)  # also in a thread that has not yet
@@ -237,53 +312,14 @@ def copy_policy(
     return write
 
 
-def _parts(
-    backend: MegatronTrainBackend, config: MegatronConfig, reference: ReferencePolicy | None
-) -> Iterator[tuple[str, ShardedStateDict]]:
-    """Yield the sharded state of each folder; its tensors are the model's until the next one is asked for."""
-    yield WEIGHTS, _model_state(backend.chunks)
-    if reference is not None:
-        with reference.swapped_in():
-            yield REFERENCE, _model_state(backend.chunks)
-    weights = _model_state(backend.chunks, one_tensor_for_all_layers=not config.freeze)
-    yield OPTIMIZER, sharded_optimizer_state(backend.optimizer, weights, loading=False)
-
-
-def _rest_of(
-    backend: MegatronTrainBackend, config: MegatronConfig, committed_step_ids: Sequence[str]
-) -> Callable[[Path, dist.ProcessGroup | None], None]:
-    """Take what is small, and return what writes it, with the checksums of all that the folder then holds."""
-    counters = _State(
-        optimizer_step=optimizer_step(backend.optimizer),
-        schedule_samples=int(backend.scheduler.num_steps),
-        layout=_layout(config),
-        committed_step_ids=[*committed_step_ids],
-        has_checksums=True,
-    )
-    generators, text = agreed(present_generators), counters.model_dump_json()
-
-    def write(folder: Path, group: dist.ProcessGroup | None) -> None:
-        agreed_on_first((folder / RANDOM).mkdir, group)
-        agreed(lambda: generators_file(folder / RANDOM).write_bytes(generators), group)
-        agreed_on_first(lambda: (folder / STATE_FILE).write_text(text, encoding="utf-8"), group)
-        write_sums_together(folder, group)
-
-    return write
-
-
-def load_policy(
-    backend: MegatronTrainBackend,
-    config: MegatronConfig,
-    reference: ReferencePolicy | None,
-    folder: Path,
-    *,
-    verify_checksums: bool = True,
-) -> Sequence[str]:
+def load_policy(model: SavedModel, folder: Path, *, verify_checksums: bool = True) -> Sequence[str]:
     """Set everything back that `save_policy` wrote, and return the step_ids that were committed; every rank takes part.
 
     Generators are set back only where the layout is the one that was saved. A checkpoint of a run without a reference
-    policy leaves the given one. Raises ValueError on all ranks, naming the file, when one is broken.
+    policy leaves the given one. Raises ValueError on all ranks, naming the file, when one is broken, and RefusedError
+    for adapters beside another model.
     """
+    backend, config, reference = model.backend, model.policy.megatron_cfg, model.reference
     saved = agreed(lambda: _read_state(folder))
     if verify_checksums:
         require_sums_together(folder, required=saved.has_checksums)
@@ -292,10 +328,19 @@ def load_policy(
     if reference is not None and (folder / REFERENCE).is_dir():
         load_weights(backend.chunks, folder / REFERENCE)
         reference.keep()
-    load_weights(backend.chunks, folder / WEIGHTS)
-    weights = _model_state(backend.chunks, one_tensor_for_all_layers=not config.freeze)
-    wanted = sharded_optimizer_state(backend.optimizer, weights, loading=True)
-    state = load_sharded(wanted, folder / OPTIMIZER)
+    if (saved.base is None) != (model.base is None):
+        have, has = ("", "no ") if model.base is None else ("no ", "")
+        raise RefusedError(
+            f"{folder} holds {have}adapters, and the model has {has}of them: see policy.megatron_cfg.peft.enabled",
+            code="other-model",
+        )
+    if saved.base is None:
+        load_weights(backend.chunks, folder / WEIGHTS)
+    else:
+        if (folder / BASE).is_dir():
+            load_weights(backend.chunks, folder / BASE)
+        _load_adapters(backend.chunks, model.policy, folder, saved.base)
+    state = load_sharded(model.optimizer_state(loading=True), folder / OPTIMIZER)
     load_optimizer_state(backend.optimizer, state, saved.optimizer_step, folder / OPTIMIZER)
     backend.scheduler.num_steps = saved.schedule_samples
     backend.scheduler.step(0)  # the rates of that place in the schedule
@@ -307,18 +352,64 @@ def load_policy(
     return saved.committed_step_ids
 
 
+def _load_adapters(chunks: Sequence[torch.nn.Module], policy: PolicyConfig, folder: Path, base: Base) -> None:
+    """Fill this rank's adapters; RefusedError on all ranks where the model beside them is not theirs, bit for bit."""
+    found = base_digest(chunks, policy)
+    if found != base.digest:
+        named = base.model_name or base.init_checkpoint
+        origin = "random weights" if named is None else repr(named)
+        raise RefusedError(
+            f"{folder} holds adapters beside {origin} with the digest {base.digest}, and this model has {found}: "
+            "its weights are others",
+            code="other-model",
+        )
+    loaded = load_sharded(adapter_state(chunks, policy), folder / WEIGHTS)
+    for number, chunk in enumerate(chunks):
+        cast(MegatronModule, unwrap_model(chunk)).load_state_dict(loaded[str(number)], strict=False)
+
+
+def base_digest(chunks: Sequence[torch.nn.Module], policy: PolicyConfig) -> str:
+    """Return one digest of the weights beside adapters, the same on every layout; every rank takes part."""
+    return digests.of_all(digests.digests(full_tensors(chunks, policy, merged=False)))
+
+
 def load_weights_of(
     chunks: Sequence[torch.nn.Module],
-    policy: Path,
+    policy: PolicyConfig,
+    folder: Path,
     *,
     of_a_policy: bool = False,
     verify_checksums: bool = True,
-) -> None:
-    """`load_weights` of a folder that `save_policy` wrote."""
+) -> Base | None:
+    """`load_weights` of a folder that `save_policy` wrote; into a model with adapters, a whole one goes beside them.
+
+    Of adapters the model beside them is loaded too, where it has a name, and returned.
+    """
+    saved = agreed(lambda: _read_state(folder))
     if verify_checksums:
-        required = agreed(lambda: _read_state(policy)).has_checksums
-        require_sums_together(policy, f"{WEIGHTS}/", required=required)
-    load_weights(chunks, policy / WEIGHTS, of_a_policy=of_a_policy)
+        for part in [WEIGHTS, *([BASE] if (folder / BASE).is_dir() else [])]:
+            require_sums_together(folder, f"{part}/", required=saved.has_checksums)
+    base = saved.base
+    if base is None:
+        load_weights(chunks, folder / WEIGHTS, of_a_policy=of_a_policy)
+        return None
+    if not policy.megatron_cfg.peft.enabled:
+        raise RefusedError(
+            f"{folder} holds adapters, and the model has none: set policy.megatron_cfg.peft as it was, or export "
+            "the checkpoint and name that folder",
+            code="other-model",
+        )
+    if base.model_name is not None:
+        if policy.model_name is None:  # else it is there already
+            load_pretrained(policy.model_copy(update={"model_name": base.model_name}), chunks)
+    elif base.init_checkpoint is not None:
+        of_base = Path(base.init_checkpoint) / POLICY_FOLDER
+        load_weights_of(chunks, policy, of_base, verify_checksums=verify_checksums)
+    else:
+        load_weights(chunks, folder / BASE)
+        base = Base(init_checkpoint=str(folder.parent), digest=base.digest)
+    _load_adapters(chunks, policy, folder, base)
+    return base
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, *, of_a_policy: bool = False) -> None:
@@ -349,7 +440,8 @@ def _model_state(
         whole = cast(MegatronModule, unwrap_model(chunk)).sharded_state_dict(metadata=metadata)
         # Transformer Engine keeps the scales of FP8 as pickled objects; there is no FP8 here.
         _, tensors = extract_matching_values(whole, lambda entry: isinstance(entry, ShardedObject))
-        state[str(number)] = tensors
+        named = cast("dict[str, Any]", tensors)
+        state[str(number)] = {name: part for name, part in named.items() if not OF_ADAPTERS.fullmatch(name)}
     return state
 
 

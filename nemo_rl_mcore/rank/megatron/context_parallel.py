@@ -4,9 +4,9 @@ A sequence is cut into 2 CP slices of equal length, and rank r has slices r and 
 causal attention, which grows along the sequence, is then the same on each. That is the layout that Megatron's rotary
 embedding and Transformer Engine's attention expect; samples of a packed row are cut one by one.
 
-Losses read whole sequences: `ContextParallelMicrobatch` gives the model a rank's tokens, and gathers what it says of
-them. Each rank computes the loss of the whole rows, and takes back the gradient of its own tokens alone. The ranks'
-gradients of a weight add up over the data-parallel group, which has the context ranks in it.
+Losses need whole sequences: `ContextParallelMicrobatch` gives the model a rank's tokens, and gathers the outputs. Each
+rank computes the loss of whole rows, and backpropagates only the gradient of its own tokens. The ranks' gradients of a
+weight are summed over the data-parallel group, which includes the context ranks.
 
 Shapes: B rows, L columns of a row of the model, CP ranks.
 """
@@ -30,9 +30,9 @@ from nemo_rl_mcore.rank.megatron import parallel_groups
 
 @dataclass(frozen=True)
 class ContextParallelMicrobatch(Microbatch):
-    """A microbatch of which this rank's model sees a part of each sequence.
+    """A microbatch of which this rank's model gets a part of each sequence.
 
-    shared: the microbatch of whole sequences. positions: int64 [L / CP], the columns of its rows that are this rank's.
+    shared: the microbatch of whole sequences. positions: int64 [L / CP], this rank's columns of its rows.
     """
 
     shared: Microbatch
@@ -52,7 +52,7 @@ class ContextParallelMicrobatch(Microbatch):
 
     def from_model(self, values: Tensor) -> Tensor:
         """[B, L / CP, ...] of each rank to [B, S, ...]; the gradient of a rank's own tokens flows back."""
-        # The loss is computed on every rank: what comes back is whole already, and is not summed over the ranks.
+        # Every rank computes the whole loss, so gradients are complete and must not be summed over the ranks.
         gathered = gather_in_order(
             values.transpose(0, 1), self.whole.borders, grad_of_every_rank_is_whole=True
         )
@@ -68,9 +68,9 @@ class ContextParallelMicrobatch(Microbatch):
 def gather_in_order(local: Tensor, borders: Sequence[int], *, grad_of_every_rank_is_whole: bool) -> Tensor:
     """Gather the ranks' parts [L / CP, ...] of a sequence to [L, ...] in its order.
 
-    borders: where the samples of a packed row begin and end; empty for one sample.
-    grad_of_every_rank_is_whole: each rank has the gradient of all that is made of the result, and keeps its own part;
-        else each has that of its own uses alone, and they are summed.
+    borders: start and end positions of the samples of a packed row; empty for one sample.
+    grad_of_every_rank_is_whole: each rank's incoming gradient is complete, and it keeps its own part; otherwise the
+        ranks' gradients are partial, and are summed.
     """
     ranks = context_parallel_size()
     gathered: Tensor = gather_from_sequence_parallel_region(
@@ -84,9 +84,9 @@ def gather_in_order(local: Tensor, borders: Sequence[int], *, grad_of_every_rank
 
 @lru_cache(maxsize=64)
 def zigzag(borders: tuple[int, ...], ranks: int) -> Tensor:
-    """Return the positions that each rank has of a row, int64 [CP, L / CP], slice by slice of each sample.
+    """Return each rank's positions in a row, int64 [CP, L / CP], slice by slice of each sample.
 
-    Raises ValueError where a sample cannot be cut evenly.
+    Raises ValueError if a sample cannot be split evenly.
     """
     if ranks == 1:
         return torch.arange(borders[-1]).unsqueeze(0)
@@ -100,7 +100,7 @@ def zigzag(borders: tuple[int, ...], ranks: int) -> Tensor:
 
 
 def slices_of_a_sample(ranks: int) -> int:
-    """Return into how many slices of equal length a sample is cut for so many ranks; 1 for one of them."""
+    """Return the number of equal slices that a sample is cut into; 1 without context parallelism."""
     return 2 * ranks if ranks > 1 else 1
 
 

@@ -1,6 +1,6 @@
-"""Decoding through a training model, token by token.
+"""Decoding with a training model, token by token.
 
-Shapes: B rows that run together, P prompt length, L length so far, T new tokens, N rows that are not complete.
+Shapes: B rows that are decoded together, P prompt length, L length so far, T new tokens, N unfinished rows.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from nemo_rl_mcore.rank.megatron.train_backend import ForwardBackward, causal_in
 from nemo_rl_mcore.rank.policy_backend import GeneratedRows, GenerationRequest, SampledTokens
 
 NextLogits = Callable[[torch.Tensor], torch.Tensor]
-"""From all tokens so far [B, L] to the logits [B, V] of the next one, the same on every rank of a model copy."""
+"""From all tokens so far [B, L] to the logits [B, V] of the next one, equal on every rank of a model copy."""
 
 
 def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogits:
-    """Decode with a cache where the layout lets one token through the model, else by a whole pass for each token."""
+    """Return a decoder with a KV cache where the layout allows it, else one that runs a whole pass per token."""
     config = model.config
     divided = max(config.pipeline_model_parallel_size, config.context_parallel_size) > 1
-    # Megatron's own Mamba layers keep no state unless its engine runs them.
+    # Megatron's own Mamba layers keep their state only in Megatron's inference engine.
     stateless = accelerator.has_cuda() and config.mamba_num_heads is not None
     if divided or config.sequence_parallel or stateless:
         return RecomputedLogits(model)
     return CachedLogits(model, StaticInferenceContext(rows, max_length))
 
 
-# Products of very few rows round otherwise, and answers are not to depend on how many prompts are read beside theirs.
+# Matrix products of very few rows round differently, and an answer must not depend on the other prompts in its batch.
 _FEWEST_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where logits are wanted: of one position, and of these rows [B], which may repeat; None is each once."""
+    """The position whose logits are wanted, and the rows [B], which may repeat; None is each row once."""
 
     position: int
     rows: torch.Tensor | None = None
@@ -59,7 +59,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class CachedLogits:
-    """Feeds only tokens that the cache has not seen: each prompt once, however many rows answer it, then one a row."""
+    """Runs only tokens that are not in the cache: each distinct prompt once, then one token per row."""
 
     model: ForwardBackward
     cache: StaticInferenceContext
@@ -75,7 +75,7 @@ class CachedLogits:
         return logits_BV
 
     def _read(self, sequences_DL: torch.Tensor, of_row_B: torch.Tensor | None = None) -> torch.Tensor:
-        """Run what is unread of the sequences [D, L]; of_row_B: whose logits each row has, None for one of each."""
+        """Run the uncached tokens of sequences [D, L]; of_row_B: sequence index of each returned row, None for all."""
         offset = self.cache.sequence_len_offset
         unread = sequences_DL.shape[1] - offset
         logits_BV = self.model.chunks[0](
@@ -91,7 +91,7 @@ class CachedLogits:
 
 @dataclass(frozen=True)
 class RecomputedLogits:
-    """Runs all tokens through the schedule: pipeline stages and shared sequences work as in training."""
+    """Runs all tokens through the pipeline schedule, as in training."""
 
     model: ForwardBackward
 
@@ -122,7 +122,7 @@ class RecomputedLogits:
             forward_step_func=forward_step,
             data_iterator=[iter(()) for _ in chunks] if interleaved else iter(()),
             model=[*chunks] if interleaved else chunks[0],
-            # The interleaved schedule runs microbatches in multiples of the stages: the same one each time.
+            # The interleaved schedule needs a multiple of the stages: the same microbatch is repeated.
             num_microbatches=self.model.config.pipeline_model_parallel_size if interleaved else 1,
             seq_length=padded.shape[1],
             micro_batch_size=rows,
@@ -145,13 +145,13 @@ def _logits_at(
     context: _Place,
     **_unused: Any,
 ) -> torch.Tensor:
-    """Return an output processor: the logits [B, V] at one position, gathered over the tensor-parallel ranks."""
+    """Output processor for the logits [B, V] at one position, gathered over the tensor-parallel ranks."""
     position = context.position
     if not output_layer.sequence_parallel:
         hidden_states, position = hidden_states[position : position + 1], 0
     if context.rows is not None:
         hidden_states = hidden_states[:, context.rows]
-    # Under sequence parallelism the output layer gathers the sequence itself, so it is handed the whole.
+    # Under sequence parallelism the output layer gathers the sequence itself.
     logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=True)
     return scale_logits(logits)[position]
 
@@ -161,7 +161,7 @@ def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedR
     rows, steps = len(request.prompts), request.max_new_tokens
     tokens_BT, logprobs_BT = torch.zeros(rows, steps, dtype=torch.long), torch.zeros(rows, steps)
     lengths_B, finished_B = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.bool)
-    with evaluation_mode(session.model.chunks):  # once, not at each token
+    with evaluation_mode(session.model.chunks):  # entered once here, instead of for each token
         while (sampled := session.step()) is not None:
             at = sampled.rows_N, lengths_B[sampled.rows_N]
             tokens_BT[at], logprobs_BT[at] = sampled.tokens_N, sampled.logprobs_N
@@ -171,11 +171,11 @@ def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedR
 
 
 class DecodingSession:
-    """Implements `rank.policy_backend.Decoding`; between two steps requests may be added too.
+    """Implements `rank.policy_backend.Decoding`; requests may be added between two steps.
 
-    Rows of equal prompt length run together, since a batch of the KV cache has one offset, and batches run one after
-    the other. All ranks of a model copy make the same calls. Ranks that exchange tokens step alike, however many rows
-    each has. A step that raises ends the session.
+    Rows of equal prompt length are decoded together, since a batch of the KV cache has one offset; batches run one
+    after the other. All ranks of a model copy make the same calls, and ranks of an expert-parallel group the same
+    number of steps. An error in a step ends the session.
     """
 
     def __init__(self, model: ForwardBackward, vocab_size: int):
@@ -200,7 +200,7 @@ class DecodingSession:
     def step(self) -> SampledTokens | None:
         """See `Decoding.step`.
 
-        There may be no row among them: the others that this rank exchanges tokens with are then kept company.
+        The result may have no rows, if only other ranks of the expert-parallel group still decode.
         """
         with evaluation_mode(self.model.chunks):
             if self._batch is None:
@@ -216,13 +216,13 @@ class DecodingSession:
 
     def reread(self) -> None:
         if (batch := self._batch) is not None:
-            # An empty cache, of the same size.
+            # A new, empty cache of the same size.
             rows, length = batch.sequences_BL.shape
             left = batch.steps - len(batch.new_tokens[0])
             batch.next_logits = next_logits(self.model, rows, length + left)
 
     def _largest(self, number: int) -> int:
-        """Return the largest of the numbers of this rank and those that it exchanges tokens with in a forward pass."""
+        """Return the maximum over the ranks that exchange tokens in a forward pass."""
         if self.model.config.expert_model_parallel_size == 1:
             return number
         return parallel_groups.largest_of_data_parallel_ranks(number)
@@ -230,10 +230,10 @@ class DecodingSession:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """Rows of a request that will run together.
+    """Rows of a request that will be decoded together.
 
-    places: row of the session -> place in the request. bound: the most tokens of each response, as prompts of one
-    length have it.
+    places: row of the session -> place in the request. bound: maximum number of tokens of each response, which is the
+    same for prompts of one length.
     """
 
     request: GenerationRequest
@@ -241,7 +241,7 @@ class _Waiting:
     bound: int
 
 
-# What a rank without rows runs to keep the others company: one token, of which nothing is used.
+# Run by a rank without rows while others of its expert-parallel group decode: one token, whose result is dropped.
 _NOTHING = _Waiting(
     GenerationRequest(
         [[0]], torch.zeros(1, dtype=torch.long), 0, [StopConditions()], SamplingParams(greedy=True)
@@ -253,11 +253,11 @@ _NOTHING = _Waiting(
 
 @dataclass
 class _Batch:
-    """Rows that run together. A row that is complete runs on, unseen, until all are.
+    """Rows that are decoded together. A finished row keeps running, unreported, until all are finished.
 
-    open: row of the session -> place in the batch, of those that are not complete.
-    bound: tokens of a response at most; steps: tokens that are drawn at most, for other ranks' rows too.
-    stops: what ends each place; new_tokens: what was drawn for it.
+    open: row of the session -> place in the batch, for unfinished rows.
+    bound: maximum number of tokens of a response. steps: maximum number of steps, also counting other ranks' rows.
+    stops: stop conditions by place. new_tokens: sampled tokens by place.
     """
 
     request: GenerationRequest
@@ -289,11 +289,11 @@ class _Batch:
         )
 
     def step(self, vocab_size: int) -> SampledTokens:
-        """Draw a token for each row, and close those that it completes."""
+        """Sample a token for each row, and close the rows that it finishes."""
         drawn = len(self.new_tokens[0])
         activity.advance(f"token {drawn + 1} of an answer")
         tokens_B, logprobs_B = sample_tokens(
-            # The padding rows of the embedding are no tokens.
+            # Without the padding rows of the embedding.
             self.next_logits(self.sequences_BL)[:, :vocab_size],
             keyed_uniforms(self.keys_B, drawn),
             self.request.sampling,

@@ -1,4 +1,4 @@
-"""Reduce a step's gradients while its last schedule call computes them, though several calls add them up."""
+"""Overlap the reduction of a step's gradients with its last schedule call, also when several calls accumulate them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nemo_rl_mcore.rank.megatron import parallel_groups
 
 
 def start_reductions(groups: list[Any]) -> None:
-    """Start the asynchronous reductions that the backward hooks have not: all of them where these were held back."""
+    """Start the asynchronous reductions that the backward hooks have not started: all, if the hooks were held back."""
     for group in groups:
         if group.grad_reduce_handle is None:
             group.start_grad_sync()
 
 
 def bucket_groups(chunks: list[DistributedDataParallel]) -> list[Any]:
-    """Return what Megatron reduces at once: groups of buckets of dense weights, then of experts', chunk by chunk."""
+    """Return Megatron's bucket groups, each reduced at once: dense weights, then experts, chunk by chunk."""
     return [
         group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
     ]
@@ -43,10 +43,10 @@ class OverlappedGradSync:
 
     @contextmanager
     def begin(self, factor: float) -> Iterator[bool]:
-        """Around one schedule call, on all ranks: whether its gradients are multiplied by `factor` and being reduced.
+        """Scale the gradients of one schedule call by `factor` and start their reduction; yields whether it does.
 
-        Else they are as `deferred_grad_sync` leaves them. A rank whose schedule fails reduces what it has, since the
-        others may wait for it: whoever clears the gradients then ends that.
+        All ranks enter it; if it yields False, gradients are as `deferred_grad_sync` leaves them. A rank whose schedule
+        fails still starts its reductions, since other ranks may wait for them; clearing the gradients ends these.
         """
         first_pass = any(group.is_first_batch for group in bucket_groups(self.chunks))
         if not self.all_ranks_know:
@@ -65,7 +65,7 @@ class OverlappedGradSync:
 
     @contextmanager
     def _learning(self, *, first_pass: bool) -> Iterator[None]:
-        """Inside, Megatron counts the last microbatch's gradients, and their order is noted; nothing is reduced."""
+        """Record the order in which the last microbatch completes the bucket groups, without reducing them."""
         groups = bucket_groups(self.chunks)
         group_of = {parameter: group for group in groups for parameter in group.params}
         last_come: dict[torch.nn.Parameter, None] = {}
@@ -90,12 +90,12 @@ class OverlappedGradSync:
             if learned:
                 self.order = [*dict.fromkeys(group_of[parameter] for parameter in reversed(last_come))][::-1]
             else:
-                for group in groups:  # Megatron would take them for those of every later pass
+                for group in groups:  # otherwise Megatron would keep these counts for every later pass
                     group.per_param_grad_ready_counts = {}
 
     @contextmanager
     def _last_microbatch_counts(self) -> Iterator[None]:
-        """Inside, the schedules let the hooks of the last microbatch act."""
+        """Let the schedules enable the backward hooks for the last microbatch."""
         held_back = self.config.no_sync_func
         self.config.no_sync_func = lambda: _HeldBack(bucket_groups(self.chunks))
         try:
@@ -106,10 +106,10 @@ class OverlappedGradSync:
 
 @dataclass
 class _HeldBack(AbstractContextManager[None]):
-    """What `DistributedDataParallel.no_sync` does, but not when it is collected.
+    """`DistributedDataParallel.no_sync` as a class instead of a generator.
 
-    The pipelined schedules enter and leave it by hand: after an error, one that is a generator would end whenever the
-    error's traceback goes, in the midst of a later step.
+    The pipelined schedules enter and exit it by hand: after an error, a generator would run its end whenever the
+    error's traceback is collected, possibly within a later step.
     """
 
     groups: list[Any]
@@ -125,7 +125,7 @@ class _HeldBack(AbstractContextManager[None]):
 
 @contextmanager
 def _multiplied_by(factor: float, chunks: list[DistributedDataParallel]) -> Iterator[None]:
-    """Inside, what a bucket starts to reduce is multiplied first, as `scale_gradients` would have done."""
+    """Multiply each bucket by the factor before its reduction starts, as `scale_gradients` would have done."""
     buckets = [bucket for group in bucket_groups(chunks) for bucket in group.buckets]
     own = [bucket.gradient_scaling_factor for bucket in buckets]
     for bucket in buckets:

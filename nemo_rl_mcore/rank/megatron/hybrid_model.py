@@ -1,14 +1,14 @@
-"""Megatron's HybridModel, with the layers of a GPTModel and what the rest of a backend knows of one.
+"""Megatron's HybridModel with the interface of a GPTModel, for dense and Mamba layers.
 
-A HybridModel has attention and feed-forward (or experts) as layers of their own, by a pattern of characters: `*-*-` are
-two layers of a GPTModel. Its weights, their order, their names below a layer and in a checkpoint are those of a
-GPTModel; only the numbers of the layers in its list are twice as many. A model with a pattern of its own, which has
-Mamba layers besides, has as many layers as characters, and a checkpoint in which each has its number.
+In a HybridModel attention and feed-forward (or experts) are separate layers, given by a pattern of characters: `*-*-`
+are two layers of a GPTModel. Its weights, their order and their names in a layer and in a checkpoint are those of a
+GPTModel; only its list has twice as many layers. A model with a pattern of its own, with Mamba layers, has as many
+layers as characters, in a checkpoint too.
 
-Nothing of upstream is replaced: classes derived from its own add what it lacks, a stack with a final norm of our
-choice, which the spec names, and an output layer whose place a processor takes. `HybridModel.forward` hands two
-arguments on, unread: `runtime_gather_output` to the output layer, and `labels` to the loss of that layer's result. In a
-pass with a processor both carry what is asked.
+Nothing of upstream is replaced; derived classes add what is missing: a stack with the final norm that the spec names,
+and an output layer that a processor can replace. `HybridModel.forward` passes two arguments on without reading them:
+`runtime_gather_output` to the output layer, and `labels` to the loss of its result. In a pass with a processor these
+two carry the processor and its context.
 
 Shapes: S sequence, B batch, H hidden.
 """
@@ -42,7 +42,7 @@ _FEED_FORWARD = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
 
 def hybrid_model(policy: PolicyConfig, config: TransformerConfig, **keywords: Any) -> HybridLanguageModel:
-    """Return this rank's stage; `keywords` are those that GPTModel has too."""
+    """Return this rank's stage; `keywords` are those shared with GPTModel."""
     model, megatron, parts_of_a_layer = policy.model, policy.megatron_cfg, policy.parts_of_a_layer
     pair = Symbols.ATTENTION + (Symbols.MLP if model.num_moe_experts is None else Symbols.MOE)
     whole = model.hybrid_layer_pattern or pair * model.num_layers
@@ -69,7 +69,7 @@ def hybrid_model(policy: PolicyConfig, config: TransformerConfig, **keywords: An
 
 
 def _part(layer: ModuleSpec, names: tuple[str, ...]) -> ModuleSpec:
-    """Return a layer with these modules only; the others of a default one do nothing."""
+    """Return a layer with these modules only; all other parts are identities."""
     nothing = TransformerLayerSubmodules()
     kept = {*names, "sharded_state_dict_keys_map"}
     others = {field.name: getattr(nothing, field.name) for field in fields(nothing) if field.name not in kept}
@@ -102,9 +102,9 @@ class _Stack(HybridStack):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] | None = None, metadata: Any = None
     ) -> ShardedStateDict:
-        """Return the state as a TransformerBlock's: a weight of all layers is one tensor, unless told else.
+        """Return the state dict of a TransformerBlock: by default a weight of all layers is one tensor.
 
-        Layers that differ from each other are told apart in any case.
+        Layers of different kinds are always separate tensors.
         """
         state: ShardedStateDict = {}
         parts = self.parts_of_a_layer
@@ -129,20 +129,20 @@ class _Stack(HybridStack):
 
 @dataclass(frozen=True)
 class _Question:
-    """A question to the output layer, which asks for something other than logits; see `output_processor`."""
+    """Request to the output layer for a processor's result instead of logits; see `output_processor`."""
 
     processor: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """An answer of the processor, on its way through what upstream does with logits."""
+    """A processor's result, wrapped to pass through upstream's operations on logits."""
 
     value: Any
 
 
 class _OutputLayer(ColumnParallelLinear):
-    """The output layer, with upstream's weight, that can answer with something else than logits."""
+    """Output layer with upstream's weight that can return a processor's result instead of logits."""
 
     def __init__(self, layer: ColumnParallelLinear, config: TransformerConfig):
         drawn: Any = config.init_method
@@ -186,9 +186,9 @@ class HybridLanguageModel(HybridModel):
         padding_mask: torch.Tensor | None = None,
         **keywords: Any,
     ) -> Any:
-        """As `GPTModel.forward`: on a last stage what the processor returns, else hidden states [S, B, H].
+        """As `GPTModel.forward`: the processor's result on a last stage, hidden states [S, B, H] on others.
 
-        padding_mask: bool [B, S], true where no token is; whole on the first stage, which cuts it as it does the ids.
+        padding_mask: bool [B, S], true for padding; whole on the first stage, which splits it as it does the ids.
         """
         if padding_mask is not None and self.pre_process and self.config.sequence_parallel:
             by_position = padding_mask.transpose(0, 1).contiguous()
@@ -201,10 +201,10 @@ class HybridLanguageModel(HybridModel):
         return super().forward(*inputs, padding_mask=padding_mask, **keywords)
 
     def compute_language_model_loss(self, labels: Any, logits: Any) -> Any:
-        """Return the answer to a question; the loss where labels are given."""
+        """Return the processor's result, or upstream's loss where labels are given."""
         if not isinstance(labels, _Question):
             return super().compute_language_model_loss(labels, logits)
-        # Logits here are of an output layer that was not asked: `require_hook` refuses them.
+        # Logits here mean that the output layer got no request: `require_hook` then raises.
         return logits.value if isinstance(logits, _Answer) else logits
 
     def _scale_logits(self, logits: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a policy's layers are made of: Transformer Engine's modules, or local ones that run everywhere."""
+"""Layer specs: Transformer Engine's modules, or local ones that run everywhere."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BIASES = re.compile(r".+\.mlp\.experts\..+\.bias\d*")
 _NORM_EPSILON = 1e-6
 """Added to the mean square of a latent, whatever layernorm_epsilon is (transformers, DeepseekV3Attention)."""
 _NORMS = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
-"""The norms of latents; Transformer Engine has them in what follows."""
+"""The norms of latents; in Transformer Engine's spec they are part of the following linear."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -61,12 +61,12 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension; shape and dtype stay."""
+        """Normalise the last dimension; shape and dtype are kept."""
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
 
 
 def use_transformer_engine(config: MegatronConfig) -> bool:
-    """Return whether the layers are Transformer Engine's: as asked for, or with `auto` where CUDA and it exist."""
+    """Return whether the layers are Transformer Engine's; `auto` uses it if CUDA and the package are available."""
     if config.transformer_impl == "auto":
         return accelerator.has_cuda() and importlib.util.find_spec("transformer_engine") is not None
     return config.transformer_impl == "transformer_engine"
@@ -81,7 +81,7 @@ def norm_of(config: MegatronConfig) -> Any:
 
 
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """Return a layer's ModuleSpec, or the submodules of a stage; GPTModel takes both, though typed as the first."""
+    """Return a layer's ModuleSpec, or the submodules of a stage; GPTModel accepts both, despite its annotation."""
     layer, frequency = layer_spec(config, transformer), transformer.moe_layer_freq
     if use_transformer_engine(config) and not isinstance(frequency, list):
         return layer
@@ -95,7 +95,7 @@ def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stag
 
 
 def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """Return the block of multi-token prediction layers, on the stage that holds them, else None."""
+    """Return the block of multi-token prediction layers on the stage that holds them, None on others."""
     if not transformer.mtp_num_layers:
         return None
     if not builds_prediction_layers():
@@ -115,9 +115,9 @@ def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_s
 
 
 def builds_prediction_layers() -> bool:
-    """Return whether this Megatron can build prediction layers with the packages that are here.
+    """Return whether the installed Megatron can build prediction layers with the installed packages.
 
-    0.20 asks of each whether it is one of the layers for inference, whose classes are mocks without Transformer Engine.
+    0.20 tests each layer against its inference classes, which are mocks without Transformer Engine.
     """
     try:
         from megatron.core.tensor_parallel.inference_layers import (
@@ -133,11 +133,11 @@ def builds_prediction_layers() -> bool:
 
 
 def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense: bool = False) -> ModuleSpec:
-    """Return what one layer is made of, attention and feed-forward or experts, with the norms before them.
+    """Return the spec of one layer: attention and feed-forward or experts, with the norms before them.
 
-    dense: whether it has no experts, though others of the model have some.
-    Raises RefusedError for ranks on GPUs that share sequences and have local layers, and where the installed Megatron
-    cannot build what the model has.
+    dense: without experts, in a model where other layers have them.
+    Raises RefusedError for context parallelism on GPUs with local layers, and for layers that the installed Megatron
+    cannot build.
     """
     shared, engine = config.context_parallel_size, use_transformer_engine(config)
     if shared > 1 and accelerator.has_cuda() and not engine:
@@ -150,9 +150,9 @@ def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense:
     experts = None if dense else transformer.num_moe_experts
     latent = transformer.multi_latent_attention
     if latent and not hasattr(MLASelfAttention, "_qkv_down_projection"):
-        # There is no place for the gradients to come together.
+        # This version has no method in which the gradients of latents could be reduced.
         raise RefusedError(
-            f"policy.model.multi_latent_attention: true: megatron-core {megatron_version} does not say where latents "
+            f"policy.model.kv_lora_rank: megatron-core {megatron_version} does not say where latents "
             "are made; install megatron-core 0.19",
             code="missing-package",
         )
@@ -203,9 +203,9 @@ def _local_layer_spec(transformer: TransformerConfig, experts: int | None) -> Mo
 
 
 class _ExpertOutput(RowParallelLinear):
-    """Upstream's product, whose result may be added to in place.
+    """Upstream's linear with a result that may be modified in place.
 
-    MLP.forward adds an expert's bias so, and the result of upstream's is a view that autograd lets nobody change.
+    MLP.forward adds an expert's bias in place, and upstream's result is a view that autograd protects.
     """
 
     def forward(self, input_: torch.Tensor) -> Any:
@@ -214,11 +214,11 @@ class _ExpertOutput(RowParallelLinear):
 
 
 def mark_for_tensor_parallel(model: torch.nn.Module) -> None:
-    """Mark sinks as cut by ranks, and biases of experts as whole.
+    """Mark sinks as sharded over ranks, and biases of experts as replicated.
 
-    Unmarked, the norm of gradients has the sinks of one rank alone (tensor_parallel/layers.py,
-    param_is_not_tensor_parallel_duplicate). And upstream adds up the gradients of experts' biases over the ranks that
-    share tokens (RowParallelLinear marks them under sequence parallelism), which hold other experts, or the same sums.
+    Without the mark the gradient norm would include the sinks of one rank only (tensor_parallel/layers.py,
+    param_is_not_tensor_parallel_duplicate). And upstream would sum the gradients of experts' biases over the
+    sequence-parallel ranks (RowParallelLinear marks them), although these hold other experts, or equal sums.
     """
     for name, parameter in model.named_parameters():
         if _SINKS.fullmatch(name) and not hasattr(parameter, "tensor_model_parallel"):
@@ -228,7 +228,7 @@ def mark_for_tensor_parallel(model: torch.nn.Module) -> None:
 
 
 class _ReplicatedLinear(torch.nn.Module):
-    """A product with a weight that is the same on all ranks; under sequence parallelism each has its own tokens."""
+    """A linear with a weight replicated on all ranks; under sequence parallelism each rank has its own tokens."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class _ReplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Upstream's attention, whose latents are the same on all tensor-parallel ranks."""
+    """Upstream's latent attention with latents that are equal on all tensor-parallel ranks."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **keywords: Any):
         super().__init__(config, *args, **keywords)
@@ -264,14 +264,14 @@ class LatentAttention(MLASelfAttention):
                 part.eps = _NORM_EPSILON
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return the parts as the spec has them; upstream would norm a hidden state that is no latent once more."""
+        """Return the parts as in the spec; upstream would normalise the hidden state twice."""
         parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in parts}
 
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the latents [S', B, R] of queries, and of keys and values with the rotated part after them.
+        """Return the latents [S', B, R] of queries, and of keys and values followed by the rotary part.
 
-        Under sequence parallelism the gather of the rotated part sums its gradient over the ranks' heads.
+        The rotary part's gradient must be summed over the ranks' heads; under sequence parallelism its gather does so.
         """
         queries, keys_and_values = super()._qkv_down_projection(hidden_states)
         if not self.config.sequence_parallel:
@@ -284,7 +284,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class _LatentMoELayer(MoELayer):
-    """Upstream's layer of experts, with projections to their latent and back that need no Transformer Engine."""
+    """Upstream's MoE layer, with projections to the experts' latent and back that need no Transformer Engine."""
 
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules, *args: Any, **keywords: Any):
         assert config.moe_latent_size is not None

@@ -1,9 +1,9 @@
-"""A Mamba-2 layer without Megatron's CUDA kernels: the same parameters, their parts on a rank, and their checkpoint.
+"""A Mamba-2 layer without Megatron's CUDA kernels, with the same parameters, sharding and checkpoint.
 
-Megatron's mixer needs the packages mamba_ssm and causal_conv1d, which need a GPU. This one is for machines without: it
-is slow, and the reference that the tests compare with transformers.
+Megatron's mixer needs the packages mamba_ssm and causal_conv1d, which need a GPU. This one is slow, runs anywhere, and
+is the reference that tests compare with transformers.
 
-Shapes: S sequence, B rows, X what the input projection gives: gate z, values x, keys B, queries C, time steps dt.
+Shapes: S sequence, B rows, X channels of the input projection: gate z, values x, keys B, queries C, time steps dt.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from nemo_rl_mcore.rank.megatron.context_parallel import (
 )
 from nemo_rl_mcore.rank.megatron.layer_specs import norm_of, use_transformer_engine
 
-# As upstream draws them.
+# Ranges of upstream's initialisation.
 _SHORTEST_STEP, _LONGEST_STEP = 1e-3, 0.1
 _DECAYS = 1.0, 16.0
 
 
 class ReferenceMambaLayer(MambaLayer):
-    """Megatron's layer, which tells its mixer of the samples of a packed row where only the mask shows them."""
+    """Megatron's layer, which derives the samples of a packed row from the attention mask, for its mixer."""
 
     def forward(
         self,
@@ -59,9 +59,9 @@ class ReferenceMambaLayer(MambaLayer):
         packed_seq_params: PackedSeqParams | None = None,
         **keywords: Any,
     ) -> Tensor:
-        """Return the hidden states [S, B, H]; `attention_mask` is [1, 1, S, S], true where a position may not look."""
+        """Return the hidden states [S, B, H]; `attention_mask` is [1, 1, S, S], true where masked."""
         if attention_mask is not None and packed_seq_params is None:
-            # A position that does not see the one before it is the first of its own sample.
+            # A position that does not see its predecessor is the first of its sample.
             first = attention_mask[0, 0].diagonal(-1).nonzero().flatten() + 1
             end = first.new_full((1,), attention_mask.shape[-1])
             borders = torch.cat([first.new_zeros(1), first, end])
@@ -71,7 +71,7 @@ class ReferenceMambaLayer(MambaLayer):
 
 
 class ReferenceMambaMixer(MambaMixer):
-    """Mixes along the sequence. Of upstream's class it has what describes the parameters, and its checkpoint."""
+    """Mamba-2 mixer; from upstream's class it inherits the description of parameters and the checkpoint format."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ReferenceMambaMixer(MambaMixer):
         pg_collection: ProcessGroupCollection,
         **_unused: Any,
     ):
-        MegatronModule.__init__(self, config)  # upstream's own needs the kernels
+        MegatronModule.__init__(self, config)  # upstream's constructor needs the kernels
         assert config.mamba_num_heads is not None
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
         self.nheads, self.headdim = config.mamba_num_heads, config.mamba_head_dim
@@ -106,7 +106,7 @@ class ReferenceMambaMixer(MambaMixer):
             skip_bias_add=False,
             tp_comm_buffer_name="fc1",
         )
-        # Each rank draws the parameters of all, as upstream's distributions are, and keeps its part.
+        # Each rank draws the parameters of all ranks, from upstream's distributions, and keeps its part.
         convolved, bound = self._parts(1)[1:4], 1 / math.sqrt(MAMBA_TAPS)
         self.conv1d_weight = self._part(
             torch.empty(sum(convolved), 1, MAMBA_TAPS).uniform_(-bound, bound), convolved
@@ -129,7 +129,7 @@ class ReferenceMambaMixer(MambaMixer):
         )
 
     def _parts(self, ranks: int | None = None) -> tuple[int, int, int, int, int]:
-        """Return the rows of z, x, B, C and dt, on this rank or on all of them."""
+        """Return the number of rows of z, x, B, C and dt, on this rank or over all."""
         ranks = ranks or self.tp_group.size()
         inner, keys = self.d_inner // ranks, self.ngroups * self.d_state // ranks
         return inner, inner, keys, keys, self.nheads // ranks
@@ -149,9 +149,9 @@ class ReferenceMambaMixer(MambaMixer):
         packed_seq_params: PackedSeqParams | None = None,
         **_unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [S, B, H] of [S, B, H], and no bias; S is a rank's part under sequence and context parallelism.
+        """Map [S, B, H] to [S, B, H], and no bias; S is a rank's part under sequence and context parallelism.
 
-        inference_context: keeps the states of the sequences so far; what it has seen is not in hidden_states.
+        inference_context: holds the states of the sequences so far; hidden_states then has only the new tokens.
         """
         borders: tuple[int, ...] = ()
         if packed_seq_params is not None:
@@ -168,7 +168,7 @@ class ReferenceMambaMixer(MambaMixer):
         return self.out_proj(mixed_SBD.contiguous())
 
     def _mix(self, projected_BSX: Tensor, samples_S: Tensor | None, state: _State) -> Tensor:
-        """Return what the output projection is given, [B, S, heads of this rank * P]."""
+        """Return the input of the output projection, [B, S, heads of this rank * P]."""
         inner, _, keys, _, heads = self._parts()
         gate, convolved, steps = projected_BSX.split([inner, inner + 2 * keys, heads], dim=-1)
         before_BWC, state_BHPN = state.take()
@@ -196,17 +196,17 @@ class ReferenceMambaMixer(MambaMixer):
         return self.norm(mixed, gate)
 
     def train(self, mode: bool = True) -> ReferenceMambaMixer:
-        """Do as any module; upstream's has a cache of its own to forget."""
+        """As `torch.nn.Module.train`; upstream's override clears a cache that does not exist here."""
         torch.nn.Module.train(self, mode)
         return self
 
 
 @dataclass(frozen=True)
 class _State:
-    """What a mixer knows of the tokens before its input: none, or what a decoding session has kept of each row.
+    """A mixer's state from the tokens before its input: empty, or the cached state of each row of a decoding session.
 
-    It is kept as keys and values of attention are, with the rows in the second dimension, so that a session can move
-    them.
+    It is cached like the keys and values of attention, with rows in the second dimension, so that a session can
+    reorder them.
     """
 
     mixer: ReferenceMambaMixer
@@ -229,7 +229,7 @@ class _State:
         )
 
     def keep(self, last_BWC: Tensor, state_BHPN: Tensor) -> None:
-        """Keep both for the next token, in the room of all rows of the session."""
+        """Store both for the next token, in the session's buffer of all rows."""
         if self.context is None:
             return
         parts = last_BWC.transpose(0, 1), state_BHPN.unsqueeze(0)
@@ -241,14 +241,14 @@ class _State:
 
 
 class GatedNorm(torch.nn.Module):
-    """A root-mean-square norm over each group of channels of what a gate lets through."""
+    """Gated root-mean-square norm over each group of channels."""
 
     def __init__(self, weight: Parameter, groups: int, tensor_parallel: torch.distributed.ProcessGroup):
         super().__init__()
         self.weight, self.groups, self.tp_group = weight, groups, tensor_parallel
 
     def forward(self, values: Tensor, gate: Tensor) -> Tensor:
-        """Normalise [..., channels]; shape and dtype stay."""
+        """Normalise [..., channels]; shape and dtype are kept."""
         precision = torch.promote_types(values.dtype, torch.float32)
         let_through = values.to(precision) * silu(gate.to(precision))
         grouped = let_through.unflatten(-1, (self.groups, -1))
@@ -258,7 +258,7 @@ class GatedNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the weight as upstream saves its own: each tensor-parallel rank has a part."""
+        """Return the weight in upstream's checkpoint format, sharded over tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             *(self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets),
             tp_group=self.tp_group,
@@ -270,10 +270,10 @@ _KERNELS = ("mamba_ssm", "causal_conv1d", "einops")
 
 
 def mamba_layer_spec(config: MegatronConfig) -> ModuleSpec:
-    """Return a layer with the norm before it; on CPUs it is `ReferenceMambaLayer`.
+    """Return the spec of a layer with its input norm; on CPU it is `ReferenceMambaLayer`.
 
-    Raises RefusedError for ranks on GPUs without the packages of Megatron's kernels, or with local layers, whose masks
-    those kernels do not read.
+    Raises RefusedError on GPUs without the packages of Megatron's kernels, or with local layers, whose masks those
+    kernels ignore.
     """
     # Upstream's annotation names no functions, and hybrid_layer_specs.py gives it this one.
     add = cast(type, get_bias_dropout_add)
@@ -285,7 +285,7 @@ def mamba_layer_spec(config: MegatronConfig) -> ModuleSpec:
                 norm=norm_of(config),
                 mixer=ModuleSpec(module=ReferenceMambaMixer, submodules=local),
                 mamba_bda=add,
-                # Transformer Engine has the norm and the projection in one module.
+                # Transformer Engine fuses the norm into the projection.
                 sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
             ),
         )

@@ -69,7 +69,7 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
     settings |= {"rope_type": "rope", "rotary_base": model.rotary_base}
     if scaling is not None:
         settings |= {"rope_type": "yarn", "rotary_scaling_factor": scaling.factor}
-        settings |= {key: getattr(scaling, key) for key in scaling.keys if key != "factor"}
+        settings |= {key: value for key, value in scaling.written.items() if key != "factor"}
         settings |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
     return MLATransformerConfig(**settings)
 
@@ -90,7 +90,7 @@ def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, An
         "gated_linear_unit": model.gated,
         "activation_func": _ACTIVATIONS[model.activation_func],
         "activation_func_clamp_value": model.activation_func_clamp_value,
-        "glu_linear_offset": model.glu_linear_offset,
+        "glu_linear_offset": 1.0 if model.activation_func == "quick_gelu" else 0.0,
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.layernorm_epsilon,
         "qk_layernorm": model.qk_layernorm,
@@ -119,7 +119,7 @@ def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, An
     if policy.model_class == "hybrid":
         settings["is_hybrid_model"] = True  # its pattern has the layers of each stage
     else:
-        settings |= {"num_layers": model.num_layers, **config.own_stages, **config.counted_ends}
+        settings |= {"num_layers": model.num_layers, **config.own_stages}
     if model.sliding_window is not None:
         # Counted in tokens before and behind a query.
         settings["window_size"] = (model.sliding_window - 1, 0)
@@ -179,18 +179,13 @@ def _fused_settings(
     config: MegatronConfig, kernels: Kernels, *, scaled: bool, gated: bool
 ) -> dict[str, bool]:
     """scaled: rotations are YaRN's, or those of latent attention; gated: of feed-forward layers."""
-    activation, accumulated = config.bias_activation_fusion, config.gradient_accumulation_fusion
-    if accumulated is True and not (kernels.gpu and kernels.apex):
-        # The output layer is Megatron's own, which has no other way (tensor_parallel/layers.py, ColumnParallelLinear).
-        raise _needs("gradient_accumulation_fusion: true", f"Apex's {_APEX}", "set it to auto or false")
-    if accumulated == "auto":
-        accumulated = kernels.gpu and kernels.engine and kernels.apex
+    activation = config.bias_activation_fusion
     return {
         "bias_activation_fusion": gated and (kernels.gpu if activation == "auto" else activation),
         # The fused kernel of packed rows leaves out what YaRN multiplies cosines and sines by, and that of latent
         # attention is YaRN's alone, and decodes nothing.
         "apply_rope_fusion": config.apply_rope_fusion and kernels.engine and not scaled,
-        "gradient_accumulation_fusion": accumulated,
+        "gradient_accumulation_fusion": kernels.gpu and kernels.engine and kernels.apex,
         "moe_permute_fusion": config.moe_permute_fusion and kernels.engine,
     }
 
@@ -237,7 +232,7 @@ def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[LanguageM
             pre_process=parallel_state.is_pipeline_first_stage(**place),
             post_process=parallel_state.is_pipeline_last_stage(**place),
             share_embeddings_and_output_weights=model.tie_word_embeddings,
-            position_embedding_type=model.position_embedding_type,
+            position_embedding_type="rope" if model.has_positions else "none",
             rotary_base=model.rotary_base,
             vp_stage=vp_stage,
         )
@@ -247,7 +242,7 @@ def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[LanguageM
             attentions = [part for part in chunk.modules() if isinstance(part, LatentAttention)]
             for attention in attentions[1:]:
                 attention.rotary_pos_emb = attentions[0].rotary_pos_emb
-        elif model.rope_scaling is not None and model.position_embedding_type == "rope":
+        elif model.rope_scaling is not None and model.has_positions:
             rotary = cast(RotaryEmbedding, chunk.rotary_pos_emb)
             rotary.inv_freq = stretched_frequencies(rotary.inv_freq, model.rope_scaling, model.rotary_base)
         chunks.append(chunk)
@@ -327,8 +322,12 @@ def bucket_settings(policy: PolicyConfig) -> dict[str, Any]:
         "overlap_grad_reduce": ddp.overlap_grad_reduce,
         "overlap_param_gather": ddp.overlap_param_gather,
         "average_in_collective": False,  # gradients are sums; see calculate_per_token_loss above
-        "bucket_size": ddp.bucket_size,
+        "bucket_size": BUCKET_SIZE,
     }
+
+
+BUCKET_SIZE: int | None = None
+"""Parameters of a bucket of gradients; None lets Megatron choose."""
 
 
 def stretched_frequencies(frequencies: torch.Tensor, scaling: RopeScalingConfig, base: float) -> torch.Tensor:

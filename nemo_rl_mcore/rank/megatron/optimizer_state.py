@@ -63,10 +63,10 @@ def build_optimizer(
         lr_warmup_steps=schedule.lr_warmup_iters * samples,
         lr_decay_steps=decay_iters * samples,
         lr_decay_style=schedule.lr_decay_style,
-        start_wd=schedule.start_weight_decay,
-        end_wd=schedule.end_weight_decay,
+        start_wd=peak.weight_decay,
+        end_wd=peak.weight_decay,
         wd_incr_steps=decay_iters * samples,
-        wd_incr_style=schedule.weight_decay_incr_style,
+        wd_incr_style="constant",
     )
     return optimizer, scheduler
 
@@ -74,7 +74,7 @@ def build_optimizer(
 def optimizer_settings(policy: PolicyConfig) -> dict[str, Any]:
     optimizer = policy.megatron_cfg.optimizer
     return {
-        "optimizer": optimizer.optimizer,
+        "optimizer": "adam",
         "lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
         "weight_decay": optimizer.weight_decay,
@@ -83,7 +83,6 @@ def optimizer_settings(policy: PolicyConfig) -> dict[str, Any]:
         "adam_beta1": optimizer.adam_beta1,
         "adam_beta2": optimizer.adam_beta2,
         "adam_eps": optimizer.adam_eps,
-        "sgd_momentum": optimizer.sgd_momentum,
         "use_distributed_optimizer": optimizer.use_distributed_optimizer,
         "overlap_param_gather": policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
         "clip_grad": policy.max_grad_norm,

@@ -26,10 +26,10 @@ from nemo_rl_mcore.rank import accelerator, rendezvous
 _computing_ranks: dist.ProcessGroup | None = None
 
 
-def initialize(config: MegatronConfig, seed: int) -> None:
+def initialize(config: MegatronConfig, seed: int, timeout_s: float) -> None:
     """Join the process group of all ranks, see `rendezvous.join`, and split it into the layout.
 
-    The layout's groups wait for `process_group_timeout_s`: their ranks compute, and so come at about the same time.
+    The layout's groups wait for `timeout_s`: their ranks compute, and so come at about the same time.
     Whoever may be late for another reason, a file or an engine, is waited for in `rendezvous.patient_group`.
     Raises ValueError when the world size is not a multiple of the model-parallel size.
     """
@@ -44,7 +44,7 @@ def initialize(config: MegatronConfig, seed: int) -> None:
             "change the cluster's size or policy.megatron_cfg.*_parallel_size"
         )
     dist.barrier(rendezvous.patient_group())  # whatever the ranks did before, they form the groups together
-    timeout = timedelta(seconds=config.process_group_timeout_s)
+    timeout = timedelta(seconds=timeout_s)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -97,7 +97,7 @@ def rng_tracker() -> CudaRNGStatesTracker:
 
 
 def computing_ranks() -> dist.ProcessGroup:
-    """All ranks, over gloo, for `process_group_timeout_s`: where they meet at the end of what each has computed."""
+    """All ranks, over gloo, for `timeout_s`: where they meet at the end of what each has computed."""
     assert _computing_ranks is not None
     return _computing_ranks
 

@@ -1,6 +1,6 @@
-"""The kinds of pass over a model: what is asked of it at each position, and what becomes of the answer.
+"""Kinds of forward pass over a model: the output wanted at each position, and how it is collected.
 
-`Guard` lets a schedule run to its end although a step of this rank failed, so that no rank waits for what never comes.
+`Guard` lets a schedule run to its end although a step of this rank failed, so that other ranks do not wait forever.
 
 Shapes: S sequence, B rows of a microbatch, K ids a token, H hidden.
 """
@@ -43,7 +43,7 @@ from nemo_rl_mcore.rank.megatron.output_processor import (
 from nemo_rl_mcore.rank.megatron.value_head import ValueHead
 from nemo_rl_mcore.rank.sums import LocalSums
 
-# What a schedule's loss function returns: the loss, a token count that Megatron is not to use, and our own result.
+# Result of a schedule's loss function: the loss, a token count (see `no_tokens`), and our own result.
 LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
 
 
@@ -51,10 +51,10 @@ LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
 class ModelPass:
     """One kind of pass.
 
-    processor: what Megatron's hook calls at the end of the last stage.
-    wanted: [B, S] of a microbatch's rows, true at each position whose next token is of interest.
-    context: what the processor gets, from the microbatch and that mask as the model takes the tokens.
-    collect: the result of the microbatch, from what the processor returned.
+    processor: called by Megatron's hook at the end of the last stage.
+    wanted: returns a mask [B, S] of the microbatch's rows, true at positions whose next token is wanted.
+    context: returns the processor's context, from the microbatch and that mask in the model's layout.
+    collect: returns the microbatch's result, from the processor's output.
     """
 
     processor: Processor
@@ -69,8 +69,8 @@ class Passes:
 
     token_processor: fused or unfused, for log-probabilities of the batch's own tokens.
     temperature: divides the logits inside the softmax, in every pass alike.
-    linear_options: of the passes that always take the output weight itself.
-    value_head: the critic's, on a last stage.
+    linear_options: for passes that always use the output weight directly.
+    value_head: of a critic, on a last stage.
     """
 
     token_processor: Processor
@@ -92,7 +92,7 @@ class Passes:
             assert head is not None
             return torch.where(context, head(hidden_states), 0.0)
 
-        # The hidden state that predicts a token is the state before it, so values shift as log-probabilities do.
+        # The hidden state that predicts a token is the state before it, so values are shifted like log-probabilities.
         return ModelPass(
             process,
             wanted=real_next_tokens,
@@ -115,7 +115,7 @@ class Passes:
         )
 
     def loss(self, loss_fn: LossFunction) -> ModelPass:
-        """Return what a loss function reads, and its sums; a result is `LocalSums`."""
+        """Return the pass that computes a loss function's inputs and its sums; a result is `LocalSums`."""
         match loss_fn.input_type:
             case LossInputType.LOGPROB:
                 context, processor = self._select_tokens, self.token_processor
@@ -157,15 +157,15 @@ class Passes:
 
 def no_tokens(like: torch.Tensor) -> torch.Tensor:
     """Return the token count of a schedule's loss function: none."""
-    # The step counts valid tokens itself; by a count of its own forward_step_calc_loss (pipeline_parallel/schedules.py)
-    # would have each schedule call divided separately.
+    # The step counts valid tokens itself; with a count given here, forward_step_calc_loss
+    # (pipeline_parallel/schedules.py) would divide each schedule call separately.
     return torch.zeros((), dtype=torch.int, device=like.device)
 
 
 def next_tokens(rows: BatchedDataDict) -> torch.Tensor:
-    """Return the id of each position's next token, int64 [B, S]; without meaning at a row's last column.
+    """Return the id of each position's next token, int64 [B, S]; undefined in a row's last column.
 
-    The rows are shifted before a microbatch lays them out, where the next column may be another sample's.
+    Rows are shifted before packing, after which the next column may belong to another sample.
     """
     return rows["input_ids"].roll(-1, dims=1)
 
@@ -185,7 +185,7 @@ def marked_next_tokens(rows: BatchedDataDict) -> torch.Tensor:
 def tokens_to_train(rows: BatchedDataDict, rows_per_sample: int = 1) -> torch.Tensor:
     """[B, S], true at each position whose next token enters the loss.
 
-    A sample counts where any of its rows does: which of them decides is the loss's to say.
+    A sample is included if any of its rows is: the loss decides which row's mask counts.
     """
     kept = rows["sample_mask"].bool().view(-1, rows_per_sample).any(dim=1).repeat_interleave(rows_per_sample)
     return marked_next_tokens(rows) & kept.unsqueeze(1)
@@ -196,12 +196,12 @@ def _by_position(values_BS: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
-    """Return what the model says at each position, one row a sample: [B, S, ...]."""
+    """Return the model's output at each position, one row per sample: [B, S, ...]."""
     return microbatch.from_model(values_SB.transpose(0, 1))
 
 
 def _collect_of_next_token(microbatch: Microbatch, output: Outputs) -> LossTriple:
-    """Collect [B, S], whose columns move one to the right: a position's output belongs to the token after it."""
+    """Collect [B, S], shifted right by one column: a position's output belongs to the token after it."""
     values_SB = all_of(output)[0]
     shifted_BS = torch.nn.functional.pad(_rows(microbatch, values_SB)[:, :-1], (1, 0))
     return values_SB.sum(), no_tokens(values_SB), (microbatch.places, (shifted_BS,))
@@ -235,12 +235,12 @@ Collect = Callable[..., LossTriple]
 
 @dataclass
 class Guard:
-    """Keeps the first error of one schedule call; whoever made the call raises it, on all ranks, when it has ended.
+    """Keeps the first error of a schedule call, to be raised on all ranks after the call.
 
-    A loss that failed becomes a zero whose gradients are zeros: the backward pass runs as on the ranks beside this one.
-    Under pipeline parallelism so does a forward step that failed: zeros go on to the next stage. What cannot be made
-    up for: a failure of one rank alone inside of layers that it shares with others (tensor or expert parallelism),
-    and one in a backward pass under pipeline parallelism. Those others wait until their group's time is over.
+    A failed loss is replaced by a zero with zero gradients, so that the backward pass runs as on the other ranks. Under
+    pipeline parallelism a failed forward step is replaced too: the next stage gets zeros. Not covered: a failure of a
+    single rank within layers that span ranks (tensor or expert parallelism), and one in a backward pass under pipeline
+    parallelism. The other ranks then wait for the group's timeout.
     """
 
     config: TransformerConfig
@@ -256,7 +256,7 @@ class Guard:
             if self.config.pipeline_model_parallel_size == 1:
                 raise
             self.error = self.error or error
-        # What this stage would have sent on, as zeros [S, B, H]; its gradient, zeros too, goes back.
+        # Zeros [S, B, H] in place of this stage's output; their gradient, also zero, flows back.
         model, (rows, columns) = unwrap_model(model), ids_BS.shape
         if self.config.sequence_parallel:
             columns //= self.config.tensor_model_parallel_size
@@ -266,7 +266,7 @@ class Guard:
         return zeros + received.flatten()[:0].sum(), _nothing
 
     def loss(self, collect: Collect) -> Collect:
-        """Return the loss of one microbatch; where it fails, or one before it has failed, zero."""
+        """Return the loss of one microbatch, or zero if it or an earlier one fails."""
 
         def guarded(output: Outputs) -> LossTriple:
             config = self.config
@@ -275,7 +275,7 @@ class Guard:
                     return collect(output)
                 except Exception as error:
                     self.error = error
-                    if (  # no other rank takes part in this one's passes
+                    if (  # no other rank takes part in this rank's passes
                         config.tensor_model_parallel_size == config.pipeline_model_parallel_size == 1
                         and config.expert_model_parallel_size == config.context_parallel_size == 1
                     ):
@@ -285,9 +285,9 @@ class Guard:
         return guarded
 
     def raise_error(self) -> None:
-        """Raise the error that was kept, if there is one, and forget it.
+        """Raise the kept error, if any, and drop it.
 
-        An error that is held by a frame of its own traceback would stay, and all activations of those frames with it.
+        A reference in a frame of its own traceback would keep the error alive, and with it all activations.
         """
         error, self.error = self.error, None
         try:
@@ -298,6 +298,6 @@ class Guard:
 
 
 def _nothing(output: Outputs) -> LossTriple:
-    # Zeros, whose gradients are zeros also where a tensor is not finite.
+    # Sums over empty slices: zeros whose gradients are zero even where a tensor is not finite.
     loss = torch.stack([part.flatten()[:0].sum().float() for part in all_of(output)]).sum()
     return loss, no_tokens(loss), None

@@ -81,10 +81,14 @@ class ReferencePolicy:
         coming.wait_stream(leaving)
 
 
+ON_DEVICE: bool | None = None
+"""Where the reference is kept, whatever room there is; None asks for room."""
+
+
 def is_kept_on_device(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> bool:
-    """Return whether this rank keeps its reference on its device: policy.reference_on_device; auto asks for room."""
-    if policy.reference_on_device != "auto":
-        return policy.reference_on_device
+    """Return whether this rank keeps its reference on its device: where there is room, and no engine beside it."""
+    if ON_DEVICE is not None:
+        return ON_DEVICE
     free = accelerator.free_memory_bytes()
     if free is None:
         return True

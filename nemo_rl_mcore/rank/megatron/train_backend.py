@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore.config import PolicyConfig, Role
-from nemo_rl_mcore.config.megatron import LOGITS_CHUNK_BYTES, LogitsCache
+from nemo_rl_mcore.config.megatron import LOGITS_CACHE, LOGITS_CHUNK_BYTES, LogitsCache
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Microbatch, in_batch_order
 from nemo_rl_mcore.losses.base import LossFunction
@@ -37,6 +38,7 @@ from nemo_rl_mcore.rank.megatron.auxiliary_losses import (
 from nemo_rl_mcore.rank.megatron.batching import Batching, attention_inputs
 from nemo_rl_mcore.rank.megatron.context_parallel import slices_of_a_sample
 from nemo_rl_mcore.rank.megatron.grad_sync import OverlappedGradSync, bucket_groups, start_reductions
+from nemo_rl_mcore.rank.megatron.hf_weights.adapters import add_adapters, load_adapters
 from nemo_rl_mcore.rank.megatron.hf_weights.load import load_pretrained
 from nemo_rl_mcore.rank.megatron.model import build_model, freeze_weights, in_precision, wrap_data_parallel
 from nemo_rl_mcore.rank.megatron.model_class import LanguageModel
@@ -290,6 +292,9 @@ class MegatronTrainBackend:
         if options.role is Role.VALUE:
             for model in models:
                 give_value_head(model)
+        add_adapters(policy, models, options.seed)
+        if (adapter := policy.megatron_cfg.peft.pretrained_adapter) is not None:
+            load_adapters(models, policy, Path(adapter))
         modules = in_precision(self.config, models)
         # A model that is not trained has no buffers for gradients. Its `requires_grad` stays: Megatron's linear layers
         # take another way for weights without it, linear_with_frozen_weight (tensor_parallel/layers.py), which rounds
@@ -447,7 +452,7 @@ class MegatronTrainBackend:
 def _passes(policy: PolicyConfig, chunks: list[MegatronModule], options: BackendOptions) -> Passes:
     config, ddp = policy.megatron_cfg, policy.megatron_cfg.distributed_data_parallel_config
     fused = config.use_fused_linear_logprobs
-    cache = LogitsCache.of(config.fused_linear_logprobs_cache_bytes if fused else 0)
+    cache = LOGITS_CACHE if fused else LogitsCache(0)
     linear_options = LinearLogprobsOptions(
         chunk_size=config.fused_linear_logprobs_chunk_size,
         chunk_bytes=LOGITS_CHUNK_BYTES,

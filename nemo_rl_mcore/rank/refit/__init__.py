@@ -1,1 +1,1 @@
-"""Weights on their way from the training ranks into an engine, whichever it is: no Ray, no Megatron, no vLLM."""
+"""Sending weights from the training ranks to engines of any kind: no Ray, no Megatron, no vLLM."""

@@ -1,4 +1,4 @@
-"""Whether an engine holds the bits that the trainer has: digests of both sides, compared by the tensors' names.
+"""Digests of weights, to verify tensor by tensor that an engine holds the same bits as the trainer.
 
 A tensor is read as a matrix of words: its last dimension is the columns, all others are the rows (one dimension alone
 is the rows of a single column), and a word is an entry's bits as an integer, two of 32 bits where it has 64. The digest
@@ -11,7 +11,8 @@ the whole, wherever they are held and however they are cut, and the number is th
 
 A tensor with one wrong word always has another digest. Two tensors that differ otherwise have the same one with a
 probability of at most 2^-56, over the choice of the weights; 2^-41 where the differences are in the sign bits of
-16-bit numbers alone, 2^-26 in those of 32-bit numbers. The weights are fixed and known: this finds faults, no forgers.
+16-bit numbers alone, 2^-26 in those of 32-bit numbers. The weights are fixed and public: this detects faults, not
+forgery.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from nemo_rl_mcore.ops.sampling import GOLDEN_GAMMA, signed_64, splitmix64
 
 _ALL_BITS = (1 << 64) - 1
 _ROWS, _COLUMNS = 0x243F6A8885A308D3, 0x13198A2E03707344
-"""What the two kinds of weights are drawn from: digits of pi."""
+"""Seeds of the two kinds of weights: digits of pi."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _WORDS_AT_A_TIME = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Of a block, which takes eight bytes for each: what a core's cache holds, and 32 MiB of a GPU."""
+"""Words per block, at eight bytes each: a core's cache, and 32 MiB on a GPU."""
 
 
 def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-    """Of a tensor's dtype, shape and bits, 0 to 2^64 - 1; `dtype`: as it is when cast to this one."""
+    """Return the digest of a tensor's dtype, shape and bits, 0 to 2^64 - 1; `dtype`: cast to this dtype first."""
     return sealed(int(block_sum(tensor, dtype=dtype)), dtype or tensor.dtype, tensor.shape)
 
 
 def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Return those of many tensors, by name."""
+    """Return the digests of many tensors, by name."""
     digester = Digester()
     for name, tensor in tensors:
         digester.add(name, tensor)
@@ -48,16 +49,16 @@ def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 
 class Digester:
-    """Takes the digests of tensors as they come; their device is waited for once, at the end.
+    """Computes the digests of a stream of tensors, with one synchronization at the end.
 
-    held_as: number format that they are cast to first, as `torch` calls it; experts' biases stay what they are.
+    held_as: name of the torch dtype that they are cast to first, except experts' biases.
     """
 
     def __init__(self, held_as: str | None = None) -> None:
         self._dtype: torch.dtype | None = None
         self._kept: str | None = None
         if held_as is not None:
-            # Here, since engines cast nothing, and know no families of models.
+            # Cast on this side: engines cast nothing, and do not know model families.
             from nemo_rl_mcore.models.weights import EXPERT_BIAS_NAME
 
             self._dtype, self._kept = getattr(torch, held_as), EXPERT_BIAS_NAME
@@ -65,22 +66,22 @@ class Digester:
         self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Read a tensor, which may change afterwards."""
+        """Add a tensor, which may change afterwards."""
         dtype = None if self._kept is not None and name.endswith(self._kept) else self._dtype
         self._sums[name] = block_sum(tensor, dtype=dtype)
         self._kinds[name] = dtype or tensor.dtype, tensor.shape
 
     def digests(self) -> dict[str, int]:
-        """Return what was added, by name."""
+        """Return the digests of all added tensors, by name."""
         return {name: sealed(total, *self._kinds[name]) for name, total in read(self._sums).items()}
 
 
 def block_sum(
     block: torch.Tensor, *, first_row: int = 0, first_column: int = 0, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return what a block adds to the sum of its tensor, int64 [] on the block's device, signed.
+    """Return a block's contribution to the sum of its tensor, int64 [] on the block's device, signed.
 
-    first_row, first_column: of the whole tensor, where the block begins. dtype: see `digest`.
+    first_row, first_column: position of the block in the whole tensor. dtype: see `digest`.
     """
     dtype = dtype or block.dtype
     matrix = block.detach()
@@ -100,49 +101,49 @@ def block_sum(
             row += len(rows)
             at_a_time = max(1, limit // max(1, width))
             for part, weights in zip(rows.split(at_a_time), row_weights.split(at_a_time), strict=True):
-                # A view of other sizes needs entries that lie side by side.
+                # A view as another dtype needs contiguous entries.
                 in_words = part.to(dtype).contiguous().view(word)
                 total += ((in_words * column_weights).sum(1) * weights).sum()
     return total
 
 
 def read(sums: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Return the numbers behind sums on one device, which is waited for once."""
+    """Return the values of sums on one device, with one synchronization."""
     if not sums:
         return {}
     return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
 
 
 def sealed(total: int, dtype: torch.dtype, shape: Iterable[int]) -> int:
-    """Return the digest of a tensor whose blocks add up to a total."""
+    """Return a tensor's digest from the sum over its blocks."""
     kind = f"{dtype} {tuple(shape)}".encode()
     return (total + int.from_bytes(hashlib.blake2b(kind, digest_size=8).digest())) & _ALL_BITS
 
 
 def _weights(seed: int, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return odd int64 [count], pseudo-random numbers of the positions from `start` on."""
+    """Return odd pseudo-random int64 [count] for the positions from `start` on."""
     positions = torch.arange(start, start + count, dtype=torch.int64, device=device)
     return splitmix64(positions * signed_64(GOLDEN_GAMMA) + signed_64(seed)) | 1
 
 
 type Digests = Mapping[str, int | None]
-"""What was sent or is held, by Hugging Face name; None where only the name is told."""
+"""Digests by Hugging Face name; None where only names are compared."""
 
 _NAMED = 20
-"""Tensors that a message names at most."""
+"""Maximum number of tensors named in a message."""
 _OF_NO_TENSOR = -1
 
 
 class IncompleteRefitError(RuntimeError):
-    """What an engine holds at the end of a refit is not what was sent."""
+    """After a refit an engine's weights differ from those sent."""
 
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """A block of a tensor, as one process of an engine holds it.
+    """A block of a tensor held by one process of an engine.
 
-    dtype, shape: of the whole tensor. corner, size: row and column at which the block begins, how many it has, as
-    `digests` counts them. total: its `digests.block_sum`.
+    dtype, shape: of the whole tensor. corner, size: first row and column of the block, and their numbers, in the matrix
+    view of this module. total: its `block_sum`.
     """
 
     name: str
@@ -154,17 +155,16 @@ class HeldBlock:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Of its fields, among which what carried them may have made lists of tuples."""
+        """Build it from its fields, in which a serializer may have turned tuples into lists."""
         return cls(**{**message, **{name: tuple(message[name]) for name in ("shape", "corner", "size")}})
 
 
 def require_as_sent(
     sent: Digests, held: Digests, *, unwritten: Iterable[str] = (), unreadable: Iterable[str] = ()
 ) -> None:
-    """Raise IncompleteRefitError, naming the tensors, unless the same ones are held as were sent, bit for bit.
+    """Raise IncompleteRefitError, naming the tensors, unless the engine holds exactly the tensors sent, bit for bit.
 
-    unwritten: weights of the engine that nothing was loaded into. unreadable: those that could not be compared, each
-    with the reason.
+    unwritten: weights of the engine that were not loaded. unreadable: those that could not be compared, with reasons.
     """
     both = {name: (sent[name], held[name]) for name in sent if name in held}
     found = {
@@ -186,7 +186,7 @@ def require_as_sent(
 
 
 def of_all(sent: Digests) -> str:
-    """Return one digest of all tensors together, 16 hexadecimal digits; empty where one of them has none."""
+    """Return one digest of all tensors, 16 hexadecimal digits; empty if one of them has no digest."""
     if None in sent.values():
         return ""
     lines = "".join(f"{name} {number}\n" for name, number in sorted(sent.items()))
@@ -194,9 +194,9 @@ def of_all(sent: Digests) -> str:
 
 
 def joined(processes: Iterable[Iterable[HeldBlock]]) -> dict[str, int]:
-    """Return the digests of the tensors whose blocks the processes of an engine hold; copies of a block count once.
+    """Return the digests of tensors from the blocks in an engine's processes; copies of a block count once.
 
-    Where copies differ, or blocks leave a part of their tensor out, it is one that no tensor has.
+    If copies differ, or blocks do not cover their tensor, the digest is an impossible value.
     """
     blocks: dict[str, list[HeldBlock]] = {}
     for block in itertools.chain.from_iterable(processes):
@@ -205,7 +205,7 @@ def joined(processes: Iterable[Iterable[HeldBlock]]) -> dict[str, int]:
     for name, of_tensor in blocks.items():
         first = of_tensor[0]
         totals = {(block.corner, block.size): block.total for block in of_tensor}
-        # Blocks are shards of one partition: two are the same, or do not overlap.
+        # Blocks are shards of one partition: any two are equal or disjoint.
         entries = sum(rows * columns for _, (rows, columns) in totals)
         whole = entries == torch.Size(first.shape).numel()
         alike = all(

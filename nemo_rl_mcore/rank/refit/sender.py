@@ -1,7 +1,7 @@
 """Refit: the weights of the training ranks, streamed bucket by bucket into the engines, without a file.
 
-Two buffers take turns: while the engines load one, the next tensors fill the other. So besides the model nothing is
-held but these two and the tensor that is being exported.
+Two buffers alternate: while the engines load one, the next tensors fill the other. So the only extra memory is these
+two buffers and the tensor being exported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class EngineLostError(RunStoppedError):
-    """An engine died, or did not acknowledge a bucket in time; `engine` is its number, where it is known."""
+    """An engine died, or did not acknowledge a bucket in time; `engine` is its number, if known."""
 
     def __init__(self, message: str, engine: int | None = None) -> None:
         super().__init__(message)
@@ -43,23 +43,23 @@ class EngineLostError(RunStoppedError):
 
 
 class Engines(Protocol):
-    """The engines as a sender reaches them, in whatever process; `RayEngines` of the driver are Ray actors."""
+    """A sender's connection to the engines; the driver's `RayEngines` are Ray actors."""
 
     def load_bucket(self, message: dict[str, Any]) -> Any:
-        """Have all of them load a bucket, without waiting for it; returns what `wait` takes."""
+        """Start loading a bucket on all engines; returns a handle for `wait`."""
         ...
 
     def wait(self, loading: Any, timeout_s: float) -> None:
-        """Wait until all have loaded it; raises EngineLostError, naming the engine, or what loading raised there."""
+        """Wait until all have loaded it; raises EngineLostError, naming the engine, or an engine's own error."""
         ...
 
 
 @dataclass(frozen=True)
 class RefitSettings:
-    """How weights travel: `transport` is a value of policy.generation.refit_transport.
+    """Settings of a refit; `transport` is a value of policy.generation.refit_transport.
 
-    receivers: processes that hold a part of an engine. timeout_s: deadline of an acknowledgement. verify: whether
-    digests of the tensors are taken; held_as: number format that the engines hold them in, if not that of the trainer.
+    receivers: number of processes that hold a part of an engine. timeout_s: deadline of an acknowledgement. verify:
+    compute digests of the tensors. held_as: the engines' dtype, if it is not the trainer's.
     """
 
     transport: str
@@ -72,7 +72,7 @@ class RefitSettings:
 
 @dataclass(frozen=True)
 class BroadcastRendezvous:
-    """Where the ranks of a broadcast meet; the trainer is rank 0 of `world_size`."""
+    """Address of a broadcast group; the trainer is rank 0 of `world_size`."""
 
     address: str
     port: int
@@ -80,13 +80,13 @@ class BroadcastRendezvous:
 
 
 class WeightSender:
-    """One rank's side of every refit of a run.
+    """One rank's side of all refits of a run.
 
-    Every rank takes part in exporting each tensor; the first one sends to the engines. The others fill buffers only
-    where the transport has them do so, and count along: they know when the first one waits for the engines, and wait
-    with it, not in the collectives of the next tensor, which have little time.
+    Every rank takes part in exporting each tensor; the first rank sends them to the engines. The others fill buffers
+    only if the transport needs it, but track the buckets: when the first rank waits for the engines they wait with it,
+    and not in the collectives of the next tensor, which have a short timeout.
 
-    rendezvous: where the engines join a broadcast; the first rank's, for the transport that needs one.
+    rendezvous: of the engines' broadcast group; on the first rank, if the transport needs one.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class WeightSender:
         self._slot = 0
 
     def send(self, tensors: NamedTensors) -> dict[str, int | None]:
-        """Send every tensor and wait until all are loaded; returns their names, on the first rank with their digests.
+        """Send every tensor and wait until all are loaded; returns their names, on the first rank with digests.
 
-        Raises EngineLostError, naming the engine, what loading raised there, or ValueError for a tensor that no bucket
-        has room for: on all ranks, at the same tensor, so that none waits for another in the rest of the export.
+        Raises EngineLostError, naming the engine, an engine's own error, or ValueError for a tensor larger than a
+        bucket: on all ranks at the same tensor, so that none waits for another in the rest of the export.
         """
         digester = Digester(self._settings.held_as) if self._settings.verify and self._is_first else None
         sent: dict[str, int | None] = {}
@@ -115,7 +115,7 @@ class WeightSender:
             for name, tensor in tensors:
                 activity.advance(f"sending {name}")
                 sent[name] = None
-                # Of the trainer's tensor, not of its copy in the buffer.
+                # The digest of the trainer's tensor, not of its copy in the buffer.
                 if digester is not None:
                     digester.add(name, tensor)
                 if not self._packers[self._slot].add(name, tensor):
@@ -143,7 +143,7 @@ class WeightSender:
         self._transport.close()
 
     def _deliver_and_turn(self) -> None:
-        """Hand the filled slot to the engines and go on with the other, once that one is free."""
+        """Hand the filled slot to the engines, and switch to the other once that one is free."""
         packer = self._packers[self._slot]
         with together("a bucket that is full"):
             location = self._transport.locate(self._slot, packer.used)
@@ -164,7 +164,7 @@ class WeightSender:
 
 
 def open_sender(settings: RefitSettings, engines: Engines, device: torch.device) -> WeightSender:
-    """Open the sender of this rank; all ranks open theirs together."""
+    """Open this rank's sender; collective."""
     slot_bytes = settings.bucket_bytes
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     rendezvous: BroadcastRendezvous | None = None
@@ -179,7 +179,7 @@ def open_sender(settings: RefitSettings, engines: Engines, device: torch.device)
             transport = MessageSender(slot_bytes)
         case "nccl":
             address = os.environ["MASTER_ADDR"]
-            listening = listen_at(address)  # where the other ranks reach this one, the engines can
+            listening = listen_at(address)  # reachable for the engines, as it is for other ranks
             world_size, timeout = 1 + settings.receivers, timedelta(seconds=settings.timeout_s)
             rendezvous = BroadcastRendezvous(address, listening.getsockname()[1], world_size)
             group = join_broadcast_group(

@@ -1,7 +1,7 @@
-"""Sending ends of the transports for packed tensors; `engine.receivers` has the receiving ends.
+"""Sending ends of the transports for packed tensors; the receiving ends are in `engine.receivers`.
 
-A sender's end owns the slots that are filled in turn, so that one is filled while the engine reads the other. A
-receiver's end finds the buffer by the `location` that a bucket carries.
+A sending end owns the slots, of which one is filled while the engines read the other. A receiving end finds the buffer
+by the bucket's `location`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from nemo_rl_mcore.rank import accelerator, rendezvous
 
 _ALIGNMENT = 64
-"""Bytes that each tensor starts at a multiple of, so that every dtype can be viewed in place."""
+"""Alignment of each tensor in bytes, so that every dtype can be viewed in place."""
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """Where a tensor lies in its bucket's buffer."""
+    """Position of a tensor in its bucket's buffer."""
 
     name: str
     dtype: str
@@ -44,23 +44,23 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A filled buffer as its receiver is told of it: where it is, in the words of its transport, and what it holds."""
+    """Description of a filled buffer for the receiver: its location, specific to the transport, and its tensors."""
 
     location: dict[str, Any]
     tensors: tuple[PackedTensor, ...]
 
     def to_message(self) -> dict[str, Any]:
-        """Return plain data, which every serializer between the processes takes."""
+        """Return plain data that any serializer can send."""
         return {"location": self.location, "tensors": [asdict(tensor) for tensor in self.tensors]}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Undo `to_message`."""
+        """Inverse of `to_message`."""
         tensors = (PackedTensor(**{**one, "shape": tuple(one["shape"])}) for one in message["tensors"])
         return cls(message["location"], tuple(tensors))
 
     def read(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of each, as views of the buffer."""
+        """Yield the names and tensors, as views of the buffer."""
         for tensor in self.tensors:
             yield tensor.name, tensor.read(buffer)
 
@@ -72,10 +72,10 @@ class Packer:
         self._buffer = buffer
         self.tensors: tuple[PackedTensor, ...] = ()
         self.used = 0
-        """Bytes taken so far."""
+        """Number of bytes used so far."""
 
     def add(self, name: str, tensor: torch.Tensor) -> bool:
-        """Copy a tensor after those before it; false, with nothing changed, when it does not fit."""
+        """Append a copy of a tensor; returns False, with nothing changed, if it does not fit."""
         start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
         end = start + tensor.nbytes
         if end > self._buffer.numel():
@@ -95,9 +95,9 @@ _IPC_ARGUMENTS = tuple(inspect.signature(rebuild_cuda_tensor).parameters)
 
 @dataclass(frozen=True)
 class IpcHandle:
-    """A tensor on a GPU as another process opens it: torch's handle in plain fields, which need no pickle to travel.
+    """Handle by which another process opens a GPU tensor: torch's IPC handle as plain fields, without pickle.
 
-    It is a flat uint8 tensor of `tensor_size` bytes; the other fields are arguments of torch's `rebuild_cuda_tensor`.
+    The tensor is flat uint8 of `tensor_size` bytes; other fields are arguments of torch's `rebuild_cuda_tensor`.
     """
 
     tensor_size: int
@@ -112,7 +112,7 @@ class IpcHandle:
 
     @classmethod
     def of(cls, slot: torch.Tensor) -> Self:
-        """Return the handle of a flat uint8 tensor of this process, which counts one receiver from then on."""
+        """Return the handle of a flat uint8 tensor of this process; torch then counts one receiver."""
         assert slot.dtype is torch.uint8
         assert slot.is_contiguous()
         _, arguments = reduce_tensor(slot)
@@ -122,15 +122,15 @@ class IpcHandle:
         return cls(**{field.name: given[field.name] for field in fields(cls)})
 
     def to_message(self) -> dict[str, bytes | int | bool]:
-        """Return the fields, for receivers that are not counted.
+        """Return the fields without torch's counting of receivers.
 
-        torch would count one for each time that a process opens and closes the buffer; its counter is unsigned, and
-        below zero it keeps the memory for ever.
+        torch would decrement its counter each time that a process opens and closes the buffer; the counter is
+        unsigned, and below zero it would keep the memory forever.
         """
         return asdict(self) | {"ref_counter_handle": b"/uncounted"}
 
     def open(self, device: torch.device) -> torch.Tensor:
-        """Return the tensor, on what this process calls the device."""
+        """Return the tensor on `device`, in this process's numbering."""
         given = asdict(self) | {
             "tensor_cls": torch.Tensor,
             "tensor_size": (self.tensor_size,),
@@ -148,10 +148,10 @@ SLOTS = 2
 
 
 class SendingEnd:
-    """A sender's end of a transport: the buffers, uint8, on a device.
+    """Sending end of a transport: the buffers, uint8, on a device.
 
-    As it stands here, on the device "meta", it is that of a rank that only takes part in the export: its slots have no
-    memory, and fill as those of the first rank do.
+    This base class, on the device "meta", is for ranks that only take part in the export: its slots need no memory, and
+    fill in step with those of the first rank.
     """
 
     def __init__(self, slot_bytes: int, device: str | torch.device = "meta", slots: int = SLOTS) -> None:
@@ -160,11 +160,11 @@ class SendingEnd:
         ]
 
     def locate(self, slot: int, used: int) -> Location:
-        """Return where an engine finds the first `used` bytes of a slot, which are complete when it returns."""
+        """Return the location of the first `used` bytes of a slot, which are complete when this returns."""
         return {}
 
     def transmit(self, slot: int, used: int) -> None:
-        """Send the bytes, where knowing the place is not enough; the engines have been told and are waiting."""
+        """Send the bytes, for transports where a location is not enough; the engines are already waiting for them."""
 
     def close(self) -> None:
         """Free the buffers."""
@@ -172,14 +172,14 @@ class SendingEnd:
 
 
 class SharedMemorySender(SendingEnd):
-    """Slots in anonymous shared memory, which goes with the last process that uses it: nothing is left to clean up.
+    """Slots in anonymous shared memory, which is freed with the last process that uses it: nothing to clean up.
 
-    Receivers of the same user and machine reach it through /proc. Pages that were never written take no memory.
+    Receivers of the same user and machine open it through /proc. Pages that were never written take no memory.
     """
 
     def __init__(self, slot_bytes: int, slots: int = SLOTS) -> None:
         self._slot_bytes = slot_bytes
-        self._name = uuid.uuid4().hex  # a later sender may get the same path
+        self._name = uuid.uuid4().hex  # identifies the sender, since a later one may get the same path
         self._file = os.memfd_create(f"nemo_rl_mcore_{self._name}")
         os.ftruncate(self._file, slot_bytes * slots)
         memory = torch.frombuffer(mmap.mmap(self._file, slot_bytes * slots), dtype=torch.uint8)
@@ -198,7 +198,7 @@ class SharedMemorySender(SendingEnd):
 
 
 class MessageSender(SendingEnd):
-    """Slots whose bytes travel within the message, to any machine: whoever carries that has an object store."""
+    """Slots whose bytes are part of the message, to any machine, by Ray's object store."""
 
     def __init__(self, slot_bytes: int) -> None:
         super().__init__(slot_bytes, "cpu")
@@ -208,10 +208,10 @@ class MessageSender(SendingEnd):
 
 
 class CudaIpcSender(SendingEnd):
-    """Slots on this rank's GPU, which the engine on the same GPU opens by an inter-process handle.
+    """Slots on this rank's GPU, which the engine process on the same GPU opens by an IPC handle.
 
-    Every rank fills slots of its own, since each engine process sits beside one of them; the handles are exchanged
-    once, by GPU, and the first rank sends them all.
+    Every rank fills its own slots for the engine process on its GPU; the handles are gathered once, by GPU, and the
+    first rank sends them all.
     """
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
@@ -230,7 +230,7 @@ class CudaIpcSender(SendingEnd):
         return {"kind": "cuda_ipc", "handles": handles, "bytes": used}
 
     def close(self) -> None:
-        """Free also what an engine that died has opened, or no engine ever has."""
+        """Free the slots, even if an engine died with them open, or never opened them."""
         # torch counts one receiver from the start, and keeps the memory until the count is 0.
         for handle in self._own:
             torch.TypedStorage._release_ipc_counter(
@@ -241,7 +241,7 @@ class CudaIpcSender(SendingEnd):
 
 
 class BroadcastSender(SendingEnd):
-    """Slots of the first rank, broadcast to every engine process (NCCL on GPUs); that rank is 0 of the group."""
+    """Slots of the first rank, rank 0 of a group that broadcasts to every engine process (NCCL on GPUs)."""
 
     def __init__(self, slot_bytes: int, device: torch.device, group: dist.ProcessGroup) -> None:
         super().__init__(slot_bytes, device)
@@ -271,10 +271,10 @@ def join_broadcast_group(
     device_type: str,
     listening: socket.socket | None = None,
 ) -> dist.ProcessGroup:
-    """Return a group beside the default one, whose ranks belong to other process groups: the trainer is rank 0.
+    """Return a process group of the trainer, as rank 0, and the engine processes, next to their default groups.
 
-    Rank 0 brings the socket that listens at this address and port. NCCL connects with the first broadcast, so that rank
-    0 does not wait here for the others.
+    Rank 0 passes the socket that listens at this address and port. NCCL connects at the first broadcast, so that rank 0
+    does not wait here for the others.
     """
     store = rendezvous.store(address, port, world_size, timeout, listening)
     group = dist.ProcessGroup(store, rank, world_size)

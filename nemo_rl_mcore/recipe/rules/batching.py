@@ -131,7 +131,7 @@ POLICY_RULES: Rules[PolicyConfig] = (
             lambda own: (
                 f"set it to {own.max_total_sequence_length} or more, or lower max_total_sequence_length"
             ),
-            "one sample may take as many tokens",
+            "a single sample may have that many tokens",
         )
         for section in ("sequence_packing", "dynamic_batching")
         for key in ("train_mb_tokens", "logprob_mb_tokens")
@@ -144,7 +144,7 @@ POLICY_RULES: Rules[PolicyConfig] = (
         ),
         (VIRTUAL,),
         {_DYNAMIC: False, VIRTUAL: None},
-        "the interleaved schedule needs microbatches of one shape",
+        "the interleaved schedule needs microbatches of equal shape",
     ),
     _nothing_to_pack,
     Rule(
@@ -153,7 +153,7 @@ POLICY_RULES: Rules[PolicyConfig] = (
         lambda own: own.sequence_packing.enabled and own.dynamic_batching.enabled,
         (_DYNAMIC,),
         {_PACKING: False, _DYNAMIC: False},
-        "a microbatch has one size",
+        "only one of them can set the size of a microbatch",
     ),
     Rule(
         "incompatible",
@@ -161,7 +161,7 @@ POLICY_RULES: Rules[PolicyConfig] = (
         lambda own: own.sequence_packing.enabled and own.model.mtp_num_layers,
         ("model.mtp_num_layers",),
         {_PACKING: False, "model.mtp_num_layers": None},
-        "those layers would predict the tokens of the next sample",
+        "prediction layers would predict tokens of the next sample in a row",
     ),
     Rule(
         "incompatible",
@@ -173,7 +173,7 @@ POLICY_RULES: Rules[PolicyConfig] = (
         ),
         ("model.moe_router_load_balancing_type",),
         {_PACKING: False, "model.moe_router_load_balancing_type": "aux_loss"},
-        "it balances each sample by itself",
+        "that loss is computed per sample, and a packed row has several",
     ),
 )
 RUN_RULES: Rules[RunConfig] = (
@@ -194,6 +194,6 @@ RUN_RULES: Rules[RunConfig] = (
             f"set it to {1 + 2 * run.policy.reserved_tokens} and what prompts and observations take, or "
             f"{run.algorithm}.max_rollout_turns: 1"
         ),
-        "no episode would have a second turn",
+        "an episode would have no room for a second turn",
     ),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ SMALLEST_CPU_HEAD = 32
 _BACKEND, _GPUS = "policy.generation.backend", "cluster.gpus_per_node"
 _COLOCATED = "policy.generation.colocated.enabled"
 _RESOURCES = "policy.generation.colocated.resources"
-_EMBEDDED, _VLLM = "policy.generation.embedded_cfg", "policy.generation.vllm_cfg"
+_VLLM = "policy.generation.vllm_cfg"
 _OF_VLLM, _ROUNDING = "generation.vllm_cfg", ("precision", "kv_cache_dtype")
 _TRANSPORT, _OFFLOAD = "policy.generation.refit_transport", "policy.offload"
 
@@ -72,7 +71,7 @@ def _engine_layout(config: RunConfig) -> Iterator[Rule[RunConfig]]:
         source = f"{_RESOURCES}.gpus_per_node"
         per_node, nodes = resources.gpus_per_node, resources.num_nodes or 1
     if per_node is None:
-        fix, why = f"set {source}, or enabled: true", "engines apart need GPUs of their own"
+        fix, why = f"set {source}, or enabled: true", "separate engines need their own GPUs"
         yield Rule("requires", _COLOCATED, True, (_RESOURCES,), fix, why)
         return
     size, path, whole = vllm.processes, f"{_VLLM}.tensor_parallel_size", per_node * nodes
@@ -109,8 +108,8 @@ def _embedded_engines(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     gpus = (per_node or 0) * nodes
     yield Rule(
         "contradicts",
-        f"{_EMBEDDED}.engines",
-        per_node is not None and gpus != policy.generation.embedded_cfg.engines,
+        "policy.generation.engines",
+        per_node is not None and gpus != policy.generation.engines,
         (_RESOURCES,),
         f"set it to {gpus}, or remove the section resources",
         f"each engine has one of {gpus} GPUs",
@@ -123,16 +122,7 @@ def _offloads_all(config: RunConfig, *, beside: bool) -> bool:
     return config.policy.offload == "all" and turns == beside and not config.asynchronous
 
 
-POLICY_RULES: Rules[PolicyConfig] = (
-    Rule(
-        "too-large",
-        "generation.stop_token_ids",
-        lambda own: any(not 0 <= stop < own.model.vocab_size for stop in own.generation.stop_token_ids or ()),
-        ("model.vocab_size",),
-        lambda own: (
-            f"give ids from 0 to {own.model.vocab_size - 1}{'' if own.weights else ', or raise vocab_size'}"
-        ),
-    ),
+ENGINE_RULES: Rules[PolicyConfig] = (
     *(
         Rule[PolicyConfig](
             "incompatible",
@@ -143,18 +133,9 @@ POLICY_RULES: Rules[PolicyConfig] = (
             ),
             ("generation.backend",),
             {f"generation.{key}": neutral, "generation.backend": "embedded"},
-            "its log-probabilities are those after the filter, while training computes them before it",
+            "vLLM reports log-probabilities after the filter, and training computes them before it",
         )
         for key, neutral in (("top_p", 1.0), ("top_k", None))
-    ),
-    Rule(
-        "too-small",
-        "generation.vllm_cfg.max_model_len",
-        lambda own: (
-            _vllm(own) and (own.generation.vllm_cfg.max_model_len or math.inf) < own.max_total_sequence_length
-        ),
-        ("max_total_sequence_length",),
-        "set it to null, or raise it",
     ),
     Rule(
         "not-supported",
@@ -166,7 +147,7 @@ POLICY_RULES: Rules[PolicyConfig] = (
         ),
         (f"{_OF_VLLM}.tensor_parallel_size",),
         "set it to tensor_parallel_size, or to 1",
-        "experts are shared by the GPUs that cut the other layers",
+        "experts are sharded over the tensor-parallel GPUs",
     ),
     Rule(
         "has-no-effect",
@@ -203,8 +184,8 @@ POLICY_RULES: Rules[PolicyConfig] = (
         "generation.verify_refit",
         lambda own: _rounded_by(own) == "precision" and own.generation.verify_refit,
         (f"{_OF_VLLM}.precision",),
-        "set it to false: names alone are compared",
-        "the engine holds other bits than it is sent",
+        "set it to false: only names are then compared",
+        "the engine rounds the weights, so that digests differ",
     ),
     *(
         Rule[PolicyConfig](
@@ -212,8 +193,8 @@ POLICY_RULES: Rules[PolicyConfig] = (
             "generation.compare_at_start",
             lambda own, key=key: _rounded_by(own) == key and own.generation.compare_at_start,
             (f"{_OF_VLLM}.{key}",),
-            "set it to false: each step measures the mismatch",
-            "nobody has measured bounds for that",
+            "set it to false: the mismatch is still measured in each step",
+            "there are no measured bounds for that",
         )
         for key in _ROUNDING
     ),
@@ -236,7 +217,7 @@ RUN_RULES: Rules[RunConfig] = (
             and run.policy.generation.refit_transport in ("cuda_ipc", "nccl")
         ),
         (_BACKEND, _GPUS),
-        "set it to null: shared_memory on one machine",
+        "set it to null, which is shared_memory on one machine",
     ),
     Rule(
         "incompatible",
@@ -248,7 +229,7 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         (_BACKEND, "cluster.num_nodes"),
         {_TRANSPORT: None},
-        "the memory is that of one machine",
+        "memory is shared within one machine only",
     ),
     Rule(
         "requires",
@@ -260,8 +241,8 @@ RUN_RULES: Rules[RunConfig] = (
             and run.policy.generation.refit_transport == "cuda_ipc"
         ),
         (_COLOCATED,),
-        "set it to null: nccl",
-        "its engines are on the ranks' GPUs",
+        "set it to null, which is nccl",
+        "it needs engines on the ranks' GPUs",
     ),
     _heads_on_cpu,
     Rule(
@@ -270,7 +251,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: _on_cpu(run) and run.policy.model.num_moe_experts is not None,
         ("policy.model.num_moe_experts", _GPUS),
         "set backend: embedded, or run on GPUs",
-        "on CPU experts are packed when an engine starts, and take no new weights",
+        "on CPU vLLM packs experts at its start and cannot update them",
     ),
     *(
         Rule["RunConfig"](
@@ -288,7 +269,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: _on_cpu(run) and run.policy.model.has_mamba,
         ("policy.model.hybrid_layer_pattern", _GPUS),
         "set backend: embedded, or run on GPUs",
-        "there are no kernels for Mamba layers on CPU",
+        "vLLM has no CPU kernels for Mamba layers",
     ),
     _engine_layout,
     Rule(
@@ -306,18 +287,12 @@ RUN_RULES: Rules[RunConfig] = (
     ),
     _embedded_engines,
     Rule(
-        "has-no-effect",
-        "policy.reference_on_device",
-        lambda run: run.policy.reference_on_device != "auto" and not run.needs_reference,
-        why="there is no reference policy",
-    ),
-    Rule(
         "incompatible",
         _OFFLOAD,
         lambda run: run.policy.offload != "none" and run.asynchronous,
         ("asynchrony.enabled",),
         {_OFFLOAD: "none"},
-        "engines have devices of their own, and gradients stay between the chunks of a step",
+        "engines have their own devices, and gradients must stay between the chunks of a step",
     ),
     Rule(
         "incompatible",
@@ -327,7 +302,7 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         (_BACKEND, _COLOCATED),
         {_OFFLOAD: "none"},
-        "supervised fine-tuning reads no log-probabilities before it trains",
+        "sft has no phase without gradients and optimizer",
     ),
     Rule(
         "incompatible",
@@ -335,7 +310,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: _offloads_all(run, beside=False),
         (_BACKEND, _COLOCATED),
         "set it to grads_optimizer, or policy.generation.backend: vllm with colocated.enabled: true",
-        "no engines take turns with the ranks on their devices",
+        "no engine shares the ranks' devices",
     ),
     Rule(
         "incompatible",
@@ -343,15 +318,15 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: _offloads_all(run, beside=True) and run.policy.generation.compare_at_start,
         ("policy.generation.compare_at_start",),
         {"policy.generation.compare_at_start": False, _OFFLOAD: "grads_optimizer"},
-        "ranks would read with all their weights while engines hold their caches",
+        "the comparison needs the ranks' weights while engines hold their caches",
     ),
     Rule(
         "incompatible",
         _OFFLOAD,
-        lambda run: _offloads_all(run, beside=True) and run.policy.generation.vllm_cfg.max_restarts,
-        (f"{_VLLM}.max_restarts",),
-        {f"{_VLLM}.max_restarts": 0, _OFFLOAD: "grads_optimizer"},
-        "an engine that restarts gets weights while others hold their caches",
+        lambda run: _offloads_all(run, beside=True) and run.policy.generation.max_restarts,
+        ("policy.generation.max_restarts",),
+        {"policy.generation.max_restarts": 0, _OFFLOAD: "grads_optimizer"},
+        "a restarted engine is sent weights while other engines hold their caches",
     ),
     Rule(
         "incompatible",
@@ -361,6 +336,6 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         (_BACKEND, _COLOCATED),
         {_OFFLOAD: "none", _COLOCATED: False},
-        "the critic, which trained last, would keep its gradients and optimizer there while engines answer",
+        "the critic trains last, and would keep its gradients and optimizer on the device during generation",
     ),
 )

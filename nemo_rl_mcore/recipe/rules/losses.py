@@ -60,7 +60,7 @@ RUN_RULES: Rules[RunConfig] = (
                 else f" with {run.key(_CORRECTION)}: true"
             )
         ),
-        "a bound needs a kind of truncation",
+        "bounds apply to a truncation only",
     ),
     Rule(
         "incompatible",
@@ -69,25 +69,25 @@ RUN_RULES: Rules[RunConfig] = (
             run.gradient is not None
             and run.gradient.use_kl_in_reward
             and run.algorithm != "ppo"
-            and value_at(run, "loop.adv_estimator.name") == "grpo"
+            and value_at(run, "loop.adv_estimator.name") in ("grpo", "gdpo")
             and run.loop.estimator_type is None
         ),
         ("loop.adv_estimator.name",),
         {_PENALTY: False, "loop.adv_estimator.name": "reinforce_plus_plus"},
-        "grpo does not subtract the KL penalty, which would be lost",
+        "that estimator ignores the KL penalty",
     ),
     Rule(
         "too-large",
         "ppo.critic_warmup_steps",
         lambda run: isinstance(run, PPOMasterConfig) and run.ppo.critic_warmup_steps >= run.ppo.max_num_steps,
         ("ppo.max_num_steps",),
-        why="the policy would have no step",
+        why="the policy would never be trained",
     ),
     Rule(
         "has-no-effect",
         "policy.recompute_prev_logprobs",
         lambda run: run.policy.recompute_prev_logprobs == "always" and run.gradient is None,
-        why="no loss has a ratio to earlier weights",
+        why="no loss uses a ratio to earlier weights",
     ),
     Rule(
         "too-large",
@@ -109,7 +109,7 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         ("distillation.on_policy",),
         "set rl_weight: 0 and remove loss_fn.rl, or set distillation.on_policy: true",
-        "it needs answers of the student",
+        "it needs sampled answers of the student",
     ),
     Rule(
         "contradicts",
@@ -123,7 +123,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: (
             "name a teacher with the policy's vocabulary" if run.policy.weights else "make the two equal"
         ),
-        "teacher and student name the same tokens",
+        "teacher and student must have the same token ids",
     ),
     Rule(
         "incompatible",
@@ -133,13 +133,6 @@ RUN_RULES: Rules[RunConfig] = (
             and run.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
         ),
         fix={_GATHER: False},
-        why="distillation reads the output weight itself",
-    ),
-    Rule(
-        "contradicts",
-        "loop.seed",
-        lambda run: run.loop.seed not in (None, run.seed),
-        ("seed",),
-        "remove it; the seed of a run is the top-level seed",
+        why="distillation always uses the output weight directly",
     ),
 )

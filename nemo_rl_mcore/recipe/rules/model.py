@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_mcore.config.base import Problem, Rule, Rules
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.models import missing_family
+from nemo_rl_mcore.models.adapters import adapter_problems
 from nemo_rl_mcore.models.frozen import pattern_problems
 from nemo_rl_mcore.models.pretrained import override_problems
 from nemo_rl_mcore.recipe.rules.parallelism import CONTEXT, OVERLAP
@@ -24,7 +25,8 @@ _FUSED_PACKED = "megatron_cfg.fused_linear_logprobs_packed"
 _FUSED_SHARED = "megatron_cfg.fused_linear_logprobs_context_parallel"
 _GATHER = "megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
 _CLASS, _PATTERN = "megatron_cfg.model_class", "model.hybrid_layer_pattern"
-_PARTS, _ACCUMULATION = "megatron_cfg.recompute_modules", "megatron_cfg.gradient_accumulation_fusion"
+_PEFT = "megatron_cfg.peft.enabled"
+_PARTS = "megatron_cfg.recompute_modules"
 
 
 def _parts(policy: PolicyConfig) -> tuple[str, ...]:
@@ -37,6 +39,7 @@ def _parts(policy: PolicyConfig) -> tuple[str, ...]:
 def _of_weights(policy: PolicyConfig) -> Iterator[Problem]:
     yield from override_problems(policy.hf_config_overrides, named=policy.model_name is not None)
     yield from pattern_problems(policy.model, policy.megatron_cfg.freeze)
+    yield from adapter_problems(policy)
 
 
 def _lacks_tokens(policy: PolicyConfig) -> bool:
@@ -50,7 +53,7 @@ FUSED_RULES: tuple[Rule[PolicyConfig], ...] = (
         lambda own: own.megatron_cfg.use_fused_linear_logprobs and not own.megatron_cfg.enabled,
         ("megatron_cfg.enabled",),
         {"megatron_cfg.enabled": True, FUSED: False},
-        "only Megatron has the hook",
+        "it uses a hook of Megatron",
     ),
     Rule(
         "incompatible",
@@ -89,7 +92,7 @@ FUSED_RULES: tuple[Rule[PolicyConfig], ...] = (
         ),
         (CONTEXT, _FUSED_SHARED),
         {_FUSED_SHARED: True, CONTEXT: 1, FUSED: False},
-        "whole sequences are read unless shared ones are allowed",
+        "shared sequences must be allowed explicitly",
     ),
     Rule(
         "incompatible",
@@ -101,7 +104,7 @@ FUSED_RULES: tuple[Rule[PolicyConfig], ...] = (
         ),
         ("sequence_packing.enabled", _FUSED_PACKED),
         {_FUSED_PACKED: True, "sequence_packing.enabled": False, FUSED: False},
-        "padded rows are read unless packed ones are allowed",
+        "packed rows must be allowed explicitly",
     ),
 )
 """What the fused log-probabilities cannot honour; `check` prints how each of them stands."""
@@ -113,9 +116,34 @@ MODEL_RULES: Rules[PolicyConfig] = (
         lambda own: own.model_class == "hybrid" and own.model.mtp_num_layers,
         ("model.mtp_num_layers",),
         {"model.mtp_num_layers": None},
-        "prediction layers of a HybridModel are Transformer Engine's alone",
+        "prediction layers of a HybridModel exist only for Transformer Engine",
     ),
     _of_weights,
+    Rule(
+        "not-supported",
+        _PEFT,
+        lambda own: own.megatron_cfg.peft.enabled and own.model.mtp_num_layers,
+        ("model.mtp_num_layers",),
+        {"model.mtp_num_layers": None, _PEFT: False},
+        "prediction layers have no adapters",
+    ),
+    Rule(
+        "not-supported",
+        "megatron_cfg.peft.lora_dtype",
+        lambda own: (
+            own.megatron_cfg.peft.enabled
+            and own.megatron_cfg.peft.lora_dtype not in (None, "None", own.precision)
+        ),
+        ("precision",),
+        {"megatron_cfg.peft.lora_dtype": None},
+    ),
+    Rule(
+        "has-no-effect",
+        "megatron_cfg.freeze",
+        lambda own: own.megatron_cfg.peft.enabled and own.megatron_cfg.freeze,
+        (_PEFT,),
+        "remove it; adapters alone are trained",
+    ),
     Rule(
         "not-supported",
         "model_name",
@@ -149,7 +177,7 @@ MODEL_RULES: Rules[PolicyConfig] = (
         lambda own: own.max_total_sequence_length > own.model.longest_sequence,
         ("model.max_position_embeddings",),
         lambda own: (
-            "lower the one or raise the other"
+            "lower one or raise the other"
             if own.model_name is None
             else f"set it to {own.model.longest_sequence} at most, or write "
             "hf_config_overrides.max_position_embeddings over it"
@@ -173,12 +201,21 @@ MODEL_RULES: Rules[PolicyConfig] = (
 POLICY_RULES: Rules[PolicyConfig] = (
     *FUSED_RULES,
     Rule(
+        "too-large",
+        "generation.stop_token_ids",
+        lambda own: any(not 0 <= stop < own.model.vocab_size for stop in own.generation.stop_token_ids or ()),
+        ("model.vocab_size",),
+        lambda own: (
+            f"give ids from 0 to {own.model.vocab_size - 1}{'' if own.weights else ', or raise vocab_size'}"
+        ),
+    ),
+    Rule(
         "incompatible",
         _CLASS,
         lambda own: own.model_class == "hybrid" and own.megatron_cfg.overlap_moe_expert_parallel_comm,
         (OVERLAP,),
         {OVERLAP: False},
-        "its schedule knows no HybridModel",
+        "its schedule does not support a HybridModel",
     ),
     Rule(
         "incompatible",
@@ -194,7 +231,7 @@ POLICY_RULES: Rules[PolicyConfig] = (
         lambda own: own.megatron_cfg.bias_activation_fusion is True and not own.model.gated,
         ("model.activation_func",),
         "set it to auto or false",
-        "that has no gate to fuse",
+        "only gated activations have a fusion",
     ),
     *(
         Rule[PolicyConfig](
@@ -208,12 +245,12 @@ POLICY_RULES: Rules[PolicyConfig] = (
             why,
         )
         for key, plain, why in (
-            ("multi_latent_attention", False, "layers of a HybridModel have heads alone"),
+            ("kv_lora_rank", None, "a HybridModel has no layer for latent attention"),
             *(
                 (
                     key,
                     plain,
-                    "a HybridModel counts attention and the rest as two layers, and has been run without",
+                    "not tested in a HybridModel",
                 )
                 for key, plain in (
                     ("softmax_type", "vanilla"),
@@ -222,24 +259,6 @@ POLICY_RULES: Rules[PolicyConfig] = (
                 )
             ),
         )
-    ),
-    Rule(
-        "contradicts",
-        "megatron_cfg.pipeline_dtype",
-        lambda own: own.megatron_cfg.pipeline_dtype not in (None, own.precision),
-        ("precision",),
-    ),
-    Rule(
-        "contradicts",
-        "megatron_cfg.optimizer.bf16",
-        lambda own: own.megatron_cfg.optimizer.bf16 not in (None, own.precision == "bfloat16"),
-        ("precision",),
-    ),
-    Rule(
-        "contradicts",
-        "megatron_cfg.optimizer.clip_grad",
-        lambda own: own.megatron_cfg.optimizer.clip_grad not in (None, own.max_grad_norm),
-        ("max_grad_norm",),
     ),
 )
 RUN_RULES: Rules[RunConfig] = (
@@ -253,12 +272,5 @@ RUN_RULES: Rules[RunConfig] = (
             f"{part} is computed again on GPUs alone",
         )
         for part in sorted(OF_ENGINE)
-    ),
-    Rule(
-        "requires",
-        f"policy.{_ACCUMULATION}",
-        lambda run: run.cluster.on_cpu and run.policy.megatron_cfg.gradient_accumulation_fusion is True,
-        ("cluster.gpus_per_node",),
-        "set it to auto or false",
     ),
 )

@@ -77,32 +77,12 @@ def _stage_cuts(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
     model, megatron, weights = policy.model, policy.megatron_cfg, policy.weights
     if megatron.own_stages:
         yield from _own_stages(policy, weights or "model.num_layers")
-    elif megatron.counted_ends:
-        yield from _counted_ends(policy, weights or "model.num_layers")
     elif model.num_layers % megatron.layer_divisor and weights:
         why = f"the weights have num_layers: {model.num_layers}"
         yield Rule("not-divisible", PIPELINE, True, (VIRTUAL, weights), "use fewer stages", why)
     elif model.num_layers % megatron.layer_divisor:
         fix = f"set num_layers to a multiple of {megatron.layer_divisor}, or use fewer stages"
         yield Rule("not-divisible", "model.num_layers", True, (PIPELINE, VIRTUAL), fix)
-
-
-def _counted_ends(policy: PolicyConfig, source: str) -> Iterator[Rule[PolicyConfig]]:
-    """Yield stages that are not even although embedding or output layer count, or that have nothing else."""
-    megatron, layers = policy.megatron_cfg, policy.model.num_layers
-    first, *others = (f"megatron_cfg.{key}" for key in megatron.counted_ends)
-    if megatron.pipeline_model_parallel_size == 1:
-        yield Rule("requires", first, True, (PIPELINE,), "remove it")
-        return
-    places, chunks = layers + 1 + len(others), megatron.layer_divisor
-    yield Rule(
-        "not-divisible",
-        first,
-        places % chunks or places // chunks < 2,
-        (*others, PIPELINE, VIRTUAL, source),
-        "have the places be a multiple of the chunks, at least two each, or remove it",
-        f"{places} places for {layers} layers, and {chunks} chunks of the model",
-    )
 
 
 def _own_stages(policy: PolicyConfig, source: str) -> Iterator[Rule[PolicyConfig]]:
@@ -112,8 +92,6 @@ def _own_stages(policy: PolicyConfig, source: str) -> Iterator[Rule[PolicyConfig
     if megatron.pipeline_model_parallel_size == 1:
         yield Rule("requires", first, True, (PIPELINE,), "remove it")
         return
-    for key in megatron.counted_ends:
-        yield Rule("incompatible", first, True, (f"megatron_cfg.{key}",), "remove one of the two")
     both = megatron.virtual_pipeline_model_parallel_size is not None
     yield Rule("incompatible", first, both, (VIRTUAL,), {first: None, VIRTUAL: None})
     like, rest = megatron.pipeline_model_parallel_size - len(own), policy.model.num_layers - sum(own.values())
@@ -122,7 +100,7 @@ def _own_stages(policy: PolicyConfig, source: str) -> Iterator[Rule[PolicyConfig
         first,
         (rest < like or rest % like) if like else rest,
         (*others, PIPELINE, source),
-        "leave the same number of layers to each of the other stages, and at least one",
+        "leave an equal number of layers, at least one, to each of the other stages",
         f"{rest} of {policy.model.num_layers} layers are left to {like} stages",
     )
 
@@ -186,12 +164,12 @@ _NO_OVERLAP: tuple[tuple[str, Callable[[PolicyConfig], object], str], ...] = (
         lambda own: (
             own.model.num_moe_experts is not None and own.megatron_cfg.expert_model_parallel_size == 1
         ),
-        "it needs experts on several ranks",
+        "it needs experts on more than one rank",
     ),
     (
         "megatron_cfg.activation_checkpointing",
         lambda own: own.megatron_cfg.activation_checkpointing,
-        "its schedule keeps activations",
+        "its schedule does not recompute activations",
     ),
     (
         VIRTUAL,
@@ -204,12 +182,12 @@ _NO_OVERLAP: tuple[tuple[str, Callable[[PolicyConfig], object], str], ...] = (
     (
         "model.moe_aux_loss_coeff",
         lambda own: own.model.load_balancing_loss,
-        "its schedule does not tell routers what is padding",
+        "its schedule does not pass the padding mask to routers",
     ),
     (
         _PREDICTION_LAYERS,
         lambda own: own.model.mtp_num_layers,
-        "its schedule is not proven with prediction layers",
+        "not tested with prediction layers",
     ),
 )
 
@@ -241,7 +219,7 @@ MODEL_RULES: Rules[PolicyConfig] = (
             own.model.num_moe_experts is not None and own.megatron_cfg.expert_tensor_parallel_size > 1
         ),
         fix={EXPERT_TENSOR: 1},
-        why="expert_model_parallel_size spreads whole experts",
+        why="only whole experts are distributed, by expert_model_parallel_size",
     ),
     Rule(
         "incompatible",
@@ -249,7 +227,7 @@ MODEL_RULES: Rules[PolicyConfig] = (
         lambda own: own.megatron_cfg.context_parallel_size > 1 and own.model.mtp_num_layers,
         (_PREDICTION_LAYERS,),
         {CONTEXT: 1, _PREDICTION_LAYERS: None},
-        "a rank lacks the tokens after its own",
+        "prediction layers need tokens that are on other ranks",
     ),
 )
 POLICY_RULES: Rules[PolicyConfig] = (
@@ -291,7 +269,7 @@ POLICY_RULES: Rules[PolicyConfig] = (
         ),
         (OVERLAP,),
         {CONTEXT: 1, OVERLAP: False},
-        "its schedule has been run with whole sequences alone",
+        "not tested with shared sequences",
     ),
     Rule(
         "has-no-effect",
@@ -341,7 +319,7 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         ("policy.megatron_cfg.transformer_impl",),
         "set transformer_impl: auto or transformer_engine, or context_parallel_size: 1",
-        "on GPUs sequences are shared by Transformer Engine's attention",
+        "on GPUs only Transformer Engine's attention supports it",
     ),
     Rule(
         "requires",
@@ -354,6 +332,6 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         (f"policy.{CONTEXT}", "policy.model.softmax_type"),
         {f"policy.{_COMMUNICATION}": "a2a", f"policy.{CONTEXT}": 1},
-        "on GPUs sinks need whole heads on each rank",
+        "on GPUs attention sinks need whole heads on each rank",
     ),
 )

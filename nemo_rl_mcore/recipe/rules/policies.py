@@ -1,11 +1,11 @@
-"""The rules of a policy, for recipes and for a worker that is built in Python."""
+"""The rules of a model on its ranks, for recipes and for a worker that is built in Python."""
 
 from collections.abc import Iterator, Mapping
 
 from nemo_rl_mcore.config.base import ConfigError, Key, Problem, Rules, broken, collect_problems
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.models.pretrained import fill_from_model_name
-from nemo_rl_mcore.recipe.rules import batching, generation, model, parallelism
+from nemo_rl_mcore.recipe.rules import batching, model, parallelism
 
 MODEL_RULES: Rules[PolicyConfig] = (*parallelism.MODEL_RULES, *model.MODEL_RULES)
 """What stops any model, one that is neither trained nor asked for answers included."""
@@ -14,7 +14,6 @@ POLICY_RULES: Rules[PolicyConfig] = (
     *parallelism.POLICY_RULES,
     *model.POLICY_RULES,
     *batching.POLICY_RULES,
-    *generation.POLICY_RULES,
 )
 
 

@@ -31,7 +31,7 @@ def _gold_answers(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     sources = config.train_sources | config.validation_sources
     taken = [path for path, source in sources.items() if source.answer is not None] if gold else []
     for path in taken[:1]:
-        why = "it would look for an answer in what is already one"
+        why = "the reference answers of that task need no extraction"
         yield Rule(
             "incompatible", _GOLD, True, (f"{path}.answer", f"{path}.dataset_name"), {_GOLD: None}, why
         )
@@ -44,7 +44,7 @@ def _repeated(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     for path, source in config.validation_sources.items():
         again = answers and greedy and source.repeat > 1
         sampled = f", or {config.key('loop.val_greedy')}: false" if isinstance(loop, RolloutConfig) else ""
-        fix, why = f"set it to 1{sampled}", "the likeliest answer is the same each time"
+        fix, why = f"set it to 1{sampled}", "greedy answers are all the same"
         yield Rule("incompatible", f"{path}.repeat", again, ("loop.val_greedy",), fix, why)
 
 
@@ -54,20 +54,23 @@ def _streams(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     path = next((path for path, source in sources.items() if source.streaming), None)
     if path is None:
         return
-    key, uncounted = f"{path}.streaming", "its rows are not counted"
-    fix, why = "set it to false, or keep one source", "it is for one source, and data.train has several"
+    key, uncounted = f"{path}.streaming", "its number of rows is unknown"
+    fix, why = (
+        "set it to false, or keep one source",
+        "it works with a single source, and data.train has several",
+    )
     yield Rule("incompatible", key, len(sources) > 1, (), fix, why)
     for one, all_rows in (("max_samples", None), ("repeat", 1)):
         given = getattr(sources[path], one) != all_rows
         yield Rule("incompatible", f"{path}.{one}", given, (key,), "remove one of the two", uncounted)
     validates = config.data.validation is None and loop.validates
-    fix, why = "give data.validation, or turn validation off", "it holds no rows out to validate with"
+    fix, why = "give data.validation, or turn validation off", "it has no rows for validation"
     yield Rule("incompatible", key, validates, ("data.validation",), fix, why)
     epochs = (loop.max_num_epochs or 1) > 1
     yield Rule("has-no-effect", "loop.max_num_epochs", epochs, (key,), why=uncounted)
     dynamic, path = isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling, "loop.use_dynamic_sampling"
-    yield Rule("incompatible", path, dynamic, (key,), {path: False, key: False}, "it draws of all rows")
-    path, why = "asynchrony.enabled", "it draws prompts of several steps at a time"
+    yield Rule("incompatible", path, dynamic, (key,), {path: False, key: False}, "it draws from all rows")
+    path, why = "asynchrony.enabled", "it draws the prompts of several steps at once"
     yield Rule("incompatible", path, config.asynchronous, (key,), {path: False, key: False}, why)
 
 
@@ -77,8 +80,8 @@ RUN_RULES: Rules[RunConfig] = (
         "loop.batch_multiplier",
         lambda run: isinstance(run.loop, RolloutConfig) and run.loop.prompts_per_round % 1,
         (_PROMPTS,),
-        "give a multiple that is whole",
-        "their product is the prompts of a round",
+        "make the product a whole number",
+        "their product is the number of prompts of a round",
     ),
     Rule(
         "too-large",
@@ -112,7 +115,7 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         (_TASK,),
         "give a number",
-        "that task has not counted the rows held out",
+        "that task has no fixed number of validation rows",
     ),
     Rule(
         "incompatible",
@@ -120,7 +123,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: run.loop.validates and run.val_loss_samples is None and run.data.dataset_name != "files",
         (_TASK,),
         "give a number",
-        "that task has not counted the rows held out",
+        "that task has no fixed number of validation rows",
     ),
     Rule(
         "too-large",
@@ -141,7 +144,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: run.data.embedded and run.env.math is not None and run.env.math.gold is not None,
         (_TASK,),
         {_GOLD: None},
-        "its answers are digits and no more",
+        "its answers are single digits",
     ),
     _gold_answers,
     *(

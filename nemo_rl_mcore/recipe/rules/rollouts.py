@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import EpisodesConfig, RolloutConfig
-from nemo_rl_mcore.config.base import Rule, Rules
+from nemo_rl_mcore.config.base import Rule, Rules, value_at
 from nemo_rl_mcore.config.data import SCORE_WITHIN_S, TURN_TASKS, RowKind
 from nemo_rl_mcore.config.environment import EnvPoolConfig
 from nemo_rl_mcore.config.master import GRPOMasterConfig
@@ -30,10 +30,10 @@ def remarks(config: RunConfig) -> Iterator[str]:
     section, generation, loss = config.asynchrony, config.policy.generation, config.gradient
     if config.max_age and loss is not None and not loss.use_importance_sampling_correction:
         key = config.key(_CORRECTION)
-        yield f"{key}: false: older answers train as if the present weights had given them"
+        yield f"{key}: false: responses of older weights are trained as if the current ones had sampled them"
     if not section.in_flight_weight_updates:
         key = f"{config.asynchrony_key}.in_flight_weight_updates"
-        yield f"{key}: false: each update waits until no group is being answered"
+        yield f"{key}: false: each update waits until no group is in flight"
     if generation.engine.traits.always_rereads and not section.recompute_kv_cache_after_weight_updates:
         key = f"{config.asynchrony_key}.recompute_kv_cache_after_weight_updates"
         yield f"{key}: false: {generation.engine.traits.noun}s recompute it all the same"
@@ -63,20 +63,20 @@ def _turns(config: RunConfig) -> Iterator[Rule[RunConfig]]:
         yield Rule("missing", f"env.{task}", True, (_TASK, *others), fix)
     if given in TURN_TASKS and task != given:
         fix = {f"env.{given}": None, _TASK: given}
-        why = "it knows the prompts of its own task alone"
+        why = "it only has prompts of its own task"
         yield Rule("incompatible", f"env.{given}", True, (_TASK,), fix, why)
     if not isinstance(loop, EpisodesConfig):
-        fix, why = "name another task, or run grpo or ppo", f"{config.algorithm} takes one answer to a prompt"
+        fix, why = "name another task, or run grpo or ppo", f"{config.algorithm} samples one turn per prompt"
         yield Rule("incompatible", _TASK, task in TURN_TASKS, fix=fix, why=why)
         return
     once, why = (
         given in TURN_TASKS and loop.max_rollout_turns == 1,
-        "it ends every episode with its first answer",
+        "there every episode ends with its first answer",
     )
     yield Rule("too-small", _TURNS, once, (f"env.{given}",), why=why)
     several, why = (
         config.scores_one_answer and loop.max_rollout_turns > 1,
-        "that ends each episode with its first answer",
+        "there every episode ends with its first answer",
     )
     yield Rule("has-no-effect", _TURNS, several, (f"env.{given or 'arithmetic'}",), why=why)
 
@@ -126,10 +126,13 @@ RUN_RULES: Rules[RunConfig] = (
                 run.asynchronous and run.algorithm == name and not run.generations_per_prompt
             ),
             (key,),
-            {_ENABLED: False, key: True},
-            "the data set gives the answers, and none is sampled",
+            {_ENABLED: False, key: value},
+            "responses come from the data set, and none are sampled",
         )
-        for name, key in (("dpo", "dpo.online"), ("distillation", "distillation.on_policy"))
+        for name, key, value in (
+            ("dpo", "dpo.num_generations_per_prompt", 2),
+            ("distillation", "distillation.on_policy", True),
+        )
     ),
     Rule(
         "incompatible",
@@ -151,7 +154,7 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         (_ENABLED, _BATCH, _PROMPTS),
         lambda run: {_STREAMING: None, _BATCH: run.samples_per_step},
-        "a step that trains before it is whole is one optimizer step",
+        "a streamed step is a single optimizer step",
     ),
     Rule(
         "has-no-effect",
@@ -163,7 +166,7 @@ RUN_RULES: Rules[RunConfig] = (
             and run.loop.batch_multiplier != 1
         ),
         (_ENABLED,),
-        why="the next prompt takes the place of one without signal at once",
+        why="a prompt without signal is replaced at once",
     ),
     _groups,
     Rule(
@@ -172,7 +175,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: run.asynchronous and run.policy.generation.decodes_on_ranks,
         _OF_ENGINES,
         {f"{_COLOCATED}.enabled": False, _ENABLED: False},
-        "the training ranks answer, and engines are needed that answer meanwhile",
+        "the training ranks decode, and asynchronous runs need engines that decode meanwhile",
     ),
     Rule(
         "incompatible",
@@ -187,7 +190,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: (
             f"set it to false with {_COLOCATED}.resources.gpus_per_node, or {run.key(_ENABLED)}: false"
         ),
-        "engines sleep while the ranks train, and are needed meanwhile",
+        "these engines sleep while the ranks train",
     ),
     Rule(
         "requires",
@@ -195,7 +198,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: run.asynchronous and run.policy.generation.engine.required_for_groups,
         (_ENABLED, _BACKEND),
         {"policy.generation.vllm_cfg.async_engine": True, _ENABLED: False},
-        "it answers whole batches, and not group by group",
+        "it generates for whole batches only, not for single groups",
     ),
     Rule(
         "incompatible",
@@ -207,7 +210,19 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         (_ENABLED, "grpo.adv_estimator.name", _PROMPTS),
         {_STREAMING: None, "grpo.adv_estimator.name": "grpo"},
-        "an estimator may read the whole step, as one does that whitens advantages",
+        "estimators may need the whole step, for example to whiten advantages",
+    ),
+    Rule(
+        "requires",
+        "loop.adv_estimator.name",
+        lambda run: (
+            value_at(run, "loop.adv_estimator.name") == "gdpo"
+            and len(run.env.rewards or ()) < 2
+            and run.env.custom is None
+            and run.env.endpoint is None
+        ),
+        ("env.rewards",),
+        "name two rewards or more in env.rewards, or set adv_estimator.name: grpo",
     ),
     Rule(
         "incompatible",
@@ -219,7 +234,7 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         ("policy.generation.mismatch.threshold", _ENABLED, _AGE),
         {"policy.generation.mismatch.action": "warn", "policy.generation.mismatch.threshold": None, _AGE: 0},
-        "it would act on the age of the weights that answered",
+        "it would react to the age of the sampling weights",
     ),
     Rule(
         "missing",
@@ -235,7 +250,7 @@ RUN_RULES: Rules[RunConfig] = (
             f"set {run.key(_CORRECTION)}: true, truncated_importance_sampling_type: tis and "
             "truncated_importance_sampling_ratio: 2.0; or to false, which trains as if the answers were new"
         ),
-        "older weights have answered than those that train",
+        "responses come from older weights than those trained",
     ),
     *(
         Rule[RunConfig](
@@ -246,7 +261,7 @@ RUN_RULES: Rules[RunConfig] = (
             ),
             (_ENABLED, f"env.{name}"),
             "set it to 1 or more",
-            "it would hold up the thread that asks the engines",
+            "it would block the thread that serves the engines",
         )
         for name in ("math", "rewards", "custom")
     ),
@@ -272,7 +287,7 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         (_TIMEOUT, _RETRIES),
         lambda run: f"set it above {_given_up_after(run):g}, or lower the other two",
-        "it would be over before a reply is given up",
+        "it would expire before a reply times out",
     ),
     Rule(
         "too-small",
@@ -284,7 +299,7 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         (f"{_ENDPOINT}.timeout_s", _RETRIES),
         lambda run: f"set it above {_agent_given_up_after(run):g}, or lower the other two",
-        "it would be over before an agent is given up",
+        "it would expire before an agent times out",
     ),
     *(
         Rule[RunConfig](
@@ -296,7 +311,7 @@ RUN_RULES: Rules[RunConfig] = (
                 and getattr(run.env.pool, name) != default
             ),
             (_SIZE,),
-            why="the environment runs in the process of the loop",
+            why="the environment runs in the driver process",
         )
         for name, field in EnvPoolConfig.model_fields.items()
         if name != "size"
@@ -308,7 +323,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: run.env.reward_weights and not run.env.rewards and run.env.custom is None,
         ("env.custom",),
         "remove it",
-        "without env.rewards too there is one reward, which has no name",
+        "without env.rewards there is a single reward without a name",
     ),
     _of_sources,
     Rule(
@@ -328,7 +343,7 @@ RUN_RULES: Rules[RunConfig] = (
             and not run.cluster.on_cpu
         ),
         fix=lambda run: {"env.pool.num_gpus": math.ceil(run.env.pool.num_gpus)},
-        why="it is neither a share of one GPU nor a number of whole ones",
+        why="it must be a share of one GPU, or a number of whole GPUs",
     ),
     *(
         Rule[RunConfig](
@@ -341,11 +356,11 @@ RUN_RULES: Rules[RunConfig] = (
         for name, why in (
             (
                 "ppo",
-                "a session may fork into several rows, and a critic cannot say of one what the next is worth",
+                "a session may fork into several rows, and a critic's values do not carry over between rows",
             ),
-            ("dpo", "a pair compares two rows, and a session may fork into several"),
+            ("dpo", "a pair has two rows, and a session may fork into more"),
             ("sft", "nothing is sampled"),
-            ("distillation", "the student answers a prompt once"),
+            ("distillation", "the student samples one response per prompt"),
         )
     ),
     *(
@@ -355,7 +370,7 @@ RUN_RULES: Rules[RunConfig] = (
             lambda run, task=task: run.env.endpoint is not None and run.env.given[:1] == [task],
             (_ENDPOINT,),
             "set one of them to null",
-            "agents play the episodes themselves",
+            "agents run the episodes themselves",
         )
         for task in TURN_TASKS
     ),

@@ -35,7 +35,7 @@ def _of_policy(path: str) -> str:
 def run_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what does not go together within and between the sections of a recipe, of all its models."""
     yield from collect_problems(config)
-    yield from broken(POLICY_RULES, config.policy, _of_policy)
+    yield from broken((*POLICY_RULES, *generation.ENGINE_RULES), config.policy, _of_policy)
     yield from broken(RUN_RULES, config, config.key)
     for plan in config.models.values():
         if plan.policy is not config.policy:

@@ -22,14 +22,12 @@ from nemo_rl_mcore.data.examples import (
     count_problems,
     last_step,
     read_examples,
-    read_run_examples,
     read_texts,
-    run_token_problems,
+    special_token_problems,
 )
 from nemo_rl_mcore.data.hub import ends_of, local_folder, special_tokens_of
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.row_readers import GYM_COLUMN
-from nemo_rl_mcore.data.rows import is_fetched
+from nemo_rl_mcore.data.rows import GYM_COLUMN, is_fetched
 from nemo_rl_mcore.data.strict_json import read_json, read_regular
 
 if TYPE_CHECKING:
@@ -77,7 +75,8 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
             else:
                 problems += read_examples({path: source}, {}, config.row_kind, chat=chat)[1]
         return None, problems
-    examples, wrong = read_run_examples(config)
+    train, validation = config.train_sources, config.validation_sources
+    examples, wrong = read_examples(train, validation, config.row_kind, chat=chat)
     problems += wrong
     rows, held_out = examples.train, examples.held_out
     if not wrong:
@@ -88,7 +87,9 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
             what = f"{lacking.place} has no {GYM_COLUMN}, and NeMo Gym's agents play the rows"
             remedy = "name rows of NeMo Gym's"
             problems.append(Problem("missing", "data.train", what, remedy, ("env.nemo_gym",)))
-        problems += run_token_problems(config, examples, special_tokens_of(config.policy.tokenizer.name))
+        tokens = special_tokens_of(config.policy.tokenizer.name)
+        parts = {"data.train": rows, "data.validation": held_out}
+        problems += special_token_problems(config, parts, tokens, config.row_kind)
         problems += _unshown_problems(config, examples)
     warnings: tuple[Problem, ...] = ()
     pairs = [*rows, *held_out] if config.row_kind is RowKind.PAIRS else []
@@ -190,13 +191,13 @@ def _unshown_problems(config: RunConfig, examples: Examples) -> Iterator[Problem
             said = [*(row.context or (Message("user", row.text),))]
             if config.row_kind is not RowKind.PROMPTS:
                 given = row.answer if row.solution is None else row.solution
-                said.append(row.extras.answer or Message("assistant", given))
+                said.append(row.answer_message or Message("assistant", given))
             messages = [message.fields(parsed=True) for message in said]
             forms: set[tuple[str, ...]] = {(one["role"], *one) for one in messages}
-            forms |= {("tools",)} if row.extras.tools else set()
+            forms |= {("tools",)} if row.tools else set()
             if any(looked_at[form] < _LOOKED_AT for form in forms):
                 looked_at.update(forms)
-                for what in _left_out(messages, row.extras.tools, show):
+                for what in _left_out(messages, row.tools, show):
                     found.setdefault(what, []).append(row.place)
         for (name, role), places in found.items():
             of = f" of messages of role {role!r}" if role else ""

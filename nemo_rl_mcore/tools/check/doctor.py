@@ -56,7 +56,7 @@ PYTHONS = ((3, 12), (3, 13))
 _GIB = 2**30
 _FEW_FILES = 4096
 """Open files below which Ray warns; it raises the soft limit by itself, up to the hard one."""
-_DRIVER, _HOST_NAME, _CLUSTER = "driver", "host name", "session"
+_DRIVER, _HOST_NAME, _CLUSTER, _SHARED = "driver", "host name", "session", "/dev/shm"
 
 type Answers = Mapping[str, Answer]
 type Checked = tuple[RunConfig | None, Sequence[Problem], Sequence[Problem]]
@@ -111,14 +111,18 @@ def diagnose(recipe: Checked | None, deadline_s: float) -> list[Section]:
     packages = {one.name: package_finding(one, answers) for one in PACKAGES}
     extras = [packages[one.name] for one in PACKAGES if one.extra] + [vllm_finding(answers, on_cpu=on_cpu)]
     base = [packages[one.name] for one in PACKAGES if not one.extra]
-    here = Path(__file__).parents[2]
+    # What else every installation has, where it is missing or of a version that does not go with the rest.
+    looked_at = {package.installed_as for package in PACKAGES}
+    others = [one for one in _requirements("") if canonicalize_name(one.name) not in looked_at]
+    strange = {one.name: text for one in others if (text := _strange(one))}
+    wrong = [Finding(name, text, Status.WRONG, COMMANDS[""], True) for name, text in strange.items()]
+    together = f"{len(others) - len(strange)} more, of versions that go together"
+    here = f"nemo-rl-mcore {importlib.metadata.version('nemo-rl-mcore')}, in {Path(__file__).parents[2]}"
     sections = [
-        Section(
-            f"nemo-rl-mcore {importlib.metadata.version('nemo-rl-mcore')}, in {here}", [*base, *_others()]
-        ),
+        Section(here, [*base, *wrong, Finding("others", together)]),
         Section("GPUs", [*gpu_findings(answers[_DRIVER], torch, on_cpu=on_cpu)]),
         Section("Extras", extras),
-        Section("This machine", [*_machine(config, answers[_HOST_NAME])]),
+        Section("This machine", [*machine_findings(config, answers[_HOST_NAME])]),
         Section("Ray", [ray_finding(address, answers)]),
     ]
     if recipe is not None:
@@ -132,7 +136,6 @@ def diagnose(recipe: Checked | None, deadline_s: float) -> list[Section]:
 
 
 def package_finding(package: Package, answers: Answers) -> Finding:
-    """Say whether it is there, in which version, and whether it imports."""
     name, mend, needed = package.name, COMMANDS[package.extra], not package.extra
     if not installed(name):
         what = f"not installed; for {package.enables}"
@@ -163,27 +166,19 @@ def vllm_finding(answers: Answers, *, on_cpu: bool) -> Finding:
     return Finding("vllm", what, Status.WRONG, COMMANDS[fitting.extra])
 
 
-def _others() -> Iterator[Finding]:
-    """Yield what else every installation has, where it is missing or of a version that does not go with the rest."""
-    looked_at = {package.installed_as for package in PACKAGES}
-    others = [one for one in _requirements("") if canonicalize_name(one.name) not in looked_at]
-    strange = {one.name: text for one in others if (text := _strange(one))}
-    for name, text in strange.items():
-        yield Finding(name, text, Status.WRONG, COMMANDS[""], needed=True)
-    yield Finding("others", f"{len(others) - len(strange)} more, of versions that go together")
-
-
 def _requirements(extra: str) -> list[Requirement]:
     """Return what this package asks for, or what an extra adds to that."""
-
-    def asks(one: Requirement, extra: str) -> bool:
-        return one.marker is None or one.marker.evaluate({"extra": extra})
-
     try:
         every = [Requirement(text) for text in importlib.metadata.requires("nemo-rl-mcore") or ()]
     except importlib.metadata.PackageNotFoundError:  # its folder was copied
         return []
-    return [one for one in every if asks(one, extra) and not (extra and asks(one, ""))]
+    found: list[Requirement] = []
+    for one in every:
+        always = one.marker is None or one.marker.evaluate({"extra": ""})
+        asked = always if not extra else one.marker is not None and one.marker.evaluate({"extra": extra})
+        if asked and not (extra and always):
+            found.append(one)
+    return found
 
 
 def _strange(wanted: Requirement) -> str:
@@ -255,7 +250,7 @@ def memory_bytes() -> int:
     return min(limits)
 
 
-def _machine(config: RunConfig | None, host_name: Answer) -> Iterator[Finding]:
+def machine_findings(config: RunConfig | None, host_name: Answer) -> Iterator[Finding]:
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}, {sys.executable}"
     fits = sys.version_info[:2] in PYTHONS and sys.platform == "linux"
     mend = "" if fits else "take Python 3.12 or 3.13 on Linux"
@@ -263,17 +258,17 @@ def _machine(config: RunConfig | None, host_name: Answer) -> Iterator[Finding]:
     yield Finding("cores", f"{len(os.sched_getaffinity(0))}")
     free = min(psutil.virtual_memory().available, memory_bytes())
     yield Finding("memory", f"{memory_bytes() / _GIB:.4g} GiB, {free / _GIB:.4g} free")
-    shared = _disk("/dev/shm", Path("/dev/shm"), least=_GIB / 4)
-    yield replace(shared, mend="start the container with --shm-size=8g" if shared.status != Status.OK else "")
+    yield _disk(_SHARED, Path(_SHARED), "start the container with --shm-size=8g")
     for name, folder in ({"working folder": Path.cwd()} if config is None else folders_of(config)).items():
         yield _disk(name, folder)
     yield replace(_disk("temporary files", Path(os.environ.get("RAY_TMPDIR", "/tmp"))), needed=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = hard != resource.RLIM_INFINITY and hard < _FEW_FILES
-    found = f"{soft}, up to {'any number' if hard == resource.RLIM_INFINITY else hard}"
-    yield Finding(
-        "open files", found, Status.WRONG if few else Status.OK, "raise the hard limit" if few else ""
-    )
+    if hard == resource.RLIM_INFINITY:
+        yield Finding("open files", f"{soft}, up to any number")
+    elif hard >= _FEW_FILES:
+        yield Finding("open files", f"{soft}, up to {hard}")
+    else:
+        yield Finding("open files", f"{soft}, up to {hard}", Status.WRONG, "raise the hard limit")
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=3).close()
@@ -289,19 +284,19 @@ def _machine(config: RunConfig | None, host_name: Answer) -> Iterator[Finding]:
         yield Finding(_HOST_NAME, what, Status.WRONG, "runs over several machines need it in /etc/hosts")
 
 
-def _disk(name: str, folder: Path, least: float = _GIB) -> Finding:
-    there, mend = nearest_folder(folder), "make room there, or name another folder"
+def _disk(name: str, folder: Path, mend: str = "make room there, or name another folder") -> Finding:
+    there = nearest_folder(folder)
     try:
         try_to_write(there)
     except OSError as error:
         return Finding(name, f"{there}: cannot be written to: {error.strerror}", Status.WRONG, mend)
     free = shutil.disk_usage(there).free
     found = f"{there}: {free / _GIB:.4g} GiB free"
+    least = _GIB / 4 if name == _SHARED else _GIB
     return Finding(name, found) if free >= least else Finding(name, found, Status.WRONG, mend)
 
 
 def ray_finding(address: str, answers: Answers) -> Finding:
-    """Say what a run starts or joins."""
     if not address:
         return Finding(_CLUSTER, "RAY_ADDRESS is not set: each run starts a session of this machine alone")
     answer = answers[_CLUSTER]
@@ -342,21 +337,15 @@ def recipe_findings(
         what = f"{config.cluster.num_nodes} machines need a Ray cluster, and RAY_ADDRESS is not set"
         mend = "ray start --head on one, ray start --address=HEAD:6379 on the others; then export RAY_ADDRESS=HEAD:6379"
         yield Finding("cluster.num_nodes", what, Status.MISSING, mend, needed=True)
-    if gpus or config.cluster.on_cpu:
-        yield _memory(config, gpus)
-
-
-def _memory(config: RunConfig, gpus: Sequence[int]) -> Finding:
-    """Compare the estimate of `check` with the memory of what the ranks share."""
+    if not gpus and not config.cluster.on_cpu:
+        return
+    # The estimate of `check`, beside the memory of what the ranks share.
     on_cpu, engine = config.cluster.on_cpu, plan_engines(config).memory
     there, ranks = (memory_bytes(), config.cluster.cpu_workers_per_node) if on_cpu else (min(gpus), 1)
-    needed = ranks * estimate_memory(config).total
-    needed += config.policy.generation.embedded_cfg.engines * engine.total if engine is not None else 0
-    found = (
-        f"about {needed / _GIB:.3g} GiB of the {there / _GIB:.4g} of {'this machine' if on_cpu else 'a GPU'}"
-    )
-    found += ", before activations and caches of keys"
-    if needed <= there:
-        return Finding("memory", found)
+    required = ranks * estimate_memory(config).total
+    required += config.policy.generation.engines * engine.total if engine is not None else 0
+    what = f"about {required / _GIB:.3g} GiB of the {there / _GIB:.4g} of {'this machine' if on_cpu else 'a GPU'}"
+    what += ", before activations and caches of keys"
     mend = "more ranks, tensor or pipeline parallelism, a smaller microbatch: docs/performance.md"
-    return Finding("memory", found, Status.WRONG, mend, needed=True)
+    enough = Finding("memory", what)
+    yield enough if required <= there else replace(enough, status=Status.WRONG, mend=mend, needed=True)

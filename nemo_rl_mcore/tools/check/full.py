@@ -14,7 +14,6 @@ from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.environment import PROCESS_START_S
 from nemo_rl_mcore.data.answers import answer_row, pair_rows
 from nemo_rl_mcore.data.datasets import EpochSource, Prompt
-from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Reply, Turn, first_turn
 from nemo_rl_mcore.driver.actors.places import (
     given_variables,
@@ -38,10 +37,15 @@ def full_check(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     CustomCodeError for a reward function, or class, that raises or gives amiss, at which a run would stop later.
     """
     parts = open_parts(config)
-    trained, held_out = _rows(parts)
+    source = parts.prompts
+    # All rows of a source that ends; of another one those of its first step, and of a validation if there is one.
+    if isinstance(source, EpochSource):
+        trained, held_out = source.train, source.held_out
+    else:
+        held_out = source.validation(config.loop.max_val_samples) if config.loop.validates else []
+        trained = source.train_batch(1, config.prompts_per_step)
     for name, prompts in (("to train on", trained), ("held out", held_out)):
         yield from _lengths(name, prompts, parts)
-    source = parts.prompts
     if plan.data is not None and isinstance(source, EpochSource):
         left_out = plan.data.rows + plan.data.held_out - len(source.train) - len(source.held_out)
         yield Finding("left out", f"{left_out} rows with too many tokens (data.overlong)")
@@ -56,35 +60,24 @@ def full_check(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding("imported", f"{key}: {path}")
 
 
-def _rows(parts: Parts) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """All rows of a source that ends; of another one those of its first step and of a validation, if there is one."""
-    config, source = parts.config, parts.prompts
-    if isinstance(source, EpochSource):
-        return source.train, source.held_out
-    held_out = source.validation(config.loop.max_val_samples) if config.loop.validates else []
-    return source.train_batch(1, config.prompts_per_step), held_out
-
-
 def _lengths(name: str, prompts: Sequence[Prompt], parts: Parts) -> Iterator[Finding]:
     """Tokens of the prompts, and of whole rows where answers are given; a row too long is an error, or left out."""
     if not prompts:
         return
-    config, tokenizer = parts.config, parts.tokenizer
+    kind, tokenizer = parts.config.row_kind, parts.tokenizer
     lengths = [len(tokenizer.encode(prompt.text, prompt.literal)) for prompt in prompts]
     longest = max(lengths)
     middle = f"prompts of {median(lengths):g} tokens in the middle, {longest} at most"
     yield Finding(name, f"{len(prompts)} rows; {middle}")
     if place := prompts[lengths.index(longest)].place:
         yield Finding("", f"the longest is {place}")
-    if config.row_kind is not RowKind.PROMPTS:
-        whole = [_whole_length(prompt, config.row_kind, tokenizer) for prompt in prompts]
+    whole: list[int] = []
+    for prompt in prompts if kind is not RowKind.PROMPTS else ():
+        pairs = kind is RowKind.PAIRS and prompt.rejected is not None
+        rows = pair_rows(prompt, tokenizer) if pairs else (answer_row(prompt, tokenizer),)
+        whole.append(max(len(row.ids) for row in rows))
+    if whole:
         yield Finding("", f"with their answers {median(whole):g} in the middle, {max(whole)} at most")
-
-
-def _whole_length(prompt: Prompt, kind: RowKind, tokenizer: Tokenizer) -> int:
-    pairs = kind is RowKind.PAIRS and prompt.rejected is not None
-    rows = pair_rows(prompt, tokenizer) if pairs else (answer_row(prompt, tokenizer),)
-    return max(len(row.ids) for row in rows)
 
 
 def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Finding]:

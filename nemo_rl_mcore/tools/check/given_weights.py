@@ -4,13 +4,14 @@ Weights of a checkpoint, or of a Hugging Face folder, take the place of the reci
 tokenizer. Only the policy is started: what the recipe says of weights to begin with, and of other models, is left out.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_rl_mcore.config.base import Code, ConfigError, Problem, folder_or_name
+from nemo_rl_mcore.config.base import Code, ConfigError, Problem, folder_or_name, value_at
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.megatron import UNDIVIDED
 from nemo_rl_mcore.config.run_config import RunConfig
@@ -49,14 +50,36 @@ def load_over_given_weights(
 ) -> RunConfig:
     """Return the configuration over the weights that a command line names, or over those that its recipe begins with.
 
-    config: the recipe; without it, it is the checkpoint's. checkpoint, hf: folders, one of them at most.
-    few_ranks: see `on_few_ranks`. Raises ConfigError.
+    config: the recipe; without it, it is the checkpoint's, or says no more than the Hugging Face folder. checkpoint,
+    hf: folders, one of them at most. few_ranks: see `on_few_ranks`. Raises ConfigError.
     """
     recipe = None if config is None else Path(config)
     if checkpoint is not None:
         return load_recipe_of(Path(checkpoint), overrides, recipe=recipe, few_ranks=few_ranks)
     if hf is not None:
-        return load_over_hugging_face(hf, overrides, recipe=recipe, few_ranks=few_ranks)
+        if not Path(hf).is_dir():
+            what = f"no folder {hf!r} in {Path.cwd()}"
+            raise _refused("not-found", "--hf", what, "name a Hugging Face folder")
+        if (Path(hf) / RECIPE_FILE).is_file():
+            what = f"{hf!r} is a checkpoint of a run"
+            raise _refused("wrong-kind", "--hf", what, f"write --checkpoint {hf}")
+        try:
+            pretrained_model(hf)
+        except ConfigError as error:
+            raise ConfigError(
+                [replace(one, path="--hf", related=(), where="") for one in error.problems]
+            ) from error
+        folder = str(Path(hf).absolute())
+        read = Recipe(_bare_recipe(folder), ()) if recipe is None else read_recipe(recipe)
+        _without_other_models(read.tree)
+        weights = {
+            "model": None,
+            "init_checkpoint": None,
+            "model_name": folder,
+            "tokenizer": {"name": folder},
+        }
+        _replace(read.tree, {f"policy.{key}": value for key, value in weights.items()})
+        return on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
     if recipe is None:
         raise _refused("missing", "--config", "missing", "name a recipe, or weights: --checkpoint DIR")
     read = read_recipe(recipe)
@@ -80,36 +103,25 @@ def load_recipe_of(
     section = cast("Mapping[str, object]", saved.get("policy") or {})
     if recipe is not None:
         _replace(read.tree, {f"policy.{key}": section.get(key) for key in ("model", "tokenizer")})
+        if (peft := value_at(section, "megatron_cfg.peft")) is not None:
+            _replace(read.tree, {"policy.megatron_cfg.peft": peft})
     _without_other_models(read.tree)
     # What the run itself began with, or learned from, may be gone by now.
     _replace(read.tree, {"policy.model_name": None, "policy.init_checkpoint": None})
     config = on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
     own, tokenizer = folder.absolute() / TOKENIZER_FOLDER, config.policy.tokenizer
     saved_name = cast("Mapping[str, object]", section.get("tokenizer") or {}).get("name")
-    if (
-        own.is_dir()
-        and isinstance(saved_name, str)
-        and tokenizer.name == folder_or_name(value_now(saved_name) or "")
-    ):
+    its_name = folder_or_name(value_now(saved_name) or "") if isinstance(saved_name, str) else None
+    if own.is_dir() and tokenizer.name == its_name:
         tokenizer = tokenizer.model_copy(update={"name": str(own)})
-    changed = {"init_checkpoint": str(folder.absolute()), "tokenizer": tokenizer}
+    megatron = config.policy.megatron_cfg
+    peft = megatron.peft.model_copy(update={"pretrained_adapter": None})
+    changed = {
+        "init_checkpoint": str(folder.absolute()),
+        "tokenizer": tokenizer,
+        "megatron_cfg": megatron.model_copy(update={"peft": peft}),
+    }
     return config.model_copy(update={"policy": config.policy.model_copy(update=changed)})
-
-
-def load_over_hugging_face(
-    folder: str, overrides: Iterable[str] = (), *, recipe: Path | None = None, few_ranks: bool = False
-) -> RunConfig:
-    """Return the configuration over the weights of a Hugging Face folder, by a recipe, or by no more than the folder.
-
-    few_ranks: see `on_few_ranks`. Raises ConfigError.
-    """
-    _require_hugging_face(folder)
-    folder = str(Path(folder).absolute())
-    read = Recipe(_bare_recipe(folder), ()) if recipe is None else read_recipe(recipe)
-    _without_other_models(read.tree)
-    weights = {"model": None, "init_checkpoint": None, "model_name": folder, "tokenizer": {"name": folder}}
-    _replace(read.tree, {f"policy.{key}": value for key, value in weights.items()})
-    return on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
 
 
 def on_few_ranks(recipe: Recipe, overrides: Iterable[str]) -> RunConfig:
@@ -133,12 +145,12 @@ def on_few_ranks(recipe: Recipe, overrides: Iterable[str]) -> RunConfig:
 
 def _bare_recipe(folder: str) -> DictConfig:
     """Return a recipe that says nothing which the folder does not."""
-    model = pretrained_model(folder)
-    described = read_hf_config(folder)
+    model, described = pretrained_model(folder), read_hf_config(folder)
     assert model is not None
     assert described is not None
     longest = min(model.max_position_embeddings, _LONGEST)
     dtype = described.get("dtype") or described.get("torch_dtype")
+    template = has_template(Path(folder))
     return OmegaConf.create(
         {
             "sft": {"max_num_steps": 1},
@@ -150,30 +162,11 @@ def _bare_recipe(folder: str) -> DictConfig:
                 "megatron_cfg": {"optimizer": {"lr": 1.0}},
                 "generation": {"max_new_tokens": longest // 2},
             },
-            # Prompts are those of the command line: the class is not looked for.
             "cluster": {"gpus_per_node": min(visible_gpus(), 1)},
-            "data": {
-                "dataset_name": "custom",
-                "type": "of_the:CommandLine",
-                "apply_chat_template": has_template(Path(folder)),
-            },
+            # Prompts are those of the command line: the class is not looked for.
+            "data": {"dataset_name": "custom", "type": "of_the:CommandLine", "apply_chat_template": template},
         }
     )
-
-
-def _require_hugging_face(folder: str) -> None:
-    """Raise ConfigError for what is no folder of weights that can be loaded."""
-    if not Path(folder).is_dir():
-        what = f"no folder {folder!r} in {Path.cwd()}"
-        raise _refused("not-found", "--hf", what, "name a Hugging Face folder")
-    if (Path(folder) / RECIPE_FILE).is_file():
-        what = f"{folder!r} is a checkpoint of a run"
-        raise _refused("wrong-kind", "--hf", what, f"write --checkpoint {folder}")
-    try:
-        pretrained_model(folder)
-    except ConfigError as error:
-        problems = [Problem(one.code, "--hf", one.what, one.remedy) for one in error.problems]
-        raise ConfigError(problems) from error
 
 
 def _refused(code: Code, path: str, what: str, remedy: str) -> ConfigError:
@@ -197,58 +190,36 @@ def as_evaluated(config: RunConfig) -> RunConfig:
 
     A temperature of 0, which asks for greedy answers, leaves that of the recipe. Raises ConfigError.
     """
-    if problems := [*_eval_problems(config)]:
+    section, policy, problems = config.eval, config.policy, list[Problem]()
+    if section is None:
+        what = "say what to evaluate on: eval.sets: {NAME: {data_path: FILE}}"
+        raise _refused("missing", "eval", "missing", what)
+    if config.env.endpoint is not None:
+        what = "is of episodes that agents play, and eval asks for one answer to each prompt"
+        remedy = "a validation of the run plays them; or override env.endpoint=null"
+        problems.append(Problem("incompatible", "env.endpoint", what, remedy))
+    problems += template_problems(config)
+    for name, source in section.sets.items():
+        if not is_fetched(source):
+            rows, wrong = read_set(f"eval.sets.{name}", source, chat=config.data.apply_chat_template)
+            tokens = special_tokens_of(policy.tokenizer.name)
+            problems += wrong
+            problems += special_token_problems(config, {f"eval.sets.{name}": rows}, tokens, RowKind.PROMPTS)
+    paths = {key: path for key, path in config.import_paths.items() if key.startswith("env.")}
+    problems += import_problems(paths)
+    if problems:
         raise ConfigError(problems)
-    section, policy = config.eval, config.policy
-    assert section is not None
-    new_tokens = _max_new_tokens(config)
     sampling = {
-        "max_new_tokens": new_tokens,
         "temperature": section.temperature or policy.generation.temperature,
         "top_p": section.top_p,
         "top_k": section.top_k,
     }
     generation = policy.generation.model_copy(update=sampling)
-    reserved = 1 if policy.generation.fit_to_sequence else new_tokens
-    longest = policy.max_total_sequence_length - reserved
-    folder = section.save_path or str(Path(config.logger.log_dir) / "eval")
+    reserved = policy.max_total_sequence_length - policy.reserved_tokens
+    folder = str(Path(config.logger.log_dir) / "eval")
     changed = {
         "policy": policy.model_copy(update={"generation": generation}),
-        "data": config.data.model_copy(update={"max_input_seq_length": longest}),
+        "data": config.data.model_copy(update={"max_input_seq_length": reserved}),
         "logger": config.logger.model_copy(update={"log_dir": folder}),
     }
     return config.model_copy(update=changed)
-
-
-def _max_new_tokens(config: RunConfig) -> int:
-    asked = None if config.eval is None else config.eval.max_new_tokens
-    return asked or config.policy.generation.max_new_tokens
-
-
-def _eval_problems(config: RunConfig) -> Iterator[Problem]:
-    if config.eval is None:
-        remedy = "say what to evaluate on: eval.sets: {NAME: {data_path: FILE}}"
-        yield Problem("missing", "eval", "missing", remedy)
-        return
-    if config.env.endpoint is not None:
-        what = "is of episodes that agents play, and eval asks for one answer to each prompt"
-        remedy = "a validation of the run plays them; or override env.endpoint=null"
-        yield Problem("incompatible", "env.endpoint", what, remedy)
-    longest = config.policy.max_total_sequence_length
-    if _max_new_tokens(config) >= longest and not config.policy.generation.fit_to_sequence:
-        yield Problem(
-            "too-large",
-            "eval.max_new_tokens",
-            f"{_max_new_tokens(config)} leaves no room for a prompt in policy.max_total_sequence_length: {longest}",
-            "lower it, or raise max_total_sequence_length",
-            ("policy.max_total_sequence_length",),
-        )
-    yield from template_problems(config)
-    for name, source in config.eval.sets.items():
-        if not is_fetched(source):
-            rows, wrong = read_set(f"eval.sets.{name}", source, chat=config.data.apply_chat_template)
-            yield from wrong
-            tokens = special_tokens_of(config.policy.tokenizer.name)
-            yield from special_token_problems(config, f"eval.sets.{name}", rows, tokens, RowKind.PROMPTS)
-    paths = config.import_paths
-    yield from import_problems({key: path for key, path in paths.items() if key.startswith("env.")})

@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.custom_code import handed_objects, see_working_directory
-from nemo_rl_mcore.config.environment import OWN_TOOL_PARSERS
+from nemo_rl_mcore.config.environment import OWN_TOOL_PARSERS, gym_python
 from nemo_rl_mcore.config.run_config import RunConfig
 
 # Packages
@@ -35,7 +36,6 @@ class Package:
 
     @property
     def installed_as(self) -> str:
-        """Return the name of its distribution."""
         return self.distribution or self.name
 
 
@@ -95,7 +95,6 @@ def needed_packages(config: RunConfig) -> dict[str, Package]:
 
 
 def missing_packages(config: RunConfig) -> Iterator[Problem]:
-    """Yield packages that the recipe asks for and that are not installed."""
     for key, package in needed_packages(config).items():
         if not installed(package.name):
             what = f"needs the Python package {package.name}"
@@ -215,22 +214,16 @@ def agent_problems(config: RunConfig) -> Iterator[Problem]:
     if endpoint is None:
         return
     gym = config.env.nemo_gym is not None
-    key, program = ("gym.python", endpoint.gym.python) if gym else ("command", endpoint.command[0])
+    program = gym_python(endpoint) if gym else endpoint.command[0]
     if shutil.which(program) is None:
         what = f"{program!r} is no program that is found on PATH or by its path"
-        yield Problem("not-found", f"env.endpoint.{key}", what, "correct it, or make the file executable")
-    elif gym and not _finds_gym(program):
+        yield Problem("not-found", "env.endpoint.command", what, "correct it, or make the file executable")
+    elif gym:
+        looks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nemo_gym') is None)"
+        with suppress(OSError, subprocess.TimeoutExpired):
+            asked = subprocess.run((program, "-c", looks), capture_output=True, timeout=30, check=False)
+            if asked.returncode == 0:
+                return
         what = f"{program!r} has no package nemo_gym"
         remedy = "install nemo-gym in an environment of its own, and name the interpreter of that"
-        yield Problem("not-installed", f"env.endpoint.{key}", what, remedy)
-
-
-def _finds_gym(python: str) -> bool:
-    looks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nemo_gym') is None)"
-    try:
-        return (
-            subprocess.run((python, "-c", looks), capture_output=True, timeout=30, check=False).returncode
-            == 0
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+        yield Problem("not-installed", "env.endpoint.command", what, remedy)

@@ -3,7 +3,8 @@
 In the estimates of memory each figure counts numbers (weights, values), and bytes where its name or docstring says so.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +12,17 @@ from nemo_rl_mcore.config.base import ConfigError, Problem, as_yaml, value_at
 from nemo_rl_mcore.config.generation import EmbeddedConfig
 from nemo_rl_mcore.config.model import ATTENTION, EXPERTS, MAMBA, MLP
 from nemo_rl_mcore.config.policy import PolicyConfig
-from nemo_rl_mcore.config.run_config import KEPT_BYTES, ModelPlan, RunConfig
+from nemo_rl_mcore.config.run_config import KEPT_BYTES, RunConfig
 from nemo_rl_mcore.data.hub import require_whole_weights, tokenizer_problems
 from nemo_rl_mcore.driver.run_folder import folder_problems, init_checkpoint_problems
 from nemo_rl_mcore.models import count_parameters, layer_slots, outside_of_layers
-from nemo_rl_mcore.models.engine_sizes import refit_bucket_bytes
-from nemo_rl_mcore.models.memory import WEIGHT_BYTES, RunMemory, estimate_memory, training_tokens
+from nemo_rl_mcore.models.memory import (
+    WEIGHT_BYTES,
+    RunMemory,
+    estimate_memory,
+    refit_bucket_bytes,
+    training_tokens,
+)
 from nemo_rl_mcore.recipe.load import hidden
 from nemo_rl_mcore.recipe.rules.model import FUSED_RULES
 from nemo_rl_mcore.tools.check.data import DataPlan, examine_data, fetched, turn_problems, unread_variables
@@ -47,6 +53,18 @@ class BatchArithmetic:
     microbatches_per_optimizer_step: int
     logprob_passes: int
 
+    @classmethod
+    def of(cls, config: RunConfig) -> BatchArithmetic:
+        policy, samples, ranks = config.policy, config.samples_per_step, config.data_parallel_size
+        per_pass = ranks * policy.train_micro_batch_size
+        return cls(
+            samples=samples,
+            samples_per_rank=samples // ranks,
+            optimizer_steps=samples // policy.train_global_batch_size,
+            microbatches_per_optimizer_step=-(-policy.train_global_batch_size // per_pass),
+            logprob_passes=-(-(samples // ranks) // policy.logprob_batch_size),
+        )
+
 
 @dataclass(frozen=True)
 class KeptGroups:
@@ -61,6 +79,21 @@ class KeptGroups:
     step_bytes: int
     disk_bytes: int
 
+    @classmethod
+    def of(cls, config: RunConfig) -> KeptGroups:
+        saving, per_step = config.checkpointing, config.prompts_per_step
+        steps = min(saving.save_period, config.loop.max_num_steps) if saving.enabled else 0
+        group_bytes = (
+            config.generations_per_prompt * config.policy.max_total_sequence_length * _BYTES_PER_TOKEN
+        )
+        step_bytes = per_step * group_bytes if config.keeps_groups else 0
+        return cls(
+            kept_groups=steps * per_step,
+            driver_bytes=(steps * per_step + config.max_live_groups) * group_bytes,
+            step_bytes=step_bytes,
+            disk_bytes=min(max(KEPT_BYTES, steps * step_bytes), config.loop.max_num_steps * step_bytes),
+        )
+
 
 @dataclass(frozen=True)
 class ProcessMemory:
@@ -72,7 +105,6 @@ class ProcessMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of all of it."""
         return self.weights + self.buckets
 
 
@@ -148,39 +180,47 @@ def preflight(
     """
     data, of_data = examine_data(config) if of_a_run else (None, [])
     started = [plan for plan in config.models.values() if of_a_run or plan.policy is config.policy]
-    there, absent = list[ModelPlan](), list[ModelPlan]()
+    # Models that start from the same folder have the same problems with it: each is told once.
+    of_weights, untrained = dict[Problem, None](), dict[Problem, None]()
     for plan in started:
-        (there if Path(plan.policy.init_checkpoint or "/").exists() else absent).append(plan)
-    untrained = tuple(dict.fromkeys(problem for plan in absent for problem in init_checkpoint_problems(plan)))
-    missing = (
+        there = Path(plan.policy.init_checkpoint or "/").exists()
+        (of_weights if there else untrained).update(dict.fromkeys(init_checkpoint_problems(plan)))
+    for plan in started:
+        folder = plan.policy.model_name
+        try:
+            if folder is not None and Path(folder).is_dir():  # a model of the hub is fetched by the run
+                require_whole_weights(Path(folder))
+        except ValueError as error:
+            key, remedy = plan.key("policy.model_name"), "name a folder that holds the weights"
+            of_weights[Problem("not-readable", key, str(error), remedy)] = None
+    missing = [
         *(folder_problems(config) if of_a_run else ()),
         *missing_packages(config),
         *(agent_problems(config) if of_a_run else ()),
-    )
+    ]
     of_layers = tuple(layer_warnings(config))
-    of_weights = (
-        *(problem for plan in there for problem in init_checkpoint_problems(plan)),
-        *(problem for plan in started for problem in _folder_of_weights_problems(plan)),
-    )
-    problems = (
+    problems = [
         *tokenizer_problems(config.policy),
-        *dict.fromkeys(of_weights),  # models that start from the same folder have the same problems with it
+        *of_weights,
         *(problem for problem in of_data if not problem.warns),
         *(import_problems(config.import_paths) if of_a_run else ()),
         *(() if elsewhere else missing),
         *(() if elsewhere or (of_a_run and not starts) else untrained),
         *(gpu_problems(config) if starts else ()),
-    )
+    ]
     if problems:
         raise ConfigError(hidden(problem, config.references) for problem in problems)
-    memory = estimate_memory(config)
+    memory, policy = estimate_memory(config), config.policy
+    rules = FUSED_RULES if policy.megatron_cfg.use_fused_linear_logprobs else ()
+    keys = [rule.related[0] for rule in rules]
+    told = [f"policy.{key}: {as_yaml(value_at(policy, key))}" for key in keys]
     return Plan(
         config=config,
         transformer_impl=transformer_impl(config, elsewhere=elsewhere),
-        batch=_batch(config),
+        batch=BatchArithmetic.of(config),
         engines=plan_engines(config),
-        asynchronous=_kept_groups(config) if config.asynchronous else None,
-        guardrails=tuple(_guardrails(config.policy)),
+        asynchronous=KeptGroups.of(config) if config.asynchronous else None,
+        guardrails=tuple(zip(told, [rule.problem(policy) is None for rule in rules], strict=True)),
         memory=memory,
         device_memory=None if config.cluster.on_cpu else plan_device_memory(config, memory),
         data=data,
@@ -196,50 +236,6 @@ def preflight(
         ),
         fetched=tuple(fetched(config)) if of_a_run else (),
     )
-
-
-def _folder_of_weights_problems(plan: ModelPlan) -> Iterator[Problem]:
-    folder = plan.policy.model_name
-    if folder is None or not Path(folder).is_dir():  # a model of the hub is fetched by the run
-        return
-    try:
-        require_whole_weights(Path(folder))
-    except ValueError as error:
-        key, remedy = plan.key("policy.model_name"), "name a folder that holds the weights"
-        yield Problem("not-readable", key, str(error), remedy)
-
-
-def _batch(config: RunConfig) -> BatchArithmetic:
-    policy, samples, ranks = config.policy, config.samples_per_step, config.data_parallel_size
-    per_pass = ranks * policy.train_micro_batch_size
-    return BatchArithmetic(
-        samples=samples,
-        samples_per_rank=samples // ranks,
-        optimizer_steps=samples // policy.train_global_batch_size,
-        microbatches_per_optimizer_step=-(-policy.train_global_batch_size // per_pass),
-        logprob_passes=-(-(samples // ranks) // policy.logprob_batch_size),
-    )
-
-
-def _kept_groups(config: RunConfig) -> KeptGroups:
-    saving, per_step = config.checkpointing, config.prompts_per_step
-    steps = min(saving.save_period, config.loop.max_num_steps) if saving.enabled else 0
-    group_bytes = config.generations_per_prompt * config.policy.max_total_sequence_length * _BYTES_PER_TOKEN
-    step_bytes = per_step * group_bytes if config.keeps_groups else 0
-    most = max(KEPT_BYTES, steps * step_bytes)
-    return KeptGroups(
-        kept_groups=steps * per_step,
-        driver_bytes=(steps * per_step + config.max_live_groups) * group_bytes,
-        step_bytes=step_bytes,
-        disk_bytes=min(most, config.loop.max_num_steps * step_bytes),
-    )
-
-
-def _guardrails(policy: PolicyConfig) -> Iterator[tuple[str, bool]]:
-    """Yield each key that the fused log-probabilities ask something of, with its value, and whether it is as asked."""
-    for rule in FUSED_RULES if policy.megatron_cfg.use_fused_linear_logprobs else ():
-        value = as_yaml(value_at(policy, rule.related[0]))
-        yield f"policy.{rule.related[0]}: {value}", rule.problem(policy) is None
 
 
 # Engines
@@ -258,10 +254,8 @@ def plan_engines(config: RunConfig) -> EnginesPlan:
     else:
         place = "on GPUs beside those of the ranks"
     engine, size = generation.engine, generation.vllm_cfg.processes
-    if isinstance(engine, EmbeddedConfig):
-        count = engine.engines
-    elif cluster.on_cpu:
-        count = generation.vllm_cfg.cpu_engines
+    if isinstance(engine, EmbeddedConfig) or cluster.on_cpu:
+        count = generation.engines
     else:
         apart = (resources.gpus_per_node or 0) * (resources.num_nodes or 1)
         count = (cluster.world_size if colocated else apart) // size
@@ -353,7 +347,7 @@ def _inside(policy: PolicyConfig, kind: str) -> float:
     model, megatron = policy.model, policy.megatron_cfg
     tensor = megatron.tensor_model_parallel_size
     if kind == ATTENTION and model.multi_latent_attention:
-        latents = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim
+        latents = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) + model.qk_pos_emb_head_dim
         return 2 * (model.head_dim + model.value_dim) * model.num_attention_heads / tensor + 2 * latents
     if kind == ATTENTION:
         # Queries, keys, values, and what attention gives.

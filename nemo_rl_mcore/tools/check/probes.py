@@ -96,7 +96,6 @@ def _text(file: IO[bytes]) -> str:
 
 
 def imports(module: str) -> Facts:
-    """Import a module."""
     importlib.import_module(module)
     return {}
 
@@ -111,9 +110,8 @@ def torch() -> Facts:
         told = module.cuda.get_device_properties(index)
         facts["gpus"].append({"name": told.name, "bytes": told.total_memory})
     try:
-        for index in range(
-            len(facts["gpus"])
-        ):  # which a driver that is too old, or code for other GPUs, fails at
+        # At which a driver that is too old, or code for other GPUs, fails.
+        for index in range(len(facts["gpus"])):
             module.ones(2, device=f"cuda:{index}").sum().item()
     except RuntimeError as error:
         facts["unusable"] = " ".join(str(error).split())
@@ -156,21 +154,15 @@ _PROBES: dict[str, Callable[..., Facts]] = {
 }
 
 
-def _main(deadline_s: str, name: str, *arguments: str) -> None:
-    signal.alarm(int(float(deadline_s)) + 2)  # also where whoever asks is killed
+if __name__ == "__main__":
+    signal.alarm(int(float(sys.argv[1])) + 2)  # also where whoever asks is killed
     answer = os.dup(1)
     os.dup2(2, 1)
 
-    def tell(facts: Facts) -> None:
-        os.write(answer, json.dumps(facts).encode())
-
     def tell_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         told = " ".join(str(error).split())
-        tell({"failure": f"{kind.__name__}: {told}" if told else kind.__name__})
+        failure = {"failure": f"{kind.__name__}: {told}" if told else kind.__name__}
+        os.write(answer, json.dumps(failure).encode())
 
     sys.excepthook = tell_failure
-    tell(_PROBES[name](*arguments))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    os.write(answer, json.dumps(_PROBES[sys.argv[2]](*sys.argv[3:])).encode())

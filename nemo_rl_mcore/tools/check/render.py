@@ -25,6 +25,7 @@ from nemo_rl_mcore.data.hub import ends_of, local_folder
 from nemo_rl_mcore.driver.output import visible
 from nemo_rl_mcore.driver.run_folder import checkpoints_on_disk, leaves
 from nemo_rl_mcore.errors import shortened
+from nemo_rl_mcore.models.adapters import adapted_weights, count_adapters
 from nemo_rl_mcore.models.memory import reference_place
 from nemo_rl_mcore.recipe.environment_values import without_values
 from nemo_rl_mcore.recipe.load import compute
@@ -58,7 +59,6 @@ class Finding:
 
     @property
     def stops(self) -> bool:
-        """Return whether something that is needed is missing, wrong or unknown."""
         return self.needed and self.status is not Status.OK
 
 
@@ -98,21 +98,51 @@ def sections_of(plan: Plan, in_full: Iterable[Finding] = ()) -> Iterator[Section
 
     in_full: what `check --full` has found besides.
     """
-    asynchronous = "Asynchronous rollouts, in groups of answers to one prompt"
+    config, cluster = plan.config, plan.config.cluster
+    megatron, data = config.policy.megatron_cfg, plan.data
+    context, padding = megatron.context_parallel_size, ""
+    if context > 1:
+        more = (2 * context - 1) / 2  # of lengths that are as likely as each other
+        padding = f", rows padded to multiples of {2 * context} tokens, {more:g} more a row on average"
+    nodes = f"{cluster.num_nodes} node(s) x {cluster.workers_per_node}"
+    copies = f"{cluster.world_size} / {megatron.model_parallel_size * context}"
+    sequence = " with sequence parallelism" if megatron.sequence_parallel else ""
+    layout = {
+        "device": f"{'CPU (gloo)' if cluster.on_cpu else 'GPU (NCCL)'}, {plan.transformer_impl} layers",
+        "ranks": f"{nodes} = {cluster.world_size}",
+        "tensor parallel": f"{megatron.tensor_model_parallel_size}{sequence}",
+        "pipeline parallel": f"{megatron.pipeline_model_parallel_size}",
+        "context parallel": f"{context}{padding}",
+        "expert parallel": f"{megatron.expert_model_parallel_size}",
+        "data parallel": f"{copies} = {config.data_parallel_size}",
+        "generation": plan.engines.where,
+    }
+    run: list[Finding] = []
+    if data is not None:
+        steps = f"{data.rows} / {data.rows_per_step} = {data.rows / data.rows_per_step:g} steps"
+        run.append(Finding("rows", f"{data.rows} to train on, {data.held_out} held out"))
+        run.append(Finding("a pass over the rows", steps))
+    if plan.fetched:
+        run.append(Finding("rows", f"{', '.join(plan.fetched)}: fetched and read when the run starts"))
+    run.append(Finding("steps", f"{plan.steps} at most" if plan.fetched else str(plan.steps)))
+    run.append(Finding("reference policy", reference_place(config) or "no (its KL penalty is 0)"))
+    run.append(Finding("log_dir", config.logger.log_dir))
+    run.append(Finding("checkpoints", checkpoints_on_disk(config)))
+    run += [Finding("not on this machine", str(problem)) for problem in plan.missing]
     fused = [Finding("ok" if ok else "refused", setting) for setting, ok in plan.guardrails]
-    if not plan.config.policy.megatron_cfg.use_fused_linear_logprobs:
+    if not megatron.use_fused_linear_logprobs:
         fused = [Finding("use_fused_linear_logprobs", "off")]
-    warnings = (Finding(f"{number}.", str(one)) for number, one in enumerate(plan.warnings, start=1))
+    asynchronous = "Asynchronous rollouts, in groups of answers to one prompt"
     for title, findings in (
         ("What is trained", subject_of(plan)),
-        ("Parallel layout", _layout(plan)),
+        ("Parallel layout", [Finding(name, found) for name, found in layout.items()]),
         ("Batch arithmetic of a step", _batch(plan)),
         (asynchronous, () if plan.asynchronous is None else _asynchronous(plan, plan.asynchronous)),
-        ("Run", _run(plan)),
+        ("Run", run),
         ("Fused log-probabilities", fused),
         *_memory(plan),
         ("Data, in full", in_full),
-        ("Warnings", warnings),
+        ("Warnings", [Finding(f"{number}.", str(one)) for number, one in enumerate(plan.warnings, start=1)]),
     ):
         if there := [*findings]:
             yield Section(title, there)
@@ -123,21 +153,23 @@ def subject_of(plan: Plan) -> Iterator[Finding]:
 
     References stand in place of what is from the environment.
     """
-    of_data, of_loss = _data(plan.config, plan.data.first if plan.data else ()), _learning(plan.config)
-    for name, value in chain(_models(plan.config), of_data, of_loss):
-        yield Finding(name, visible(without_values(value, plan.config.references)))
-
-
-def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
-    yield "algorithm", f"{config.algorithm}{', asynchronous rollouts' if config.asynchronous else ''}"
-    for name, plan in config.models.items():
-        model, policy = plan.policy.model, plan.policy
+    config = plan.config
+    told = [("algorithm", f"{config.algorithm}{', asynchronous rollouts' if config.asynchronous else ''}")]
+    for name, one in config.models.items():
+        model, policy = one.policy.model, one.policy
         shape = f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size}"
         weights = policy.init_checkpoint or policy.model_name or "random weights"
-        yield name, f"{shape}, from {weights}"
-    yield "tokenizer", config.policy.tokenizer.name
+        told.append((name, f"{shape}, from {weights}"))
+        if (peft := policy.megatron_cfg.peft).enabled:
+            beside = len(adapted_weights(policy))
+            told.append(("adapters", f"{beside}, of rank {peft.dim}: {count_adapters(policy):,} weights"))
+    told.append(("tokenizer", config.policy.tokenizer.name))
     if ends := ends_of(config.policy):
-        yield "answers end with", ", ".join(f"{text!r} ({token})" for token, text in ends.items())
+        shown = ", ".join(f"{text!r} ({token})" for token, text in ends.items())
+        told.append(("answers end with", shown))
+    rows = plan.data.first if plan.data else ()
+    for name, value in chain(told, _data(config, rows), _learning(config)):
+        yield Finding(name, visible(without_values(value, config.references)))
 
 
 def _data(config: RunConfig, rows: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
@@ -172,14 +204,13 @@ def _data(config: RunConfig, rows: Sequence[Prompt]) -> Iterator[tuple[str, str]
 
 
 def _learning(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield environment, losses, advantages and optimizers."""
     env, turns = config.env, config.max_rollout_turns
     if config.learns_from_samples or config.loop.validates:
         named = ["arithmetic", "guess_number", "calculator", "math"]
         named = [name for name in named if getattr(env, name) is not None]
         named += [f"{name}: {path}" for name, path in (env.rewards or {}).items()]
         if env.custom is not None:
-            named.append(env.custom.type)
+            named.append(env.custom.type or "")
         if env.endpoint is not None:
             of = ("NeMo Gym's",) if env.nemo_gym is not None else env.endpoint.command
             named.append(f"agents, {' '.join(of)}")
@@ -196,7 +227,7 @@ def _learning(config: RunConfig) -> Iterator[tuple[str, str]]:
             of = "" if name == "policy" else f" of the {name}"
             optimizer, schedule = plan.policy.megatron_cfg.optimizer, plan.policy.megatron_cfg.scheduler
             clipped = f"gradients clipped at {plan.policy.max_grad_norm:g}"
-            yield f"optimizer{of}", f"{_keys(optimizer, 'optimizer', 'lr')}, {clipped}"
+            yield f"optimizer{of}", f"AdamW, {_keys(optimizer, 'lr')}, {clipped}"
             yield f"schedule{of}", _keys(schedule, "lr_decay_style")
 
 
@@ -208,26 +239,6 @@ def _keys(section: BaseModel, *always: str, only: type[BaseModel] | None = None)
         if name in always or value != field.get_default(call_default_factory=True):
             shown.append(f"{name}: {value}")
     return ", ".join(shown) or "all keys at their defaults"
-
-
-def _layout(plan: Plan) -> Iterator[Finding]:
-    cluster, megatron = plan.config.cluster, plan.config.policy.megatron_cfg
-    device = "CPU (gloo)" if cluster.on_cpu else "GPU (NCCL)"
-    yield Finding("device", f"{device}, {plan.transformer_impl} layers")
-    ranks = f"{cluster.num_nodes} node(s) x {cluster.workers_per_node} = {cluster.world_size}"
-    yield Finding("ranks", ranks)
-    sequence = " with sequence parallelism" if megatron.sequence_parallel else ""
-    yield Finding("tensor parallel", f"{megatron.tensor_model_parallel_size}{sequence}")
-    yield Finding("pipeline parallel", str(megatron.pipeline_model_parallel_size))
-    context, padding = megatron.context_parallel_size, ""
-    if context > 1:
-        more = (2 * context - 1) / 2  # of lengths that are as likely as each other
-        padding = f", rows padded to multiples of {2 * context} tokens, {more:g} more a row on average"
-    yield Finding("context parallel", f"{context}{padding}")
-    yield Finding("expert parallel", str(megatron.expert_model_parallel_size))
-    copies = f"{cluster.world_size} / {megatron.model_parallel_size * context}"
-    yield Finding("data parallel", f"{copies} = {plan.config.data_parallel_size}")
-    yield Finding("generation", plan.engines.where)
 
 
 def _batch(plan: Plan) -> Iterator[Finding]:
@@ -248,11 +259,8 @@ def _batch(plan: Plan) -> Iterator[Finding]:
     yield Finding("log-probability passes", passes)
     if (source := source_of_prev_logprobs(config)) is not None:
         yield Finding("prev_logprobs", source)
-    prompt, new, longest = (
-        config.max_prompt_length,
-        policy.generation.max_new_tokens,
-        policy.max_total_sequence_length,
-    )
+    prompt, new = config.max_prompt_length, policy.generation.max_new_tokens
+    longest = policy.max_total_sequence_length
     if prompt + new <= longest:
         yield Finding("tokens", f"{prompt} prompt + {new} new <= {longest}")
     else:
@@ -280,27 +288,15 @@ def _asynchronous(plan: Plan, kept: KeptGroups) -> Iterator[Finding]:
         yield Finding("note", remark)
 
 
-def _run(plan: Plan) -> Iterator[Finding]:
-    if (data := plan.data) is not None:
-        yield Finding("rows", f"{data.rows} to train on, {data.held_out} held out")
-        steps = f"{data.rows} / {data.rows_per_step} = {data.rows / data.rows_per_step:g} steps"
-        yield Finding("a pass over the rows", steps)
-    if plan.fetched:
-        yield Finding("rows", f"{', '.join(plan.fetched)}: fetched and read when the run starts")
-    yield Finding("steps", f"{plan.steps} at most" if plan.fetched else str(plan.steps))
-    yield Finding("reference policy", reference_place(plan.config) or "no (its KL penalty is 0)")
-    yield Finding("log_dir", plan.config.logger.log_dir)
-    yield Finding("checkpoints", checkpoints_on_disk(plan.config))
-    for problem in plan.missing:
-        yield Finding("not on this machine", str(problem))
-
-
 def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[Finding]]]:
     """Yield a section for each model, and one for all where there are several; then GPUs and engines."""
     models = plan.memory.models
     for name, memory in models.items():
         of_which = f" of the {name}" if len(models) > 1 else ""
         on_rank = f"{memory.rank_parameters:,} on the fullest rank"
+        frozen = memory.rank_parameters - memory.rank_trained
+        if 0 < memory.rank_trained < memory.rank_parameters:
+            on_rank += f": {memory.rank_trained:,} trained, {frozen:,} frozen"
         rows = [Finding("model", f"{memory.parameters:,} weights, {on_rank}")]
         parts = ("weights", "gradients", "optimizer", "reference", "logits", "total")
         rows += [Finding(part, _bytes(getattr(memory, part))) for part in parts]
@@ -345,7 +341,11 @@ def resolved_lines(config: RunConfig, recipe: str | Path, overrides: Sequence[st
     lost = taken_back(read)
     overridden = set(compute(read, overrides).overridden)
     written = {key: origin.where for key, origin in origins(read.files).items()}
-    for path, value in leaves(config.model_dump(mode="json", exclude={"environment_values"})):
+    for path, value in leaves(
+        config.model_dump(
+            mode="json",
+        )
+    ):
         above = set(accumulate(path.split("."), join_path))
         where = COMMAND_LINE if above & overridden else written.get(path, "default")
         spelled = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)

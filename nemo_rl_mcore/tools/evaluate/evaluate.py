@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import batched
 from pathlib import Path
 
@@ -20,14 +20,13 @@ from nemo_rl_mcore.driver.actors.one_process import OneProcess
 from nemo_rl_mcore.driver.algorithms.engine_comparison import rows_to_compare
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.driver.checkpoints import CheckpointStore
-from nemo_rl_mcore.driver.interfaces import GenerationInterface
-from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.observability.recorder import Startup
 from nemo_rl_mcore.driver.output import count_of, open_console, write_line
 from nemo_rl_mcore.driver.parts import require_answers, stop_ids_of, tokenizer_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, open_place, start_frozen
 from nemo_rl_mcore.driver.rollouts.player import Responder
 from nemo_rl_mcore.driver.run_folder import held_folders
+from nemo_rl_mcore.driver.signals import exit_status
 from nemo_rl_mcore.environment.functions import RewardFunctions, require_columns
 from nemo_rl_mcore.environment.interface import Environment, replies_of, votes_of
 from nemo_rl_mcore.environment.registry import make_environment
@@ -61,7 +60,7 @@ class SetResult:
 class Evaluator:
     """Answers sets of prompts into a folder.
 
-    samples: answers to each prompt. batch_size: prompts that the engine is asked together. k_values: of pass@k, maj@k.
+    samples: answers to each prompt. batch_size: prompts that the engine is asked together.
     start: gives what answers; it is called once a prompt is left to be asked. notify: told of each batch.
     """
 
@@ -70,7 +69,6 @@ class Evaluator:
     start: Callable[[], Responder]
     samples: int
     batch_size: int
-    k_values: Sequence[int]
     greedy: bool
     notify: Callable[[str], None]
 
@@ -80,6 +78,8 @@ class Evaluator:
         Raises FolderError where the folder cannot be written to, and what engine and environment raise.
         """
         results: dict[str, SetResult] = {}
+        k_values = [k for power in range(self.samples.bit_length()) if (k := 2**power) < self.samples]
+        k_values.append(self.samples)
         for name, prompts in sets.items():
             batches = [*batched(prompts, self.batch_size)]
             keys = [(prompt.index, sample) for prompt in prompts for sample in range(self.samples)]
@@ -90,45 +90,40 @@ class Evaluator:
             if rows:
                 self.notify(f"{name}: {len(rows)} of {len(keys)} samples are there")
             for batch in batches[math.ceil(len(rows) / (self.batch_size * self.samples)) :]:
-                new = self._ask(batch)
+                rollout = self.start().respond(batch, self.samples, step=_NOISE_STEP, greedy=self.greedy)
+                drawn, finished = rollout.batch, rollout.batch["finished"].tolist()
+                answers = [*zip(rollout.prompts, rollout.responses, finished, strict=True)]
+                turns = [first_turn(prompt, response, finished=ended) for prompt, response, ended in answers]
+                replies = replies_of(self.environment, turns, {})
+                of_prompts = batched(rollout.responses, self.samples)
+                votes = [vote for responses in of_prompts for vote in votes_of(self.environment, responses)]
+                new = [
+                    SampleRow(
+                        index=prompt.index,
+                        sample=int(drawn["sample_index"][place]),
+                        prompt=prompt.text,
+                        response=response,
+                        reward=reply.reward,
+                        answer=vote.answer,
+                        gold=prompt.answer,
+                        tokens=int(drawn["token_mask"][place].sum()),
+                        finished=bool(ended),
+                        vote=vote.first,
+                    )
+                    for place, ((prompt, response, ended), reply, vote) in enumerate(
+                        zip(answers, replies, votes, strict=True)
+                    )
+                ]
                 with writing_to(self.folder):
                     file.append(new)
                 rows += new
                 reward = math.fsum(row.reward for row in rows) / len(rows)
                 self.notify(f"{name}: {len(rows)} of {len(keys)} samples, mean reward {reward:.4g}")
             scored = [[row.scored for row in samples] for samples in batched(rows, self.samples)]
-            results[name] = SetResult(len(scored), self.samples, set_metrics(scored, self.k_values))
+            results[name] = SetResult(len(scored), self.samples, set_metrics(scored, k_values))
         with writing_to(self.folder):
             write_json(self.folder / RESULTS_FILE, {name: asdict(result) for name, result in results.items()})
         return results
-
-    def _ask(self, prompts: Sequence[Prompt]) -> list[SampleRow]:
-        rollout = self.start().respond(prompts, self.samples, step=_NOISE_STEP, greedy=self.greedy)
-        finished = rollout.batch["finished"].tolist()
-        answers = [*zip(rollout.prompts, rollout.responses, finished, strict=True)]
-        turns = [first_turn(prompt, response, finished=ended) for prompt, response, ended in answers]
-        replies = replies_of(self.environment, turns, {})
-        votes = [
-            vote
-            for responses in batched(rollout.responses, self.samples)
-            for vote in votes_of(self.environment, responses)
-        ]
-        scored = zip(answers, replies, votes, strict=True)
-        return [
-            SampleRow(
-                index=prompt.index,
-                sample=int(rollout.batch["sample_index"][place]),
-                prompt=prompt.text,
-                response=response,
-                reward=reply.reward,
-                answer=vote.answer,
-                gold=prompt.answer,
-                tokens=int(rollout.batch["token_mask"][place].sum()),
-                finished=bool(ended),
-                vote=vote.first,
-            )
-            for place, ((prompt, response, ended), reply, vote) in enumerate(scored)
-        ]
 
 
 _VERSION = 1
@@ -170,12 +165,28 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
         if saved is not None:
             weights += f"; --checkpoint {saved.folder} takes those of the recipe's last run"
     _say(f"weights: {weights}")
-    with held_folders({"eval.save_path": folder}), ExitStack() as started:
+    with held_folders({"logger.log_dir": folder}), ExitStack() as started:
         enter(folder, identity_of(config, sets), _say)
 
         @cache
         def start() -> Responder:
-            generation = _generation(config, tokenizer, next(iter(sets.values())), started)
+            """Open the engine over started ranks, with their weights."""
+            startup = Startup(open_console(highlight=False)).part
+            place = open_place(config, engines=not config.policy.generation.decodes_on_ranks)
+            with nullcontext() if isinstance(place, OneProcess) else startup("ray", "starting Ray"):
+                cluster = started.enter_context(place)
+            ranks = count_of(config.cluster.world_size, "rank")
+            with startup("policy", f"starting {ranks} of the policy"):
+                policy = started.enter_context(start_frozen(config, cluster))
+            if isinstance(cluster, OneProcess):
+                generation = EmbeddedGeneration(policy, stop_ids_of(config, tokenizer))
+                return Responder(generation, tokenizer, config.max_prompt_length)
+            from nemo_rl_mcore.driver.run import open_generation  # brings in Ray
+
+            compared = partial(rows_to_compare, config, next(iter(sets.values())), tokenizer)
+            opening = open_generation(config, tokenizer, policy, cluster, compared, startup)
+            generation = started.enter_context(opening)
+            generation.update_weights(_VERSION)
             return Responder(generation, tokenizer, config.max_prompt_length)
 
         evaluator = Evaluator(
@@ -184,7 +195,6 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
             start=start,
             samples=section.num_tests_per_prompt,
             batch_size=config.loop.val_batch_size,
-            k_values=section.k_values,
             greedy=section.temperature == 0,
             notify=_say,
         )
@@ -201,7 +211,7 @@ def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[st
     try:
         # The share of correct answers needs a score of each.
         environment = make_environment(config.env.model_copy(update={"unscored": "refuse"}))
-        if not hasattr(environment, "score"):
+        if not (hasattr(environment, "score") or isinstance(environment, RewardFunctions)):
             raise ValueError(
                 "env: eval asks for one answer to each prompt, and this environment takes part in episodes of several; "
                 "a validation of the run plays them"
@@ -214,30 +224,6 @@ def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[st
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
     return environment, sets
-
-
-def _generation(
-    config: RunConfig, tokenizer: Tokenizer, first: Sequence[Prompt], started: ExitStack
-) -> GenerationInterface:
-    """Open the engine over started ranks, with their weights; first: the set whose prompts engines are compared on."""
-    startup = Startup(open_console(highlight=False)).part
-    place = open_place(config, engines=not config.policy.generation.decodes_on_ranks)
-    alone = isinstance(place, OneProcess)
-    with nullcontext() if alone else startup("ray", "starting Ray"):
-        cluster = started.enter_context(place)
-    with startup("policy", f"starting {count_of(config.cluster.world_size, 'rank')} of the policy"):
-        policy = started.enter_context(start_frozen(config, cluster))
-    if isinstance(cluster, OneProcess):
-        return EmbeddedGeneration(policy, stop_ids_of(config, tokenizer))
-    from nemo_rl_mcore.driver.run import open_generation  # brings in Ray
-
-    generation = started.enter_context(
-        open_generation(
-            config, tokenizer, policy, cluster, lambda: rows_to_compare(config, first, tokenizer), startup
-        )
-    )
-    generation.update_weights(_VERSION)
-    return generation
 
 
 def _say(line: str) -> None:

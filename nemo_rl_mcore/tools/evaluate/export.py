@@ -9,33 +9,30 @@ from typing import Any
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data.hub import local_folder
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import require_whole
-from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.parts import tokenizer_of
 from nemo_rl_mcore.driver.policy import open_place, start_frozen
 from nemo_rl_mcore.driver.run_folder import read_recipe_of
+from nemo_rl_mcore.driver.signals import exit_status
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.models import missing_family
 from nemo_rl_mcore.recipe.environment_values import value_now
 
 
-def run_export(config: RunConfig, output: str) -> int:
-    """Write the weights of `policy.init_checkpoint` to the folder; see `exit_status`."""
+def run_export(config: RunConfig, output: str, *, adapters: bool = False) -> int:
+    """Write the weights of `policy.init_checkpoint` to the folder, or its adapters alone; see `exit_status`."""
     folder = Path(output).absolute()
     was_there = folder.exists()
 
     def left_behind() -> str:
         # It has its name when it is whole. A signal waits for the call that writes it, which may come to its end.
-        return (
-            f"the weights are in {folder}"
-            if folder.exists() and not was_there
-            else f"{output!r} was not written"
-        )
+        written = folder.exists() and not was_there
+        return f"the weights are in {folder}" if written else f"{output!r} was not written"
 
-    return exit_status(lambda: export(config, folder), left_behind)
+    return exit_status(lambda: export(config, folder, adapters=adapters), left_behind)
 
 
-def export(config: RunConfig, output: Path) -> None:
+def export(config: RunConfig, output: Path, *, adapters: bool = False) -> None:
     """Write the weights; raises RunStoppedError for what would fail after ranks started."""
     policy = config.policy
     assert policy.init_checkpoint is not None
@@ -47,6 +44,8 @@ def export(config: RunConfig, output: Path) -> None:
         raise RunStoppedError(str(error), code=code_of(error)) from error
     if reason := missing_family(policy.model):
         raise RunStoppedError(f"--checkpoint {str(folder)!r}: {reason}")
+    if adapters and not policy.megatron_cfg.peft.enabled:
+        raise RunStoppedError(f"--checkpoint {str(folder)!r} holds no adapters; leave --adapters out")
     if output.exists():
         raise RunStoppedError(f"--output {str(output)!r} exists already; name another folder")
     tokenizer_of(policy)
@@ -55,5 +54,6 @@ def export(config: RunConfig, output: Path) -> None:
     if origin is not None and local_folder(origin) is None:
         origin = None
     with open_place(config) as cluster, start_frozen(config, cluster) as ranks:
-        ranks.export_hf(str(output), origin=origin)
+        # Adapters say which model they are beside, wherever it lies.
+        ranks.export_hf(str(output), origin=given if adapters else origin, adapters=adapters)
     write_line(sys.stdout, f"the weights are in {output}")

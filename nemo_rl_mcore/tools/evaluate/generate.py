@@ -17,11 +17,11 @@ from nemo_rl_mcore.data.rows import prompt_of, read_prompts
 from nemo_rl_mcore.data.sources import RowLimits, StreamSource, open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import require_whole
-from nemo_rl_mcore.driver.observability.ending import exit_status
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.parts import stop_ids_of, tokenizer_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, open_place, start_frozen
 from nemo_rl_mcore.driver.rollouts.player import Responder, Rollout
+from nemo_rl_mcore.driver.signals import exit_status
 from nemo_rl_mcore.errors import RunStoppedError, code_of, quoted
 
 _HELD_OUT_PROMPTS = 8

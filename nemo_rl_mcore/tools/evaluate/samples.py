@@ -44,7 +44,6 @@ class Scored:
 
     @property
     def correct(self) -> bool:
-        """Return whether it has full marks."""
         return self.reward >= 1.0
 
 
@@ -181,7 +180,7 @@ def writing_to(folder: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise folder_error("eval.save_path", folder, error, "make room, or name another folder") from error
+        raise folder_error("logger.log_dir", folder, error, "make room, or name another folder") from error
 
 
 def enter(folder: Path, identity: Tree, notify: Callable[[str], None]) -> None:
@@ -228,9 +227,6 @@ _SECTIONS = {"seed", "policy", "env", "eval", "cluster"}
 _OF_THE_PLACE = ("init_checkpoint", "model_name", "tokenizer")
 """Keys of the policy that say where its weights lie, and not which they are."""
 
-_NOT_ASKED = ("sets", "save_path", "k_values")
-"""Keys of eval that say nothing of a prompt or an answer; of the sets, their prompts do."""
-
 
 def identity_of(config: RunConfig, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, object]:
     """Return the weights, the prompts of each set, and what of the recipe an answer and its score depend on.
@@ -258,7 +254,7 @@ def identity_of(config: RunConfig, sets: Mapping[str, Sequence[Prompt]]) -> dict
         for key, value in recipe["policy"].items()
         if key not in _OF_THE_PLACE and not key.endswith("_timeout_s")
     }
-    recipe["eval"] = {key: value for key, value in recipe["eval"].items() if key not in _NOT_ASKED}
+    del recipe["eval"]["sets"]  # their prompts say it
     return {
         "weights": weights,
         "sets": {name: digest_of(prompts) for name, prompts in sets.items()},
@@ -288,7 +284,6 @@ class SampleRow:
 
     @property
     def scored(self) -> Scored:
-        """Return what metrics read of it."""
         return Scored(self.reward, self.tokens, self.finished, self.vote)
 
 

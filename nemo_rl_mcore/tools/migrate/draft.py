@@ -59,7 +59,6 @@ class Draft:
     files: dict[str, Path] = field(default_factory=dict[str, Path])
 
     def get(self, path: str) -> object:
-        """Return the value at a path, null where there is none."""
         return value_at(self.tree, path)
 
     def number(self, path: str) -> int | None:
@@ -68,28 +67,17 @@ class Draft:
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def section(self, path: str) -> Tree:
-        """Return the section at a path; an empty one where there is none."""
         value = self.get(path) if path else self.tree
         return cast("Tree", value) if isinstance(value, dict) else {}
 
     def has(self, path: str) -> bool:
-        """Return whether a key is written, though it be null."""
         parent, _, key = path.rpartition(".")
         return key in self.section(parent)
 
     def set(self, path: str, value: object) -> None:
-        """Write a key, and the sections above it."""
-        *above, last = path.split(".")
-        section = self.tree
-        for key in above:
-            inner = section.get(key)
-            below = cast("Tree", inner) if isinstance(inner, dict) else Tree()
-            section[key] = below
-            section = below
-        section[last] = value
+        put(self.tree, path, value)
 
     def pop(self, path: str) -> object:
-        """Take a key out."""
         parent, _, key = path.rpartition(".")
         return self.section(parent).pop(key, None)
 
@@ -106,7 +94,6 @@ class Draft:
         self.note(Kind.RENAMED, source, told or target)
 
     def note(self, kind: Kind, path: str, what: str) -> None:
-        """Say something of a key."""
         self.notes.append(Note(kind, path, what))
 
     def change(self, path: str, value: object, why: str) -> None:
@@ -121,6 +108,11 @@ class Draft:
         arrow = "" if before is None else f"{shown(before)} -> "
         self.note(Kind.CHANGED, path, f"{arrow}{shown(value)}; {why}")
 
+    def fill(self, path: str, value: object, why: str) -> None:
+        """Set a key that the recipe leaves out."""
+        if not self.has(path):
+            self.change(path, value, why)
+
     def refuse(self, path: str, value: object, remedy: str, what: str = "") -> None:
         """Leave a key out that asks for something that is missing here."""
         self.pop(path)
@@ -129,6 +121,17 @@ class Draft:
             Problem("not-supported", path, what or f"{shown(value)} does not carry over", remedy)
         )
         self.note(Kind.REFUSED, path, f"{shown(value)}; {remedy}" if remedy else shown(value))
+
+
+def put(tree: Tree, path: str, value: object) -> None:
+    """Write a key of a recipe, and the sections above it."""
+    *above, last = path.split(".")
+    for key in above:
+        inner = tree.get(key)
+        below = cast("Tree", inner) if isinstance(inner, dict) else Tree()
+        tree[key] = below
+        tree = below
+    tree[last] = value
 
 
 def shown(value: object) -> str:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import yaml
 
 from nemo_rl_mcore.config.base import Tree, join_path, value_at
+from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.recipe.of_nemo_rl import inner_sections, leaf_paths
 from nemo_rl_mcore.tools.migrate.draft import Draft, Kind, shown
 
@@ -36,7 +37,6 @@ class Judgement:
 
     @property
     def unread(self) -> bool:
-        """Return whether no value changes anything."""
         return not (self.refused or self.told)
 
     def accepts(self, value: object, section: Tree, recipe: Tree) -> bool:
@@ -47,7 +47,7 @@ class Judgement:
         enabled = value
         if isinstance(value, Mapping):
             values = cast("Mapping[str, object]", value)
-            enabled = values["enabled"] if "enabled" in values else any(values.values())
+            enabled = values.get("enabled", any(values.values()))
         if self.switched_off and not enabled:
             return True
         other = value_at(recipe, self.same_as) if "." in self.same_as else section.get(self.same_as)
@@ -132,11 +132,22 @@ _MOVED: dict[str, str] = {
     "policy.megatron_cfg.moe_aux_loss_coeff": "policy.model.moe_aux_loss_coeff",
     "ppo.policy_training_start_step": "ppo.critic_warmup_steps",
     "env.math.num_workers": "env.pool.size",
+    **{f"{algorithm}.seed": "seed" for algorithm in RUN_CONFIGS},
 }
+_RESTATED: dict[str, str] = {
+    "policy.megatron_cfg.pipeline_dtype": "policy.precision",
+    "policy.megatron_cfg.optimizer.bf16": "policy.precision",
+    "policy.megatron_cfg.optimizer.clip_grad": "policy.max_grad_norm",
+    "policy.megatron_cfg.scheduler.start_weight_decay": "policy.megatron_cfg.optimizer.weight_decay",
+    "policy.megatron_cfg.scheduler.end_weight_decay": "policy.megatron_cfg.optimizer.weight_decay",
+    "grpo.normalize_rewards": "grpo.adv_estimator.normalize_rewards",
+    "grpo.use_leave_one_out_baseline": "grpo.adv_estimator.use_leave_one_out_baseline",
+}
+"""Keys that say once more what another one says; the steps of `meaning` and `training` take them out."""
 _OF_CRITIC = ("optimizer", "scheduler")
 """Sections of value.megatron_cfg that stand in value here."""
 RENAMED: dict[str, str] = (
-    _ASYNC | _MOVED | {f"value.megatron_cfg.{name}": f"value.{name}" for name in _OF_CRITIC}
+    _ASYNC | _MOVED | _RESTATED | {f"value.megatron_cfg.{name}": f"value.{name}" for name in _OF_CRITIC}
 )
 """The key that is read for each of NeMo RL's."""
 
@@ -157,6 +168,9 @@ def rename(draft: Draft, recipe: Tree) -> None:
         if not draft.has(source) or not all(isinstance(draft.get(path), dict | None) for path in above):
             continue  # where a section above the key is none, that is told, and the key has no place
         value, own = draft.get(source), draft.get(target)
+        if value is None and not target.startswith(_MODEL):
+            draft.drop(source)
+            continue
         is_read = biased if target.endswith("bias_update_rate") else has_experts
         if not is_known_of(target, recipe) and value is not None:
             what = f"{shown(value)} rests on the model, and its config.json is not here"
@@ -167,7 +181,7 @@ def rename(draft: Draft, recipe: Tree) -> None:
         elif own is None:
             draft.rename(source, target)
         elif own == value:
-            draft.pop(source)
+            draft.drop(source)
         else:
             what = f"{shown(value)} contradicts {target}: {shown(own)}"
             draft.refuse(source, value, "remove one of the two", what)
@@ -267,7 +281,17 @@ def screen_second_models(draft: Draft, recipe: Tree) -> None:
         if name == "value":
             _move_sections(draft, recipe, rest, kept)
         for path, value, around in _leaves(rest, ""):
-            _compare(draft, recipe, name, path, value, around)
+            written, of_policy = f"{name}.{path}", value_at(recipe, f"policy.{path}")
+            if value is None or value == of_policy:
+                draft.dropped.append(written)
+            elif judge(draft, written, value, around, recipe, f"policy.{path}"):
+                continue
+            elif any(part in path for part in _CUT):
+                cost = f"it is cut as the policy is, by policy.{path}: {shown(of_policy)}"
+                draft.note(Kind.WARNED, written, f"{shown(value)} has no effect here; {cost}")
+            else:
+                what = f"{shown(value)} differs from policy.{path}: {shown(of_policy)}"
+                draft.refuse(written, value, "remove it, or give both the same value", what)
 
 
 def _move_sections(draft: Draft, recipe: Tree, rest: Tree, kept: Tree) -> None:
@@ -297,18 +321,3 @@ def _leaves(section: Tree, prefix: str) -> Iterator[tuple[str, object, Tree]]:
             yield from _leaves(cast("Tree", value), path)
         else:
             yield path, value, section
-
-
-def _compare(draft: Draft, recipe: Tree, name: str, path: str, value: object, section: Tree) -> None:
-    """Say what a key of a second model asks for that the policy's does not."""
-    written, of_policy = f"{name}.{path}", value_at(recipe, f"policy.{path}")
-    if value is None or value == of_policy:
-        draft.dropped.append(written)
-    elif judge(draft, written, value, section, recipe, f"policy.{path}"):
-        return
-    elif any(part in path for part in _CUT):
-        cost = f"it is cut as the policy is, by policy.{path}: {shown(of_policy)}"
-        draft.note(Kind.WARNED, written, f"{shown(value)} has no effect here; {cost}")
-    else:
-        what = f"{shown(value)} differs from policy.{path}: {shown(of_policy)}"
-        draft.refuse(written, value, "remove it, or give both the same value", what)

@@ -1,7 +1,8 @@
-"""Rows, rewards and validations: NeMo RL's keys whose value, or whose absence, means something else here."""
+"""Rows, answers, rewards and validations: NeMo RL's keys whose value, or whose absence, means something else here."""
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast, get_args
 
@@ -10,13 +11,12 @@ from pydantic_core import PydanticUndefined
 
 from nemo_rl_mcore.config.base import Tree, join_path
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig
+from nemo_rl_mcore.config.generation import is_passed_on
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.source import TEXT_FILES
 from nemo_rl_mcore.recipe.of_nemo_rl import inner_sections
 from nemo_rl_mcore.recipe.schema import field_at
 from nemo_rl_mcore.tools.migrate.draft import Draft, Kind
-
-_VLLM = "policy.generation.vllm_cfg"
 
 # Defaults
 
@@ -37,16 +37,14 @@ def write_defaults(draft: Draft) -> None:
         given |= {f"loss_fn.{key}": value for key, value in _OF_DISTILLATION.items()}
     for path, value in given.items():
         field = field_at(path, RUN_CONFIGS[loop])
-        if not draft.has(path) and value != (PydanticUndefined if field is None else field.default):
-            draft.change(path, value, why)
-    if loop != "grpo" or not draft.section("async_rl"):
-        return
-    # There a step is no more than its groups, so that a larger number is all of them, which is our default.
-    groups = draft.number("grpo.num_prompts_per_step")
-    if (groups is None or groups > _GROUPS) and not draft.has("async_rl.min_groups_for_streaming_train"):
-        draft.change("async_rl.min_groups_for_streaming_train", _GROUPS, why)
-    if not draft.has("async_rl.max_inflight_prompts"):
-        draft.change("async_rl.max_inflight_prompts", _GROUPS, why)
+        if value != (PydanticUndefined if field is None else field.default):
+            draft.fill(path, value, why)
+    if loop == "grpo" and draft.section("async_rl"):
+        # There a step is no more than its groups, so that a larger number is all of them, which is our default.
+        groups = draft.number("grpo.num_prompts_per_step")
+        if groups is None or groups > _GROUPS:
+            draft.fill("async_rl.min_groups_for_streaming_train", _GROUPS, why)
+        draft.fill("async_rl.max_inflight_prompts", _GROUPS, why)
 
 
 # Rows
@@ -119,7 +117,10 @@ def show_given_answers(draft: Draft) -> None:
 
 
 def name_sources(draft: Draft) -> None:
-    """Move what older recipes say of all sources in `data` itself, and what a source calls otherwise here."""
+    """Move what older recipes say of all sources in `data` itself, and what a source calls otherwise here.
+
+    A validation has the texts of data.default, and not of data.train, as in NeMo RL.
+    """
     for key in (*TEXT_FILES, "processor"):
         value = draft.pop(f"data.{key}")
         if value is not None and not draft.has(f"data.default.{key}"):
@@ -132,15 +133,11 @@ def name_sources(draft: Draft) -> None:
     if isinstance(name, str) and name not in _TASKS and not draft.has("data.train"):
         draft.pop("data.dataset_name")
         draft.change("data.train.dataset_name", name, "a data set is named in data.train")
-
-
-def show_held_out_as_there(draft: Draft) -> None:
-    """Give a validation the texts of data.default, and not of data.train, as NeMo RL does."""
     train, held_out = draft.section("data.train"), draft.section("data.validation")
     for key in TEXT_FILES if train and held_out else ():
-        if key in train and key not in held_out:
-            path, default = f"data.validation.{key}", draft.get(f"data.default.{key}")
-            draft.change(path, default, "a validation takes data.default's there, and not data.train's")
+        if key in train:
+            why = "a validation takes data.default's there, and not data.train's"
+            draft.fill(f"data.validation.{key}", draft.get(f"data.default.{key}"), why)
 
 
 def hold_out_as_there(draft: Draft) -> None:
@@ -169,9 +166,30 @@ def read_sources(draft: Draft) -> None:
         if draft.algorithm == "dpo" and name == "HelpSteer3" and "ties" not in source:
             source["ties"] = "keep"
             draft.note(Kind.CHANGED, f"{place}.ties", "keep; NeMo RL takes ties as pairs of one answer")
-        for key in [key for key, sets in _READ_BY.items() if key in source and name not in sets]:
-            source.pop(key)
-            draft.dropped.append(f"{place}.{key}")
+        for key, sets in _READ_BY.items():
+            if name not in sets:
+                draft.drop(f"{place}.{key}")
+
+
+def find_text_files(draft: Draft, recipes: Iterable[Path]) -> None:
+    """Find the prompts that a recipe names: NeMo RL reads them where a command starts, mostly its repository's root.
+
+    They are looked for there, and in the folders above the recipes, it and those of its `defaults:`.
+    """
+    folders = [Path(), *dict.fromkeys(folder for recipe in recipes for folder in recipe.absolute().parents)]
+    for place, source in sources_of(draft):
+        for key in TEXT_FILES:
+            name, path = source.get(key), f"{place}.{key}"
+            if not isinstance(name, str) or not name:
+                continue
+            # Unlike Path.is_file, this takes names that are too long, or have a NUL.
+            found = next((folder / name for folder in folders if os.path.isfile(folder / name)), None)
+            if found is None:
+                advice = "write the path of that file, or copy it to where a command starts"
+                draft.note(Kind.OPEN, path, f"{name} is not there; {advice}")
+            else:
+                source[key] = str(found.absolute())
+                draft.files[path] = found.absolute()
 
 
 # Validations and checkpoints
@@ -196,11 +214,8 @@ def validate_as_there(draft: Draft) -> None:
         draft.change(f"{loop}.val_batches", _ALL_BATCHES, "all held-out rows")
     validates = any(draft.get(f"{loop}.val_{key}") for key in ("period", "at_start", "at_end"))
     if loop in ("sft", "dpo"):
-        if not draft.has(f"{loop}.max_val_samples"):
-            why = (
-                "NeMo RL takes the loss of held-out rows alone; a number asks for answers to as many prompts"
-            )
-            draft.change(f"{loop}.max_val_samples", 0, why)
+        why = "NeMo RL takes the loss of held-out rows alone; a number asks for answers to as many prompts"
+        draft.fill(f"{loop}.max_val_samples", 0, why)
     elif validates or (draft.number(f"{loop}.val_num_generations_per_prompt") or 1) > 1:
         draft.change(f"{loop}.val_greedy", False, "NeMo RL's validation samples as training does")
     if validates and loop not in ("sft", "dpo"):
@@ -232,20 +247,18 @@ def _count_held_out(draft: Draft) -> None:
 
 def rank_checkpoints(draft: Draft) -> None:
     """Name the metric as it is logged here, and save where there is one."""
-    metric, period = draft.get("checkpointing.metric_name"), draft.number(f"{draft.algorithm}.val_period")
+    name, saving = "checkpointing.metric_name", "checkpointing.save_period"
+    metric, period = draft.get(name), draft.number(f"{draft.algorithm}.val_period")
     if isinstance(metric, str) and _OF_SFT_AND_DPO.fullmatch(metric):
-        draft.change("checkpointing.metric_name", "val:loss", "the name of the loss of a validation here")
-    if not isinstance(metric, str) or not metric.startswith("val:") or period is None:
-        return
-    every = draft.number("checkpointing.save_period")
-    if not draft.get("checkpointing.enabled") or every is None:
+        draft.change(name, "val:loss", "the name of the loss of a validation here")
+    every = draft.number(saving) if draft.get("checkpointing.enabled") else None
+    if not isinstance(metric, str) or not metric.startswith("val:") or period is None or every is None:
         return
     if not period:
-        draft.change("checkpointing.metric_name", None, "no validation measures it")
+        draft.change(name, None, "no validation measures it")
     elif every % period:
-        rounded = -(-every // period) * period
         why = f"checkpoints ranked by {metric} are saved where there is a validation, each {period} steps"
-        draft.change("checkpointing.save_period", rounded, why)
+        draft.change(saving, -(-every // period) * period, why)
 
 
 # Rewards and losses
@@ -304,24 +317,215 @@ def use_nemo_gym(draft: Draft) -> None:
         draft.change("env.pool.max_drop_rate", 1.0, why)
 
 
-def read_estimator(draft: Draft) -> None:
-    """Take the estimator's word for what GRPO's section repeats: NeMo RL computes advantages by it alone."""
+def read_losses(draft: Draft) -> None:
+    """Take the estimator's word for what GRPO's section repeats: NeMo RL computes advantages by it alone.
+
+    A distillation's divergence is of other distributions.
+    """
     for key in ("normalize_rewards", "use_leave_one_out_baseline"):
         path, own = f"grpo.{key}", draft.get(f"grpo.adv_estimator.{key}")
         own = True if own is None else own  # the default of both
         if draft.has(path) and draft.get(path) != own:
-            draft.set(f"grpo.adv_estimator.{key}", own)
-            why = "NeMo RL computes advantages by adv_estimator, and reads no other key for them"
-            draft.change(path, own, why)
+            draft.pop(path)
+            draft.note(Kind.CHANGED, path, "left out; NeMo RL computes advantages by adv_estimator alone")
+        draft.drop(path)
+    if draft.algorithm == "distillation":
+        there = "NeMo RL makes the top k a distribution of its own"
+        draft.fill("loss_fn.tail_mass", True, f"{there}; here the rest of the vocabulary is an outcome")
 
 
-def distill(draft: Draft) -> None:
-    """Say that the divergence is of other distributions."""
-    if draft.algorithm == "distillation" and not draft.has("loss_fn.tail_mass"):
-        why = (
-            "NeMo RL makes the top k a distribution of its own; here the rest of the vocabulary is an outcome"
-        )
-        draft.change("loss_fn.tail_mass", True, why)
+# Engines
+
+_GENERATION = "policy.generation"
+_BACKEND = f"{_GENERATION}.backend"
+_VLLM = f"{_GENERATION}.vllm_cfg"
+_TOTAL = "policy.max_total_sequence_length"
+_NEW = f"{_GENERATION}.max_new_tokens"
+_SAMPLED_IN_VALIDATION = 256
+_LAYOUTS: dict[str, dict[str, str]] = {
+    "sglang": {"tp_size": "tensor_parallel_size"},
+    "trtllm": {key: key for key in ("tensor_parallel_size", "gpu_memory_utilization", "async_engine")},
+}
+"""Keys of the sections of other engines, and what they are in vllm_cfg."""
+
+
+def use_engine(draft: Draft) -> None:
+    """Name an engine, also of SFT and DPO, which ask for answers only where max_val_samples says so."""
+    given = draft.get(_BACKEND)
+    if not draft.section(_GENERATION):
+        total = draft.number(_TOTAL) or _SAMPLED_IN_VALIDATION
+        new = min(_SAMPLED_IN_VALIDATION, max(1, total // 4))
+        draft.change(_NEW, new, "an engine is named also where no answer is asked for")
+    elif given == "megatron":
+        draft.change(_BACKEND, "embedded", "the training model itself decodes")
+    elif given not in ("vllm", "embedded"):
+        draft.change(_BACKEND, "vllm", f"the engine {given} is none of this package")
+        for theirs, ours in _LAYOUTS.get(str(given), {}).items():
+            value, path = draft.get(f"{_GENERATION}.{given}_cfg.{theirs}"), f"{_VLLM}.{ours}"
+            if value is not None and value != draft.get(path):
+                draft.change(path, value, f"as {given}_cfg.{theirs} says")
+
+
+def fit_lengths(draft: Draft) -> None:
+    """Let a response have what its prompt leaves, as max_model_len does in NeMo RL; here a whole one is reserved.
+
+    Without a bound of prompts, theirs may be as long as a sequence.
+    """
+    total, new, prompt = draft.number(_TOTAL), draft.number(_NEW), draft.number("data.max_input_seq_length")
+    if total is None or new is None:
+        return
+    draft.change("data.overlong", "drop", "NeMo RL leaves rows that are too long out of the loss")
+    if (total if prompt is None else prompt) + new > total:
+        why = "a response ends where the sequence is full; here max_new_tokens are reserved"
+        draft.change(f"{_GENERATION}.fit_to_sequence", True, why)
+
+
+def send_weights(draft: Draft) -> None:
+    """Let weights travel as the layout says: NeMo RL's other ways, whole or as differences, bring the same bits.
+
+    The mode of log-probabilities goes where both are the same: nothing divides or filters what is sampled.
+    """
+    path, mode = f"{_GENERATION}.refit_transport", f"{_VLLM}.logprobs_mode"
+    given, generation = draft.get(path), draft.section(_GENERATION)
+    if given in ("nixl", "nccl_reshard", "vllm_s3_sparse", "vllm_zmq_sparse"):
+        draft.pop(path)
+        what = f"{given} is not here; the same weights travel by NCCL or CUDA IPC, as the layout says"
+        draft.note(Kind.WARNED, path, what)
+    plain = generation.get("temperature") == 1.0 and generation.get("top_p") in (None, 1.0)
+    if plain and generation.get("top_k") in (None, -1) and draft.get(mode) == "raw_logprobs":
+        draft.drop(mode)
+
+
+def compare_no_rounded_weights(draft: Draft) -> None:
+    """Leave out comparisons with engines that round what they are sent, as NeMo RL has none."""
+    section = draft.section(_VLLM)
+    weights, cache = section.get("precision") == "fp8", section.get("kv_cache_dtype") not in (None, "auto")
+    if draft.get(_BACKEND) != "vllm" or not (weights or cache):
+        return
+    why = "engines hold and compute in fp8 what is sent in bfloat16"
+    if weights:
+        draft.change(f"{_GENERATION}.verify_refit", False, why)
+    draft.change(f"{_GENERATION}.compare_at_start", False, why)
+    if cache:
+        there = "NeMo RL measures them again with the weights"
+        what = f"vLLM's scales of the cache are 1, for all layers; {there}"
+        draft.note(Kind.WARNED, f"{_VLLM}.kv_cache_dtype", what)
+
+
+def pass_on_vllm_kwargs(draft: Draft) -> None:
+    """Split vLLM's arguments: those with a key of their own here, those that are passed on, and the rest, refused."""
+    kwargs = f"{_GENERATION}.vllm_kwargs"
+    for name in ("max_num_seqs", "kv_cache_memory_bytes"):
+        if draft.has(f"{_VLLM}.{name}"):
+            draft.rename(f"{_VLLM}.{name}", f"{kwargs}.{name}")
+    for name, value in [*draft.section(kwargs).items()]:
+        if not is_passed_on(name):
+            draft.refuse(f"{kwargs}.{name}", value, "remove it; it gives other answers, or is set elsewhere")
+    if draft.has(kwargs) and not draft.section(kwargs):
+        draft.pop(kwargs)
+
+
+# Asynchronous runs
+
+
+def update_between_answers(draft: Draft) -> None:
+    """Say that engines take new weights between answers, where NeMo RL's default does and ours does not."""
+    section = f"{draft.algorithm}.async_{draft.algorithm}"
+    if draft.section(section).get("enabled") and draft.get("async_rl") is None:
+        why = "NeMo RL waits for the answers in flight unless a recipe says otherwise"
+        draft.fill(f"{section}.in_flight_weight_updates", False, why)
+
+
+def mask_mismatch(draft: Draft) -> None:
+    """Move the threshold of a response's log-probabilities to the key that measures the same here."""
+    loop, own = draft.algorithm, f"{_GENERATION}.mismatch"
+    path = f"{loop}.seq_logprob_error_threshold"
+    threshold = draft.get(path)
+    if threshold is None or draft.get(f"{own}.threshold") is not None:
+        return
+    section = draft.section(f"{loop}.async_{loop}")
+    ages = [section.get("max_trajectory_age_steps")] if section.get("enabled") else []
+    if draft.get("async_rl") is not None:
+        ages.append(draft.get("async_rl.sampler.max_lookahead_versions"))
+    if any(age != 0 for age in ages):
+        why = "with answers of older weights a mask would act on their age"
+        draft.refuse(path, threshold, f"{why}; {own}.action: warn tells of it")
+        return
+    draft.set(own, {"threshold": threshold, "action": "mask"})
+    draft.rename(path, f"{own}.threshold", f"{own}: the same measure, and the same mask")
+
+
+def answer_without_end(draft: Draft) -> None:
+    """Let an asynchronous PPO go on to max_num_steps: NeMo RL's begins the rows again, and counts no passes.
+
+    vLLM answers group by group where another engine of an asynchronous run does.
+    """
+    if draft.get("ppo.async_ppo.enabled") is True and draft.get("ppo.max_num_epochs") is not None:
+        why = "NeMo RL's asynchronous PPO counts no passes; max_num_steps ends the run"
+        draft.change("ppo.max_num_epochs", None, why)
+    loop, path = draft.algorithm, f"{_VLLM}.async_engine"
+    asked = draft.section(f"{loop}.async_{loop}").get("enabled") or draft.section("async_rl")
+    if asked and draft.get(_BACKEND) == "vllm" and not draft.get(path):
+        draft.change(path, True, "asynchronous rollouts are asked group by group")
+
+
+# NeMo RL's single controller: answers that fail or grow old, and runs that stand still
+
+_FAILURE = "async_rl.rollout_failure"
+_WATCHDOG = "async_rl.stall_watchdog"
+_SAMPLER = "async_rl.sampler"
+_OWN = "grpo.async_grpo"
+_ATTEMPTS, _STALL_S = 5, 600.0
+"""NeMo RL's defaults."""
+
+
+def outlast_failures(draft: Draft) -> None:
+    """Count attempts as failures in a row, and end a stalled run where NeMo RL does.
+
+    Prompts that are given up on, so that a step shrinks, are not known here; a warning of a stall is written nowhere.
+    """
+    failure, watchdog = draft.section(_FAILURE), draft.section(_WATCHDOG)
+    # Prompts that are given up on are refused by the table.
+    given_up = any(failure.get(key) for key in ("max_skipped_prompts", "max_consecutive_dropped_prompts"))
+    if draft.algorithm == "grpo" and failure and not given_up:
+        attempts = failure.get("max_infra_attempts_per_prompt", _ATTEMPTS)
+        timeout = draft.get(f"{_FAILURE}.native.generation_timeout_s")
+        draft.pop(_FAILURE)
+        if isinstance(attempts, int) and attempts > 0:
+            why = f"{attempts} attempts to each prompt there; here failures in a row, over all prompts"
+            draft.fill(f"{_OWN}.max_generation_failures", attempts - 1, why)
+        if timeout is not None:
+            why = f"as {_FAILURE}.native.generation_timeout_s says"
+            draft.fill(f"{_OWN}.rollout_timeout_s", timeout, why)
+        draft.note(Kind.RENAMED, _FAILURE, f"{_OWN}.max_generation_failures")
+    if draft.algorithm == "grpo" and watchdog:
+        draft.pop(_WATCHDOG)
+        if watchdog.get("stall_action", "warn") == "warn":
+            what = f"a stall is not warned of; {_OWN}.stall_timeout_s ends the run"
+            draft.note(Kind.WARNED, _WATCHDOG, what)
+        else:
+            stall = watchdog.get("stall_timeout_s", _STALL_S)
+            draft.fill(f"{_OWN}.stall_timeout_s", stall, f"as {_WATCHDOG}.stall_timeout_s says")
+
+
+def train_within_the_window(draft: Draft) -> None:
+    """Take answers as they are completed where NeMo RL samples more than it trains on, and discards what is too old.
+
+    Within the window both take whatever is there; here no more is asked for than can be trained on in time.
+    """
+    if draft.algorithm != "grpo" or not draft.section(_SAMPLER):
+        return
+    name = draft.get(f"{_SAMPLER}.name")
+    if name != "custom":
+        unread = "max_staleness_versions" if name in (None, "in_order") else "max_lookahead_versions"
+        draft.drop(f"{_SAMPLER}.{unread}")
+    if name != "windowed" or draft.get(f"{_SAMPLER}.sample_freshest_first") is True:
+        return  # the latter is refused with the sampler
+    draft.set(f"{_SAMPLER}.name", "ready_first")
+    draft.drop(f"{_SAMPLER}.sample_freshest_first")
+    draft.drop("async_rl.max_buffered_rollouts")
+    what = "windowed -> as_completed; answers train as they come there too, and those that are too old are discarded"
+    draft.note(Kind.CHANGED, f"{_OWN}.order", f"{what}; here no more are asked for than train in time")
 
 
 STEPS = (
@@ -330,12 +534,20 @@ STEPS = (
     use_chat_template,
     show_given_answers,
     name_sources,
-    show_held_out_as_there,
     hold_out_as_there,
     validate_as_there,
     read_sources,
     use_environment,
     rank_checkpoints,
-    read_estimator,
-    distill,
+    read_losses,
+    use_engine,
+    fit_lengths,
+    update_between_answers,
+    mask_mismatch,
+    send_weights,
+    answer_without_end,
+    pass_on_vllm_kwargs,
+    outlast_failures,
+    train_within_the_window,
+    compare_no_rounded_weights,
 )

@@ -1,9 +1,8 @@
 """From a recipe of NeMo RL to one of ours, and to what is said of each key."""
 
 import copy
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +12,6 @@ import yaml
 from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
 from nemo_rl_mcore.config.master import RUN_CONFIGS, kind_of
 from nemo_rl_mcore.config.run_config import RunConfig, with_references
-from nemo_rl_mcore.config.source import TEXT_FILES
 from nemo_rl_mcore.driver.output import command, write_line
 from nemo_rl_mcore.recipe.environment_values import without_values
 from nemo_rl_mcore.recipe.load import Computed, check, compute
@@ -21,9 +19,15 @@ from nemo_rl_mcore.recipe.of_nemo_rl import foreign_keys, inner_sections, leaf_p
 from nemo_rl_mcore.recipe.schema import field_at, section_of
 from nemo_rl_mcore.recipe.sources import key_lines, read_recipe
 from nemo_rl_mcore.recipe.validate import with_pretrained_model
-from nemo_rl_mcore.tools.migrate import meaning, rollouts, training
+from nemo_rl_mcore.tools.migrate import meaning, training
 from nemo_rl_mcore.tools.migrate.draft import Draft, Kind
 from nemo_rl_mcore.tools.migrate.judgements import rename, screen, screen_second_models
+
+_OF_OTHER_COMMANDS = {
+    "eval": "write the section `eval` of this package into a recipe of the model, for the command of that name",
+    "rm": "train the reward model elsewhere: there is no such algorithm here",
+}
+"""What leads on from recipes of NeMo RL that train no policy."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +45,38 @@ class Migrated:
 
     @property
     def settled(self) -> bool:
-        """Return whether the recipe says all that theirs said."""
+        """Whether the recipe says all that theirs said."""
         return not any(note.kind in (Kind.REFUSED, Kind.OPEN) for note in self.draft.notes)
 
 
-def migrate(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
+def migrate(
+    path: str | Path, overrides: Iterable[str] = (), models: Mapping[str, str] | None = None
+) -> Migrated:
     """Read a recipe of NeMo RL, with what its `defaults:` name, and make one of ours of it.
 
-    Raises ConfigError for a file that cannot be read, or is no such recipe.
+    models: the model of each section that has one, such as "policy" or "teacher", in place of the recipe's.
+    Raises ConfigError for a file that cannot be read, is no such recipe, or has no such section.
     """
     read = compute(read_recipe(path), overrides)
-    _require_a_recipe(path, read.tree)
+    algorithms = [name for name in RUN_CONFIGS if isinstance(read.tree.get(name), dict)]
+    policy, what, remedy = read.tree.get("policy"), "", "name a recipe of one algorithm"
+    if len(algorithms) > 1:
+        what = f"has the sections {' and '.join(algorithms)}"
+    elif not algorithms:
+        what = f"has none of the sections {', '.join(RUN_CONFIGS)}"
+        others = [said for key, said in _OF_OTHER_COMMANDS.items() if key in read.tree]
+        remedy = [*others, f"{remedy} that this package has"][0]
+    elif not isinstance(policy, dict) or not {"megatron_cfg", "dtensor_cfg"} & cast("Tree", policy).keys():
+        what = "is no whole recipe of NeMo RL: it has no policy.megatron_cfg and no policy.dtensor_cfg"
+        remedy = "name one, or write in `defaults:` the path of the exemplar that it changes"
+    if what:
+        raise ConfigError([Problem("wrong-kind", str(path), what, remedy)])
     draft = Draft(kind_of(read.tree).algorithm, copy.deepcopy(read.tree))
+    _name_models(draft, models or {})
     training.use_megatron(draft)
-    for step in (*meaning.STEPS, *rollouts.STEPS, *training.STEPS):
+    for step in (*meaning.STEPS, *training.STEPS):
         step(draft)
-    _find_text_files(draft, reversed(read.recipe.files))
+    meaning.find_text_files(draft, reversed(read.recipe.files))
     completed, _ = with_pretrained_model(copy.deepcopy(draft.tree))
     screen(draft, completed)
     screen_second_models(draft, completed)
@@ -68,6 +88,14 @@ def migrate(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
         config, warnings = check(read, draft.tree)
     except ConfigError as error:
         problems = error.problems
+    problems = tuple(
+        replace(
+            one, remedy=f"the recipe leaves it to you: `migrate --model {one.path.partition('.')[0]}=NAME`"
+        )
+        if one.code == "not-found" and one.path.endswith("model_name")
+        else one
+        for one in problems
+    )
     leave_open(draft, problems)
     as_written = [
         replace(problem, path=draft.origins.get(problem.path, problem.path))
@@ -75,6 +103,27 @@ def migrate(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     ]
     draft.tree = with_references(draft.tree, read.references)
     return Migrated(draft, read, config, warnings, read.located(as_written))
+
+
+def _name_models(draft: Draft, models: Mapping[str, str]) -> None:
+    """Put a model in the place of a section's own, wherever the recipe repeats its name, as for the tokenizer."""
+    having = [name for name, one in draft.tree.items() if isinstance(one, dict) and "model_name" in one]
+    for section, model in models.items():
+        if section not in having:
+            what, remedy = f"the recipe has no {section}.model_name", f"name one of {', '.join(having)}"
+            raise ConfigError([Problem("not-found", "--model", what, remedy)])
+        draft.tree = _with_name(draft.tree, draft.get(f"{section}.model_name"), model)
+
+
+def _with_name[Value](tree: Value, name: object, model: str) -> Value:
+    """Return a recipe, or a part of one, in which this name stands wherever the other stood."""
+    if isinstance(tree, dict):
+        return cast(
+            "Value", {key: _with_name(value, name, model) for key, value in cast("Tree", tree).items()}
+        )
+    if isinstance(tree, list):
+        return cast("Value", [_with_name(value, name, model) for value in cast("list[object]", tree)])
+    return cast("Value", model) if tree == name else tree
 
 
 def leave_open(draft: Draft, problems: Iterable[Problem]) -> None:
@@ -94,52 +143,6 @@ def load_migrated(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     if migrated.problems:
         raise ConfigError(migrated.problems)
     return migrated
-
-
-_OF_OTHER_COMMANDS = {
-    "eval": "write the section `eval` of this package into a recipe of the model, for the command of that name",
-    "rm": "train the reward model elsewhere: there is no such algorithm here",
-}
-"""What leads on from recipes of NeMo RL that train no policy."""
-
-
-def _require_a_recipe(path: str | Path, tree: Tree) -> None:
-    algorithms = [name for name in RUN_CONFIGS if isinstance(tree.get(name), dict)]
-    policy = tree.get("policy")
-    if len(algorithms) > 1:
-        what = f"has the sections {' and '.join(algorithms)}"
-        remedy = "name a recipe of one algorithm"
-    elif not algorithms:
-        what = f"has none of the sections {', '.join(RUN_CONFIGS)}"
-        others = [said for key, said in _OF_OTHER_COMMANDS.items() if key in tree]
-        remedy = [*others, "name a recipe of one algorithm that this package has"][0]
-    elif not isinstance(policy, dict) or not {"megatron_cfg", "dtensor_cfg"} & cast("Tree", policy).keys():
-        what = "is no whole recipe of NeMo RL: it has no policy.megatron_cfg and no policy.dtensor_cfg"
-        remedy = "name one, or write in `defaults:` the path of the exemplar that it changes"
-    else:
-        return
-    raise ConfigError([Problem("wrong-kind", str(path), what, remedy)])
-
-
-def _find_text_files(draft: Draft, recipes: Iterable[Path]) -> None:
-    """Find the prompts that a recipe names: NeMo RL reads them where a command starts, mostly its repository's root.
-
-    They are looked for there, and in the folders above the recipes, it and those of its `defaults:`.
-    """
-    folders = [Path(), *dict.fromkeys(folder for recipe in recipes for folder in recipe.absolute().parents)]
-    for place, source in meaning.sources_of(draft):
-        for key in TEXT_FILES:
-            name, path = source.get(key), f"{place}.{key}"
-            if not isinstance(name, str) or not name:
-                continue
-            # Unlike Path.is_file, this takes names that are too long, or have a NUL.
-            found = next((folder / name for folder in folders if os.path.isfile(folder / name)), None)
-            if found is None:
-                advice = "write the path of that file, or copy it to where a command starts"
-                draft.note(Kind.OPEN, path, f"{name} is not there; {advice}")
-            else:
-                source[key] = str(found.absolute())
-                draft.files[path] = found.absolute()
 
 
 def _leave_out_unknown(draft: Draft, section: Tree, prefix: str) -> None:
@@ -167,6 +170,7 @@ def run_migrate(
     recipe: str,
     output: str | None,
     overrides: Sequence[str],
+    models: Mapping[str, str],
     examine: Callable[[RunConfig], Iterable[Problem]],
 ) -> int:
     """Write our recipe, copies of the prompts that it names, and the report.
@@ -176,7 +180,7 @@ def run_migrate(
     """
     target = Path(output or f"{Path(recipe).stem}_mcore.yaml")
     _require_free(target)
-    migrated = migrate(recipe, overrides)
+    migrated = migrate(recipe, overrides, models)
     draft = migrated.draft
     if migrated.config is not None:
         leave_open(draft, examine(migrated.config))

@@ -5,10 +5,9 @@ from typing import TypeGuard, cast
 
 from nemo_rl_mcore.config.base import Tree, value_at
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.config.policy import PACKING_ALGORITHMS
 from nemo_rl_mcore.models.pretrained import OVERRIDES
 from nemo_rl_mcore.recipe.validate import with_pretrained_model
-from nemo_rl_mcore.tools.migrate.draft import Draft, Kind
+from nemo_rl_mcore.tools.migrate.draft import Draft, Kind, shown
 from nemo_rl_mcore.tools.migrate.judgements import judge
 
 _DTENSOR = "policy.dtensor_cfg"
@@ -49,7 +48,7 @@ def use_megatron(draft: Draft) -> None:
     given = draft.section("policy.optimizer")
     if not str(given.get("name", "")).endswith(("AdamW", "FusedAdam")):
         if given:
-            draft.refuse("policy.optimizer", given, f"set {_MEGATRON}.optimizer: adam or sgd")
+            draft.refuse("policy.optimizer", given, f"set {_MEGATRON}.optimizer, which is AdamW")
         return
     kwargs = {**_TORCH, **draft.section("policy.optimizer.kwargs")}
     lr, betas = kwargs["lr"], kwargs["betas"]
@@ -58,8 +57,7 @@ def use_megatron(draft: Draft) -> None:
     if kwargs["weight_decay"]:
         why = "torch decays norms and biases too"
         draft.change(f"{_MEGATRON}.optimizer.decay_norms_and_biases", True, why)
-    pair = cast("list[object]", betas) if isinstance(betas, list) else []
-    beta1, beta2, *_ = [*pair, None, None]
+    beta1, beta2, *_ = [*(cast("list[object]", betas) if isinstance(betas, list) else []), None, None]
     taken = {
         "lr": lr,
         "min_lr": lr,  # the schedule says if it is another
@@ -83,13 +81,14 @@ def _use_warmup(draft: Draft, lr: object) -> None:
     """
     path, place = "policy.scheduler", f"{_MEGATRON}.scheduler"
     given = draft.get(path)
-    single = [given] if given else []
-    steps = cast("list[object]", given) if isinstance(given, list) else single
-    for step in steps:
-        if not isinstance(step, dict) or not isinstance(cast("Tree", step).get("kwargs"), dict | None):
-            draft.refuse(path, draft.get(path), f"set {place}", "is no schedule")
-            return
-    for step in cast("list[Tree]", steps):
+    steps = cast("list[object]", given if isinstance(given, list) else [given] if given else [])
+    schedules = [cast("Tree", one) for one in steps if isinstance(one, dict)]
+    if len(schedules) < len(steps) or not all(
+        isinstance(one.get("kwargs"), dict | None) for one in schedules
+    ):
+        draft.refuse(path, draft.get(path), f"set {place}", "is no schedule")
+        return
+    for step in schedules:
         name = str(step.get("name", "")).rpartition(".")[2]
         kwargs = cast("Tree", step.get("kwargs") or {})
         match name:
@@ -97,8 +96,7 @@ def _use_warmup(draft: Draft, lr: object) -> None:
                 start = kwargs.get("start_factor", 1 / 3)
                 _take(draft, f"{place}.lr_warmup_iters", kwargs.get("total_iters", 5), path)
                 if _is_number(lr) and _is_number(start):
-                    init = float(f"{start * lr:.6g}")
-                    _take(draft, f"{place}.lr_warmup_init", init, path)
+                    _take(draft, f"{place}.lr_warmup_init", float(f"{start * lr:.6g}"), path)
             case "ConstantLR" if kwargs.get("factor", 1 / 3) == 1.0:
                 continue
             case "" if "milestones" in step:
@@ -125,64 +123,66 @@ def clip_as_read(draft: Draft) -> None:
     for name in ("policy", "value"):
         path, read = f"{name}.max_grad_norm", f"{name}.megatron_cfg.optimizer.clip_grad"
         norm = draft.get(read)
-        if norm is not None and draft.has(path) and draft.get(path) != norm:
+        if norm is None or norm == draft.get(path):
+            draft.drop(read)
+        elif draft.has(path):
             draft.change(path, norm, "Megatron's optimizer reads megatron_cfg.optimizer.clip_grad alone")
-            draft.pop(read)
+            draft.drop(read)
+        else:
+            draft.rename(read, path)
 
 
-def stretch_schedule(draft: Draft) -> None:
+def follow_schedules(draft: Draft) -> None:
     """Multiply iterations by the optimizer steps of a rollout, so that the rate of a rollout is the one that it was.
 
     NeMo RL advances its schedule at each call of `train`, and this package at each optimizer step. A call takes a whole
     rollout, once more for each of `ppo_epochs`; its optimizer steps follow from policy.train_global_batch_size
     (megatron_policy_worker.py: "Step LR scheduler once per train() call").
+
+    The constant weight decay of a schedule rules there, and is to agree with the optimizer's here. One that changes is
+    told to end elsewhere: at Megatron-Bridge's train_iters, the steps of the run.
     """
     loop, batch = draft.algorithm, draft.number("policy.train_global_batch_size")
     prompts = draft.number(f"{loop}.num_prompts_per_step")
     answers = draft.number(f"{loop}.num_generations_per_prompt")
-    if not prompts or not answers or not batch or batch < 0:
-        return  # there is no rollout, or `check` refuses the numbers
-    steps = max(1, prompts * answers // batch)
+    steps = 1  # where there is no rollout, or `check` refuses the numbers
+    if prompts and answers and batch and batch > 0:
+        steps = max(1, prompts * answers // batch)
     for section in ("policy.megatron_cfg.scheduler", "value.megatron_cfg.scheduler", "value.scheduler"):
         for key in ("lr_warmup_iters", "lr_decay_iters"):
             iterations = draft.number(f"{section}.{key}")
             if iterations and steps > 1:
                 why = f"a rollout is {steps} optimizer steps, each of which counts here; there it counts once"
                 draft.change(f"{section}.{key}", iterations * steps, why)
-
-
-def decay_as_scheduled(draft: Draft) -> None:
-    """Write the constant weight decay of a schedule, which rules there, as the optimizer's, which is to agree here.
-
-    One that changes is told to end elsewhere: at Megatron-Bridge's train_iters, the steps of the run.
-    """
     for model in ("policy.megatron_cfg", "value.megatron_cfg", "value"):
-        schedule = draft.section(f"{model}.scheduler")
-        start, end = schedule.get("start_weight_decay"), schedule.get("end_weight_decay")
-        path = f"{model}.optimizer.weight_decay"
-        constant = schedule.get("weight_decay_incr_style", "constant") == "constant"
-        if constant and start is not None and start == end and draft.has(path) and draft.get(path) != start:
-            draft.change(path, start, "the schedule's, which takes the place of the optimizer's at each step")
-        elif not constant and end is not None:
-            what = f"{end} is reached with lr_decay_iters here, and with the last step there"
-            draft.note(Kind.CHANGED, f"{model}.scheduler.end_weight_decay", what)
+        decay, ends = f"{model}.optimizer.weight_decay", ("start_weight_decay", "end_weight_decay")
+        paths = [path for end in ends if draft.has(path := f"{model}.scheduler.{end}")]
+        first, *others = [draft.get(path) for path in paths] or [None]
+        if any(other != first for other in others):
+            for path in paths:
+                draft.refuse(path, draft.get(path), f"set {decay}, which holds for all steps")
+            continue
+        if first is not None and draft.get(decay) != first:
+            why = "the schedule's, which takes the place of the optimizer's at each step"
+            draft.change(decay, first, why)
+        for path in paths:
+            draft.drop(path)
 
 
 # Model
 
 
 def read_overrides(draft: Draft) -> None:
-    """Drop sections that write nothing over in config.json; a critic is the policy's model, and has its overrides."""
+    """Drop sections that write nothing over in config.json; a critic is the policy's model, and has its overrides.
+
+    Sequences may be longer than the weights have positions for; rotations go on beyond them.
+    """
     given = draft.section(f"value.{OVERRIDES}")
     if draft.section("value") and given != draft.section(f"policy.{OVERRIDES}"):
         draft.refuse(f"value.{OVERRIDES}", given, "give policy and value the same", "is not the policy's")
     for name in ("policy", "value", "teacher"):
         if name == "value" or not draft.section(f"{name}.{OVERRIDES}"):
             draft.drop(f"{name}.{OVERRIDES}")
-
-
-def extend_positions(draft: Draft) -> None:
-    """Say that sequences are longer than the weights have positions for; rotations go on beyond them."""
     total = draft.number("policy.max_total_sequence_length")
     filled, _ = with_pretrained_model(draft.tree)
     for name in ("policy", "teacher"):
@@ -244,10 +244,10 @@ def share_out_cluster(draft: Draft) -> None:
 
 
 def leave_out_idle(draft: Draft) -> None:
-    """Drop what nothing reads there: how packing that is off packs, the deadline of checkpoints that are not saved."""
-    packing = "policy.sequence_packing"
-    if not draft.get(f"{packing}.enabled") and draft.get(f"{packing}.algorithm") not in PACKING_ALGORITHMS:
-        draft.drop(f"{packing}.algorithm")
+    """Drop what nothing reads there: the deadline of checkpoints that are not saved.
+
+    Weights are gathered when they are needed where that cannot be beside the forward pass here: speed alone.
+    """
     deadline = "checkpointing.checkpoint_must_save_by"
     if not draft.get("checkpointing.enabled") and draft.get(deadline) is not None:
         draft.drop(deadline)
@@ -256,10 +256,6 @@ def leave_out_idle(draft: Draft) -> None:
         ranks = draft.number(f"{name}.megatron_cfg.tensor_model_parallel_size") or 1
         if ranks == 1 and draft.get(path) is True:
             draft.change(path, False, "one tensor-parallel rank has no sequence to share")
-
-
-def overlap_as_can_be(draft: Draft) -> None:
-    """Gather weights when they are needed where that cannot be beside the forward pass here: speed alone."""
     path = f"{_DDP}.overlap_param_gather"
     if draft.algorithm == "distillation" and draft.get(path):
         draft.change(path, False, "it costs speed; a distillation reads the output weight itself")
@@ -282,15 +278,11 @@ def offload_beside_engines(draft: Draft) -> None:
         draft.note(Kind.WARNED, offload, what)
         return
     draft.change(offload, "all", "NeMo RL takes all off the GPU while engines answer there")
-    if not draft.has(compare):
-        draft.change(compare, False, f"NeMo RL has no such comparison, and {offload}: all no room for it")
+    draft.fill(compare, False, f"NeMo RL has no such comparison, and {offload}: all no room for it")
 
 
 _REPEATS = {
-    f"{_MEGATRON}.pipeline_dtype": "policy.precision",
-    f"{_MEGATRON}.optimizer.clip_grad": "policy.max_grad_norm",
     "policy.generation.vllm_cfg.precision": "policy.precision",
-    "policy.generation.vllm_cfg.max_model_len": "policy.max_total_sequence_length",
 }
 
 
@@ -303,19 +295,39 @@ def leave_out_repeats(draft: Draft) -> None:
     for path, other in _REPEATS.items():
         if path not in said and draft.get(path) is not None and draft.get(path) == draft.get(other):
             draft.drop(path)
-    if draft.get(f"{_MEGATRON}.optimizer.bf16") is (draft.get("policy.precision") == "bfloat16"):
-        draft.drop(f"{_MEGATRON}.optimizer.bf16")
+
+
+def state_precision(draft: Draft) -> None:
+    """Say the number format once: NeMo RL's Megatron is told it in three places."""
+    for name in ("policy", "value", "teacher"):
+        path = f"{name}.megatron_cfg.pipeline_dtype"
+        _same_precision(draft, path, draft.get(path))
+    for model in ("policy.megatron_cfg", "value.megatron_cfg"):
+        path = f"{model}.optimizer.bf16"
+        formats = {True: "bfloat16", False: "float32"}
+        given = draft.get(path)
+        _same_precision(draft, path, formats[given] if isinstance(given, bool) else given)
+
+
+def _same_precision(draft: Draft, path: str, precision: object) -> None:
+    stated = draft.get("policy.precision")
+    if precision is not None and stated is None:
+        draft.set("policy.precision", precision)
+        draft.note(Kind.RENAMED, path, "policy.precision")
+    elif precision is not None and precision != stated:
+        what = f"{shown(draft.get(path))} contradicts policy.precision: {shown(stated)}"
+        draft.refuse(path, draft.get(path), "remove one of the two", what)
+        return
+    draft.drop(path)
 
 
 STEPS = (
+    state_precision,
     clip_as_read,
     share_out_cluster,
-    stretch_schedule,
-    decay_as_scheduled,
+    follow_schedules,
     leave_out_idle,
-    overlap_as_can_be,
     read_prediction_layers,
     read_overrides,
-    extend_positions,
     offload_beside_engines,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import sys
@@ -11,26 +10,32 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Tree, value_at
-from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.observability.ending import EXIT_FAILED, exit_status
 from nemo_rl_mcore.driver.output import command, write_line
+from nemo_rl_mcore.driver.signals import EXIT_FAILED, exit_status
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.recipe.load import load_with_warnings
 from nemo_rl_mcore.tools.check import preflight
-from nemo_rl_mcore.tools.check.given_weights import ONE_RANK
 from nemo_rl_mcore.tools.migrate.draft import Kind
-from nemo_rl_mcore.tools.migrate.migrate import Migrated, migrate
+from nemo_rl_mcore.tools.migrate.migrate import migrate
 from nemo_rl_mcore.tools.rehearse import proofs
-from nemo_rl_mcore.tools.rehearse.layouts import Sharing, apart, layouts_of
-from nemo_rl_mcore.tools.rehearse.proofs import Found, Refused, critic_on_one_rank
+from nemo_rl_mcore.tools.rehearse.proofs import Found, Refused
 from nemo_rl_mcore.tools.rehearse.runs import Ran, Row, loaded, packed, resumed, run_in
 from nemo_rl_mcore.tools.rehearse.schedule import Schedule, raise_rates
-from nemo_rl_mcore.tools.rehearse.shrink import Shrink, put, rollout_steps, shrinks, shrunk, teacher_folder
+from nemo_rl_mcore.tools.rehearse.shrink import (
+    TEACHER,
+    Sharing,
+    Shrink,
+    layouts_of,
+    rollout_steps,
+    shrinks,
+    shrunk,
+)
 
 
 class Verdict(Enum):
@@ -80,11 +85,9 @@ class Table:
 
     @property
     def failed(self) -> bool:
-        """Return whether anything was found that is not as it is to be."""
         return any(line.verdict is Verdict.FAILED for line in self.lines)
 
     def rows(self) -> Iterator[str]:
-        """Yield the table, a line each."""
         lines = [*self.lines, *ONLY_ON_GPUS]
         wide = max(len(line.name) for line in lines)
         for line in lines:
@@ -95,7 +98,6 @@ class Table:
         yield f"{', '.join(counts)}; {self.seconds:.0f} s"
 
     def write(self, file: Path) -> None:
-        """Write it as JSON."""
         lines: Sequence[Line] = (*self.lines, *ONLY_ON_GPUS)
         written = {
             "recipe": self.recipe,
@@ -140,14 +142,18 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
     """
     started = time.monotonic()
     read = read_rehearsed(recipe, overrides)
-    table = Table(recipe, read.config.algorithm, open=[*read.open])
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     layouts = layouts_of(read.config, ranks)
-    table.layouts = [str(layout) for layout in layouts]
+    named = ", ".join(map(str, layouts))
+    table = Table(recipe, read.config.algorithm, [*map(str, layouts)], open=[*read.open])
     runs, factor = small_runs(read, layouts, folder, table)
-    for line in (*_introduction(table), apart(layouts)):
-        if line:
-            write_line(sys.stdout, line)
+    introduction = [f"rehearsal of {recipe}, a recipe of {table.algorithm}: {named}"]
+    introduction += [f"left out: {one}" for one in table.open]
+    introduction += [f"{len(table.shrinks)} keys are changed:", *(f"  {one}" for one in table.shrinks)]
+    if len(layouts) > 1:
+        introduction.append(f"in {len(layouts)} layouts: {named}")
+    for line in introduction:
+        write_line(sys.stdout, line)
     status = exit_status(lambda: _rehearse(runs, read, factor, table), lambda: f"its files are in {folder}")
     table.seconds = time.monotonic() - started
     for line in table.rows():
@@ -165,34 +171,27 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
 
 
 def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
-    """Read a recipe of ours, or migrate one of NeMo RL, without its unsupported keys; raises ConfigError."""
+    """Read a recipe of ours, or migrate one of NeMo RL, without its unsupported keys; raises ConfigError.
+
+    Where only settings of vLLM are refused, it is migrated without them, as the rehearsal samples elsewhere.
+    """
     try:
         config = load_with_warnings(recipe, overrides)[0]
+        return Rehearsed(config, Schedule.of(config.policy.megatron_cfg))
     except ConfigError as error:
         if not any(problem.code == "foreign-recipe" for problem in error.problems):
             raise
-    else:
-        return Rehearsed(config, _schedule(config))
-    migrated, of_vllm = _migrated(recipe, overrides)
+    migrated, of_vllm = migrate(recipe, overrides), tuple[Shrink, ...]()
+    paths = {problem.path: None for problem in migrated.problems}
+    if migrated.config is None and all(path.startswith(OF_VLLM) for path in paths):
+        of_vllm = tuple(Shrink(path, value_at(migrated.read.tree, path), None, _NOT_VLLM) for path in paths)
+        migrated = migrate(recipe, [*overrides, *(f"~{path}" for path in paths)])
     if migrated.config is None:
         raise ConfigError(migrated.problems)
     left_out = tuple(str(note) for note in migrated.draft.notes if note.kind in (Kind.REFUSED, Kind.OPEN))
-    theirs = Schedule.of_nemo_rl(migrated.read.tree, rollout_steps(migrated.config))
-    return Rehearsed(migrated.config, theirs or _schedule(migrated.config), True, left_out, of_vllm)
-
-
-def _migrated(recipe: str, overrides: Sequence[str]) -> tuple[Migrated, tuple[Shrink, ...]]:
-    """Migrate a recipe; where only settings of vLLM are refused, without them, as the rehearsal samples elsewhere."""
-    migrated = migrate(recipe, overrides)
-    paths = {problem.path: None for problem in migrated.problems}
-    if migrated.config is not None or not all(path.startswith(OF_VLLM) for path in paths):
-        return migrated, ()
-    dropped = [Shrink(path, value_at(migrated.read.tree, path), None, _NOT_VLLM) for path in paths]
-    return migrate(recipe, [*overrides, *(f"~{path}" for path in paths)]), tuple(dropped)
-
-
-def _schedule(config: RunConfig) -> Schedule:
-    return Schedule.of(config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler)
+    schedule = Schedule.of_nemo_rl(migrated.read.tree, rollout_steps(migrated.config))
+    schedule = schedule or Schedule.of(migrated.config.policy.megatron_cfg)
+    return Rehearsed(migrated.config, schedule, True, left_out, of_vllm)
 
 
 def small_runs(
@@ -208,7 +207,7 @@ def small_runs(
         own.mkdir()
         small = shrunk(read.config, layouts, number, own)
         if value_at(small.tree, "teacher") is not None:
-            proofs.make_teacher(_alone(small.tree), teacher_folder(own))
+            proofs.make_teacher(small.tree, own / TEACHER)
         raised = raise_rates(small, loaded(small.tree), read.schedule)
         config = loaded(small.tree)
         preflight(config, elsewhere=False, of_a_run=True)
@@ -219,73 +218,47 @@ def small_runs(
     return runs, factor
 
 
-def _alone(tree: Tree) -> PolicyConfig:
-    """Return the policy of a recipe on one rank."""
-    alone: Tree = {"policy": copy.deepcopy(tree["policy"])}
-    for path, value in ONE_RANK.items():
-        if path.startswith("policy."):
-            put(alone, path, value)
-    return PolicyConfig.model_validate(alone["policy"])
-
-
-def _introduction(table: Table) -> list[str]:
-    lines = [f"rehearsal of {table.recipe}, a recipe of {table.algorithm}: {', '.join(table.layouts)}"]
-    lines += [f"left out: {one}" for one in table.open]
-    return [*lines, f"{len(table.shrinks)} keys are changed:", *(f"  {one}" for one in table.shrinks)]
-
-
 def _rehearse(runs: list[Ran], read: Rehearsed, factor: float, table: Table) -> None:
+    first, went_on = runs[0], list[Row]()
+
+    def go_on(session: RayCluster) -> str:
+        went_on.extend(resumed(first, session))
+        if went_on[-1].get("recovery/restarts") != 1:
+            raise Found("the killed rank was not replaced")
+        return "from a copy of the folder after step 1; a rank killed in step 2"
+
     largest = max((ran.config.cluster for ran in runs), key=lambda cluster: cluster.world_size)
     with RayCluster(largest) as session:
-        went_on: list[Row] = []
-        for number, ran in enumerate(runs):
-            _prove(table, ran, "two steps, saves, export", lambda ran=ran: _ran(ran, session))
-            if number == 0 and not table.failed:
-                _prove(table, ran, "a kill, a resume", lambda ran=ran: _went_on(ran, session, went_on))
+        for ran in runs:
+            _prove(table, ran, "two steps, saves, export", partial(run_in, ran, session))
+            if ran is first and not table.failed:
+                _prove(table, ran, "a kill, a resume", partial(go_on, session))
     if table.failed:
         return
-    table.run = packed(runs[0])
-    for number, ran in enumerate(runs):
-        for name, proof in _proofs(ran, read, factor, went_on, first=number == 0):
+    table.run = packed(first)
+    for ran in runs:
+        twins = proofs.Twins(ran)
+        every: dict[str, Callable[[], str]] = {
+            "sampled = trained": partial(proofs.sampled, ran),
+            "split step = train": twins.split,
+            "layout = one rank": twins.layout,
+        }
+        if "value" in ran.config.models:
+            every["critic = one rank"] = partial(proofs.critic_on_one_rank, ran)
+        if ran is first:
+            every = {
+                "resume = continue": partial(proofs.resumed, ran, went_on),
+                "rates = schedule": partial(proofs.learning_rates, ran, read.schedule, factor),
+                **every,
+                "engines = weights": twins.refits,
+                "masked = ignored": twins.masked,
+                "fused = unfused": twins.fused,
+                "packed = padded": twins.packed,
+                "export = import": twins.exported,
+                "export = transformers": twins.transformers,
+            }
+        for name, proof in every.items():
             _prove(table, ran, name, proof)
-
-
-def _ran(ran: Ran, session: RayCluster) -> str:
-    run_in(ran, session)
-    return f"on {ran.layout.ranks} ranks"
-
-
-def _went_on(ran: Ran, session: RayCluster, went_on: list[Row]) -> str:
-    went_on += resumed(ran, session)
-    if went_on[-1].get("recovery/restarts") != 1:
-        raise Found("the killed rank was not replaced")
-    return "from a copy of the folder after step 1; a rank killed in step 2"
-
-
-def _proofs(
-    ran: Ran, read: Rehearsed, factor: float, went_on: list[Row], *, first: bool
-) -> list[tuple[str, Callable[[], str]]]:
-    twins = proofs.Twins(ran)
-    every = [
-        ("sampled = trained", lambda: proofs.sampled(ran)),
-        ("split step = train", twins.split),
-        ("layout = one rank", twins.layout),
-    ]
-    if "value" in ran.config.models:
-        every.append(("critic = one rank", lambda: critic_on_one_rank(ran)))
-    if not first:
-        return every
-    return [
-        ("resume = continue", lambda: f"{proofs.resumes(ran, went_on)}, {proofs.resumed_states(ran)}"),
-        ("rates = schedule", lambda: proofs.learning_rates(ran, read.schedule, factor)),
-        *every,
-        ("engines = weights", twins.refits),
-        ("masked = ignored", twins.masked),
-        ("fused = unfused", twins.fused),
-        ("packed = padded", twins.packed),
-        ("export = import", twins.exported),
-        ("export = transformers", twins.transformers),
-    ]
 
 
 def _prove(table: Table, ran: Ran, name: str, proof: Callable[[], str]) -> None:
@@ -294,13 +267,9 @@ def _prove(table: Table, ran: Ran, name: str, proof: Callable[[], str]) -> None:
         verdict, why = Verdict.PROVEN, proof()
     except Refused as reason:
         verdict, why = Verdict.REFUSED, str(reason)
-    except (Found, RunStoppedError) as error:
-        verdict, why = Verdict.FAILED, _first_line(error)
     except Exception as error:  # noqa: BLE001  # whatever it is, it stands beside the other lines
-        verdict, why = Verdict.FAILED, f"{type(error).__name__}: {_first_line(error)}"
+        # What a failure says before the tracebacks of the processes that it came from.
+        told = next(iter(str(error).splitlines()), "")
+        known = isinstance(error, Found | RunStoppedError)
+        verdict, why = Verdict.FAILED, told if known else f"{type(error).__name__}: {told}"
     table.lines.append(Line(name, verdict, why, str(ran.layout), time.monotonic() - started))
-
-
-def _first_line(error: BaseException) -> str:
-    """Return what a failure says before the tracebacks of the processes that it came from."""
-    return next(iter(str(error).splitlines()), "")

@@ -1,9 +1,15 @@
-"""What is proven of a run: each proof compares two ways to the same numbers, within docs/numerics.md."""
+"""What is proven of a run: each proof compares two ways to the same numbers, within docs/numerics.md.
+
+One of the two is mostly the same step on one rank in this process: from a checkpoint of the run, over the rows that its
+ranks were given.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,16 +17,22 @@ from typing import Any, cast
 
 import torch
 
+from nemo_rl_mcore.config import ClusterConfig, PolicyConfig, Role
 from nemo_rl_mcore.config.algorithm import DPOConfig
-from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.base import Tree
+from nemo_rl_mcore.config.master import GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.driver.actors.one_process import InProcessRank, OneProcess
+from nemo_rl_mcore.driver.algorithms.mismatch import policy_loss
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.losses.custom import make_loss
 from nemo_rl_mcore.losses.dpo import DPOLossFn
 from nemo_rl_mcore.models import missing_family
-from nemo_rl_mcore.tools.rehearse.one_rank import Tensors, difference, one_rank
-from nemo_rl_mcore.tools.rehearse.runs import Ran, Row, TrainCall
+from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
+from nemo_rl_mcore.tools.check.given_weights import ONE_RANK
+from nemo_rl_mcore.tools.migrate.draft import put
+from nemo_rl_mcore.tools.rehearse.runs import EXPORTED, KILLED, SPLIT, Ran, Row, TrainCall
 from nemo_rl_mcore.tools.rehearse.schedule import Schedule
 
 # Parameters after up to three Adam steps at lr 1e-2, when the same sums were added in another order. Adam divides each
@@ -44,12 +56,136 @@ _MOVED = 50
 """Tolerances that a step has to move some weight by, if what it trains is to be compared."""
 
 
+# A step on one rank
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class _Readable(MegatronPolicyWorker):
+    """A rank whose weights can be read."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of all weights: a policy's by their Hugging Face names, a critic's by Megatron's."""
+        if self.role is Role.POLICY:
+            return {name: tensor.detach().clone() for name, tensor in self.backend.full_tensors()}
+        return {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """Return copies of all weights, by Megatron's names, and of what the optimizer keeps of each."""
+        from nemo_rl_mcore.rank.megatron.optimizer_state import states_of_weights
+
+        parameters = self._parameters()
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        kept = {
+            f"{kind} of {names[id(weight)]}": tensor
+            for weight, kinds in states_of_weights(cast("Any", self.backend).optimizer)
+            for kind, tensor in kinds.items()
+        }
+        return {name: tensor.detach().clone() for name, tensor in {**parameters, **kept}.items()}
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        # Megatron takes seconds to import, and recipes are shrunk without it.
+        from nemo_rl_mcore.rank.megatron.model_class import language_models
+        from nemo_rl_mcore.rank.megatron.optimizer_state import gather_parameters
+
+        chunks = cast("Any", self.backend).chunks
+        gather_parameters(chunks)
+        return {
+            name: parameter
+            for model in language_models(chunks)
+            for name, parameter in model.named_parameters()
+        }
+
+
+class OneRank:
+    """A model of a recipe on one rank; made by `one_rank`."""
+
+    def __init__(self, policy: PolicyConfig, group: InProcessRank, name: str) -> None:
+        self._policy, self._group, self._name = policy, group, name
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        return self._group.run_all(method, **arguments)[0]
+
+    def load(self, checkpoint: Path, read: str = "tensors") -> Tensors:
+        """Set weights, optimizer and schedule to those of a folder step_N, and read the weights, or all `states`."""
+        self._group.run_all("load_checkpoint", folder=str((checkpoint / self._name).absolute()))
+        return self.call(read)
+
+    def train(self, calls: Sequence[TrainCall], loss_fn: LossFunction | None = None) -> list[dict[str, Any]]:
+        """Train as the run did, each call whole; loss_fn: in place of its own."""
+        return [
+            self.call("train", data=call.whole, loss_fn=loss_fn or call.loss_fn, gbs=call.gbs, mbs=call.mbs)
+            for call in calls
+        ]
+
+    def train_split(self, calls: Sequence[TrainCall]) -> None:
+        """Train on the same rows by the split step, in chunks of a sample first and of all others then."""
+        for call in calls:
+            for chunks in call.as_split_steps(self._policy):
+                self._group.run_all("begin_train_step", loss_fn=call.loss_fn, gbs=call.gbs, mbs=call.mbs)
+                for chunk in chunks:
+                    self._group.run_all("train_microbatch", data=chunk)
+                self._group.run_all("finish_train_step")
+
+
+@contextmanager
+def one_rank(
+    policy: PolicyConfig,
+    *,
+    seed: int = 42,
+    temperature: float = 1.0,
+    trained: bool = True,
+    role: Role = Role.POLICY,
+) -> Generator[OneRank]:
+    """Start a model on one rank in this process.
+
+    temperature: divides the logits, as in the run. trained: whether it has an optimizer.
+    """
+    with OneProcess(ClusterConfig()) as place:
+        options = {"seed": seed, "temperature": temperature, "trained": trained, "role": role}
+        options["init_reference_model"] = False
+        group = InProcessRank(_Readable, place, (policy,), options, deadline_keys="policy", name="one")
+        try:
+            yield OneRank(policy, group, role.value)
+        finally:
+            group.shutdown()
+
+
+def make_teacher(tree: Tree, folder: Path) -> None:
+    """Write random weights of the architecture of a recipe's policy as a Hugging Face folder."""
+    alone: Tree = {"policy": copy.deepcopy(tree["policy"])}
+    for path, value in ONE_RANK.items():
+        if path.startswith("policy."):
+            put(alone, path, value)
+    with one_rank(PolicyConfig.model_validate(alone["policy"]), seed=7, trained=False) as one:
+        one.call("export_hf", folder=str(folder))
+
+
+# What proofs compare
+
+
 class Refused(Exception):
     """A reason why something is not proven: the recipe has no such thing, or it cannot be compared."""
 
 
 class Found(Exception):
     """A difference where there must be none."""
+
+
+def difference(left: Tensors, right: Tensors) -> float:
+    """Return the largest difference of two models, relative to a weight's largest entry or to 1; inf for other names.
+
+    A number that is not finite in one of them alone is infinitely far from the other's.
+    """
+    shapes = [{name: weight.shape for name, weight in model.items()} for model in (left, right)]
+    if shapes[0] != shapes[1]:
+        return math.inf
+    found = list[float]()
+    for name, weight in left.items():
+        largest = weight.double().abs().max().clamp(min=1.0)
+        share = (weight.double() - right[name].double()).abs().max() / largest
+        found.append(float(torch.nan_to_num(share, nan=math.inf)))
+    return max(found)
 
 
 def require_movement(before: Tensors, after: Tensors, tolerance: float) -> None:
@@ -60,7 +196,6 @@ def require_movement(before: Tensors, after: Tensors, tolerance: float) -> None:
 
 
 def require_several_ranks(ranks: int) -> None:
-    """Refuse to compare the one rank of a recipe with itself."""
     if ranks == 1:
         raise Refused("the recipe has one rank")
 
@@ -99,8 +234,7 @@ def require_equal(left: Tensors, right: Tensors, what: str) -> None:
 def require_close(name: str, expected: Any, found: Any, where: str = "on one rank") -> None:
     """Compare the numbers of a metric, within what metrics may differ by; raises Found."""
     for left, right in zip(expected.flatten().tolist(), found.flatten().tolist(), strict=True):
-        allowed = METRICS
-        if not math.isclose(left, right, rel_tol=allowed["rel"], abs_tol=allowed["abs"]):
+        if not math.isclose(left, right, rel_tol=METRICS["rel"], abs_tol=METRICS["abs"]):
             raise Found(f"{name} is {left:.6g}, and {right:.6g} {where}")
 
 
@@ -121,12 +255,14 @@ def transformers_logprobs(folder: Path, rows: BatchedDataDict, temperature: floa
     return found.masked_fill(torch.arange(ids.shape[1]) >= lengths.unsqueeze(1), 0.0)
 
 
+# Proofs
+
 _OF_THE_MACHINE = ("timing/", "performance/", "async/")
 
 
 def learning_rates(ran: Ran, schedule: Schedule, factor: float) -> str:
     """Compare the learning rate of each step with the schedule's closed form; factor: that of the rehearsal."""
-    steps = len(ran.calls[0]) and sum(_optimizer_steps(ran, call) for call in ran.calls[0])
+    steps = sum(len(call.result["skip_reasons"]) for call in ran.calls[0])
     if not steps:
         raise Refused("the first step trained on nothing")
     for number, row in enumerate(ran.rows):
@@ -139,44 +275,35 @@ def learning_rates(ran: Ran, schedule: Schedule, factor: float) -> str:
     return f"{rates} after {steps} optimizer step{'s' * (steps > 1)} each"
 
 
-def _optimizer_steps(ran: Ran, call: Any) -> int:
-    return len(cast("Sequence[object]", call.result["skip_reasons"]))
+def resumed(ran: Ran, rows: Sequence[Row]) -> str:
+    """Compare the last step of a run that went on from a copy with that of the run itself, bit by bit.
 
-
-def resumes(ran: Ran, rows: Sequence[Row]) -> str:
-    """Compare the last step of a run that went on from a copy with that of the run itself, bit by bit."""
+    Compared are its metrics, and what it saved: weights and the optimizer's state of each model.
+    """
     if ran.config.asynchrony.off_policy:
         raise Refused(
             "which weights sample what in an asynchronous run depends on time; see layout = one rank"
         )
     before, after = ran.rows[-1], rows[-1]
     names = [name for name in before if not name.startswith(_OF_THE_MACHINE) and name in after]
-    wrong = [name for name in names if _differ(before[name], after[name])]
+    none = [name for name in names if math.isnan(before[name]) and math.isnan(after[name])]
+    wrong = [name for name in names if before[name] != after[name] and name not in none]
     if wrong:
         name = wrong[0]
         raise Found(
             f"{name} is {after[name]:.8g}, and {before[name]:.8g} undisturbed; {len(wrong)} metrics differ"
         )
-    return f"{len(names)} metrics equal"
-
-
-def resumed_states(ran: Ran) -> str:
-    """Compare what the resumed run saved, weights and the optimizer's state of each model, bit by bit."""
-    if not ran.step(2, "killed").is_dir():
+    if not ran.step(2, KILLED).is_dir():
         raise Found("the resumed run saved nothing")
     tensors = 0
     for plan in ran.on_one_rank().models.values():
         if not plan.trained:
             continue
         with one_rank(plan.policy, role=plan.role) as one:
-            saved, resumed = one.states(ran.step(2)), one.states(ran.step(2, "killed"))
+            saved, resumed = one.load(ran.step(2), "states"), one.load(ran.step(2, KILLED), "states")
         require_equal(saved, resumed, f"{plan.name}: what is saved after the resumed step")
         tensors += len(saved)
-    return f"{tensors} tensors of weights and optimizers equal bit by bit"
-
-
-def _differ(one: float, other: float) -> bool:
-    return one != other and not (math.isnan(one) and math.isnan(other))
+    return f"{len(names)} metrics equal, {tensors} tensors of weights and optimizers equal bit by bit"
 
 
 def sampled(ran: Ran) -> str:
@@ -200,41 +327,30 @@ class Twins:
 
     ran: Ran
 
-    @property
-    def _calls(self) -> list[Any]:
-        return self.ran.calls[-1]
-
-    @property
-    def _rows(self) -> BatchedDataDict:
-        """Return the first rows of the step."""
-        return self._calls[0].whole
-
-    @property
-    def _temperature(self) -> float:
-        return self.ran.config.logprob_temperature
-
     @cached_property
     def _plain(self) -> dict[str, Any]:
-        """Return the weights before and after the step as they were saved, and after it on one rank; digests."""
+        """The weights before and after the step as they were saved, and after it on one rank; digests."""
         if reason := missing_family(self.ran.config.policy.model):
             raise Refused(reason)  # weights are read by their names there
-        found: dict[str, Any] = {}
-        with one_rank(self._policy(), temperature=self._temperature) as one:
+        calls, found = self.ran.calls[-1], dict[str, Any]()
+        with self._one_rank() as one:
             for step in (1, 2):
                 found[f"saved {step}"] = one.load(self.ran.step(step))
-                found[f"digest {step}"] = one.digest()
-            found["logprobs"] = one.logprobs(self._rows)
+                found[f"digest {step}"] = one.call("weights_digest")
+            found["logprobs"] = one.call("get_logprobs", data=calls[0].whole)["logprobs"]
             one.load(self.ran.step(1))
-            found["results"] = one.train(self._calls)
-            found["train"] = one.tensors()
+            found["results"] = one.train(calls)
+            found["train"] = one.call("tensors")
             one.load(self.ran.step(1))
-            one.train_split(self._calls)
-            found["split"] = one.tensors()
-            found["split on all"] = one.load(self.ran.split)
+            one.train_split(calls)
+            found["split"] = one.call("tensors")
+            found["split on all"] = one.load(self.ran.folder / SPLIT)
         return found
 
-    def _policy(self, **changes: object) -> PolicyConfig:
-        return self.ran.on_one_rank(**changes).policy
+    def _one_rank(self, *, trained: bool = True, **changes: object) -> AbstractContextManager[OneRank]:
+        """Start the policy; changes: its keys, with __ for the dots."""
+        policy, temperature = self.ran.on_one_rank(**changes).policy, self.ran.config.logprob_temperature
+        return one_rank(policy, temperature=temperature, trained=trained)
 
     def _require_movement(self, tolerance: float) -> None:
         require_movement(self._plain["saved 1"], self._plain["saved 2"], tolerance)
@@ -244,7 +360,7 @@ class Twins:
         require_several_ranks(self.ran.layout.ranks)
         require_comparable_balance(self.ran.config)
         self._require_movement(REORDERED)
-        require_same_results(self._calls, self._plain["results"])
+        require_same_results(self.ran.calls[-1], self._plain["results"])
         return within(self._plain["saved 2"], self._plain["train"], REORDERED)
 
     def split(self) -> str:
@@ -262,17 +378,17 @@ class Twins:
     def masked(self) -> str:
         """Compare the step with one whose numbers per token are others wherever the masks say that none counts."""
         self._require_movement(REORDERED)
-        changed = [call.with_noise() for call in self._calls]
+        plain = self.ran.calls[-1]
+        changed = [call.with_noise() for call in plain]
         if all(call is None for call in changed):
             raise Refused("no policy gradient, or every token counts")
-        calls = [noisy or call for noisy, call in zip(changed, self._calls, strict=True)]
-        with one_rank(self._policy(), temperature=self._temperature) as one:
+        with self._one_rank() as one:
             one.load(self.ran.step(1))
-            for plain, noisy in zip(self._plain["results"], one.train(calls), strict=True):
-                require_close(
-                    "global_loss", plain["global_loss"], noisy["global_loss"], "with other numbers there"
-                )
-            return within(self._plain["train"], one.tensors(), REORDERED)
+            noisy = one.train([noisy or call for noisy, call in zip(changed, plain, strict=True)])
+            for expected, found in zip(self._plain["results"], noisy, strict=True):
+                name = "global_loss"
+                require_close(name, expected[name], found[name], "with other numbers there")
+            return within(self._plain["train"], one.call("tensors"), REORDERED)
 
     def refits(self) -> str:
         """Compare the digest of what engines were sent last with that of a checkpoint, read on one rank."""
@@ -289,21 +405,19 @@ class Twins:
 
     def fused(self) -> str:
         """Compare the fused log-probabilities with the unfused ones."""
-        key = "use_fused_linear_logprobs"
-        if not getattr(self.ran.config.policy.megatron_cfg, key):
+        config, key = self.ran.config, "use_fused_linear_logprobs"
+        if not getattr(config.policy.megatron_cfg, key):
             raise Refused("the recipe has them unfused")
-        changes = {f"megatron_cfg__{key}": False}
-        changes |= {
-            f"megatron_cfg__fused_linear_logprobs_{name}": False for name in ("packed", "context_parallel")
-        }
-        return self._beside(self._policy(**changes), FIVE_STEPS, self._unfused_loss())
-
-    def _unfused_loss(self) -> LossFunction | None:
-        config = self.ran.config
-        loss = config.losses.get("loss_fn")
-        if loss is not None:
-            return make_loss(loss)
-        return DPOLossFn(config.loop.loss) if isinstance(config.loop, DPOConfig) else None
+        off = (key, "fused_linear_logprobs_packed", "fused_linear_logprobs_context_parallel")
+        changes = {f"megatron_cfg__{name}": False for name in off}
+        unfused, loss = self.ran.on_one_rank(**changes), None
+        if isinstance(unfused, GRPOMasterConfig | PPOMasterConfig):
+            loss = policy_loss(unfused)
+        elif (section := config.losses.get("loss_fn")) is not None:
+            loss = make_loss(section)
+        elif isinstance(config.loop, DPOConfig):
+            loss = DPOLossFn(config.loop.loss)
+        return self._beside(changes, FIVE_STEPS, loss)
 
     def packed(self) -> str:
         """Compare rows that share rows, or have a token budget, with padded ones."""
@@ -313,39 +427,35 @@ class Twins:
         require_comparable_balance(self.ran.config)
         padded = {"sequence_packing__enabled": False, "dynamic_batching__enabled": False}
         padded["megatron_cfg__fused_linear_logprobs_packed"] = False
-        return self._beside(self._policy(**padded), REORDERED)
+        return self._beside(padded, REORDERED)
 
-    def _beside(self, policy: PolicyConfig, tolerance: float, loss_fn: LossFunction | None = None) -> str:
+    def _beside(
+        self, changes: Mapping[str, bool], tolerance: float, loss_fn: LossFunction | None = None
+    ) -> str:
         self._require_movement(tolerance)
-        with one_rank(policy, temperature=self._temperature) as one:
+        with self._one_rank(**changes) as one:
             one.load(self.ran.step(1))
-            one.train(self._calls, loss_fn)
-            return within(self._plain["train"], one.tensors(), tolerance)
+            one.train(self.ran.calls[-1], loss_fn)
+            return within(self._plain["train"], one.call("tensors"), tolerance)
 
     def exported(self) -> str:
         """Compare what was exported, read again, with the checkpoint, bit by bit."""
         if reason := missing_family(self.ran.config.policy.model):
             raise Refused(reason)
-        read = self._policy(model_name=str(self.ran.exported), model=None)
-        with one_rank(read, temperature=self._temperature, trained=False) as one:
-            require_equal(self._plain["saved 2"], one.tensors(), "weights that were exported")
+        exported = str(self.ran.folder / EXPORTED)
+        with self._one_rank(trained=False, model_name=exported, model=None) as one:
+            require_equal(self._plain["saved 2"], one.call("tensors"), "weights that were exported")
         return f"{len(self._plain['saved 2'])} tensors equal bit by bit"
 
     def transformers(self) -> str:
         """Compare log-probabilities of the last checkpoint with those of transformers from the exported folder."""
-        expected, rows = self._plain["logprobs"], self._rows
-        found = float(
-            (expected - transformers_logprobs(self.ran.exported, rows, self._temperature)).abs().max()
-        )
+        expected, rows = self._plain["logprobs"], self.ran.calls[-1][0].whole
+        temperature = self.ran.config.logprob_temperature
+        theirs = transformers_logprobs(self.ran.folder / EXPORTED, rows, temperature)
+        found = float((expected - theirs).abs().max())
         if not found <= TRANSFORMERS:
             raise Found(f"a token differs by {found:.2g} nats, and {TRANSFORMERS:g} is allowed")
         return f"{int(rows['input_lengths'].sum())} tokens within {found:.1e} of {TRANSFORMERS:g} nats"
-
-
-def make_teacher(policy: PolicyConfig, folder: Path) -> None:
-    """Write random weights of an architecture as a Hugging Face folder."""
-    with one_rank(policy, seed=7, trained=False) as one:
-        one.export(folder)
 
 
 def critic_on_one_rank(ran: Ran) -> str:
@@ -360,4 +470,4 @@ def critic_on_one_rank(ran: Ran) -> str:
         after, before = one.load(ran.step(2)), one.load(ran.step(1))
         require_movement(before, after, REORDERED)
         require_same_results(ran.critic_calls[-1], one.train(ran.critic_calls[-1]))
-        return within(after, one.tensors(), REORDERED)
+        return within(after, one.call("tensors"), REORDERED)

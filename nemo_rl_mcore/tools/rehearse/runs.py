@@ -1,4 +1,4 @@
-"""A rank that dies as it is about to train."""
+"""The runs of a rehearsal: recorded, killed and resumed, and packed for another machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,9 +21,9 @@ from nemo_rl_mcore.config.base import Tree, value_at
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.interfaces import GenerationInterface
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.policy import Policy
+from nemo_rl_mcore.driver.rollouts.player import GenerationInterface
 from nemo_rl_mcore.driver.run import Watch, train
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.models import missing_family
@@ -31,8 +32,18 @@ from nemo_rl_mcore.recipe.load import load_recipe
 from nemo_rl_mcore.recipe.shipped import SHIPPED
 from nemo_rl_mcore.recipe.sources import Recipe
 from nemo_rl_mcore.tools.check.given_weights import ONE_RANK
-from nemo_rl_mcore.tools.rehearse.layouts import Sharing
-from nemo_rl_mcore.tools.rehearse.shrink import put
+from nemo_rl_mcore.tools.migrate.draft import put
+from nemo_rl_mcore.tools.rehearse.shrink import Sharing
+
+
+class _Watched:
+    """A model as it is, but for the calls that its subclasses watch."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
 
 
 class Killer(Watch):
@@ -45,12 +56,8 @@ class Killer(Watch):
         return cast("Policy", _Doomed(model)) if name == "policy" else model
 
 
-class _Doomed:
-    def __init__(self, policy: Policy) -> None:
-        self._policy, self._killed = policy, False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
+class _Doomed(_Watched):
+    _killed = False
 
     def train(self, *rows: Any, eval_mode: bool = False, **sizes: Any) -> dict[str, Any]:
         if not eval_mode:
@@ -87,7 +94,6 @@ class TrainCall:
 
     @property
     def whole(self) -> BatchedDataDict:
-        """Return all rows."""
         return BatchedDataDict.from_batches(self.chunks) if len(self.chunks) > 1 else self.chunks[0]
 
     def with_noise(self) -> TrainCall | None:
@@ -109,13 +115,13 @@ class TrainCall:
 
 
 class Recorder(Watch):
-    """Keeps what policy and critic were trained on since it was last asked, and can reach policy and engine."""
+    """Keeps what policy and critic were trained on since it was last asked, the policy, and the engine."""
 
     summary = False
 
     def __init__(self) -> None:
         self.policy: Policy | None = None
-        self._engine: GenerationInterface | None = None
+        self.answering: GenerationInterface | None = None
         self._calls: dict[str, list[TrainCall]] = {}
 
     def model(self, name: str, model: Policy) -> Policy:
@@ -125,55 +131,20 @@ class Recorder(Watch):
         return cast("Policy", _Recorded(model, self._calls.setdefault(name, [])))
 
     def engine(self, engine: GenerationInterface) -> None:
-        """Keep the engine."""
-        self._engine = engine
+        self.answering = engine
 
-    def take(self, name: str = "policy") -> list[TrainCall]:
+    def take(self, name: str) -> list[TrainCall]:
         """Return the calls of a model since the last time; none where the run has no such model."""
         calls = self._calls.get(name, [])
         taken = [*calls]
         calls.clear()
         return taken
 
-    def train_split(
-        self, calls: Sequence[TrainCall], config: PolicyConfig, shards: int, start: Path, end: Path
-    ) -> None:
-        """Train once more by the split step, on all ranks.
 
-        start: the checkpoint of the policy to begin with. end: the folder of the one to write.
-        """
-        assert self.policy is not None
-        self.policy.load_checkpoint(str(start))
-        for call in calls:
-            for chunks in call.as_split_steps(config, shards):
-                self.policy.begin_train_step(call.loss_fn, gbs=call.gbs, mbs=call.mbs)
-                for chunk in chunks:
-                    self.policy.train_microbatch(chunk)
-                self.policy.finish_train_step()
-        self.policy.save_checkpoint(str(end))
-
-    def sent_digest(self) -> str:
-        """Return the digest of the weights that the engines were sent last; empty where the ranks answer."""
-        return str(getattr(self._engine, "weights_digest", "") or "")
-
-    def sent_version(self) -> int | None:
-        """Return the step after which these weights were; None where the ranks answer."""
-        return getattr(self._engine, "weights_version", None)
-
-    def export(self, folder: Path) -> None:
-        """Have the ranks write their weights as a Hugging Face folder."""
-        assert self.policy is not None
-        self.policy.export_hf(str(folder))
-
-
-class _Recorded:
-    """A model as it is, whose calls that train are kept."""
-
+class _Recorded(_Watched):
     def __init__(self, policy: Policy, calls: list[TrainCall]) -> None:
-        self._policy, self._calls = policy, calls
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
+        super().__init__(policy)
+        self._calls = calls
 
     def train(
         self,
@@ -204,6 +175,10 @@ class _Recorded:
 
 
 Row = Mapping[str, float]
+EXPORTED, KILLED = "hf", "killed"
+"""Folders of the weights after the last step, as the ranks wrote them, and of the run after its first save."""
+SPLIT = "split"
+"""Folder of the checkpoint after the last step, when all ranks train it by the split step."""
 
 
 @dataclass
@@ -224,28 +199,11 @@ class Ran:
     digest: str = ""
     version: int | None = None
 
-    @property
+    @cached_property
     def config(self) -> RunConfig:
-        """Return the recipe as it ran."""
         return loaded(self.tree)
 
-    @property
-    def exported(self) -> Path:
-        """Return the weights after the last step, as the ranks wrote them."""
-        return self.folder / "hf"
-
-    @property
-    def split(self) -> Path:
-        """Return the checkpoint after the last step, when all ranks train it by the split step."""
-        return self.folder / "split"
-
-    @property
-    def killed(self) -> Path:
-        """Return the folder of the run as it was after the first save."""
-        return self.folder / "killed"
-
     def step(self, number: int, run: str = "run") -> Path:
-        """Return the checkpoint after a step."""
         return self.folder / run / "checkpoints" / f"step_{number}"
 
     def on_one_rank(self, **changes: object) -> RunConfig:
@@ -263,7 +221,7 @@ def loaded(tree: Tree) -> RunConfig:
     return load_recipe(Recipe(OmegaConf.create(copy.deepcopy(tree)), ()))
 
 
-def run_in(ran: Ran, session: RayCluster) -> None:
+def run_in(ran: Ran, session: RayCluster) -> str:
     """Run all steps, and keep a copy of the folder as it is after the first one.
 
     After the last one the weights are exported, and all ranks train that step once more by the split step.
@@ -271,22 +229,33 @@ def run_in(ran: Ran, session: RayCluster) -> None:
     recorder = Recorder()
     for row in train(ran.config, session=session, watch=recorder):
         ran.rows.append(row)
-        ran.calls.append(recorder.take())
+        ran.calls.append(recorder.take("policy"))
         ran.critic_calls.append(recorder.take("value"))
         if len(ran.rows) == 1:
-            shutil.copytree(ran.folder / "run", ran.killed)
+            shutil.copytree(ran.folder / "run", ran.folder / KILLED)
         elif not missing_family(ran.config.policy.model):
-            recorder.export(ran.exported)
-            ran.digest, ran.version = recorder.sent_digest(), recorder.sent_version()
-            start, end = ran.step(1) / "policy", ran.split / "policy"
-            recorder.train_split(ran.calls[-1], ran.config.policy, ran.layout.data, start, end)
+            policy, engine = recorder.policy, recorder.answering
+            assert policy is not None
+            policy.export_hf(str(ran.folder / EXPORTED))
+            # Of ranks that answer themselves there are none.
+            ran.digest = str(getattr(engine, "weights_digest", "") or "")
+            ran.version = getattr(engine, "weights_version", None)
+            policy.load_checkpoint(str(ran.step(1) / "policy"))
+            for call in ran.calls[-1]:
+                for chunks in call.as_split_steps(ran.config.policy, ran.layout.data):
+                    policy.begin_train_step(call.loss_fn, gbs=call.gbs, mbs=call.mbs)
+                    for chunk in chunks:
+                        policy.train_microbatch(chunk)
+                    policy.finish_train_step()
+            policy.save_checkpoint(str(ran.folder / SPLIT / "policy"))
+    return f"on {ran.layout.ranks} ranks"
 
 
 def resumed(ran: Ran, session: RayCluster) -> list[Row]:
     """Resume the copy, kill a rank in the step that is left, and return the metrics of that step."""
     tree = copy.deepcopy(ran.tree)
-    put(tree, "logger.log_dir", str(ran.killed))
-    put(tree, "checkpointing.checkpoint_dir", str(ran.killed / "checkpoints"))
+    put(tree, "logger.log_dir", str(ran.folder / KILLED))
+    put(tree, "checkpointing.checkpoint_dir", str(ran.folder / KILLED / "checkpoints"))
     put(tree, "cluster.max_trainer_restarts", 1)
     return [*train(loaded(tree), session=session, watch=Killer())]
 

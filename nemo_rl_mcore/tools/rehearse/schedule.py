@@ -12,9 +12,10 @@ from typing import Any, cast
 
 from nemo_rl_mcore.config.base import Tree, value_at
 from nemo_rl_mcore.config.master import PPOMasterConfig
-from nemo_rl_mcore.config.megatron import OptimizerConfig, SchedulerConfig
+from nemo_rl_mcore.config.megatron import OptimizationConfig
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.tools.rehearse.shrink import STEPS, Small, put, rollout_steps
+from nemo_rl_mcore.tools.migrate.draft import put
+from nemo_rl_mcore.tools.rehearse.shrink import STEPS, Small, rollout_steps
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Schedule:
     steps_per_tick: int = 1
 
     @classmethod
-    def of(cls, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> Schedule:
-        """Return that of a recipe of this package."""
+    def of(cls, section: OptimizationConfig) -> Schedule:
+        """Return that of a policy or a critic of this package."""
+        optimizer, scheduler = section.optimizer, section.scheduler
         return cls(
             optimizer.lr,
             optimizer.min_lr,
@@ -90,27 +92,22 @@ def raise_rates(small: Small, config: RunConfig, schedule: Schedule) -> float:
 
     config: the shrunk recipe. schedule: the policy's, as the recipe states it.
     """
-    factor = _factor(schedule, config)
-    _scale(small, "policy.megatron_cfg", factor)
-    if isinstance(config, PPOMasterConfig):
-        _scale(small, "value", _factor(Schedule.of(config.value.optimizer, config.value.scheduler), config))
-    return factor
-
-
-def _factor(schedule: Schedule, config: RunConfig) -> float:
     steps = STEPS * rollout_steps(config) * getattr(config.loop, "ppo_epochs", 1)
-    return _RATE / (max(schedule.rate(step) for step in range(max(2, steps))) or schedule.peak)
-
-
-def _scale(small: Small, model: str, factor: float) -> None:
-    for key in ("optimizer.lr", "optimizer.min_lr", "scheduler.lr_warmup_init"):
-        path = f"{model}.{key}"
-        value = value_at(small.tree, path)
-        if isinstance(value, int | float):
-            put(small.tree, path, value * factor)
-            small.why[path] = f"all its rates times {factor:.6g}; the schedule keeps its shape"
-    path = f"{model}.optimizer.adam_eps"
-    epsilon = value_at(small.tree, path)
-    if isinstance(epsilon, float) and epsilon < _EPSILON:
-        put(small.tree, path, _EPSILON)
-        small.why[path] = "a smaller one lets rounding alone move weights"
+    schedules, factors = {"policy.megatron_cfg": schedule}, dict[str, float]()
+    if isinstance(config, PPOMasterConfig):
+        schedules["value"] = Schedule.of(config.value)
+    for model, one in schedules.items():
+        highest = max(one.rate(step) for step in range(max(2, steps))) or one.peak
+        factors[model] = factor = _RATE / highest
+        for key in ("optimizer.lr", "optimizer.min_lr", "scheduler.lr_warmup_init"):
+            path = f"{model}.{key}"
+            value = value_at(small.tree, path)
+            if isinstance(value, int | float):
+                put(small.tree, path, value * factor)
+                small.why[path] = f"all its rates times {factor:.6g}; the schedule keeps its shape"
+        path = f"{model}.optimizer.adam_eps"
+        epsilon = value_at(small.tree, path)
+        if isinstance(epsilon, float) and epsilon < _EPSILON:
+            put(small.tree, path, _EPSILON)
+            small.why[path] = "a smaller one lets rounding alone move weights"
+    return factors["policy.megatron_cfg"]

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from importlib.metadata import version
 from importlib.resources import files
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_mcore.driver.observability.progress import REPORT_FILE, Best, best_of
+from nemo_rl_mcore.driver.observability.sinks import Row
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.events import Aborted, Cancelled, Failed, Lost, Started
 from nemo_rl_mcore.driver.run_folder import replacing, shown_value
-from nemo_rl_mcore.tools.report.findings import Hint, findings_of, finite_points
-from nemo_rl_mcore.tools.report.run_data import (
-    WINDOW,
-    RunData,
-    columns_of,
-    mean,
-    read_run,
-    steps_shown,
-    told_apart,
-)
+from nemo_rl_mcore.tools.report.run_data import WINDOW, RunData, columns_of, mean, read_run, steps_shown
 
 _PARTS = files(__package__) / "web"
 _SCRIPTS = ("script.js", "curves.js", "rollouts.js", "start.js")
@@ -56,7 +51,10 @@ def run_report(folders: Sequence[str], output: str | None) -> int:
     paths = [*once.values()]
     default = paths[0] / REPORT_FILE if len(paths) == 1 else Path(_COMPARISON_FILE)
     try:
-        runs = told_apart([read_run(path) for path in paths])
+        runs = [read_run(path) for path in paths]
+        # Those whose folders have one name are called by their whole path.
+        names = Counter(run.name for run in runs)
+        runs = [replace(run, called=str(run.folder)) if names[run.name] > 1 else run for run in runs]
         page = write_page(runs, Path(output) if output else default)
     except ValueError as error:
         write_line(sys.stderr, f"report: {error}")
@@ -76,44 +74,42 @@ def page_of_run(folder: Path) -> None:
         write_line(sys.stderr, f"{folder / REPORT_FILE} was not written: {type(error).__name__}: {error}")
 
 
+_HTML = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})
+_JSON_IN_HTML = str.maketrans({"<": "\\u003c", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+
 def write_page(runs: Sequence[RunData], path: Path) -> Path:
     """Write the page of these runs; it is whole or not there. Raises OSError."""
-    page = _page(runs).encode(errors="backslashreplace")
+    whole = {
+        "version": version("nemo-rl-mcore"),
+        "made": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "runs": [content_of(run) for run in runs],
+        "differences": differences(runs) if len(runs) > 1 else [],
+    }
+    data = json.dumps(whole, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    parts = {
+        "title": " and ".join(run.name for run in runs).translate(_HTML),
+        "style": (_PARTS / "style.css").read_text("utf-8"),
+        "plotly": (files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8"),
+        "data": data.translate(_JSON_IN_HTML),  # no text of an answer ends the script element
+        "script": "\n".join((_PARTS / name).read_text("utf-8") for name in _SCRIPTS),
+    }
+    # One pass over the template, so that nothing that was put in is taken for a place.
+    page, *pieces = (_PARTS / "page.html").read_text("utf-8").split("{{")
+    for piece in pieces:
+        name, _, between = piece.partition("}}")
+        page += parts[name] + between
     try:
         with replacing(path) as file:
-            file.write(page)
+            file.write(page.encode(errors="backslashreplace"))
     except OSError as error:
         error.filename = str(path)
         raise
     return path
 
 
-def _page(runs: Sequence[RunData]) -> str:
-    parts = {
-        "title": " and ".join(run.name for run in runs).translate(_HTML),
-        "style": _part("style.css"),
-        "plotly": (files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8"),
-        "data": _json(content_of(runs)),
-        "script": "\n".join(map(_part, _SCRIPTS)),
-    }
-    # One pass over the template, so that nothing that was put in is taken for a place.
-    pieces = _part("page.html").split("{{")
-    return pieces[0] + "".join(
-        parts[name] + rest for piece in pieces[1:] for name, _, rest in [piece.partition("}}")]
-    )
-
-
-def content_of(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Return what the script shows, as JSON's values."""
-    return {
-        "version": version("nemo-rl-mcore"),
-        "made": f"{datetime.now():%Y-%m-%d %H:%M}",
-        "runs": [_run(run) for run in runs],
-        "differences": differences(runs) if len(runs) > 1 else [],
-    }
-
-
-def _run(run: RunData) -> dict[str, Any]:
+def content_of(run: RunData) -> dict[str, Any]:
+    """Return what the script shows of a run, as JSON's values."""
     steps, unread = steps_shown(run.folder)
     findings = [*(Hint("warning", line) for line in unread), *findings_of(run)]
     return {
@@ -128,21 +124,6 @@ def _run(run: RunData) -> dict[str, Any]:
         "faults": faults(run),
         "recipe": run.recipe_text,
     }
-
-
-def _part(name: str) -> str:
-    return (_PARTS / name).read_text("utf-8")
-
-
-_HTML = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})
-_JSON_IN_HTML = str.maketrans({"<": "\\u003c", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-
-
-def _json(value: object) -> str:
-    """As it may stand in a script element: no text of an answer ends it."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate(
-        _JSON_IN_HTML
-    )
 
 
 def summary(run: RunData) -> list[list[str]]:
@@ -172,31 +153,22 @@ def summary(run: RunData) -> list[list[str]]:
 
 def faults(run: RunData) -> list[list[str]]:
     """Return a place in the run, and what happened there that it survived."""
-    return [*_of_the_metrics(run), *_of_the_events(run)]
-
-
-def _of_the_metrics(run: RunData) -> Iterator[list[str]]:
-    for name, what in _COUNTED.items():
-        before = 0.0
-        for step, value in finite_points(run.rows, name):
-            if value > before:
-                yield [f"step {int(step)}", f"{value - before:.0f} {what}"]
-            before = value
-
-
-def _of_the_events(run: RunData) -> Iterator[list[str]]:
     reasons: Counter[tuple[str, str]] = Counter()
+    found = [
+        [f"step {int(step)}", f"{value - before:.0f} {what}"]
+        for name, what in _COUNTED.items()
+        for (_, before), (step, value) in pairwise([(0.0, 0.0), *finite_points(run.rows, name)])
+        if value > before
+    ]
     for event in run.events:
         match event:
             case Started(incarnation=number, version=version) if number:
-                yield [f"step {version}", "the driver started again and went on from here"]
+                found.append([f"step {version}", "the driver started again and went on from here"])
             case Lost(step=step, reason=reason):
-                yield [
-                    f"step {step}",
-                    f"ranks died while the optimizer stepped; the step was done again: {reason}",
-                ]
+                told = f"ranks died while the optimizer stepped; the step was done again: {reason}"
+                found.append([f"step {step}", told])
             case Aborted(step=step, reason=reason):
-                yield [f"step {step}", f"the step was given up and done again: {reason}"]
+                found.append([f"step {step}", f"the step was given up and done again: {reason}"])
             case Failed(reason=reason, dropped=dropped):
                 reasons["given up" if dropped else "asked again after a failure", reason] += 1
             case Cancelled(reason=reason):
@@ -204,7 +176,8 @@ def _of_the_events(run: RunData) -> Iterator[list[str]]:
             case _:
                 pass
     for (what, reason), count in reasons.most_common():
-        yield ["all steps", f"{count} prompts were {what}: {reason}"]
+        found.append(["all steps", f"{count} prompts were {what}: {reason}"])
+    return found
 
 
 def differences(runs: Sequence[RunData]) -> list[list[str]]:
@@ -215,3 +188,124 @@ def differences(runs: Sequence[RunData]) -> list[list[str]]:
         for path in dict.fromkeys(path for of_run in keys for path in of_run)
         if any(of_run.get(path, "") != keys[0].get(path, "") for of_run in keys[1:])
     ]
+
+
+# What a reader of a run should look at first, in words: a rule says nothing where its metric is not logged.
+
+# Of its first value, since nats depend on vocabulary and task. From 1 nat on, a tenth is a choice of two at 98 to 2.
+_COLLAPSED_ENTROPY = 0.1
+# Of the highest reward that any answer had. Where nearly all answers reach it, entropy and spread fall for a reason.
+_LEARNT = 0.9
+# Mean of exp|engine - training| over tokens, 1 where they agree: 5 % a token multiply to 130 over 100 tokens at worst.
+_LARGE_MISMATCH = 1.05
+# Effective sample size, a share of the tokens: below a half, most of what was sampled is not trained on.
+_SMALL_SAMPLE = 0.5
+# A share of the answers: from a quarter on, a group of four has one that is judged by its length, on average.
+_MANY_TRUNCATED = 0.25
+# Shares of a reward's range and of its best by which it is below its best: noise of a tenth of the reward stays inside.
+_FALL, _NOISE = 0.2, 0.1
+
+
+@dataclass(frozen=True)
+class Hint:
+    """Something to look at; panel: the metric whose picture shows it."""
+
+    text: str
+    panel: str = ""
+
+
+def finite_points(rows: Iterable[Row], name: str) -> list[tuple[float, float]]:
+    """Step and value of a metric, of the rows in which it is finite."""
+    return [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+
+
+def _values(rows: Iterable[Row], name: str) -> list[float]:
+    return [value for _, value in finite_points(rows, name)]
+
+
+def findings_of(run: RunData) -> list[Hint]:
+    """Return all of them, by eight rules."""
+    total, last, at, found = run.total_steps, run.last_step, run.written_at, list[Hint]()
+    if (run.rows or at) and total is not None and last < total:
+        when = f"; its last row was written on {at:%Y-%m-%d at %H:%M}" if run.rows and at else ""
+        found.append(Hint(f"The run has {last} of {total} steps{when}. Is it still at work?"))
+    found += [Hint(line) for line in run.unread]
+    for name in ("train/loss", "train/grad_norm"):
+        steps = [int(row["step"]) for row in run.rows if name in row and not math.isfinite(row[name])]
+        if steps:
+            first = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
+            where = f"step {first}" if len(steps) == 1 else f"{len(steps)} steps ({first})"
+            what = f"{name} is not finite in {where}: those updates were skipped or lost."
+            found.append(Hint(what, name))
+            break
+    else:
+        skipped = _values(run.rows, "train/skipped_steps")[-1:]
+        if skipped and skipped[0]:
+            what = f"{skipped[0]:.0f} steps had no update: their gradient was not finite."
+            found.append(Hint(what, "train/grad_norm"))
+    return [*found, *_not_learning(run.rows), *_going_wrong(run.rows)]
+
+
+def _not_learning(rows: Sequence[Row]) -> Iterator[Hint]:
+    """Yield equal rewards and a low entropy, unless nearly all answers have the highest reward that any answer had."""
+    rewards, highest = _values(rows, "train/reward")[-WINDOW:], _values(rows, "train/reward_max")
+    if rewards and highest:
+        # From 0 on, or from the lowest one where rewards are costs.
+        low, high = min(0.0, *_values(rows, "train/reward_min")), max(highest)
+        if high > low and mean(rewards) >= low + _LEARNT * (high - low):
+            return
+    of_steps = [row for row in rows if "train/reward_min" in row]
+    equal = [*takewhile(lambda row: row["train/reward_min"] == row["train/reward_max"], reversed(of_steps))]
+    if len(equal) >= WINDOW:
+        yield Hint(
+            f"All answers of the last {len(equal)} steps have the reward {equal[0]['train/reward_min']:.4g}, which "
+            "teaches nothing: read some of them below.",
+            "train/reward_std",
+        )
+    entropy = _values(rows, "train/entropy")
+    if len(entropy) >= 2 * WINDOW:
+        first, last = mean(entropy[:WINDOW]), mean(entropy[-WINDOW:])
+        if first > 0 and last < _COLLAPSED_ENTROPY * first:
+            yield Hint(
+                f"Entropy has collapsed, from {first:.3g} to {last:.3g} nats a token, and the reward is not high: the "
+                "policy hardly explores any more. Lower the learning rate, or raise the KL penalty or the upper clip.",
+                "train/entropy",
+            )
+
+
+def _going_wrong(rows: Sequence[Row]) -> Iterator[Hint]:
+    # Answers of older weights differ rightly: their effective sample tells of them.
+    name = "train/token_mult_prob_error"
+    errors = _values([row for row in rows if not row.get("async/age_max")], name)
+    if errors and max(errors) >= _LARGE_MISMATCH:
+        above = sum(error >= _LARGE_MISMATCH for error in errors)
+        yield Hint(
+            f"Engine and training disagree: by a factor of {max(errors):.4g} a token at worst, and by "
+            f"{_LARGE_MISMATCH} or more in {above} of {len(errors)} steps. See policy.generation.mismatch.",
+            name,
+        )
+    # A reward that was higher: of validations where there are some, else of means of windows.
+    for name, width in (("validation/reward", 1), ("train/reward", WINDOW)):
+        points = finite_points(rows, name)
+        values = [value for _, value in points]
+        means = [(points[i - 1][0], mean(values[i - width : i])) for i in range(width, len(values) + 1)]
+        if len(values) > 2 and means:
+            step, best = max(means, key=lambda point: point[1])
+            last, lowest = means[-1][1], min(value for _, value in means)
+            if best - last > max(_FALL * (best - lowest), _NOISE * abs(best), 1e-6):
+                yield Hint(f"{name} was {best:.4g} at step {int(step)} and is {last:.4g} now.", name)
+            break
+    truncated = _values(rows, "train/truncation_rate")[-WINDOW:]
+    if truncated and mean(truncated) >= _MANY_TRUNCATED:
+        yield Hint(
+            f"{mean(truncated):.0%} of the answers of the last steps were cut off: policy.generation.max_new_tokens is "
+            "short for them, or they do not end.",
+            "train/truncation_rate",
+        )
+    sample = _values(rows, "async/ess")
+    if sample and min(sample) < _SMALL_SAMPLE:
+        yield Hint(
+            f"The importance weights leave an effective sample of {min(sample):.0%} of the tokens at worst: answers "
+            "are old, or the weights move fast (max_trajectory_age_steps, the learning rate).",
+            "async/ess",
+        )

@@ -7,9 +7,8 @@ import math
 import os
 import re
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,13 @@ import yaml
 
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data.strict_json import read_json
-from nemo_rl_mcore.driver.observability.rollouts import ROLLOUTS_FOLDER, VALIDATION_FOLDER, read_rollouts
-from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE, read_history
+from nemo_rl_mcore.driver.observability.sinks import (
+    METRICS_FILE,
+    ROLLOUTS_FOLDER,
+    VALIDATION_FOLDER,
+    read_history,
+    read_rollouts,
+)
 from nemo_rl_mcore.driver.rollouts.events import EVENTS_FILE, Event, read_events
 from nemo_rl_mcore.driver.run_folder import RECIPE_FILE, Tree, leaves, read_recipe_of
 from nemo_rl_mcore.errors import RefusedError
@@ -38,6 +42,7 @@ _MOST_TOKENS = 2000
 """Of an answer that is shown token by token: each takes some 60 bytes of the page, and an element of the browser's."""
 _MOST_BYTES = 256 << 20
 """Of the answers of a step, unpacked: in memory they take several times as much."""
+_NUMBERS = re.compile(r"(\D*)(\d*)")
 _ROLLOUTS_NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 _ALWAYS = ("prompt", "response")
 _TEXTS = (*_ALWAYS, "answer")
@@ -65,38 +70,31 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """Return what the run is called beside others."""
         return self.called or Path(os.path.abspath(self.folder)).name or str(self.folder)
 
     @property
     def algorithm(self) -> str | None:
-        """Return the section of its loop, which is the algorithm's name."""
         return next((name for name in RUN_CONFIGS if isinstance((self.recipe or {}).get(name), dict)), None)
 
     @property
     def last_step(self) -> int:
-        """Return the last step that was finished; 0 where there is none."""
         return max((int(row["step"]) for row in self.rows), default=0)
 
     @property
     def total_steps(self) -> int | None:
-        """Return how many steps the recipe asks for."""
         steps = self.keys.get(f"{self.algorithm}.max_num_steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Return the recipe as values by their paths."""
         return dict(leaves(self.recipe)) if self.recipe is not None else {}
 
     @property
     def recipe_text(self) -> str:
-        """Return the recipe as YAML."""
         return yaml.safe_dump(self.recipe, sort_keys=False) if self.recipe is not None else ""
 
     @property
     def written_at(self) -> datetime | None:
-        """Return when the last row was written."""
         path = self.folder / METRICS_FILE
         return datetime.fromtimestamp(path.stat().st_mtime) if path.is_file() else None
 
@@ -110,14 +108,22 @@ def read_run(folder: Path) -> RunData:
     """Read a folder; raises ValueError where it is that of no run and no evaluation."""
     unread: list[str] = []
 
-    def tried[Found](read: Any, *given: Any, default: Found) -> Found:
+    def tried[Found](read: Callable[[Path], Found], path: Path, default: Found) -> Found:
         try:
-            return read(*given)
+            return read(path) if path.is_file() else default
         except (OSError, ValueError) as error:
             unread.append(str(error))
             return default
 
-    evaluations = dict(_evaluations(folder, tried))
+    # step_2 stands before step_10.
+    below = sorted(
+        folder.glob(f"*/{RESULTS_FILE}"),
+        key=lambda path: [(int(digits or 0), text) for text, digits in _NUMBERS.findall(str(path))],
+    )
+    evaluations: dict[str, Tree] = {}
+    for path in (folder / RESULTS_FILE, *below):
+        if (results := tried(_results, path, None)) is not None:
+            evaluations[str(path.parent.relative_to(folder))] = results
     if not (folder / METRICS_FILE).is_file() and not evaluations:
         raise RefusedError(
             f"{folder} holds neither {METRICS_FILE} nor {RESULTS_FILE}; give the folder of a run (its logger.log_dir), "
@@ -125,45 +131,16 @@ def read_run(folder: Path) -> RunData:
             code="no-run",
         )
     damaged: list[ValueError] = []
-    rows = (
-        tried(read_history, folder, damaged.append, default=[]) if (folder / METRICS_FILE).is_file() else []
-    )
+    rows = tried(lambda path: read_history(path.parent, damaged.append), folder / METRICS_FILE, [])
     if damaged:
         more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
         unread.append(f"{damaged[0]}{more}")
-    recipe = tried(read_recipe_of, folder, default=None) if (folder / RECIPE_FILE).is_file() else None
-    log = folder / EVENTS_FILE
-    events = tried(_events, log, default=[]) if log.is_file() else []
+    recipe = tried(lambda path: read_recipe_of(path.parent), folder / RECIPE_FILE, None)
+    events = tried(_events, folder / EVENTS_FILE, [])
     return RunData(folder, rows, recipe, events, evaluations, unread)
 
 
-def _events(path: Path) -> list[Event]:
-    if (size := path.stat().st_size) > _MOST_EVENT_BYTES:
-        raise ValueError(
-            f"{path} has {size >> 20} MiB, which the page does not read: it tells no faults of it"
-        )
-    return read_events(path)
-
-
-def told_apart(runs: Sequence[RunData]) -> list[RunData]:
-    """Return the same; those whose folders have one name are called by their whole path."""
-    names = Counter(run.name for run in runs)
-    return [replace(run, called=str(run.folder)) if names[run.name] > 1 else run for run in runs]
-
-
-def _evaluations(folder: Path, tried: Any) -> Iterator[tuple[str, Tree]]:
-    """Yield the results of the folder itself, and of those in it."""
-    for path in (folder / RESULTS_FILE, *sorted(folder.glob(f"*/{RESULTS_FILE}"), key=_by_numbers)):
-        if path.is_file() and (results := tried(_results, path, default=None)) is not None:
-            yield str(path.parent.relative_to(folder)), results
-
-
-def _by_numbers(path: Path) -> list[tuple[int, str]]:
-    """So that step_2 stands before step_10."""
-    return [(int(digits or 0), text) for text, digits in re.findall(r"(\D*)(\d*)", str(path))]
-
-
-def _results(path: Path) -> Tree:
+def _results(path: Path) -> Tree | None:
     results: Any = read_json(path)
     try:
         means = [found["mean"] for of_set in results.values() for found in of_set["metrics"].values()]
@@ -172,6 +149,14 @@ def _results(path: Path) -> Tree:
     if not all(isinstance(mean, int | float) for mean in means):
         raise ValueError(f"{path} holds no results of an evaluation")
     return results
+
+
+def _events(path: Path) -> list[Event]:
+    if (size := path.stat().st_size) > _MOST_EVENT_BYTES:
+        raise ValueError(
+            f"{path} has {size >> 20} MiB, which the page does not read: it tells no faults of it"
+        )
+    return read_events(path)
 
 
 def columns_of(rows: Sequence[dict[str, float]]) -> dict[str, list[float | str | None]]:
@@ -214,40 +199,37 @@ def _rounded(value: float | None) -> float | str | None:
 def steps_shown(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the steps of a run with answers, {step, kind, total, answers}, and what could not be read, in words.
 
-    At most 12 training steps and 12 validations, the first and the last among them, and at most 24 answers of each:
-    those with their tokens first, then the lowest and the highest rewards.
+    At most 12 training steps and 12 validations, the first and the last among them, and at most 24 answers of each.
     """
-    shown: list[dict[str, Any]] = []
-    unread: list[str] = []
+    shown, unread = list[dict[str, Any]](), list[str]()
     rollouts = folder / ROLLOUTS_FOLDER
     for kind, of_kind in (("training", rollouts), ("validation", rollouts / VALIDATION_FOLDER)):
-        for step, path in _spread(_files_in(of_kind), _STEPS):
+        names = ((_ROLLOUTS_NAME.fullmatch(path.name), path) for path in of_kind.glob("step_*"))
+        files = sorted((int(match[1]), path) for match, path in names if match)
+        if len(files) > _STEPS:
+            files = [files[round(place * (len(files) - 1) / (_STEPS - 1))] for place in range(_STEPS)]
+        for step, path in files:
             try:
-                total, some = _answers_of(path)
+                answers: list[Any] = [*read_rollouts(path, _MOST_BYTES)]
+                for line, one in enumerate(answers, 1):
+                    if not (
+                        isinstance(one, dict) and all(isinstance(one.get(name), str) for name in _ALWAYS)
+                    ):
+                        raise ValueError(f"line {line} is no answer")
+                some = [_shortened(answer) for answer in some_of(answers)]
+                json.dumps(some, allow_nan=False)
             except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
                 unread.append(f"{path} cannot be read: {error}")
-                continue
-            shown.append({"step": step, "kind": kind, "total": total, "answers": some})
+            else:
+                shown.append({"step": step, "kind": kind, "total": len(answers), "answers": some})
     return shown, unread
 
 
-def _answers_of(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return how many a file has, and those that are shown; raises ValueError where the page could not show them."""
-    answers: list[Any] = [*read_rollouts(path, _MOST_BYTES)]
-    for line, answer in enumerate(answers, 1):
-        if not (isinstance(answer, dict) and all(isinstance(answer.get(name), str) for name in _ALWAYS)):
-            raise ValueError(f"line {line} is no answer")
-    try:
-        some = [_shortened(answer) for answer in some_of(answers)]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"turns or tokens of an answer are none: {error!r}") from error
-    json.dumps(some, allow_nan=False)
-    return len(answers), some
-
-
 def some_of(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most 24 answers, in their order."""
-    by_reward = sorted(range(len(answers)), key=lambda place: _reward(answers[place]))
+    """Return at most 24 answers in their order: those with tokens first, then the lowest and the highest rewards."""
+    rewards = [answer.get("reward") for answer in answers]
+    given = [reward if isinstance(reward, int | float) else 0.0 for reward in rewards]
+    by_reward = sorted(range(len(answers)), key=given.__getitem__)
     with_tokens = [place for place, answer in enumerate(answers) if answer.get("tokens")]
     # From both ends in turn.
     extremes = [place for pair in zip(by_reward, reversed(by_reward), strict=True) for place in pair]
@@ -255,53 +237,32 @@ def some_of(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [answers[place] for place in sorted(chosen)]
 
 
-def _reward(answer: dict[str, Any]) -> float:
-    reward = answer.get("reward")
-    return reward if isinstance(reward, int | float) else 0.0
-
-
-def _files_in(folder: Path) -> list[tuple[int, Path]]:
-    found = ((_ROLLOUTS_NAME.fullmatch(path.name), path) for path in folder.glob("step_*"))
-    return sorted((int(match[1]), path) for match, path in found if match)
-
-
-def _spread[Item](items: Sequence[Item], most: int) -> list[Item]:
-    if len(items) <= most:
-        return [*items]
-    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
-
-
 def _shortened(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the same, with texts, turns and tokens that a page can hold."""
-    cut = {name: _cut(answer[name]) for name in _TEXTS if isinstance(answer.get(name), str)}
-    return {**answer, **cut, "turns": _some_turns(answer), "tokens": _first_tokens(answer)}
+    """Return the same, with texts, turns and tokens that a page can hold; ValueError for turns or tokens that are none.
+
+    Turns share the room of one text. Of tokens the first ones stay, and how many `more` there are.
+    """
+    found = {**answer, "turns": None, "tokens": None}
+    found |= {name: _cut(answer[name]) for name in _TEXTS if isinstance(answer.get(name), str)}
+    try:
+        if turns := answer.get("turns"):
+            found["turns"], left = list[dict[str, Any]](), _LONGEST_TEXT
+            for place, turn in enumerate(turns):
+                if left <= 0:
+                    found["turns"].append({"role": f"{len(turns) - place} more turns", "content": "…"})
+                    break
+                found["turns"].append({**turn, "content": _cut(turn["content"], left)})
+                left -= len(turn["content"])
+        if tokens := answer.get("tokens"):
+            columns = (tokens["text"], tokens["turn"], *tokens.values())
+            if len({len(column) for column in columns if column is not None}) > 1:
+                raise ValueError("the columns of an answer's tokens have several lengths")
+            found["tokens"] = {name: column and column[:_MOST_TOKENS] for name, column in tokens.items()}
+            found["tokens"]["more"] = max(0, len(tokens["text"]) - _MOST_TOKENS)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"turns or tokens of an answer are none: {error!r}") from error
+    return found
 
 
 def _cut(text: str, most: int = _LONGEST_TEXT) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
-
-
-def _some_turns(answer: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the first turns, which share the room of one text."""
-    turns, left = answer.get("turns"), _LONGEST_TEXT
-    if not turns:
-        return None
-    some: list[dict[str, Any]] = []
-    for place, turn in enumerate(turns):
-        if left <= 0:
-            return [*some, {"role": f"{len(turns) - place} more turns", "content": "…"}]
-        some.append({**turn, "content": _cut(turn["content"], left)})
-        left -= len(turn["content"])
-    return some
-
-
-def _first_tokens(answer: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the first tokens, and how many `more` there are."""
-    tokens = answer.get("tokens")
-    if not tokens:
-        return None
-    columns = (tokens["text"], tokens["turn"], *tokens.values())
-    if len({len(column) for column in columns if column is not None}) > 1:
-        raise ValueError("the columns of an answer's tokens have several lengths")
-    first = {name: column and column[:_MOST_TOKENS] for name, column in tokens.items()}
-    return {**first, "more": max(0, len(tokens["text"]) - _MOST_TOKENS)}

@@ -89,7 +89,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.agents.agents import Agents
 from nemo_rl_mcore.agents.session import Sessions
 from nemo_rl_mcore.agents.session import SessionLimits
-from nemo_rl_mcore.driver.actors.session import marked_processes
+from nemo_rl_mcore.driver.actors.cluster import marked_processes
 
 with marked_processes() as mark:
     agents = Agents([sys.executable, '-ISc', sys.argv[1]], {'PATH': os.environ['PATH'], **mark}, 2, 600.0)

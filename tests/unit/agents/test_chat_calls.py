@@ -16,16 +16,12 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 20))
 
 
-def test_an_answer_says_all_that_its_clients_read(tokenizer):
-    async def play():
-        async with played(tokenizer, lambda _: "three") as endpoint:
-            endpoint.model.per_version = 4
-            session = endpoint.open()
-            reply = await endpoint.chat(session, [USER], logprobs=True, top_logprobs=0)
-            [call] = session.calls
-            return reply, call
-
-    reply, call = run(play())
+async def test_an_answer_says_all_that_its_clients_read(tokenizer):
+    async with played(tokenizer, lambda _: "three") as endpoint:
+        endpoint.model.per_version = 4
+        session = endpoint.open()
+        reply = await endpoint.chat(session, [USER], logprobs=True, top_logprobs=0)
+        [call] = session.calls
     assert reply.status == 200
     assert reply.headers["x-weight-version"] == str(VERSION + 1)
     whole, choice = reply.json, reply.json["choices"][0]
@@ -53,17 +49,13 @@ def test_an_answer_says_all_that_its_clients_read(tokenizer):
     assert used["total_tokens"] == used["prompt_tokens"] + 6
 
 
-def test_calls_of_tools_come_apart_and_their_ids_are_the_same_again(tokenizer):
+async def test_calls_of_tools_come_apart_and_their_ids_are_the_same_again(tokenizer):
     text = f"I add.\n{calling(a=1)}\n{calling(a=2)}"
-
-    async def play():
-        replies = []
-        for _ in range(2):
-            async with played(tokenizer, lambda _: text) as endpoint:
-                replies.append(await endpoint.chat(endpoint.open(), [USER], tools=[TOOL]))
-        return replies
-
-    first, second = run(play())
+    replies = []
+    for _ in range(2):
+        async with played(tokenizer, lambda _: text) as endpoint:
+            replies.append(await endpoint.chat(endpoint.open(), [USER], tools=[TOOL]))
+    first, second = replies
     message = first.message
     assert message["content"] == "I add."
     assert [call["function"] for call in message["tool_calls"]] == [
@@ -77,32 +69,25 @@ def test_calls_of_tools_come_apart_and_their_ids_are_the_same_again(tokenizer):
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": [TOOL], "tool_choice": "none"}], ids=["no tools", "none"])
-def test_without_tools_a_call_is_text(tokenizer, fields):
-    async def play():
-        async with played(tokenizer, lambda _: calling(a=1)) as endpoint:
-            return await endpoint.chat(endpoint.open(), [USER], **fields)
-
-    reply = run(play())
+async def test_without_tools_a_call_is_text(tokenizer, fields):
+    async with played(tokenizer, lambda _: calling(a=1)) as endpoint:
+        reply = await endpoint.chat(endpoint.open(), [USER], **fields)
     assert reply.message["content"] == calling(a=1)
     assert reply.json["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("sent_back", [gym, sdk, parts])
-def test_a_conversation_goes_on_in_the_tokens_that_were_sampled(tokenizer, sent_back):
+async def test_a_conversation_goes_on_in_the_tokens_that_were_sampled(tokenizer, sent_back):
     turns = {0: f"<think>one</think>{calling(count=1)}", 1: f"Now.\n{calling(count=2)}", 2: "it is three"}
-
-    async def play():
-        script = lambda prompt: turns[prompt.count("<tool_response>")]  # noqa: E731
-        async with played(tokenizer, script) as endpoint:
-            session, messages = endpoint.open(), [USER]
-            for _ in turns:
-                reply = await endpoint.chat(session, messages, tools=[TOOL])
-                called = reply.message.get("tool_calls", [])
-                messages += [sent_back(reply.message)]
-                messages += [{"role": "tool", "tool_call_id": one["id"], "content": "4"} for one in called]
-            return session.calls
-
-    calls = run(play())
+    script = lambda prompt: turns[prompt.count("<tool_response>")]  # noqa: E731
+    async with played(tokenizer, script) as endpoint:
+        session, messages = endpoint.open(), [USER]
+        for _ in turns:
+            reply = await endpoint.chat(session, messages, tools=[TOOL])
+            called = reply.message.get("tool_calls", [])
+            messages += [sent_back(reply.message)]
+            messages += [{"role": "tool", "tool_call_id": one["id"], "content": "4"} for one in called]
+        calls = session.calls
     assert len(calls) == 3
     for before, after in pairwise(calls):
         known = before.ids
@@ -112,52 +97,43 @@ def test_a_conversation_goes_on_in_the_tokens_that_were_sampled(tokenizer, sent_
         )
 
 
-def test_an_answer_at_its_length_limit_is_half_of_it_and_goes_on_behind_the_end_of_its_turn(tokenizer):
-    async def play():
-        async with played(tokenizer, lambda _: calling(a=1)) as endpoint:
-            session = endpoint.open()
-            reply = await endpoint.chat(session, [USER], tools=[TOOL], max_tokens=9)
-            more = [USER, sdk(reply.message), USER]
-            await endpoint.chat(session, more, tools=[TOOL], max_completion_tokens=LONGEST + 5)
-            return reply, session.calls
-
-    reply, (first, second) = run(play())
+async def test_an_answer_at_its_length_limit_is_half_of_it_and_goes_on_behind_the_end_of_its_turn(tokenizer):
+    async with played(tokenizer, lambda _: calling(a=1)) as endpoint:
+        session = endpoint.open()
+        reply = await endpoint.chat(session, [USER], tools=[TOOL], max_tokens=9)
+        more = [USER, sdk(reply.message), USER]
+        await endpoint.chat(session, more, tools=[TOOL], max_completion_tokens=LONGEST + 5)
+        (first, second) = session.calls
     assert reply.json["choices"][0]["finish_reason"] == "length"
     assert reply.message["content"] == calling(a=1)[:9]
     assert second.ids[: len(first.ids)] == first.ids
     assert tokenizer.text_of(second.ids[len(first.ids) :]).startswith("<|im_end|>\n<|im_start|>user\n")
 
 
-def test_stop_texts_end_an_answer_and_are_not_of_its_content(tokenizer):
-    async def play():
-        async with played(tokenizer, lambda _: "one STOP two") as endpoint:
-            session = endpoint.open()
-            reply = await endpoint.chat(session, [USER], stop="STOP")
-            again = await endpoint.chat(session, [USER, sdk(reply.message), USER], stop=["STOP", "never"])
-            return reply, again, session.calls
-
-    reply, again, (first, second) = run(play())
+async def test_stop_texts_end_an_answer_and_are_not_of_its_content(tokenizer):
+    async with played(tokenizer, lambda _: "one STOP two") as endpoint:
+        session = endpoint.open()
+        reply = await endpoint.chat(session, [USER], stop="STOP")
+        again = await endpoint.chat(session, [USER, sdk(reply.message), USER], stop=["STOP", "never"])
+        (first, second) = session.calls
     assert reply.message["content"] == again.message["content"] == "one "
     assert tokenizer.text_of(reply.message["generation_token_ids"]) == "one STOP"
     assert second.ids[: len(first.ids)] == first.ids
 
 
-def test_an_answer_that_was_not_delivered_is_given_again_and_a_retry_too(tokenizer):
-    async def play():
-        async with played(tokenizer) as endpoint:
-            session = endpoint.open()
-            first = await endpoint.chat(session, [USER])
-            retried = await endpoint.chat(session, [USER], headers={"x-stainless-retry-count": "1"})
-            anew = await endpoint.chat(session, [USER])
-            endpoint.model.answering.clear()
-            both = [asyncio.create_task(endpoint.chat(session, [USER])) for _ in range(2)]
-            await endpoint.model.was_asked(3)
-            while sum(asked.waiting for several in session._asked.values() for asked in several) < 2:
-                await asyncio.sleep(0.01)
-            endpoint.model.answering.set()
-            return first, retried, anew, await asyncio.gather(*both), session.calls
-
-    first, retried, anew, both, calls = run(play())
+async def test_an_answer_that_was_not_delivered_is_given_again_and_a_retry_too(tokenizer):
+    async with played(tokenizer) as endpoint:
+        session = endpoint.open()
+        first = await endpoint.chat(session, [USER])
+        retried = await endpoint.chat(session, [USER], headers={"x-stainless-retry-count": "1"})
+        anew = await endpoint.chat(session, [USER])
+        endpoint.model.answering.clear()
+        both = [asyncio.create_task(endpoint.chat(session, [USER])) for _ in range(2)]
+        await endpoint.model.was_asked(3)
+        while sum(asked.waiting for several in session._asked.values() for asked in several) < 2:
+            await asyncio.sleep(0.01)
+        endpoint.model.answering.set()
+        both, calls = await asyncio.gather(*both), session.calls
     assert first.message == retried.message
     assert first.message["generation_log_probs"] != anew.message["generation_log_probs"]
     assert both[0].message == both[1].message
@@ -165,40 +141,33 @@ def test_an_answer_that_was_not_delivered_is_given_again_and_a_retry_too(tokeniz
     assert all(reply.message["prompt_token_ids"] == calls[0].prompt_P.tolist() for reply in both)
 
 
-def test_who_goes_away_has_the_answer_given_up_unless_another_one_waits(tokenizer):
-    async def play():
-        async with played(tokenizer) as endpoint:
-            session, model = endpoint.open(), endpoint.model
-            model.answering.clear()
-            for others in (0, 1):
-                waiting = [asyncio.create_task(endpoint.chat(session, [USER])) for _ in range(others)]
-                leaving = asyncio.create_task(endpoint.chat(session, [USER]))
-                await model.was_asked(1 + others)
-                await asyncio.sleep(0.05)
-                leaving.cancel()
-                if not others:
-                    await model.gave_up(1)
+async def test_who_goes_away_has_the_answer_given_up_unless_another_one_waits(tokenizer):
+    async with played(tokenizer) as endpoint:
+        session, model = endpoint.open(), endpoint.model
+        model.answering.clear()
+        for others in (0, 1):
+            waiting = [asyncio.create_task(endpoint.chat(session, [USER])) for _ in range(others)]
+            leaving = asyncio.create_task(endpoint.chat(session, [USER]))
+            await model.was_asked(1 + others)
             await asyncio.sleep(0.05)
-            model.answering.set()
-            return (await waiting[0]).status, model.given_up, session.calls
-
-    status, given_up, calls = run(play())
+            leaving.cancel()
+            if not others:
+                await model.gave_up(1)
+        await asyncio.sleep(0.05)
+        model.answering.set()
+        status, given_up, calls = (await waiting[0]).status, model.given_up, session.calls
     assert (status, given_up, len(calls)) == (200, 1, 1)
     assert calls[0].repetition == 0
 
 
-def test_variables_of_a_call_are_those_of_the_template(tmp_path):
+async def test_variables_of_a_call_are_those_of_the_template(tmp_path):
     tokenizer = byte_tokenizer(tmp_path, "{% if dry %}DRY{% endif %}" + TOOLS)
-
-    async def play():
-        async with played(tokenizer, lambda _: "three") as endpoint:
-            session = endpoint.open()
-            for variables in ({"dry": True}, {}, {"dry": False}):
-                reply = await endpoint.chat(session, [USER], chat_template_kwargs=variables)
-                assert reply.status == 200
-            refused = await endpoint.chat(session, [USER], chat_template_kwargs={"tokenize": True})
-            return [tokenizer.text_of(call.prompt_P.tolist()) for call in session.calls], refused.error
-
-    shown, error = run(play())
+    async with played(tokenizer, lambda _: "three") as endpoint:
+        session = endpoint.open()
+        for variables in ({"dry": True}, {}, {"dry": False}):
+            reply = await endpoint.chat(session, [USER], chat_template_kwargs=variables)
+            assert reply.status == 200
+        refused = await endpoint.chat(session, [USER], chat_template_kwargs={"tokenize": True})
+        shown, error = [tokenizer.text_of(call.prompt_P.tolist()) for call in session.calls], refused.error
     assert [text.startswith("DRY") for text in shown] == [True, False, False]
     assert error[:2] == (400, "messages")

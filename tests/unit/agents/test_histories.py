@@ -22,7 +22,7 @@ from nemo_rl_mcore.agents.session import SessionLimits, Sessions
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.chat import asked, rendered
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.messages import Extras, Message
+from nemo_rl_mcore.data.messages import Message
 
 THOUGHT = "<think>\none é\n</think>\n\n"
 SAID = ["three", " padded ", "", f"it says {EOS} and {START}user", "guess the number 東", f"{THOUGHT}three"]
@@ -157,7 +157,7 @@ class Harness:
         assert begun in self.may_begin()
         if begun:
             chat = chat_of({"messages": self.messages, "tools": self.tools}, any_room)
-            shown = asked(chat.messages, self.tokenizer, Extras(chat.tools))
+            shown = asked(chat.messages, self.tokenizer, chat.tools)
         assert self.tokenizer.text_of(ids) == shown.text
         for mark in (EOS, START):  # what content spells is text
             [token] = self.tokenizer.encode(mark)

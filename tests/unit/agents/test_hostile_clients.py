@@ -90,16 +90,12 @@ TOO_LONG = [
 
 
 @pytest.mark.parametrize(("path", "body"), TOO_LONG)
-def test_what_is_too_long_by_its_length_alone_is_refused_and_not_encoded(tokenizer, path, body):
+async def test_what_is_too_long_by_its_length_alone_is_refused_and_not_encoded(tokenizer, path, body):
     watched = Watched(tokenizer)
-
-    async def play():
-        async with played(watched) as endpoint:
-            session = endpoint.open(context=40)
-            watched.encoded.clear()
-            return await endpoint.ask("POST", path, body, key=session.token), session.refused
-
-    reply, refused = run(play())
+    async with played(watched) as endpoint:
+        session = endpoint.open(context=40)
+        watched.encoded.clear()
+        reply, refused = await endpoint.ask("POST", path, body, key=session.token), session.refused
     assert reply.error == (400, None, "context_length_exceeded")
     assert isinstance(refused, NoRoomError)
     assert max(watched.encoded, default=0) < 100
@@ -108,151 +104,128 @@ def test_what_is_too_long_by_its_length_alone_is_refused_and_not_encoded(tokeniz
 @pytest.mark.parametrize(
     ("path", "body"), [(CHAT, BODY), ("/v1/completions", {"prompt": "hi"}), ("/tokenize", {"prompt": "hi"})]
 )
-def test_others_are_answered_while_a_text_is_encoded(tokenizer, path, body):
+async def test_others_are_answered_while_a_text_is_encoded(tokenizer, path, body):
     watched = Watched(tokenizer)
-
-    async def play():
-        async with played(watched) as endpoint:
-            watched.going_on.clear()
-            asking = asyncio.ensure_future(endpoint.ask("POST", path, body, key=endpoint.open().token))
-            assert await asyncio.to_thread(watched.begun.wait, 10)
-            assert (await endpoint.ask("GET", "/health")).status == 200
-            watched.going_on.set()
-            return await asking
-
-    assert run(play()).status == 200
+    async with played(watched) as endpoint:
+        watched.going_on.clear()
+        asking = asyncio.ensure_future(endpoint.ask("POST", path, body, key=endpoint.open().token))
+        assert await asyncio.to_thread(watched.begun.wait, 10)
+        assert (await endpoint.ask("GET", "/health")).status == 200
+        watched.going_on.set()
+        assert (await asking).status == 200
     assert all(watched.in_time)
 
 
-def test_bodies_beyond_the_limit_are_refused_before_they_are_read(tokenizer):
-    async def play():
-        async with played(tokenizer, limits=QUICK, body_limit=20_000) as endpoint, answering_others(endpoint):
-            session = endpoint.open()
-            path = f"/sessions/{session.token}{CHAT}"
-            async with endpoint.connected() as (reader, writer):
-                head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {10**12}\r\n\r\n"
-                writer.write(head.encode())
-                declared = await read_reply(reader)
-                await until_cut(reader)  # what it does not send is not waited for
-            async with endpoint.connected() as (reader, writer):
-                writer.write(
-                    f"POST {path} HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n".encode()
-                )
-                for _ in range(3):
-                    writer.write(b"2000\r\n" + b"x" * 0x2000 + b"\r\n")
-                chunked = await read_reply(reader)
-            async with endpoint.connected() as (reader, writer):
-                writer.write(request_of("POST", path, b"x" * 30_000))
-                long = await read_reply(reader)
-                writer.write(request_of("POST", path, BODY))  # the connection goes on behind it
-                return [declared, chunked, long], await read_reply(reader), session.calls
-
-    refused, taken, calls = run(play())
+async def test_bodies_beyond_the_limit_are_refused_before_they_are_read(tokenizer):
+    async with played(tokenizer, limits=QUICK, body_limit=20_000) as endpoint, answering_others(endpoint):
+        session = endpoint.open()
+        path = f"/sessions/{session.token}{CHAT}"
+        async with endpoint.connected() as (reader, writer):
+            head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {10**12}\r\n\r\n"
+            writer.write(head.encode())
+            declared = await read_reply(reader)
+            await until_cut(reader)  # what it does not send is not waited for
+        async with endpoint.connected() as (reader, writer):
+            writer.write(f"POST {path} HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+            for _ in range(3):
+                writer.write(b"2000\r\n" + b"x" * 0x2000 + b"\r\n")
+            chunked = await read_reply(reader)
+        async with endpoint.connected() as (reader, writer):
+            writer.write(request_of("POST", path, b"x" * 30_000))
+            long = await read_reply(reader)
+            writer.write(request_of("POST", path, BODY))  # the connection goes on behind it
+            refused, taken, calls = [declared, chunked, long], await read_reply(reader), session.calls
     assert [reply.error for reply in refused] == [(413, None, "body_too_large")] * 3
     assert (taken.status, len(calls)) == (200, 1)
 
 
-def test_all_bodies_together_are_bounded(tokenizer):
-    async def play():
-        limits = {"body_limit": 100_000, "bodies_limit": 150_000, "body_seconds": 20.0}
-        async with played(tokenizer, limits=QUICK, **limits) as endpoint:
-            session = endpoint.open()
-            request = request_of("POST", CHAT, b"x" * 90_000)
-            async with endpoint.connected() as (_, first), endpoint.connected() as (reader, second):
-                first.write(request[:-10])
-                await first.drain()
-                await asyncio.sleep(0.1)
-                second.write(request)
-                busy = await read_reply(reader)
+async def test_all_bodies_together_are_bounded(tokenizer):
+    limits = {"body_limit": 100_000, "bodies_limit": 150_000, "body_seconds": 20.0}
+    async with played(tokenizer, limits=QUICK, **limits) as endpoint:
+        session = endpoint.open()
+        request = request_of("POST", CHAT, b"x" * 90_000)
+        async with endpoint.connected() as (_, first), endpoint.connected() as (reader, second):
+            first.write(request[:-10])
+            await first.drain()
             await asyncio.sleep(0.1)
-            return busy, await endpoint.chat(session, [USER])
-
-    busy, free = run(play())
+            second.write(request)
+            busy = await read_reply(reader)
+        await asyncio.sleep(0.1)
+        free = await endpoint.chat(session, [USER])
     assert busy.error == (503, None, "try_again")
     assert free.status == 200
 
 
-def test_heads_and_bodies_that_come_slowly_are_cut_off(tokenizer):
-    async def play():
-        async with played(tokenizer, limits=QUICK, body_seconds=0.3) as endpoint, answering_others(endpoint):
-            whole = request_of("POST", CHAT, BODY)
-            silent, slow_head, slow_body = [], [], []
-            async with endpoint.connected() as (reader, _):
-                silent = await until_cut(reader)
-            async with endpoint.connected() as (reader, writer):
-                for byte in whole[:40]:
-                    writer.write(bytes([byte]))
-                    await asyncio.sleep(0.02)
-                    if reader.at_eof():
-                        break
-                slow_head = await until_cut(reader)
-            async with endpoint.connected() as (reader, writer):
-                writer.write(whole[:-5])
-                slow_body = await read_reply(reader)
-            async with endpoint.connected() as (reader, writer):  # between requests, too
-                writer.write(request_of("GET", "/health"))
-                assert (await read_reply(reader)).status == 200
-                writer.write(whole[:10])
-                between = await until_cut(reader)
-            async with endpoint.connected() as (reader, writer):
-                writer.write(request_of("GET", "/health"))
-                await read_reply(reader)
-                idle = await until_cut(reader)
-            return silent, slow_head, slow_body, between, idle
-
-    silent, slow_head, slow_body, between, idle = run(play())
+async def test_heads_and_bodies_that_come_slowly_are_cut_off(tokenizer):
+    async with played(tokenizer, limits=QUICK, body_seconds=0.3) as endpoint, answering_others(endpoint):
+        whole = request_of("POST", CHAT, BODY)
+        silent, slow_head, slow_body = [], [], []
+        async with endpoint.connected() as (reader, _):
+            silent = await until_cut(reader)
+        async with endpoint.connected() as (reader, writer):
+            for byte in whole[:40]:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.02)
+                if reader.at_eof():
+                    break
+            slow_head = await until_cut(reader)
+        async with endpoint.connected() as (reader, writer):
+            writer.write(whole[:-5])
+            slow_body = await read_reply(reader)
+        async with endpoint.connected() as (reader, writer):  # between requests, too
+            writer.write(request_of("GET", "/health"))
+            assert (await read_reply(reader)).status == 200
+            writer.write(whole[:10])
+            between = await until_cut(reader)
+        async with endpoint.connected() as (reader, writer):
+            writer.write(request_of("GET", "/health"))
+            await read_reply(reader)
+            idle = await until_cut(reader)
     assert (silent, slow_head, between, idle) == (b"", b"", b"", b"")
     assert slow_body.error == (408, None, None)
 
 
 @pytest.mark.parametrize("deaf", [True, False], ids=["deaf", "reads"])
-def test_who_does_not_read_its_answer_is_cut_off_and_the_answer_not_delivered(tokenizer, deaf):
+async def test_who_does_not_read_its_answer_is_cut_off_and_the_answer_not_delivered(tokenizer, deaf):
     """Delivered is what makes an equal prompt a new one."""
     long = {"model": MODEL, "prompt": [300] * 100_000, "return_token_ids": True}
-
-    async def play():
-        async with played(tokenizer, limits=QUICK, write_seconds=0.3) as endpoint, answering_others(endpoint):
-            session = endpoint.open(context=1_000_000)
-            client = socket.socket()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(client, (endpoint.address.host, endpoint.address.port))
-            headers = {"authorization": f"Bearer {session.token}"}
-            request = request_of("POST", "/v1/completions", long, headers)
-            reader, writer = await asyncio.open_connection(sock=client, limit=4096)
-            writer.write(request)
-            if deaf:
-                await asyncio.sleep(1.5)
-            else:
-                await reader.readuntil(b"\r\n\r\n")
-                while b"]}" not in await reader.read(1 << 16):
-                    pass
-            again = await endpoint.ask("POST", "/v1/completions", long, headers=headers)
-            writer.close()
-            return again.status, [call.repetition for call in session.calls]
-
-    assert run(play()) == (200, [0] if deaf else [0, 1])
+    async with played(tokenizer, limits=QUICK, write_seconds=0.3) as endpoint, answering_others(endpoint):
+        session = endpoint.open(context=1_000_000)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, (endpoint.address.host, endpoint.address.port))
+        headers = {"authorization": f"Bearer {session.token}"}
+        request = request_of("POST", "/v1/completions", long, headers)
+        reader, writer = await asyncio.open_connection(sock=client, limit=4096)
+        writer.write(request)
+        if deaf:
+            await asyncio.sleep(1.5)
+        else:
+            await reader.readuntil(b"\r\n\r\n")
+            while b"]}" not in await reader.read(1 << 16):
+                pass
+        again = await endpoint.ask("POST", "/v1/completions", long, headers=headers)
+        writer.close()
+        assert (again.status, [call.repetition for call in session.calls]) == (200, [0] if deaf else [0, 1])
 
 
-def test_a_flood_of_headers_is_refused(tokenizer):
-    async def play():
-        async with played(tokenizer, limits=QUICK) as endpoint, answering_others(endpoint):
-            many = {f"x-{i}": "y" * 100 for i in range(HEADER_BYTES // 100)}
-            one = {"x-long": "y" * (HEADER_BYTES + 1000)}
-            replies = []
-            for headers in (many, one):
-                replies.append(await endpoint.ask("GET", "/health", headers=headers))
-            async with endpoint.connected() as (reader, writer):
-                writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\n")
-                for _ in range(2000):
-                    writer.write(b"x-a: " + b"y" * 200 + b"\r\n")
-                with suppress(ConnectionError):
-                    await writer.drain()
-                replies.append(await until_cut(reader))
-            return replies
-
-    many, one, endless = run(play())
+async def test_a_flood_of_headers_is_refused(tokenizer):
+    async with played(tokenizer, limits=QUICK) as endpoint, answering_others(endpoint):
+        many = {f"x-{i}": "y" * 100 for i in range(HEADER_BYTES // 100)}
+        one = {"x-long": "y" * (HEADER_BYTES + 1000)}
+        replies = []
+        for headers in (many, one):
+            replies.append(await endpoint.ask("GET", "/health", headers=headers))
+        async with endpoint.connected() as (reader, writer):
+            writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\n")
+            for _ in range(2000):
+                writer.write(b"x-a: " + b"y" * 200 + b"\r\n")
+            with suppress(ConnectionError):
+                await writer.drain()
+            replies.append(await until_cut(reader))
+        many, one, endless = replies
     assert many.status in (400, 431)
     assert one.status in (400, 431)
     assert b"200 OK" not in endless
@@ -283,17 +256,14 @@ PATHS = [
 ]
 
 
-def test_paths_mean_what_they_say(tokenizer):
-    async def play():
-        async with played(tokenizer, limits=QUICK) as endpoint:
-            session = endpoint.open()
-            replies = {}
-            for path in PATHS:
-                asked = path.format(t=session.token)
-                replies[path] = [(await endpoint.ask(way, asked)).status for way in ("GET", "POST")]
-            return replies, session.closed.is_set()
-
-    replies, closed = run(play())
+async def test_paths_mean_what_they_say(tokenizer):
+    async with played(tokenizer, limits=QUICK) as endpoint:
+        session = endpoint.open()
+        replies = {}
+        for path in PATHS:
+            asked = path.format(t=session.token)
+            replies[path] = [(await endpoint.ask(way, asked)).status for way in ("GET", "POST")]
+        closed = session.closed.is_set()
     assert {path: found for path, found in replies.items() if not {*found} <= {400, 401, 404, 405}} == {}
     assert not closed
 
@@ -311,58 +281,48 @@ NO_HTTP = [
 ]
 
 
-def test_what_is_no_http_is_refused(tokenizer):
-    async def play():
-        async with played(tokenizer, limits=QUICK) as endpoint, answering_others(endpoint):
-            found = []
-            for request in NO_HTTP:
-                async with endpoint.connected() as (reader, writer):
-                    writer.write(request)
-                    found.append((await until_cut(reader))[:12])
-            return found
-
-    *refused, upgraded = run(play())
+async def test_what_is_no_http_is_refused(tokenizer):
+    async with played(tokenizer, limits=QUICK) as endpoint, answering_others(endpoint):
+        found = []
+        for request in NO_HTTP:
+            async with endpoint.connected() as (reader, writer):
+                writer.write(request)
+                found.append((await until_cut(reader))[:12])
+        *refused, upgraded = found
     assert {*refused} <= {b"HTTP/1.1 400", b"HTTP/1.1 404"}
     assert upgraded == b"HTTP/1.1 200"  # as if nothing else had been asked
 
 
-def test_forged_tokens_find_nothing(tokenizer):
-    async def play():
-        async with played(tokenizer, limits=QUICK) as endpoint:
-            session = endpoint.open()
-            token, ask = session.token, endpoint.ask
-            forged = ["", "sk-", token[:-1], f"{token}a", token.swapcase(), f" {token}x", "x" * 5000]
-            odd = [None, 5, [token], {"a": token}, True, "é"]
-            replies = [await ask("POST", CHAT, {**BODY, "rollout": one}) for one in (*forged, *odd)]
-            replies += [await ask("POST", CHAT, BODY, headers={"x-session-id": one}) for one in forged]
-            replies += [await ask("POST", CHAT, BODY, key=one) for one in forged]
-            return [reply.status for reply in replies], session.calls
-
-    found, calls = run(play())
+async def test_forged_tokens_find_nothing(tokenizer):
+    async with played(tokenizer, limits=QUICK) as endpoint:
+        session = endpoint.open()
+        token, ask = session.token, endpoint.ask
+        forged = ["", "sk-", token[:-1], f"{token}a", token.swapcase(), f" {token}x", "x" * 5000]
+        odd = [None, 5, [token], {"a": token}, True, "é"]
+        replies = [await ask("POST", CHAT, {**BODY, "rollout": one}) for one in (*forged, *odd)]
+        replies += [await ask("POST", CHAT, BODY, headers={"x-session-id": one}) for one in forged]
+        replies += [await ask("POST", CHAT, BODY, key=one) for one in forged]
+        found, calls = [reply.status for reply in replies], session.calls
     assert {*found} == {401}
     assert calls == []
 
 
-def test_more_connections_than_there_may_be_end_those_that_ask_nothing(tokenizer):
-    async def play():
-        limits = ServerLimits(connections=20, header_seconds=20, stop_seconds=0.5)
-        async with played(tokenizer, limits=limits) as endpoint:
-            session, model = endpoint.open(), endpoint.model
-            model.answering.clear()
-            waiting = asyncio.create_task(endpoint.chat(session, [USER]))
-            await model.was_asked(1)
-            idle = [
-                await asyncio.open_connection(endpoint.address.host, endpoint.address.port) for _ in range(60)
-            ]
-            await asyncio.sleep(0.1)
-            cut = sum([reader.at_eof() or reader.exception() is not None for reader, _ in idle])
-            model.answering.set()
-            asked = [(await waiting).status, (await endpoint.ask("GET", "/health")).status]
-            for _, writer in idle:
-                writer.close()
-            return cut, asked
-
-    cut, asked = run(play())
+async def test_more_connections_than_there_may_be_end_those_that_ask_nothing(tokenizer):
+    limits = ServerLimits(connections=20, header_seconds=20, stop_seconds=0.5)
+    async with played(tokenizer, limits=limits) as endpoint:
+        session, model = endpoint.open(), endpoint.model
+        model.answering.clear()
+        waiting = asyncio.create_task(endpoint.chat(session, [USER]))
+        await model.was_asked(1)
+        idle = [
+            await asyncio.open_connection(endpoint.address.host, endpoint.address.port) for _ in range(60)
+        ]
+        await asyncio.sleep(0.1)
+        cut = sum([reader.at_eof() or reader.exception() is not None for reader, _ in idle])
+        model.answering.set()
+        asked = [(await waiting).status, (await endpoint.ask("GET", "/health")).status]
+        for _, writer in idle:
+            writer.close()
     assert cut == 41
     assert asked == [200, 200]
 
@@ -373,15 +333,12 @@ def test_descriptors_of_the_process_are_left_to_the_rest_of_it():
     assert within_descriptors(10**9) == soft // 2
 
 
-def test_it_listens_on_loopback_alone_and_an_address_in_use_is_an_error(tokenizer):
-    async def play():
-        async with played(tokenizer) as endpoint:
-            with pytest.raises(OSError, match="in use"):
-                async with served(make_app(Sessions(), endpoint.options), port=endpoint.address.port):
-                    pass
-            return endpoint.address
-
-    address = run(play())
+async def test_it_listens_on_loopback_alone_and_an_address_in_use_is_an_error(tokenizer):
+    async with played(tokenizer) as endpoint:
+        with pytest.raises(OSError, match="in use"):
+            async with served(make_app(Sessions(), endpoint.options), port=endpoint.address.port):
+                pass
+        address = endpoint.address
     assert address.host == "127.0.0.1"
     assert address.url == f"http://127.0.0.1:{address.port}"
 

@@ -22,7 +22,6 @@ from refusals import refused
 from nemo_rl_mcore.agents import agents as room
 from nemo_rl_mcore.agents.agents import LOG_FILE, SESSIONS_FILE, GymSetup, nemo_gym
 from nemo_rl_mcore.agents.session import SessionLimits
-from nemo_rl_mcore.config.environment import GymConfig
 from nemo_rl_mcore.data.datasets import Prompt
 
 STAND_IN = Path(__file__).with_name("gym_stand_in.py")
@@ -37,7 +36,8 @@ def stand_in(monkeypatch):
 @asynccontextmanager
 async def gym_of(endpoint, folder, *, timeout_s=60.0, begins=""):
     setup = GymSetup(
-        GymConfig(python=sys.executable),
+        sys.executable,
+        False,
         {"config_paths": ["a.yaml"]},
         endpoint.options.sampling,
         {"PATH": os.environ["PATH"], "BEGINS": begins},
@@ -164,7 +164,8 @@ def test_without_an_interpreter_the_run_says_so(tokenizer, tmp_path):
     async def run():
         async with played(tokenizer) as endpoint:
             setup = GymSetup(
-                GymConfig(python=str(tmp_path / "none")),
+                str(tmp_path / "none"),
+                False,
                 {},
                 endpoint.options.sampling,
                 {},
@@ -182,15 +183,14 @@ def test_without_an_interpreter_the_run_says_so(tokenizer, tmp_path):
 DRIVER = """
 import asyncio, os, sys
 from pathlib import Path
-from nemo_rl_mcore.config.environment import GymConfig
 from nemo_rl_mcore.agents import agents as room
 from nemo_rl_mcore.agents.requests import RunSampling
-from nemo_rl_mcore.driver.actors.session import marked_processes
+from nemo_rl_mcore.driver.actors.cluster import marked_processes
 
 async def serve(mark):
     given = {'PATH': os.environ['PATH'], **mark}
     sampling, folder = RunSampling(1.0, 1.0, None, 8), Path(sys.argv[2])
-    setup = room.GymSetup(GymConfig(python=sys.executable), {}, sampling, given, 'policy', 60.0, folder)
+    setup = room.GymSetup(sys.executable, False, {}, sampling, given, 'policy', 60.0, folder)
     async with room.nemo_gym(setup, 'http://127.0.0.1:1') as gym:
         print(gym.process.pid, flush=True)
         await asyncio.sleep(600)

@@ -15,7 +15,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import CharTokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
-from nemo_rl_mcore.driver.algorithms.step_metrics import samples_of
+from nemo_rl_mcore.driver.algorithms.algorithm import samples_of
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.driver.rollouts.transcript import batch_of, require_sampled_ids
 
@@ -105,17 +105,13 @@ def test_rows_do_not_depend_on_which_call_was_answered_first(seed):
         assert torch.equal(batch[name], again[name]), name
 
 
-def test_calls_that_go_on_are_one_row_and_others_begin_one():
-    async def play():
-        session = Sessions().open(Prompt(4, "", ""), 0, LIMITS, Drawing())
-        first = await session.ask([1, 2])
-        second = await session.ask([*first.ids, 7])
-        await session.ask([*first.ids, 8])
-        await session.ask([*second.ids, 9, 9])
-        await session.ask([3])
-        return session
-
-    session = asyncio.run(play())
+async def test_calls_that_go_on_are_one_row_and_others_begin_one():
+    session = Sessions().open(Prompt(4, "", ""), 0, LIMITS, Drawing())
+    first = await session.ask([1, 2])
+    second = await session.ask([*first.ids, 7])
+    await session.ask([*first.ids, 8])
+    await session.ask([*second.ids, 9, 9])
+    await session.ask([3])
     batch = batch_from(session)
     assert batch[EPISODE].tolist() == [0, 0, 0]
     turns = [sorted(set(row[row > 0].tolist())) for row in batch["turn_of_token"]]
@@ -130,16 +126,13 @@ def test_a_session_has_finished_as_its_last_answer_has(seed):
         assert set(batch_from(session)["finished"].tolist()) == {session.calls[-1].finished}
 
 
-def test_what_is_written_of_rows_that_alternate_is_what_each_was_told_and_has_said():
-    async def play():
-        session = Sessions().open(Prompt(4, "", ""), 0, LIMITS, Drawing())
-        first = await session.ask([1], heard=[Message("user", "one")])
-        other = await session.ask([2, 3], heard=[Message("user", "two")])
-        await session.ask([*first.ids, 7], heard=[Message("tool", "three")])
-        await session.ask([*other.ids, 8], heard=[Message("tool", "four")])
-        return session
-
-    batch = batch_from(asyncio.run(play()))
+async def test_what_is_written_of_rows_that_alternate_is_what_each_was_told_and_has_said():
+    session = Sessions().open(Prompt(4, "", ""), 0, LIMITS, Drawing())
+    first = await session.ask([1], heard=[Message("user", "one")])
+    other = await session.ask([2, 3], heard=[Message("user", "two")])
+    await session.ask([*first.ids, 7], heard=[Message("tool", "three")])
+    await session.ask([*other.ids, 8], heard=[Message("tool", "four")])
+    batch = batch_from(session)
     rollout = Rollout(batch, [Prompt(4, "", "")] * 2, [""] * 2)
     told = [
         [one["content"] for one in row.turns if one["role"] != "assistant"]
@@ -149,11 +142,13 @@ def test_what_is_written_of_rows_that_alternate_is_what_each_was_told_and_has_sa
     assert (told, said) == ([["three"], ["four"]], [2, 2])
 
 
-def test_a_session_without_a_call_is_its_prompt():
-    async def play():
-        return Sessions().open(Prompt(4, "", ""), 0, LIMITS, Drawing())
-
-    episode = transcript_of(asyncio.run(play()), Reply(0.0, dropped="nothing"), Ending.DROPPED, [5, 6])
+async def test_a_session_without_a_call_is_its_prompt():
+    episode = transcript_of(
+        Sessions().open(Prompt(4, "", ""), 0, LIMITS, Drawing()),
+        Reply(0.0, dropped="nothing"),
+        Ending.DROPPED,
+        [5, 6],
+    )
     batch = batch_of([episode], pad_token_id=0, turns=CALLS, versions=True, digests=True)
     assert batch["input_ids"].tolist() == [[5, 6]]
     assert batch["sample_mask"].tolist() == [0.0]

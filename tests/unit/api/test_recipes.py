@@ -30,7 +30,9 @@ from nemo_rl_mcore.api.algorithms import TRL
 from nemo_rl_mcore.config.custom_code import function_at, handed
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.turns import first_turn
 from nemo_rl_mcore.driver.signals import deferred_stop_signals
+from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.environment.registry import make_environment
 from nemo_rl_mcore.errors import code_of
 from nemo_rl_mcore.recipe.schema import fields
@@ -82,6 +84,14 @@ def test_other_rows_of_memory_leave_the_file_of_the_first_as_it_is(tmp_path):
 @pytest.mark.parametrize("resume", ["auto", "never", "must"])
 def test_how_a_run_resumes_is_the_key_of_that_name(tmp_path, resume):
     assert grpo(tmp_path, resume=resume).config.checkpointing.resume == resume
+
+
+@pytest.mark.parametrize("lora", [16, {"dim": 16, "alpha": 32, "target_modules": ["linear_qkv"]}])
+def test_adapters_are_a_rank_or_the_keys_of_their_section(tmp_path, lora):
+    peft = grpo(tmp_path, lora=lora).config.policy.megatron_cfg.peft
+    assert (peft.enabled, peft.dim, peft.alpha) == (True, 16, 32)
+    assert peft.target_modules == (() if lora == 16 else ("linear_qkv",))
+    assert not grpo(tmp_path).config.policy.megatron_cfg.peft.enabled
 
 
 def test_a_data_set_of_the_library_and_a_file_are_the_same_recipe(tmp_path):
@@ -416,7 +426,9 @@ def test_what_can_be_called_is_a_reward(tmp_path):
     assert run.config.data.train.columns == ("target",)
     with handed(run._code.objects):
         environment = make_environment(run.config.env)
-    assert environment.score([Prompt(0, "1>", "1", columns={"target": "12"})], ["12"], [True]) == [3.0]
+    weights = run.config.env.reward_weights
+    turn = first_turn(Prompt(0, "1>", "1", columns={"target": "12"}), "12", finished=True)
+    assert [reply.reward for reply in LocalEnvironments(environment, weights).replies([turn])] == [3.0]
 
 
 @pytest.mark.parametrize(

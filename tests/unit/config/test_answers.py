@@ -1,7 +1,5 @@
 import pytest
-from refusals import refusals_of
 
-from nemo_rl_mcore.config import EnvConfig, checked
 from nemo_rl_mcore.config.environment import AnswerConfig, last_boxed, stated_answer
 from nemo_rl_mcore.environment.mathematics import as_quantity, as_words, is_sentence
 
@@ -63,38 +61,6 @@ def test_a_long_unclosed_text_is_read_in_one_pass():
 )
 def test_where_a_response_most_likely_states_its_answer(response, stated):
     assert stated_answer(response) == stated
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"gold": {"regex": "("}}, "math.gold.regex: not-allowed"),
-        ({"gold": {"regex": r"\d+"}}, "math.gold.regex: not-allowed"),
-        ({"response": {"regex": r"(a)(b)"}}, "math.response.regex: not-allowed"),
-        ({"gold": {"after": ""}}, "math.gold.after: not-allowed"),
-        ({"gold": {}}, "math.gold: one-of (after)"),
-        ({"gold": {"after": None}}, "math.gold: one-of (after)"),
-        (
-            {"response": {"after": "####", "boxed": True}},
-            "math.response: one-of (after)",
-        ),
-    ],
-)
-def test_sections_that_do_not_say_where(section, message):
-    assert refusals_of(lambda: checked(EnvConfig, {"math": section})) == [message]
-
-
-def test_a_wrong_section_is_named_by_its_path(refusals):
-    math = "env={arithmetic: null, math: "
-    for section, path in (("{gold: {regex: '('}}", "gold.regex"), ("{response: {boxed: false}}", "response")):
-        told = refusals(f"{math}{section}}}", "data.num_digits=3")
-        assert [problem.partition(": ")[0] for problem in told] == [f"env.math.{path}"]
-
-
-def test_an_embedded_task_has_nothing_to_extract(refusals, load):
-    (problem,) = refusals("env={arithmetic: null, math: {gold: {boxed: true}}}")
-    assert problem.startswith("env.math.gold: incompatible (dataset_name)")
-    assert load("env={arithmetic: null, math: {response: {boxed: true}}}").env.math
 
 
 @pytest.mark.parametrize(

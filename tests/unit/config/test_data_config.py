@@ -3,68 +3,17 @@ import json
 import pytest
 import yaml
 from chat_tokenizer import VOCABULARY, save_chat_tokenizer
-from refusals import briefs, refusals_of
+from refusals import briefs
 
-from nemo_rl_mcore.config import ConfigError, DataConfig, EnvConfig, checked
+from nemo_rl_mcore.config import ConfigError, DataConfig
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
 from nemo_rl_mcore.tools.check.render import subject_of
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"dataset_name": "jsonl"}, "train: missing (dataset_name)"),
-        ({"dataset_name": "custom"}, "type: missing (dataset_name)"),
-        (
-            {"dataset_name": "copy", "train": {"data_path": "a"}},
-            "train: incompatible (dataset_name)",
-        ),
-        (
-            {"dataset_name": "copy", "validation": {"data_path": "a"}},
-            "validation: incompatible (dataset_name)",
-        ),
-        ({"dataset_name": "copy", "type": "a:B"}, "type: incompatible (dataset_name)"),
-        ({"dataset_name": "copy", "shuffle": False}, "shuffle: incompatible (dataset_name)"),
-        (
-            {"dataset_name": "custom", "type": "a:B", "train": {"data_path": "a"}},
-            "train: incompatible (dataset_name)",
-        ),
-        ({"dataset_name": "sort", "args": {"a": 1}}, "args: incompatible (dataset_name)"),
-        (
-            {"dataset_name": "sort", "apply_chat_template": True},
-            "apply_chat_template: incompatible (dataset_name)",
-        ),
-        ({"dataset_name": "copy", "default": {"prompt_file": "a"}}, "default: incompatible (dataset_name)"),
-        (
-            {"dataset_name": "jsonl", "train": {"data_path": "a", "split_validation_size": 1.0}},
-            "train.section.split_validation_size: not-allowed",
-        ),
-    ],
-)
-def test_refusals(given, message):
-    assert refusals_of(lambda: checked(DataConfig, given)) == [message]
-
-
 def test_a_type_is_a_custom_data_set():
     assert DataConfig.model_validate({"type": "a.b:C", "args": {"n": 1}}).dataset_name == "custom"
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"arithmetic": {}, "math": {}},
-            "math: one-of (arithmetic)",
-        ),
-        ({"math": {}, "custom": {"type": "a:B"}}, "custom: one-of (math)"),
-        ({"custom": {"type": "a.B"}}, "custom.type: not-allowed"),
-    ],
-)
-def test_one_environment(given, message):
-    assert refusals_of(lambda: checked(EnvConfig, given)) == [message]
-    assert EnvConfig.model_validate({"arithmetic": None, "math": {}}).math is not None
 
 
 # On paper: what a file means for a run
@@ -204,7 +153,7 @@ def test_classes_that_are_not_there(plan):
         ("grpo", {}, RowKind.PROMPTS),
         ("sft", {}, RowKind.ANSWERS),
         ("dpo", {}, RowKind.PAIRS),
-        ("dpo", {"online": True, "num_generations_per_prompt": 2}, RowKind.PROMPTS),
+        ("dpo", {"num_generations_per_prompt": 2}, RowKind.PROMPTS),
     ],
 )
 def test_what_an_algorithm_reads_of_a_row(tmp_path, exemplar, algorithm, given, kind):

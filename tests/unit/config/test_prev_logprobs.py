@@ -71,12 +71,6 @@ def test_a_recipe_says_whether_a_pass_is_needed(recipe, overrides, reader):
     assert said[0].endswith(f"for {reader}" if reader else "nothing reads them before")
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "distillation"])
-def test_always_has_no_effect_where_there_is_no_ratio(warnings, name):
-    found = warnings("++policy.recompute_prev_logprobs=always", recipe=f"{name}_cpu.yaml")
-    assert found == ["policy.recompute_prev_logprobs: has-no-effect"]
-
-
 def test_a_distillation_with_rewards_runs_the_pass():
     config = load_config(
         f"{EXAMPLES}/distillation_cpu.yaml",

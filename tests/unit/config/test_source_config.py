@@ -59,11 +59,6 @@ NEAREST = {
         ({"train": 3}, None, "data.train: not-allowed"),
         ({"train": ["a.jsonl", A]}, None, "data.train: not-allowed"),
         (
-            train({**A, "processor": "vlm_hf_data_processor"}),
-            None,
-            "data.train.processor: not-supported",
-        ),
-        (
             train(A, B, default={"promt_file": "a"}),
             None,
             "data.default.promt_file: unknown-key",
@@ -75,7 +70,6 @@ NEAREST = {
         (train(A), {"sets": {"a": {}}}, "eval.sets.a.data_path: missing (dataset_name)"),
         (train(A), {"sets": SETS, "temprature": 1}, "eval.temprature: unknown-key"),
         (train(A), {"sets": SETS, "num_tests_per_prompt": 4}, "eval.temperature: incompatible (num_tests_per_prompt)"),
-        (train(A), {"sets": SETS, "k_values": [1, 2]}, "eval.k_values: not-allowed (num_tests_per_prompt)"),
         (train({**A, "answer": {}}), None, "data.train.answer: one-of (after)"),
         (train(A, {**B, "answer": {"after": ""}}), None, "data.train.1.answer.after: not-allowed"),
     ],
@@ -121,7 +115,7 @@ def test_a_set_of_a_parent_is_removed_by_null(recipe, tmp_path):
 
 def test_defaults_and_what_validation_takes_from_train(recipe):
     data = {
-        "default": {"prompt_file": "p.txt", "processor": "math_hf_data_processor"},
+        "default": {"prompt_file": "p.txt"},
         "train": {"dataset_name": "GSM8K", "input_key": "q"},
         "validation": {"split": "test"},
     }

@@ -39,12 +39,6 @@ def same(a: BatchedDataDict, b: BatchedDataDict) -> bool:
     )
 
 
-def test_size_is_the_number_of_rows():
-    assert batch().size == 6
-    assert BatchedDataDict().size == 0
-    assert BatchedDataDict(x=[1, 2, 3]).size == 3
-
-
 def test_it_is_a_dict_and_gives_a_plain_one():
     data = batch()
     plain = data.get_dict()
@@ -180,11 +174,6 @@ def test_from_batches_joins_rows_and_pads_columns_on_the_right():
     assert joined["x"].tolist() == [1, 2, 3]
     assert joined["t"] == ["a", "b", "c"]
     assert joined["input_ids"].dtype is torch.int64
-
-
-def test_splitting_and_joining_gives_the_batch_back():
-    data = batch(6)
-    assert same(BatchedDataDict.from_batches(data.shard_by_batch_size(3)), data)
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,19 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_tokenizer import FORGETFUL, TEMPLATE, VOCABULARY, chat_tokenizer, save_chat_tokenizer
+from chat_tokenizer import FORGETFUL, TEMPLATE, chat_tokenizer, save_chat_tokenizer
 from refusals import refused
 
 from nemo_rl_mcore.data.answers import (
-    PreferenceSource,
     answer_row,
     conversation_row,
     given_answers,
 )
 from nemo_rl_mcore.data.chat import with_template
-from nemo_rl_mcore.data.datasets import EpochSource, Prompt
+from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.sources import RowLimits
-from nemo_rl_mcore.data.tokenizer import ChatTemplate, GivenAnswers, load_tokenizer
+from nemo_rl_mcore.data.tokenizer import ChatTemplate, load_tokenizer
 from nemo_rl_mcore.recipe.load import load_config
 
 TURNS = (
@@ -46,23 +45,6 @@ def shown(tokenizer, ids, kept):
     return text
 
 
-def test_the_fixture_reads_what_it_writes(tokenizer):
-    text = "<turn>user\n  Hi!<end>\n"
-    ids = tokenizer.encode(text)
-    assert len(ids) == len(text) - len("<turn>") - len("<end>") + 2
-    assert tokenizer._tokenizer.decode(ids) == text
-    assert tokenizer.vocab_size == VOCABULARY
-
-
-def test_a_prompt_is_shown_up_to_where_the_answer_begins(tokenizer):
-    prompt = with_template(Prompt(0, "", "5", context=TURNS), tokenizer)
-    assert prompt.text == (
-        "<turn>system\nBe brief.<end>\n<turn>user\n2+2?<end>\n<turn>assistant\n4<end>\n<turn>user\n+1?<end>\n"
-        "<turn>assistant\n"
-    )
-    assert prompt.context == TURNS
-
-
 def test_a_plain_text_is_a_users_message(tokenizer):
     prompt = with_template(Prompt(3, "2+2?", "4", rejected="5"), tokenizer)
     assert prompt == Prompt(
@@ -78,14 +60,6 @@ def test_the_assistants_tokens_alone_are_trained_on(tokenizer, imitate_all, trai
     whole = [*TURNS, Message("assistant", "five")]
     assert list(row.ids) == tokenizer.encode(tokenizer.render_chat(whole, add_generation_prompt=False))
     assert shown(tokenizer, row.ids, row.trained) == trained
-
-
-def test_what_the_model_sees_before_a_trained_token_is_the_prompt_it_answers(tokenizer):
-    row = conversation_row(TURNS, "five", tokenizer, imitate_all=False)
-    first = row.trained.index(True)
-    assert list(row.ids[:first]) == tokenizer.encode(
-        with_template(Prompt(0, "", "", context=TURNS), tokenizer).text
-    )
 
 
 def test_a_turn_is_trained_on_to_its_end_where_the_template_writes_no_end_of_sequence(tmp_path):
@@ -114,7 +88,7 @@ def test_a_turn_is_trained_on_to_any_end_of_an_answer_that_the_template_writes(t
     ],
 )
 def test_a_recipe_says_what_of_a_turn_is_trained_on(tmp_path, imitated, trained):
-    template = ChatTemplate(answers=GivenAnswers(imitated=imitated))
+    template = ChatTemplate(imitated=imitated)
     tokenizer = load_tokenizer(save_chat_tokenizer(tmp_path), template=template)
     row = conversation_row(TURNS, "five", tokenizer, imitate_all=True)
     assert shown(tokenizer, row.ids, row.trained) == trained
@@ -126,7 +100,7 @@ def test_a_row_ends_with_the_end_of_sequence_where_a_recipe_asks_for_it(tmp_path
     text = f"{{% for m in messages %}}{{{{ m.content }}}}{ends}{{% endfor %}}"
     folder = save_chat_tokenizer(tmp_path)
     for add_eos in (False, True):
-        template = ChatTemplate(text, answers=GivenAnswers(add_eos, "turn"))
+        template = ChatTemplate(text, add_eos=add_eos, imitated="turn")
         tokenizer = load_tokenizer(folder, template=template)
         row = conversation_row(TURNS[1:2], "4", tokenizer, imitate_all=False)
         added = "<end>" if add_eos and "<end>" not in ends else ""
@@ -218,16 +192,6 @@ def test_given_answers_are_conversations_where_there_is_a_context_and_plain_wher
     assert batch["prompt_index"].tolist() == [7, 8]
     assert batch["input_ids"][1].tolist()[6:] == [tokenizer.pad_token_id] * (batch["input_ids"].shape[1] - 6)
     assert not batch["token_mask"][1, 6:].any()
-
-
-def test_a_pair_of_a_conversation_trains_on_its_two_last_answers(tokenizer):
-    pair = Prompt(0, "", "five", "six", tuple(TURNS))
-    batch = PreferenceSource(EpochSource([pair], [], 0, 1), tokenizer).train_batch(1, 1)
-    texts = [
-        shown(tokenizer, row, mask)
-        for row, mask in zip(batch["input_ids"].tolist(), batch["token_mask"].tolist(), strict=True)
-    ]
-    assert texts == ["five<end>", "six<end>"]
 
 
 def test_the_template_of_a_recipe_takes_the_place_of_the_tokenizers(tmp_path):

@@ -34,16 +34,6 @@ def behind(tokenizer, messages, place, answer_ids=None, tools=()):
     return None if ids is None else tokenizer.text_of(ids)
 
 
-def test_templates_are_shown_tools_and_arguments_as_objects(load):
-    shown = rendered([USER, CALLED, HEARD], load(), add_generation_prompt=False, tools=[TOOL]).text
-    assert shown == (
-        '<|im_start|>system\n{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}\n'
-        "<|im_end|>\n<|im_start|>user\nquestion<|im_end|>\n<|im_start|>assistant\nI add.\n<tool_call>\n"
-        '{"name": "add", "arguments": {"a": 1, "b": "two"}}\n</tool_call><|im_end|>\n'
-        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
-    )
-
-
 @pytest.mark.parametrize("arguments", ["[1]", '{"a": ', "five"])
 def test_arguments_that_are_no_object_are_shown_as_a_text(load, arguments):
     message = Message("assistant", "", tool_calls=(ToolCall("a1", "add", arguments),))

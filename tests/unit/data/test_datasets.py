@@ -123,14 +123,6 @@ def test_long_digit_strings_cost_no_memory() -> None:
     assert all(len(prompt.text) == 16 for prompt in batch)
 
 
-def test_too_many_prompts_names_both_keys() -> None:
-    source = DigitTaskSource("copy", 1, 0, ("ppo.num_prompts_per_step", "ppo.max_val_samples"))
-    with refused("too-few-rows", "ppo.num_prompts_per_step=11", "data.num_digits=1"):
-        source.train_batch(1, 11)
-    with refused("too-few-rows", "ppo.max_val_samples=11", "held-out", "data.num_digits=1"):
-        source.validation(11)
-
-
 def test_unknown_task_and_bad_length() -> None:
     with refused("unknown-task", "'add'", "copy, reverse, sort, increment, guess_"):
         DigitTaskSource("add", 3, seed=0)

@@ -11,8 +11,7 @@ from refusals import refused
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import KNOWN, OTHER_NAMES, SourceConfig
 from nemo_rl_mcore.data.examples import read_examples
-from nemo_rl_mcore.data.row_readers import RowError, RowReader
-from nemo_rl_mcore.data.rows import Row
+from nemo_rl_mcore.data.rows import Row, RowError, RowReader
 
 USER = {"role": "user", "content": "What is 2+2?"}
 ROWS = {
@@ -169,9 +168,7 @@ def test_a_pair_without_a_better_answer_is_left_out(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [ROWS["helpsteer3"] | {"overall_preference": number} for number in (-1, 0, 1)]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    source = SourceConfig.model_validate(
-        {"data_path": str(path), "split_validation_size": 0, "processor": "helpsteer3_data_processor"}
-    )
+    source = SourceConfig.model_validate({"data_path": str(path), "split_validation_size": 0})
     examples, problems = read_examples({"data.train": source}, {}, RowKind.PAIRS, chat=True)
     assert problems == []
     assert [example.answer for example in examples.train] == ["Five.", "Four."]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs
+from nemo_rl_mcore.data.answers import WrongAnswerPairs
 from nemo_rl_mcore.data.datasets import DIGIT_TASKS, DigitTaskSource, Prompt, is_held_out
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 
@@ -21,20 +21,6 @@ def texts(rows):
         )
         for ids, on in zip(rows["input_ids"], trained, strict=True)
     ]
-
-
-def test_the_chosen_answer_comes_before_the_rejected_one():
-    prompts = [Prompt(4, "1>", "1", "22"), Prompt(6, "23>", "23", "3")]
-    rows = PreferenceSource(Given(), TOKENIZER).rows(prompts)
-    assert rows["input_ids"].tolist() == [
-        [1, 12, 1, EOS, PAD, PAD],
-        [1, 12, 2, 2, EOS, PAD],
-        [2, 3, 12, 2, 3, EOS],
-        [2, 3, 12, 3, EOS, PAD],
-    ]
-    assert rows["token_mask"].sum(1).tolist() == [2, 3, 3, 2]
-    assert rows["prompt_index"].tolist() == [4, 4, 6, 6]
-    assert rows["sample_mask"].tolist() == [1] * 4
 
 
 class Given:

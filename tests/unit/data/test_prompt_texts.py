@@ -3,7 +3,7 @@ from refusals import assert_holds, brief, briefs
 
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.examples import PromptTexts, read_set, read_texts
+from nemo_rl_mcore.data.examples import read_set, read_texts
 from nemo_rl_mcore.data.messages import Message
 
 USER, SYSTEM = Message("user", "2+2?"), Message("system", "Be brief.")
@@ -14,17 +14,24 @@ SHOWN = "Answer in \\boxed{}:\n2+2?\nThink."
 @pytest.mark.parametrize(
     ("texts", "context", "chat", "shown"),
     [
-        (PromptTexts(), "2+2?", False, "2+2?"),
-        (PromptTexts(AROUND), "2+2?", False, SHOWN),
-        (PromptTexts(AROUND, "Be brief."), "2+2?", False, f"Be brief.\n{SHOWN}"),
-        (PromptTexts(AROUND, "Be brief."), "2+2?", True, (SYSTEM, Message("user", SHOWN))),
-        (PromptTexts(AROUND), (USER, Message("assistant", "4"), USER), True, None),
-        (PromptTexts(None, "Other."), (SYSTEM, USER), True, (SYSTEM, USER)),
-        (PromptTexts(None, "Be brief."), (USER,), True, (SYSTEM, USER)),
-        (PromptTexts("Q: {}"), "{0.__class__} {{}}", False, "Q: {0.__class__} {{}}"),
+        ((None, None), "2+2?", False, "2+2?"),
+        ((AROUND, None), "2+2?", False, SHOWN),
+        ((AROUND, "Be brief."), "2+2?", False, f"Be brief.\n{SHOWN}"),
+        ((AROUND, "Be brief."), "2+2?", True, (SYSTEM, Message("user", SHOWN))),
+        ((AROUND, None), (USER, Message("assistant", "4"), USER), True, None),
+        ((None, "Other."), (SYSTEM, USER), True, (SYSTEM, USER)),
+        ((None, "Be brief."), (USER,), True, (SYSTEM, USER)),
+        (("Q: {}", None), "{0.__class__} {{}}", False, "Q: {0.__class__} {{}}"),
     ],
 )
-def test_what_is_shown(texts, context, chat, shown):
+def test_what_is_shown(tmp_path, texts, context, chat, shown):
+    keys = {}
+    for key, text in zip(("prompt_file", "system_prompt_file"), texts, strict=True):
+        if text is not None:
+            (tmp_path / key).write_text(text)
+            keys[key] = str(tmp_path / key)
+    texts, problems = read_texts(SourceConfig(data_path="x", **keys))
+    assert problems == []
     if shown is None:
         shown = (Message("user", SHOWN), Message("assistant", "4"), USER)
     asked = Prompt(0, context, "") if isinstance(context, str) else Prompt(0, "", "", context=context)

@@ -9,10 +9,11 @@ import pytest
 from library_files import write_parquet
 from refusals import assert_holds
 
+from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.examples import read_examples
-from nemo_rl_mcore.data.rows import SourceError, is_fetched, read_rows, read_stream
+from nemo_rl_mcore.data.rows import is_fetched, read_rows, read_stream
 
 ROWS = [{"input": f"question {number}", "output": str(number)} for number in range(10)]
 
@@ -81,9 +82,9 @@ def test_several_files_and_patterns(folder):
 def test_sources_that_cannot_be_read(folder, keys, key, told):
     for name, text in (("bad.parquet", "x"), ("bad.csv", ""), ("bad.json", "[1,")):
         (folder / name).write_text(text)
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_rows(SourceConfig.model_validate(keys))
-    assert caught.value.problem.path == key
+    assert caught.value.problems[0].path == key
     assert told in str(caught.value)
 
 
@@ -93,7 +94,7 @@ def test_a_data_set_of_the_hub_that_cannot_be_reached(folder, monkeypatch):
     source = SourceConfig(dataset_name="gsm8k")
     assert is_fetched(source)
     assert not is_fetched(SourceConfig(data_path="data/gone.parquet"))
-    with pytest.raises(SourceError, match=r"^data_path: 'openai/gsm8k' "):
+    with pytest.raises(ConfigError, match=r"^data_path: 'openai/gsm8k' "):
         read_rows(source)
 
 
@@ -181,9 +182,9 @@ def test_a_saved_data_set_that_leads_out_of_its_folder_is_not_opened(folder, mon
     content = json.loads((folder / name).read_text())
     (folder / name).write_text(json.dumps({**content, key: value}))
     monkeypatch.setattr(datasets, "load_from_disk", lambda *_: pytest.fail("opened"))
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(ConfigError) as caught:
         answers(data_path=name.split("/")[0])
-    assert caught.value.problem.path == "data_path"
+    assert caught.value.problems[0].path == "data_path"
     assert name in str(caught.value)
 
 
@@ -195,7 +196,7 @@ def test_the_library_writes_no_lines_next_to_ours(folder):
     written.emit = lambda record: pytest.fail(record.getMessage())
     logging.getLogger("datasets").addHandler(written)
     try:
-        with pytest.raises(SourceError):
+        with pytest.raises(ConfigError):
             answers(data_path="bad.parquet")
     finally:
         logging.getLogger("datasets").removeHandler(written)
@@ -209,12 +210,12 @@ def test_a_file_above_the_memory_is_an_error_of_its_key(folder):
     code = """
 import resource
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.rows import SourceError
+from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.data.rows import read_rows
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 try:
     read_rows(SourceConfig(data_path="huge.jsonl"))
-except SourceError as error:
+except ConfigError as error:
     print(error)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)

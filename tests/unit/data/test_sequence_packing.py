@@ -71,15 +71,6 @@ def test_gradients_reach_the_tokens_they_come_from(lengths, tokens):
             assert torch.equal(values.grad, part.to_model(weights) * real)
 
 
-def test_values_of_several_numbers_a_token_are_packed_alike():
-    packed = made(packs(length_round=4), batch([3, 0, 4, 2]))[0]
-    rows = packed.rows["input_ids"]
-    laid_out = packed.to_model(torch.stack([rows, 10 * rows], dim=-1))
-    assert laid_out.shape == (1, 12, 2)
-    assert torch.equal(laid_out[..., 0], packed.input_ids)
-    assert torch.equal(laid_out[..., 1], 10 * packed.input_ids)
-
-
 def test_pipelines_get_rows_of_one_length():
     cut = PackedRows(TokenBudget(8, length_round=2), equal_columns=True)
     parts = made(cut, batch([7, 3, 2]), empty=1)

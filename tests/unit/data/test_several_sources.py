@@ -8,7 +8,7 @@ import yaml
 from refusals import wrong_key
 
 from nemo_rl_mcore.data.answers import answer_row
-from nemo_rl_mcore.data.examples import read_run_examples
+from nemo_rl_mcore.data.examples import read_examples
 from nemo_rl_mcore.data.sources import open_prompts, open_set
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.recipe.load import load_config
@@ -121,7 +121,8 @@ def test_texts_around_prompts_are_those_of_the_source_or_of_all(recipe, tmp_path
         (tmp_path / f"{name}.txt").write_text(text)
     train = [source("a1"), source("b1", prompt_file="own.txt", system_prompt_file="system.txt")]
     config = recipe({"a1": 10, "b1": 10}, {"train": train, "default": {"prompt_file": "all.txt"}})
-    examples, problems = read_run_examples(config)
+    sources = config.train_sources, config.validation_sources
+    examples, problems = read_examples(*sources, config.row_kind, chat=False)
     assert problems == []
     assert [examples.train[row].text for row in (0, 10)] == ["1a0>", "3\n2b0>"]
     (tmp_path / "all.txt").write_text("no place")

@@ -162,13 +162,6 @@ def test_a_prompt_that_is_too_long_is_named(recipe, tmp_path, data, prompt, fits
         open_prompts(config, CHAR)
 
 
-def test_rows_that_are_too_long_are_dropped_where_that_is_asked_for(recipe):
-    config = recipe([{"input": "12345>", "output": "1"}, *rows(50)], data={"overlong": "drop"})
-    source = open_prompts(config, CHAR)
-    assert len(source.train) + len(source.held_out) == 50
-    assert 0 not in {prompt.index for prompt in [*source.train, *source.held_out]}
-
-
 @pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
 def test_sets_are_prompts_whatever_is_trained_on(recipe, tmp_path, algorithm):
     path = tmp_path / "set.jsonl"
@@ -187,7 +180,7 @@ def test_too_few_rows_that_fit(recipe):
 
 def test_dynamic_sampling_needs_the_rows_of_a_step_alone(recipe):
     """What it replaces takes rows of the steps behind, maybe of another pass."""
-    section = {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 3}
+    section = {"use_dynamic_sampling": True}
     open_prompts(recipe(rows(40, "1111{}>") + rows(40), section=section, data={"overlong": "drop"}), CHAR)
     config = recipe(rows(40, "1111{}>") + rows(9), section=section, data={"overlong": "drop"})
     with wrong_key("grpo.num_prompts_per_step: too-few-rows"):
@@ -239,32 +232,6 @@ def test_a_sample_of_the_rows_is_always_the_same_one(recipe):
     assert len(set(some)) == 20
     assert some != list(range(20))
     assert drawn(100) == drawn(1000) == list(range(100))
-
-
-@pytest.mark.parametrize(
-    ("section", "data", "message"),
-    [
-        (
-            {"max_val_samples": None},
-            {"dataset_name": "copy"},
-            "grpo.max_val_samples: incompatible (dataset_name)",
-        ),
-        ({}, {"validation": {"repeat": 2}}, "data.validation.repeat: incompatible (val_greedy)"),
-        ({}, {"train": {"repeat": 2, "streaming": True}}, "data.train.repeat: incompatible (streaming)"),
-        (
-            {},
-            {"train": {"max_samples": 2, "streaming": True}},
-            "data.train.max_samples: incompatible (streaming)",
-        ),
-    ],
-)
-def test_rows_that_are_not_counted_or_answered_alike(recipe, section, data, message):
-    rest = {} if data.get("dataset_name") else {"dataset_name": "files"}
-    for key in ("train", "validation"):
-        if "dataset_name" not in data:
-            rest[key] = {"data_path": "rows.jsonl", **data.get(key, {})}
-    with wrong_key(message):
-        recipe(section={"val_at_end": True, **section}, data={**data, **rest})
 
 
 def test_a_set_is_asked_several_times_by_a_key_of_its_own():

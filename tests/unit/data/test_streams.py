@@ -123,25 +123,6 @@ def test_rows_that_do_not_serve_are_told_before_the_run(recipe, rows, message):
         open_prompts(recipe(rows), CHAR)
 
 
-@pytest.mark.parametrize(
-    ("grpo", "data", "path"),
-    [
-        ({"val_at_end": True}, {}, "data.train.streaming"),
-        ({"use_dynamic_sampling": True}, {}, "grpo.use_dynamic_sampling"),
-        ({"async_grpo": {"enabled": True}}, {}, "grpo.async_grpo.enabled"),
-        (
-            {},
-            {"train": [{"data_path": "a", "streaming": True}, {"data_path": "b"}]},
-            "data.train.0.streaming",
-        ),
-    ],
-)
-def test_what_a_stream_does_not_serve(recipe, grpo, data, path):
-    with pytest.raises(ConfigError) as caught:
-        recipe(grpo=grpo, **data)
-    assert path in [problem.path for problem in caught.value.problems]
-
-
 def test_values_are_those_of_the_lines(recipe):
     answers = [1, 1.5, "007", "2020-01-02", "x"] * 4
     rows = [{"input": f"{number}>", "output": answer} for number, answer in enumerate(answers)]

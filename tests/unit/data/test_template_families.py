@@ -14,8 +14,7 @@ from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.answers import answer_row, pair_rows
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.row_readers import RowError, RowReader
-from nemo_rl_mcore.data.rows import Row
+from nemo_rl_mcore.data.rows import Row, RowError, RowReader
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
@@ -241,9 +240,9 @@ def test_what_is_no_field_of_a_message_is_named(load, message, path):
 def test_the_tools_of_a_row_stand_in_the_column_that_the_source_names(load, tools):
     row = {"messages": [ASKED, said("assistant", "42")], "functions": tools, "tools": "hammer"}
     prompt = read(row, RowKind.ANSWERS, load("qwen"), tool_key="functions")
-    assert [*prompt.extras.tools] == (TOOLS if tools else [])
+    assert [*prompt.tools] == (TOOLS if tools else [])
     assert ('"name": "add"' in prompt.text) == bool(tools)
-    assert read(row, RowKind.ANSWERS, load("qwen"), tool_key=None).extras.tools == ()
+    assert read(row, RowKind.ANSWERS, load("qwen"), tool_key=None).tools == ()
     with pytest.raises(RowError):
         read(row, RowKind.ANSWERS, load("qwen"))
 
@@ -259,5 +258,5 @@ def test_nulls_that_a_library_fills_in_are_not_shown(load):
     reader = RowReader(SourceConfig(data_path="rows.parquet"), RowKind.ANSWERS, chat=True)
     read_so = reader.read(Row("row 1", values, of_lines=False))
     assert read_so.context[1].tool_calls[0].parsed == {"a": 1}
-    assert read_so.extras.tools[0]["function"]["parameters"] == {"b": 1}
+    assert read_so.tools[0]["function"]["parameters"] == {"b": 1}
     assert reader.read(Row("row 1", values)).context[1].tool_calls[0].parsed == {"a": 1, "b": None}

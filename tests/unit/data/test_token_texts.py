@@ -76,11 +76,6 @@ def test_of_a_text_each_token_has_the_characters_that_its_bytes_complete(tokeniz
         assert token_texts(tokenizer, ids) == expected
 
 
-def test_a_character_of_several_tokens_is_with_its_last_one(tokenizers):
-    tokenizer = tokenizers["byte-level BPE"]
-    assert token_texts(tokenizer, tokenizer.encode("é😀!")) == ["", "é", "", "", "", "😀", "!"]
-
-
 def test_what_is_no_character_does_not_shift_what_follows(tokenizers):
     tokenizer = tokenizers["byte-level BPE"]
     cut_off = [*tokenizer.encode("😀")[:1] * 11, *tokenizer.encode("東!")]

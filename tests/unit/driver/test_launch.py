@@ -9,8 +9,7 @@ from saved_steps import save
 
 from nemo_rl_mcore.driver import run as launch
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
-from nemo_rl_mcore.driver.observability.ending import exit_status
-from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals
+from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_signals, exit_status
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.evaluate import export
@@ -164,7 +163,7 @@ def test_what_ends_before_a_step_says_so(finished, monkeypatch, capsys):
 
 @pytest.mark.parametrize("written", [True, False])
 def test_an_export_that_is_interrupted_tells_what_is_there(tmp_path, monkeypatch, capsys, written):
-    def write(_config, folder):
+    def write(_config, folder, **_options):
         if written:
             folder.mkdir()
         signal.raise_signal(signal.SIGINT)
@@ -179,6 +178,6 @@ def test_an_export_that_is_interrupted_tells_what_is_there(tmp_path, monkeypatch
 def test_an_interrupted_export_does_not_take_a_folder_that_was_there_for_its_own(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(export, "export", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(export, "export", lambda *_, **_options: signal.raise_signal(signal.SIGINT))
     assert export.run_export(None, str(tmp_path)) == 130
     assert capsys.readouterr().err == f"interrupted; '{tmp_path}' was not written\n"

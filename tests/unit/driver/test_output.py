@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl_mcore.cli import main
 from nemo_rl_mcore.driver.observability.progress import sample_table
-from nemo_rl_mcore.driver.observability.rollouts import Sample
+from nemo_rl_mcore.driver.observability.sinks import Sample
 from nemo_rl_mcore.driver.output import open_console, visible, write_line
 
 # Sets the title, clears the screen, writes to the clipboard, colours, turns the direction; C1, DEL, a lone surrogate.
@@ -19,7 +19,7 @@ FOREIGN = (
 )
 INTERRUPTED = """
 import os, signal, sys
-from nemo_rl_mcore.driver.observability.ending import exit_status
+from nemo_rl_mcore.driver.signals import exit_status
 from nemo_rl_mcore.driver.output import write_line
 def run():
     sys.stdin.read()

@@ -31,7 +31,7 @@ def saved(folder, config):
 
 
 def test_a_saved_recipe_loads_to_the_weights_beside_it(load, tmp_path):
-    config = load("policy.megatron_cfg.optimizer.adam_eps=1e-8", "grpo.normalize_rewards=true")
+    config = load("policy.megatron_cfg.optimizer.adam_eps=1e-8", "grpo.adv_estimator.normalize_rewards=true")
     folder = saved(tmp_path / "step_3", config)
     again = load_recipe_of(folder, ["cluster.cpu_workers_per_node=1"])
     assert again.policy.init_checkpoint == str(folder)
@@ -86,7 +86,7 @@ def test_a_start_from_what_is_no_checkpoint_is_refused(load, tmp_path, content):
 
 def test_deadlines_change_nothing_of_a_run(load, tmp_path):
     folder = saved(tmp_path / "step_3", load())
-    longer = load("++policy.call_timeout_s=3600", "++policy.megatron_cfg.process_group_timeout_s=60")
+    longer = load("++policy.call_timeout_s=3600")
     assert changes_since(read_recipe_of(folder), longer) == []
 
 

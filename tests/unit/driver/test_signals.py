@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 
+from nemo_rl_mcore.driver.algorithms.loop import TimeLimit
 from nemo_rl_mcore.driver.signals import (
     FailedFromOutsideError,
     StopSignals,
@@ -262,7 +263,7 @@ def test_the_limit_of_time_interrupts_once() -> None:
     """A loop that ends before its time is over may have a timer that is about to end."""
     with stop_signals() as signals:
         with pytest.raises(TimeLimitReachedError):
-            signals.end_for_time()
+            TimeLimit(0.0).stop_if_the_next_step_does_not_fit()
         signals.limit_time(0)
         time.sleep(0.1)
 

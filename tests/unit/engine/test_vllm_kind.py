@@ -81,7 +81,7 @@ UNCOMPARED = ("policy.generation.verify_refit=false", "policy.generation.compare
         ({}, "fp8_per_block", None),
         ({"is_mx": "true"}, "mxfp8", None),
         (
-            {"quantization_ignored_layer_kws": "[o_proj]", "num_last_layers_in_bf16": "1"},
+            {"quantization_ignored_layer_kws": "[o_proj, .layers.1.]"},
             "fp8_per_block",
             ["re:.*o_proj", r"re:.*\.layers\.1\."],
         ),

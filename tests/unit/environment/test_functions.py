@@ -16,30 +16,25 @@ PROMPTS = [Prompt(7, "12>", "12", columns={"target": "129"}), Prompt(8, "34>", "
 RESPONSES = ["12", "43"]
 
 
-def of(*names: str, weights=None) -> RewardFunctions:
+def of(*names: str) -> RewardFunctions:
     paths = {name: f"custom_parts:{name}" for name in names}
-    return make_environment(EnvConfig(rewards=paths, reward_weights=weights))
+    return make_environment(EnvConfig(rewards=paths))
 
 
-def replies(environment: RewardFunctions, weights=None):
+def replies(environment: RewardFunctions, weights=None, responses=RESPONSES):
     turns = [
         first_turn(prompt, response, finished=True)
-        for prompt, response in zip(PROMPTS, RESPONSES, strict=True)
+        for prompt, response in zip(PROMPTS, responses, strict=True)
     ]
     return LocalEnvironments(environment, weights).replies(turns)
 
 
 def test_rewards_have_names_and_their_weighted_sum_is_the_reward():
     weights = {"near": 3.0}
-    found = replies(of("right", "near", weights=weights), weights)
+    found = replies(of("right", "near"), weights)
     assert [reply.rewards for reply in found] == [{"right": 1.0, "near": 2 / 3}, {"right": 0.0, "near": 0.0}]
     assert [reply.reward for reply in found] == [3.0, 0.0]
     assert all(reply.terminated for reply in found)
-
-
-def test_an_evaluation_scores_by_the_same_sum():
-    environment = of("right", "near", weights={"near": 3.0})
-    assert environment.score(PROMPTS, RESPONSES, [True, True]) == [3.0, 0.0]
 
 
 def test_a_coroutine_is_awaited_and_takes_all_columns():
@@ -49,7 +44,7 @@ def test_a_coroutine_is_awaited_and_takes_all_columns():
 def test_a_function_that_no_other_process_could_import_is_handed_over():
     with handed({"__main__:long": lambda responses: [float(len(one)) for one in responses]}):
         environment = RewardFunctions({"long": "__main__:long"})
-    assert environment.score(PROMPTS, ["a", "ab"], [True, True]) == [1.0, 2.0]
+    assert [reply.reward for reply in replies(environment, responses=["a", "ab"])] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +75,6 @@ def test_what_is_no_number_an_answer_is_refused(given, code):
     held = (2, 8)[code == "reward-number"]  # how many answers, or the prompt of the one
     came = str(given) if code == "reward-count" else str(given[1])
     with refused(code, "env.rewards.it", held, came, by=CustomCodeError):
-        environment.score(PROMPTS, RESPONSES, [True, True])
-    with refused(code, "env.rewards.it", held, came, by=CustomCodeError):
         replies(environment)
 
 
@@ -92,7 +85,7 @@ def test_what_a_function_raises_is_told_with_its_key():
     with handed({"__main__:it": fails}):
         environment = RewardFunctions({"it": "__main__:it"})
     with refused("custom-code-raised", by=CustomCodeError):
-        environment.score(PROMPTS, RESPONSES, [True, True])
+        replies(environment)
 
 
 def test_a_column_that_is_not_kept_is_refused():
@@ -107,7 +100,6 @@ def test_an_answer_with_a_reward_of_none_is_not_scored_where_the_recipe_says_so(
     with handed(functions):
         section = {"rewards": {path[9:]: path for path in functions}, "unscored": "drop"}
         environment = make_environment(EnvConfig.model_validate(section))
-    assert environment.score(PROMPTS, RESPONSES, [True, True]) == [1.5, None]
     scored, unscored = replies(environment)
     assert (scored.reward, scored.rewards, scored.unscored) == (1.5, {"some": 1.0, "all": 0.5}, False)
     assert (unscored.reward, unscored.rewards, unscored.unscored) == (0.0, {}, True)

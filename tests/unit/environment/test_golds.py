@@ -9,9 +9,9 @@ from refusals import assert_holds
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.driver import run as launch
-from nemo_rl_mcore.driver.observability.ending import EXIT_FAILED
 from nemo_rl_mcore.driver.parts import open_parts
 from nemo_rl_mcore.driver.run_folder import recipe_text
+from nemo_rl_mcore.driver.signals import EXIT_FAILED
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
@@ -81,7 +81,7 @@ ALGORITHMS = [
         TEACHER,
         False,
     ),
-    ("dpo", GIVEN | {"online": True, "num_generations_per_prompt": 2}, {}, True),
+    ("dpo", GIVEN | {"num_generations_per_prompt": 2}, {}, True),
     ("dpo", GIVEN, {}, False),
     ("sft", GIVEN, {}, False),
 ]

@@ -1,14 +1,13 @@
 import pytest
 import torch
 from custom_parts import FromScratch, ScaledNLL
-from refusals import refusals_of, refused
+from refusals import refused
 
 from nemo_rl_mcore.config import (
     ClippedPGLossConfig,
     DistillationLossConfig,
     MseValueLossConfig,
     NLLLossConfig,
-    checked,
 )
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import (
@@ -69,21 +68,6 @@ def test_the_key_is_that_of_the_section():
     assert make_loss(MseValueLossConfig(type="custom_parts:OfValues"), section="value_loss_fn")
     with refused("loss-inputs", "value_loss_fn.type: ", "LOGPROB"):
         make_loss(MseValueLossConfig(type="custom_parts:FromScratch"), section="value_loss_fn")
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "message"),
-    [
-        (ClippedPGLossConfig, {"type": "custom_parts.ScaledNLL"}, "type: not-allowed"),
-        (
-            DistillationLossConfig,
-            {"rl_weight": 1.0, "rl": {"type": "custom_parts:FromScratch"}},
-            "rl.type: incompatible (type)",
-        ),
-    ],
-)
-def test_a_section_refuses(kind, given, message):
-    assert refusals_of(lambda: checked(kind, given)) == [message]
 
 
 @pytest.mark.parametrize(

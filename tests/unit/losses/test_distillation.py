@@ -1,11 +1,10 @@
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from refusals import refusals_of, refused
+from refusals import refused
 from torch.distributions import Categorical, kl_divergence
 
 from nemo_rl_mcore.data import BatchedDataDict
@@ -14,7 +13,6 @@ from nemo_rl_mcore.losses import (
     DistillationLossFn,
     DistillationOutputs,
     LossInputType,
-    TokenOutputs,
     TopKLogprobs,
 )
 
@@ -131,28 +129,6 @@ def test_over_the_whole_vocabulary_a_model_whose_tail_is_empty_needs_no_tail_of_
 
 
 @pytest.mark.parametrize("cfg", KINDS, ids=str)
-def test_top_k_with_its_tail_rises_to_the_full_divergence(
-    cfg: dict[str, Any], logits: Logits, data: BatchedDataDict
-):
-    values = [
-        DistillationLossFn(cfg)(*topk(logits, k), data, 3, 17)[0].item() for k in range(1, VOCABULARY + 1)
-    ]
-    full = mean(oracle(cfg, *(x.log_softmax(-1) for x in logits)), data, 17).item()
-    for fewer, more in pairwise(values):
-        assert more > fewer - 1e-12  # merging outcomes loses divergence
-    assert values[0] < 0.9 * full
-    assert values[-1] == pytest.approx(full)
-
-
-@pytest.mark.parametrize("cfg", KINDS, ids=str)
-def test_the_gradient_by_finite_differences(cfg: dict[str, Any], logits: Logits, data: BatchedDataDict):
-    def loss(student: torch.Tensor) -> torch.Tensor:
-        return DistillationLossFn(cfg)(*topk((student, logits[1]), 3), data, 3, 17)[0]
-
-    assert torch.autograd.gradcheck(loss, logits[0])
-
-
-@pytest.mark.parametrize("cfg", KINDS, ids=str)
 @pytest.mark.parametrize("k", [1, 4, VOCABULARY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_student_that_equals_its_teacher_has_no_loss_and_no_gradient(
@@ -183,28 +159,6 @@ def test_without_the_tail_it_is_the_plain_sum_and_can_be_negative(logits: Logits
     assert loss.item() < 0
 
 
-def test_jsd_is_symmetric_at_one_half(logits: Logits, data: BatchedDataDict):
-    student, teacher = topk(logits, VOCABULARY)
-    half, other = (
-        DistillationLossFn({"kl_type": "jsd"}),
-        DistillationLossFn({"kl_type": "jsd", "jsd_beta": 0.2}),
-    )
-    there, back = (half(*sides, data, 3, 17)[0].item() for sides in ((student, teacher), (teacher, student)))
-    assert there == pytest.approx(back)
-    assert other(student, teacher, data, 3, 17)[0].item() != pytest.approx(
-        other(teacher, student, data, 3, 17)[0].item()
-    )
-    assert 0 < there <= math.log(2)
-
-
-def test_jsd_over_its_weight_tends_to_the_kls(logits: Logits, data: BatchedDataDict):
-    sides = topk(logits, VOCABULARY)
-    for kind, beta in (("forward", 1e-6), ("reverse", 1 - 1e-6)):
-        kl = DistillationLossFn({"kl_type": kind})(*sides, data, 3, 17)[0].item()
-        jsd = DistillationLossFn({"kl_type": "jsd", "jsd_beta": beta})(*sides, data, 3, 17)[0].item()
-        assert jsd / 1e-6 == pytest.approx(kl, rel=1e-3)
-
-
 def test_tails_given_by_the_model_keep_digits_that_the_sum_has_lost(data: BatchedDataDict):
     """Nearly all mass on one id: the rest is 1e-12, which one minus the sum cannot tell in fp32."""
     shape = data["token_mask"][:, 1:].shape
@@ -233,26 +187,6 @@ def test_the_policy_gradient_beside_it(logits: Logits, data: BatchedDataDict, ma
         loss_fn(*topk(logits, 4), data, 3, 17)
 
 
-def test_parts_add_up(logits: Logits, data: BatchedDataDict, make_batch: BatchMaker):
-    c, _ = make_batch()
-    loss_fn = DistillationLossFn(
-        {"kl_type": "jsd", "rl_weight": 0.5, "rl": {"reference_policy_kl_penalty": 0.1}}
-    )
-    student, teacher = topk(logits, 4)
-
-    def sums(i: int, j: int):
-        outputs = DistillationOutputs(
-            TopKLogprobs(student[i:j]), TopKLogprobs(teacher[i:j]), TokenOutputs(c[i:j])
-        )
-        return loss_fn.sums(outputs, data.slice(i, j))
-
-    whole, parts = sums(0, 5), [sums(0, 1), sums(1, 4), sums(4, 5)]
-    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
-    for name in ("loss", "kl", "rl_loss", "teacher_topk_mass", "num_valid_samples"):
-        total = sum(part.metrics[name].value.item() for part in parts)
-        assert total == pytest.approx(whole.metrics[name].value.item())
-
-
 @pytest.mark.parametrize("cfg", KINDS, ids=str)
 def test_masked_positions_never_matter(cfg: dict[str, Any], logits: Logits, data: BatchedDataDict):
     student, teacher = (x.detach() for x in topk(logits, 4))
@@ -264,23 +198,6 @@ def test_masked_positions_never_matter(cfg: dict[str, Any], logits: Logits, data
     gradient = torch.autograd.grad(loss, poisoned)[0]
     assert not gradient.masked_select(off).any()
     assert torch.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"kl_type": "jsd", "jsd_beta": 0.0}, "jsd_beta: no-signal (kl_type)"),
-        ({"kl_type": "jsd", "jsd_beta": 1.0}, "jsd_beta: no-signal (kl_type)"),
-        ({"mixed_kl_weight": 1.5}, "mixed_kl_weight: not-allowed"),
-        ({"kl_type": "sideways"}, "kl_type: not-allowed"),
-        (
-            {"rl_weight": 1.0, "rl": {"token_level_loss": False}},
-            "rl.token_level_loss: incompatible (rl_weight)",
-        ),
-    ],
-)
-def test_settings_that_make_no_sense(given: dict[str, Any], message: str):
-    assert refusals_of(lambda: DistillationLossFn(given)) == [message]
 
 
 def test_shapes_that_do_not_fit_are_refused(logits: Logits, data: BatchedDataDict):

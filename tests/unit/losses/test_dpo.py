@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refusals_of, refused
+from refusals import refused
 
 from nemo_rl_mcore.config import DPOLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -94,17 +94,6 @@ def test_the_gradient_is_that_of_the_textbook(
         assert gradient[place].item() == pytest.approx((up - down) / (2 * step), abs=1e-7)
 
 
-def test_parts_add_up(pairs: tuple[torch.Tensor, BatchedDataDict]):
-    c, data = pairs
-    loss_fn = DPOLossFn({"sft_loss_weight": 0.3})
-    parts = [loss_fn.sums(TokenOutputs(c[i:j]), data.slice(i, j)) for i, j in ((0, 2), (2, 6))]
-    whole = loss_fn.sums(TokenOutputs(c), data)
-    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
-    for name, metric in whole.metrics.items():
-        total = sum(part.metrics[name].value.item() for part in parts)
-        assert total == pytest.approx(metric.value.item())
-
-
 def test_an_odd_number_of_rows_is_refused(pairs: tuple[torch.Tensor, BatchedDataDict]):
     c, data = pairs
     with refused("rows-per-sample", 5):
@@ -129,16 +118,6 @@ def test_what_it_says_of_itself(pairs: tuple[torch.Tensor, BatchedDataDict]):
     kinds = {name: metric.kind for name, metric in loss_fn.sums(TokenOutputs(c), data).metrics.items()}
     assert kinds.pop("num_valid_samples") is MetricKind.NONE
     assert set(kinds.values()) == {MetricKind.SEQUENCES}
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"preference_loss_weight": 0.0}, "preference_loss_weight: no-signal (sft_loss_weight)"),
-    ],
-)
-def test_settings_that_make_no_sense(given: dict[str, Any], message: str):
-    assert refusals_of(lambda: DPOLossFn(given)) == [message]
 
 
 @pytest.mark.parametrize("masked", [0, 1])

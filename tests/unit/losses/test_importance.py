@@ -41,26 +41,6 @@ def check(found: ImportanceWeights, valid: list[list[float]], outside: float, ki
     assert (found.out_of_bounds.value.item(), found.out_of_bounds.kind) == (outside, kind)
 
 
-def test_raw_token_weights_have_no_bounds_to_leave():
-    found = weights()
-    assert found.out_of_bounds is None
-    assert found.weights[0].tolist() == pytest.approx(RATIOS[0])
-
-
-def test_sequence_weights_are_products_over_the_valid_tokens():
-    found = weights(sequence_level_importance_ratios=True, token_level_loss=False)
-    assert found.weights.tolist() == [pytest.approx([2 * 1 * 0.25]), pytest.approx([1.1 * 0.9]), [1.0]]
-
-
-def test_tis_clamps_and_counts_tokens():
-    check(bounded("tis", None, 1.5), [[1.5, 1, 0.25], [1.1, 0.9]], 1, MetricKind.TOKENS)
-    check(bounded("tis", 0.95, 1.5), [[1.5, 1, 0.95], [1.1, 0.95]], 3, MetricKind.TOKENS)
-
-
-def test_icepop_zeroes_and_counts_tokens():
-    check(bounded("icepop", 0.95, 1.5), [[0, 1, 0], [1.1, 0]], 3, MetricKind.TOKENS)
-
-
 @pytest.mark.parametrize("kind", ["tis", "icepop"])
 def test_bounds_are_inclusive(kind: str):
     # exp(log x) may round; 0 and its weight of 1 do not.
@@ -71,22 +51,6 @@ def test_bounds_are_inclusive(kind: str):
     check(
         high, [[1 if kind == "tis" else 0, 1, 0.25], [1 if kind == "tis" else 0, 0.9]], 2, MetricKind.TOKENS
     )
-
-
-def test_sequence_mask_drops_rows_by_their_geometric_mean_and_keeps_the_raw_weights_of_others():
-    # Row 0: (2 * 1 * 0.25) ** (1/3) = 0.79; row 1: (1.1 * 0.9) ** (1/2) = 0.995; row 2 is dropped anyway.
-    check(bounded("seq-mask-tis", 0.9, 1.1), [[0, 0, 0], [1.1, 0.9]], 1, MetricKind.SEQUENCES)
-    check(bounded("seq-mask-tis", 0.7, 1.1), [[2, 1, 0.25], [1.1, 0.9]], 0, MetricKind.SEQUENCES)
-
-
-def test_sequence_level_bounds_act_on_the_row_weight_and_count_its_tokens():
-    keys = {"sequence_level_importance_ratios": True, "token_level_loss": False}
-    found = bounded("tis", 0.6, 1.5, **keys)
-    assert found.weights[:2, 0].tolist() == pytest.approx([0.6, 0.99])
-    assert found.out_of_bounds is not None
-    assert found.out_of_bounds.value.item() == 3
-    dropped = bounded("icepop", 0.6, 1.5, **keys)
-    assert dropped.weights[:2, 0].tolist() == pytest.approx([0, 0.99])
 
 
 def test_a_weight_that_is_not_finite_is_zero_before_the_bounds():

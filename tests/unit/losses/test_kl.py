@@ -2,35 +2,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemo_rl_mcore.losses.kl import finite_exp, kl_estimate
-
-LOGPROBS = st.floats(-30, 0, allow_nan=False)
 
 
 def one(value: float, requires_grad: bool = False) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.float64, requires_grad=requires_grad)
-
-
-@given(LOGPROBS, LOGPROBS)
-def test_estimates_are_those_of_schulman(c: float, r: float):
-    q = r - c
-    assert kl_estimate(one(c), one(r), "k1").item() == -q
-    assert kl_estimate(one(c), one(r), "k2").item() == pytest.approx(q * q / 2)
-    assert kl_estimate(one(c), one(r), "k3").item() == pytest.approx(math.exp(q) - 1 - q)
-
-
-@given(LOGPROBS, LOGPROBS)
-def test_clamps_bound_the_log_ratio_and_then_the_estimate(c: float, r: float):
-    q = min(max(r - c, -2.0), 2.0)
-    expected = min(math.exp(q) - 1 - q, 3.0)
-    assert kl_estimate(one(c), one(r), "k3", input_clamp=2.0, output_clamp=3.0).item() == pytest.approx(
-        expected
-    )
-    negative = kl_estimate(one(r - 9), one(r), "k1", output_clamp=3.0)
-    assert negative.item() == -3.0
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

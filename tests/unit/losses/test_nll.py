@@ -34,18 +34,6 @@ def test_the_mean_over_valid_tokens_and_its_metrics(cfg: NLLLossConfig | None, m
     torch.testing.assert_close(torch.autograd.grad(loss, c)[0], -mask / 23)
 
 
-def test_parts_add_up_and_do_not_average(make_batch: BatchMaker):
-    c, data = make_batch()
-    loss_fn = NLLLossFn()
-    parts = [loss_fn.sums(TokenOutputs(c[i:j]), data.slice(i, j)) for i, j in ((0, 1), (1, 4), (4, 5))]
-    whole = loss_fn.sums(TokenOutputs(c), data)
-    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
-    for name, metric in whole.metrics.items():
-        pieces = [part.metrics[name].value.item() for part in parts]
-        assert sum(pieces) == pytest.approx(metric.value.item())
-        assert sum(pieces) / 3 != pytest.approx(metric.value.item())
-
-
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_masked_positions_never_matter(poison: float, make_batch: BatchMaker):
     c, data = make_batch()

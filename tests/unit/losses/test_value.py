@@ -6,7 +6,7 @@ import torch
 from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.losses import LossInputType, LossType, MetricKind, MseValueLossFn, ValueOutputs
+from nemo_rl_mcore.losses import LossInputType, LossType, MseValueLossFn
 
 BatchMaker = Callable[..., tuple[torch.Tensor, BatchedDataDict]]
 
@@ -68,17 +68,6 @@ def test_the_gradient_stops_where_the_held_value_counts(states: tuple[torch.Tens
     worse = (held - target).square() > (values - target).square()
     mask = data["token_mask"] * data["sample_mask"][:, None]
     torch.testing.assert_close(gradient, torch.where(worse, 0.0, (values - target) * mask / 17).detach())
-
-
-def test_parts_add_up(states: tuple[torch.Tensor, BatchedDataDict]):
-    values, data = states
-    loss_fn = MseValueLossFn({"cliprange": 0.2})
-    parts = [
-        loss_fn.sums(ValueOutputs(values[i:j]), data.slice(i, j)).metrics for i, j in ((0, 1), (1, 4), (4, 5))
-    ]
-    for name, metric in loss_fn.sums(ValueOutputs(values), data).metrics.items():
-        combine = {MetricKind.MIN: min, MetricKind.MAX: max}.get(metric.kind, sum)
-        assert combine(part[name].value.item() for part in parts) == pytest.approx(metric.value.item())
 
 
 def test_a_row_that_only_fills_a_microbatch_is_not_counted(states: tuple[torch.Tensor, BatchedDataDict]):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
+from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
 
 TILINGS = {
@@ -60,24 +60,6 @@ def assert_matches(actual: dict[str, Tensor], expected: dict[str, Tensor], outpu
             assert relative(value, expected[name]) <= grads, (name, relative(value, expected[name]))
 
 
-def test_plain_twin_is_the_definition():
-    hidden, weight, ids = problem(3, 2, 4, 7, 3, real=6)
-    options = LinearLogprobsOptions(vocab_size=6, logit_scale=0.5)
-    mask = torch.tensor([[1, 1], [0, 1], [1, 1]])
-    out = plain_linear_logprobs_at(hidden, weight, ids, temperature=0.7, mask=mask, options=options, **ALL)
-    assert out.tail_logmass is not None
-    assert out.entropy is not None
-    for s in range(3):
-        for b in range(2):
-            exps = [math.exp(0.5 / 0.7 * float(hidden[s, b] @ weight[v])) for v in range(6)]
-            probs = [e / math.fsum(exps) for e in exps]
-            keep, own = float(mask[s, b]), ids[s, b].tolist()
-            assert out.logprobs[s, b].tolist() == pytest.approx([keep * math.log(probs[i]) for i in own])
-            rest = math.fsum(probs[v] for v in range(6) if v not in own)
-            assert float(out.tail_logmass[s, b]) == pytest.approx(keep * math.log(rest))
-            assert float(out.entropy[s, b]) == pytest.approx(-keep * sum(p * math.log(p) for p in probs))
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("outputs", [{}, {"with_tail": True}, ALL], ids=["plain", "tail", "entropy"])
@@ -125,38 +107,6 @@ def test_any_shape_mask_and_tiling(data: st.DataObject):
     expected = evaluate(plain_linear_logprobs_at, inputs, **kwargs)
     for name, value in actual.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-11, msg=name)
-
-
-@pytest.mark.parametrize("outputs", [{}, {"with_tail": True}, ALL], ids=["plain", "tail", "entropy"])
-@pytest.mark.parametrize(("vocab", "k"), [(9, 1), (9, 4), (300, 4)])
-def test_gradcheck(outputs, vocab, k):
-    hidden, weight, ids = problem(3, 2, 4, vocab, k, real=vocab - 1)
-    mask = torch.tensor([[1, 1], [0, 1], [1, 0]])
-    options = LinearLogprobsOptions(chunk_bytes=1, vocab_size=vocab - 1)
-
-    def call(hidden: Tensor, weight: Tensor):
-        out = linear_logprobs_at(hidden, weight, ids, temperature=0.7, mask=mask, options=options, **outputs)
-        return tuple(x for x in out if x is not None)
-
-    inputs = hidden.requires_grad_(), weight.requires_grad_()
-    assert torch.autograd.gradcheck(call, inputs, fast_mode=vocab == 300)
-
-
-@pytest.mark.parametrize("tiling", TILINGS)
-def test_one_id_is_the_fused_kernel(tiling):
-    inputs = problem(7, 3, 24, 500, 1)
-    options = TILINGS[tiling]
-    single = evaluate(linear_logprobs_at, inputs, with_entropy=True, options=options)
-
-    def fused(hidden: Tensor, weight: Tensor, ids: Tensor, **kwargs):
-        logprobs, entropy = fused_linear_logprobs(hidden, weight, ids.squeeze(-1), **kwargs)
-        return type("Out", (tuple,), {"logprobs": logprobs.unsqueeze(-1)})(
-            (logprobs.unsqueeze(-1), None, entropy)
-        )
-
-    expected = evaluate(fused, inputs, with_entropy=True, options=options)
-    for name, value in single.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
@@ -224,19 +174,6 @@ def test_logits_near_120(sign):
         assert_matches(actual, expected, outputs=1e-5, grads=4e-6)
 
 
-@pytest.mark.parametrize("kept", [[], [4]], ids=["no row", "a single row"])
-def test_nearly_empty_masks(kept):
-    inputs = problem(5, 2, 6, 40, 3)
-    mask = torch.zeros(10, dtype=torch.bool)
-    mask[kept] = True
-    actual = evaluate(linear_logprobs_at, inputs, mask=mask.view(5, 2), **ALL)
-    expected = evaluate(plain_linear_logprobs_at, inputs, mask=mask.view(5, 2), **ALL)
-    for name in (*NAMES, "hidden"):
-        assert not actual[name].flatten(0, 1)[~mask].any(), name
-    for name, value in actual.items():
-        torch.testing.assert_close(value, expected[name], msg=name)
-
-
 def test_no_rows_at_all():
     hidden, weight, ids = problem(0, 2, 6, 40, 3)
     hidden.requires_grad_()
@@ -269,18 +206,6 @@ def test_a_nan_gradient_is_not_swallowed(output):
     grad_out[1] = math.nan
     (grad,) = torch.autograd.grad(out, weight, grad_out)
     assert bool(grad.isnan().all())
-
-
-@pytest.mark.parametrize("output", [1, 2])
-def test_each_output_has_its_own_gradient(output):
-    inputs = problem(4, 2, 6, 300, 3)
-    grads = []
-    for function in (linear_logprobs_at, plain_linear_logprobs_at):
-        hidden, weight = (x.clone().requires_grad_() for x in inputs[:2])
-        grads.append(
-            torch.autograd.grad(function(hidden, weight, inputs[2], **ALL)[output].sum(), (hidden, weight))
-        )
-    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-11)
 
 
 def test_double_backward_is_refused():

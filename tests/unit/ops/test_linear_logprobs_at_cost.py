@@ -3,9 +3,8 @@
 import pytest
 import torch
 from distributed.plain_ops import plain_linear_logprobs_at
+from operators import Recorder
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
@@ -16,23 +15,6 @@ LOGITS, FOR_HIDDEN, FOR_WEIGHT = (
     lambda n: (n, VOCAB, HIDDEN),
     lambda n: (VOCAB, n, HIDDEN),
 )
-
-
-class Recorder(TorchDispatchMode):
-    """Records the largest tensor that any operator returned and the shapes of the matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-        self.products: list[tuple[int, int, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_, torch.ops.aten.addmm):
-            a, b = args[-2:]
-            self.products.append((a.shape[0], a.shape[1], b.shape[1]))
-        return out
 
 
 def problem(tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, k=K, dtype=torch.float32, seed=1):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from distributed.plain_ops import linear_logprobs
+from operators import Recorder
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,25 +13,6 @@ from nemo_rl_mcore.ops.linear_logprobs import (
     LinearLogprobsOptions,
     fused_linear_logprobs,
 )
-
-
-class Recorder(TorchDispatchMode):
-    """Records the largest tensor that any operator returned and the shapes of the matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-        self.products: list[tuple[int, int, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.largest = max(self.largest, leaf.numel())
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_, torch.ops.aten.addmm):
-            a, b = args[-2:]
-            self.products.append((a.shape[0], a.shape[1], b.shape[1]))
-        return out
 
 
 def problem(
@@ -117,29 +99,21 @@ def products(mask: Tensor | None, grad: Tensor, frozen: str = "") -> tuple[list,
 LOGITS, HIDDEN, WEIGHT = (lambda n: (n, 8, 64)), (lambda n: (n, 64, 8)), (lambda n: (64, n, 8))
 
 
-def test_masked_rows_enter_no_product():
-    mask = torch.arange(32).view(32, 1) % 2
-    forward, backward = products(mask, torch.ones(32, 1))
-    assert forward == [LOGITS(16)]
-    assert backward == [LOGITS(16), HIDDEN(16), WEIGHT(16)]
+ROWS = torch.arange(32).view(32, 1)
 
 
-def test_rows_without_gradient_enter_no_product_of_the_backward():
-    grad = (torch.arange(32).view(32, 1) % 4 == 0).float()
-    forward, backward = products(None, grad)
-    assert forward == [LOGITS(32)]
-    assert backward == [LOGITS(8), HIDDEN(8), WEIGHT(8)]
-
-
-def test_frozen_hidden_states_cost_no_product():
-    _, backward = products(None, torch.ones(32, 1), "hidden")
-    assert backward == [LOGITS(32), WEIGHT(32)]
-
-
-def test_a_frozen_weight_leaves_no_product_to_the_backward():
-    forward, backward = products(None, torch.ones(32, 1), "weight")
-    assert forward == [LOGITS(32), HIDDEN(32)]
-    assert backward == []
+@pytest.mark.parametrize(
+    ("mask", "grad", "frozen", "forward", "backward"),
+    [
+        (ROWS % 2, torch.ones(32, 1), "", [LOGITS(16)], [LOGITS(16), HIDDEN(16), WEIGHT(16)]),
+        (None, (ROWS % 4 == 0).float(), "", [LOGITS(32)], [LOGITS(8), HIDDEN(8), WEIGHT(8)]),
+        (None, torch.ones(32, 1), "hidden", [LOGITS(32)], [LOGITS(32), WEIGHT(32)]),
+        (None, torch.ones(32, 1), "weight", [LOGITS(32), HIDDEN(32)], []),
+    ],
+    ids=["masked rows", "rows without gradient", "frozen hidden states", "frozen weight"],
+)
+def test_what_nothing_asks_for_enters_no_product(mask, grad, frozen, forward, backward):
+    assert products(mask, grad, frozen) == (forward, backward)
 
 
 def test_a_frozen_weight_costs_nothing_where_no_gradient_is_wanted():
@@ -213,15 +187,6 @@ def test_16_bit_error_is_flat_in_the_number_of_panels(panels):
         fused = errors(fused_linear_logprobs, inputs, reference, options=options)
         ratios.append([f / p for f, p in zip(fused, plain, strict=True)])
     assert torch.tensor(ratios).mean(0).max() <= 1.02, ratios
-
-
-def test_results_do_not_depend_on_the_chunks():
-    inputs = problem(64, 8, 700)
-    whole = fused_linear_logprobs(*inputs, options=LinearLogprobsOptions(chunk_size=64))
-    assert whole.dtype == torch.float32
-    for size in (1, 7, 63):
-        chunked = fused_linear_logprobs(*inputs, options=LinearLogprobsOptions(chunk_size=size))
-        torch.testing.assert_close(chunked, whole, rtol=0, atol=2e-6)
 
 
 def test_16_bit_outputs_are_float32_and_gradients_keep_their_dtype():

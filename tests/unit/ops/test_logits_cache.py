@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from operators import Recorder
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from nemo_rl_mcore.config.megatron import LogitsCache as Budget
+from nemo_rl_mcore.config.megatron import LOGITS_CACHE as AUTO
 from nemo_rl_mcore.ops._head import LogitsCache
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
 from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
@@ -18,7 +17,6 @@ TOKENS, HIDDEN, VOCAB, K = 32, 8, 2048, 3
 PLAIN = LinearLogprobsOptions(
     chunk_bytes=8 << 10
 )  # eight panels of 256 columns, in two chunks of rows or more
-AUTO = Budget.of("auto")
 AUTO_OPTIONS = replace(PLAIN, cache_bytes=AUTO.limit, cache_bytes_per_logit=AUTO.bytes_per_logit)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 GRAD = torch.sin(torch.arange(1.0, TOKENS + 1)).view(TOKENS, 1)
@@ -99,18 +97,9 @@ def test_rows_without_gradient_are_left_out_without_a_copy_of_the_panel():
     options = LinearLogprobsOptions(chunk_size=4, cache_bytes=1 << 30)
     outputs, leaves = head_outputs(options, torch.float32)
     grad = torch.where(torch.arange(TOKENS).view(TOKENS, 1) % 8 == 0, 0.0, GRAD)
-    largest = []
-
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            new = (x for x in tree_leaves(out) if isinstance(x, Tensor) and x._base is None)
-            largest.extend(x.numel() for x in new if x.shape[-1:] == (VOCAB,))
-            return out
-
-    with Largest():
+    with Recorder() as seen:
         torch.autograd.grad(outputs[0], leaves, grad)
-    assert max(largest) == 4 * VOCAB
+    assert max(shape.numel() for shape in seen.new if shape[-1:] == (VOCAB,)) == 4 * VOCAB
 
 
 def test_a_negative_budget_is_refused():

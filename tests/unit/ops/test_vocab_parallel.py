@@ -42,18 +42,6 @@ def test_matches_log_softmax(dtype, tolerance, temperature):
     assert not grad[mask == 0].any()
 
 
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_gradcheck(with_entropy):
-    logits, targets, mask = problem()
-
-    def call(logits: Tensor):
-        return vocab_parallel_logprobs(
-            logits, targets % 39, temperature=0.7, mask=mask, with_entropy=with_entropy, vocab_size=39
-        )
-
-    assert torch.autograd.gradcheck(call, logits)
-
-
 def test_padding_takes_no_probability_and_gets_no_gradient():
     logits, targets, _ = problem()
     out = vocab_parallel_logprobs(logits, targets % 30, vocab_size=30)
@@ -66,9 +54,9 @@ def test_padding_takes_no_probability_and_gets_no_gradient():
 def test_gradient_through_one_output_only():
     logits, targets, _ = problem()
     for index in (0, 1):
-        out = vocab_parallel_logprobs(logits, targets, with_entropy=True)
+        out = vocab_parallel_logprobs(logits, targets, temperature=0.7, with_entropy=True)
         (grad,) = torch.autograd.grad(out[index].sum(), logits)
-        reference = plain(logits, targets, 1.0, torch.ones(2, 7))
+        reference = plain(logits, targets, 0.7, torch.ones(2, 7))
         (expected,) = torch.autograd.grad(reference[index].sum(), logits)
         torch.testing.assert_close(grad, expected)
 

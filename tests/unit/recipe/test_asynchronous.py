@@ -21,8 +21,6 @@ TIS = (
 )
 RUN = (ON, APART, *TIS)
 VLLM = (f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2")
-ON_GPUS = ("cluster.gpus_per_node=2", f"{GENERATION}.colocated.resources.gpus_per_node=1")
-WHITENED = "grpo.adv_estimator.name=reinforce_plus_plus"
 
 
 def test_it_is_off_unless_a_recipe_asks_for_it(load):
@@ -54,81 +52,15 @@ def test_what_is_under_way(load, overrides, live, inflight, chunk, streams):
     assert (config.min_groups_per_chunk, config.streams) == (chunk, streams)
 
 
-@pytest.mark.parametrize("section", ["embedded_cfg", "vllm_cfg"])
-def test_engines_may_start_anew(load, section):
-    vllm = [*VLLM, f"{GENERATION}.vllm_cfg.async_engine=true"] if section == "vllm_cfg" else []
-    config = load(*RUN, *vllm, f"{GENERATION}.{section}.max_restarts=2")
-    assert getattr(config.policy.generation, section).max_restarts == 2
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["policy.train_global_batch_size=64", f"{ASYNC}.min_groups_for_streaming_train=4"],
-            "grpo.async_grpo.min_groups_for_streaming_train: incompatible (enabled)",
-        ),
-        (
-            ["policy.train_global_batch_size=100"],
-            "policy.train_global_batch_size: not-divisible (num_prompts_per_step)",
-        ),
-        (
-            [f"{ASYNC}.min_groups_for_streaming_train=17"],
-            "grpo.async_grpo.min_groups_for_streaming_train: too-large (num_prompts_per_step)",
-        ),
-        (
-            [f"{ASYNC}.max_inflight_prompts=15"],
-            "grpo.async_grpo.max_inflight_prompts: too-small (num_prompts_per_step)",
-        ),
-        (
-            [f"{ASYNC}.rollout_timeout_s=30", f"{ASYNC}.stall_timeout_s=30"],
-            "grpo.async_grpo.stall_timeout_s: too-small (rollout_timeout_s)",
-        ),
-        (
-            [f"{GENERATION}.colocated.enabled=true"],
-            "policy.generation.colocated.enabled: incompatible (enabled)",
-        ),
-        (
-            list(VLLM),
-            "policy.generation.vllm_cfg.async_engine: requires (enabled)",
-        ),
-        (
-            [WHITENED, f"{ASYNC}.min_groups_for_streaming_train=4"],
-            "grpo.async_grpo.min_groups_for_streaming_train: incompatible (enabled)",
-        ),
-        *(
-            (
-                [f"{GENERATION}.mismatch.threshold=1.1", f"{GENERATION}.mismatch.action={action}"],
-                "policy.generation.mismatch.action: incompatible (threshold)",
-            )
-            for action in ("mask", "stop")
-        ),
-        (["+grpo.async_grpo.max_trainer_restarts=1"], "grpo.async_grpo.max_trainer_restarts: unknown-key"),
-        ([f"{ASYNC}.max_trajectory_age_steps=-1"], "grpo.async_grpo.max_trajectory_age_steps: not-allowed"),
-    ],
-)
-def test_refusals(refusals, overrides, message):
-    (text,) = refusals(*RUN, *overrides)
-    assert text.startswith(message)
-
-
-@pytest.mark.parametrize(
-    "remedy",
-    [
-        (APART, f"{GENERATION}.colocated.resources.gpus_per_node=1"),
-        ("cluster.gpus_per_node=0",),  # where they are processes of their own
-        (f"{ASYNC}.enabled=false",),
-    ],
-)
-def test_engines_beside_the_ranks_gpus_are_not(load, remedy):
-    load(ON, *TIS, *VLLM, f"{GENERATION}.vllm_cfg.async_engine=true", "cluster.gpus_per_node=2", *remedy)
+@pytest.mark.parametrize("vllm", [(), (*VLLM, f"{GENERATION}.vllm_cfg.async_engine=true")])
+def test_engines_may_start_anew(load, vllm):
+    assert load(*RUN, *vllm, f"{GENERATION}.max_restarts=2").policy.generation.max_restarts == 2
 
 
 def test_nothing_of_it_holds_of_a_run_that_takes_turns(load):
     load(
         "policy.train_global_batch_size=64",
         "grpo.use_dynamic_sampling=true",
-        "grpo.dynamic_sampling_max_gen_batches=2",
         f"{ASYNC}.min_groups_for_streaming_train=99",
         f"{ASYNC}.max_inflight_prompts=1",
         f"{GENERATION}.mismatch={{threshold: 1.1, action: stop}}",
@@ -146,9 +78,7 @@ class TestCorrection:
         assert not any(remarks(load(*self.LEFT_OUT, *TIS)))
         without = load(*self.LEFT_OUT, "loss_fn.use_importance_sampling_correction=false")
         (remark,) = remarks(without)
-        assert remark.startswith(
-            "loss_fn.use_importance_sampling_correction: false: older answers train as if"
-        )
+        assert remark.startswith("loss_fn.use_importance_sampling_correction: false: ")
 
     def test_on_policy_there_is_nothing_to_choose(self, load):
         config = load(*self.LEFT_OUT, f"{ASYNC}.max_trajectory_age_steps=0")
@@ -159,39 +89,6 @@ class TestCorrection:
         texts = refusals(*self.LEFT_OUT, "loss_fn.use_importance_sampling_correction=maybe")
         assert [text.partition(": ")[0] for text in texts] == ["loss_fn.use_importance_sampling_correction"]
         assert "loss_fn.use_importance_sampling_correction: not-allowed" in texts[0]
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["+grpo.reward_shaping={enabled: true, max_response_length: 4, overlong_buffer_length: 2}"],
-        ["+grpo.reward_scaling={enabled: true, target_max: 2.0}"],
-        ["grpo.overlong_filtering=true"],
-        ["grpo.val_at_start=true", "grpo.val_period=3"],
-        ["+policy.init_checkpoint=step_7"],
-        ["loss_fn.reference_policy_kl_penalty=0.1"],
-        ["loss_fn.reference_policy_kl_penalty=0.1", "loss_fn.use_kl_in_reward=true", WHITENED],
-        [WHITENED],
-        ["loss_fn.force_on_policy_ratio=true"],
-        ["max_consecutive_skips=1"],
-        ["policy.sequence_packing.enabled=true", "policy.megatron_cfg.use_fused_linear_logprobs=false"],
-        ["policy.sequence_packing.enabled=true", "+policy.megatron_cfg.fused_linear_logprobs_packed=true"],
-        ["policy.dynamic_batching.enabled=true"],
-        ["checkpointing.enabled=true", "checkpointing.resume=auto"],
-        ["policy.megatron_cfg.tensor_model_parallel_size=2"],
-        ["policy.megatron_cfg.pipeline_model_parallel_size=2"],
-        [f"{GENERATION}.mismatch.threshold=1.1"],
-        [f"{GENERATION}.mismatch={{threshold: 1.1, action: stop}}", f"{ASYNC}.max_trajectory_age_steps=0"],
-        [f"{ASYNC}.rollout_timeout_s=30", f"{ASYNC}.stall_timeout_s=31"],
-        ["cluster.gpus_per_node=2"],
-        ["grpo.use_dynamic_sampling=true"],
-    ],
-)
-def test_what_goes_with_it(load, overrides):
-    streamed = f"{ASYNC}.min_groups_for_streaming_train=4"
-    assert load(*RUN, *overrides).asynchronous
-    if WHITENED not in overrides:
-        assert load(*RUN, streamed, *overrides).streams
 
 
 def test_a_saved_recipe_is_the_same(load, tmp_path):
@@ -228,22 +125,6 @@ def test_every_algorithm_that_samples_has_it(ask, algorithm):
     assert (config.max_age, config.prompts_per_step, config.max_live_groups) == (2, 64, 3 * 64)
     assert not config.streams
     assert not any(remarks(config))
-
-
-@pytest.mark.parametrize("algorithm", OTHERS)
-@pytest.mark.parametrize(
-    ("override", "key", "told"),
-    [
-        ("min_groups_for_streaming_train=4", "min_groups_for_streaming_train", "incompatible (enabled)"),
-        ("min_groups_for_streaming_train=65", "min_groups_for_streaming_train", "too-large"),
-        ("max_inflight_prompts=63", "max_inflight_prompts", "too-small"),
-    ],
-)
-def test_refusals_name_the_section_of_the_algorithm(ask, algorithm, override, key, told):
-    of_groups = "train_global_batch_size" if algorithm == "dpo" else "num_prompts_per_step"
-    expected = told if "(" in told else f"{told} ({of_groups})"
-    with wrong_key(f"{algorithm}.async_{algorithm}.{key}: {expected}"):
-        ask(algorithm, f"{algorithm}.async_{algorithm}.{override}")
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "dpo", "sft", "distillation"])

@@ -1,22 +1,13 @@
 import pytest
-import yaml
 from refusals import wrong_key
 
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.data.datasets import DigitTaskSource, is_held_out
-from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.recipe.rules.policies import checked_policy
 from nemo_rl_mcore.recipe.rules.runs import checked_run
 
 
 def held_out(digits: int) -> int:
     return sum(is_held_out(f"{number:0{digits}d}>") for number in range(10**digits))
-
-
-_SELECTIVE = (
-    "+policy.megatron_cfg.activation_checkpointing=true",
-    "+policy.megatron_cfg.recompute_granularity=selective",
-)
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3, 4])
@@ -36,88 +27,7 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
     assert {len(prompt.text) for prompt in source.validation(5)} == {data.prompt_length}
 
 
-STAGES = ["policy.model.num_layers=6"]
 THREE_RANKS = ["policy.megatron_cfg.pipeline_model_parallel_size=3", "cluster.cpu_workers_per_node=3"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            [*STAGES, "policy.megatron_cfg.num_layers_in_first_pipeline_stage=1"],
-            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: requires (pipeline_model_parallel_size)",
-        ),
-        (
-            [*STAGES, *THREE_RANKS, "policy.megatron_cfg.num_layers_in_first_pipeline_stage=3"],
-            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: not-divisible (pipeline_model_parallel_size)",
-        ),
-        (
-            [*STAGES, *THREE_RANKS, "policy.megatron_cfg.num_layers_in_last_pipeline_stage=6"],
-            "policy.megatron_cfg.num_layers_in_last_pipeline_stage: not-divisible (pipeline_model_parallel_size)",
-        ),
-        (
-            [
-                *(*STAGES, *THREE_RANKS, "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"),
-                "policy.megatron_cfg.num_layers_in_first_pipeline_stage=2",
-            ],
-            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: incompatible "
-            "(virtual_pipeline_model_parallel_size)",
-        ),
-        (
-            [*STAGES, "policy.megatron_cfg.account_for_loss_in_pipeline_split=true"],
-            "policy.megatron_cfg.account_for_loss_in_pipeline_split: requires (pipeline_model_parallel_size)",
-        ),
-        (
-            [*STAGES, *THREE_RANKS, "policy.megatron_cfg.account_for_embedding_in_pipeline_split=true"],
-            "policy.megatron_cfg.account_for_embedding_in_pipeline_split: not-divisible "
-            "(pipeline_model_parallel_size)",
-        ),
-        (
-            [
-                *(*STAGES, *THREE_RANKS, "policy.megatron_cfg.account_for_loss_in_pipeline_split=true"),
-                "policy.megatron_cfg.num_layers_in_first_pipeline_stage=2",
-            ],
-            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: incompatible "
-            "(account_for_loss_in_pipeline_split)",
-        ),
-        (
-            ["+policy.megatron_cfg.gradient_accumulation_fusion=true"],
-            "policy.megatron_cfg.gradient_accumulation_fusion: requires (gpus_per_node)",
-        ),
-        (
-            [*_SELECTIVE, "+policy.megatron_cfg.recompute_modules=[layernorm]"],
-            "policy.megatron_cfg.recompute_modules: requires (gpus_per_node)",
-        ),
-        (
-            [*_SELECTIVE, "+policy.megatron_cfg.recompute_modules=[attention]"],
-            "policy.megatron_cfg.recompute_modules: not-allowed",
-        ),
-    ],
-)
-def test_refusals_between_sections(refusals, overrides, message):
-    assert any(message in text for text in refusals(*overrides))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["policy.megatron_cfg.tensor_model_parallel_size=2"],
-        ["policy.megatron_cfg.pipeline_model_parallel_size=2", "policy.model.tie_word_embeddings=true"],
-        ["policy.train_global_batch_size=128", "policy.train_micro_batch_size=32"],
-        ["grpo.val_period=0", "grpo.val_at_end=false", "grpo.max_val_samples=256"],
-        ["grpo.seed=42"],
-        ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
-        ["cluster.gpus_per_node=8", "policy.train_micro_batch_size=32", "policy.logprob_batch_size=32"],
-        [
-            "policy.model.num_layers=4",
-            "policy.megatron_cfg.pipeline_model_parallel_size=2",
-            "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2",
-            "policy.train_micro_batch_size=256",  # one microbatch: a stage fills up with an empty one
-        ],
-    ],
-)
-def test_layouts_and_losses_that_fit(load, overrides):
-    load(*overrides)
 
 
 def test_stages_may_have_numbers_of_layers_of_their_own(load):
@@ -136,35 +46,6 @@ def test_ranks_are_gpus_where_there_are_any(load):
     )
     assert (config.cluster.world_size, config.data_parallel_size) == (4, 4)
     assert load("policy.megatron_cfg.tensor_model_parallel_size=2").data_parallel_size == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("optimizer.clip_grad=0.5", ("max_grad_norm", 0.5)),
-        ("pipeline_dtype=bfloat16", ("precision", "bfloat16")),
-        ("optimizer.bf16=true", ("precision", "bfloat16")),
-        ("optimizer.bf16=false", ("precision", "float32")),
-    ],
-)
-def test_either_spelling_is_read(exemplar, tree, tmp_path, given, expected):
-    key, value = expected
-    tree["policy"].pop(key, None)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    config = load_config(tmp_path / "recipe.yaml", [f"++policy.megatron_cfg.{given}"])
-    assert getattr(config.policy, key) == value
-    assert getattr(checked_policy(config.policy), key) == value
-
-
-def test_a_critic_has_either_spelling_of_its_norm(exemplar):
-    config = load_config(exemplar.with_name("ppo_cpu.yaml"), ["++value.optimizer.clip_grad=0.5"])
-    assert config.value.max_grad_norm == 0.5
-
-
-def test_the_seed_of_nemo_rl_is_the_seed(tree):
-    del tree["seed"]
-    tree["grpo"]["seed"] = 7
-    assert GRPOMasterConfig.model_validate(tree).seed == 7
 
 
 @pytest.mark.parametrize("seed", [0, 2**31 - 1])

@@ -8,15 +8,13 @@ from nemo_rl_mcore.recipe.rules.runs import run_problems
 
 GENERATION = "policy.generation"
 APART = f"{GENERATION}.colocated.enabled=false"
-ON_GPUS = "cluster.gpus_per_node=2"
-RESOURCES = f"{GENERATION}.colocated.resources"
 FOREIGN = ("+policy.model.qk_layernorm=true", "+policy.model.add_qkv_bias=true")
 
 
 def test_the_ranks_answer_unless_a_recipe_asks_for_engines(load):
     generation = load().policy.generation
     assert generation.decodes_on_ranks
-    assert generation.embedded_cfg == EmbeddedConfig()
+    assert generation.engine == EmbeddedConfig()
     assert not load(APART).policy.generation.decodes_on_ranks
     vllm = load(f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2").policy.generation
     assert not vllm.decodes_on_ranks
@@ -29,32 +27,6 @@ def test_the_ranks_answer_unless_a_recipe_asks_for_engines(load):
 def test_every_algorithm_may_have_them(exemplar, recipe):
     config = load_config(exemplar.with_name(f"{recipe}.yaml"), [APART])
     assert not config.policy.generation.decodes_on_ranks
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [f"{GENERATION}.top_k=5", "policy.megatron_cfg.use_fused_linear_logprobs=false"],
-        [f"{GENERATION}.top_p=0.9", "policy.megatron_cfg.use_fused_linear_logprobs=false"],
-        [f"{GENERATION}.stop_strings=['5']"],
-        ["policy.megatron_cfg.tensor_model_parallel_size=2"],
-        ["policy.megatron_cfg.pipeline_model_parallel_size=2"],
-        [
-            *("policy.model.num_moe_experts=4", "policy.model.qk_layernorm=true"),
-            "policy.megatron_cfg.expert_model_parallel_size=2",
-        ],
-        [f"{GENERATION}.refit_transport=shared_memory"],
-        [f"{GENERATION}.embedded_cfg.engines=3"],
-        [ON_GPUS, f"{GENERATION}.embedded_cfg.engines=3"],
-        [
-            *(ON_GPUS, f"{GENERATION}.embedded_cfg.engines=4"),
-            f"{RESOURCES}={{gpus_per_node: 2, num_nodes: 2}}",
-        ],
-        [ON_GPUS, f"{GENERATION}.refit_transport=nccl"],
-    ],
-)
-def test_what_goes_with_them(load, overrides):
-    load(APART, *overrides)
 
 
 def test_none_of_it_holds_where_the_ranks_answer(load):

@@ -1,39 +1,9 @@
 """Agents that play the episodes: what goes with them, and what is refused by its key."""
 
-import pytest
-
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check.machine import agent_problems, needed_packages
 
 RECIPE = "examples/configs/grpo_agents_cpu.yaml"
-AGENT = "+env.endpoint={command: [python]}"
-ASYNCHRONOUS = (
-    "+grpo.async_grpo.enabled=true",
-    "policy.generation.colocated.enabled=false",
-    "loss_fn.use_importance_sampling_correction=true",
-)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("+env.endpoint={command: []}",), "env.endpoint.command: missing"),
-        (("+env.endpoint={command: ['']}",), "env.endpoint.command: missing"),
-        ((AGENT, "env.arithmetic=null", "+env.calculator={}"), "env.calculator: incompatible (endpoint)"),
-        (
-            (AGENT, *ASYNCHRONOUS, "+grpo.async_grpo.stall_timeout_s=1800"),
-            "grpo.async_grpo.stall_timeout_s: too-small (timeout_s)",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_named(refusals, overrides, message):
-    assert any(message in refusal for refusal in refusals(*overrides)), refusals(*overrides)
-
-
-@pytest.mark.parametrize("recipe", ["ppo_cpu", "dpo_cpu", "sft_cpu", "distillation_cpu"])
-def test_only_grpo_trains_on_sessions(refusals, recipe):
-    found = refusals(AGENT, recipe=f"{recipe}.yaml")
-    assert any("env.endpoint: incompatible" in one for one in found), found
 
 
 def test_several_calls_go_with_an_environment_that_scores_one_answer():

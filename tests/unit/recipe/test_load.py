@@ -207,7 +207,6 @@ def test_a_list_is_read(load):
         ("policy.megatron_cfg.optimizer.lr=1e-4", "policy.megatron_cfg.optimizer.lr", 1e-4),
         ("policy.megatron_cfg.optimizer.lr='2e-4'", "policy.megatron_cfg.optimizer.lr", 2e-4),
         ("data.max_input_seq_length=4", "data.max_input_seq_length", 4),
-        ("+grpo.seed=42", "grpo.seed", 42),
         ("++grpo.max_num_steps=3", "grpo.max_num_steps", 3),
         ("~loss_fn.entropy_coef", "loss_fn.entropy_coef", 0.0),
         ("~loss_fn.entropy_coef=0.02", "loss_fn.entropy_coef", 0.0),

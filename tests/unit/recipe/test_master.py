@@ -106,13 +106,6 @@ def test_the_command_of_another_algorithm_is_refused_by_name(algorithm, capsys):
     )
 
 
-@pytest.mark.parametrize("algorithm", RUN_CONFIGS)
-def test_the_seed_may_stand_in_the_section_of_any_algorithm(algorithm, tmp_path):
-    own = f"+{algorithm}.seed=7"
-    assert load_config(EXEMPLAR_OF[algorithm], ["~seed", own]).seed == 7
-    assert f"{algorithm}.seed: contradicts (seed)" in refused(EXEMPLAR_OF[algorithm], own)
-
-
 # --- what each one holds ------------------------------------------------------------------------------------
 
 
@@ -150,8 +143,6 @@ def test_the_critic_is_the_policy_with_its_own_optimizer():
     assert critic.model == config.policy.model
     assert (critic.train_micro_batch_size, critic.max_grad_norm) == (32, 0.5)
     assert (critic.megatron_cfg.optimizer.lr, config.policy.megatron_cfg.optimizer.lr) == (2e-3, 5e-4)
-    schedule = critic.megatron_cfg.scheduler
-    assert schedule.start_weight_decay == schedule.end_weight_decay == 0.01
     plain = load_config(EXEMPLAR_OF["ppo"])
     assert plain.models["value"].policy.max_grad_norm == plain.policy.max_grad_norm
 

@@ -1,4 +1,4 @@
-"""What wrong recipes are told: messages.yaml, which `pytest --write-messages` rewrites.
+"""What recipes are told: messages.yaml, which `pytest --write-messages` rewrites; those with no problem load.
 
 Each case has the codes and keys; those with words of their own, and one of each kind that is made of values, the words.
 """

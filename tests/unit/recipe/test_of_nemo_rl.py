@@ -41,7 +41,7 @@ def write(tmp_path):
 def test_a_recipe_of_theirs_is_one_problem_with_the_command(recipe):
     problem = problem_of(recipe)
     assert problem.path == str(recipe)
-    assert len(problem.related) > 80
+    assert len(problem.related) > 65
     assert f"{len(problem.related)} of its keys" in problem.what
     assert problem.related[0] in problem.what
     assert f"nemo-rl-mcore migrate {recipe}`" in problem.remedy
@@ -155,15 +155,15 @@ def test_keys_of_ours_alone_are_none_of_theirs():
 
 
 def test_what_does_not_carry_over_ends_the_command_unless_an_override_settles_it(capsys):
-    refused = ["policy.megatron_cfg.peft.enabled=true", "+policy.new_key=1"]
+    refused = ["policy.megatron_cfg.fp8_cfg.enabled=true", "+policy.new_key=1"]
     with pytest.raises(ConfigError) as caught:
         load_migrated(TINY, refused)
     assert {problem.path for problem in caught.value.problems} == {
-        "policy.megatron_cfg.peft",
+        "policy.megatron_cfg.fp8_cfg",
         "policy.new_key",
     }
     assert all(problem.remedy for problem in caught.value.problems)
-    load_migrated(TINY, [*refused, "~policy.new_key", "policy.megatron_cfg.peft.enabled=false"])
+    load_migrated(TINY, [*refused, "~policy.new_key", "policy.megatron_cfg.fp8_cfg.enabled=false"])
 
 
 def test_a_problem_of_a_moved_key_is_told_where_it_is_written(write):

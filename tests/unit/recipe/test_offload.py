@@ -23,22 +23,3 @@ APART = (*COLOCATED, "policy.generation.colocated.enabled=false")
 def test_it_goes_with_ranks_that_read_or_engines_that_take_turns(exemplar, recipe, offload, overrides):
     config = load_config(exemplar.with_name(recipe), [f"policy.offload={offload}", *overrides])
     assert all(plan.policy.offload == offload for plan in config.models.values())
-
-
-@pytest.mark.parametrize("place", ["true", "false"])
-@pytest.mark.parametrize(
-    "recipe", ["grpo_copy_cpu.yaml", "ppo_cpu.yaml", "sft_cpu.yaml", "distillation_cpu.yaml"]
-)
-def test_a_place_for_a_reference_that_is_not_there_is_a_warning(warnings, recipe, place):
-    assert warnings(f"policy.reference_on_device={place}", recipe=recipe) == [
-        "policy.reference_on_device: has-no-effect"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides"),
-    [("dpo_cpu.yaml", ()), ("grpo_copy_cpu.yaml", ("loss_fn.reference_policy_kl_penalty=0.1",))],
-)
-def test_a_reference_has_a_place(exemplar, recipe, overrides):
-    config = load_config(exemplar.with_name(recipe), ["policy.reference_on_device=false", *overrides])
-    assert config.policy.reference_on_device is False

@@ -7,7 +7,6 @@ from refusals import assert_holds, brief
 
 from nemo_rl_mcore.recipe.sources import Recipe, places
 
-MEGATRON = "policy.megatron_cfg"
 LENGTH = "policy.max_total_sequence_length"
 
 

@@ -22,46 +22,6 @@ def test_a_valid_tree_has_no_problems(tree):
     assert validated.config is not None
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "message"),
-    [
-        (
-            "policy",
-            "train_micro_batch_size",
-            "four",
-            "policy.train_micro_batch_size: not-allowed",
-        ),
-        ("policy", "train_micro_batch_size", 2.5, "policy.train_micro_batch_size: not-allowed"),
-        ("policy", "train_micro_batch_size", True, "policy.train_micro_batch_size: not-allowed"),
-        ("policy", "train_micro_batch_size", None, "policy.train_micro_batch_size: not-allowed"),
-        ("policy", "train_micro_batch_size", 0, "policy.train_micro_batch_size: not-allowed"),
-        ("policy", "precision", "double", "policy.precision: not-allowed"),
-        ("policy", "precision", "float16", "policy.precision: not-allowed"),
-        ("policy", "generation_batch_size", "x", "policy.generation_batch_size: not-allowed"),
-        ("policy", "generation", 3, "policy.generation: not-allowed"),
-        ("policy", "max_grad_norm", [1], "policy.max_grad_norm: not-allowed"),
-        ("policy", "max_grad_norm", {"a": 1}, "policy.max_grad_norm: not-allowed"),
-        ("loss_fn", "ratio_clip_c", 0.5, "loss_fn.ratio_clip_c: not-allowed"),
-        ("loss_fn", "token_level_loss", "yes", "loss_fn.token_level_loss: not-allowed"),
-        ("grpo", "normalize_reward", True, "grpo.normalize_reward: unknown-key"),
-        ("data", "dataset_name", "gsm8k", "data.dataset_name: not-allowed"),
-        ("logger", "log_dir", 3, "logger.log_dir: not-allowed"),
-    ],
-)
-def test_wrong_fields(tree, section, key, value, message):
-    tree[section][key] = value
-    problems = texts(tree)
-    assert len(problems) == 1
-    assert problems[0].startswith(f"{section}.{key}: ")
-    assert message in problems[0]
-
-
-@pytest.mark.parametrize(("value", "given"), [("all", "'all'"), (-1, "-1"), (True, "true"), (0.5, "0.5")])
-def test_a_field_of_several_kinds_refuses_a_value_once(tree, value, given):
-    tree["policy"]["megatron_cfg"]["fused_linear_logprobs_cache_bytes"] = value
-    assert texts(tree) == ["policy.megatron_cfg.fused_linear_logprobs_cache_bytes: not-allowed"]
-
-
 def test_values_inside_a_list_belong_to_the_list(tree):
     tree["policy"]["generation"]["stop_token_ids"] = [1, "x"]
     assert texts(tree) == [

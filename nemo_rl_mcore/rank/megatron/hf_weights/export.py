@@ -1,11 +1,11 @@
-"""Weights of a sharded model as Hugging Face tensors: streamed to whoever iterates, or written to a folder."""
+"""Weights of a sharded model as Hugging Face tensors: streamed, or written to a folder."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +17,7 @@ from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data.hub import EOS, GENERATION, end_ids, local_folder
 from nemo_rl_mcore.data.tokenizer import ChatTemplate, load_tokenizer
 from nemo_rl_mcore.models import all_weights, family_of
+from nemo_rl_mcore.models.adapters import LORA_A, LORA_B, adapted_weights, adapter_weights
 from nemo_rl_mcore.models.config_json import hf_config_of
 from nemo_rl_mcore.models.pretrained import read_hf_config, read_object
 from nemo_rl_mcore.models.weights import Weight
@@ -25,6 +26,7 @@ from nemo_rl_mcore.rank.agreement import agreed_on_first, together
 from nemo_rl_mcore.rank.megatron.hf_weights.files import ShardWriter
 from nemo_rl_mcore.rank.megatron.hf_weights.load import Place, local_parameters, this_place
 from nemo_rl_mcore.rank.megatron.hf_weights.packing import whole
+from nemo_rl_mcore.rank.megatron.lora import adapters_of
 from nemo_rl_mcore.rank.megatron.optimizer_state import gather_parameters
 from nemo_rl_mcore.rank.policy_backend import DTYPES
 
@@ -32,13 +34,13 @@ SHARD_BYTES = 5 * 10**9
 
 
 def full_tensors(
-    chunks: Sequence[torch.nn.Module], policy: PolicyConfig
+    chunks: Sequence[torch.nn.Module], policy: PolicyConfig, *, merged: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of the Hugging Face model, whole and on the device, on every rank, in the order of the layers.
 
     Every rank must iterate to the end: the steps are collective. One tensor is in memory at a time, with one weight
     beside it where a tensor holds those of all experts; a tensor may share memory with a parameter, so that what is to
-    outlast the iteration must be copied.
+    outlast the iteration must be copied. Adapters are in the weights that they are beside, unless `merged` is false.
     Raises ValueError for an architecture that no supported Hugging Face family has.
     """
     model, device = policy.model, accelerator.device()
@@ -46,30 +48,12 @@ def full_tensors(
     gather_parameters(chunks)
     place = this_place()
     own = {weight: parameter.detach() for weight, parameter in local_parameters(chunks, model, place)}
-    # The pipeline stage that holds each weight; the first one, where tied embeddings are on two.
-    keys = sorted({_stage_key(weight) for weight in own})
-    of_stages: list[list[str]] = [keys] * place.pipeline.size()
-    if place.pipeline.size() > 1:
-        dist.all_gather_object(of_stages, keys, group=place.pipeline)
-    stage_of = {key: stage for stage, keys in reversed([*enumerate(of_stages)]) for key in keys}
+    adapters = adapters_of(chunks) if merged else {}
 
-    def whole_of(weight: Weight) -> list[torch.Tensor]:
-        stage = stage_of[_stage_key(weight)]
-        if stage == place.pipeline.rank() and (weight.expert is None or weight in own):
-            layout = weight.slot.layout
-            cut = weight.expert is None and layout.dimension is not None
-            tensors = whole(
-                layout, _all_shards(own[weight], place, cut=cut), weight.slot.shapes(model), model
-            )
-        else:
-            dtype = _dtype(weight, policy)
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in weight.slot.shapes(model)]
-        if stage == place.pipeline.rank() and weight.expert is not None:
-            owner = weight.expert // ((model.num_moe_experts or 0) // place.expert.size())
-            _broadcast(tensors, owner, place.expert)
-        _broadcast(tensors, stage, place.pipeline)
-        return tensors
+    def part_of(weight: Weight) -> torch.Tensor:
+        return adapters[weight].merged(own[weight]) if weight in adapters else own[weight]
 
+    whole_of = _whole_weights(own.keys(), part_of, policy, place)
     for names, of_names in groupby(all_weights(model), key=lambda weight: weight.names):
         weights = [*of_names]
         first = weights[0]
@@ -83,6 +67,63 @@ def full_tensors(
             for tensor, part in zip(tensors, whole_of(weight), strict=True):
                 tensor[number].copy_(part)
         yield from zip(names, tensors, strict=True)
+
+
+def adapter_tensors(
+    chunks: Sequence[torch.nn.Module], policy: PolicyConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of adapters as the library peft names them, in the way of `full_tensors`.
+
+    Of a layer that is several there, such as queries, keys and values, each has the same A.
+    """
+    gather_parameters(chunks)
+    dim, own = policy.megatron_cfg.peft.dim, dict[Weight, torch.Tensor]()
+    for weight, adapter in adapters_of(chunks).items():
+        own |= zip(
+            adapter_weights(weight, dim), (adapter.lora_A.detach(), adapter.lora_B.detach()), strict=True
+        )
+    whole_of = _whole_weights(own.keys(), own.__getitem__, policy, this_place())
+    for weight in adapted_weights(policy):
+        a, b = adapter_weights(weight, dim)
+        (whole_a,) = whole_of(a)
+        for name, whole_b in zip(b.names, whole_of(b), strict=True):
+            yield name.replace(LORA_B, LORA_A), whole_a
+            yield name, whole_b
+
+
+def _whole_weights(
+    own: Collection[Weight], part_of: Callable[[Weight], torch.Tensor], policy: PolicyConfig, place: Place
+) -> Callable[[Weight], list[torch.Tensor]]:
+    """Return what makes the tensors of a weight from the ranks' parts; all ranks call both, and alike.
+
+    own: the weights of which this rank has a part, `part_of` each.
+    """
+    model, device = policy.model, accelerator.device()
+    # The pipeline stage that holds each weight; the first one, where tied embeddings are on two.
+    keys = sorted({_stage_key(weight) for weight in own})
+    of_stages: list[list[str]] = [keys] * place.pipeline.size()
+    if place.pipeline.size() > 1:
+        dist.all_gather_object(of_stages, keys, group=place.pipeline)
+    stage_of = {key: stage for stage, keys in reversed([*enumerate(of_stages)]) for key in keys}
+
+    def whole_of(weight: Weight) -> list[torch.Tensor]:
+        stage = stage_of[_stage_key(weight)]
+        if stage == place.pipeline.rank() and (weight.expert is None or weight in own):
+            layout = weight.slot.layout
+            cut = weight.expert is None and layout.dimension is not None
+            tensors = whole(
+                layout, _all_shards(part_of(weight), place, cut=cut), weight.slot.shapes(model), model
+            )
+        else:
+            dtype = _dtype(weight, policy)
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in weight.slot.shapes(model)]
+        if stage == place.pipeline.rank() and weight.expert is not None:
+            owner = weight.expert // ((model.num_moe_experts or 0) // place.expert.size())
+            _broadcast(tensors, owner, place.expert)
+        _broadcast(tensors, stage, place.pipeline)
+        return tensors
+
+    return whole_of
 
 
 def save_pretrained(
@@ -117,7 +158,7 @@ def save_pretrained(
     writer = ShardWriter(partial, bytes_of, shard_bytes)
     for name, tensor in full_tensors(chunks, policy):
         activity.advance(f"exporting {name}")
-        # While a file is written the others wait here, with patience, and not in the collectives of the next tensor.
+        # Other ranks wait for a file here, with the long timeout, and not in the collectives of the next tensor.
         with together(f"the export of {name}") if name in writer.ends_of_files else nullcontext():
             if writes:
                 writer.add(name, tensor)

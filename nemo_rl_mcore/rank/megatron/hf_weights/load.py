@@ -27,11 +27,12 @@ from nemo_rl_mcore.rank.megatron.hf_weights.files import TensorFiles
 from nemo_rl_mcore.rank.megatron.hf_weights.packing import find_weight, pack
 from nemo_rl_mcore.rank.megatron.model_class import language_models
 
-# Old checkpoints hold what is computed from the config.
+# Old checkpoints contain tensors that are computed from the config.
 _COMPUTED = r".+\.rotary_emb\.inv_freq"
 _SHOWN = 8
 _OF_TABLE = re.compile(rf".*\.{EXPERT_BIAS}")
-"""Buffers that are weights; the others are computed, or counted in."""
+"""Buffers that are weights; all others are computed."""
+OF_ADAPTERS = re.compile(r".*\.lora\.lora_[AB]")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def local_parameters(
         layers = [(layer.layer_number - 1) // parts for layer in decoder.layers]
         buffers = ((name, buffer) for name, buffer in stage.named_buffers() if _OF_TABLE.fullmatch(name))
         for name, parameter in (*stage.named_parameters(), *buffers):
-            yield find_weight(name, layers, first_expert, model), parameter
+            if not OF_ADAPTERS.fullmatch(name):
+                yield find_weight(name, layers, first_expert, model), parameter
 
 
 def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> None:
@@ -71,7 +73,7 @@ def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> 
     assert policy.model_name is not None
     activity.advance(f"fetching {policy.model_name}")
     folder = fetched_folder(policy.model_name)
-    # Again on the rank: the recipe may have been checked against a table of known models, or nothing.
+    # Checked again here: at load the model may have been known from a table only, or not at all.
     found = pretrained_model(str(folder), policy.hf_config_overrides)
     assert found is not None
     if problems := differences(policy.model, found, str(folder)):
@@ -91,7 +93,7 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
         for weight, parameter in local_parameters(chunks, model, place):
             activity.advance(f"loading {', '.join(weight.names)}")
             fill(parameter, _read(files, weight, place, model))
-            # A sum takes one pass where the weights are, and no memory; NaN and infinities are left of it.
+            # A sum is one pass on the device without memory, and keeps NaN and infinities.
             if not torch.isfinite(parameter.sum()):
                 _require_finite(files, weight)
             if weight.slot is outside.embedding and stored_although_tied:
@@ -104,7 +106,7 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
 
 
 def _require_finite(files: TensorFiles, weight: Weight) -> None:
-    """Name the tensor of a weight that holds what is no number; finite ones may have a sum that is too large."""
+    """Raise ValueError, naming the tensor, if a weight is not finite; a sum alone may overflow for finite ones."""
     for name in weight.names:
         values = files.read(name, (slice(None),) * len(files.shape(name)))
         wrong = values[~torch.isfinite(values)]
@@ -118,7 +120,7 @@ def _require_finite(files: TensorFiles, weight: Weight) -> None:
 
 def _check_names(files: TensorFiles, model: ModelConfig) -> None:
     found = files.names
-    # Not loaded: what is computed, and prediction layers, where the family's files have some.
+    # Not loaded: computed tensors, and prediction layers in the files of some families.
     predicting = None if missing_family(model) else family_of(model).predicting
     left_out = re.compile(_COMPUTED if predicting is None else f"{_COMPUTED}|{predicting(model)}")
     expected = {name for weight in all_weights(model) for name in weight.names}
@@ -162,16 +164,16 @@ def _read(files: TensorFiles, weight: Weight, place: Place, model: ModelConfig) 
 
 
 def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Set a parameter of which the values are the rows that tokens have."""
+    """Set a parameter, whose rows beyond the given ones are padding."""
     rows = values.shape[0]
     assert values.shape[1:] == parameter.shape[1:]
     assert rows <= parameter.shape[0]
     parameter[:rows].copy_(values)
-    parameter[rows:].zero_()  # rows that fill the embedding up, and are no tokens
+    parameter[rows:].zero_()  # padding rows of the embedding
 
 
 class WholeWeightFilling:
-    """Implements `rank.policy_backend.WeightFilling`: a parameter is set once all its tensors are there."""
+    """Implements `rank.policy_backend.WeightFilling`: a parameter is set once all its tensors have arrived."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], model: ModelConfig) -> None:
         self._model = model

@@ -70,12 +70,10 @@ def test_colocated_engines_see_the_gpus_of_consecutive_ranks_of_one_machine():
 def test_engines_apart_have_the_gpus_that_are_given_or_as_many_as_they_need(monkeypatch, resources, engines):
     cluster = RayCluster(ClusterConfig(gpus_per_node=4))
     reserved = []
-    monkeypatch.setattr(
-        cluster, "reserve_gpus", lambda *asked: reserved.append(asked) or PlacementGroup.empty()
-    )
+    monkeypatch.setattr(cluster, "reserve", lambda *asked: reserved.append(asked) or PlacementGroup.empty())
     colocated = ColocatedConfig.model_validate({"enabled": False, "resources": resources})
     placed = place_engines(cluster, kind(engines=3, processes=2), colocated, Placement(()), [])
-    assert reserved == [(2 * engines, 1)]
+    assert reserved == [({"GPU": 2 * engines, "CPU": 2 * engines}, 1)]
     assert [slot.options["num_gpus"] for slot in placed.slots] == [2] * engines
 
 

@@ -173,7 +173,7 @@ def test_an_engine_that_stops_or_stands_still_is_killed_at_its_deadline(cluster,
             await asyncio.sleep(0.3)
             lost = kill(engines, 0, signal.SIGSTOP) if engine is FakeEngine else engine_of(engines, 0)
             began = time.monotonic()
-            message = r"fake engine 0 .*made no progress for 3 s \(policy.generation.fake.call_timeout_s\)"
+            message = "fake engine 0 .*made no progress for 3 s, at"
             with pytest.raises(EngineDiedError, match=message):
                 await group
             assert time.monotonic() - began < 30

@@ -13,25 +13,11 @@ from ray.util.placement_group import PlacementGroup
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.config.generation import ColocatedConfig
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.engine_fleet import Share, place_engines, shares_of
+from nemo_rl_mcore.driver.actors.engine_fleet import place_engines, shares_of
 from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
 from nemo_rl_mcore.driver.actors.places import Placement, RankSlot
 from nemo_rl_mcore.engine.engine import EngineMachines
-
-
-@pytest.mark.parametrize(
-    ("engine", "size", "per_node", "shares"),
-    [
-        (0, 2, 8, [Share(0, 0, 2)]),
-        (5, 2, 8, [Share(1, 2, 2)]),
-        (3, 8, 8, [Share(3, 0, 8)]),
-        (1, 16, 8, [Share(2, 0, 8), Share(3, 0, 8)]),
-        (1, 12, 4, [Share(3, 0, 4), Share(4, 0, 4), Share(5, 0, 4)]),
-    ],
-)
-def test_an_engine_has_a_part_of_a_machine_or_several_whole_ones(engine, size, per_node, shares):
-    assert shares_of(engine, size, per_node) == tuple(shares)
 
 
 @pytest.mark.parametrize(("per_node", "nodes"), [(1, 6), (2, 6), (4, 4), (8, 3)])
@@ -40,10 +26,13 @@ def test_engines_have_every_place_once(per_node, nodes):
     for size in [size for size in range(1, places + 1) if not places % size]:
         if per_node % size and size % per_node:
             continue
+        shares = [shares_of(engine, size, per_node) for engine in range(places // size)]
+        assert {sum(share.count for share in of_engine) for of_engine in shares} == {size}
+        assert {share.count for of_engine in shares for share in of_engine} == {min(size, per_node)}
         held = [
             (share.node, share.first + at)
-            for engine in range(places // size)
-            for share in shares_of(engine, size, per_node)
+            for of_engine in shares
+            for share in of_engine
             for at in range(share.count)
         ]
         assert held == [divmod(place, per_node) for place in range(places)], size
@@ -86,12 +75,12 @@ def test_engines_on_the_gpus_of_ranks_have_those_of_whole_machines(monkeypatch):
 def test_engines_apart_have_the_gpus_of_whole_machines(monkeypatch):
     cluster, reserved = cluster_of(monkeypatch, num_nodes=1, gpus_per_node=4), []
     group = PlacementGroup.empty()
-    monkeypatch.setattr(cluster, "reserve_gpus", lambda *asked: reserved.append(asked) or group)
+    monkeypatch.setattr(cluster, "reserve", lambda *asked: reserved.append(asked) or group)
     apart = ColocatedConfig.model_validate(
         {"enabled": False, "resources": {"gpus_per_node": 4, "num_nodes": 4}}
     )
     placed = place_engines(cluster, kind(processes=8), apart, Placement(()), [])
-    assert reserved == [(4, 4)]
+    assert reserved == [({"GPU": 4, "CPU": 4}, 4)]
     assert [(slot.rank, bundle(slot), slot.options["num_gpus"]) for slot in placed.slots] == [
         (0, 0, 4), (0, 1, 4), (1, 2, 4), (1, 3, 4),
     ]  # fmt: skip

@@ -8,7 +8,7 @@ from refusals import assert_holds, refused
 
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.driver.actors import cluster as clusters
-from nemo_rl_mcore.driver.actors.cluster import RayCluster, await_nodes, lost_nodes
+from nemo_rl_mcore.driver.actors.cluster import RayCluster, await_nodes
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.stage("processes")]
 ROOM = {"CPU": 0.1}
@@ -39,7 +39,7 @@ def test_a_machine_is_gone_when_its_raylet_does_not_answer_or_ray_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     [node] = ray.nodes()
-    mine = node["NodeID"]
+    mine, lost_nodes = node["NodeID"], RayCluster(two_machines()).lost_nodes
     assert lost_nodes([mine]) == {}
     silent = {**node, "NodeManagerPort": 1}
     for gone in (silent, {**node, "Alive": False}):

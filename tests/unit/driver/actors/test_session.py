@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_rl_mcore.driver.actors.session import Reaper, kill, processes_of, state_of
+from nemo_rl_mcore.driver.actors.cluster import Reaper, kill, processes_of, state_of
 
 pytestmark = pytest.mark.stage("processes")
 
@@ -68,7 +68,7 @@ def test_the_reaper_ends_a_session_whose_driver_was_killed_and_no_other(start, t
         [
             *(sys.executable, "-c"),
             "import sys, time; "
-            "from nemo_rl_mcore.driver.actors.session import Reaper; "
+            "from nemo_rl_mcore.driver.actors.cluster import Reaper; "
             "reaper = Reaper('writers', sys.argv[1]); print('ready', flush=True); time.sleep(600)",
             str(folder),
         ],

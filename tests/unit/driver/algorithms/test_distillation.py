@@ -1,6 +1,5 @@
 """Distillation over Protocol fakes: whose answers, what the teacher is asked, and the policy gradient beside it."""
 
-import pytest
 import torch
 from algorithm_fakes import (
     LARGE_REWARDS,
@@ -13,7 +12,6 @@ from algorithm_fakes import (
     source,
     train,
 )
-from refusals import refusals_of
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.distillation import DistillationTrainer
@@ -128,32 +126,3 @@ def test_its_penalty_asks_the_reference():
     policy, _, _, _ = run(loss_fn=RL | {"rl": {"reference_policy_kl_penalty": 0.1}})
     assert policy.calls[1:6] == ["generate", "offload", "logprobs", "reference", "topk"]
     assert "reference_policy_logprobs" in policy.batches[0]
-
-
-@pytest.mark.parametrize(
-    ("distillation", "loss_fn", "message"),
-    [
-        (
-            {"on_policy": False, "num_generations_per_prompt": 1},
-            RL,
-            "loss_fn.rl_weight: requires (on_policy)",
-        ),
-        (
-            {"topk_logits_k": 33},
-            {},
-            "distillation.topk_logits_k: too-large (vocab_size)",
-        ),
-        (
-            {},
-            {"rl_weight": 1.0, "rl": {"use_kl_in_reward": True}},
-            "loss_fn.rl.use_kl_in_reward: incompatible (name)",
-        ),
-        (
-            {},
-            {"rl_weight": 1.0, "rl": {"force_on_policy_ratio": True}},
-            "loss_fn.rl.force_on_policy_ratio: incompatible (train_global_batch_size)",
-        ),
-    ],
-)
-def test_recipes_that_would_fail_at_their_first_step_are_refused(distillation, loss_fn, message):
-    assert message in refusals_of(lambda: recipe("distillation", distillation=distillation, loss_fn=loss_fn))

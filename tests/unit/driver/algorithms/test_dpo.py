@@ -12,7 +12,7 @@ from nemo_rl_mcore.driver.algorithms.dpo import DPOTrainer, best_against_worst
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.losses import DPOLossFn
 
-ONLINE = {"online": True, "num_generations_per_prompt": 3}
+ONLINE = {"num_generations_per_prompt": 3}
 MEGATRON = {"optimizer": {"lr": 1e-3}}
 
 
@@ -71,12 +71,11 @@ def test_the_loss_is_that_of_the_recipe(fused):
 
 
 def test_a_validation_offline_takes_the_loss_of_held_out_pairs_too():
-    policy, notes, pairs = run(val_period=2, val_batches=2, val_global_batch_size=3, val_micro_batch_size=2)
+    policy, notes, pairs = run(val_period=2, val_batches=2, val_global_batch_size=3)
     assert policy.calls[-6:] == ["validate", "offload", *["reference", "evaluate"] * 2]
     call = policy.evaluated[0]
     asked = [call.data["input_ids"] for call in policy.evaluated]
     assert torch.equal(torch.cat(asked), pairs.rows(pairs.prompts.validation(6))["input_ids"])
-    assert {call.mbs for call in policy.evaluated} == {4}, "two pairs"
     first = int(call.data["token_mask"][0].argmax())
     assert call.data["reference_policy_logprobs"][0, first - 1] == first, "rolled as in training"
     found = notes.steps[2]
@@ -144,12 +143,6 @@ def test_a_dropped_answer_is_neither_the_best_nor_the_worst():
     assert batch["row"][:4].tolist() == [0, 2, 3, 4]
     assert batch["sample_mask"].tolist() == [1, 1, 1, 1, 0, 0]
     assert with_signal == pytest.approx(2 / 3)
-
-
-def test_ties_for_the_best_and_the_worst_still_make_a_pair():
-    batch, _ = pairs_of([1.0, 0.0, 1.0, 0.0])
-    assert batch["rewards"].tolist() == [1, 0]
-    assert batch["sample_mask"].tolist() == [1, 1]
 
 
 def test_the_reference_of_given_answers_is_asked_for_once():

@@ -14,12 +14,16 @@ from nemo_rl_mcore.driver.algorithms.advantages import (
     GRPOAdvantageEstimator,
     ReinforcePlusPlusAdvantageEstimator,
 )
+from nemo_rl_mcore.driver.algorithms.algorithm import rollout_metrics
 from nemo_rl_mcore.driver.algorithms.dpo import best_against_worst
-from nemo_rl_mcore.driver.algorithms.step_metrics import rollout_metrics
-from nemo_rl_mcore.driver.rollouts.draw import has_signal
-from nemo_rl_mcore.driver.rollouts.episode_rows import dropped_rows
-from nemo_rl_mcore.driver.rollouts.metrics import check_drops, episode_metrics
-from nemo_rl_mcore.driver.rollouts.player import RolloutCollector, concatenate_batches
+from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
+from nemo_rl_mcore.driver.rollouts.scheduler import has_signal
+from nemo_rl_mcore.driver.rollouts.transcript import (
+    check_drops,
+    concatenate_batches,
+    dropped_rows,
+    episode_metrics,
+)
 from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.recipe.load import load_config

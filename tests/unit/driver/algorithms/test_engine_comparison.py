@@ -18,7 +18,7 @@ from nemo_rl_mcore.driver.algorithms.engine_comparison import (
     bounds_of,
     compare,
     compare_at_start,
-    prompts_to_compare,
+    rows_to_compare,
 )
 
 PROMPTS = [[3, 4, 5], [1]]
@@ -134,19 +134,13 @@ def test_a_run_compares_at_the_temperature_of_its_logprobs():
         compare_at_start(config, Policy(1.0), Engines(vocabulary=vocabulary), PROMPTS)
 
 
-class Source:
-    """A `PromptSource` that tells the step and the count."""
-
-    def train_batch(self, step, count):
-        return [Prompt(i, "" if i == 2 else f"{step}{count}" * 30, "") for i in range(count)]
-
-
 def test_the_prompts_are_the_first_of_the_step_as_far_as_both_sides_take_them():
     config, tokenizer = recipe("grpo"), load_tokenizer("char")
-    rows = prompts_to_compare(config, Source(), tokenizer, 3)
+    prompts = [Prompt(i, "" if i == 2 else "35" * 30, "") for i in range(config.prompts_per_step)]
+    rows = rows_to_compare(config, prompts, tokenizer)
     assert len(rows) == min(4, config.prompts_per_step)
     longest = config.policy.max_total_sequence_length - 1
-    assert rows[0] == tokenizer.encode(f"3{config.prompts_per_step}" * 30)[:longest]
+    assert rows[0] == tokenizer.encode("35" * 30)[:longest]
     if len(rows) > 2:
         assert rows[2] == [tokenizer.eos_token_id]
 

@@ -14,16 +14,14 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.driver.algorithms.advantages import make_advantage_estimator
+from nemo_rl_mcore.driver.algorithms.algorithm import rollout_metrics
 from nemo_rl_mcore.driver.algorithms.dpo import best_against_worst
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch, compare_with_engine, table_of_batch
 from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer, shuffled
-from nemo_rl_mcore.driver.algorithms.step_metrics import rollout_metrics
-from nemo_rl_mcore.driver.rollouts.draw import shape_rewards
-from nemo_rl_mcore.driver.rollouts.episode_rows import EpisodeRows, as_rows
-from nemo_rl_mcore.driver.rollouts.metrics import check_drops
 from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
-from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
+from nemo_rl_mcore.driver.rollouts.scheduler import shape_rewards
+from nemo_rl_mcore.driver.rollouts.transcript import as_rows, check_drops, require_sampled_ids
 from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 
@@ -331,7 +329,7 @@ def test_dynamic_sampling_keeps_groups_whole_with_their_dropped_episodes():
 
     def run_with(dropped_sample):
         policy, notes = FakePolicy(), Notes()
-        config = recipe("grpo", grpo={"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 9})
+        config = recipe("grpo", grpo={"use_dynamic_sampling": True})
         plain = collector(config, policy)
         environments = Dropping(plain.environments.environment, dropped=dropped_sample)
         lossy = replace(plain, environments=environments, max_drop_rate=0.5)
@@ -365,14 +363,3 @@ class Dropping(LocalEnvironments):
             else replace(reply, reward=reply.reward + 0.5)
             for row, reply in enumerate(super().replies(turns))
         ]
-
-
-def test_what_is_joined_is_parted_again():
-    _, parts = whole_and_parts(dropped=(2,))
-    episodes = EpisodeRows.of(parts)
-    joined = episodes.joined(parts["values"], fill=-1)
-    assert joined.shape == (5, 3 * COLUMNS)
-    assert (joined[1, COLUMNS:] == -1).all()
-    kept = parts["episode_index"] != 2
-    assert torch.equal(episodes.parted(joined), parts["values"] * kept.unsqueeze(1))
-    assert episodes.on_rows(torch.arange(1, 6)).tolist() == [1, 1, 2, 0, 0, 0, 0, 3, 3, 4, 4, 4, 5]

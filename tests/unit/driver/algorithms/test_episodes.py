@@ -15,18 +15,15 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
-from nemo_rl_mcore.driver.algorithms.step_metrics import samples_of
-from nemo_rl_mcore.driver.rollouts.episode_rows import as_rows
-from nemo_rl_mcore.driver.rollouts.metrics import episode_metrics
-from nemo_rl_mcore.driver.rollouts.player import (
-    ONE_ANSWER,
-    EpisodeForm,
-    Episodes,
-    Rollout,
-    RolloutCollector,
+from nemo_rl_mcore.driver.algorithms.algorithm import samples_of
+from nemo_rl_mcore.driver.rollouts.player import ONE_ANSWER, EpisodeForm, Episodes, Rollout, RolloutCollector
+from nemo_rl_mcore.driver.rollouts.transcript import (
+    as_rows,
     concatenate_batches,
+    episode_metrics,
+    sampled_versions,
+    trained_columns,
 )
-from nemo_rl_mcore.driver.rollouts.transcript import sampled_versions, trained_columns
 from nemo_rl_mcore.errors import RunStoppedError
 
 TOKENIZER = load_tokenizer("char")

@@ -9,7 +9,7 @@ from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakePolicy, Notes, collect
 from refusals import assert_holds, refused
 
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
-from nemo_rl_mcore.driver.algorithms.run_checkpoints import TooManySkippedStepsError, open_checkpoints
+from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
 
 
 def master(grpo=None, loss_fn=None, recompute="auto", **top):
@@ -22,13 +22,6 @@ def run(config, policy=None, **options):
     policy, notes = policy or FakePolicy(), Notes()
     train(GRPOTrainer(config, policy, collector(config, policy), source(config), notes), **options)
     return policy, notes
-
-
-def test_the_engine_gets_the_weights_before_each_step_and_each_validation():
-    policy, _ = run(master())
-    assert policy.versions == [(0, 0), (1, 1)], "version and steps trained"
-    policy, _ = run(master({"val_at_start": True, "val_at_end": True}))
-    assert policy.versions == [(0, 0), (0, 0), (1, 1), (2, 2)]
 
 
 def test_each_step_reports_the_mismatch_and_masks_what_is_above_the_threshold():
@@ -70,16 +63,6 @@ def test_the_reference_is_asked_only_where_the_kl_penalty_is_not_zero():
     assert torch.equal(reference, columns * policy.batches[0]["token_mask"])
 
 
-def test_advantages_compare_a_sample_with_the_others_of_its_prompt():
-    policy, _ = run(master(grpo={"adv_estimator": {"normalize_rewards": False}}))
-    batch = policy.batches[0]
-    for row in range(batch.size):
-        group = batch["prompt_index"] == batch["prompt_index"][row]
-        others = (batch["rewards"][group].sum() - batch["rewards"][row]) / 2
-        wanted = batch["rewards"][row] - others
-        assert torch.allclose(batch["advantages"][row], wanted.expand(batch["advantages"].shape[1]))
-
-
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
 def test_a_step_with_large_advantages_says_once_of_which_prompt(name, capsys):
     estimator = {"name": name, "normalize_rewards": False}
@@ -114,28 +97,6 @@ def test_advantages_of_rows_that_are_not_trained_are_nobodys_business(capsys):
     assert not capsys.readouterr().err
 
 
-def test_metrics_of_several_optimizer_steps_combine_by_their_kind():
-    policy, notes = run(master())
-    step = notes.steps[1]
-    assert step["train/loss"] == 0.75  # weighted by the tokens of each step
-    assert step["train/num_valid_samples"] == 40.0
-    assert step["train/global_valid_toks"] == 40.0
-    assert step["train/lr"] == 0.25
-    assert "train/values_min" not in step
-    assert step["train/probs_ratio_min"] == 0.25
-    assert step["train/probs_ratio_max"] == 3.0
-    assert step["train/grad_norm"] == 1.5
-    assert step["train/skipped_steps"] == 0
-    assert step["train/reward"] == pytest.approx(float(policy.batches[0]["rewards"].mean()))
-
-
-def test_overlong_filtering_drops_samples_that_did_not_end():
-    policy, notes = run(master(grpo={"overlong_filtering": True}))
-    batch = policy.batches[0]
-    assert torch.equal(batch["sample_mask"] == 0, batch["sample_index"] == 1)
-    assert notes.steps[1]["train/truncation_rate"] == pytest.approx(1 / 3)
-
-
 def test_dynamic_sampling_trains_on_full_steps_of_groups_with_signal():
     policy, notes = run(master(grpo={"use_dynamic_sampling": True}))
     for batch in policy.batches:
@@ -164,6 +125,7 @@ def test_what_is_written_of_an_answer_is_what_was_trained():
     prompts = {"num_prompts_per_step": 12, "reward_scaling": scaling, "overlong_filtering": True}
     policy, notes = run(master(grpo=prompts))
     batch, of_step = policy.batches[0], [sample for sample in notes.sampled if sample.step == 1]
+    assert torch.allclose(batch["rewards"], 2 * batch["environment_rewards"] - 1)
     for row, sample in enumerate(of_step):
         rewards = batch["environment_rewards"][row], batch["rewards"][row]
         assert (sample.reward, sample.shaped_reward) == rewards
@@ -175,21 +137,11 @@ def test_what_is_written_of_an_answer_is_what_was_trained():
     assert len({sample.advantage_first for sample in of_step}) > 1
 
 
-def test_dynamic_sampling_that_finds_no_signal_says_which_keys_to_change():
-    config = master(
-        grpo={"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1, "batch_multiplier": 1.0}
-    )
+def test_dynamic_sampling_that_finds_no_signal_says_which_keys_to_change(monkeypatch):
+    monkeypatch.setattr("nemo_rl_mcore.driver.rollouts.start.MOST_ROUNDS", 1)
+    config = master(grpo={"use_dynamic_sampling": True, "batch_multiplier": 1.0})
     with refused("too-few-groups", 4):
         run(config)
-
-
-def test_reward_scaling_feeds_training_while_the_report_keeps_the_reward():
-    scaling = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": -1.0, "target_max": 1.0}
-    policy, notes = run(master(grpo={"reward_scaling": scaling}))
-    _, plain = run(master())
-    assert notes.steps[1]["train/reward"] == plain.steps[1]["train/reward"]
-    batch = policy.batches[0]
-    assert torch.allclose(batch["rewards"], 2 * batch["environment_rewards"] - 1)
 
 
 def test_reward_shaping_takes_the_penalty_off_long_answers_only_in_training():
@@ -235,25 +187,6 @@ def test_a_validation_over_several_sources_tells_each(monkeypatch):
     assert metrics["validation/reward"] == pytest.approx(of_both)
 
 
-def test_skipped_steps_are_counted_and_end_the_run_at_the_limit_after_they_were_logged():
-    policy, notes = FakePolicy(reasons=["the loss is nan"] * 2), Notes()
-    config = master(grpo={"max_num_steps": 9}, max_consecutive_skips=5)
-    with pytest.raises(TooManySkippedStepsError, match="step 3"):
-        train(GRPOTrainer(config, policy, collector(config, policy), source(config), notes))
-    assert [notes.steps[step]["train/skipped_steps"] for step in (1, 2, 3)] == [2, 4, 6]
-
-
-def test_reinforce_whitens_over_the_samples_that_are_kept():
-    estimator = {"name": "reinforce_plus_plus"}
-    many = {"overlong_filtering": True, "adv_estimator": estimator, "num_prompts_per_step": 12}
-    policy, _ = run(master(grpo=many))
-    batch = policy.batches[0]
-    kept = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)).bool()
-    advantages = batch["advantages"][kept]
-    assert advantages.mean() == pytest.approx(0.0, abs=1e-6)
-    assert advantages.std(unbiased=False) == pytest.approx(1.0, abs=1e-3)
-
-
 def run_with_checkpoints(folder, last_step, skips=99, **grpo):
     section = {"enabled": True, "checkpoint_dir": str(folder), "save_period": 2}
     grpo = {"max_num_steps": last_step, "max_val_samples": 4, **grpo}
@@ -270,18 +203,6 @@ def test_a_resumed_run_is_the_rest_of_the_run(tmp_path):
     assert second.calls == ["load", "update_weights", "generate", "offload", "train", "save"]
     assert before.steps | after.steps == whole.steps
     assert after.steps[4]["train/skipped_steps"] == 8, "the skipped steps before count"
-
-
-def test_a_run_that_had_ended_does_nothing_more(tmp_path):
-    run_with_checkpoints(tmp_path, 2)
-    policy, notes = run_with_checkpoints(tmp_path, 2)
-    assert (policy.calls, notes.steps) == (["load", "update_weights"], {})
-
-
-def test_skipped_steps_in_a_row_are_counted_across_a_resume(tmp_path):
-    run_with_checkpoints(tmp_path, 2)
-    with pytest.raises(TooManySkippedStepsError, match=r"step 3: .* 6 times"):
-        run_with_checkpoints(tmp_path, 9, skips=6)
 
 
 def test_a_validation_may_sample_several_answers_and_counts_prompts_with_a_reward():

@@ -74,29 +74,6 @@ def test_a_step_with_large_advantages_says_so(capsys):
     assert all(" 100 " in line for line in written)
 
 
-def test_a_penalty_in_the_reward_lowers_the_returns():
-    keys = {"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k2"}
-    estimator = {"name": "gae", "gae_lambda": 1.0, "normalize_advantages": False}
-    policy, _, _ = run({"adv_estimator": estimator}, keys)
-    batch = policy.batches[0]
-    single = batch["token_mask"].sum(1) == 1
-    place = batch["token_mask"][single].argmax(1)
-    # The fake reference says the number of the column, and the policy 0: k2 is half of its square.
-    expected = batch["rewards"][single] - 0.5 * place.square() / 2
-    found = batch["returns"][single].gather(1, place[:, None])[:, 0]
-    torch.testing.assert_close(found, expected)
-
-
-def test_samples_that_are_left_out_do_not_count_in_the_whitening():
-    policy, _, _ = run({"overlong_filtering": True, "num_prompts_per_step": 12})
-    batch = policy.batches[0]
-    kept = (batch["token_mask"] * batch["sample_mask"][:, None]) != 0
-    assert (batch["sample_mask"] == 0).sum() == 12
-    advantages = batch["advantages"][kept]
-    assert advantages.mean() == pytest.approx(0, abs=1e-6)
-    assert advantages.std() == pytest.approx(1, abs=1e-3)
-
-
 def test_each_epoch_has_its_order_and_both_models_share_it():
     policy, critic, _ = run({"ppo_epochs": 3})
     assert policy.calls[5:11] == ["train value", "train"] * 3

@@ -135,13 +135,6 @@ def test_what_changes_no_result_is_not_told(tmp_path, override):
         (["policy.model.num_layers=3"], "policy.model.num_layers: 3 (was 2)"),
         (["policy.model.tie_word_embeddings=true"], "policy.model.tie_word_embeddings: true (was false)"),
         (["policy.precision=bfloat16"], "policy.precision: bfloat16 (was float32)"),
-        (
-            [
-                "policy.megatron_cfg.optimizer.optimizer=sgd",
-                "policy.megatron_cfg.optimizer.use_distributed_optimizer=false",
-            ],
-            "policy.megatron_cfg.optimizer.optimizer: sgd (was adam)",
-        ),
     ],
 )
 def test_another_policy_stops_the_run_and_leaves_the_checkpoints(tmp_path, overrides, told):
@@ -171,10 +164,6 @@ def test_a_checkpoint_of_another_algorithm_stops_the_run(tmp_path, resume):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (
-            ["value.optimizer.optimizer=sgd", "value.optimizer.use_distributed_optimizer=false"],
-            "value.optimizer.optimizer: sgd (was adam)",
-        ),
         (["policy.precision=bfloat16"], "policy.precision: bfloat16 (was float32)"),
         (["policy.model.num_layers=3"], "policy.model.num_layers: 3 (was 2)"),
     ],

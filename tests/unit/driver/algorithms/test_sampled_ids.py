@@ -10,9 +10,9 @@ from refusals import refused
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import digest_of_ids, digests_of_rows
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.driver.rollouts.player import Rollout, concatenate_batches
+from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.driver.rollouts.saved import load_groups, save_groups
-from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
+from nemo_rl_mcore.driver.rollouts.transcript import concatenate_batches, require_sampled_ids
 from nemo_rl_mcore.errors import RunStoppedError
 
 TURNS, TOKENS = 3, 40

@@ -24,11 +24,11 @@ from test_turns import ONLINE, distillation, dpo, grpo, ppo
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.turns import Reply
+from nemo_rl_mcore.driver.algorithms.algorithm import samples_of
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
-from nemo_rl_mcore.driver.algorithms.step_metrics import samples_of
-from nemo_rl_mcore.driver.rollouts.episode_rows import as_rows
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.start import draw_of
+from nemo_rl_mcore.driver.rollouts.transcript import as_rows
 
 ALL = {"rollouts": {"answers_with_tokens": 99}}
 NUMBERS = ("generation_logprobs", "prev_logprobs", "advantages")
@@ -237,7 +237,7 @@ def test_a_validation_has_tables_of_its_own_that_are_not_trained_on(make):
 
 @pytest.mark.parametrize(
     ("section", "tables"),
-    [({"answers_with_tokens": 2}, 2), ({"answers_with_tokens": 0}, 0), ({"enabled": False}, 0)],
+    [({"answers_with_tokens": 2}, 2), ({"answers_with_tokens": 0}, 0), ({"answers_with_tokens": None}, 0)],
 )
 def test_the_recipe_says_of_how_many_answers(section, tables):
     config, policy, notes = recipe("grpo", logger={"rollouts": section}), FakePolicy(), Notes()
@@ -247,7 +247,7 @@ def test_the_recipe_says_of_how_many_answers(section, tables):
 
 
 def test_dynamic_sampling_tells_tokens_of_what_is_trained_on():
-    _, algorithm = grpo(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=9)
+    _, algorithm = grpo(use_dynamic_sampling=True)
     notes = ran(algorithm)
     of_step = [sample for sample in notes.sampled if sample.step == 1 and not sample.of_validation]
     assert any(sample.sample_mask == 0 for sample in of_step)

@@ -7,7 +7,7 @@ import torch
 from algorithm_fakes import train_result
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
+from nemo_rl_mcore.driver.algorithms.algorithm import join_results, rollout_metrics, train_metrics
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.losses.base import MetricKind
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP

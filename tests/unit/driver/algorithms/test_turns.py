@@ -28,7 +28,7 @@ VALIDATED = {
     "val_at_end": True,
     "max_val_samples": 2,
 }
-ONLINE = {"online": True, "num_generations_per_prompt": 2}
+ONLINE = {"num_generations_per_prompt": 2}
 GIVEN = {"on_policy": False, "num_generations_per_prompt": 1}
 PENALTY = {"reference_policy_kl_penalty": 0.1}
 
@@ -69,7 +69,7 @@ def distillation(**keys):
     "make",
     [
         *(grpo, ppo, dpo, sft, distillation),
-        lambda: grpo(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=9),
+        lambda: grpo(use_dynamic_sampling=True),
         lambda: dpo(**ONLINE),
         lambda: distillation(**GIVEN),
     ],

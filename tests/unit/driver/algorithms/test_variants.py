@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.advantages import make_advantage_estimator, rows_with_signal
-from nemo_rl_mcore.driver.rollouts.draw import penalize_overlong
+from nemo_rl_mcore.driver.rollouts.scheduler import penalize_overlong
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.models.memory import reference_place
 from nemo_rl_mcore.recipe.load import load_config
@@ -183,13 +183,6 @@ def test_the_recipe_makes_the_loss_of_the_paper(name, x):
     gradients = [torch.autograd.grad(loss, x.current)[0] for loss in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-8)
     assert gradients[0].abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_the_losses_are_different_ones(name, x):
-    found = of_recipe(load_config(RECIPES[name]), x).item()
-    others = [formula(x).item() for other, formula in FORMULAS.items() if other != name]
-    assert min(abs(found - other) for other in others) > 1e-3
 
 
 @pytest.mark.parametrize("name", FORMULAS)

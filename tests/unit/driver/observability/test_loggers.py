@@ -18,9 +18,8 @@ from written_samples import sample
 
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, loggers
-from nemo_rl_mcore.driver.observability.ending import exit_status_of
 from nemo_rl_mcore.driver.observability.loggers import TensorBoardLogger, kept_run_id, tables_of
-from nemo_rl_mcore.driver.signals import stop_signals
+from nemo_rl_mcore.driver.signals import exit_status_of, stop_signals
 
 
 class FakeService:
@@ -78,7 +77,8 @@ def run_of_three(tmp_path: Path, monkeypatch, *services: FakeService, **config: 
 
 def test_loggers_get_each_step_with_its_answers_and_the_end(tmp_path, monkeypatch) -> None:
     service = FakeService()
-    told = run_of_three(tmp_path, monkeypatch, service, sample_table_period=2)
+    monkeypatch.setattr(loggers, "TABLE_PERIOD", 2)
+    told = run_of_three(tmp_path, monkeypatch, service)
     assert service.calls == [
         ("open",),
         ("log", 1, 0.25, ["validation/samples"]),

@@ -74,22 +74,6 @@ def test_recipe_metrics_answers_and_the_end_are_there(tmp_path) -> None:
     assert not (Path.cwd() / "mlruns").exists()
 
 
-def test_a_resumed_run_is_the_same_one_and_a_run_anew_is_another(tmp_path) -> None:
-    for resumed_step, steps in ((None, (1, 2, 3)), (2, (3, 4)), (None, (1,))):
-        recipe = RECIPE | {"seed": resumed_step or 0}
-        with recorder(tmp_path, resumed_step, recipe) as begun:
-            for step in steps:
-                begun.log(step, {"train/reward": step / 4 + (resumed_step or 0)})
-        assert " fails: " not in told(begun)
-    client, (first, anew) = stored(tmp_path)
-    history = client.get_metric_history(first.info.run_id, "train/reward")
-    assert [metric.step for metric in history] == [1, 2, 3, 3, 4]
-    assert [metric.value for metric in history][-2:] == [2.75, 3.0]
-    assert first.data.params["seed"] == "0", "MLflow allows no other"
-    assert artifact(client, first, "recipe.json")["seed"] == 2
-    assert first.info.status == anew.info.status == "FINISHED"
-
-
 def test_a_resumed_run_that_the_store_does_not_have_is_a_new_one_there(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # MLflow puts the files of a store of one's own below the working folder
     for resumed_step, name in ((None, "one.db"), (1, "other.db")):

@@ -118,7 +118,8 @@ def test_the_lines_over_all_steps_cover_the_run_from_its_first_step_and_from_bef
     display, screen = make(terminal=True, total=1000, steps_before=400)
     rows = [{"step": s, "train/reward": float(s > 200), "timing/total": float(s)} for s in range(1, 401)]
     with closing(display):
-        display.recall(rows[:399])
+        for row in rows[:399]:
+            display.take(int(row["step"]), row)
         display.log(400, rows[399])
     last_panel = screen.getvalue()[screen.getvalue().rindex("copy") :]
     assert "▁" * 20 + "█" * 20 in last_panel

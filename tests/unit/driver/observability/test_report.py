@@ -56,10 +56,6 @@ def test_cpu_times_and_metrics_without_a_finite_value_have_no_line() -> None:
     assert "reward" not in text
 
 
-def test_unknown_metrics_are_summarised_when_there_are_no_others() -> None:
-    assert "perplexity" in printed(summary_tables([{"step": 1, "perplexity": 3.0}])[0])
-
-
 def test_the_report_shows_samples_and_files(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
     (tmp_path / "rollouts").mkdir()

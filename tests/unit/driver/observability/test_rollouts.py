@@ -100,7 +100,7 @@ def test_at_the_bound_the_oldest_steps_go_but_every_tenth_and_it_is_said_once(
     write(open_sink(tmp_path / "one"), 1, response=text)
     size = (tmp_path / "one/rollouts/step_1.jsonl.gz").stat().st_size
     said: list[str] = []
-    monkeypatch.setattr("nemo_rl_mcore.driver.observability.rollouts._MOST_BYTES", 4.5 * size)
+    monkeypatch.setattr("nemo_rl_mcore.driver.observability.sinks._MOST_BYTES", 4.5 * size)
     sink = open_sink(tmp_path, None, said)
     write(sink, *range(7, 13), response=text)
     if resumed:
@@ -117,7 +117,7 @@ def test_nothing_is_removed_below_the_bound_and_nothing_written_where_that_is_sw
 ) -> None:
     write(open_sink(tmp_path), 1, 2)
     assert len(names(tmp_path)) == 2
-    write(open_sink(tmp_path, enabled=False), 1)
+    write(open_sink(tmp_path, answers_with_tokens=None), 1)
     assert names(tmp_path) == ["rollouts.1/step_1.jsonl.gz", "rollouts.1/step_2.jsonl.gz"]
 
 

@@ -88,19 +88,6 @@ def test_recipe_metrics_answers_and_the_end_are_there(tmp_path, monkeypatch) -> 
     assert f"wandb sync {folder}\n" in told(run)
 
 
-def test_a_resumed_run_is_the_same_one_and_loses_no_step_and_a_run_anew_is_another(tmp_path) -> None:
-    for resumed_step, steps in ((None, (1, 2, 3)), (1, (2, 3, 4)), (None, (1,))):
-        recipe = RECIPE | {"seed": resumed_step or 0}
-        with recorder(tmp_path, resumed_step, recipe) as run:
-            for step in steps:
-                run.log(step, {"train/reward": step / 4})
-    first, resumed, anew = runs(tmp_path)
-    assert run_of(first).run_id == run_of(resumed).run_id != run_of(anew).run_id
-    assert [row["step"] for row in rows_of(first)] == [1, 2, 3]
-    assert [row["step"] for row in rows_of(resumed)] == [2, 3, 4], "two of them for the second time"
-    assert config_of(resumed)["seed"] == 1
-
-
 @pytest.mark.parametrize(("error", "code"), [(RuntimeError, 1), (KeyboardInterrupt, 130)])
 def test_how_a_run_ends_is_told(error, code, tmp_path) -> None:
     def run() -> None:
@@ -161,11 +148,3 @@ def test_a_wandb_that_dies_or_hangs_or_is_not_there_is_told_and_left_behind(mode
     assert "k" * 40 not in ended.stdout
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 99
     assert "wandb sync" not in ended.stdout.splitlines()[-1]
-
-
-def test_a_run_that_is_disabled_writes_nothing(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    with recorder(tmp_path) as run:
-        run.log(1, {"train/reward": 0.5})
-    assert not runs(tmp_path)
-    assert " fails: " not in told(run)

@@ -1,4 +1,4 @@
-"""Engines whose answers come when a test lets them; a `RolloutEngines` for the state of rollouts alone."""
+"""Engines whose answers come when a test lets them; an `EngineGeneration` for the state of rollouts alone."""
 
 import asyncio
 import threading
@@ -6,7 +6,8 @@ import threading
 import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.rollouts.player import Rollout, concatenate_batches
+from nemo_rl_mcore.driver.rollouts.player import Rollout
+from nemo_rl_mcore.driver.rollouts.transcript import concatenate_batches
 from nemo_rl_mcore.engine.engine import EngineDiedError
 
 TOKENS = 4
@@ -116,7 +117,7 @@ class FakeDraw:
         self.groups_per_step, self.steps, self.threads = groups_per_step, [], set()
 
     def groups_of(self, step):
-        from nemo_rl_mcore.driver.rollouts.draw import DrawnGroup
+        from nemo_rl_mcore.driver.rollouts.scheduler import DrawnGroup
 
         self.steps.append(step)
         self.threads.add(threading.current_thread().name)

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.states import GroupState, StepState
+from nemo_rl_mcore.driver.rollouts.ledger import GroupState, Ledger, StepState
 
 LIVE = (GroupState.INFLIGHT, GroupState.READY, GroupState.LEASED)
 

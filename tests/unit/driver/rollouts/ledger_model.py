@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from nemo_rl_mcore.driver.rollouts.events import Token
-from nemo_rl_mcore.driver.rollouts.states import Limits, StepState
+from nemo_rl_mcore.driver.rollouts.ledger import Limits, StepState
 
 
 @dataclass

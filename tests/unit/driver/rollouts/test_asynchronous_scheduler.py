@@ -13,11 +13,10 @@ from nemo_rl_mcore.config.algorithm import AsyncRolloutsConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
 from nemo_rl_mcore.driver.rollouts.events import Segment
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.metrics import pace_metrics
+from nemo_rl_mcore.driver.rollouts.ledger import GroupState, Ledger, LedgerError, Limits, StepState
 from nemo_rl_mcore.driver.rollouts.player import WEIGHT_VERSIONS
-from nemo_rl_mcore.driver.rollouts.saved import GroupArchive, load_groups, segments_of
-from nemo_rl_mcore.driver.rollouts.states import GroupState, LedgerError, Limits, StepState
+from nemo_rl_mcore.driver.rollouts.saved import GroupArchive, load_groups, versions_of
+from nemo_rl_mcore.driver.rollouts.transcript import pace_metrics
 from nemo_rl_mcore.errors import FolderError, RunStoppedError
 
 N = 3
@@ -394,7 +393,8 @@ def test_a_folder_that_cannot_be_written_to_is_told_once_the_step_is_finished(tm
 
 def test_segments_begin_where_the_oldest_weights_of_a_group_change():
     versions = torch.tensor([[3, 3, 4, 4, -1], [3, 4, 4, 5, 5], [3, -1, -1, -1, -1]])
-    assert segments_of(versions) == [Segment(0, 3), Segment(2, 4), Segment(4, 5)]
+    group = BatchedDataDict(weight_versions=versions)
+    assert versions_of(group, 9) == [Segment(0, 3), Segment(2, 4), Segment(4, 5)]
 
 
 def test_training_that_waits_for_groups_to_end_before_an_update_is_idle():

@@ -8,8 +8,7 @@ from ledger_check import check
 from refusals import refused
 
 from nemo_rl_mcore.driver.rollouts.events import Segment
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.states import LedgerError, Limits
+from nemo_rl_mcore.driver.rollouts.ledger import Ledger, Limits
 
 
 def make(n=2, max_age=1, last_step=5, max_attempts=2, **start):
@@ -37,26 +36,6 @@ def fill(ledger):
         generate(ledger)
 
 
-def test_groups_of_steps_that_are_not_redone_are_forgotten():
-    ledger = make(n=2, max_age=0, last_step=9)
-    for _ in range(4):
-        fill(ledger)
-        train(ledger)
-        ledger.publish()
-    assert ledger.retained(0) == {*range(8)}
-    assert ledger.retained(3) == {6, 7}
-    ledger.checkpointed(3)
-    assert ledger.chunks_of(4) == [[6, 7]]
-    with refused("unknown-step", 3, [4], by=LedgerError):
-        ledger.chunks_of(3)
-    with refused("forgotten-step", 3, 2, by=LedgerError):
-        ledger.retained(2)
-    with refused("unfinished-step", 5, by=LedgerError):
-        ledger.forget(5)
-    fill(ledger)
-    assert ledger.retained(4) == {8, 9}
-
-
 def test_a_long_run_costs_and_holds_as_much_at_its_end_as_at_its_begin():
     ledger = make(n=64, max_age=2, last_step=300)
     kept, before = [], time.thread_time()
@@ -69,15 +48,6 @@ def test_a_long_run_costs_and_holds_as_much_at_its_end_as_at_its_begin():
     seconds = time.thread_time() - before
     assert {*kept[:295]} == {(128, 0)}
     assert seconds < 10  # about 0.1; a look at all positions in each call takes minutes
-
-
-def test_a_run_can_begin_at_a_version():
-    ledger = make(version=3, incarnation=2)
-    assert (ledger.version, ledger.published, ledger.cursor) == (3, 3, 6)
-    token = ledger.dispatch()
-    assert (token.incarnation, token.position, token.attempt) == (2, 6, 1)
-    assert ledger.retained(3) == set()
-    check(ledger)
 
 
 @pytest.mark.parametrize(
@@ -123,20 +93,6 @@ def resume(saved, n=2, max_age=2, **more):
     )
 
 
-def test_a_resumed_run_keeps_ready_groups_failures_and_drops():
-    ledger = resume(saved_run())
-    assert (ledger.version, ledger.published, ledger.cursor, ledger.incarnation) == (1, 1, 6, 1)
-    assert ledger.dropped == {"timeout": 1}
-    assert ledger.retained(1) == {2, 4}
-    assert ledger.next_position == 5
-    token = ledger.dispatch()
-    assert (token.position, token.attempt) == (5, 3)
-    assert ledger.fail(token, "timeout")
-    assert ledger.dropped == {"timeout": 2}
-    check(ledger)
-    assert resume(saved_run(), incarnation=7).dispatch().incarnation == 7
-
-
 @pytest.mark.parametrize(
     ("change", "code", "field"),
     [
@@ -156,11 +112,6 @@ def test_a_damaged_save_is_refused(change, code, field):
     change(saved)
     with refused(code, field):
         resume(saved)
-
-
-def test_a_save_that_is_none_is_refused():
-    with refused("ledger-fields", "it: "):
-        resume([])
 
 
 def test_limits_that_a_run_cannot_go_on_with_are_refused():

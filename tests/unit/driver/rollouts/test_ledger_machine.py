@@ -5,8 +5,14 @@ import pytest
 from ledger_machine import run_machine
 
 from nemo_rl_mcore.driver.rollouts import ledger as ledger_module
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.states import AsCompleted, GroupState, InOrder, LedgerError, StepState
+from nemo_rl_mcore.driver.rollouts.ledger import (
+    AsCompleted,
+    GroupState,
+    InOrder,
+    Ledger,
+    LedgerError,
+    StepState,
+)
 
 
 def test_any_order_of_events():

@@ -7,7 +7,7 @@ import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.mismatch import correction_metrics, table_of_batch
-from nemo_rl_mcore.driver.rollouts.metrics import Pace, age_metrics, pace_metrics
+from nemo_rl_mcore.driver.rollouts.transcript import Pace, age_metrics, pace_metrics
 
 
 def test_ages_are_of_tokens_and_mixtures_of_responses():

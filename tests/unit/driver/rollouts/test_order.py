@@ -7,11 +7,14 @@ import pytest
 from refusals import refused
 
 from nemo_rl_mcore.config.algorithm import AsyncRolloutsConfig
-from nemo_rl_mcore.driver.rollouts import ledger as ledger_module
 from nemo_rl_mcore.driver.rollouts.events import Segment
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.saved import SavedLedger
-from nemo_rl_mcore.driver.rollouts.states import ORDERS, AsCompleted, GroupState, LedgerError, Limits
+from nemo_rl_mcore.driver.rollouts.ledger import (
+    ORDERS,
+    GroupState,
+    Ledger,
+    Limits,
+    SavedLedger,
+)
 
 
 def a_ledger(order, *, n=1, max_age, events=None):
@@ -75,13 +78,6 @@ def test_a_group_at_the_largest_age_is_waited_for():
     assert ledger.leasable() == [3, 4]  # one that is asked for again is as new as the weights
 
 
-class LooksAtThisStepAlone(AsCompleted):
-    """Waits for groups at the largest age, and does not see that several will reach it together."""
-
-    def _free_places(self, groups, room):
-        return [super()._free_places(groups, room)[0], *[room.groups] * room.max_age]
-
-
 def two_slow_groups(max_age=2):
     """Answers come at once, but for the first two prompts."""
     ledger = a_ledger("as_completed", max_age=max_age)
@@ -98,27 +94,6 @@ def test_groups_that_will_reach_the_largest_age_together_are_waited_for_in_time(
     assert ledger.leasable() == []
     answer(ledger, slow[1])
     assert ledger.leasable() == [1]
-
-
-def test_to_look_at_the_step_alone_leaves_groups_that_no_step_can_train_in_time(monkeypatch):
-    monkeypatch.setattr(ledger_module, "ORDERS", {"as_completed": LooksAtThisStepAlone()})
-    ledger, slow = two_slow_groups()
-    assert train(ledger) == [3]
-    answer(ledger, slow[0], slow[1], version=0)
-    ledger.begin()
-    ledger.lease(ledger.leasable())
-    with refused("left-behind", [1], by=LedgerError):  # two of the largest age, and one place
-        ledger.finishing()
-
-
-def test_as_completed_with_nothing_in_flight_fills_its_steps():
-    ledger = a_ledger("as_completed", n=3, max_age=2)
-    trained = []
-    for _ in range(5):
-        tokens = [*dispatched(ledger).values()]
-        answer(ledger, *reversed(tokens))
-        trained += train(ledger)
-    assert trained == [*range(15)]
 
 
 def test_a_saved_run_as_completed_goes_on_with_groups_that_have_overtaken_others():
@@ -171,42 +146,6 @@ def test_a_saved_group_that_is_too_old_already_is_refused(order):
     lower = Limits(1, 1, last_step=20, max_attempts=1, order=order)
     with refused("trajectory-age", "max_trajectory_age_steps", 1):
         SavedLedger.parse(ledger.to_json(), lower)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_spare_groups_are_taken_in_every_order(order):
-    ledger = Ledger(Limits(2, 0, last_step=3, max_attempts=1, spare=2, order=order), lambda event: None)
-    tokens = dispatched(ledger)
-    answer(ledger, *[tokens[position] for position in (0, 1, 2)])
-    ledger.begin()
-    assert ledger.leasable() == [0, 1]
-
-
-def test_spare_groups_are_none_of_a_version_that_is_behind_nor_of_a_step_after_the_last():
-    ledger = Ledger(Limits(1, 0, last_step=2, max_attempts=1, spare=1), lambda event: None)
-    for step in (1, 2):
-        answer(ledger, ledger.dispatch())
-        ledger.begin()
-        ledger.lease(ledger.leasable())
-        ledger.finishing()
-        assert not ledger.may_dispatch()
-        ledger.finish()
-        assert not ledger.may_dispatch()
-        ledger.publish()
-        assert ledger.may_dispatch() == (step == 1)
-
-
-def test_a_step_does_not_end_before_its_spare_groups_are_put_away():
-    ledger = Ledger(Limits(1, 0, last_step=2, max_attempts=1, spare=2), lambda event: None)
-    tokens = dispatched(ledger)
-    answer(ledger, tokens[0], tokens[1])
-    ledger.begin()
-    ledger.lease([0])
-    with refused("left-behind", [1, 2], by=LedgerError):
-        ledger.finishing()
-    ledger.unused(1, "the step is full")
-    ledger.requeue(tokens[2], "the step is full")
-    ledger.finishing()
 
 
 @pytest.mark.parametrize("order", ORDERS)

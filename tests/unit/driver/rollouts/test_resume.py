@@ -19,12 +19,12 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.driver.parts import open_parts
-from nemo_rl_mcore.driver.rollouts.draw import Draw
 from nemo_rl_mcore.driver.rollouts.events import Timeline, read_events
+from nemo_rl_mcore.driver.rollouts.ledger import GroupState, StepState
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
 from nemo_rl_mcore.driver.rollouts.saved import SavedRollouts
+from nemo_rl_mcore.driver.rollouts.scheduler import Draw
 from nemo_rl_mcore.driver.rollouts.start import open_rollouts, read_saved, without_strangers
-from nemo_rl_mcore.driver.rollouts.states import GroupState, StepState
 from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES
 from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
@@ -160,7 +160,7 @@ def test_ready_groups_are_ready_again_with_their_data_and_nothing_is_asked_twice
             again = run.rollouts.groups.get(position)
             assert [*again] == [key for key in group if key != RESPONSES]
             assert all(same(again[key], group[key]) for key in again)
-            assert ledger.min_version(position) == int(group["weight_versions"][:, -TOKENS:].min())
+            assert ledger._groups[position].min_version == int(group["weight_versions"][:, -TOKENS:].min())
         for step in range(3, LAST + 1):
             run.train(step)
             check(ledger)
@@ -470,12 +470,3 @@ def test_a_run_that_takes_the_weights_alone_begins_anew(tmp_path):
     with going(tmp_path / "other", weights) as run:
         assert run.checkpoints.resumed_step is None
         assert run.train(1) == [0, 1, 2]
-
-
-def test_a_chunk_that_has_got_the_columns_of_its_training_does_not_disturb_the_next_one(tmp_path):
-    with going(tmp_path) as run, run.rollouts.open_step(1) as groups:
-        sizes: list[int] = []
-        for chunk in groups.chunks(1):
-            chunk.batch["advantages"] = torch.zeros(chunk.batch.size)
-            sizes.append(chunk.batch.size)
-        assert sum(sizes) == N * ROWS

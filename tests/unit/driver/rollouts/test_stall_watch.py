@@ -11,8 +11,7 @@ from refusals import assert_refused
 
 from nemo_rl_mcore.config.algorithm import AsyncRolloutsConfig
 from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.states import Limits
+from nemo_rl_mcore.driver.rollouts.ledger import Ledger, Limits
 from nemo_rl_mcore.driver.signals import deferred_stop_signals, stop_signals
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.rank import activity

@@ -6,8 +6,7 @@ import pytest
 from refusals import refused
 
 from nemo_rl_mcore.driver.rollouts.events import EventLog, RunLog, Segment
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.states import Limits
+from nemo_rl_mcore.driver.rollouts.ledger import Ledger, Limits
 from nemo_rl_mcore.errors import FolderError, RunStoppedError
 
 LIMITS = Limits(groups_per_step=1, max_age=0, last_step=3, max_attempts=1)

@@ -7,10 +7,8 @@ from ledger_check import check
 from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.rollouts.draw import EQUAL_REWARDS
-from nemo_rl_mcore.driver.rollouts.ledger import Ledger
-from nemo_rl_mcore.driver.rollouts.scheduler import SURPLUS, SynchronousScheduler
-from nemo_rl_mcore.driver.rollouts.states import ORDERS, GroupState, Limits, StepState
+from nemo_rl_mcore.driver.rollouts.ledger import ORDERS, GroupState, Ledger, Limits, StepState
+from nemo_rl_mcore.driver.rollouts.scheduler import EQUAL_REWARDS, SURPLUS, SynchronousScheduler
 from nemo_rl_mcore.errors import RunStoppedError
 
 N = 3

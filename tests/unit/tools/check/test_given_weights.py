@@ -99,7 +99,12 @@ def test_one_rank_answers_where_one_of_the_run_had_room(tmp_path, of_the_run, of
 
 
 def test_the_section_eval_says_how_answers_are_drawn(recipe):
-    sampling = ["eval.temperature=0.5", "eval.top_p=0.9", "eval.max_new_tokens=2", "eval.top_k=3"]
+    sampling = [
+        "eval.temperature=0.5",
+        "eval.top_p=0.9",
+        "policy.generation.max_new_tokens=2",
+        "eval.top_k=3",
+    ]
     config = as_evaluated(load_over_given_weights(sampling, config=recipe))
     drawn = config.policy.generation
     assert (drawn.temperature, drawn.top_p, drawn.max_new_tokens, drawn.top_k) == (0.5, 0.9, 2, 3)
@@ -119,15 +124,7 @@ def test_the_section_eval_says_how_answers_are_drawn(recipe):
         ("eval --config {recipe} --hf {tmp}", "holds no config.json"),
         ("eval --config {recipe} --checkpoint {hf}", "is a Hugging Face folder, and no checkpoint of a run"),
         ("eval --config {recipe} --checkpoint {tmp}", "is no whole checkpoint"),
-        (
-            "eval --config {recipe} eval.max_new_tokens=8",
-            "eval.max_new_tokens: 8 leaves no room for a prompt",
-        ),
         ("eval --config {recipe} eval.sets.rows.data_path=none.jsonl", "eval.sets.rows.data_path: "),
-        (
-            "eval --config {recipe} eval.k_values=[2]",
-            "eval.k_values: [2] is not allowed with eval.num_tests_per_prompt: 1",
-        ),
         ("generate --hf {hf}", "--prompt: missing"),
     ],
 )
@@ -138,16 +135,15 @@ def test_mistakes_are_told_at_load(folder, recipe, tmp_path, capsys, arguments, 
 
 
 @pytest.mark.parametrize(
-    "arguments", ["eval --hf a --checkpoint b", "generate --prompt x", "generate --hf a --samples 0"]
+    "arguments",
+    [
+        "eval --hf a --checkpoint b",
+        "generate --prompt x",
+        "generate --hf a --samples 0",
+        "generate --hf a --prompt 1 --samples 2 --greedy",
+    ],
 )
 def test_the_command_line_names_one_kind_of_weights(arguments):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments.split())
     assert ended.value.code == 2
-
-
-def test_a_greedy_answer_is_asked_for_once(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["generate", "--hf", "folder", "--prompt", "1", "--samples", "2", "--greedy"])
-    assert ended.value.code == 2
-    assert "--greedy gives the same answer 2 times" in capsys.readouterr().err

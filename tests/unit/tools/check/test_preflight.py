@@ -9,11 +9,9 @@ from nemo_rl_mcore.driver.run_folder import checkpoints_on_disk
 from nemo_rl_mcore.models.memory import estimate_memory
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
-from nemo_rl_mcore.tools.check.render import _bytes, render, sections_of, subject_of
+from nemo_rl_mcore.tools.check.render import render, sections_of, subject_of
 
 UNFUSED = "policy.megatron_cfg.use_fused_linear_logprobs=false"
-CACHE = "policy.megatron_cfg.fused_linear_logprobs_cache_bytes"
-UNCACHED = f"{CACHE}=0"
 ONE_ROW = "policy.megatron_cfg.fused_linear_logprobs_chunk_size=1"
 TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
 CP2 = "policy.megatron_cfg.context_parallel_size=2"
@@ -126,7 +124,7 @@ HYBRID = (
         "policy.model.mamba_num_heads=4",
     ),
     *("policy.model.mamba_head_dim=16", "policy.model.mamba_num_groups=2", "policy.model.mamba_state_dim=8"),
-    *("policy.model.activation_func=squared_relu", "policy.model.position_embedding_type=none"),
+    "policy.model.activation_func=squared_relu",
 )
 # What is projected, the convolution, three numbers a head, two norms, and the output.
 MAMBA = (2 * 64 + 2 * 2 * 8 + 4) * 64 + 96 * 5 + 3 * 4 + 2 * 64 + 64 * 64
@@ -148,15 +146,17 @@ ATTENTION, MLP = 41_088 - 3 * 64 * 128 - 64, 2 * 64 * 128 + 64
         ),
         (["policy.precision=bfloat16"], "optimizer", 86_336 * 12 // 2),
         (["policy.megatron_cfg.optimizer.use_distributed_optimizer=false"], "optimizer", 86_336 * 8),
-        (["policy.megatron_cfg.optimizer.optimizer=sgd"], "optimizer", 86_336 * 4 // 2),
         (["loss_fn.reference_policy_kl_penalty=0.1"], "reference", 86_336 * 4),
-        ([UNCACHED, "policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"], "logits", 2 * 16 * 32 * 4),
+        (
+            ["policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"],
+            "logits",
+            2 * 16 * 32 * 4 + 128 * 8 * 32,
+        ),
         ([ONE_ROW], "logits", 2 * 32 * 4 + 128 * 8 * 32),
         ([ONE_ROW, TP2], "logits", 2 * 16 * 4 + 128 * 8 * 16),
         # Only the tokens of training are kept for a backward pass.
         ([ONE_ROW, "policy.logprob_batch_size=256"], "logits", 2 * 32 * 4 + 128 * 8 * 32),
         ([ONE_ROW, "policy.model.vocab_size=2000000"], "logits", 2 * 2_000_000 * 4 + 2**30),
-        ([ONE_ROW, f"{CACHE}={2**40}"], "logits", 2 * 32 * 4 + 128 * 8 * 32 * 4),
         (
             [UNFUSED, "policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"],
             "logits",
@@ -171,11 +171,6 @@ ATTENTION, MLP = 41_088 - 3 * 64 * 128 - 64, 2 * 64 * 128 + 64
             ],
             "logits",
             2 * 96 * 32 * 4,
-        ),
-        (
-            ["policy.megatron_cfg.fused_linear_logprobs_cache_bytes=5000"],
-            "logits",
-            2 * 128 * 8 * 32 * 4 + 5000,
         ),
         ([TP2, UNFUSED], "logits", 2 * 128 * 8 * 16 * 4),
         # Each rank has the five norms whole.
@@ -213,35 +208,17 @@ def test_memory_follows_the_recipe(load, overrides, field, expected):
     assert getattr(estimate_memory(load(*overrides)).models["policy"], field) == expected
 
 
-@pytest.mark.parametrize(("algorithm", "rows"), [("sft", 1), ("dpo", 2)])
-def test_memory_has_room_for_the_loss_of_a_validation(algorithm, rows):
-    def logits(*overrides):
-        recipe = f"examples/configs/quickstart/{algorithm}_cpu.yaml"
-        given = [*overrides, UNFUSED.replace("policy", "++policy", 1)]
-        return estimate_memory(load_config(recipe, given)).models["policy"].logits
-
-    assert logits(f"+{algorithm}.val_micro_batch_size=1") == logits()
-    assert logits(f"+{algorithm}.val_micro_batch_size=512", "policy.train_micro_batch_size=1") == logits(
-        f"policy.logprob_batch_size={512 * rows}"
-    )
-
-
 KL = "loss_fn.reference_policy_kl_penalty=0.1"
 GPUS = "cluster.gpus_per_node=2"
 VLLM = "policy.generation.backend=vllm"
-KEEP, SPARE = (f"policy.reference_on_device={value}" for value in ("true", "false"))
 
 
 @pytest.mark.parametrize(
     ("overrides", "place", "kept"),
     [
         ((), "in the ranks' memory", True),
-        ((SPARE,), "in the ranks' memory", True),
         ((GPUS,), "on GPUs with 0.003216 GiB free when the run starts, else in page-locked memory of the CPU", True),
-        ((GPUS, KEEP), "on the GPU", True),
-        ((GPUS, SPARE), "in page-locked memory of the CPU, exchanged with the policy's for each pass", False),
         ((GPUS, VLLM), "in page-locked memory of the CPU, exchanged with the policy's for each pass", False),
-        ((GPUS, VLLM, KEEP), "on the GPU", True),
         (
             (GPUS, VLLM, "policy.generation.colocated.enabled=false",
              "policy.generation.colocated.resources.gpus_per_node=1"),
@@ -338,42 +315,3 @@ def test_the_first_rows_are_shown(load):
     row = r"'Mia has 4 apples and buys 3 more. How many apples does Mia have now?\nThink step by step, and end ...'"
     assert pairs["row 1"] == rf"{row}, answer '4 + 3 = 7\n#### 7', rejected '4 + 3 = 9\n#### 9'"
     assert "row 3" not in pairs
-
-
-@pytest.mark.parametrize(
-    ("number", "shown"), [(1023, "1023 B"), (1024, "1 KiB"), (1536 << 10, "1.5 MiB"), (5 << 40, "5120 GiB")]
-)
-def test_bytes_are_shown_in_the_largest_unit_that_holds_one(number, shown):
-    assert _bytes(number) == shown
-
-
-def test_rendered_plan_shows_the_numbers(load):
-    text = shown(preflight(load()))
-    for part in (
-        "1 node(s) x 2 = 2",
-        "2 / 1 = 2",
-        "16 prompts x 16 answers = 256",
-        "256 / 2 = 128",
-        "4 prompt + 4 new <= 8",
-        "no (its KL penalty is 0)",
-        "results/grpo_copy_cpu",
-        "86,336 weights",
-        "337.2 KiB",
-        "policy.generation.top_k: null",
-    ):
-        assert part in text
-    assert "refused" not in text
-
-
-def test_a_narrow_terminal_breaks_no_line(load):
-    plan = preflight(load())
-    assert shown(plan, width=40) == shown(plan)
-    rows = [line for line in shown(plan).splitlines() if line.startswith("  ")]
-    assert all(row[24:26] == "  " and row[26] != " " for row in rows)
-
-
-def test_large_sizes_are_readable(load):
-    big = load(
-        "policy.model.hidden_size=4096", "policy.model.num_attention_heads=32", "policy.model.num_layers=32"
-    )
-    assert "GiB" in shown(preflight(big))

@@ -54,7 +54,7 @@ def evaluate(folder, engine, sets=SETS, **changes):
     told = []
     settings = {
         "folder": folder, "environment": ArithmeticEnvironment(), "start": lambda: responder, "samples": SAMPLES,
-        "batch_size": 2, "k_values": (1, 3), "greedy": False, "notify": told.append, **changes,
+        "batch_size": 2, "greedy": False, "notify": told.append, **changes,
     }  # fmt: skip
     return Evaluator(**settings).evaluate(sets), told
 
@@ -185,5 +185,5 @@ def test_the_digest_is_of_what_is_asked_and_scored():
 
 
 def test_a_folder_that_is_gone_is_told_by_its_key(tmp_path):
-    with pytest.raises(FolderError, match=r"^eval\.save_path: .*/gone .*\(No such"):
+    with pytest.raises(FolderError, match=r"^logger\.log_dir: .*/gone .*\(No such"):
         enter(tmp_path / "gone", IDENTITY, print)

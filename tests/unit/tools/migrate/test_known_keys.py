@@ -38,24 +38,3 @@ def test_every_key_is_judged(key):
 def test_a_new_key_would_be_seen(key):
     assert not any(is_known(key, kind) for kind in RUN_CONFIGS.values())
     assert not is_foreign(key)
-
-
-def test_a_new_key_comes_into_the_list(tmp_path):
-    recipe = tmp_path / "new.yaml"
-    recipe.write_text(
-        "# keys at abc (2027-01-01)\ngrpo: {new_key: [1, 2]}\ndata: {train: [{a: 1}, {a: null, b: x}]}\n"
-    )
-    header, *lines = known_keys_text([recipe]).splitlines()
-    assert "at abc (2027-01-01)" in header
-    assert lines[:3] == ["data.train.a: 1 | null", "data.train.b: x", "grpo.new_key: [1, 2]"]
-    assert {f"{key}:" for key in JUDGEMENTS} <= {*lines}
-
-
-def test_recipes_of_several_commits_make_no_list(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.yaml").write_text(f"# keys at {name} (2027-01-01)\ngrpo: {{}}\n")
-    with pytest.raises(ValueError, match="several commits"):
-        known_keys_text(tmp_path.glob("*.yaml"))
-    (tmp_path / "a.yaml").write_text("grpo: {}\n")
-    with pytest.raises(ValueError, match=r"a\.yaml does not say"):
-        known_keys_text(tmp_path.glob("*.yaml"))

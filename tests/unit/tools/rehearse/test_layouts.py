@@ -6,9 +6,9 @@ import pytest
 import torch
 from rehearsals import with_layout
 
-from nemo_rl_mcore.tools.rehearse.layouts import Sharing, layouts_of
 from nemo_rl_mcore.tools.rehearse.proofs import Refused, Twins, critic_on_one_rank
 from nemo_rl_mcore.tools.rehearse.runs import Ran
+from nemo_rl_mcore.tools.rehearse.shrink import Sharing, layouts_of
 
 SHARED = ("tensor", "pipeline", "context", "expert")
 

@@ -9,11 +9,11 @@ from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.base import ConfigError, value_at
 from nemo_rl_mcore.models import count_parameters
 from nemo_rl_mcore.tools.check import preflight
+from nemo_rl_mcore.tools.migrate.draft import put
 from nemo_rl_mcore.tools.rehearse.command import read_rehearsed
-from nemo_rl_mcore.tools.rehearse.layouts import layouts_of
 from nemo_rl_mcore.tools.rehearse.runs import loaded
 from nemo_rl_mcore.tools.rehearse.schedule import Schedule
-from nemo_rl_mcore.tools.rehearse.shrink import engines_of, put, rollout_steps, shrinks, shrunk
+from nemo_rl_mcore.tools.rehearse.shrink import engines_of, layouts_of, rollout_steps, shrinks, shrunk
 
 OURS = sorted((REPO / "examples/configs").rglob("*.yaml"))
 RECIPES = [*OURS, *sorted(THEIRS.glob("*.yaml"))]
@@ -61,7 +61,7 @@ def test_a_shrunk_recipe_is_allowed(recipe: Path, ranks: int, tmp_path: Path) ->
         if rollout_steps(config) <= 4:
             assert rollout_steps(small) == rollout_steps(config)
         own = engines_of(config) if not config.policy.generation.decodes_on_ranks else 0
-        assert small.policy.generation.embedded_cfg.engines == (min(2, own) or 1)
+        assert small.policy.generation.engines == (min(2, own) or 1)
 
 
 def test_each_shrink_is_told(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_their_schedule_is_read_from_their_recipe() -> None:
     theirs = read_rehearsed(str(THEIRS / "grpo_math_1B_megatron.yaml"), [])
     ours = theirs.config.policy.megatron_cfg
     assert theirs.schedule.steps_per_tick == rollout_steps(theirs.config)
-    again = Schedule.of(ours.optimizer, ours.scheduler)
+    again = Schedule.of(ours)
     assert [theirs.schedule.rate(step) for step in range(40)] == pytest.approx(
         [again.rate(step) for step in range(40)]
     )

@@ -53,13 +53,16 @@ def test_long_texts_are_cut_and_say_so(tmp_path):
 
 
 def test_a_damaged_file_is_named_and_the_others_are_shown(tmp_path):
-    write_run(tmp_path, rows(3))
-    path = tmp_path / "rollouts/step_2.jsonl.gz"
-    path.write_bytes(path.read_bytes()[:40])
-    (tmp_path / "rollouts/step_3.jsonl.gz").write_bytes(gzip.compress(b"{\n"))
+    write_run(tmp_path, rows(4))
+    two, three, four = (tmp_path / f"rollouts/step_{step}.jsonl.gz" for step in (2, 3, 4))
+    two.write_bytes(two.read_bytes()[:40])
+    three.write_bytes(gzip.compress(b"{\n"))
+    turned = bytearray(four.read_bytes())
+    turned[20] ^= 0x55  # zlib has an error of its own
+    four.write_bytes(turned)
     shown, unread = steps_shown(tmp_path)
     assert [one["step"] for one in shown] == [1]
-    assert ["step_2" in unread[0], "step_3" in unread[1]] == [True, True]
+    assert all(path.name in told for path, told in zip((two, three, four), unread, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -82,16 +85,6 @@ def test_what_is_no_answer_is_named_and_the_others_are_shown(tmp_path, line):
     shown, unread = steps_shown(tmp_path)
     assert [one["step"] for one in shown] == [1]
     assert ["step_2.jsonl.gz " in line for line in unread] == [True]
-
-
-def test_a_file_with_a_byte_that_was_turned_is_named(tmp_path):
-    """zlib has an error of its own."""
-    write_run(tmp_path, rows(2))
-    path = tmp_path / "rollouts/step_2.jsonl.gz"
-    damaged = bytearray(path.read_bytes())
-    damaged[20] ^= 0x55
-    path.write_bytes(damaged)
-    assert "step_2.jsonl.gz " in steps_shown(tmp_path)[1][0]
 
 
 def test_answers_of_an_earlier_version_are_shown(tmp_path):

@@ -4,7 +4,7 @@ import random
 import pytest
 from run_folder import rows
 
-from nemo_rl_mcore.tools.report.findings import findings_of
+from nemo_rl_mcore.tools.report.page import findings_of
 from nemo_rl_mcore.tools.report.run_data import RunData
 
 

@@ -1,0 +1,200 @@
+"""Low-rank adapters (LoRA) beside Megatron's linear layers: alpha / dim * B A x is added to what a layer computes.
+
+An adapter is a module inside its layer, and adds its part in a forward hook: nothing of Megatron is replaced, and no
+weight of the model gets another name. As ranks cut the layer, they cut its adapter:
+
+layer              A [dim, inputs]     B [outputs, dim]    between A and B
+column-parallel    whole               part of outputs     gathered sequence, or the sum of its gradient
+row-parallel       part of inputs      whole               sum over the ranks, scattered over the sequence
+not cut, experts   whole               whole               nothing
+
+What is whole is the same on the tensor-parallel ranks. Under sequence parallelism each sees its own tokens there, and a
+mark on the weight has `finalize_model_grads` sum its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.utils import unwrap_model
+from torch.nn.functional import dropout, linear, rms_norm
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.models.adapters import LORA_A, LORA_B
+from nemo_rl_mcore.models.weights import Packing, Weight
+from nemo_rl_mcore.rank.megatron import parallel_groups
+from nemo_rl_mcore.rank.megatron.optimizer_state import gather_parameters
+
+MODULE = "lora"
+"""What an adapter is called among the modules of its layer."""
+
+
+class Adapter(torch.nn.Module):
+    """A and B beside a weight of this rank, in its number format.
+
+    weight, name: the weight of the whole model, and its linear layer there. switched_on: whether its part is added.
+    """
+
+    lora_A: torch.nn.Parameter
+    lora_B: torch.nn.Parameter
+
+    def __init__(
+        self,
+        weight: Weight,
+        name: str,
+        policy: PolicyConfig,
+        beside: torch.Tensor,
+        own: Sequence[torch.Tensor],
+    ):
+        """own: this rank's A and B."""
+        super().__init__()
+        peft, megatron = policy.megatron_cfg.peft, policy.megatron_cfg
+        self.weight, self.name, self.switched_on = weight, name, True
+        self.scale = peft.alpha / peft.dim
+        self._dropout, self._pre = peft.dropout, peft.dropout_position == "pre"
+        self._dimension = None if weight.expert is not None else weight.slot.layout.dimension
+        self._shares_sequences = megatron.sequence_parallel and weight.expert is None
+        for what, tensor, axis in zip((LORA_A, LORA_B), own, (1, 0), strict=True):
+            parameter = torch.nn.Parameter(tensor.to(beside.detach()))
+            # Experts of several ranks are reduced over other ranks than the rest.
+            cast(Any, parameter).allreduce = getattr(beside, "allreduce", True)
+            if weight.expert is not None or self._dimension == axis:
+                set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+            else:
+                cast(Any, parameter).sequence_parallel = self._shares_sequences
+            self.register_parameter(what, parameter)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the layer's output; inputs: as the layer has them, after its norm if it has one."""
+        if self._pre:
+            inputs = self._dropped(inputs, parts=self._dimension == 1)
+        low = linear(inputs, self.lora_A)
+        match self._dimension, self._shares_sequences:
+            case 0, True:
+                low = gather_from_sequence_parallel_region(low)
+            case 0, False:
+                low = copy_to_tensor_model_parallel_region(low)
+            case 1, True:
+                low = reduce_scatter_to_sequence_parallel_region(low)
+            case 1, False:
+                low = reduce_from_tensor_model_parallel_region(low)
+            case _:
+                pass
+        output = linear(cast(torch.Tensor, low), self.lora_B) * self.scale
+        return output if self._pre else self._dropped(output, parts=self._dimension == 0)
+
+    def _dropped(self, values: torch.Tensor, *, parts: bool) -> torch.Tensor:
+        """Apply dropout; where tensor-parallel ranks have the same values (no `parts` of them), the same one."""
+        if not self.training or not self._dropout:
+            return values
+        generators = parallel_groups.rng_tracker()
+        if self.weight.expert is not None:
+            context: Any = generators.fork(get_expert_parallel_rng_tracker_name())
+        else:
+            context = generators.fork() if parts or self._shares_sequences else nullcontext()
+        with context:
+            return dropout(values, self._dropout)
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the weight with the adapter in it, computed in float32."""
+        product = self.scale * (self.lora_B.detach().float() @ self.lora_A.detach().float())
+        return (weight.float() + product).to(weight.dtype)
+
+
+def add_adapter(layer: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, Any]) -> Any:
+    adapter = cast(Adapter, layer.lora)
+    if not adapter.switched_on:
+        return outputs
+    (hidden, *_), (output, bias) = inputs, outputs
+    norm = getattr(layer, "layer_norm_weight", None)  # of Transformer Engine, which norms inside
+    if norm is not None:
+        hidden = rms_norm(hidden, (hidden.shape[-1],), norm, layer.eps)
+    return output + adapter(hidden), bias
+
+
+def adapters_of(chunks: Sequence[torch.nn.Module]) -> dict[Weight, Adapter]:
+    """Return the adapters on this rank, by the weights that they are beside."""
+    parts = (part for chunk in chunks for part in chunk.modules())
+    return {part.weight: part for part in parts if isinstance(part, Adapter)}
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, the model is the one without adapters; they are back also after an exception."""
+    adapters = adapters_of(chunks).values()
+    try:
+        for adapter in adapters:
+            adapter.switched_on = False
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.switched_on = True
+
+
+def adapter_state(chunks: Sequence[torch.nn.Module], policy: PolicyConfig) -> ShardedStateDict:
+    """Return the adapters as ShardedTensors by chunk and name, called as their layers are in the whole model.
+
+    Where a layer's outputs are several parts, of each of which a rank has a share, so are those of its B: any layout
+    reads what another has written.
+    """
+    gather_parameters(chunks)
+    place, model = parallel_groups.tensor_parallel_group(), policy.model
+    copy = parallel_groups.data_parallel_group().rank()
+    copy_of_expert = cast(Any, parallel_state.get_expert_data_parallel_group()).rank()
+    state: ShardedStateDict = {}
+    for number, chunk in enumerate(chunks):
+        of_chunk = state[str(number)] = dict[str, ShardedTensor | ShardedTensorFactory]()
+        for module, adapter in cast(torch.nn.Module, unwrap_model(chunk)).named_modules():
+            if not isinstance(adapter, Adapter):
+                continue
+            weight, of_expert = adapter.weight, adapter.weight.expert is not None
+            layout = weight.slot.layout
+            for what, parameter, axis in ((LORA_A, adapter.lora_A, 1), (LORA_B, adapter.lora_B, 0)):
+                cut = layout.dimension == axis and not of_expert
+                replica = (0, 0 if cut or of_expert else place.rank(), copy_of_expert if of_expert else copy)
+                offsets = ((axis, place.rank(), place.size()),) if cut else ()
+                sizes: Sequence[int] = (parameter.shape[0],)
+                if axis == 0 and layout.packing is Packing.GATED:
+                    sizes = (parameter.shape[0] // 2,) * 2
+                elif axis == 0 and layout.sections is not None:
+                    sizes = [size // place.size() for size in layout.sections(model)]
+                key = f"{adapter.name}.{what}"
+                of_chunk[f"{module}.{what}"] = _sharded(key, parameter, sizes, offsets, replica)
+    return state
+
+
+def _sharded(
+    key: str,
+    parameter: torch.Tensor,
+    sizes: Sequence[int],
+    offsets: tuple[tuple[int, int, int], ...],
+    replica: tuple[int, int, int],
+) -> ShardedTensor | ShardedTensorFactory:
+    """Return a parameter whose rows are parts of these sizes, each a tensor of the checkpoint; offsets: of each."""
+    if len(sizes) == 1:
+        return ShardedTensor.from_rank_offsets(key, parameter, *offsets, replica_id=replica)
+
+    def build(key: str, whole: torch.Tensor, replica: Any, _flattened: object) -> Any:
+        parts = whole.split([*sizes])
+        return [
+            ShardedTensor.from_rank_offsets(f"{key}.{number}", part, *offsets, replica_id=replica)
+            for number, part in enumerate(parts)
+        ]
+
+    def merge(parts: Any) -> torch.Tensor:
+        return torch.cat([*parts])
+
+    return ShardedTensorFactory(key, parameter, build, merge, replica)

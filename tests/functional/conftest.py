@@ -1,0 +1,21 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpo_run import Run
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """`start(name, *overrides, **keys)`: a run in a folder of that name, with its checkpoints."""
+    started: list[Run] = []
+
+    def run(name: str, *overrides: str, **keys: Any) -> Run:
+        folder = f"checkpointing.checkpoint_dir={tmp_path / name / 'checkpoints'}"
+        started.append(Run(tmp_path / name, folder, "logger.tensorboard_enabled=false", *overrides, **keys))
+        return started[-1]
+
+    yield run
+    for one in started:
+        one.close()
