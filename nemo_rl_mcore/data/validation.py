@@ -151,7 +151,7 @@ class BatchCheck:
     def _inputs(self, found: _Findings, lengths_needed_by: str | None, *, shortest: int = 0) -> Tensor | None:
         ids_BS = found.tensor("input_ids", "every pass", "BS")
         if ids_BS is not None and ids_BS.dtype not in (torch.int64, torch.int32):
-            found.note("dtype", "input_ids", f"{ids_BS.dtype}; allowed: int64")
+            found.note("dtype", "input_ids", f"{_name_of(ids_BS.dtype)}; allowed: int64")
         elif ids_BS is not None:
             # Padding, too: the embedding looks it up.
             outside_BS = (ids_BS < 0) | (ids_BS >= self.vocab_size)
@@ -181,7 +181,7 @@ class BatchCheck:
             return
         if values.is_floating_point() == of_ids or values.dtype == torch.bool or values.is_complex():
             allowed = "integers" if of_ids else "floating-point numbers"
-            found.note("dtype", column.key, f"{values.dtype}; allowed: {allowed}")
+            found.note("dtype", column.key, f"{_name_of(values.dtype)}; allowed: {allowed}")
         elif counts:
             code, allowed = column.kind.name.lower().replace("_", "-"), column.kind.value
             if of_ids:
@@ -221,7 +221,7 @@ def _episodes(found: _Findings, samples_B: Tensor | None, rows_per_sample: int) 
     if numbers_B is None:
         return
     if numbers_B.dtype != torch.int64:
-        return found.note("dtype", EPISODE, f"{numbers_B.dtype}; allowed: int64")
+        return found.note("dtype", EPISODE, f"{_name_of(numbers_B.dtype)}; allowed: int64")
     order = numbers_B.argsort(stable=True)
     same = numbers_B[order].diff() == 0
     apart_B, differs_B = torch.zeros(2, len(order), dtype=torch.bool)
@@ -288,3 +288,7 @@ class _Findings:
             error = BatchError("\n  ".join(["the batch is refused:", *map(str, self.findings)]), code="batch")
             error.findings = tuple(self.findings)
             raise error
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
