@@ -13,7 +13,7 @@ from typing import Any
 import ray
 import torch
 
-from nemo_rl_mcore.config.logger import RolloutsConfig
+from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
 from nemo_rl_mcore.data.datasets import Prompt
@@ -189,7 +189,7 @@ class Recording(StepObserver):
     """A `StepObserver` that writes answers down as a run does."""
 
     def __init__(self, folder: str, laps: Laps) -> None:
-        self._sink, self._laps = RolloutSink(Path(folder), RolloutsConfig(), None, print), laps
+        self._sink, self._laps = RolloutSink(Path(folder), LoggerConfig(), None), laps
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         self._laps.end("samples")

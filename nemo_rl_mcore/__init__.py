@@ -72,7 +72,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first asked for."""
+    """Import a public name on first access."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"nemo_rl_mcore.{module}"), name)

@@ -1,4 +1,4 @@
-"""The errors that end a run with a message instead of a traceback, and the codes that tell refusals apart."""
+"""Errors that end a run with a message instead of a traceback, and codes that distinguish refusals."""
 
 import os
 import shutil
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 class CodedError(Exception):
-    """An error with a `code` that stays when its words change, in kebab-case; empty where its type says it all.
+    """An error with a stable kebab-case `code`, which is empty where the error's type is enough.
 
-    No class sets `code`: what Ray raises of an error that a worker raised looks there first, and has it of the error.
+    No class sets `code`: Ray's wrapper around a worker's error would find the class value before the error's own.
     """
 
     code: str
@@ -19,22 +19,22 @@ class CodedError(Exception):
 
 
 class RefusedError(CodedError, ValueError):
-    """Values that cannot be taken; `code` says which rule they break."""
+    """Values were refused; `code` names the rule that they break."""
 
 
 class RunStoppedError(CodedError, RuntimeError):
-    """A run cannot go on for a reason its user can act on; the message says what happened, where, and the remedy."""
+    """A run cannot continue; the message gives the cause, the place and a remedy."""
 
 
 class PeerLostError(RunStoppedError):
-    """A rank hangs, or has ended, while the others wait for it."""
+    """A rank hangs or has exited while the other ranks wait for it."""
 
 
 class RanksFailedError(RunStoppedError):
-    """Ranks of a model, or engines, raised, died or hang.
+    """A model's ranks or engines raised an error, died or hang.
 
-    group: their name, such as "policy". usable: every one of them has answered, if only by raising, and can be called
-    again. final: there is nothing left to start others with. lost_node: the machine that is gone, if that is why.
+    group: the group's name, such as "policy". usable: whether every member responded, even with an error, and can be
+    called again. final: whether no replacement can be started. lost_node: the lost machine, if that is the cause.
     """
 
     group: str = ""
@@ -44,26 +44,26 @@ class RanksFailedError(RunStoppedError):
 
 
 class CustomCodeError(RunStoppedError, ValueError):
-    """Code of the user's own, named in a recipe, raised or gave what it must not; the message names its key."""
+    """User code named in a recipe raised an error or returned a bad value; the message names its key."""
 
 
 class ChangedRunError(RunStoppedError):
-    """Checkpoints are there of a run with another recipe, code or data; keys: what has changed."""
+    """The existing checkpoints belong to a run with another recipe, code or data. keys: changed settings."""
 
     keys: tuple[str, ...] = ()
 
 
 class FolderError(RunStoppedError):
-    """A folder of the run cannot be written to; the message names its key."""
+    """A run's folder is not writable; the message names the folder's key."""
 
 
 def code_of(error: BaseException | None) -> str:
-    """Return the code of an error, for one that takes its words over; empty if it has none."""
+    """Return an error's code, or an empty string if the error has none."""
     return error.code if isinstance(error, CodedError) else ""
 
 
 def run_stopped_by(error: BaseException | None) -> RunStoppedError | None:
-    """Return the error itself or the newest one behind it: a delayed signal takes the place of what came before."""
+    """Return the newest RunStoppedError in the error's chain, since a delayed signal can mask the original error."""
     seen: set[int] = set()
     left = [error]
     while left:
@@ -77,16 +77,17 @@ def run_stopped_by(error: BaseException | None) -> RunStoppedError | None:
 
 
 def folder_error(key: str, folder: Path, error: OSError, remedy: str = "") -> FolderError:
-    """Return what to say of a write that failed: the key, the folder, and why."""
+    """Return the error for a failed write, with the key, the folder and the reason."""
     reason = error.strerror or str(error)
     if not folder.is_dir():
         reason = f"the folder is gone ({reason})" if isinstance(error, FileNotFoundError) else reason
     elif os.access(folder, os.R_OK):
-        reason = f"{reason} ({_size(shutil.disk_usage(folder).free)} free)"
+        reason = f"{reason} ({size_of(shutil.disk_usage(folder).free)} free)"
     return FolderError(f"{key}: {folder} cannot be written to: {reason}{remedy and '; '}{remedy}")
 
 
-def _size(number: float) -> str:
+def size_of(number: float) -> str:
+    """Return a number of bytes with its unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024 or unit == "GiB":
             break
@@ -95,10 +96,10 @@ def _size(number: float) -> str:
 
 
 def shortened(text: str, limit: int = 60) -> str:
-    """Return the text, cut for a message."""
+    """Return the text, cut to at most `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def quoted(value: object) -> str:
-    """Return what a file has, as Python writes it, cut for a message."""
+    """Return the value's repr, shortened for a message."""
     return shortened(repr(value))

@@ -3,9 +3,10 @@
 import asyncio
 
 import numpy as np
+import torch
 
 from nemo_rl_mcore.engine.engine import GenerationCancelledError, HeldWeights, Response
-from nemo_rl_mcore.engine.receivers import MessageRelay, SharedMemoryReceiver
+from nemo_rl_mcore.engine.receivers import MessageRelay, Receiver
 from nemo_rl_mcore.rank.refit.digests import digests, require_as_sent
 from nemo_rl_mcore.rank.refit.transports import Bucket
 
@@ -23,7 +24,7 @@ class FakeEngine:
 
     def __init__(self, pause_s: float = 0.0) -> None:
         self.weights, self._pause_s = HeldWeights(), pause_s
-        self._relay, self._receiver = MessageRelay(), SharedMemoryReceiver()
+        self._relay, self._receiver = MessageRelay(), Receiver(torch.device("cpu"))
         self._tensors, self._received, self._scale = {}, set(), 0.0
         self._may_generate, self._asked, self._awake = asyncio.Event(), set(), True
         self._refits = 0

@@ -61,7 +61,7 @@ def kind(**changes):
     return EngineKind(
         **{
             "name": "fake", "engine": FakeEngine, "settings": 0.0, "environment": {}, "engines": 2, "processes": 1,
-            "sleeps": False, "bucket_bytes": 1024, "section": "policy.generation.fake",
+            "sleeps": False, "bucket_bytes": 1024,
             "call_timeout_s": 60.0, "max_restarts": 0, **changes,
         }
     )  # fmt: skip

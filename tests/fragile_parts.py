@@ -65,14 +65,6 @@ class OneScore:
         return [0.5]
 
 
-class OneByOne(Length):
-    """Cannot take several answers at once."""
-
-    def score(self, prompts, responses, finished):
-        [_] = responses
-        return super().score(prompts, responses, finished)
-
-
 class RaisesOnce(Length):
     """Raises at first, as a service does that is away; gives how many answers it was shown at once."""
 
@@ -91,15 +83,6 @@ class TwoRewards:
         values = [float(len(log[-1]["content"])) for log in message_log_batch]
         rewards = {"value": values, "form": [1.0] * logs}
         return EnvironmentReturn([None] * logs, [None] * logs, [None] * logs, rewards, [True] * logs)
-
-
-class NeverStarts(Length):
-    """In a process of its own; where the tests run it does."""
-
-    def __init__(self, how):
-        if how == "raise":
-            raise OSError("no tool")
-        time.sleep(600)
 
 
 class NeedsKey:

@@ -23,11 +23,17 @@ class Run:
         algorithm: str = "grpo",
         recipe: Path = RECIPE,
         environment: Mapping[str, str] | None = None,
+        before: str = "",
     ) -> None:
+        """before: Python that runs in the process before the command."""
         self.log_dir, self.watch = log_dir, ProcessWatch()
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"),
+                *(
+                    sys.executable,
+                    "-c",
+                    f"{before}import sys; from nemo_rl_mcore.cli import main; sys.exit(main())",
+                ),
                 *(algorithm, "--config", str(recipe), f"logger.log_dir={log_dir}"),
                 *(f"{algorithm}.val_period=0", *overrides),
             ],

@@ -28,12 +28,12 @@ def schedule_counts_twice() -> None:
 def optimizer_state_is_not_saved() -> None:
     save = megatron_backend.checkpoint.save_policy
 
-    def forgetful(backend: Any, *rest: Any) -> None:
-        moments = [*_moments(backend.optimizer)]
+    def forgetful(saved: Any, *rest: Any) -> None:
+        moments = [*_moments(saved.backend.optimizer)]
         kept = [moment.clone() for moment in moments]
         for moment in moments:
             moment.zero_()
-        save(backend, *rest)
+        save(saved, *rest)
         for moment, value in zip(moments, kept, strict=True):
             moment.copy_(value)
 
@@ -111,13 +111,13 @@ def refits_are_stale() -> None:
 def experts_are_in_the_wrong_order_in_export() -> None:
     local = export.local_parameters
 
-    def rotated(chunks: Any, model: Any, place: Any) -> Any:
-        found = [*local(chunks, model, place)]
-        if place.expert.size() == 1:
+    def rotated(chunks: Any, model: Any) -> Any:
+        found, group = [*local(chunks, model)], parallel_groups.expert_parallel_group()
+        if group.size() == 1:
             return found
         by_weight = dict(found)
-        each = model.num_moe_experts // place.expert.size()
-        first = place.expert.rank() * each
+        each = model.num_moe_experts // group.size()
+        first = group.rank() * each
         return [
             (weight, parameter)
             if weight.expert is None
@@ -138,11 +138,12 @@ def new_ranks_do_not_read_the_checkpoint() -> None:
     bring_back = Recovery._bring_back  # pyright: ignore[reportPrivateUsage]
 
     def with_their_first_weights(self: Any) -> None:
-        restore, self.checkpoints.restore = self.checkpoints.restore, lambda models: {}  # pyright: ignore[reportUnknownLambdaType]
+        checkpoints = self.loop.checkpoints
+        restore, checkpoints.restore = checkpoints.restore, lambda models: {}  # pyright: ignore[reportUnknownLambdaType]
         try:
             bring_back(self)
         finally:
-            self.checkpoints.restore = restore
+            checkpoints.restore = restore
 
     Recovery._bring_back = with_their_first_weights  # pyright: ignore[reportPrivateUsage]
 

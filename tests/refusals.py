@@ -1,11 +1,10 @@
 """What a test says of a refusal: its code, and the keys, paths and numbers in its message, not the words."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from pydantic import ValidationError
 
 from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.config.base import Problem
@@ -47,20 +46,6 @@ def brief(problem: Problem) -> str:
 def briefs(problems: Iterable[Problem]) -> list[str]:
     """Return `brief` of each."""
     return [brief(problem) for problem in problems]
-
-
-def refusals_of(call: Callable[[], object]) -> list[str]:
-    """Return `briefs` of what a call refuses in a section; those of single fields are not-allowed."""
-    with pytest.raises((ConfigError, ValidationError)) as caught:
-        call()
-    if isinstance(caught.value, ConfigError):
-        return briefs(caught.value.problems)
-    found: list[str] = []
-    for error in caught.value.errors():
-        inner = error.get("ctx", {}).get("error")
-        path = ".".join(map(str, error["loc"]))
-        found += briefs(inner.problems) if isinstance(inner, ConfigError) else [f"{path}: not-allowed"]
-    return found
 
 
 def assert_holds(text: str, *parts: object) -> None:

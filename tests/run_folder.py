@@ -4,7 +4,7 @@ import json
 
 from written_samples import sample
 
-from nemo_rl_mcore.config.logger import RolloutsConfig
+from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.driver.observability import RolloutSink
 from nemo_rl_mcore.driver.observability.sinks import JsonlSink
 from nemo_rl_mcore.driver.rollouts import events
@@ -31,7 +31,7 @@ def rows(count, **columns):
 def write_run(folder, metrics, *, steps=None, answers=2, **changes):
     """The folder of a run with these rows, and answers to each step; steps: those that its recipe asks for."""
     log = JsonlSink(folder)
-    rollouts = RolloutSink(folder, RolloutsConfig(), None, print)
+    rollouts = RolloutSink(folder, LoggerConfig(), None)
     for step, row in enumerate(metrics, 1):
         given = [sample(step, number, reward=number / answers, **changes) for number in range(answers)]
         rollouts.log(step, given)

@@ -198,7 +198,7 @@ def main() -> None:
         program, *arguments = stack.agent
         player = {"command": [python, str(HERE / program), *arguments, "--record", record], "processes": 2}
     else:
-        player = {"command": [python], "one_process": True}
+        player = {"command": [python], "processes": 1}
     grpo = {
         "defaults": "grpo_agents_cpu.yaml",
         "grpo": {

@@ -99,13 +99,11 @@ class Agents:
                 stdout=said,
                 stderr=STDOUT,
                 env={**self.environment, **given},
-                start_new_session=True,  # what it starts is ended with it
+                start_new_session=True,  # so that its child processes end with it
             )
         except OSError as error:
-            raise RunStoppedError(
-                f"env.endpoint.command: {self.command[0]!r} cannot be started: {error.strerror or error}",
-                code="no-agent",
-            ) from error
+            what = f"{self.command[0]!r} cannot be started: {error.strerror or error}"
+            raise RunStoppedError(f"env.endpoint.command: {what}", code="no-agent") from error
 
 
 async def _ended(session: Session, process: Process) -> str:
@@ -124,7 +122,7 @@ async def _ended(session: Session, process: Process) -> str:
 
 
 async def _to_its_end(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Wait for a coroutine that no cancellation breaks off."""
+    """Wait for a coroutine that cancellation does not interrupt."""
     task, cancelled = asyncio.ensure_future(coroutine), False
     while not task.done():
         try:
@@ -154,15 +152,15 @@ def end_family(agent: int, token: str) -> None:
         family |= {*psutil.Process(agent).children(recursive=True)}
     with suppress(ProcessLookupError):  # it and all of its group have ended
         os.killpg(agent, signal.SIGKILL)
-    for _ in range(_ROUNDS):  # what is killed may just have started another one
+    for _ in range(_ROUNDS):  # a killed process may just have started another
         for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):  # it has ended, or is another user's
+            with suppress(psutil.Error, OSError):  # it has ended or belongs to another user
                 if token in process.environ().get(SESSION_URL, ""):
                     family.add(process)
         running: list[psutil.Process] = []
         for one in family:
             with suppress(psutil.Error):
-                # The agent itself is left to asyncio, which waits for it.
+                # asyncio waits for the agent process itself.
                 if one.pid != agent and one.is_running() and one.status() != psutil.STATUS_ZOMBIE:
                     running.append(one)
         if not running:
@@ -334,7 +332,7 @@ async def _exit(process: Process) -> None:
 
 
 async def _end(process: Process, mark: str, within_s: float) -> None:
-    """Let the servers end by themselves for a while, and end what is left of them."""
+    """Give the servers time to exit, then end the remaining processes."""
     assert process.stdin is not None
     process.stdin.close()
     with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""The routes of the endpoint: a token finds the session, a body the prompt, and the session draws the answer."""
+"""Routes of the endpoint: the token selects the session, the body gives the prompt, the session samples the answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from nemo_rl_mcore.agents.chat import ChatPrompt, History, calls_of
 from nemo_rl_mcore.agents.requests import (
     Body,
     EndpointOptions,
-    HttpRefusal,
     RefusedCallError,
     Wishes,
     busy,
@@ -44,15 +43,14 @@ type _Serve = Callable[[Request], Awaitable[Response]]
 
 
 class _ClientGoneError(Exception):
-    """Nobody waits for the answer."""
+    """The client disconnected before its answer was ready."""
 
 
 class Answer:
-    """A call of the model, and what its client has asked for, in the shapes that its kind of client reads.
+    """A model call, with its response in each client's format.
 
-    ids, logprobs: of the sampled tokens, to the bit. spoken_ids: without the one that has ended the answer. versions:
-    which weights have drawn which tokens, as vLLM says it; version: of those that drew the last one. name: the same
-    whenever the same tokens are drawn.
+    ids, logprobs: exact values of the sampled tokens. spoken_ids: ids without a final stop token. versions: weight
+    versions with their token ranges, in vLLM's format. version: the last token's weight version. name: id of the call.
     """
 
     def __init__(self, call: Call, wishes: Wishes, options: EndpointOptions) -> None:
@@ -77,7 +75,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text up to the first of the request's own stop texts; those of the run belong to the answer."""
+        """The text before the request's first stop text; the run's own stop texts stay in the answer."""
         text = self.options.tokenizer.text_of(self.spoken_ids)
         return text[: min((text.find(stop) for stop in self.wishes.stop if stop in text), default=len(text))]
 
@@ -95,16 +93,10 @@ class Answer:
         reason = "tool_calls" if calls and self.call.finished else self.finish_reason
         shown = None
         if self.wishes.logprobs:
-            spelt = not self.wishes.names_ids
-            content: list[dict[str, Any]] = [
-                {
-                    "token": name,
-                    "logprob": one,
-                    "bytes": [*name.encode()] if spelt else None,
-                    "top_logprobs": [],
-                }
-                for name, one in zip(self._token_names(), self.logprobs, strict=True)
-            ]
+            content, spelt = list[dict[str, Any]](), not self.wishes.names_ids
+            for name, one in zip(self._token_names(), self.logprobs, strict=True):
+                spelling = {"bytes": [*name.encode()] if spelt else None, "top_logprobs": []}
+                content.append({"token": name, "logprob": one, **spelling})
             shown = {"content": content}
         return self._whole("chatcmpl", "chat.completion", self._choice(reason, shown) | {"message": said})
 
@@ -122,17 +114,11 @@ class Answer:
         return self._whole("cmpl", "text_completion", choice)
 
     def of_generation(self) -> dict[str, Any]:
-        """Return a generation, ids in and ids out: its tokens are called as vLLM does and as verifiers does."""
-        content: list[dict[str, Any]] = [
-            {
-                "token": f"token_id:{token}",
-                "token_id": token,
-                "logprob": one,
-                "bytes": None,
-                "top_logprobs": [],
-            }
-            for token, one in zip(self.ids, self.logprobs, strict=True)
-        ]
+        """Return a response of token ids, with the field names that vLLM and verifiers use."""
+        content = list[dict[str, Any]]()
+        for token, one in zip(self.ids, self.logprobs, strict=True):
+            name = {"token": f"token_id:{token}", "token_id": token}
+            content.append({**name, "logprob": one, "bytes": None, "top_logprobs": []})
         choice = self._choice(self.finish_reason, {"content": content}) | {"token_ids": self.ids}
         return {"request_id": f"gen-{self.name}", "choices": [choice], "weight_version": self.version}
 
@@ -192,11 +178,10 @@ def to_json(value: object) -> bytes:
 
 
 class Delivery(Response):
-    """A body that counts as delivered once the kernel has all of it but the last byte.
+    """A response that counts as delivered once the kernel has accepted all but its last byte.
 
-    The last byte follows then, so that no client can ask again before its answer counts as delivered.
-
-    within: seconds in which the client has to take it; then the connection is cut. delivered: called once it has.
+    The last byte is sent afterwards, so no client can send its next request before the answer counts as delivered.
+    within: seconds before a slow client is disconnected. delivered: callback for a delivered response.
     """
 
     media_type = "application/json"
@@ -230,18 +215,19 @@ class Delivery(Response):
         await send({"type": "http.response.body", "body": self.body[-1:], "more_body": False})
 
 
-def _refused(refusal: HttpRefusal) -> Response:
+def _refused(refusal: RefusedCallError) -> Response:
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
-    error = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
+    error = {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}
     return Delivery(to_json({"error": error}), refusal.status, refusal.headers)
 
 
 def make_app(sessions: Sessions, options: EndpointOptions) -> ASGIApp:
-    """Return the endpoint in front of these sessions, as an ASGI application; `server.served` serves it."""
+    """Return the ASGI application that exposes these sessions; `server.served` runs it."""
 
     def no_route(request: Request, error: Exception) -> Response:
         status = cast("HTTPException", error).status_code
-        return _refused(HttpRefusal(status, f"there is no {request.method} {request.url.path:.200}"))
+        what = f"there is no {request.method} {request.url.path:.200}"
+        return _refused(RefusedCallError(what, status=status))
 
     routes = _Endpoint(sessions, options).routes()
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
@@ -249,22 +235,22 @@ def make_app(sessions: Sessions, options: EndpointOptions) -> ASGIApp:
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = app
-        # No route and no token has such a character, so that a path means what it says to whoever reads it.
+        # Routes and tokens never contain "%", so an escaped path is always wrong.
         if b"%" in scope["raw_path"]:
-            answer = _refused(HttpRefusal(404, "no path of this endpoint has an escape in it"))
+            answer = _refused(RefusedCallError("no path of this endpoint has an escape in it", status=404))
         elif sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES:
-            answer = _refused(HttpRefusal(431, f"headers may have {HEADER_BYTES} bytes"))
+            answer = _refused(RefusedCallError(f"headers may have {HEADER_BYTES} bytes", status=431))
         await answer(scope, receive, send)
 
     return checked
 
 
 class _Endpoint:
-    """Serves the routes in one asyncio loop; bodies are read, and texts encoded, in threads beside it."""
+    """Serves the routes in one asyncio loop; worker threads parse bodies and encode texts."""
 
     def __init__(self, sessions: Sessions, options: EndpointOptions) -> None:
         self._sessions, self._options = sessions, options
-        self._reading = 0  # bytes of bodies that are not read to their end
+        self._reading = 0  # bytes held by unfinished request bodies
 
     def routes(self) -> list[BaseRoute]:
         posts = {
@@ -278,29 +264,28 @@ class _Endpoint:
         gets = {"/v1/models": self._models, "/health": self._health, "/v1/health": self._health}
         found: list[BaseRoute] = []
         for prefix in _PREFIXES:
-            found += [
-                Route(prefix + path, self._answered(to), methods=["POST"]) for path, to in posts.items()
-            ]
-            found += [Route(prefix + path, self._answered(to), methods=["GET"]) for path, to in gets.items()]
+            for method, served in (("POST", posts), ("GET", gets)):
+                found += [
+                    Route(prefix + path, self._answered(to), methods=[method]) for path, to in served.items()
+                ]
         found.append(Route("/sessions/{token}", self._answered(self._state), methods=["GET"]))
         found.append(Route("/sessions/{token}/close", self._answered(self._close), methods=["POST"]))
         return found
 
     def _answered(self, serve: _Serve) -> _Serve:
-
         async def endpoint(request: Request) -> Response:
             try:
                 return await serve(request)
             except (ClientDisconnect, _ClientGoneError):
                 return Response(status_code=499)
-            except asyncio.CancelledError:  # the server stops
+            except asyncio.CancelledError:  # the server is stopping
                 return _refused(busy("the endpoint stops"))
             except RecursionError:
-                return _refused(HttpRefusal(400, "the body is nested too deeply"))
-            except Exception as error:  # noqa: BLE001 whatever fails has an answer
+                return _refused(RefusedCallError("the body is nested too deeply"))
+            except Exception as error:  # noqa: BLE001 every failure gets a response
                 if (refusal := refusal_of(error)) is None:
                     self._options.failed(error)
-                    refusal = HttpRefusal(500, "the endpoint failed", code="internal_error")
+                    refusal = RefusedCallError("the endpoint failed", code="internal_error", status=500)
                 return _refused(refusal)
 
         return endpoint
@@ -325,7 +310,7 @@ class _Endpoint:
         return self._delivery(session, answer, answer.of_chat(message))
 
     async def _of_ids(self, request: Request, *, generation: bool) -> Response:
-        """Answer a prompt of ids; new in it is what stands after the longest prompt and answer that it begins with."""
+        """Answer a prompt of ids; ids after the longest earlier call that it extends count as a new message."""
         body, session = await self._opened(request)
         options, room = self._options, session.require_room
 
@@ -358,7 +343,7 @@ class _Endpoint:
     def _prompt(self, history: History, chat: requests.Chat, session: Session) -> ChatPrompt:
         try:
             return history.prompt(chat, self._options.tokenizer, session.require_room)
-        except (ValueError, TypeError) as error:  # of a template or a tokenizer
+        except (ValueError, TypeError) as error:  # raised by a template or a tokenizer
             what = f"the messages cannot be shown to the model: {error}"
             raise RefusedCallError(what, param="messages") from error
 
@@ -379,9 +364,8 @@ class _Endpoint:
         if "token" in request.path_params:
             self._session(request, {})
         card = {"id": self._options.model, "object": "model", "created": 0, "owned_by": "nemo_rl_mcore"}
-        return Delivery(
-            to_json({"object": "list", "data": [card | {"max_model_len": self._options.context}]})
-        )
+        card |= {"max_model_len": self._options.context}
+        return Delivery(to_json({"object": "list", "data": [card]}))
 
     async def _health(self, request: Request) -> Response:
         if "token" in request.path_params:
@@ -399,13 +383,11 @@ class _Endpoint:
             "answer": prompt.answer,
             "messages": [one.fields(parsed=False) for one in prompt.context],
             "tools": [*prompt.tools],
-            # Dates and such as texts, what is no number as null.
+            # Convert dates and similar values to text, NaN and infinities to null.
             "columns": json.loads(json.dumps({**prompt.columns}, default=str), parse_constant=lambda _: None),
         }
-        state = "closed" if session.closed.is_set() else "open"
-        return Delivery(
-            to_json({"state": state, "calls": len(session.calls), "sample": session.sample, "prompt": row})
-        )
+        state = {"state": "closed" if session.closed.is_set() else "open", "calls": len(session.calls)}
+        return Delivery(to_json({**state, "sample": session.sample, "prompt": row}))
 
     async def _close(self, request: Request) -> Response:
         session = self._session(request, {})
@@ -415,12 +397,9 @@ class _Endpoint:
         return Delivery(to_json({"state": "closed", "calls": len(session.calls)}))
 
     def _session(self, request: Request, body: Body) -> Session:
-        """Return the session that a request is of.
-
-        The tokens are random and looked up by their hashes, so that the time it takes tells nothing of them.
-        """
+        """Return a request's session; tokens are random and looked up by hash, so timing reveals nothing."""
         closed: ClosedSessionError | None = None
-        # Where a token may be, the surest place first: clients fill some of these by themselves.
+        # Try the most reliable place first: clients fill some of these fields on their own.
         tokens = [request.path_params["token"]] if "token" in request.path_params else list[str]()
         if not tokens:
             if (header := request.headers.get("x-session-id")) is not None:
@@ -439,11 +418,10 @@ class _Endpoint:
         raise closed or UnknownSessionError
 
     async def _body(self, request: Request, *, empty: bool = False) -> Body:
-        """Read a request: an object, or nothing where that is allowed. Raises RefusedCallError."""
+        """Return a request's JSON object. empty: whether the body may be empty. Raises RefusedCallError."""
         options, chunks, length = self._options, list[bytes](), 0
-        too_large = RefusedCallError(
-            f"a body may have {options.body_limit} bytes", code="body_too_large", status=413
-        )
+        what = f"a body may have {options.body_limit} bytes"
+        too_large = RefusedCallError(what, code="body_too_large", status=413)
         if int(request.headers.get("content-length", 0)) > options.body_limit:
             raise too_large
         try:
@@ -476,7 +454,7 @@ class _Endpoint:
     async def _ask(
         self, request: Request, session: Session, ids: list[int], wishes: Wishes, heard: Sequence[Message]
     ) -> Call:
-        """Have the session answer, while the client waits for it. Raises _ClientGoneError when it does not."""
+        """Return the session's answer. Raises _ClientGoneError if the client disconnects first."""
         if not ids:
             raise RefusedCallError("the prompt is empty", param="prompt")
         retry = request.headers.get(_RETRY, "0") not in ("", "0")
@@ -502,7 +480,7 @@ class _Endpoint:
             left = not asking.done()
             asking.cancel()
             leaving.cancel()
-            await asyncio.gather(asking, leaving, return_exceptions=True)  # they have ended then
+            await asyncio.gather(asking, leaving, return_exceptions=True)  # wait for both to end
         if left:
             raise _ClientGoneError
         if asking.cancelled():
@@ -510,7 +488,7 @@ class _Endpoint:
         return asking.result()
 
     def _delivery(self, session: Session, answer: Answer, whole: dict[str, Any]) -> Response:
-        """Write an answer, and tell the session once that is done."""
+        """Return the response for an answer; its delivery is reported to the session."""
         body, kind = to_json(whole), None
         if answer.wishes.stream:
             body = b"".join(events_of(whole, include_usage=answer.wishes.include_usage))

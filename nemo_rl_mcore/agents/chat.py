@@ -1,7 +1,7 @@
-"""From messages to the ids of a prompt, in which the answers that the session has sampled stand as they were sampled.
+"""From messages to the ids of a prompt, with the session's answers as they were sampled.
 
-An assistant's message that comes back is recognized by what the conversation was before it, and by its ids or by what
-it says; neither ids nor texts that come back are trained on.
+An assistant's message that comes back is recognized by the conversation before it, and by its ids or its text; neither
+ids nor texts that come back are trained on.
 """
 
 from __future__ import annotations
@@ -165,13 +165,8 @@ _ID_LENGTH = 9
 
 type Function = tuple[str, str]
 """A name, and the arguments as JSON."""
-
-
 type ToolParser = Callable[[str, Sequence[int]], tuple[str, list[Function]]]
-"""Reads the text and the ids of an answer, neither with the token that ended it.
-
-Gives what the answer says besides its calls, and the calls in their order.
-"""
+"""From an answer's text and ids, without the token that ended it, to its text besides calls, and its calls in order."""
 
 
 def no_tools(text: str, _ids: Sequence[int]) -> tuple[str, list[Function]]:
@@ -202,10 +197,9 @@ def hermes(text: str, _ids: Sequence[int]) -> tuple[str, list[Function]]:
 
 
 def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
-    """Return a parser by its name: `hermes`, `none`, or one of the library `renderers`.
+    """Return a parser by its name: `hermes`, `none`, or one of the library `renderers` (the extra `tool-parsers`).
 
-    Raises ImportError where that is asked for and not installed (the extra `tool-parsers`), RefusedError for a name
-    that it does not know.
+    Raises ImportError where that is not installed, RefusedError for an unknown name.
     """
     own: dict[str, ToolParser] = {"hermes": hermes, "none": no_tools}
     if name in own:

@@ -41,18 +41,15 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
-from nemo_rl_mcore.driver.loop_thread import LoopThread
+from nemo_rl_mcore.driver import activity
+from nemo_rl_mcore.driver.activity import LoopThread
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
 from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS, Piece, Transcript, batch_of
-from nemo_rl_mcore.rank import activity
 
 
 def in_order(calls: Sequence[Call]) -> list[Call]:
-    """Return calls in an order that does not depend on which of those made at the same time was answered first.
-
-    One that goes on with another has the longer prompt, and comes after it.
-    """
+    """Return calls in an order that does not depend on time; one that goes on with another has the longer prompt."""
     return sorted(calls, key=lambda call: (len(call.prompt_P), digest_of_ids(call.prompt_P), call.repetition))
 
 
@@ -93,10 +90,7 @@ def last_turn(session: Session, tokenizer: Tokenizer) -> Turn:
 
 
 def transcript_of(session: Session, reply: Reply, ending: Ending, shown: Sequence[int]) -> Transcript:
-    """Write down a session. shown: ids of a prompt, of one that has made no call.
-
-    reply: with the reward of the whole session, which its last call gets.
-    """
+    """Return a session's record. shown: ids of the prompt, for a session without calls. reply: to the last call."""
     calls = in_order(session.calls)
     turns = {call: turn for turn, call in enumerate(calls, start=1)}
     rows: list[list[Piece]] = []
@@ -133,8 +127,7 @@ type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]
 class Endpoint:
     """A context manager: the server listens inside the block, and all agents have ended after it.
 
-    stop_ids: end an answer. variables: what agents see of the environment. Raises RunStoppedError for a port that is
-    taken.
+    stop_ids: end an answer. variables: of the agents' environment. Raises RunStoppedError for a port that is taken.
     """
 
     def __init__(
@@ -207,7 +200,7 @@ class Endpoint:
         if self._gym is not None:
             setup = GymSetup(
                 gym_python(self._section),
-                self._section.one_process,
+                self._section.processes == 1,
                 self._gym,
                 self._options.sampling,
                 self._variables,
@@ -410,6 +403,5 @@ class AgentCollector(RolloutCollector):
             episodes,
             pad_token_id=self.tokenizer.pad_token_id,
             turns=self.form.turns,
-            versions=any(one.has_versions for one in episodes),
             digests=True,
         )

@@ -1,10 +1,10 @@
-"""The body of a request: what is left out is the run's, what would draw otherwise is refused by name."""
+"""A request's body: fields that are left out are the run's, and those that would draw otherwise are refused by name."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
@@ -58,92 +58,70 @@ class EndpointOptions:
 
 
 class RefusedCallError(Exception):
-    """A request that cannot be taken. param: the field that is meant; code: what clients read."""
+    """A request that cannot be taken, by its HTTP status. param: the field at fault; code: for clients."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param, self.code, self.status, self.headers = param, code, status, headers or {}
 
 
-@dataclass(frozen=True)
-class HttpRefusal:
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
-
-
-def refusal_of(error: BaseException) -> HttpRefusal | None:
+def refusal_of(error: BaseException) -> RefusedCallError | None:
     """Return the answer to an error; None for a fault of ours."""
     match error:
         case RefusedCallError():
-            return HttpRefusal(error.status, str(error), error.param, error.code)
+            return error
         case UnknownSessionError():
-            return HttpRefusal(401, str(error), code=error.code, headers={"www-authenticate": "Bearer"})
-        case ClosedSessionError():
-            return HttpRefusal(410, str(error), code=error.code)
+            headers = {"www-authenticate": "Bearer"}
+            return RefusedCallError(str(error), code=error.code, status=401, headers=headers)
         case SessionError():
-            return HttpRefusal(400, str(error), code=error.code)
-        case RunStoppedError() if not isinstance(error, EngineDiedError):
-            return HttpRefusal(500, "the engine has not answered", code="engine_failed")
+            status = 410 if isinstance(error, ClosedSessionError) else 400
+            return RefusedCallError(str(error), code=error.code, status=status)
         case EngineDiedError():
             return busy("the engine that answered has died; another one will answer")
+        case RunStoppedError():
+            return RefusedCallError("the engine has not answered", code="engine_failed", status=500)
         case _:
             return None
 
 
-def busy(message: str) -> HttpRefusal:
-    return HttpRefusal(503, message, code="try_again", headers={"retry-after": "1"})
+def busy(message: str) -> RefusedCallError:
+    return RefusedCallError(message, code="try_again", status=503, headers={"retry-after": "1"})
 
 
 type Body = Mapping[str, Any]
 
 _NEUTRAL: dict[str, Sequence[object]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "seed": (),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "ignore_eos": (False,),
+    **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "echo", "continue_final_message"), (False,)),
+    **dict.fromkeys(("bad_words", "logits_processors", "functions", "documents"), ([],)),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()
+    ),
+    **dict.fromkeys(("seed", "prompt_logprobs", "allowed_token_ids", "chat_template", "features"), ()),
+    **dict.fromkeys(("content_parts", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("tool_choice", "function_call"), ("auto", "none")),
     "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
     "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "tool_choice": ("auto", "none"),
-    "functions": ([],),
-    "function_call": ("auto", "none"),
-    "use_beam_search": (False,),
-    "echo": (False,),
     "suffix": ("",),
-    "continue_final_message": (False,),
     "add_generation_prompt": (True,),
-    "chat_template": (),
-    "documents": ([],),
-    "features": (),
-    "content_parts": (),
-    "truncate_prompt_tokens": (),
 }
-"""What may be said of a field that would change how answers are drawn, besides null; nothing else is known to do so."""
+"""The allowed values, besides null, of fields that would change how answers are drawn."""
 _OF_BEGUN = {"continue_final_message": (True,), "add_generation_prompt": (False,)}
 """The same, of a conversation that ends with the beginning of its answer."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 class _Read(BaseModel):
-    """Of a body what is known; null is not there."""
+    """A body's known fields; null is not there."""
 
     model_config = ConfigDict(strict=True)
 
@@ -165,23 +143,21 @@ class _Sampling(_Read):
     stop_token_ids: list[Any] | None = None
 
 
-class _StreamOptions(_Read):
-    include_usage: bool | None = None
-
-
 class _Shape(_Read):
+    class StreamOptions(_Read):
+        include_usage: bool | None = None
+
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
 
 
-class _NamedFunction(_Read):
-    name: str
-
-
 class _Tool(_Read):
-    function: _NamedFunction
+    class Function(_Read):
+        name: str
+
+    function: Function
 
 
 class _ChatBody(_Read):

@@ -1,7 +1,6 @@
-"""A session: the calls that one agent makes for one sample of a prompt, and the tokens that each of them sampled.
+"""A session: the calls that one agent makes for one sample of a prompt, each with its sampled tokens.
 
-All of it runs in the endpoint's asyncio loop; what answers may live in another thread, see `Respond`.
-Shapes: P tokens of a prompt, N of an answer.
+All of it runs in the endpoint's asyncio loop. Shapes: P tokens of a prompt, N of an answer.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.driver.rollouts.transcript import DIGESTS, WEIGHT_VERSIONS
 
 type Respond = Callable[[BatchedDataDict], Awaitable[BatchedDataDict]]
-"""Answers one row, see `GenerationInterface.generate`; a task that is cancelled gives the answer up."""
+"""Answers one row, see `GenerationInterface.generate`; cancelling the task abandons the answer."""
 type Room = Callable[[int], None]
-"""Raises NoRoomError for so many tokens of a prompt, or more."""
+"""Raises NoRoomError if a prompt of at least this many tokens is too long."""
 
 
 class SessionError(Exception):
-    """A call is refused. code: what clients read, such as `context_length_exceeded`."""
+    """A refused call. code: error code for clients, such as `context_length_exceeded`."""
 
     code, says = "", ""
 
@@ -38,35 +37,24 @@ class SessionError(Exception):
 
 
 class UnknownSessionError(SessionError):
-    """No session has this token."""
-
     code, says = "invalid_session", "no session has this token"
 
 
 class ClosedSessionError(SessionError):
-    """The session has ended."""
-
     code, says = "session_closed", "the session is closed"
 
 
 class NoRoomError(SessionError):
-    """The prompt leaves no room for an answer."""
-
     code = "context_length_exceeded"
 
 
 class SessionLimitError(SessionError):
-    """The session has made as many calls as it may."""
-
     code = "session_limit_exceeded"
 
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """Limits of a session.
-
-    context: tokens of prompt and answer. calls: of the model. reserved: tokens for an answer.
-    """
+    """context: tokens in prompt plus answer. calls: model calls. reserved: tokens kept for an answer."""
 
     context: int
     calls: int
@@ -75,13 +63,13 @@ class SessionLimits:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """An answer of the model, as it was drawn.
+    """A model answer as it was sampled.
 
-    number: from 1 on, in the order in which calls were answered. prompt_P, answer_N: int64 ids; logprobs_N: fp32, at
-    the temperature of the run; versions_N: int64, of the weights that sampled a token, None where the engine does not
-    say. digest: of the answer, see `data.token_digests`. finished: it ended by itself, not at its length limit.
-    repetition: how many equal prompts the session had sent before. heard: the messages of the prompt that are new,
-    after the answer that it goes on from, or all of them.
+    number: position in the order of answers, from 1. prompt_P, answer_N: int64 ids. logprobs_N: fp32, at the run's
+    temperature. versions_N: int64 weight version for each token, None if the engine does not report it.
+    digest: digest of the answer, see `data.token_digests`. finished: whether it ended before its length limit.
+    repetition: number of equal prompts that the session sent earlier. heard: the prompt's messages after the answer
+    that it continues, or all its messages.
     """
 
     number: int
@@ -101,7 +89,7 @@ class Call:
 
 @dataclass(eq=False)
 class _Asked:
-    """A prompt that was sent, until its answer is delivered, and after that for retries."""
+    """A prompt that the client sent, kept for delivery of its answer and for retries."""
 
     task: asyncio.Task[Call]
     waiting: int = 0
@@ -112,9 +100,9 @@ class _Asked:
 class Session:
     """The calls of one sample; made by `Sessions.open`.
 
-    prompt, sample: what is played. respond: answers a prompt. token: opaque, and the only authorization.
-    rewards: the parts of the reward, by name. error: of the engine; the session cannot go on, and its group is answered
-    again. refused: the last limit that a call met. memory: of the dialects for their calls, see `chat.History`.
+    prompt, sample: the prompt and sample index to play. respond: function that answers a prompt. token: opaque id, the
+    only authorization. rewards: parts of the reward by name. error: engine error that ended the session; its group is
+    answered again. refused: last limit that a call exceeded. memory: data kept between calls, see `chat.History`.
     """
 
     token: str
@@ -133,7 +121,7 @@ class Session:
 
     @property
     def last(self) -> Call | None:
-        """The call that was answered last, whichever has the longest prompt; None before the first."""
+        """The most recently answered call, or None before the first."""
         return max(self.calls, key=lambda call: call.number, default=None)
 
     async def ask(
@@ -146,13 +134,13 @@ class Session:
         retry: bool = False,
         heard: Sequence[Message] = (),
     ) -> Call:
-        """Answer a prompt of P ids, once for each time that it is asked.
+        """Answer a prompt of P ids.
 
-        An equal prompt whose answer was not delivered yet (`delivered`), or that is a `retry`, gets the answer of
-        before. max_tokens: of this answer, where that is less than the run's. stop, stop_ids: texts and tokens that end
-        it besides those of the run. A task that is cancelled gives the answer up, unless another one waits for it.
+        A repeated prompt gets the earlier answer if that was not yet `delivered` or if `retry` is set; otherwise it
+        gets a new answer. max_tokens: limit for this answer below the run's limit. stop, stop_ids: extra stop texts and
+        tokens. Cancelling the task abandons the answer unless another task waits for it.
 
-        Raises ClosedSessionError, NoRoomError, SessionLimitError, and what the engine raises.
+        Raises ClosedSessionError, NoRoomError, SessionLimitError and any engine error.
         """
         self.require_open()
         self.require_room(len(prompt), "")
@@ -162,7 +150,7 @@ class Session:
             asked = earlier[-1]
         else:
             if sum(len(several) for several in self._asked.values()) >= self.limits.calls:
-                # Clients end an episode where a refusal speaks of max_tokens, and fail at any other one.
+                # Clients end the episode if the refusal mentions max_tokens; any other refusal makes them fail.
                 what = f"a session may call the model {self.limits.calls} times"
                 self.refused = SessionLimitError(f"{what}: max_tokens of a further answer is 0")
                 raise self.refused
@@ -175,7 +163,7 @@ class Session:
         except asyncio.CancelledError:
             if asked.waiting == 1 and not asked.task.done():
                 asked.task.cancel()
-                earlier.remove(asked)  # asked again, it has the same noise
+                earlier.remove(asked)  # a new request for it uses the same noise
                 if not earlier:
                     del self._asked[digest]
             raise
@@ -183,7 +171,7 @@ class Session:
             asked.waiting -= 1
 
     def delivered(self, call: Call) -> None:
-        """Take note that an answer was written to the socket: an equal prompt is a new one from here on."""
+        """Mark an answer as written to the socket; an equal prompt then counts as a new request."""
         for asked in self._asked.get(digest_of_ids(call.prompt_P), ()):
             if asked.task.done() and not asked.task.cancelled() and asked.task.result() is call:
                 asked.delivered = True
@@ -193,7 +181,7 @@ class Session:
             raise ClosedSessionError
 
     def close(self, reward: float | None = None, rewards: dict[str, float] | None = None) -> None:
-        """End the session, with its reward where the agent gives one; what is being answered is given up."""
+        """Close the session, with the agent's reward if it gives one, and cancel pending answers."""
         self.require_open()
         self.reward, self.rewards = reward, rewards or {}
         self.closed.set()
@@ -201,7 +189,7 @@ class Session:
             asked.task.cancel()
 
     def require_room(self, tokens: int, more: str = " or more") -> None:
-        """Raise NoRoomError for a prompt of so many tokens, or more, that leaves no room for an answer."""
+        """Raise NoRoomError if a prompt of this many tokens leaves no room for an answer."""
         limits = self.limits
         if tokens + limits.reserved > limits.context:
             self.refused = NoRoomError(
@@ -219,7 +207,7 @@ class Session:
         stop_ids: Collection[int],
         heard: Sequence[Message],
     ) -> Call:
-        """Draw an answer, and end it before its own end where that is wanted: what is left is as it was drawn."""
+        """Sample an answer and truncate it at max_tokens or a stop id; the kept tokens stay unchanged."""
         asked = BatchedDataDict(
             input_ids=torch.tensor([[*prompt]]),
             input_lengths=torch.tensor([len(prompt)]),
@@ -259,10 +247,9 @@ class Session:
 
 
 def noise_of(prompt: Sequence[int], repetition: int) -> int:
-    """Key the noise of an answer in place of its turn: int64, never 0.
+    """Return a nonzero int64 noise key, used instead of a turn index and independent of arrival order.
 
-    It depends on the prompt's ids and on how many equal ones came before, not on the order of arrival; with the seed,
-    the step, the prompt and the sample it is the whole key, see `ops.sampling.sample_keys`.
+    Seed, step, prompt index, sample index and this value form the full key, see `ops.sampling.sample_keys`.
     """
     return digest_of_ids([repetition, *prompt]) or 1
 
@@ -271,7 +258,7 @@ _REMEMBERED = 10_000
 
 
 class Sessions:
-    """The sessions of a run by their tokens; who still holds that of an ended one is told that it is closed."""
+    """A run's sessions by token; the tokens of recently ended sessions are remembered."""
 
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
@@ -293,7 +280,7 @@ class Sessions:
         raise UnknownSessionError
 
     def end(self, session: Session) -> None:
-        """Close a session, unless its agent has, and forget what it holds; idempotent."""
+        """Close a session if it is still open and drop its data; idempotent."""
         if not session.closed.is_set():
             session.close()
         if self._open.pop(session.token, None) is not None:

@@ -1,1 +1,1 @@
-"""The front door in Python: from arguments to a recipe, and from a recipe to a run. docs/python.md is its page."""
+"""The Python interface: from arguments to a recipe, and from a recipe to a run; documented in docs/python.md."""

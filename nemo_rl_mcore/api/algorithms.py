@@ -1,4 +1,4 @@
-"""The runs of each algorithm from arguments; every other key by `recipe` or `overrides`."""
+"""Run classes for each algorithm, built from arguments; `recipe` and `overrides` set all other keys."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from nemo_rl_mcore.recipe.sources import read_recipe
 from nemo_rl_mcore.tools.check.machine import visible_gpus
 
 type Keys = Mapping[str, Any]
-"""Sections and keys of a recipe, as nested dicts; a function or class may stand in place of its import path."""
+"""Sections and keys of a recipe as nested dicts; functions and classes may replace their import paths."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """Return the run of a recipe, a YAML file or one that comes with the package; raises ConfigError.
+    """Return the run for a recipe, a YAML file or a recipe shipped with the package; raises ConfigError.
 
     >>> run = load_recipe("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
     >>> run.config.loop.max_num_steps
@@ -34,7 +34,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 
 
 class Arguments(TypedDict, total=False):
-    """Those of every algorithm, see `GRPO`."""
+    """Arguments of every algorithm, described in `GRPO`."""
 
     train: Data | None
     validation: Data | None
@@ -52,13 +52,13 @@ class Arguments(TypedDict, total=False):
 
 
 class GivenArguments(Arguments, total=False):
-    """Of an algorithm that learns from given answers."""
+    """Arguments of an algorithm that learns from given answers."""
 
     batch_size: int
 
 
 class SamplingArguments(Arguments, total=False):
-    """Of an algorithm that samples answers."""
+    """Arguments of an algorithm that samples answers."""
 
     reward: Rewards | None
     prompts_per_step: int
@@ -67,13 +67,13 @@ class SamplingArguments(Arguments, total=False):
 
 
 class RewardedArguments(SamplingArguments, total=False):
-    """Of one that learns from their rewards."""
+    """Arguments of an algorithm that learns from rewards."""
 
     reward_weights: Weights | None
 
 
 class PPOArguments(RewardedArguments, total=False):
-    """Of PPO, which has a critic."""
+    """Arguments of PPO, which has a critic."""
 
     critic_lr: float
 
@@ -95,24 +95,24 @@ TRL = {
     "reward_funcs": "reward",
     "train_dataset": "train",
 }
-"""Words of TRL, or of another algorithm, and what is meant: an argument, a key of a recipe, or another such word."""
+"""Argument names of TRL or another algorithm, with the corresponding argument, recipe key, or further such name."""
 
 
 _LONGEST = 1024
-"""Tokens of prompt and answer together, where the model has room for them."""
+"""Default maximum tokens in prompt and answer together, if the model supports it."""
 _ROWS = 4
-"""Of a microbatch, at most."""
+"""Maximum rows in a microbatch."""
 _NO_END = 1_000_000
 
 
 class _Algorithm(Run):
-    """A run from arguments: those of a TypedDict, with the defaults of a class."""
+    """A run built from a TypedDict's arguments, with defaults from the class."""
 
     __signature__: ClassVar[Signature]
     _defaults: ClassVar[Mapping[str, Any]]
 
     def __init_subclass__(cls, arguments: type, **defaults: object) -> None:
-        """Have help, and whoever inspects the class, see its arguments and their defaults."""
+        """Build the signature of arguments and defaults for `help` and inspection."""
         shared = {"steps": None, "epochs": 1, "lora": None, "max_length": None, "gpus": None}
         shared |= {"seed": 42, "recipe": None}
         shared |= {"out": f"results/{cls.__name__.lower()}", "resume": "auto", "overrides": ()}
@@ -124,7 +124,7 @@ class _Algorithm(Run):
         cls.__signature__ = Signature(parameters)
 
     def _begin(self, model: str | Path | None, given: Mapping[str, Any]) -> None:
-        """Make a recipe of arguments and check it; unknown arguments are told with what is wrong with all others."""
+        """Build and check a recipe from arguments; unknown arguments are reported together with all other problems."""
         algorithm = type(self).__name__.lower()
         asked, unknown = {**self._defaults, **given}, list[Problem]()
         for name in given:
@@ -142,7 +142,7 @@ class _Algorithm(Run):
         Run.__init__(self, draft.recipe(asked["recipe"]), asked["overrides"], draft.code, problems)
 
     def _remedy(self, name: str) -> str:
-        """Return what to write in place of an argument that there is not."""
+        """Return a suggestion for an unknown argument."""
         known, meant = self._defaults, TRL.get(name, name)
         meant = meant if meant in known else TRL.get(meant, meant)
         if meant in known:
@@ -157,7 +157,7 @@ class _Algorithm(Run):
 
 
 def _fill(draft: Draft, model: str | Path | None, asked: Mapping[str, Any]) -> None:
-    """Set the keys of a recipe by the arguments of an algorithm; raises ConfigError."""
+    """Set a recipe's keys from an algorithm's arguments; raises ConfigError."""
     name, samples, validated = draft.algorithm, "generations" in asked, asked["validation"] is not None
     gpus = visible_gpus() if asked["gpus"] is None else asked["gpus"]
     draft.set("seed", {"seed": asked["seed"]})
@@ -170,7 +170,7 @@ def _fill(draft: Draft, model: str | Path | None, asked: Mapping[str, Any]) -> N
         draft.set("generations", {f"{name}.num_generations_per_prompt": answers})
     else:
         answers, rows, of = 1, asked["batch_size"], "batch_size"
-    if all(isinstance(one, int) for one in (rows, answers, gpus)):  # each is reported by its own key
+    if all(isinstance(one, int) for one in (rows, answers, gpus)):  # each is reported under its own key
         draft.set(of, {"policy.train_global_batch_size": rows * answers})
         microbatch = gcd(max(1, rows * answers // max(1, gpus)), _ROWS)
         sizes = ("policy.train_micro_batch_size", "policy.logprob_batch_size")
@@ -213,18 +213,17 @@ class GRPO(_Algorithm, arguments=RewardedArguments, lr=1e-6, prompts_per_step=8,
     def __init__(self, model: str | Path | None, **given: Unpack[RewardedArguments]) -> None:
         """Check a run; raises ConfigError with every problem.
 
-        model: a Hugging Face folder or hub id; None where `recipe` gives `policy.model`. train, validation: see `Data`.
+        model: a Hugging Face folder or hub id; None if `recipe` sets `policy.model`. train, validation: see `Data`.
         reward: a function that takes lists by name (prompts, responses, answers, finished, or any column of the data)
         and returns a number for each response; several as a list or a dict; or a class with `score` or `step`.
         reward_weights: a list in the same order, or a dict by name. steps: by default, `epochs` passes over the data.
         lora: the rank of adapters to train in place of the weights (alpha is twice that), or keys of
         `policy.megatron_cfg.peft`. max_length: tokens of prompt and response. max_new_tokens: tokens of a response; by
-        default, what its prompt leaves of max_length. gpus: by default, all that there are; 0 trains on the CPU.
-        out: the folder of the run. resume: "auto" goes on from the last step that is saved there, and raises
-        ChangedRunError if anything but steps, epochs, and what is saved or logged has changed since; "must" goes on
-        with the changes; "never" begins anew, and
-        puts aside what is there; or a folder step_N to go on from. recipe, overrides: other keys of a recipe, the
-        latter in Hydra's grammar; they take precedence over arguments.
+        default, all that its prompt leaves of max_length. gpus: by default, all available; 0 trains on the CPU.
+        out: the run's folder. resume: "auto" continues from the last step saved there, and raises ChangedRunError if
+        anything but steps, epochs, and settings for saving or logging has changed; "must" continues despite changes;
+        "never" starts over and moves existing files aside; or a folder step_N from which to continue.
+        recipe, overrides: other keys of a recipe, the latter in Hydra's grammar; they take precedence over arguments.
 
         >>> rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3=", "answer": "5"}]
         >>> def right(responses, answers):
@@ -260,15 +259,15 @@ class Distillation(
     prompts_per_step=64,
     generations=1,
 ):
-    """On-policy distillation: a teacher says how probable each token of the policy's own answers is."""
+    """On-policy distillation: the policy learns a teacher's token probabilities on its own answers."""
 
     def __init__(
         self, model: str | Path | None, *, teacher: str | Path | None, **given: Unpack[SamplingArguments]
     ) -> None:
         """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
 
-        teacher: a Hugging Face folder or hub id; None where `recipe` gives `teacher`. reward: scores validations,
-        which need it.
+        teacher: a Hugging Face folder or hub id; None if `recipe` sets `teacher`. reward: required for validations,
+        whose answers it scores.
 
         >>> run = Distillation("model", teacher="teacher", train=[{"prompt": "2+2=", "answer": "4"}], max_new_tokens=9)
         >>> run.config.policy.generation.max_new_tokens
@@ -278,12 +277,12 @@ class Distillation(
 
 
 class SFT(_Algorithm, arguments=GivenArguments, lr=2e-5, batch_size=32):
-    """Supervised fine-tuning: prompts with their answers, or conversations (`messages`), are imitated."""
+    """Supervised fine-tuning on prompts with answers, or on conversations (`messages`)."""
 
     def __init__(self, model: str | Path | None, **given: Unpack[GivenArguments]) -> None:
         """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
 
-        batch_size: answers of a step. A validation takes the loss of held-out answers.
+        batch_size: answers per step. A validation computes the loss of held-out answers.
 
         >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
         >>> run = SFT("model", train=[{"messages": said}], batch_size=1, epochs=3)
@@ -299,7 +298,7 @@ class DPO(_Algorithm, arguments=GivenArguments, lr=1e-6, batch_size=32):
     def __init__(self, model: str | Path | None, **given: Unpack[GivenArguments]) -> None:
         """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
 
-        batch_size: pairs of a step. A validation takes the loss of held-out pairs.
+        batch_size: pairs per step. A validation computes the loss of held-out pairs.
 
         >>> pairs = [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}]
         >>> DPO("model", train=pairs, batch_size=1, lr=-1.0)

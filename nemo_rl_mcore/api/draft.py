@@ -1,10 +1,10 @@
-"""A recipe under construction: what an argument sets, where that is told from, and code that stands in it."""
+"""A recipe under construction: keys set by arguments, their origin for messages, and code objects in the recipe."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -19,21 +19,21 @@ from nemo_rl_mcore.config.base import Code as ProblemCode
 from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
 from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
 from nemo_rl_mcore.driver.run_folder import replacing
-from nemo_rl_mcore.recipe.sources import Recipe
+from nemo_rl_mcore.recipe.sources import Recipe, key_paths
 
 PROMPT_NAMES = ("input", "prompt", "question", "problem", "query", "instruction")
 ANSWER_NAMES = ("output", "answer", "solution", "completion", "response", "expected_answer", "ground_truth")
-"""Columns that are taken for the prompt and its answer where they are there, the first ones before others."""
+"""Column names recognised as the prompt and its answer, in order of precedence."""
 _CONVERSATIONS = ("messages", "chosen")
 
 
 type Data = str | Path | Mapping[str, object] | Iterable[Mapping[str, object]]
-"""A file, a folder or a name on the hub; a section like `data.train` of a recipe; or rows: a list, a `Dataset`."""
+"""A file, a folder or a hub id; a section like a recipe's `data.train`; or rows, as a list or `Dataset`."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The section of a source; columns: those that reward functions can take, None where only its reader sees them."""
+    """A source's section; columns: columns available to reward functions, None if unknown before the data is read."""
 
     section: Tree
     columns: Collection[str] | None = None
@@ -41,11 +41,11 @@ class Source:
 
 
 def source_of(given: Data, file: Path, wanted: Collection[str] = ()) -> Source:
-    """Return what a recipe has of a source.
+    """Return a source's section for a recipe.
 
-    Rows in memory are written to a file of this name, in a folder of their own beside it. Columns are named by what the
-    first row has; wanted: columns that reward functions take, of which those that are there are kept. Raises
-    ConfigError for no rows, and rows without a prompt.
+    Rows in memory are written to a file named like `file`, in a separate folder next to it. The first row determines
+    the columns. wanted: columns that reward functions take, kept if they exist. Raises ConfigError if there are no
+    rows, or rows without a prompt.
     """
     argument = file.stem
     if isinstance(given, Mapping):
@@ -57,14 +57,14 @@ def source_of(given: Data, file: Path, wanted: Collection[str] = ()) -> Source:
     if isinstance(given, str | Path):
         path, first = Path(given), None
         place = str(path.absolute()) if path.exists() else str(given)
-        if path.suffix == ".jsonl" and path.is_file():  # of others the columns are given or named as usual
+        if path.suffix == ".jsonl" and path.is_file():  # other formats have given or default columns
             with path.open(encoding="utf-8") as lines:
                 line = next((line for line in lines if line.strip()), "{}")
-            with suppress(ValueError):  # the reader says what is wrong with it
+            with suppress(ValueError):  # the reader reports the error
                 row = json.loads(line)
                 first = cast("Mapping[str, object]", row) if isinstance(row, dict) else None
     else:
-        is_frame = hasattr(given, "iterrows")  # of pandas, which yields the names of its columns
+        is_frame = hasattr(given, "iterrows")  # a pandas frame iterates over column names
         rows = cast("Any", given).to_dict("records") if is_frame else [*given]
         if not rows:
             raise _refused("too-few-rows", argument, "", "no rows", "give at least one")
@@ -84,7 +84,7 @@ def _refused(code: ProblemCode, argument: str, key: str, what: str, remedy: str)
 
 
 def _written(rows: Sequence[Mapping[str, object]], file: Path) -> Path:
-    """Write rows into a folder of their digest, so that those of an earlier run stay; return the file."""
+    """Write rows into a folder named by their digest, so that an earlier run's rows remain; return the file."""
     lines: list[bytes] = []
     for number, row in enumerate(rows, start=1):
         try:
@@ -103,7 +103,7 @@ def _written(rows: Sequence[Mapping[str, object]], file: Path) -> Path:
 
 
 def _columns(first: Mapping[str, object], wanted: Collection[str], argument: str) -> Tree:
-    """Return the keys that name the columns of a row, as far as their names are others than those of the recipe."""
+    """Return the keys that name a row's columns, where the names differ from a recipe's defaults."""
     found: Tree = {}
     if kept := [name for name in wanted if name in first]:
         found["columns"] = kept
@@ -123,20 +123,20 @@ def _columns(first: Mapping[str, object], wanted: Collection[str], argument: str
 
 
 type Reward = Callable[..., object] | str
-"""A function or what else can be called, its import path, or a class with `score` or `step`."""
+"""A function or other callable, its import path, or a class with `score` or `step`."""
 type Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 type Weights = Mapping[str, float] | Sequence[float]
-"""The weights of reward functions: by name, 1 where there is none, or one of each in their order."""
+"""Weights of reward functions: by name, with a default of 1, or in the functions' order."""
 
 
 @dataclass
 class Code:
-    """The code of a run that no other process could import, by the import path that stands for it in the recipe."""
+    """A run's code objects that no other process could import, by their import path in the recipe."""
 
     objects: dict[str, object] = field(default_factory=dict[str, object])
 
     def named(self, value: object, path: str = "") -> object:
-        """Return a recipe with import paths in place of classes and all that can be called, wherever they stand."""
+        """Return a recipe with import paths in place of all classes and callables."""
         if isinstance(value, Mapping):
             tree = cast("Mapping[str, object]", value)
             return {key: self.named(one, join_path(path, key)) for key, one in tree.items()}
@@ -147,7 +147,7 @@ class Code:
             return f"{module}:{name}"
         own = getattr(value, "__name__", "")
         kept = free = f"__main__:{own if own.isidentifier() else path.rpartition('.')[2]}"
-        number = 1  # of another object that has this name
+        number = 1  # until the name is free
         while self.objects.get(free, value) is not value:
             number += 1
             free = f"{kept}_{number}"
@@ -155,14 +155,14 @@ class Code:
         return free
 
     def require_portable(self) -> None:
-        """Raise ConfigError for code that holds what cannot be sent to another process, such as an open file."""
+        """Raise ConfigError for code that cannot be sent to another process, for example because of an open file."""
         from ray import cloudpickle
 
         problems = list[Problem]()
         for path, value in self.objects.items():
             try:
                 cast("Any", cloudpickle).dumps(value)
-            except Exception as error:  # noqa: BLE001 what it raises depends on what the code holds
+            except Exception as error:  # noqa: BLE001 any error may occur in pickling
                 what = f"cannot be sent to another process: {type(error).__name__}: {error}"
                 remedy = "make what it needs inside it, or put it into a module"
                 problems.append(Problem("not-supported", path, what, remedy))
@@ -172,7 +172,7 @@ class Code:
 
 @dataclass
 class Draft:
-    """The keys that arguments set, and the argument behind each key; problems: what is wrong with arguments."""
+    """Keys set by arguments, with the argument for each key; problems: problems of arguments."""
 
     algorithm: str
     code: Code = field(default_factory=Code)
@@ -182,7 +182,7 @@ class Draft:
     _functions: dict[str, Reward] = field(default_factory=dict[str, Reward])
 
     def set(self, argument: str, values: Mapping[str, object]) -> None:
-        """Set keys, by their paths, and say which argument does; "": none."""
+        """Set keys by path and record the argument that sets them; "" records none."""
         for path, value in values.items():
             *sections, key = path.split(".")
             section = self.tree
@@ -192,23 +192,23 @@ class Draft:
             self.arguments[path] = f"argument {argument}" if argument else "default of Python"
 
     def weights(self, section: str, name: object, argument: str) -> None:
-        """Set the weights of a model, a folder or a name on the hub; ConfigError for a model in memory."""
+        """Set a model's weights, a folder or hub id; raises ConfigError for a model in memory."""
         path = f"{section}.model_name"
         if not isinstance(name, str | Path):
-            what = f"a {type(name).__name__} is no folder, and no name on the hub"
+            what = f"a {type(name).__name__} is neither a folder nor a name on the hub"
             remedy = "save the model and its tokenizer, by save_pretrained(FOLDER), and give the folder"
             raise ConfigError([Problem("wrong-kind", path, what, remedy, where=f"argument {argument}")])
         self.set(argument, {path: str(name)})
 
     def adapters(self, given: int | Mapping[str, object] | None) -> None:
-        """Set adapters of a rank, with an alpha of twice that, or by the keys of their section."""
+        """Set adapters by rank, with an alpha of twice the rank, or by the keys of their section."""
         if given is not None:
             keys = given if isinstance(given, Mapping) else {"dim": given, "alpha": 2 * given}
             peft = {"enabled": True, **keys}
             self.set("lora", {f"policy.megatron_cfg.peft.{key}": value for key, value in peft.items()})
 
     def data(self, train: Data | None, validation: Data | None, folder: Path) -> None:
-        """Set the sources, with the columns that reward functions take, which are set before."""
+        """Set the sources, with the columns of the reward functions, which must be set before."""
         functions = self._functions
         wanted = dict.fromkeys(name for one in functions.values() for name in _columns_of(one))
         needed = [(name, one) for name in functions for one in _columns_of(functions[name], needed=True)]
@@ -219,7 +219,7 @@ class Draft:
             there = source.columns
             for name, lacking in [] if there is None else [pair for pair in needed if pair[1] not in there]:
                 known = ", ".join([*GIVEN_TO_REWARDS, *map(repr, there or ())])
-                what = f"takes {lacking!r}, which is no column of {key}; there are {known}"
+                what = f"takes {lacking!r}, which is not a column of {key}; there are {known}"
                 meant, where = SAME_AS_GIVEN.get(lacking), "argument reward"
                 remedy = f"call it {meant}" if meant else "name one of these"
                 self.problems.append(Problem("missing", f"env.rewards.{name}", what, remedy, where=where))
@@ -229,12 +229,12 @@ class Draft:
             if source.is_chat:
                 self.set(key, {"data.apply_chat_template": True})
         if train is None:
-            self.arguments["data"] = "argument train"  # which would have set it
+            self.arguments["data"] = "argument train"  # which normally sets it
         else:
             self.set("train", {"data.dataset_name": "files"})
 
     def require_rewards(self, recipe: Mapping[str, object] | None, overrides: Sequence[str]) -> None:
-        """Note that nothing says how answers are scored: a recipe without `env` scores sums."""
+        """Record a problem if nothing scores answers, since a recipe without `env` scores sums."""
         given = [*(recipe or {}), *(override.lstrip("+").partition(".")[0] for override in overrides)]
         if "env" not in self.tree and "env" not in given:
             remedy = "give a function, or recipe={'env': ...}"
@@ -260,10 +260,10 @@ class Draft:
         self.set("reward_weights", {"env.reward_weights": dict(weights)})
 
     def recipe(self, under: Mapping[str, object] | None) -> Recipe:
-        """Return the recipe, with the keys of another tree over those of the arguments."""
+        """Return the recipe, in which `under` takes precedence over the arguments' keys."""
         own, others = (cast("Tree", self.code.named(tree)) for tree in (self.tree, under or {}))
         whole = Recipe(OmegaConf.create(), ()).under(own, self.arguments)
-        return whole.under(others, dict.fromkeys(_paths(under or {}), "argument recipe"))
+        return whole.under(others, dict.fromkeys(key_paths(under or {}), "argument recipe"))
 
 
 def _by_name(given: Rewards) -> dict[str, Reward]:
@@ -279,7 +279,7 @@ def _by_name(given: Rewards) -> dict[str, Reward]:
     wrong: tuple[ProblemCode, str, str] | None = None
     if any(not isinstance(one, str) and (isinstance(one, type) or not callable(one)) for _, one in named):
         remedy = "give functions, or one class alone, whose arguments recipe={'env': {'custom': ...}} has"
-        wrong = "not-allowed", "one of them is no function", remedy
+        wrong = "not-allowed", "one of them is not a function", remedy
     elif len(dict(named)) < len(named):
         what = f"several have the same name: {', '.join(name for name, _ in named)}"
         wrong = "contradicts", what, "give them by their names, as a dict"
@@ -290,13 +290,13 @@ def _by_name(given: Rewards) -> dict[str, Reward]:
 
 
 def _columns_of(reward: Reward, *, needed: bool = False) -> list[str]:
-    """Return the parameters of a function that are columns; needed: those without a default."""
+    """Return a reward function's parameters that are columns; needed: only parameters without a default."""
     if isinstance(reward, str):
         return []
     kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     try:
         named = signature(reward).parameters.items()
-    except ValueError:  # one that is written in C, which its first call judges
+    except ValueError:  # a function in C, checked by its first call
         return []
     return [
         name
@@ -305,11 +305,3 @@ def _columns_of(reward: Reward, *, needed: bool = False) -> list[str]:
         and name not in GIVEN_TO_REWARDS
         and not (needed and one.default is not Parameter.empty)
     ]
-
-
-def _paths(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
-    for key, value in tree.items():
-        path = join_path(prefix, key)
-        yield path
-        if isinstance(value, Mapping):
-            yield from _paths(cast("Mapping[str, object]", value), path)

@@ -1,4 +1,4 @@
-"""A run in Python: the recipe, the checks and the loop are those of the commands."""
+"""A run in Python, with the same recipe, checks and loop as the commands."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from nemo_rl_mcore.tools.check.given_weights import as_evaluated, load_over_give
 from nemo_rl_mcore.tools.check.plan import Plan, preflight
 
 Metrics = Mapping[str, float]
-"""A row of metrics.jsonl: `step`, and each metric by its name."""
+"""A row of metrics.jsonl: `step`, and metrics by name."""
 _SHOWN = 400
-"""Characters of a prompt that a plan shows."""
+"""Maximum characters of a prompt that a plan shows."""
 type Asking = str | Sequence[Mapping[str, object]]
-"""A prompt: a text, or a conversation as messages with `role` and `content`."""
+"""A prompt: a text, or a conversation of messages with `role` and `content`."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run is going to do, as `nemo-rl-mcore check` prints it.
+    """A run's plan, as printed by `nemo-rl-mcore check`.
 
-    first_prompt: as the model sees it, where the tokenizer is a folder on this machine.
+    first_prompt: the first prompt as the model sees it, if the tokenizer is a folder on this machine.
     """
 
     plan: Plan
@@ -58,14 +58,14 @@ class RunPlan:
 
 
 class Run:
-    """A recipe that was checked, and all that can be done with it.
+    """A checked recipe, with methods to train, evaluate and export.
 
-    config: the recipe as it was checked, with every default. folder: that of the run, `logger.log_dir`, with metrics,
-    answers and report.
+    config: the checked recipe with all defaults. folder: the run's folder, `logger.log_dir`, with metrics, answers and
+    report.
 
-    Iterating trains, and yields the metrics of each step as it ends. Where the loop is left early, by `break`, an error
-    or Ctrl-C, the last finished step is saved, and the next iteration goes on after it. One run trains at a time in a
-    process: another one that was left open ends when this one begins.
+    Iterating trains, and yields each step's metrics when the step ends. If the loop is left early, by `break`, an error
+    or Ctrl-C, the last finished step is saved, and the next iteration continues after it. A process trains one run at
+    a time: starting a run ends any other run that was left open.
 
     >>> from nemo_rl_mcore import load_recipe
     >>> run = load_recipe("sft_cpu.yaml", ["logger.log_dir=runs/sft"])
@@ -84,7 +84,7 @@ class Run:
     ) -> None:
         """Check a recipe; raises ConfigError with every problem.
 
-        code: what its import paths stand for. problems: what is known to be wrong before.
+        code: objects for its import paths. problems: problems that are already known.
         """
         self._code = code or Code()
         self._read: Computed | None = None
@@ -94,13 +94,13 @@ class Run:
         self.folder = Path(self.config.logger.log_dir)
 
     def recipe(self) -> str:
-        """Return the YAML of a recipe that does the same by command, every key in it."""
+        """Return an equivalent recipe for the commands as YAML, with all keys."""
         return recipe_text(self.config)
 
     def plan(self) -> RunPlan:
-        """Look at files and at this machine, and return what the run is going to do.
+        """Check files and this machine, and return the run's plan.
 
-        Raises ConfigError, and RunStoppedError for a tokenizer that cannot be loaded.
+        Raises ConfigError, or RunStoppedError if the tokenizer cannot be loaded.
         """
         with handed(self._code.objects), self._told():
             plan = preflight(
@@ -108,7 +108,7 @@ class Run:
             )
             if not has_tokenizer(self.config.policy.tokenizer.name):
                 return RunPlan(plan)
-            from nemo_rl_mcore.driver.parts import (  # torch, by way of transformers
+            from nemo_rl_mcore.driver.parts import (  # imports torch through transformers
                 first_prompt,
                 open_tokenizer,
             )
@@ -117,24 +117,24 @@ class Run:
             return RunPlan(plan, first_prompt(self.config, plan.data.first if plan.data else (), tokenizer))
 
     def __iter__(self) -> Iterator[Metrics]:
-        """Train; raises ConfigError, RunStoppedError, and KeyboardInterrupt where a signal ends it."""
+        """Train; raises ConfigError, RunStoppedError, or KeyboardInterrupt if a signal ends the run."""
         _end_open_run()
         steps = self._steps()
         _under_way.append(weakref.ref(steps))
         return steps
 
     def train(self) -> Metrics:
-        """Take every step that is left, and return the metrics of the last one; raises as iterating does."""
+        """Train all remaining steps, and return the last step's metrics; raises as iterating does."""
         for _ in self:
             pass
         return self.metrics()[-1]
 
     def metrics(self) -> list[Metrics]:
-        """Return the metrics of each step that has trained, also of earlier calls that this run has gone on from."""
+        """Return the metrics of each trained step, including steps from earlier calls that this run continues."""
         return [row for row in self._history() if row["step"] > 0]
 
     def validations(self) -> list[Metrics]:
-        """Return `step` and the metrics `validation/...` of each validation; that before the first step has step 0."""
+        """Return each validation's `step` and `validation/...` metrics; step 0 is before the first training step."""
         found = [
             {name: value for name, value in row.items() if name == "step" or name.startswith("validation/")}
             for row in self._history()
@@ -147,7 +147,7 @@ class Run:
         return read_history(self.folder) if (self.folder / METRICS_FILE).exists() else []
 
     def report(self, output: str | Path | None = None) -> Path:
-        """Write the page of the run, `report.html` in its folder if no other file is named, and return its path."""
+        """Write the run's report, by default `report.html` in its folder, and return its path."""
         from nemo_rl_mcore.driver.observability.progress import REPORT_FILE
         from nemo_rl_mcore.tools.report.page import write_page
         from nemo_rl_mcore.tools.report.run_data import read_run
@@ -161,11 +161,11 @@ class Run:
         greedy: bool = False,
         checkpoint: str | Path | None = None,
     ) -> list[dict[str, object]]:
-        """Answer prompts, or held-out ones where there are none, with the weights of the newest checkpoint.
+        """Answer the given prompts, or else held-out prompts, with the newest checkpoint's weights.
 
-        A prompt is a text or a conversation; lists of them are taken, too.
+        A prompt is a text or a conversation; lists of prompts are accepted, too.
 
-        Returns a dict an answer: prompt, response, tokens, finished, index, sample.
+        Returns a dict for each answer: prompt, response, tokens, finished, index, sample.
         """
         from nemo_rl_mcore.tools.evaluate.generate import Asked, answers, rows_of
 
@@ -174,7 +174,7 @@ class Run:
             return [row for answered in answers(config, asked) for row in rows_of(answered)]
 
     def eval(self, *, checkpoint: str | Path | None = None) -> dict[str, dict[str, float]]:
-        """Score the newest checkpoint on the sets of the recipe's section `eval`: the mean of each metric by set."""
+        """Score the newest checkpoint on the recipe's sets in `eval`, and return each metric's mean by set."""
         from nemo_rl_mcore.tools.evaluate.evaluate import evaluate
 
         with self._over_weights(checkpoint) as config:
@@ -198,7 +198,7 @@ class Run:
     def _steps(self) -> Generator[Metrics]:
         with handed(self._code.objects), stop_signals() as signals, self._told():
             preflight(self.config, elsewhere=False, of_a_run=True, starts=True, warnings=self._warnings)
-            from nemo_rl_mcore.driver.run import Watch, train  # brings in torch, and Ray as it is to be
+            from nemo_rl_mcore.driver.run import Watch, train  # imports torch, and Ray with its settings
             from nemo_rl_mcore.tools.report.page import page_of_run
 
             self._code.require_portable()
@@ -210,7 +210,7 @@ class Run:
                     interrupted = signals.asked
                     try:
                         steps.close()
-                    except KeyboardInterrupt:  # a second signal, while it ends, is dropped
+                    except KeyboardInterrupt:  # a second signal during shutdown is ignored
                         if not interrupted:
                             raise
                     raise
@@ -219,7 +219,7 @@ class Run:
     def _over_weights(
         self, checkpoint: str | Path | None, *, few_ranks: bool = False
     ) -> Generator[RunConfig]:
-        """Return the configuration of a command that trains nothing, over the weights of the newest checkpoint."""
+        """Yield the configuration for a command without training on the newest checkpoint's weights."""
         from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 
         _end_open_run()
@@ -234,7 +234,7 @@ class Run:
 
     @contextmanager
     def _told(self, problems: Sequence[Problem] = ()) -> Generator[None]:
-        """Have problems of the recipe say where in Python a key is set, and raise those that are known with them."""
+        """Add to recipe problems where in Python their key is set, and raise them together with known problems."""
         try:
             yield
         except (ConfigError, RunStoppedError) as error:
@@ -244,7 +244,7 @@ class Run:
             located = [*problems]
             set_in = {} if self._read is None else places(self._read.recipe, self._read.overridden)
             for problem in found.problems:
-                # What sets its key or, where nothing does, its section or a key that it is about too.
+                # The setting of its key or, failing that, of its section or a related key.
                 keys = (problem.path, problem.path.rpartition(".")[0], *problem.related)
                 where = problem.where or next((set_in[key] for key in keys if key in set_in), "")
                 located.append(replace(problem, where="overrides" if where == COMMAND_LINE else where))
@@ -254,7 +254,7 @@ class Run:
 
 
 _under_way: list[weakref.ref[Generator[Any]]] = []
-"""The run that trains now, or was left before its end by who keeps its iterator."""
+"""The run that is training, or whose unfinished iterator is still referenced."""
 
 
 def _end_open_run() -> None:

@@ -1,6 +1,6 @@
 """The command `nemo-rl-mcore`.
 
-Next to nothing is imported here: a signal is listened to from the first moment on.
+Imports are minimal here, so that signals are handled from the start.
 """
 
 import gc
@@ -13,19 +13,19 @@ from nemo_rl_mcore.driver.signals import stop_signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 2 when the recipe has problems, or that of the run."""
+    """Run the command and return its exit status: 0, 2 if the recipe has problems, or the run's status."""
 
     def write_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         import traceback
 
-        # The message may be what a model or an environment says.
+        # The message may contain a model's or an environment's output.
         write_line(sys.stderr, "".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
 
     if arguments is None:
         sys.excepthook = write_traceback
     with stop_signals() as signals:
-        # Nothing that is imported and read before a run is garbage, and looking for it takes a tenth of the time of
-        # `check`; `run_command` collects again when it has a plan.
+        # Imports and reading before a run create no garbage, and collection would take a tenth of the time of
+        # `check`; `run_command` turns it on again when it has a plan.
         gc.disable()
         try:
             from nemo_rl_mcore.cli.commands import run_command

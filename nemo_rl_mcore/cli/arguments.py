@@ -1,4 +1,4 @@
-"""The command line: its commands, and what each takes."""
+"""The command line: commands and their arguments."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,10 +21,9 @@ what ran. `migrate` makes one of a recipe of NeMo RL."""
 
 @dataclass(frozen=True)
 class Command:
-    """What a command is for, how it is called, and what it takes.
+    """A command: its purpose, an example, and its arguments with argparse's keywords.
 
-    arguments: names, and what argparse is told of them. overrides: what is said of those; it takes none where nothing
-    is. weights: whether it needs those that it can be given, --checkpoint or --hf; None where it takes none.
+    overrides: their help; empty if not accepted. weights: whether --checkpoint or --hf is required; None: neither.
     """
 
     purpose: str
@@ -79,6 +78,7 @@ _RUN_EXAMPLES = {
     "sft": "sft --config quickstart/sft_cpu.yaml checkpointing.enabled=true",
     "distillation": "distillation --config distillation_cpu.yaml distillation.max_num_steps=50",
 }
+_MODELS = "the policy's model, or teacher=NAME for another section; may be repeated"
 _RESUMES = """Without checkpointing.enabled=true nothing is saved. With it the same command resumes an interrupted run
 from its newest checkpoint; run it again until it says that the run has finished."""
 
@@ -111,11 +111,7 @@ COMMANDS |= {
         (
             _OWN_CONFIG,
             _argument("--prompt", "TEXT", "may be repeated", action="append", default=[]),
-            _argument(
-                "--prompt-file",
-                "FILE",
-                "a prompt a line, or a file .jsonl of prompts or messages; without any prompt, held-out ones are taken",
-            ),
+            _argument("--prompt-file", "FILE", "lines of prompts, or .jsonl; default: held-out prompts"),
             _argument("--samples", "N", "answers to each prompt (1)", type=_count, default=1),
             _flag("--greedy", "take the likeliest token instead of sampling"),
             _argument("--output", "FILE", "write the answers here, as JSONL; it must not exist"),
@@ -136,12 +132,7 @@ COMMANDS |= {
         "replay results/mine --steps 0:20",
         (
             _argument("run", "RUN_DIR", "logger.log_dir of the run"),
-            _argument(
-                "--steps",
-                "A:B",
-                "the steps after A up to B, from the last weights at or before A that are kept; left out, all steps",
-                type=_steps,
-            ),
+            _argument("--steps", "A:B", "the steps after A up to B; default: all steps", type=_steps),
         ),
     ),
     "report": Command(
@@ -149,9 +140,7 @@ COMMANDS |= {
         "report results/mine results/yours --output comparison.html",
         (
             _argument("runs", "DIR", "logger.log_dir of a run, or the folder of an eval", nargs="+"),
-            _argument(
-                "--output", "FILE", "left out, report.html in DIR, or comparison.html here for several"
-            ),
+            _argument("--output", "FILE", "default: report.html in DIR, or comparison.html here for several"),
         ),
         overrides="",
     ),
@@ -161,9 +150,7 @@ COMMANDS |= {
         (
             _argument("--config", "FILE", "the recipe to look at this machine for"),
             _flag("--json", "print one JSON object"),
-            _argument(
-                "--timeout", "S", "seconds for all imports together (120)", type=_seconds, default=120.0
-            ),
+            _argument("--timeout", "S", "seconds for all imports (120)", type=_seconds, default=120.0),
         ),
     ),
     "migrate": Command(
@@ -172,13 +159,7 @@ COMMANDS |= {
         (
             _argument("recipe", "THEIR.yaml", "the recipe of NeMo RL, its `defaults:` beside it"),
             _argument("--output", "OURS.yaml", "the file to write; left out, the same name in this folder"),
-            _argument(
-                "--model",
-                "NAME",
-                "the model in place of the policy's, or teacher=NAME of another section; may be repeated",
-                action="append",
-                default=[],
-            ),
+            _argument("--model", "NAME", _MODELS, action="append", default=[]),
         ),
         overrides="of their recipe, applied before it is migrated",
         more="""Exit status: 0 where the recipe says all that theirs said and `check` takes it, 2 where the file has
@@ -190,9 +171,7 @@ something refused or left to settle, 1 where no file was written.""",
         "rehearse grpo_math_1B_megatron.yaml --json rehearsal.json",
         (
             _argument("recipe", "RECIPE.yaml", "the recipe, a YAML file"),
-            _argument(
-                "--ranks", None, "processes that share the model (4)", type=int, choices=(4, 8), default=4
-            ),
+            _argument("--ranks", None, "processes of the model (4)", type=int, choices=(4, 8), default=4),
             _argument("--json", "FILE", "write what was found there too"),
         ),
         overrides="of the recipe, applied before it is shrunk",
@@ -207,26 +186,17 @@ has problems and nothing ran.""",
 }
 
 
-class _Formatter(argparse.HelpFormatter):
-    """Wraps texts of one paragraph, and leaves those with line breaks as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if "\n" in text else super()._fill_text(text, width, indent)
-
-
 class _Parser(argparse.ArgumentParser):
-    """Quotes the command line in its errors as `visible` spells it."""
+    """A parser that quotes the command line in errors through `visible` and exits with `status_of_errors`."""
 
     status_of_errors = 2
-    """Exit status where the command line is wrong."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Write the message and end the process."""
         super().exit(status and self.status_of_errors, message and visible(message))
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of a command line (None: of the process) and its overrides; exit where it is wrong."""
+    """Return a command line's options and overrides (None: this process's command line); exit if it is invalid."""
     parser = _Parser(prog="nemo-rl-mcore", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=version("nemo-rl-mcore"))
     commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -237,7 +207,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
             description=command.purpose,
             allow_abbrev=False,
             epilog="\n\n".join(filter(None, (f"example:\n  nemo-rl-mcore {command.example}", command.more))),
-            formatter_class=_Formatter,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         made.status_of_errors = command.status_of_errors
         if command.weights is not None:
@@ -256,7 +226,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
             copy.add_argument("name", metavar="NAME", help="such as grpo_copy_cpu.yaml or quickstart")
             where = "left out, here; each file keeps its path in the package"
             copy.add_argument("destination", nargs="?", metavar="DEST", help=where)
-    # argparse takes one group of overrides; those on the other side of --config come back as unknown.
+    # argparse accepts one group of overrides; any on the other side of --config are returned as unknown.
     options, rest = parser.parse_known_args(arguments)
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in options]
     if unknown:
@@ -271,12 +241,12 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 
 
 def _hint(unknown: str, rest: Sequence[str], options: argparse.Namespace) -> str:
-    """Return how to write a key of the recipe that was given as an option, as in `--max_steps 3`."""
+    """Return a hint for a recipe key that was written as an option, as in `--max_steps 3`."""
     if "overrides" not in options or not unknown.startswith("--"):
         return ""
     tree: dict[str, object] = {}
     if (file := getattr(options, "config", None)) is not None:
-        with suppress(ConfigError):  # its problems are reported by whoever loads it
+        with suppress(ConfigError):  # problems are reported when it is loaded
             tree = cast("dict[str, object]", OmegaConf.to_container(read_recipe(file).tree))
     name, _, value = unknown.removeprefix("--").partition("=")
     path = path_ending_in(name.replace("-", "_"), RUN_CONFIGS.get(options.command) or kind_of(tree))

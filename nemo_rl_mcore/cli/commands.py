@@ -1,4 +1,4 @@
-"""What each command does with its options.
+"""Implementation of the commands.
 
 Nothing heavy is imported here: a mistake in a recipe is reported before torch, Ray or Megatron start.
 """
@@ -21,17 +21,15 @@ from nemo_rl_mcore.recipe.load import load_with_warnings
 from nemo_rl_mcore.tools.check import Plan, preflight
 from nemo_rl_mcore.tools.check.given_weights import as_evaluated, load_over_given_weights
 
-EXIT_CONFIG_ERROR = 2
-"""Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
+EXIT_CONFIG_ERROR = 2  # as argparse's for a command line with problems
 EXIT_RUN_WOULD_STOP = 1
-"""Exit status of a recipe whose code does what a run stops at."""
 _WITHOUT_A_PLAN = ("doctor", "migrate", "rehearse", "recipes", "report")
 _OVER_WEIGHTS = ("eval", "generate", "export")
-"""The commands over weights that are given; nothing is trained."""
+"""Commands that use existing weights and train nothing."""
 
 
 def run_command(arguments: Sequence[str] | None) -> int:
-    """Run the command of a command line (None: of the process); see `cli.main`."""
+    """Run the command given by a command line (None: this process's); see `cli.main`."""
     options, overrides = parse(arguments)
     try:
         if options.command in _WITHOUT_A_PLAN:
@@ -39,7 +37,7 @@ def run_command(arguments: Sequence[str] | None) -> int:
             return _without_a_plan(options, overrides)
         config, warnings = _load(options, overrides)
         of_a_run = options.command not in _OVER_WEIGHTS
-        # A recipe for CPUs runs here too; one for GPUs is mostly checked where there are none.
+        # A recipe for CPUs runs here too; a recipe for GPUs is often checked on a machine without GPUs.
         elsewhere = options.command == "check" and not config.cluster.on_cpu
         starts = of_a_run and options.command != "check"
         plan = preflight(config, elsewhere=elsewhere, of_a_run=of_a_run, starts=starts, warnings=warnings)
@@ -69,7 +67,7 @@ def run_command(arguments: Sequence[str] | None) -> int:
         return run_replay(config, Path(options.run), after, last)
     for warning in plan.warnings:
         write_line(sys.stderr, f"warning: {warning}")
-    # Brings in Ray and torch, which the preflight does without.
+    # Imports Ray and torch, which the preflight does not need.
     from nemo_rl_mcore.driver.run import run
     from nemo_rl_mcore.tools.report.page import page_of_run
 
@@ -88,10 +86,10 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunCon
             if (Path(checkpoint) / "config.json").is_file():
                 what = f"{checkpoint!r} is a Hugging Face folder, and no checkpoint of a run"
                 raise _refused("wrong-kind", "--checkpoint", what, f"write --hf {checkpoint}")
-            # Its checksums are compared when the recipe has said whether they are to be.
+            # Checksums are compared later, if the recipe requires it.
             require_checkpoint(Path(checkpoint), "--checkpoint", verify_checksums=False)
         elif named["config"] is None and options.command == "eval":
-            raise _refused("missing", "--config", "missing", "name a recipe with a section eval")
+            raise _refused("missing", "--config", "is missing", "name a recipe with a section eval")
         elif named["config"] is None and not (options.prompt or options.prompt_file):
             remedy = "write --prompt TEXT or --prompt-file FILE, or name a recipe: --config"
             raise _refused("missing", "--prompt", "missing", remedy)
@@ -127,7 +125,7 @@ def _check(config: RunConfig, plan: Plan, options: argparse.Namespace, overrides
 
     in_full = list[Finding]()
     if options.full:
-        from nemo_rl_mcore.tools.check.full import full_check  # brings in torch and Ray
+        from nemo_rl_mcore.tools.check.full import full_check  # imports torch and Ray
 
         try:
             in_full = [*full_check(config, plan)]

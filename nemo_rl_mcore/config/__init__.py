@@ -1,4 +1,4 @@
-"""The sections of a recipe: passive, without I/O, and importable by every process; they refuse unknown keys."""
+"""The sections of a recipe: plain data without I/O, importable by every process, rejecting unknown keys."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -19,15 +19,9 @@ if TYPE_CHECKING:
     )
     from nemo_rl_mcore.config.base import ConfigError, Problem, checked
     from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
-    from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
-    from nemo_rl_mcore.config.generation import EmbeddedConfig, EngineConfig, GenerationConfig
-    from nemo_rl_mcore.config.logger import (
-        LoggerConfig,
-        MLflowConfig,
-        RolloutsConfig,
-        TensorBoardConfig,
-        WandbConfig,
-    )
+    from nemo_rl_mcore.config.data import DataConfig, EnvConfig
+    from nemo_rl_mcore.config.generation import GenerationConfig
+    from nemo_rl_mcore.config.logger import LoggerConfig, MLflowConfig, WandbConfig
     from nemo_rl_mcore.config.loss import (
         ClippedPGLossConfig,
         DistillationLossConfig,
@@ -60,7 +54,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdvantageEstimatorConfig",
-    "ArithmeticEnvConfig",
     "AsyncRolloutsConfig",
     "CheckpointingConfig",
     "ClippedPGLossConfig",
@@ -75,8 +68,6 @@ __all__ = [
     "DistillationMasterConfig",
     "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
-    "EmbeddedConfig",
-    "EngineConfig",
     "EnvConfig",
     "GRPOConfig",
     "GRPOMasterConfig",
@@ -98,14 +89,12 @@ __all__ = [
     "RewardShapingConfig",
     "Role",
     "RolloutConfig",
-    "RolloutsConfig",
     "RunConfig",
     "SFTConfig",
     "SFTMasterConfig",
     "SchedulerConfig",
     "SequencePackingConfig",
     "TeacherConfig",
-    "TensorBoardConfig",
     "TokenizerConfig",
     "ValueConfig",
     "WandbConfig",
@@ -128,9 +117,9 @@ _MODULES = {
     ),
     "base": ("ConfigError", "Problem", "checked"),
     "cluster": ("CheckpointingConfig", "ClusterConfig"),
-    "data": ("ArithmeticEnvConfig", "DataConfig", "EnvConfig"),
-    "generation": ("EmbeddedConfig", "EngineConfig", "GenerationConfig"),
-    "logger": ("LoggerConfig", "MLflowConfig", "RolloutsConfig", "TensorBoardConfig", "WandbConfig"),
+    "data": ("DataConfig", "EnvConfig"),
+    "generation": ("GenerationConfig",),
+    "logger": ("LoggerConfig", "MLflowConfig", "WandbConfig"),
     "loss": (
         "ClippedPGLossConfig",
         "DistillationLossConfig",
@@ -153,7 +142,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a section when it is first asked for: a process loads what it reads."""
+    """Import a section on first access, so that a process loads only the modules that it uses."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"nemo_rl_mcore.config.{module}"), name)

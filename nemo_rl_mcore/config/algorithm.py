@@ -1,4 +1,4 @@
-"""Configurations of the loops that sample, and of the advantage estimators."""
+"""Configurations of the training loops and the advantage estimators."""
 
 from typing import Annotated, Literal
 
@@ -14,38 +14,35 @@ from nemo_rl_mcore.config.base import (
     Rule,
     Seconds,
     StrictModel,
-    SwitchedConfig,
+    Switched,
+    either,
 )
 from nemo_rl_mcore.config.custom_code import OwnClassConfig
 from nemo_rl_mcore.config.loss import DPOLossConfig
 
 
-class AsyncRolloutsConfig(SwitchedConfig):
-    """Engines answer the prompts of later steps while the ranks train; a group is the answers to one prompt."""
+class AsyncRolloutsConfig(Switched):
+    """Engines answer prompts for later steps while the ranks train; a group is the set of answers to one prompt."""
 
     max_trajectory_age_steps: NonNegativeInt = 1
-    """Training steps that a group may be older than the weights it trains; 0 keeps the synchronous pace (ours)."""
+    """Maximum age of a group, in steps, relative to the weights that it trains; 0 samples and trains in turn (ours)."""
     order: Literal["in_order", "as_completed"] = "in_order"
-    """In which order groups train (ours): that of their draw, or as they are answered, none older than allowed."""
+    """Order in which groups are trained on: as drawn, or as answered within the allowed age (ours)."""
     max_generation_failures: NonNegativeInt = 0
-    """Failures in a row, over all groups, that are answered by trying again; the next one ends the run."""
+    """Maximum consecutive failures, over all groups, after which a group is retried; one more ends the run."""
     in_flight_weight_updates: bool = True
-    """Give engines new weights while they answer; false first waits until no group is being answered."""
+    """Update the engines' weights while they answer; false waits until no group is in flight."""
     recompute_kv_cache_after_weight_updates: bool = False
-    """Read begun answers again with new weights; vLLM always does, the embedded engine else keeps its cache."""
+    """Recompute the key-value cache of unfinished answers after a weight update; vLLM always does."""
     min_groups_for_streaming_train: PositiveInt | None = None
-    """Groups at least that a step trains on as soon as they are there; null waits for the whole step."""
+    """Number of ready groups with which a step starts to train; null waits for all groups of the step."""
     max_inflight_prompts: PositiveInt | None = None
-    """Groups that are being answered at most; null is (max_trajectory_age_steps + 1) * num_prompts_per_step."""
+    """Maximum groups in flight at a time; null means (max_trajectory_age_steps + 1) * num_prompts_per_step."""
     rollout_timeout_s: Seconds | None = None
-    """Time in which a group must be answered, each turn, or it is given up and tried again (ours); null: no limit."""
+    """Seconds allowed per turn of a group before the group is retried; null means no limit (ours)."""
     stall_timeout_s: Seconds | None = None
-    """Time without an answered group or a finished step that ends the run; saves and validations do not count."""
-
-    @property
-    def off_policy(self) -> bool:
-        """Return whether groups may be older than the weights that they train."""
-        return self.enabled and self.max_trajectory_age_steps > 0
+    """Seconds without an answered group or finished step after which the run ends, not counting saves and validations;
+    null means no limit."""
 
     rules = (
         Rule(
@@ -59,51 +56,51 @@ class AsyncRolloutsConfig(SwitchedConfig):
             ),
             ("rollout_timeout_s",),
             "raise it, or lower rollout_timeout_s",
-            "a slow group would end the run before it is given up",
+            "a slow group would end the run before its own timeout",
         ),
     )
 
 
 class AdvantageEstimatorConfig(OwnClassConfig):
-    """How rewards become advantages; a key is read only by the estimators it names.
+    """The advantage estimator. Each key's description begins with the estimators that read it.
 
-    A class of one's own is given values where it is PPO's, as gae is.
+    In PPO a class of your own receives the critic's values, as gae does.
     """
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "gae"] = "grpo"
-    """The estimator: group-relative, the same for each of several rewards, REINFORCE++, or generalised advantage
-    estimation with a critic."""
+    """Estimator: group-relative advantages (grpo), the same separately for each reward (gdpo), REINFORCE++
+    (reinforce_plus_plus), or generalised advantage estimation with a critic (gae)."""
     use_leave_one_out_baseline: bool = True
-    """grpo, gdpo: the baseline of a sample is the mean of the other members of its group."""
+    """grpo, gdpo: use the mean reward of the group's other samples as a sample's baseline."""
     normalize_rewards: bool = True
-    """grpo, gdpo: divide by the standard deviation of the group."""
+    """grpo, gdpo: divide by the group's standard deviation."""
     minus_baseline: bool = True
-    """reinforce_plus_plus: subtract the mean of the group."""
+    """reinforce_plus_plus: subtract the group's mean reward."""
     gae_lambda: Fraction = 0.95
-    """gae: the trade of bias (0) against variance (1)."""
+    """gae: lambda, from 0 (least variance, most bias) to 1 (most variance, least bias)."""
     gae_gamma: Fraction = 1.0
-    """gae: the discount per token."""
+    """gae: discount factor per token."""
     normalize_advantages: bool = True
-    """gae: whiten the advantages over the tokens of the batch."""
+    """gae: normalise the advantages to mean 0 and variance 1 over the batch's tokens."""
     gae_lambda_value: Fraction | None = None
-    """gae: lambda of the critic's targets; null is gae_lambda."""
+    """gae: lambda for the critic's targets; null means gae_lambda."""
     gae_lambda_policy: Fraction | None = None
-    """gae: lambda of the advantages; null is gae_lambda."""
+    """gae: lambda for the advantages; null means gae_lambda."""
     length_adaptive_alpha: NonNegativeFloat = 0.0
-    """gae: above 0, the lambda of the advantages becomes 1 - 1 / (alpha * length)."""
+    """gae: alpha; above 0, lambda for the advantages becomes 1 - 1 / (alpha * response length)."""
 
 
-class RewardScalingConfig(SwitchedConfig):
-    """A linear map of the reward from the source to the target interval; values outside are clamped."""
+class RewardScalingConfig(Switched):
+    """A linear map of rewards from the source interval to the target interval; rewards outside are clamped."""
 
     source_min: Float = 0.0
-    """Reward that becomes target_min."""
+    """Reward that is mapped to target_min."""
     source_max: Float = 1.0
-    """Reward that becomes target_max."""
+    """Reward that is mapped to target_max."""
     target_min: Float = 0.0
-    """Lower end of the result."""
+    """Reward to which source_min is mapped."""
     target_max: Float = 1.0
-    """Upper end of the result."""
+    """Reward to which source_max is mapped."""
 
     rules = (
         Rule(
@@ -115,15 +112,15 @@ class RewardScalingConfig(SwitchedConfig):
     )
 
 
-class RewardShapingConfig(SwitchedConfig):
-    """The penalty for responses that come close to the maximum length (DAPO's soft overlong punishment)."""
+class RewardShapingConfig(Switched):
+    """A penalty for responses near the maximum length (DAPO's soft overlong punishment)."""
 
     overlong_buffer_length: PositiveInt = 128
-    """Tokens before max_response_length over which the penalty grows from 0."""
+    """Number of tokens before max_response_length over which the penalty grows from 0."""
     overlong_buffer_penalty: NonNegativeFloat = 1.0
     """Penalty at max_response_length."""
     max_response_length: PositiveInt | None = None
-    """Response length with the full penalty; needed when enabled."""
+    """Response length, in tokens, with the full penalty; null only if enabled is false."""
 
     rules = (
         Rule(
@@ -142,87 +139,56 @@ class RewardShapingConfig(SwitchedConfig):
 
 
 AsyncSection = Annotated[AsyncRolloutsConfig, BeforeValidator(lambda given: {} if given is None else given)]
-"""A null section is one that is left out, as in NeMo RL."""
+"""A section for which null means the defaults, as in NeMo RL."""
 
 
 class LoopConfig(StrictModel):
-    """The loop of every algorithm: for how long it runs, and when it validates."""
+    """Keys of every algorithm's loop: its length and its validations."""
 
     max_num_steps: PositiveInt
     """Steps after which the run ends."""
     max_num_epochs: PositiveInt | None = 1
-    """Passes over a data set on disk after which the run ends, null without end; embedded tasks draw without end."""
+    """Passes over a data set on disk after which the run ends; null means no limit. Embedded tasks have no passes."""
     val_period: NonNegativeInt = 0
-    """Steps between validations; 0 leaves them out."""
+    """Number of steps between validations; 0 turns periodic validations off."""
     val_at_start: bool = False
     """Validate before the first step."""
     val_at_end: bool = False
     """Validate after the last step."""
     max_val_samples: NonNegativeInt | None = 64
-    """Held-out prompts that a validation answers at most, null all; 0, of SFT and DPO alone, leaves answers out."""
+    """Maximum held-out prompts to answer in a validation; null means all. In SFT and DPO, 0 generates no answers."""
     val_batch_size: PositiveInt = 64
-    """Prompts generated at a time in a validation."""
-
-    @property
-    def async_key(self) -> str:
-        """The key of asynchronous rollouts; empty where the algorithm cannot have them."""
-        return next((name for name in type(self).model_fields if name.startswith("async_")), "")
-
-    @property
-    def estimator_type(self) -> str | None:
-        """Return the class of the user's own that takes the place of the advantage estimator."""
-        estimator = getattr(self, "adv_estimator", None)
-        return estimator.type if isinstance(estimator, AdvantageEstimatorConfig) else None
+    """Number of prompts answered at a time in a validation."""
 
     @property
     def validates(self) -> bool:
-        """Return whether there is any validation."""
+        """Return whether the run has any validation."""
         return bool(self.val_period) or self.val_at_start or self.val_at_end
-
-    @property
-    def validation_answers(self) -> tuple[int, bool]:
-        """Return how many answers a validation has to each prompt, and whether they are the likeliest."""
-        return 1, True
 
 
 class RolloutConfig(LoopConfig):
-    """The loop of algorithms that learn from the policy's own answers."""
+    """Keys of loops that learn from the policy's own answers."""
 
     num_prompts_per_step: PositiveInt
-    """Prompts drawn per step."""
+    """Number of prompts per step."""
     num_generations_per_prompt: PositiveInt
-    """Responses sampled for each prompt; together they are one group."""
+    """Number of responses sampled for each prompt, which form a group."""
     overlong_filtering: bool = False
-    """Leave responses that hit the maximum length without an end out of the loss."""
+    """Exclude from the loss responses that reach the maximum length without ending."""
     use_dynamic_sampling: bool = False
-    """Draw further prompts in place of groups whose rewards are all equal (DAPO)."""
+    """Replace groups with all rewards equal by groups of new prompts (DAPO)."""
     batch_multiplier: PositiveFloat = 1.0
-    """Prompts per generation round of dynamic sampling, in units of num_prompts_per_step."""
+    """Prompts per generation round of dynamic sampling, as a multiple of num_prompts_per_step."""
     val_greedy: bool = True
-    """A validation takes the likeliest tokens; false samples as training does, at policy.generation (ours)."""
+    """Decode greedily in validations; false samples with the settings of policy.generation, as in training (ours)."""
     val_num_generations_per_prompt: PositiveInt = 1
-    """Answers of a validation to each prompt; more than one also give pass_k, the share of prompts with a reward."""
+    """Answers per prompt in a validation; above 1 adds pass_k, the share of prompts with a rewarded answer."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     """The penalty for long responses."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
-    """The linear map of the reward."""
+    """The linear map of rewards."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
-    """How rewards become advantages; of a distillation, where loss_fn.rl_weight is above 0."""
-
-    @property
-    def validation_answers(self) -> tuple[int, bool]:
-        """Return how many answers a validation has to each prompt, and whether they are the likeliest."""
-        return self.val_num_generations_per_prompt, self.val_greedy
-
-    @property
-    def prompts_per_round(self) -> float:
-        """Prompts that a synchronous step asks for at a time, which the rules ask to be whole."""
-        return self.num_prompts_per_step * (self.batch_multiplier if self.use_dynamic_sampling else 1)
-
-    @property
-    def samples_per_step(self) -> int:
-        """Prompts times responses: the rows of one rollout."""
-        return self.num_prompts_per_step * self.num_generations_per_prompt
+    """The advantage estimator; in distillation, read only if loss_fn.rl_weight is above 0."""
 
     read_unless = (("batch_multiplier", "use_dynamic_sampling", False),)
 
@@ -231,14 +197,11 @@ class RolloutConfig(LoopConfig):
             "not-allowed",
             "max_val_samples",
             lambda own: own.max_val_samples == 0,
-            fix="allowed: an integer, at least 1, or null",
+            fix="allowed: an integer of at least 1, or null",
         ),
-        Rule(
+        either(
             "incompatible",
-            "val_num_generations_per_prompt",
-            lambda own: own.val_greedy and own.val_num_generations_per_prompt > 1,
-            ("val_greedy",),
-            {"val_greedy": False, "val_num_generations_per_prompt": 1},
+            {"val_num_generations_per_prompt": 1, "val_greedy": False},
             "the likeliest answer is the same each time",
         ),
         Rule(
@@ -247,29 +210,29 @@ class RolloutConfig(LoopConfig):
             lambda own: own.use_dynamic_sampling and own.num_generations_per_prompt == 1,
             ("num_generations_per_prompt",),
             "set num_generations_per_prompt to 2 or more, or use_dynamic_sampling: false",
-            "one reward has no variance, so that every group is dropped",
+            "a single reward has no variance, so every group would be dropped",
         ),
     )
 
 
 class EpisodesConfig(RolloutConfig):
-    """The loop of algorithms that learn from episodes."""
+    """Keys of loops that learn from episodes."""
 
     max_rollout_turns: PositiveInt = 1
-    """Answers of an episode at most; the environment may end it before. One that it has not ended is truncated.
+    """Maximum answers per episode; an episode that the environment has not ended by then is truncated.
 
-    An episode whose next answer may not fit into policy.max_total_sequence_length is, too."""
+    An episode is also truncated if its next answer may not fit into policy.max_total_sequence_length."""
 
 
 class GRPOConfig(EpisodesConfig):
-    """The GRPO loop: how much is sampled per step, for how long, and how it is judged."""
+    """The GRPO loop: sampling, length, validations and advantages."""
 
     advantage_clip_low: Float | None = None
-    """Advantages below this become it; null leaves them."""
+    """Lower bound on advantages; null means no bound."""
     advantage_clip_high: Float | None = None
-    """Advantages above this become it; null leaves them."""
+    """Upper bound on advantages; null means no bound."""
     async_grpo: AsyncSection = AsyncRolloutsConfig()
-    """Asynchronous rollouts: later steps are sampled while one trains."""
+    """Asynchronous rollouts: engines sample later steps during training."""
 
     rules = (
         Rule(
@@ -301,23 +264,23 @@ class GRPOConfig(EpisodesConfig):
             ),
             ("adv_estimator.name",),
             "set it to 2 or more",
-            "the baseline of an answer is its own reward, so that every advantage is 0",
+            "each answer would be its own baseline, so every advantage is 0",
         ),
         *EpisodesConfig.rules,
     )
 
 
 class PPOConfig(EpisodesConfig):
-    """The PPO loop: rollouts judged by a critic, several optimizer steps over each."""
+    """The PPO loop: advantages from a critic, and one or more passes over each rollout."""
 
     ppo_epochs: PositiveInt = 1
-    """Passes over a rollout; each takes policy.train_global_batch_size samples per optimizer step."""
+    """Number of passes over each rollout, with policy.train_global_batch_size samples per optimizer step."""
     critic_warmup_steps: NonNegativeInt = 0
-    """First steps that train the critic alone."""
+    """Number of initial steps that train only the critic."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig(name="gae")
-    """How rewards and values become advantages."""
+    """The advantage estimator, which can also read the critic's values."""
     async_ppo: AsyncSection = AsyncRolloutsConfig()
-    """Asynchronous rollouts: later steps are sampled while one trains."""
+    """Asynchronous rollouts: engines sample later steps during training."""
 
     rules = (
         *EpisodesConfig.rules,
@@ -326,20 +289,20 @@ class PPOConfig(EpisodesConfig):
             "adv_estimator.name",
             lambda own: own.adv_estimator.name != "gae",
             fix={"adv_estimator.name": "gae"},
-            why="it leaves the critic of PPO without use",
+            why="it does not use PPO's critic",
         ),
     )
 
 
 class DistillationConfig(RolloutConfig):
-    """The distillation loop: answers of the student or of the data set, and what the teacher says of each token."""
+    """The distillation loop: a student learns a teacher's token probabilities on its own or given answers."""
 
     on_policy: bool = True
-    """Learn from the student's own answers; false takes those of the data set."""
+    """Learn from the student's own answers; false uses the data set's answers."""
     topk_logits_k: PositiveInt | None = 64
-    """Most probable tokens that the teacher names at each position; null is the whole vocabulary."""
+    """Number of the teacher's most probable tokens to learn at each position; null means the whole vocabulary."""
     async_distillation: AsyncSection = AsyncRolloutsConfig()
-    """Asynchronous rollouts (ours): answers of later steps are sampled while one trains; on policy only."""
+    """Asynchronous rollouts: engines sample later steps' answers during training; only with on_policy (ours)."""
 
     rules = (
         *RolloutConfig.rules,
@@ -350,41 +313,38 @@ class DistillationConfig(RolloutConfig):
             fix="set adv_estimator.name: grpo, gdpo or reinforce_plus_plus",
             why="gae needs a critic, and distillation has none",
         ),
-        Rule(
+        either(
             "incompatible",
-            "num_generations_per_prompt",
-            lambda own: not own.on_policy and own.num_generations_per_prompt != 1,
-            ("on_policy",),
-            {"num_generations_per_prompt": 1},
+            {"num_generations_per_prompt": 1, "on_policy": True},
             "each prompt has its one given answer",
         ),
     )
 
 
 class GivenRowsConfig(LoopConfig):
-    """The loop of algorithms that learn from given rows, of which a sample is one, or a pair."""
+    """Keys of loops that learn from given rows; a sample is a row, or a pair."""
 
     val_batches: Literal[-1] | PositiveInt = 1
-    """Batches of held-out samples of which a validation takes the loss, at most as many as there are; -1 is all."""
+    """Number of batches of held-out samples in a validation's loss; -1 means all."""
     val_global_batch_size: PositiveInt | None = None
-    """Samples of such a batch, the last of which may have fewer; null is policy.train_global_batch_size."""
+    """Samples per validation batch, except perhaps the last; null means policy.train_global_batch_size."""
 
 
 class SFTConfig(GivenRowsConfig):
-    """Supervised fine-tuning: a step is policy.train_global_batch_size answers of the data set."""
+    """The supervised fine-tuning loop: a step trains on policy.train_global_batch_size of the data set's answers."""
 
 
 class DPOConfig(GivenRowsConfig, DPOLossConfig):
-    """Direct preference optimization: a step is policy.train_global_batch_size pairs. The loss has its keys here."""
+    """The direct preference optimization loop, with the loss's keys; a step is policy.train_global_batch_size pairs."""
 
     num_generations_per_prompt: PositiveInt | None = None
-    """Answers of the policy of which the best and the worst make a pair (online); null takes the data set's pairs."""
+    """Number of sampled answers whose best and worst form a pair (online DPO); null uses the data set's pairs."""
     async_dpo: AsyncSection = AsyncRolloutsConfig()
-    """Asynchronous rollouts (ours): the answers of later steps are sampled while one trains; online only."""
+    """Asynchronous rollouts: engines sample later steps' answers during training; only for online DPO (ours)."""
 
     @property
     def online(self) -> bool:
-        """Return whether the pairs are made of the policy's answers."""
+        """Return whether pairs are formed from the policy's own answers."""
         return self.num_generations_per_prompt is not None
 
     rules = (
@@ -394,7 +354,7 @@ class DPOConfig(GivenRowsConfig, DPOLossConfig):
             "num_generations_per_prompt",
             lambda own: own.num_generations_per_prompt == 1,
             fix="set it to 2 or more, or to null",
-            why="one answer makes no pair",
+            why="a pair needs two answers",
         ),
         Rule(
             "too-small",
@@ -408,5 +368,5 @@ class DPOConfig(GivenRowsConfig, DPOLossConfig):
 
     @property
     def loss(self) -> DPOLossConfig:
-        """Return the keys of the loss alone."""
+        """Return the loss's keys only."""
         return DPOLossConfig(**{name: getattr(self, name) for name in DPOLossConfig.model_fields})

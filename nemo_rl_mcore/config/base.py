@@ -1,4 +1,4 @@
-"""Strict frozen models, and problems that are collected instead of thrown one by one."""
+"""Strict frozen models, and problems that are collected and reported together."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -40,14 +40,14 @@ type Code = Literal[
     "wrong-kind",
     "wrong-row",
 ]
-"""What kind of mistake it is; docs/configuration.md says what each means. A code stays when the words change."""
+"""Kind of mistake; docs/configuration.md explains each code. Codes stay stable when messages are reworded."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a configuration: its kind, where, what, and the way out.
+    """One mistake in a configuration: its kind, location, description and remedy.
 
-    `related` names the other keys the judgement rests on; `where` is "file:line" once the loader knows it.
+    related: other keys that the mistake depends on. where: "file:line", once the loader has located the key.
     """
 
     code: Code
@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def warns(self) -> bool:
-        """Return whether it is a warning, as for a key that nothing reads; all else is an error."""
+        """Return whether the problem is only a warning, as for a key that nothing reads."""
         return self.code == "has-no-effect"
 
     def below(self, prefix: str) -> "Problem":
@@ -72,23 +72,23 @@ class Problem:
         return self.at(lambda path: join_path(prefix, path))
 
     def at(self, key: "Key") -> "Problem":
-        """Return the same problem with its paths where `key` says that they are."""
+        """Return the same problem with its paths mapped by `key`."""
         return replace(self, path=key(self.path), related=tuple(map(key, self.related)))
 
 
 type Key = Callable[[str], str]
-"""Where the recipe has what is at a path of a section; `str` leaves the path as it is."""
+"""Maps a path within a section to its path in the recipe; `str` leaves the path unchanged."""
 type Text[S] = str | Callable[[S], str]
 type Fix[S] = str | Mapping[str, object] | Callable[[S], str | Mapping[str, object]]
 
 
 @dataclass(frozen=True)
 class Rule[S]:
-    """A row of what does not go together in a section: its kind, the key, when, the other keys, and the way out.
+    """A combination of keys that a section may not have: kind of mistake, key, condition, related keys and remedy.
 
-    The message is made of the values at `path` and `related`, and names them where `Key` says that they are.
-    fix: keys and values to set, any of them; or words. why: a reason, told in brackets. says: what is told in place of
-    all that, where values do not say it.
+    The message is built from the values at `path` and `related`, and names their keys as mapped by `Key`.
+    fix: keys with values, any of which solves the problem, or text. why: a reason, added in brackets. says: a message
+    in place of the one built from the values.
     """
 
     code: Code
@@ -100,7 +100,7 @@ class Rule[S]:
     says: Text[S] = ""
 
     def problem(self, section: S, key: Key = str) -> Problem | None:
-        """Return the problem of a section that breaks the rule."""
+        """Return the problem if the section breaks the rule, else None."""
         if not (self.when(section) if callable(self.when) else self.when):
             return None
         says = self.says(section) if callable(self.says) else self.says
@@ -125,22 +125,39 @@ class Rule[S]:
 
 
 type Rules[S] = tuple[Rule[S] | Callable[[S], Iterable[Rule[S] | Problem]], ...]
-"""Rows; a function makes those of a section whose keys are the user's own, such as sources."""
+"""Rules, and functions that yield rules for sections with keys of the user's choice, such as sources."""
+
+
+def either(
+    code: Code, settings: Mapping[str, object], why: str = "", *, where: Callable[[Any], object] | None = None
+) -> Rule[Any]:
+    """Return a rule that at least one of the settings must hold, in sections for which `where` is true.
+
+    The way out is any of the settings.
+    """
+
+    def broken_by(section: object) -> object:
+        unmet = all(value_at(section, key) != value for key, value in settings.items())
+        return unmet and (where is None or where(section))
+
+    path, *others = settings
+    return Rule(code, path, broken_by, tuple(others), settings, why)
+
 
 _SENTENCES: Mapping[Code, tuple[str, str]] = {
     "contradicts": ("{0} contradicts itself", "{0} contradicts {1}"),
     "has-no-effect": ("{0} has no effect here", "{0} has no effect with {1}"),
-    "incompatible": ("{0} does not go with this recipe", "{0} does not go with {1}"),
-    "missing": ("missing", "missing with {1}"),
-    "no-signal": ("{0} leaves nothing to learn from", "{0} leaves nothing to learn from with {1}"),
+    "incompatible": ("{0} cannot be used in this recipe", "{0} cannot be combined with {1}"),
+    "missing": ("is missing", "is required with {1}"),
+    "no-signal": ("{0} leaves nothing to learn", "{0} with {1} leaves nothing to learn"),
     "not-allowed": ("{0} is not allowed", "{0} is not allowed with {1}"),
-    "not-divisible": ("{0} does not divide evenly", "{0} does not divide evenly with {1}"),
+    "not-divisible": ("{0} does not divide evenly", "{0} does not fit {1} evenly"),
     "not-supported": ("{0} is not supported", "{0} is not supported with {1}"),
-    "requires": ("{0} is not possible here", "{0} is not possible with {1}"),
+    "requires": ("{0} cannot be used here", "{0} is not allowed with {1}"),
     "too-large": ("{0} is too large", "{0} is too large for {1}"),
     "too-small": ("{0} is too small", "{0} is too small for {1}"),
 }
-"""What is told of a value, alone and with the other keys."""
+"""Message for a value on its own, and message for a value together with related keys."""
 _FIXES: Mapping[Code, str] = {
     "contradicts": "remove one, or make them agree",
     "has-no-effect": "remove it",
@@ -154,7 +171,7 @@ _FIXES: Mapping[Code, str] = {
 
 
 def broken[S](rules: Rules[S], section: S, key: Key = str) -> Iterator[Problem]:
-    """Yield the problem of each rule that a section breaks."""
+    """Yield a problem for each rule that a section breaks."""
     for row in rules:
         for one in (cast("Rule[S]", row),) if isinstance(row, Rule) else row(section):
             problem = one.at(key) if isinstance(one, Problem) else one.problem(section, key)
@@ -163,14 +180,18 @@ def broken[S](rules: Rules[S], section: S, key: Key = str) -> Iterator[Problem]:
 
 
 def as_yaml(value: object) -> str:
-    """Return a value as a recipe has it, in short."""
+    """Return a value in short YAML notation."""
     if value is None or isinstance(value, bool):
         return str({None: "null", True: "true", False: "false"}[value])
     if isinstance(value, BaseModel | dict):
-        return "the section"
-    if isinstance(value, tuple):
-        value = list(cast("tuple[object, ...]", value))
-    text = str(value)
+        return "this section"
+    if isinstance(value, list | tuple):
+        ones = cast("list[object]", value)
+        if any(isinstance(one, BaseModel | dict) for one in ones):
+            return "this list"
+        text = f"[{', '.join(map(as_yaml, ones))}]"
+    else:
+        text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -199,9 +220,9 @@ class ConfigError(ValueError):
 
 
 class StrictModel(BaseModel):
-    """A frozen section: unknown keys are errors, and nothing is coerced from one type into another.
+    """A frozen section that rejects unknown keys and does not coerce types.
 
-    Construction checks each field alone. The rules between its own fields are `rules`, which `checked` applies; those
+    Construction checks each field on its own. `rules` holds the rules between its fields, applied by `checked`; rules
     between sections are in recipe/rules. `recipe.validate` reports all of them for a recipe.
     """
 
@@ -210,34 +231,48 @@ class StrictModel(BaseModel):
     )
 
     rules: ClassVar[Rules[Any]] = ()
-    """What does not go together in the section; paths are relative to it."""
+    """Rules between the section's own fields; paths are relative to the section."""
     read_unless: ClassVar[tuple[tuple[str, str, object], ...]] = ()
-    """A key, another key of the section, and the value of that with which nothing reads the first."""
+    """Tuples of a key, another key of the section, and the other key's value with which nothing reads the first."""
 
 
-class SwitchedConfig(StrictModel):
+class Switched(StrictModel):
     """A section that does nothing unless it is enabled."""
 
     enabled: bool = False
-    """Whether any of it is done."""
+    """Whether the section takes effect."""
 
 
-def collect_problems(section: StrictModel, key: Key = str) -> Iterator[Problem]:
-    """Yield what is wrong within a section and within each section inside it, and the keys that nothing reads."""
-    yield from broken(section.rules, section, key)
-    fields, idle = type(section).model_fields, dict[str, Rule[StrictModel]]()
-    for name, switch, off in section.read_unless:
-        if getattr(section, switch) == off and getattr(section, name) != fields[name].default:
-            idle.setdefault(name, Rule("has-no-effect", name, when=True, related=(switch,)))
-    yield from broken(tuple(idle.values()), section, key)
-    for name in fields:
-        yield from _problems_inside(getattr(section, name), name, key)
+class SwitchedOn(StrictModel):
+    """A section that is enabled unless a recipe turns it off."""
+
+    enabled: bool = True
+    """Whether the section takes effect; see the section's description."""
+
+
+def collect_problems(value: object, key: Key = str) -> Iterator[Problem]:
+    """Yield each problem in a section and its subsections, and a warning for each key that nothing reads."""
+    inside: Mapping[Any, object] = {}
+    if isinstance(value, StrictModel):
+        yield from broken(value.rules, value, key)
+        fields, idle = type(value).model_fields, dict[str, Rule[StrictModel]]()
+        for name, switch, off in value.read_unless:
+            if getattr(value, switch) == off and getattr(value, name) != fields[name].default:
+                idle.setdefault(name, Rule("has-no-effect", name, when=True, related=(switch,)))
+        yield from broken(tuple(idle.values()), value, key)
+        inside = {name: getattr(value, name) for name in fields}
+    elif isinstance(value, tuple):
+        inside = dict(enumerate(cast("tuple[object, ...]", value)))
+    elif isinstance(value, dict):
+        inside = cast("Tree", value)
+    for name, one in inside.items():
+        yield from collect_problems(one, lambda path, name=name: key(join_path(str(name), path)))
 
 
 def checked[Section: StrictModel](kind: type[Section], given: Section | Mapping[str, object]) -> Section:
-    """Return a section, or the equal mapping, that meets its own rules; raises ConfigError with every one it breaks.
+    """Return a section, or build it from a mapping, and raise ConfigError with every rule of its own that it breaks.
 
-    Rules between sections are those of a recipe, see `recipe.rules`.
+    Rules between sections are in `recipe.rules`.
     """
     section = given if isinstance(given, kind) else kind.model_validate(given)
     if found := tuple(problem for problem in collect_problems(section) if not problem.warns):
@@ -245,23 +280,12 @@ def checked[Section: StrictModel](kind: type[Section], given: Section | Mapping[
     return section
 
 
-def _problems_inside(value: object, path: str, key: Key) -> Iterator[Problem]:
-    if isinstance(value, StrictModel):
-        yield from collect_problems(value, lambda inner: key(join_path(path, inner)))
-    elif isinstance(value, tuple):
-        for place, one in enumerate(cast("tuple[object, ...]", value)):
-            yield from _problems_inside(one, join_path(path, str(place)), key)
-    elif isinstance(value, dict):
-        for name, one in cast("dict[str, object]", value).items():
-            yield from _problems_inside(one, join_path(path, str(name)), key)
-
-
 Tree = dict[str, object]
-"""A recipe, or a section of one, before it is checked."""
+"""An unchecked recipe or section."""
 
 
 def value_at(tree: object, path: str) -> object:
-    """Return the value at a path, with places in lists as keys, or null where the path ends early."""
+    """Return the value at a path, or None if the path does not exist; list indices are path components."""
     for key in path.split("."):
         if isinstance(tree, list | tuple):
             many = cast("list[object]", tree)
@@ -272,7 +296,7 @@ def value_at(tree: object, path: str) -> object:
 
 
 def with_other_spellings(given: object, *spellings: tuple[str, str]) -> object:
-    """Return a section in which a key that is left out has the value of its other spelling, a path in the section."""
+    """Return a section in which each missing key takes its value from an alternative path in the section."""
     if not isinstance(given, Mapping):
         return given
     section = dict(cast("Mapping[str, object]", given))
@@ -288,7 +312,7 @@ def join_path(prefix: str, key: str) -> str:
 
 
 def _number_from_text(value: object) -> object:
-    # YAML 1.1 parsers, and ${oc.env:...}, hand over a number such as 1e-3 as text.
+    # YAML 1.1 parsers and ${oc.env:...} return a number such as 1e-3 as text.
     if isinstance(value, str):
         try:
             return float(value)
@@ -298,7 +322,7 @@ def _number_from_text(value: object) -> object:
 
 
 def tuple_from_list(value: object) -> object:
-    """Return a list as a tuple, and anything else unchanged."""
+    """Convert a list to a tuple; return anything else unchanged."""
     return tuple(cast("list[object]", value)) if isinstance(value, list) else value
 
 
@@ -306,38 +330,38 @@ Float = Annotated[float, BeforeValidator(_number_from_text)]
 NonNegativeFloat = Annotated[Float, Field(ge=0)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
 Seconds = Annotated[Float, Field(gt=0, le=2_000_000)]
-"""A deadline: about three weeks at most, since the system's clocks count milliseconds in 31 bits."""
+"""A deadline of at most about three weeks, since system timers count milliseconds in 31 bits."""
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
-"""Of a tensor: what indexes it has 32 bits."""
+"""Size of a tensor dimension, which is indexed with 32 bits."""
 Counted = Annotated[int, Field(ge=1, le=2_000)]
-"""Layers and experts, which are counted one by one."""
+"""Number of layers or experts, bounded because code iterates over them."""
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
-"""Fits numpy's seeds, which are 32 bits and get the pipeline stage added, and the int64 keys of sampling."""
+"""Seed that fits numpy's 32-bit seeds, even after the pipeline stage is added, and the int64 keys of sampling."""
 IntTuple = Annotated[tuple[int, ...], BeforeValidator(tuple_from_list)]
 StrTuple = Annotated[tuple[str, ...], BeforeValidator(tuple_from_list)]
 
 
 def absolute_path(path: str) -> str:
-    """Return the path from the root, as it is seen from where the command is started."""
+    """Return an absolute path, resolved from the working directory."""
     return str(Path(path).absolute())
 
 
 def folder_or_name(text: str) -> str:
-    """Return a folder that is there as an absolute path, and any other text, such as a hub id, unchanged."""
+    """Return an existing folder as an absolute path, and any other text, such as a hub id, unchanged."""
     return absolute_path(text) if text != CHAR_TOKENIZER and Path(text).is_dir() else text
 
 
 CHAR_TOKENIZER = "char"
-"""The embedded character tokenizer, also where a folder has that name."""
+"""Name of the embedded character tokenizer, which takes precedence over a folder of that name."""
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 
 
 def _possible_folder(path: str) -> str:
     if "\0" in path:
-        raise ValueError("has a NUL character, which no path has; remove it")
+        raise ValueError("contains a NUL character; remove it")
     if len(path.encode(errors="replace")) > _LONGEST_PATH or any(
         len(name.encode(errors="replace")) > _LONGEST_NAME for name in path.split("/")
     ):
@@ -348,8 +372,8 @@ def _possible_folder(path: str) -> str:
 
 
 FolderName = Annotated[str, AfterValidator(_possible_folder)]
-"""A folder that is written to, as it is seen from where the command is started."""
+"""A folder for output, relative to the working directory."""
 FolderPath = Annotated[str, AfterValidator(_possible_folder), AfterValidator(absolute_path)]
-"""A folder that ranks open, which may run in another working directory than the driver."""
+"""A folder that ranks open; made absolute, since ranks may have another working directory than the driver."""
 FolderOrName = Annotated[str, AfterValidator(folder_or_name)]
-"""A folder that ranks open, or a name."""
+"""A folder that ranks open, made absolute, or a name."""

@@ -1,4 +1,4 @@
-"""Configurations of where a run happens, and of its checkpoints."""
+"""Configurations of a run's machines and checkpoints."""
 
 import re
 from typing import Annotated
@@ -10,9 +10,8 @@ from nemo_rl_mcore.config.base import (
     NonNegativeInt,
     PositiveInt,
     Rule,
-    Seconds,
     StrictModel,
-    SwitchedConfig,
+    Switched,
 )
 
 
@@ -22,40 +21,38 @@ def _seconds(duration: str) -> float:
 
 
 def _checked(duration: object) -> object:
-    # YAML reads 1:00:00:00 as a number to the base of 60.
+    # YAML reads 1:00:00:00 as a base-60 number.
     if (
         not isinstance(duration, str)
         or not re.fullmatch(r"\d+:\d+:\d+:\d+", duration)
         or not _seconds(duration)
     ):
         raise ValueError(
-            f"{duration!r} is no time: days, hours, minutes and seconds, together more than none; write it as "
-            '"00:03:45:00", in quotes'
+            f"{duration!r} is not a duration above zero; write days, hours, minutes and seconds in quotes, as in "
+            '"00:03:45:00"'
         )
     return duration
 
 
 Duration = Annotated[str, BeforeValidator(_checked)]
-"""Days, hours, minutes and seconds: "DD:HH:MM:SS"."""
+"""A duration as "DD:HH:MM:SS": days, hours, minutes and seconds."""
 
 
 class ClusterConfig(StrictModel):
-    """The machines, and the ranks on each of them."""
+    """The machines, and the ranks on each machine."""
 
     num_nodes: PositiveInt = 1
-    """Machines."""
+    """Number of machines."""
     gpus_per_node: NonNegativeInt = 0
-    """Ranks per machine, one on each GPU; 0 runs on CPU with gloo."""
+    """Ranks per machine, one per GPU; 0 runs on CPUs with gloo."""
     cpu_workers_per_node: PositiveInt = 1
-    """Ranks per machine when gpus_per_node is 0; not read otherwise."""
+    """Ranks per machine if gpus_per_node is 0; not read otherwise."""
     max_trainer_restarts: NonNegativeInt = 0
-    """Times in a run that ranks which died or hang are restarted, and do again what no checkpoint holds (ours)."""
-    node_wait_s: Seconds = 300.0
-    """Time in which a machine that is gone may come back, or another one in its place (ours)."""
+    """Maximum restarts of dead or hanging ranks; each repeats the steps since the last checkpoint (ours)."""
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether the ranks run on CPU with gloo."""
+        """Return whether the ranks run on CPUs with gloo."""
         return self.gpus_per_node == 0
 
     @property
@@ -65,35 +62,35 @@ class ClusterConfig(StrictModel):
 
     @property
     def world_size(self) -> int:
-        """Return all ranks."""
+        """Return the number of ranks on all machines."""
         return self.num_nodes * self.workers_per_node
 
 
 _METRIC_SOURCES = {"val": "validation", "train": "train"}
 
 
-class CheckpointingConfig(SwitchedConfig):
-    """When checkpoints are written and runs resumed, and which are kept."""
+class CheckpointingConfig(Switched):
+    """Writing and keeping of checkpoints, and resuming from them."""
 
     resume: str = "auto"
-    """Where a run begins: `auto` after the latest checkpoint, or at the start without one; `must` after the latest one;
-    `never` after any; or a folder step_N (ours)."""
+    """Starting point of a run: `auto`, the latest checkpoint if there is one; `must`, the latest checkpoint, which must
+    exist; `never`, step 0; or a checkpoint folder step_N (ours)."""
     checkpoint_dir: FolderName = "results/checkpoints"
-    """Folder of the checkpoints, of one run; every machine must see it."""
+    """Folder for the run's checkpoints, which all machines must share."""
     metric_name: str | None = None
-    """Metric that ranks them: `val:` or `train:` and the name of a metric; null ranks them by their step."""
+    """Metric that ranks checkpoints, such as val:accuracy or train:reward; null ranks them by step."""
     higher_is_better: bool = True
     """Whether a higher metric is better."""
     keep_top_k: PositiveInt | None = None
-    """Checkpoints kept, the best ones and always the newest; null keeps all."""
+    """Number of best checkpoints to keep, besides the newest; null keeps all."""
     save_period: PositiveInt = 10
-    """Steps between checkpoints; the last step is saved too."""
+    """Number of steps between checkpoints; the last step is always saved."""
     checkpoint_must_save_by: Duration | None = None
-    """Time since the start, "DD:HH:MM:SS", by which the run has ended with its last step saved; null: no limit."""
+    """Time since the start, "DD:HH:MM:SS", after which the run saves its last step and ends; null means no limit."""
 
     @property
     def logged_metric(self) -> str | None:
-        """Return the ranking metric as the run logs it."""
+        """Return the ranking metric's name in the run's log."""
         if self.metric_name is None:
             return None
         source, _, name = self.metric_name.partition(":")
@@ -101,7 +98,7 @@ class CheckpointingConfig(SwitchedConfig):
 
     @property
     def must_save_by_s(self) -> float | None:
-        """Return the seconds of checkpoint_must_save_by."""
+        """Return checkpoint_must_save_by in seconds."""
         return None if self.checkpoint_must_save_by is None else _seconds(self.checkpoint_must_save_by)
 
     rules = (

@@ -1,6 +1,6 @@
-"""Code of the user's own: imported by the path that a recipe names; what it raises is told with its key and line.
+"""User code: imported by a path in the recipe; its exceptions are reported with the recipe's key and the user's line.
 
-What is in no module that another process could import, such as a function of a notebook, is handed over in its place.
+Objects that no other process could import, such as a notebook's functions, are sent instead of imported.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _IMPORT_PATH = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")
 def _checked(path: str) -> str:
     if not _IMPORT_PATH.fullmatch(path):
         raise ValueError(
-            f"{path!r} is no import path; write package.module:Name, as in my_pkg.losses:MyLossFn"
+            f"{path!r} is not an import path; write package.module:Name, as in my_pkg.losses:MyLossFn"
         )
     return path
 
 
 ImportPath = Annotated[str, AfterValidator(_checked)]
-"""`package.module:Name`, of a class at the top level of a module."""
+"""Import path `package.module:Name` of a class at a module's top level."""
 
 Arguments = dict[str, Any]
-"""Keyword arguments of such a class, as YAML gives them."""
+"""Keyword arguments for such a class, as read from YAML."""
 
 
 class OwnClassConfig(StrictModel):
-    """A section whose place a class of one's own can take."""
+    """A section that a user-defined class can replace."""
 
     type: ImportPath | None = None
-    """Import path of a class that takes this one's place, `package.module:Name` (ours)."""
+    """Import path of your class, `package.module:Name`; null if not used (ours)."""
     args: Arguments | None = None
-    """Keyword arguments of that class, beside what it is given of the run (ours)."""
+    """Additional keyword arguments for your class; null means none (ours)."""
 
     read_unless = (("args", "type", None),)
 
@@ -58,15 +58,15 @@ _LIBRARIES = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
 
 
 RAISED = "custom-code-raised"
-"""The code of what the user's code raised, which it may not do another time; what it gave amiss has other codes."""
+"""Error code for an exception in user code, which may not recur; invalid return values have other codes."""
 _HANDED: dict[str, object] = {}
 
 
 @contextmanager
 def handed(objects: Mapping[str, object]) -> Generator[None]:
-    """Have import paths, such as `__main__:right`, stand for these functions and classes inside the block.
+    """Map import paths, such as `__main__:right`, to these functions and classes inside the block.
 
-    Behind it modules are searched for where they were before.
+    On exit, restore the previous mapping and module search path.
     """
     before, here = dict(_HANDED), os.getcwd()
     seen = here in sys.path
@@ -81,44 +81,48 @@ def handed(objects: Mapping[str, object]) -> Generator[None]:
 
 
 def handed_objects() -> dict[str, object]:
-    """Return what import paths stand for here, for another process to hand on by `hand_over`."""
+    """Return this process's mapping of import paths to objects, for `hand_over` in another process."""
     return dict(_HANDED)
 
 
 def hand_over(objects: Mapping[str, object]) -> None:
-    """Have import paths stand for these functions and classes in this process from now on."""
+    """Map import paths to these functions and classes in this process from now on."""
     _HANDED.update(objects)
 
 
 def is_library(file: str) -> bool:
-    """Say whether a file is of this package, of Python or of an installed one, and not of the user's own code."""
+    """Return whether a file belongs to this package, Python or an installed package, rather than to user code."""
     return file.startswith(_LIBRARIES)
 
 
 class custom_code:  # a context manager; contextlib's would let a StopIteration through
-    """Raise CustomCodeError for what the block raises, SystemExit among it. name: the key, and what is called.
+    """Convert exceptions in the block, including SystemExit, to CustomCodeError. name: the key and the called object.
 
-    An error that says already what it is about passes through, as does what stops the process.
+    CustomCodeError and exceptions that stop the process, such as KeyboardInterrupt, pass through.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        """Enter without any action."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raise the error in other words."""
+        """Raise CustomCodeError from an error in user code."""
         if isinstance(error, Exception | SystemExit) and not isinstance(error, CustomCodeError):
             raise CustomCodeError(f"{self._name} raised {_told(error)}", code=RAISED) from error
 
 
 def _told(error: BaseException) -> str:
-    """Return the error, the user's line, and the traceback from where the user's code begins."""
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    trace = _from_first(error.__traceback__, _LIBRARIES) or _from_first(error.__traceback__, (_OURS,))
+    """Return the error message, the user's line, and the traceback from the start of user code."""
+    what, trace = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, None
+    for others in (_LIBRARIES, (_OURS,)):
+        if trace is None:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_frame.f_code.co_filename.startswith(others):
+                trace = trace.tb_next
     if trace is None:
         return what
     frames = traceback.extract_tb(trace)
@@ -127,34 +131,28 @@ def _told(error: BaseException) -> str:
     return f"{what} ({line.filename}:{line.lineno})\n{shown}"
 
 
-def _from_first(trace: TracebackType | None, others: tuple[str, ...]) -> TracebackType | None:
-    """Return the traceback without the frames of other files that it begins with."""
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(others):
-        trace = trace.tb_next
-    return trace
-
-
 def build(
     path: str, key: str, arguments: Mapping[str, Any] | None, *positional: object, needs: Sequence[str]
 ) -> object:
-    """Import a class and call it. `key` is that of the path; `needs` names the members that the class must have.
+    """Import a class and instantiate it. key: the key of `path`. needs: members that the class must have.
 
-    "one|other" stands for a class that has at least one of the two.
+    In `needs`, "one|other" requires at least one of the two.
 
-    Raises ValueError, naming the key, for a module or class that is not there, for arguments that do not fit, and, with
-    the user's line, for what the class itself raises.
+    Raises ValueError with the key for a missing module or class, for unsuitable arguments and, with the user's line,
+    for exceptions in the class itself.
     """
-    kind, arguments = _class_at(path, key), arguments or {}
+    kind, arguments = imported(path, key), arguments or {}
+    if not isinstance(kind, type):
+        module, _, name = path.partition(":")
+        raise ValueError(
+            f"{key}: {path}: the module {module} holds something else than a class under the name {name}"
+        )
     abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
 
-    def has(name: str) -> bool:
-        return hasattr(kind, name) and name not in abstract
-
-    if lacking := [_or(need) for need in needs if not any(map(has, need.split("|")))]:
-        wanted = ", ".join(map(_or, needs))
-        raise RefusedError(
-            f"{key}: {path} lacks {', '.join(lacking)}; such a class has {wanted}", code="missing-member"
-        )
+    there = {name for name in dir(kind) if name not in abstract}
+    if lacking := [need for need in needs if there.isdisjoint(need.split("|"))]:
+        lacks, wanted = (", ".join(some).replace("|", " or ") for some in (lacking, needs))
+        raise RefusedError(f"{key}: {path} lacks {lacks}; such a class has {wanted}", code="missing-member")
     try:
         inspect.signature(kind).bind(*positional, **arguments)
     except TypeError as error:
@@ -168,29 +166,15 @@ def build(
 
 
 def function_at(path: str, key: str) -> Callable[..., Any]:
-    """Import a function; raises as `build` for one that is not there. `key` is that of the path."""
+    """Import a function; raises as `build` does for a missing function. key: the key of `path`."""
     found = imported(path, key)
     if not callable(found) or isinstance(found, type):
-        raise RefusedError(f"{key}: {path} is no function", code="no-function")
+        raise RefusedError(f"{key}: {path} is not a function", code="no-function")
     return found
-
-
-def _class_at(path: str, key: str) -> type:
-    found = imported(path, key)
-    if not isinstance(found, type):
-        module, _, name = path.partition(":")
-        raise ValueError(
-            f"{key}: {path}: the module {module} holds something else than a class under the name {name}"
-        )
-    return found
-
-
-def _or(need: str) -> str:
-    return need.replace("|", " or ")
 
 
 def imported(path: str, key: str) -> object:
-    """Return what an import path stands for; raises as `build` for what is not there. `key` is that of the path."""
+    """Return the object at an import path; raises as `build` does for a missing object. key: the key of `path`."""
     if path in _HANDED:
         return _HANDED[path]
     module_name, _, name = path.partition(":")
@@ -206,7 +190,7 @@ def imported(path: str, key: str) -> object:
 
 
 def see_working_directory() -> None:
-    """Let the driver import from the folder that it was started in, as the ranks can; what is installed comes first."""
+    """Let the driver import from its working directory, as ranks do; installed packages take precedence."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)

@@ -1,4 +1,4 @@
-"""Configurations of the prompts and of the environment that scores the answers."""
+"""Configurations of the prompts, and of the environment that scores answers."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from nemo_rl_mcore.config.base import Float, PositiveInt, Rule, StrictModel, join_path
 from nemo_rl_mcore.config.custom_code import Arguments, ImportPath, OwnClassConfig
 from nemo_rl_mcore.config.environment import AnswerConfig, EndpointConfig, EnvPoolConfig
-from nemo_rl_mcore.config.shares import MOST_TURNS, whole_weights
 from nemo_rl_mcore.config.source import (
     SourceConfig,
     SourceDefaults,
@@ -22,23 +21,23 @@ from nemo_rl_mcore.config.source import (
 )
 
 TURN_TASKS = ("guess_number", "calculator")
-"""Embedded tasks of several turns; the environment of each has its name."""
-ENVIRONMENTS = ("arithmetic", *TURN_TASKS, "math", "rewards", "custom")
-"""The sections of `env`, one of which a run has."""
+"""Embedded tasks with several turns; each task's environment has the same name."""
+ENVIRONMENTS = (*TURN_TASKS, "math", "rewards", "custom")
+"""The environment sections of `env`, of which a run has at most one."""
 
 GIVEN_TO_REWARDS = ("prompts", "responses", "answers", "finished")
-"""What a function of env.rewards may take besides columns of the data."""
+"""Parameters that a function in env.rewards may have besides data columns."""
 SAME_AS_GIVEN = {
     "completions": "responses",
     "prompt": "prompts",
     "answer": "answers",
     "ground_truth": "answers",
 }
-"""Names that other trainers have for it."""
+"""Other trainers' names for these parameters."""
 
 
 class RowKind(Enum):
-    """What an algorithm reads of a row."""
+    """The part of a data row that an algorithm reads."""
 
     PROMPTS = "a prompt and the answer to score against"
     ANSWERS = "an answer to imitate: prompt and answer, or a conversation"
@@ -46,10 +45,10 @@ class RowKind(Enum):
 
 
 def _of_data_sets(key: str, reader: str, example: str) -> "Iterator[Rule[DataConfig]]":
-    """Yield the rules of a key that one kind of data set reads; example: what to set, where that needs it."""
+    """Yield the rules for a key that only one kind of data set reads; example: a value to set if it is required."""
 
     def is_given(data: "DataConfig") -> bool:
-        # The embedded tasks of several turns read default as well.
+        # Embedded tasks with several turns also read `default`.
         default = DataConfig.model_fields[key].default
         return getattr(data, key) not in (default, {}) and not (key == "default" and data.has_turns)
 
@@ -71,8 +70,9 @@ def _of_data_sets(key: str, reader: str, example: str) -> "Iterator[Rule[DataCon
 
 
 def _weight_rules(data: "DataConfig") -> "Iterator[Rule[DataConfig]]":
-    """Yield rules of weights without others beside them, and such as have no order that starts over."""
-    weights = {path: source.weight for path, source in data.train_sources.items()}
+    """Yield rules for weights where other sources have none."""
+    sources = cast("dict[str, SourceConfig]", each(data.train))
+    weights = {join_path("train", place): source.weight for place, source in sources.items()}
     given = [weight for weight in weights.values() if weight is not None]
     for path, weight in weights.items():
         fix = "give all sources a weight, or none"
@@ -81,65 +81,57 @@ def _weight_rules(data: "DataConfig") -> "Iterator[Rule[DataConfig]]":
         )
         alone = weight is not None and len(weights) == 1
         yield Rule("has-no-effect", f"{path}.weight", alone, why="there is one source")
-    turns = sum(whole_weights(given)) if len(given) == len(weights) > 1 else 0
-    yield Rule(
-        "too-large",
-        "train",
-        turns > MOST_TURNS,
-        fix="give the weights fewer digits",
-        says=f"the weights are in the ratio of integers with the sum {turns}, and {MOST_TURNS} is the most",
-    )
     for place, source in each(data.validation).items():
-        path, why = join_path("validation", place), "a validation takes as many rows of each source"
+        path, why = join_path("validation", place), "a validation takes equally many rows from each source"
         weighs = isinstance(source, SourceConfig) and source.weight is not None
         yield Rule("has-no-effect", f"{path}.weight", weighs, why=why)
 
 
 class DataConfig(OwnClassConfig):
-    """The prompts: an embedded task over strings of digits, sources of rows, or a class of one's own."""
+    """The prompts: an embedded task over strings of digits, sources of data rows, or a class of your own."""
 
     dataset_name: Literal[
         "copy", "reverse", "sort", "increment", "guess_number", "calculator", "files", "custom"
     ]
-    """The task: answer the digits as they are, in reverse, sorted, or each one higher; or files; or custom.
+    """Embedded task (answer with the digits unchanged, reversed, sorted, or each incremented), files, or custom.
 
-    Of several turns: guess_number, find a number between two bounds; calculator, have the sum of two numbers computed.
-    Left out, data.train or data.type says it; jsonl is an older name of files."""
+    Tasks with several turns: guess_number, find a number between two bounds; calculator, add two numbers with a tool.
+    If omitted, it follows from data.train or data.type; jsonl is an older name for files."""
     num_digits: Annotated[int, Field(ge=1, le=9)] = 3
-    """Of an embedded task: digits of a prompt; its text is the digits and a `>`, of calculator with a `+` between."""
+    """Number of digits in an embedded task's prompt, which also has a final `>` and, for calculator, a `+`."""
     max_input_seq_length: PositiveInt | None = None
-    """Tokens of a prompt at most; null takes the length that the task has, or what the response leaves room for."""
+    """Maximum prompt tokens; null means an embedded task's length, or all tokens that the response leaves."""
     default: SourceDefaults | None = None
-    """Keys of every source that leaves them out; the embedded tasks of several turns are shown in its texts, too."""
+    """Default keys for all sources; embedded tasks with several turns use these texts, too. Null sets no defaults."""
     train: Sources | None = None
-    """Of files: the rows to train on, a source or a list of them."""
+    """Training rows of files, as a source or a list of sources; null for any other dataset_name."""
     validation: SourcesOrNames | None = None
-    """Of files: the rows to validate with, as data.train, or names of eval.sets; null holds out a share of data.train.
+    """Validation rows of files, as in data.train or as names in eval.sets; null holds out a share of data.train.
 
-    A section here takes the keys that it leaves out from a data.train that is a section."""
+    If both are sections, missing keys are taken from data.train."""
     shuffle: bool = True
-    """Of files: take the rows of each pass in a random order of its own; false takes them as they lie."""
+    """Reshuffle the rows of files for each pass; false keeps their order."""
     apply_chat_template: bool = False
-    """Show prompts to the model as its tokenizer's chat template does; false gives it the plain text (ours)."""
+    """Format prompts with the tokenizer's chat template; false uses plain text (ours)."""
     add_bos: bool = False
-    """Begin each prompt with the tokenizer's begin of sequence, where the chat template or the text has none."""
+    """Add the beginning-of-sequence token to prompts whose template or text does not include it."""
     add_eos: bool = False
-    """Of answers given in conversations (SFT, DPO): end the row with the end of sequence where the chat template writes
-    none; plain text always has it."""
+    """Add the end-of-sequence token to given conversations (SFT, DPO) whose chat template does not add it; plain text
+    always ends with it."""
     imitated: Literal["answer", "to_turn_end", "turn"] = "answer"
-    """Of answers given in conversations the tokens that are trained on (ours): answer, with its end of sequence;
-    to_turn_end, with what the template writes after that, too; turn, with what opens it as well."""
+    """Tokens of a given conversation to train on (ours): answer, each answer and its end of sequence; to_turn_end, also
+    the template's text after the answer; turn, also the template's text before the answer."""
     special_tokens_in_content: Literal["text", "parse"] | None = None
-    """What a special token of the tokenizer is that a row spells, such as `<|im_end|>` (ours): text, the characters, as
-    all of a row is; parse, the token itself, which ends a turn. Null refuses data with such rows. What an environment
-    says is text unless this is parse; prompt files, system prompts and chat templates are always parsed."""
+    """Reading of special tokens spelled out in data rows, such as `<|im_end|>` (ours): text, as plain characters;
+    parse, as the special token, which may end a turn; null refuses data with such rows. An environment's output is
+    text unless this is parse; prompt files, system prompts and chat templates are always parsed."""
     overlong: Literal["error", "drop"] = "error"
-    """What becomes of a row of a file that has too many tokens (ours)."""
+    """Handling of data rows with too many tokens: error ends the run, drop leaves the row out (ours)."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: object) -> object:
-        """Name the data set where the other keys say it, and hand on the keys that sources share."""
+        """Derive dataset_name from the other keys, and fill the sources' missing keys from `default`."""
         if not isinstance(given, Mapping):
             return given
         section = dict(cast("Mapping[str, object]", given))
@@ -160,62 +152,55 @@ class DataConfig(OwnClassConfig):
         return section
 
     @property
-    def train_sources(self) -> dict[str, SourceConfig]:
-        """Return the sources to train on, by their path in this section."""
-        return {
-            join_path("train", place): cast("SourceConfig", one) for place, one in each(self.train).items()
-        }
-
-    @property
     def from_files(self) -> bool:
-        """Return whether the prompts are those of data.train."""
+        """Return whether the prompts come from data.train."""
         return self.dataset_name == "files"
 
     @property
     def parses_content(self) -> bool:
-        """Return whether special tokens that rows and environments spell are those tokens."""
+        """Return whether special tokens spelled out in rows and environment output are parsed."""
         return self.special_tokens_in_content == "parse"
 
     @property
     def embedded(self) -> bool:
-        """Return whether the prompts are those of an embedded task."""
+        """Return whether the prompts come from an embedded task."""
         return self.dataset_name not in ("files", "custom")
 
     @property
     def has_turns(self) -> bool:
-        """Return whether the prompts are those of an embedded task of several turns."""
+        """Return whether the prompts come from an embedded task with several turns."""
         return self.dataset_name in TURN_TASKS
 
     @property
     def shown_in_texts(self) -> bool:
-        """Return whether other text than the prompt's own is shown with it: a chat template's, or that of a file."""
+        """Return whether a chat template or a text file adds text to the prompt."""
         return self.apply_chat_template or self.default is not None
 
     @property
     def prompt_length(self) -> int:
-        """Return the length of a prompt of an embedded task: the digits, the `>` and a sign between two numbers."""
+        """Return an embedded task's prompt length: the digits, the final `>` and, for calculator, a sign."""
         return self.num_digits + 1 + (self.dataset_name == "calculator")
 
     @property
     def train_prompts(self) -> int:
-        """Different training prompts of an embedded task that surely exist; a hash decides the exact share."""
+        """Return a lower bound on an embedded task's distinct training prompts; a hash decides the exact share."""
         return 87 * self._all_prompts // 100
 
     @property
     def validation_prompts(self) -> int:
-        """Return how many held-out prompts of an embedded task surely exist; a hash decides the exact share."""
+        """Return a lower bound on an embedded task's held-out prompts; a hash decides the exact share."""
         return 9 * self._all_prompts // 100
 
     @property
     def _all_prompts(self) -> int:
-        """Of guess_number there is one for each number between each two bounds."""
+        """Return the number of all prompts; guess_number has one for each number between each pair of bounds."""
         bounds = 10 ** (self.num_digits // 2)
         pairs = bounds * (bounds + 1) * (bounds + 2) // 6 - bounds
         return pairs if self.dataset_name == "guess_number" else 10**self.num_digits
 
     @property
     def max_prompt_length(self) -> int | None:
-        """Return the tokens that a sequence must have room for before the response; None where the response says it."""
+        """Return the tokens to reserve for the prompt; None if the prompt gets all tokens that the response leaves."""
         if self.max_input_seq_length is None and self.embedded and not self.shown_in_texts:
             return self.prompt_length
         return self.max_input_seq_length
@@ -242,15 +227,18 @@ class DataConfig(OwnClassConfig):
             lambda own: own.has_turns and own.num_digits % 2,
             ("dataset_name",),
             "make it even",
-            "a prompt has two numbers of as many digits",
+            says=lambda own: (
+                f"{own.num_digits} is odd, but data.dataset_name: {own.dataset_name} needs two numbers with the same "
+                "number of digits"
+            ),
         ),
         Rule(
             "incompatible",
             "apply_chat_template",
             lambda own: own.embedded and not own.has_turns and own.apply_chat_template,
             ("dataset_name",),
-            "set it to false, or name a data set of conversations in data.train",
-            "its prompts are no conversations",
+            "set it to false, or use conversations in data.train",
+            "its prompts are not conversations",
         ),
         Rule(
             "too-small",
@@ -263,36 +251,32 @@ class DataConfig(OwnClassConfig):
     )
 
 
-class ArithmeticEnvConfig(StrictModel):
-    """The environment of the embedded tasks: the share of correct characters, end-of-sequence included."""
-
-
 class GuessNumberEnvConfig(StrictModel):
-    """The environment of guess_number: each guess is answered by `h>`, higher, or `l>`, lower, until one hits."""
+    """The environment of guess_number: it replies `h>` (higher) or `l>` (lower) to each wrong guess."""
 
 
 class CalculatorEnvConfig(StrictModel):
-    """The environment of calculator: a sum is answered by its value, a number ends the episode."""
+    """The environment of calculator: it replies to a sum with its value; a number ends the episode."""
 
 
 SCORE_WITHIN_S = 5
-"""Time to read an expression, and to compare two, after which a response is wrong."""
+"""Time limit for parsing an expression and for comparing two; a response that exceeds it is scored as wrong."""
 
 
 class MathEnvConfig(StrictModel):
-    """1 for a response whose final answer equals the one of the data, as `math-verify` judges it, else 0."""
+    """Reward 1 for a response whose final answer equals the reference in `math-verify`, else 0."""
 
     gold: AnswerConfig | None = None
-    """Where the data's answer states what is scored against; null takes all of it (ours)."""
+    """Location of the reference answer within the data's answer; null means the whole text (ours)."""
     response: AnswerConfig | None = None
-    """Where a response states its answer; null has math-verify look for it, a box before all else (ours)."""
+    """Location of the answer within a response; null lets math-verify find it, preferably in a box (ours)."""
     unparsable: Literal["refuse", "drop", "zero"] = "refuse"
-    """An answer of the data that nothing can equal: end the run before it starts, leave the row out, or give each
-    response to it 0, as NeMo RL does and `eval` of dropped rows too (ours)."""
+    """Handling of reference answers that math-verify cannot parse: refuse ends the run before it starts; drop leaves
+    the row out; zero scores every response 0, as NeMo RL does (ours). `eval` scores dropped rows 0."""
 
 
 class CustomEnvConfig(OwnClassConfig):
-    """A class of one's own."""
+    """A class of your own."""
 
     read_unless = ()
 
@@ -300,39 +284,40 @@ class CustomEnvConfig(OwnClassConfig):
 
 
 class EnvConfig(StrictModel):
-    """The environment that scores the answers: one of the sections, and arithmetic where there is none."""
+    """The environment that scores the answers, chosen by one of the sections.
 
-    arithmetic: ArithmeticEnvConfig | None = None
-    """The embedded tasks."""
+    Without a section, an embedded task's reward is the share of correct characters, end-of-sequence included.
+    """
+
     guess_number: GuessNumberEnvConfig | None = None
-    """The embedded game; an episode has several turns (ours)."""
+    """The embedded number-guessing game, which has several turns; null if not used (ours)."""
     calculator: CalculatorEnvConfig | None = None
-    """The embedded tool; an episode has several turns (ours)."""
+    """The embedded calculator tool, which has several turns; null if not used (ours)."""
     math: MathEnvConfig | None = None
-    """Mathematical expressions; needs the extra math."""
+    """Scoring of mathematical expressions; requires the extra math. Null if not used."""
     rewards: dict[str, ImportPath] | None = None
-    """Reward functions of one's own by name, such as `right: my_pkg.rewards:right` (ours); the reward of an answer is
-    their sum, weighted by reward_weights."""
+    """Your reward functions by name, such as `right: my_pkg.rewards:right`; an answer's reward is their sum, weighted
+    by reward_weights. Null if not used (ours)."""
     custom: CustomEnvConfig | None = None
-    """A class of one's own (ours)."""
+    """An environment class of your own; null if not used (ours)."""
     reward_weights: dict[str, Float] | None = None
-    """Factors of the rewards of env.rewards or env.custom by their name; 1 for each that is not named (ours)."""
+    """Weights by name for the rewards of env.rewards or env.custom; missing and null mean 1 (ours)."""
     unscored: Literal["refuse", "drop"] = "refuse"
-    """What becomes of an answer whose reward, or a part of it by name, is None (ours): refuse ends the run; drop leaves
-    it out of baselines, deviations, the loss and validations, and counts it in `episodes/unscored_rate`."""
+    """Handling of answers whose reward is None (ours): refuse ends the run; drop excludes the answer from baselines,
+    standard deviations, the loss and validations, and counts it in `episodes/unscored_rate`."""
     pool: EnvPoolConfig = EnvPoolConfig()
-    """The processes in which it runs (ours)."""
+    """The environment's processes (ours)."""
     endpoint: EndpointConfig | None = None
-    """Agents that play the episodes, each a process of its own (ours); the environment, if there is one, scores those
-    that give no reward themselves."""
+    """Agents that play the episodes, each in its own process; the environment, if any, scores episodes that end without
+    a reward. Null means no agents (ours)."""
     nemo_gym: Arguments | None = None
-    """NeMo Gym's own configuration, passed on to it: config_paths, and what completes them. Its agents play the
-    episodes and give the rewards; rows of the data are Gym's, each with responses_create_params and agent_ref."""
+    """NeMo Gym's own configuration: config_paths and any further keys. Gym's agents play the episodes and return the
+    rewards; each data row has Gym's responses_create_params and agent_ref. Null if not used."""
 
     @model_validator(mode="before")
     @classmethod
     def _open_endpoint(cls, given: object) -> object:
-        """Give NeMo Gym's agents an endpoint where the recipe leaves it out."""
+        """Add a default endpoint for NeMo Gym's agents if the recipe has none."""
         if not isinstance(given, Mapping):
             return given
         section = dict(cast("Mapping[str, object]", given))
@@ -342,14 +327,14 @@ class EnvConfig(StrictModel):
 
     @property
     def pool_size(self) -> int:
-        """Return the number of processes in which the environment runs; 0 where it runs in that of the loop."""
+        """Return the number of environment processes; 0 if the environment runs in the loop's process."""
         if self.pool.size is not None:
             return self.pool.size
         return 1 if self.math or self.custom or self.rewards else 0
 
     @property
     def given(self) -> list[str]:
-        """Return the environments that there are sections of."""
+        """Return the names of the environments that have a section."""
         return [name for name in ENVIRONMENTS if getattr(self, name) is not None]
 
     rules = (
@@ -358,7 +343,7 @@ class EnvConfig(StrictModel):
             "endpoint.command",
             lambda own: own.endpoint and own.nemo_gym is None and not any(own.endpoint.command[:1]),
             fix="write [program, argument, ...]",
-            says="names no program",
+            says="is empty",
         ),
         Rule(
             "one-of",
@@ -388,7 +373,7 @@ class EnvConfig(StrictModel):
                 "rewards",
                 when=not name or not name.isprintable(),
                 fix="name it in printable text",
-                says=f"a reward is called {name!r:.80}",
+                says=f"the reward name {name!r:.80} is not allowed",
             )
             for name in own.rewards or ()
         ),
@@ -399,7 +384,7 @@ class EnvConfig(StrictModel):
                 related=tuple(own.given),
                 when=True,
                 fix=f"set {own.given[0]}: null",
-                says=f"a run has one environment, and {' and '.join(own.given)} are given",
+                says=f"only one environment is allowed; given: {' and '.join(own.given)}",
             )
             for name in own.given[1:][-1:]
         ),

@@ -1,4 +1,4 @@
-"""Where a solution or a response states its answer."""
+"""Location of the answer within a solution or a response."""
 
 import re
 from typing import Annotated
@@ -19,7 +19,7 @@ from nemo_rl_mcore.config.base import (
 
 def _marker(text: str) -> str:
     if not text.strip():
-        raise ValueError('an empty marker stands nowhere; in YAML a marker such as "####" needs its quotes')
+        raise ValueError('the marker is empty; in YAML, a marker such as "####" must be quoted')
     return text
 
 
@@ -27,23 +27,23 @@ def _pattern(text: str) -> str:
     try:
         groups = re.compile(text).groups
     except re.error as error:
-        raise ValueError(f"{text!r} is no regular expression: {error}") from error
+        raise ValueError(f"{text!r} is not a valid regular expression: {error}") from error
     if groups != 1:
         raise ValueError(
-            f"{text!r} has {groups} groups, and the answer is what one group holds; write (?:...) around others"
+            f"{text!r} has {groups} capturing groups; exactly one is needed, for the answer; write others as (?:...)"
         )
     return text
 
 
 class AnswerConfig(StrictModel):
-    """Where a text states its answer; exactly one of the keys is given."""
+    """Location of the answer within a text; exactly one key must be set."""
 
     after: Annotated[str, AfterValidator(_marker)] | None = None
-    """A marker: the answer is the line after its last place, as after `####` in GSM8K (ours)."""
+    """A marker, such as `####` in GSM8K: the answer is the rest of its last line. Null if not used (ours)."""
     regex: Annotated[str, AfterValidator(_pattern)] | None = None
-    """A regular expression of Python with one group: the answer is what the group holds in its last match (ours)."""
+    """A Python regular expression with one group: the answer is the last match's group. Null if not used (ours)."""
     boxed: bool = False
-    r"""The answer is what the last \boxed{...}, \fbox{...} or \framebox{...} holds, as in MATH (ours)."""
+    r"""Take the content of the last \boxed{...}, \fbox{...} or \framebox{...} as the answer, as in MATH (ours)."""
 
     rules = (
         Rule(
@@ -51,21 +51,21 @@ class AnswerConfig(StrictModel):
             "",
             lambda own: len(own.given) != 1,
             ("after", "regex", "boxed"),
-            'give one of after: "####" (with quotes), regex: ... and boxed: true, and null or false for the others',
+            'set one of after: "####" (in quotes), regex: ... or boxed: true',
             says=lambda own: (
-                f"one way to find an answer is needed; given: {' and '.join(own.given) or 'none'}"
+                f"exactly one way to find an answer is needed; given: {' and '.join(own.given) or 'none'}"
             ),
         ),
     )
 
     @property
     def given(self) -> list[str]:
-        """Return the ways to find an answer that there are."""
+        """Return the names of the keys that are set."""
         ways = {"after": self.after is not None, "regex": self.regex is not None, "boxed": self.boxed}
         return [key for key, there in ways.items() if there]
 
     def extract(self, text: str) -> str | None:
-        """Return the answer that the text states; None where it states none."""
+        """Return the answer in the text; None if there is none."""
         if self.boxed:
             found = last_boxed(text)
         elif self.after is not None:
@@ -78,7 +78,7 @@ class AnswerConfig(StrictModel):
 
     @property
     def lacking(self) -> str:
-        """Return what is wrong with a text that states no answer."""
+        """Return a message for a text without an answer."""
         if self.boxed:
             return r"has no closed \boxed{...} with an answer in it"
         if self.after is not None:
@@ -91,7 +91,7 @@ _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what the last \boxed{...}, \fbox, \framebox or \boxed 5 holds; None where it is not closed."""
+    r"""Return the content of the last \boxed{...}, \fbox, \framebox or \boxed 5; None if missing or not closed."""
     last = _last(_BOX, text)
     if last is None:
         return None
@@ -116,7 +116,7 @@ _ANSWER_IS = re.compile(r"answer(?:\s+is|\s*:)+", re.IGNORECASE)
 
 
 def stated_answer(response: str) -> str:
-    """Return where a response without a box most likely states its answer: after ####, "answer is", or all of it."""
+    """Return a response's likely answer without a box: the text after #### or "answer is", else the whole response."""
     if (marked := _behind(response, "####")) is not None:
         return marked
     last = _last(_ANSWER_IS, response)
@@ -131,56 +131,53 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 PROCESS_START_S = 300.0
-"""Deadline of the start of a process of an environment."""
+"""Deadline, in seconds, for an environment process to start."""
 
 
 class EnvPoolConfig(StrictModel):
-    """The processes in which the environment runs, so that what becomes of one costs its episodes at most (ours)."""
+    """The environment's processes; a failing process affects at most its own episodes (ours)."""
 
     size: NonNegativeInt | None = None
-    """Processes; 0 asks the environment where the loop runs. Null: 1 for env.math, rewards and custom, else 0."""
+    """Number of processes; 0 uses the driver; null means 1 for env.math, env.rewards and env.custom, else 0."""
     timeout_s: Seconds = 120.0
-    """Deadline of a reply, to up to 8 answers at once; a process that passes it is killed, and another one started."""
+    """Seconds allowed for scoring up to 8 answers in one call; a process that exceeds them is killed and replaced."""
     num_gpus: NonNegativeFloat = 0.0
-    """GPUs that Ray keeps for each process besides those of ranks and engines, such as for a reward model; a share of
-    one, or whole ones. 0 hides all GPUs from it."""
+    """GPUs that Ray reserves for each process, for example for a reward model, in addition to the ranks' and engines'
+    GPUs: a fraction of one GPU, or whole GPUs; 0 hides all GPUs."""
     retries: NonNegativeInt = 2
-    """Times that an answer without a reply is shown to the environment again, and each of them alone; then its
-    episode is dropped."""
+    """Further attempts, each on its own, to score an answer that got no reply, before its episode is dropped."""
     max_drop_rate: Fraction = 0.0
-    """Share of the episodes of a step, or of a batch of a validation, that may be dropped; above it the run ends."""
+    """Maximum share of dropped episodes in a step or a validation batch; above it the run ends."""
     variables: StrTuple = ()
-    """Names of environment variables of the driver that the processes see besides those of ranks, such as the key of a
-    service; neither Ray nor a log is told their values."""
+    """Names of the driver's environment variables to pass to the processes besides those passed to ranks, such as a
+    service's key; the values reach neither Ray nor a log."""
 
 
 OWN_TOOL_PARSERS = ("hermes", "none")
-"""Names of tool_parser that need no package."""
+"""Values of tool_parser that need no additional package."""
 
 
 class EndpointConfig(StrictModel):
-    """Agents play the episodes and call the policy over HTTP as a model of OpenAI's API (ours).
+    """Agents that play the episodes and call the policy over HTTP through OpenAI's API (ours).
 
-    They are a command, run for each sample, or those of env.nemo_gym. The command finds OPENAI_BASE_URL, OPENAI_API_KEY
-    and NEMO_RL_SESSION_URL in its environment, and the row of the data set, as JSON, on its standard input. It ends the
-    session with a reward, or exits with 0 and has the environment of the recipe score the last answer. See
+    Each is a command, run once per sample, or an agent of env.nemo_gym. The command receives OPENAI_BASE_URL,
+    OPENAI_API_KEY and NEMO_RL_SESSION_URL as environment variables, and the data row as JSON on standard input. It ends
+    the session with a reward, or exits with 0 to have the recipe's environment score the last answer. See
     docs/environments.md.
     """
 
     command: StrTuple = ()
-    """The program and its arguments; no shell reads them. With env.nemo_gym the interpreter of the environment in which
-    the package nemo-gym is installed; left out, python."""
+    """The program and its arguments, run without a shell. With env.nemo_gym: the interpreter of the Python environment
+    in which the package nemo-gym is installed, by default python."""
     processes: PositiveInt = 8
-    """Commands that run at once; NeMo Gym plays all samples at once."""
-    one_process: bool = False
-    """Run all servers of env.nemo_gym in one process, for those that make no tasks of Ray; false has NeMo Gym start
-    Ray, and build an environment for each of them."""
+    """Number of commands that run at a time. NeMo Gym plays all samples at once: 1 runs its servers in one process,
+    which suits servers that use no Ray tasks; more starts Ray and builds an environment for each server."""
     timeout_s: Seconds = 600.0
-    """Deadline of an agent, from its start to the end of its session; one that passes it is killed, and started again
-    as often as env.pool.retries allows."""
+    """Seconds allowed for an agent from its start to the end of its session; a late agent is killed, and restarted up
+    to env.pool.retries times."""
     tool_parser: str = "hermes"
-    """How calls of tools stand in an answer: hermes, also that of Qwen, as JSON between <tool_call> and </tool_call>;
-    none reads no calls; any other name is one of the library renderers, of the extra tool-parsers."""
+    """Format of tool calls in an answer: hermes (also Qwen's), JSON between <tool_call> and </tool_call>; none, no tool
+    calls; any other name, a parser of the library renderers (extra tool-parsers)."""
 
 
 def gym_python(section: EndpointConfig) -> str:

@@ -1,4 +1,4 @@
-"""Configuration of evaluations: named sets of prompts, and how their answers are drawn and counted."""
+"""Configuration of evaluations: named sets of prompts, and sampling of answers."""
 
 from typing import Annotated, cast
 
@@ -16,17 +16,17 @@ def _without_removed(sets: object) -> object:
 
 
 class EvalConfig(SamplingFiltersConfig):
-    """What `nemo-rl-mcore eval` asks and how; data.validation may name the same sets.
+    """Prompts and sampling of `nemo-rl-mcore eval`; data.validation may name the same sets.
 
-    Its results lie in `eval` in logger.log_dir.
+    Results are written to the folder `eval` in logger.log_dir.
     """
 
     sets: Annotated[dict[str, SourceConfig], BeforeValidator(_without_removed)]
-    """Sources of prompts, each under a name that you choose; keys as of data.train; `NAME: null` removes a parent's."""
+    """Sources of prompts by names of your choice, with data.train's keys; `NAME: null` removes an inherited set."""
     num_tests_per_prompt: PositiveInt = 1
-    """Answers to each prompt, n; k of pass@k and maj@k is 1, each power of two below n, and n."""
+    """Number n of answers per prompt; pass@k and maj@k are computed for k = 1, each power of two below n, and n."""
     temperature: NonNegativeFloat = 0.0
-    """Divides the logits; 0 takes the most probable token."""
+    """Divisor of the logits in sampling; 0 takes the most probable token."""
 
     rules = (
         Rule(
@@ -42,7 +42,7 @@ class EvalConfig(SamplingFiltersConfig):
                 f"sets.{name}",
                 when=not name.replace("-", "_").isidentifier(),
                 fix="take letters, digits, - and _, and no digit first",
-                says="is no name of a set",
+                says="is not a valid set name",
             )
             for name in own.sets
         ),

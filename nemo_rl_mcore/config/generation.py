@@ -1,8 +1,7 @@
-"""Configuration of generation: the engine and how it samples."""
+"""Configuration of generation: engine and sampling."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -14,70 +13,44 @@ from nemo_rl_mcore.config.base import (
     Rule,
     StrictModel,
     StrTuple,
+    SwitchedOn,
 )
 from nemo_rl_mcore.config.custom_code import Arguments
 
 _SECTION = "policy.generation."
+_OF_VLLM = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
+_OF_A_LAUNCH = ("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port")
+_OF_REFIT = ("max_logprobs", "logprobs_mode", "load_format", "skip_tokenizer_init")
+_OF_WORKERS = ("worker_extension_cls", "worker_cls", "disable_log_stats")
 _SET_HERE: Mapping[str, str] = {
     "model": "policy.model_name",
     "tokenizer": "policy.tokenizer.name",
     "dtype": "policy.generation.vllm_cfg.precision",
-    **{
-        key: f"policy.generation.vllm_cfg.{key}"
-        for key in (
-            *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"),
-            "enforce_eager",
-        )
-    },
+    **{key: f"policy.generation.vllm_cfg.{key}" for key in _OF_VLLM},
     "max_model_len": "policy.max_total_sequence_length",
     "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
-    **dict.fromkeys(
-        ("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port"), ""
-    ),
     "quantization": "policy.generation.vllm_cfg.precision",
     "quantization_config": "policy.generation.vllm_cfg.quantization_ignored_layer_kws",
     "kv_cache_dtype": "policy.generation.vllm_cfg.kv_cache_dtype",
-    "max_logprobs": "",
-    "logprobs_mode": "",
-    "load_format": "",
-    "skip_tokenizer_init": "",
     "enable_sleep_mode": "policy.generation.colocated.enabled",
-    "worker_extension_cls": "",
-    "worker_cls": "",
-    "disable_log_stats": "",
     "seed": "seed",
+    **dict.fromkeys((*_OF_A_LAUNCH, *_OF_REFIT, *_OF_WORKERS), ""),
 }
-"""What an engine is built with, and the key that says it, if one does."""
+"""Engine arguments that this package sets, and the key that controls each, if any."""
 _OTHER_ANSWERS = (
-    *(
-        "hf_overrides",
-        "hf_config_path",
-        "rope_scaling",
-        "rope_theta",
-        "override_generation_config",
-    ),
-    *(
-        "generation_config",
-        "logits_processors",
-        "logits_processor_pattern",
-        "calculate_kv_scales",
-    ),
+    *("hf_overrides", "hf_config_path", "rope_scaling", "rope_theta", "override_generation_config"),
+    *("generation_config", "logits_processors", "logits_processor_pattern", "calculate_kv_scales"),
     *("speculative_config", "speculative_model", "enable_lora", "lora_modules", "disable_sliding_window"),
-    *(
-        "enable_return_routed_experts",
-        "sliding_window",
-        "quantization_param_path",
-        "revision",
-        "trust_remote_code",
-    ),
+    *("enable_return_routed_experts", "sliding_window", "quantization_param_path", "revision"),
+    "trust_remote_code",
 )
-"""What changes the distribution that is sampled, or has weights that no refit sends."""
+"""Engine arguments that change the sampled distribution, or add weights that a refit does not send."""
 _OTHER_LAYOUTS = ("data_parallel_size", "decode_context_parallel_size", "enable_eplb")
-"""What spreads an engine over more devices than it is given."""
+"""Engine arguments that spread an engine over more devices than it has."""
 
 
 def argument_rules(given: Mapping[str, object] | None) -> Iterator[Rule[Any]]:
-    """Yield rules of arguments that are set elsewhere, or would give other answers than training expects."""
+    """Yield rules against arguments that are set elsewhere, or would change the answers that training expects."""
     for name in given or {}:
         path, source = f"vllm_kwargs.{name}", _SET_HERE.get(name)
         if source is not None:
@@ -94,128 +67,76 @@ def argument_rules(given: Mapping[str, object] | None) -> Iterator[Rule[Any]]:
 
 
 def is_passed_on(name: str) -> bool:
-    """Return whether vLLM gets an argument of that name as it is."""
+    """Return whether an argument of this name is passed on to vLLM unchanged."""
     return name not in {*_SET_HERE, *_OTHER_ANSWERS, *_OTHER_LAYOUTS}
 
 
-@dataclass(frozen=True)
-class EngineTraits:
-    """Capabilities of a kind of engine, and its name.
-
-    noun: of one engine, for people. may_be_the_ranks: with colocated.enabled the training ranks answer, and no engine
-    is started. sleeps: on GPUs that it shares with the ranks, it gives them its memory while they train.
-    reports_before_filters: its log-probabilities are those before top_p and top_k, as training computes them.
-    always_rereads: it recomputes its cache when weights change, whatever the recipe says. needs_family: it runs models
-    of known Hugging Face families alone. package: the Python package that it needs.
-    """
-
-    noun: str
-    may_be_the_ranks: bool = False
-    sleeps: bool = False
-    reports_before_filters: bool = False
-    always_rereads: bool = False
-    needs_family: bool = False
-    package: str | None = None
-
-
-class EngineConfig(StrictModel):
-    """What the sections of all engines have in common."""
-
-    traits: ClassVar[EngineTraits]
-
-    @property
-    def required_for_groups(self) -> str | None:
-        """Return the key of this section that is to be true for groups to be answered one by one; None if they are."""
-        return None
-
-    def number_format(self, of_training: str) -> str | None:
-        """Return the format in which code of its own computes; None where Megatron's does, in that of training."""
-        return None
-
-
-class EmbeddedConfig(EngineConfig):
-    """The embedded engines: the ranks themselves or, with colocated.enabled: false, processes of their own."""
-
-    traits = EngineTraits("embedded engine", may_be_the_ranks=True, reports_before_filters=True)
-
-
-class VllmConfig(EngineConfig):
-    """The vLLM engines; read when policy.generation.backend is vllm."""
-
-    traits = EngineTraits("vLLM engine", sleeps=True, always_rereads=True, needs_family=True, package="vllm")
+class VllmConfig(StrictModel):
+    """The vLLM engines; read only if policy.generation.backend is vllm."""
 
     async_engine: bool = False
-    """Answer requests one by one as they come, so that weights can change while some are in flight."""
-    precision: Literal["float32", "bfloat16", "fp8"] | None = None
-    """Number format of weights and activations; null is policy.precision. With fp8 vLLM quantizes the layers' weights
-    as it loads them, with a scale for each block of 128 x 128, and activations as it computes; all else is bfloat16."""
-    is_mx: bool = False
-    """With precision: fp8 a scale for each 32 numbers instead (MXFP8)."""
+    """Answer requests individually as they arrive, so that weights can change while requests are in flight."""
+    precision: Literal["float32", "bfloat16", "fp8", "mxfp8"] | None = None
+    """Number format of weights and activations; null means policy.precision. With fp8, vLLM quantizes layers' weights
+    during loading, with a scale per block of 128 x 128, and activations during computation; mxfp8 has a scale per 32
+    numbers. All other tensors are then bfloat16."""
     quantization_ignored_layer_kws: StrTuple | None = None
-    """With precision: fp8 layers whose names contain one of these texts, such as layers.0., stay bfloat16."""
+    """Parts of layer names, such as layers.0.; matching layers stay bfloat16 with fp8 or mxfp8. Null means none."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
-    """Number format of the key-value cache; auto is that of the activations. Its scales are vLLM's own."""
+    """Number format of the key-value cache, with vLLM's own scales; auto means the activations' format."""
     tensor_parallel_size: PositiveInt = 1
-    """GPUs that cut each layer of one engine; with the stages they may be those of several machines."""
+    """Number of GPUs that share each layer of an engine; an engine may span several machines."""
     pipeline_parallel_size: PositiveInt = 1
-    """Stages of one engine, each with its share of the layers."""
+    """Number of pipeline stages in an engine."""
     expert_parallel_size: PositiveInt = 1
-    """GPUs of a stage that share whole experts: 1 cuts each expert as other layers, or tensor_parallel_size."""
+    """Number of GPUs among which experts are divided whole: tensor_parallel_size, or 1 to split each expert instead."""
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.6
-    """Share of a GPU's memory for weights, activations and key-value cache; not read on CPU."""
+    """Fraction of a GPU's memory for weights, activations and key-value cache; not read on CPUs."""
     enforce_eager: bool = False
-    """Never capture CUDA graphs; nothing is captured or compiled on CPU."""
+    """Never capture CUDA graphs; on CPUs nothing is captured or compiled anyway."""
 
     @property
     def processes(self) -> int:
-        """Return how many processes one engine has, each with a GPU where there are some."""
+        """Return the number of processes in an engine; each has its own GPU, unless it runs on CPUs."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
-    @property
-    def required_for_groups(self) -> str | None:
-        """See `EngineConfig.required_for_groups`."""
-        return None if self.async_engine else "vllm_cfg.async_engine"
-
-    def number_format(self, of_training: str) -> str | None:
-        """See `EngineConfig.number_format`."""
-        return "bfloat16" if self.precision == "fp8" else self.precision or of_training
+    def number_format(self, of_training: str) -> str:
+        """Return the number format in which the engine computes unquantized layers."""
+        return "bfloat16" if self.quantizes else self.precision or of_training
 
     @property
-    def rounds(self) -> bool:
-        """Return whether its answers are of other numbers than the weights that it is sent."""
-        return self.precision == "fp8" or self.kv_cache_dtype != "auto"
+    def quantizes(self) -> bool:
+        """Return whether the engine quantizes the weights that it receives."""
+        return self.precision in ("fp8", "mxfp8")
 
-    rules = tuple(
+    rules = (
         Rule(
             "has-no-effect",
-            key,
-            lambda own, key=key: own.precision != "fp8" and getattr(own, key),
+            "quantization_ignored_layer_kws",
+            lambda own: own.quantization_ignored_layer_kws and not own.quantizes,
             ("precision",),
-        )
-        for key in ("is_mx", "quantization_ignored_layer_kws")
+        ),
     )
 
 
 class ColocatedResourcesConfig(StrictModel):
-    """GPUs that engines of their own get, on top of those of the training ranks in the section cluster."""
+    """GPUs for separate engines, in addition to the training ranks' GPUs in the section cluster."""
 
     gpus_per_node: PositiveInt | None = None
-    """GPUs on each machine."""
+    """Number of the engines' GPUs on each machine; null is for embedded engines only, one GPU each on one machine."""
     num_nodes: PositiveInt | None = None
-    """Machines; null is one."""
+    """Number of machines; null means one."""
 
 
-class ColocatedConfig(StrictModel):
-    """Whether generation shares what the training ranks have: their GPUs (vllm), or the ranks themselves (embedded).
+class ColocatedConfig(SwitchedOn):
+    """Sharing of devices: vLLM engines sleep while the ranks train; embedded generation runs in the ranks themselves.
 
-    vLLM engines on CPU are processes of their own either way. On shared GPUs the ranks' memory holds what it held while
-    engines generate.
+    With enabled: false, engines have their own devices. vLLM engines on CPUs are always separate processes. On shared
+    GPUs, policy.offload sets which of the ranks' memory is released while engines generate.
     """
 
-    enabled: bool = True
-    """vLLM engines sleep while the ranks train, embedded ones are the ranks; false makes engines beside the ranks."""
     resources: ColocatedResourcesConfig = ColocatedResourcesConfig()
-    """The engines' own GPUs where enabled is false."""
+    """The engines' own GPUs if enabled is false."""
 
     rules = (
         Rule(
@@ -229,92 +150,79 @@ class ColocatedConfig(StrictModel):
     )
 
 
-class MismatchConfig(StrictModel):
-    """What happens when training finds other log-probabilities for a response than the engine reported (ours).
-
-    The measure of a response is the mean of exp|generation - training| over its tokens: 1 is perfect agreement.
-    """
-
-    threshold: Annotated[Float, Field(gt=1)] | None = None
-    """Measure above which a response counts as mismatched; null only reports."""
-    action: Literal["warn", "mask", "stop"] = "warn"
-    """Say so, leave the response out of the loss, or end the run before it trains."""
-
-
 class SamplingFiltersConfig(StrictModel):
     """Filters on the tokens that may be sampled."""
 
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """Sample from the smallest set of tokens with this probability mass; 1 keeps all."""
+    """Sample from the smallest set of tokens whose total probability is at least this; 1 keeps all tokens."""
     top_k: PositiveInt | None = None
-    """Sample from this many most probable tokens; null keeps all."""
+    """Sample from this number of most probable tokens; null keeps all tokens."""
 
 
 class GenerationConfig(SamplingFiltersConfig):
-    """Which engine writes the responses, and from which distribution.
+    """The engine, and the distribution from which responses are sampled.
 
-    The log-probabilities that the embedded engine returns are those of the whole distribution at the temperature,
-    before top_p and top_k filter it, so they agree with those that training computes.
+    The embedded engine returns log-probabilities at the temperature but before top_p and top_k, so that they agree with
+    training's.
     """
 
     backend: Literal["embedded", "vllm"] = "embedded"
-    """The engine: `embedded` decodes on the training model itself, or on a copy (see colocated); `vllm` on a copy."""
+    """The engine: `embedded` decodes with the training model or a copy of it (see colocated), `vllm` with a copy."""
     engines: PositiveInt = 1
-    """Engines apart from the ranks, each with the whole model and a share of the samples; of vllm on CPU (ours)."""
+    """Separate engines, each with the whole model and a share of the samples; for vllm, only on CPUs (ours)."""
     max_restarts: NonNegativeInt = 0
-    """Times in a run that an engine which died or hangs is restarted, all engines together (ours)."""
+    """Maximum restarts of dead or hanging engines in a run, over all engines (ours)."""
     max_new_tokens: PositiveInt
-    """Tokens of a response at most, end-of-sequence included."""
+    """Maximum tokens in a response, end-of-sequence included."""
     fit_to_sequence: bool = False
-    """A response has what its prompt leaves of policy.max_total_sequence_length, and no more; false reserves
-    max_new_tokens for each, and prompts get the rest (ours)."""
+    """Allow a response all tokens of policy.max_total_sequence_length that its prompt leaves; false reserves
+    max_new_tokens for each response and limits prompts to the rest (ours)."""
     temperature: Annotated[Float, Field(ge=0.01)] = 1.0
-    """Divides the logits, in sampling and in every log-probability of answers that were sampled so.
+    """Divisor of the logits, in sampling and in all log-probabilities of sampled answers.
 
-    Given answers (SFT, offline DPO, distillation off policy) are read at temperature 1.
+    Given answers (SFT, offline DPO, distillation off policy) have temperature 1.
     """
     stop_token_ids: IntTuple | None = None
-    """Token ids that end a response besides those that the files of the tokenizer and of the model name."""
+    """Token ids that end a response, besides those in the tokenizer's and the model's files; null means no others."""
     stop_strings: StrTuple | None = None
-    """Texts that end a response and belong to it."""
+    """Texts that end a response and remain in it; null means none."""
     vllm_cfg: VllmConfig = VllmConfig()
     """The vLLM engines."""
     vllm_kwargs: Arguments | None = None
-    """Further arguments of vLLM's engines, such as compilation_config; none that gives other answers.
+    """Additional vLLM engine arguments that do not change answers, such as compilation_config; null means none.
 
-    Unless they say so, an engine decodes 256 sequences together (max_num_seqs), and its key-value cache is what
-    gpu_memory_utilization leaves or, on CPU, has room for 64 sequences (kv_cache_memory_bytes)."""
+    By default an engine decodes up to 256 sequences at a time (max_num_seqs); its key-value cache takes the memory
+    that gpu_memory_utilization leaves or, on CPUs, holds 64 sequences (kv_cache_memory_bytes)."""
     colocated: ColocatedConfig = ColocatedConfig()
-    """Where the engines run."""
+    """Sharing of devices between engines and training ranks."""
     refit_transport: Literal["shared_memory", "ray", "cuda_ipc", "nccl"] | None = None
-    """How copies get weights; null is shared_memory on CPU (ray on several machines), on GPUs cuda_ipc or nccl."""
+    """Transport of weights to engines; null chooses shared_memory or ray on CPUs, cuda_ipc or nccl on GPUs."""
     verify_refit: bool = True
-    """After every refit compare what the engines hold with the trainer's weights, bit by bit (ours).
+    """Compare the engines' weights with the trainer's bit by bit after every refit (ours).
 
-    False only checks that every tensor arrived and every weight was written.
+    With false, only check that every tensor arrived and every weight was written.
     """
     compare_at_start: bool = True
-    """Compare engines apart from the ranks with training over the whole vocabulary when a run starts or resumes (ours).
+    """Compare separate engines' log-probabilities with training's when a run starts or resumes (ours).
 
-    After a few of its prompts; a difference that the number format does not explain ends the run.
+    The comparison covers the whole vocabulary after a few prompts; a difference that the number format does not explain
+    ends the run.
     """
-    mismatch: MismatchConfig = MismatchConfig()
-    """When the engine and training disagree."""
-
-    @property
-    def engine(self) -> EngineConfig:
-        """Return the section of the engine that answers, which says what it can do."""
-        return self.vllm_cfg if self.backend == "vllm" else EmbeddedConfig()
+    mismatch_threshold: Annotated[Float, Field(gt=1)] | None = None
+    """A response is mismatched if the mean of exp|generation - training| over its log-probabilities exceeds this; 1 is
+    perfect agreement, and null only reports the means (ours)."""
+    mismatch_action: Literal["warn", "mask", "stop"] = "warn"
+    """Handling of mismatched responses: warn, mask them in the loss, or stop the run before training on them (ours)."""
 
     @property
     def decodes_on_ranks(self) -> bool:
-        """Return whether the training ranks answer themselves; otherwise engines do, to which weights are sent."""
-        return self.engine.traits.may_be_the_ranks and self.colocated.enabled
+        """Return whether the training ranks generate answers themselves, instead of separate engines."""
+        return self.backend == "embedded" and self.colocated.enabled
 
     @property
     def takes_turns(self) -> bool:
-        """Return whether engines of their own compute on the ranks' GPUs, in turn with them."""
-        return self.colocated.enabled and not self.decodes_on_ranks
+        """Return whether separate engines take turns with the ranks on the same devices."""
+        return self.backend == "vllm" and self.colocated.enabled
 
     rules = (
         lambda own: argument_rules(own.vllm_kwargs),
@@ -322,7 +230,7 @@ class GenerationConfig(SamplingFiltersConfig):
             "not-allowed",
             "stop_strings",
             lambda own: "" in (own.stop_strings or ()),
-            fix="leave it out",
+            fix="remove it",
             says="an empty text would end every response at once",
         ),
     )

@@ -1,11 +1,11 @@
-"""Configurations of the loss functions; each can be built alone and refuses its forbidden combinations."""
+"""Configurations of the loss functions; each can be built on its own and rejects invalid combinations."""
 
 import math
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from nemo_rl_mcore.config.base import Float, NonNegativeFloat, PositiveFloat, Rule, StrictModel
+from nemo_rl_mcore.config.base import Float, NonNegativeFloat, PositiveFloat, Rule, StrictModel, either
 from nemo_rl_mcore.config.custom_code import OwnClassConfig
 
 KLType = Literal["k1", "k2", "k3"]
@@ -17,26 +17,26 @@ _LOWER_BOUND = "truncated_importance_sampling_ratio_min"
 
 
 class CustomLossConfig(OwnClassConfig):
-    """A loss whose place a class of one's own can take; `args` come beside its section."""
+    """A loss that a user-defined class can replace."""
 
 
 class NLLLossConfig(CustomLossConfig):
-    """The negative log-likelihood loss has nothing to set."""
+    """The negative log-likelihood loss, which has no settings of its own."""
 
 
 class DPOLossConfig(StrictModel):
-    """Direct preference optimization over (chosen, rejected) pairs."""
+    """The direct preference optimization loss over (chosen, rejected) pairs."""
 
     reference_policy_kl_penalty: PositiveFloat = 0.05
-    """beta: how strongly the policy is held to the reference policy."""
+    """DPO's beta: the strength of the pull towards the reference policy."""
     preference_loss_weight: NonNegativeFloat = 1.0
     """Weight of the preference loss."""
     sft_loss_weight: NonNegativeFloat = 0.0
-    """Weight of the negative log-likelihood of the chosen answers; 0 does not compute it."""
+    """Weight of the chosen answers' negative log-likelihood; 0 does not compute it."""
     preference_average_log_probs: bool = False
-    """Compare the mean log-probability of an answer's tokens instead of their sum."""
+    """Preference loss: average log-probabilities over an answer's tokens; false sums them."""
     sft_average_log_probs: bool = False
-    """Take the mean over a chosen answer's tokens instead of their sum."""
+    """Negative log-likelihood: average over a chosen answer's tokens; false sums over them."""
 
     read_unless = (("sft_average_log_probs", "sft_loss_weight", 0),)
 
@@ -57,7 +57,7 @@ class MseValueLossConfig(CustomLossConfig):
     scale: PositiveFloat = 1.0
     """Factor of the loss."""
     cliprange: PositiveFloat | None = None
-    """The loss is also taken with the values held this near to the old ones, and the larger one counts; null is off."""
+    """Maximum change from the old value; the larger of clipped and unclipped loss is used. Null disables clipping."""
 
 
 class ClippedPGLossConfig(CustomLossConfig):
@@ -66,59 +66,50 @@ class ClippedPGLossConfig(CustomLossConfig):
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Coefficient of the KL penalty against the reference policy; 0 needs no reference policy."""
     reference_policy_kl_type: KLType = "k3"
-    """Estimator of that KL: k1 (plain difference), k2 (half square) or k3 (non-negative and unbiased)."""
+    """Estimator of the KL penalty: k1 (log-ratio), k2 (half its square) or k3 (non-negative and unbiased)."""
     kl_input_clamp_value: PositiveFloat | None = 20.0
-    """Bound on the absolute log-ratio before the KL estimate; null turns it off."""
+    """Bound on the absolute log-ratio before the KL estimate; null means no bound."""
     kl_output_clamp_value: PositiveFloat | None = 10.0
-    """Bound on the absolute KL estimate of a token; null turns it off."""
+    """Bound on a token's absolute KL estimate; null means no bound."""
     ratio_clip_min: NonNegativeFloat = 0.2
-    """The probability ratio is clipped below at 1 minus this."""
+    """Lower clipping range: the probability ratio is clipped below at 1 minus this value."""
     ratio_clip_max: NonNegativeFloat = 0.2
-    """The probability ratio is clipped above at 1 plus this."""
+    """Upper clipping range: the probability ratio is clipped above at 1 plus this value."""
     ratio_clip_c: Annotated[Float, Field(gt=1)] | None = None
-    """Dual clip: bound, in units of the advantage, on the loss of negative advantages; null turns it off."""
+    """Dual clip: bound on the loss for negative advantages, in units of the advantage; null means no bound."""
     use_on_policy_kl_approximation: bool = False
-    """Weight the KL estimate by the ratio of the current to the generating policy."""
+    """Weight the KL estimate by the probability ratio of the current to the generating policy."""
     use_importance_sampling_correction: bool = False
-    """Weight tokens by the ratio of the previous policy to the one that generated them."""
+    """Weight tokens by the probability ratio of the previous to the generating policy."""
     truncated_importance_sampling_type: TruncationType | None = None
-    """How those weights are bounded: clamp (tis), drop tokens (icepop), drop rows (seq-mask-tis), or null."""
+    """Truncation of importance weights: clamp (tis), drop tokens (icepop), drop rows (seq-mask-tis); null does none."""
     truncated_importance_sampling_ratio: PositiveFloat | None = None
-    """Upper bound of the weights."""
+    """Upper bound on importance weights."""
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
-    """Lower bound of the weights; null is 0 for tis."""
+    """Lower bound on importance weights; null means 0 with tis."""
     sequence_level_importance_ratios: bool = False
-    """One probability ratio per row (GSPO) instead of one per token."""
+    """Compute one probability ratio per row (GSPO) instead of one per token."""
     token_level_loss: bool = True
-    """Divide by the valid tokens of the global batch; false averages each row, then divides by the rows."""
+    """Average over all valid tokens of the global batch; false averages within each row, then over rows."""
     force_on_policy_ratio: bool = False
-    """Treat the current policy as the previous one, so that the ratio is 1 and carries only the gradient."""
+    """Use the current policy as the previous one, so that the ratio is 1 and only its gradient matters."""
     use_kl_in_reward: bool = False
-    """Take the KL penalty off the reward in the advantage estimator; the loss then has none."""
+    """Subtract the KL penalty from the reward in the advantage estimator, instead of adding it to the loss."""
     use_cispo: bool = False
-    """CISPO: the clipped ratio is a detached weight of the log-probability."""
+    """CISPO: weight the log-probability by the clipped ratio, through which no gradient flows."""
     disable_ppo_ratio: bool = False
-    """REINFORCE and RLOO: the log-probability takes the place of the ratio."""
+    """REINFORCE and RLOO: use the log-probability in place of the ratio."""
     entropy_coef: Float = 0.0
     """Coefficient of the entropy bonus, which is subtracted from the loss."""
 
     rules = (
-        Rule(
+        either(
             "incompatible",
-            "sequence_level_importance_ratios",
-            lambda own: own.sequence_level_importance_ratios and own.token_level_loss,
-            ("token_level_loss",),
-            {"token_level_loss": False, "sequence_level_importance_ratios": False},
+            {"sequence_level_importance_ratios": False, "token_level_loss": False},
             "a ratio per row needs a loss per row",
         ),
         *(
-            Rule(
-                "incompatible",
-                "use_cispo",
-                lambda own, key=key, neutral=neutral: own.use_cispo and getattr(own, key) != neutral,
-                (key,),
-                {key: neutral, "use_cispo": False},
-            )
+            either("incompatible", {"use_cispo": False, key: neutral})
             for key, neutral in (
                 ("disable_ppo_ratio", False),
                 ("force_on_policy_ratio", False),
@@ -162,20 +153,20 @@ class ClippedPGLossConfig(CustomLossConfig):
 
 
 class DistillationLossConfig(CustomLossConfig):
-    """A divergence of the student from its teacher, alone or beside the policy gradient."""
+    """The student's divergence from its teacher, alone or combined with a policy-gradient loss."""
 
     kl_type: DivergenceType = "forward"
-    """forward is KL(teacher || student), reverse the other way round, mixed a weighted sum of both, jsd in between."""
+    """Divergence: forward, KL(teacher || student); reverse, KL(student || teacher); mixed, their sum; jsd, between."""
     mixed_kl_weight: Annotated[Float, Field(ge=0, le=1)] = 0.5
-    """Of `mixed`: the weight of forward; reverse has the rest."""
+    """mixed: weight of the forward divergence; the reverse divergence has 1 minus this weight."""
     jsd_beta: Float = 0.5
-    """Of `jsd`: the teacher's share of the mixture that both are compared with, above 0 and below 1."""
+    """jsd: the teacher's share of the mixture, above 0 and below 1."""
     tail_mass: bool = True
-    """Count everything outside the teacher's top-k as one more outcome; without it the value can be negative."""
+    """Treat the probability outside the teacher's top-k as one more outcome; with false the loss can be negative."""
     rl_weight: NonNegativeFloat = 0.0
-    """Weight of the policy-gradient loss on the same batch; 0 turns it off."""
+    """Weight of an added policy-gradient loss on the same batch; 0 turns it off."""
     rl: ClippedPGLossConfig = ClippedPGLossConfig()
-    """That policy-gradient loss."""
+    """The policy-gradient loss that is added to the divergence."""
 
     read_unless = (*CustomLossConfig.read_unless, ("rl", "rl_weight", 0))
 
@@ -185,22 +176,19 @@ class DistillationLossConfig(CustomLossConfig):
             "rl.type",
             lambda own: own.rl.type is not None,
             ("type",),
-            "remove it, or set type to the import path of a loss that holds both",
-            "a class of one's own has no place beside the divergence",
+            "remove it, or set loss_fn.type to a class that computes both",
+            "a custom class cannot be added to the divergence",
         ),
         Rule(
             "no-signal",
             "jsd_beta",
             lambda own: own.kl_type == "jsd" and not 0 < own.jsd_beta < 1,
             ("kl_type",),
-            "set it above 0 and below 1, or kl_type: forward or reverse, the limits after division by the weight",
-            "the mixture is equal to one side, so that the divergence is always 0",
+            "set it above 0 and below 1, or use kl_type: forward or reverse, which are the limits at 0 and 1",
+            "the mixture equals one side, so the divergence is always 0",
         ),
-        Rule(
+        either(
             "incompatible",
-            "rl.token_level_loss",
-            lambda own: own.rl_weight > 0 and not own.rl.token_level_loss,
-            ("rl_weight",),
             {"rl.token_level_loss": True, "rl_weight": 0},
             "the divergence is a mean over tokens",
         ),

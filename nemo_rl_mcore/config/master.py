@@ -1,16 +1,15 @@
-"""The whole recipe of a run, one class for each algorithm."""
+"""The complete recipe of a run, with a class for each algorithm."""
 
 from collections.abc import Mapping
 
 from nemo_rl_mcore.config.algorithm import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
-from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.loss import (
     ClippedPGLossConfig,
     DistillationLossConfig,
     MseValueLossConfig,
     NLLLossConfig,
 )
-from nemo_rl_mcore.config.run_config import ModelPlan, RunConfig, TeacherConfig, ValueConfig
+from nemo_rl_mcore.config.run_config import RunConfig, TeacherConfig, ValueConfig
 
 
 class ClippedPolicyGradientConfig(RunConfig):
@@ -19,140 +18,61 @@ class ClippedPolicyGradientConfig(RunConfig):
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
     """The policy's loss."""
 
-    @property
-    def gradient_key(self) -> str:
-        """Return the path of the loss."""
-        return "loss_fn"
-
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether there is a KL penalty."""
-        return self.loss_fn.reference_policy_kl_penalty != 0
-
 
 class GRPOMasterConfig(ClippedPolicyGradientConfig):
-    """Everything a GRPO run depends on."""
+    """A GRPO run's complete recipe."""
 
     algorithm = "grpo"
 
     grpo: GRPOConfig
-    """The loop."""
+    """The training loop."""
 
 
 class PPOMasterConfig(ClippedPolicyGradientConfig):
-    """Everything a PPO run depends on."""
+    """A PPO run's complete recipe."""
 
     algorithm = "ppo"
 
     ppo: PPOConfig
-    """The loop."""
+    """The training loop."""
     value: ValueConfig
     """The critic."""
     value_loss_fn: MseValueLossConfig = MseValueLossConfig()
     """The critic's loss."""
 
-    @property
-    def models(self) -> dict[str, ModelPlan]:
-        """Return the policy and the critic."""
-        return {**super().models, "value": self.value.plan(self.policy)}
-
 
 class DistillationMasterConfig(RunConfig):
-    """Everything a distillation run depends on."""
+    """A distillation run's complete recipe."""
 
     algorithm = "distillation"
 
     distillation: DistillationConfig
-    """The loop."""
+    """The training loop."""
     loss_fn: DistillationLossConfig = DistillationLossConfig()
-    """The divergence, and what goes beside it."""
+    """The divergence from the teacher, and an optional policy-gradient loss."""
     teacher: TeacherConfig
-    """The model to learn from."""
-
-    @property
-    def gradient_key(self) -> str:
-        """Return the path of the loss beside the divergence, if it has a weight."""
-        return "loss_fn.rl" if self.loss_fn.rl_weight else ""
-
-    @property
-    def learns_from_samples(self) -> bool:
-        """Return whether it is on policy; otherwise the answers are those of the data set."""
-        return self.distillation.on_policy
-
-    @property
-    def generations_per_prompt(self) -> int:
-        """Off policy each prompt has the answer of the data set."""
-        return super().generations_per_prompt if self.distillation.on_policy else 0
-
-    @property
-    def models(self) -> dict[str, ModelPlan]:
-        """Return the policy and its teacher."""
-        return {**super().models, "teacher": self.teacher.plan(self.policy)}
-
-    @property
-    def row_kind(self) -> RowKind:
-        """Return the kind of rows: prompts on policy, otherwise rows with answers."""
-        return RowKind.PROMPTS if self.distillation.on_policy else RowKind.ANSWERS
-
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether the policy gradient beside the divergence has a KL penalty."""
-        return self.loss_fn.rl_weight != 0 and self.loss_fn.rl.reference_policy_kl_penalty != 0
+    """The teacher model."""
 
 
 class SFTMasterConfig(RunConfig):
-    """Everything a supervised fine-tuning run depends on."""
+    """A supervised fine-tuning run's complete recipe."""
 
     algorithm = "sft"
 
     sft: SFTConfig
-    """The loop."""
+    """The training loop."""
     loss_fn: NLLLossConfig = NLLLossConfig()
     """The loss."""
 
-    @property
-    def learns_from_samples(self) -> bool:
-        """Return False: the answers are given."""
-        return False
-
-    @property
-    def row_kind(self) -> RowKind:
-        """Return the kind of rows whose answers are imitated."""
-        return RowKind.ANSWERS
-
 
 class DPOMasterConfig(RunConfig):
-    """Everything a direct preference optimization run depends on."""
+    """A direct preference optimization run's complete recipe."""
 
     algorithm = "dpo"
+    rows_per_sample = 2
 
     dpo: DPOConfig
-    """The loop, and the loss."""
-
-    @property
-    def learns_from_samples(self) -> bool:
-        """Return whether it is online; otherwise the pairs are those of the data set."""
-        return self.dpo.online
-
-    @property
-    def generations_per_prompt(self) -> int:
-        """Online a pair is picked from a group."""
-        return self.dpo.num_generations_per_prompt or 0
-
-    @property
-    def rows_per_sample(self) -> int:
-        """Return two: a sample is a pair of the chosen answer and the rejected one."""
-        return 2
-
-    @property
-    def row_kind(self) -> RowKind:
-        """Return the kind of rows: prompts online, otherwise pairs."""
-        return RowKind.PROMPTS if self.dpo.online else RowKind.PAIRS
-
-    @property
-    def needs_reference(self) -> bool:
-        """DPO compares with the weights at the start."""
-        return True
+    """The training loop and the loss."""
 
 
 RUN_CONFIGS: dict[str, type[RunConfig]] = {
@@ -165,16 +85,16 @@ RUN_CONFIGS: dict[str, type[RunConfig]] = {
         DistillationMasterConfig,
     )
 }
-"""The class of each algorithm's recipes."""
+"""Recipe class by algorithm."""
 
 
 def kind_of(tree: Mapping[str, object]) -> type[RunConfig]:
-    """Return the class of a recipe, by the first algorithm's section that it has; GRPO's where it has none."""
+    """Return a recipe's class by the first algorithm section in it; GRPO's if there is none."""
     return next((kind for name, kind in RUN_CONFIGS.items() if tree.get(name) is not None), GRPOMasterConfig)
 
 
 def source_of_prev_logprobs(config: RunConfig) -> str | None:
-    """Return what gives prev_logprobs, and why, for `check`; None where no loss takes a ratio to them."""
+    """Return where prev_logprobs come from and why, for `check`; None if no loss uses them."""
     if isinstance(config, DistillationMasterConfig) and config.loss_fn.rl_weight:
         return "a pass before training, for loss_fn.rl_weight"
     if not isinstance(config, GRPOMasterConfig | PPOMasterConfig):
@@ -188,23 +108,24 @@ def source_of_prev_logprobs(config: RunConfig) -> str | None:
 
 
 def reader_of_prev_logprobs(config: GRPOMasterConfig | PPOMasterConfig) -> str | None:
-    """Return what reads prev_logprobs before training, or after its first optimizer step.
+    """Return the setting that needs prev_logprobs before training or after its first optimizer step.
 
-    None where nothing does: then the training pass gives the very numbers, as no weight has changed.
+    None if there is none: the training pass then computes the same numbers, as no weight has changed.
     """
     policy, loss = config.policy, config.loss_fn
     steps = config.samples_per_step // policy.train_global_batch_size
-    mismatch = policy.generation.mismatch
+    generation, estimator = policy.generation, f"{config.algorithm}.adv_estimator.type"
     if isinstance(config, PPOMasterConfig):
         steps *= config.ppo.ppo_epochs
     readers = {
         "policy.recompute_prev_logprobs: always": policy.recompute_prev_logprobs == "always",
         f"{steps} optimizer steps over each rollout": steps > 1,
         **{f"{name}.type: {one.type}": one.type is not None for name, one in config.losses.items()},
-        f"{config.algorithm}.adv_estimator.type": config.loop.estimator_type is not None,
-        "loss_fn.use_kl_in_reward: true": loss.use_kl_in_reward and loss.reference_policy_kl_penalty != 0,
-        f"policy.generation.mismatch.action: {mismatch.action}": mismatch.threshold is not None
-        and mismatch.action != "warn",
+        estimator: estimator in config.import_paths,
+        "loss_fn.use_kl_in_reward: true": loss.use_kl_in_reward and config.needs_reference,
+        f"policy.generation.mismatch_action: {generation.mismatch_action}": generation.mismatch_threshold
+        is not None
+        and generation.mismatch_action != "warn",
         "ppo.critic_warmup_steps, which train no policy": isinstance(config, PPOMasterConfig)
         and config.ppo.critic_warmup_steps > 0,
     }

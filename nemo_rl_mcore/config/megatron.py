@@ -1,4 +1,4 @@
-"""Configuration of Megatron-Core: parallel layout, optimizer, scheduler, data-parallel buckets."""
+"""Configuration of Megatron-Core: parallel layout, optimizer, scheduler and data-parallel buckets."""
 
 import math
 from dataclasses import dataclass
@@ -16,35 +16,37 @@ from nemo_rl_mcore.config.base import (
     Rule,
     StrictModel,
     StrTuple,
+    Switched,
+    SwitchedOn,
+    either,
     tuple_from_list,
 )
 
 LOGITS_CHUNK_BYTES = 64 * 2**20
-"""Bound on the logits of one chunk if the recipe has no fused_linear_logprobs_chunk_size."""
+"""Maximum bytes of one chunk's logits if fused_linear_logprobs_chunk_size is null."""
 
 
 @dataclass(frozen=True)
 class LogitsCache:
-    """A budget of bytes for each microbatch: `limit`, and `bytes_per_logit` of its logits if that is less."""
+    """A byte budget per microbatch: `limit`, or `bytes_per_logit` times its number of logits if that is less."""
 
     limit: int
     bytes_per_logit: int | None = None
 
     def most(self, logits: int) -> int:
-        """Return the bytes that a microbatch of so many logits may keep; more than they take, if the recipe says so."""
+        """Return the byte budget of a microbatch with `logits` logits, which may exceed their size."""
         return self.limit if self.bytes_per_logit is None else min(self.limit, logits * self.bytes_per_logit)
 
 
 LOGITS_CACHE = LogitsCache(2**30, 1)
-"""One byte for each logit of a microbatch, at most 1 GiB: a quarter of its logits in float32, while the unfused path
-holds them, their gradient and copies of both.
+"""One byte per logit of a microbatch, at most 1 GiB: a quarter of the float32 logits, whereas the unfused path holds
+all logits, their gradient and copies of both.
 
-It is made of the tokens that are trained on and of this rank's rows of the vocabulary alone, not of the memory that
-happens to be free, so that the same panels are kept in every run, on every machine, and in the memory plan. Never do
-the logits of all tokens and ids exist at once: a logit takes two bytes at least, and panels are kept whole or not at
-all. The limit keeps it harmless where microbatches are long.
+The budget depends only on the number of trained tokens and on this rank's rows of the vocabulary, not on free memory,
+so that the same panels are kept in every run, on every machine, and in the memory plan. The logits of all tokens and
+ids never exist at once: a logit takes at least two bytes, and each panel is kept whole or not at all. The limit bounds
+the memory of long microbatches.
 """
-PrecisionName = Literal["float32", "bfloat16"]
 RecomputedModules = Annotated[
     tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...],
     BeforeValidator(tuple_from_list),
@@ -55,37 +57,37 @@ _DDP = "distributed_data_parallel_config"
 
 
 class OptimizerConfig(StrictModel):
-    """AdamW; clipping follows policy.max_grad_norm, and number formats follow policy.precision."""
+    """AdamW; gradient clipping is set by policy.max_grad_norm, number formats by policy.precision."""
 
     lr: PositiveFloat
-    """Highest learning rate."""
+    """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of a decay."""
+    """Learning rate at the end of the decay."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay; of norms and biases only with decay_norms_and_biases."""
+    """Decoupled weight decay; applied to norms and biases only with decay_norms_and_biases."""
     decay_norms_and_biases: bool = False
-    """Let norms and biases decay as well, as torch's AdamW does unless it is told (ours)."""
+    """Apply weight decay to norms and biases too, as torch's AdamW does by default (ours)."""
     adam_beta1: Fraction = 0.9
-    """Decay of the running mean of gradients."""
+    """Decay rate of the gradients' running mean."""
     adam_beta2: Fraction = 0.999
-    """Decay of the running mean of squared gradients."""
+    """Decay rate of the squared gradients' running mean."""
     adam_eps: PositiveFloat = 1e-8
-    """Added to the denominator of Adam."""
+    """Epsilon added to Adam's denominator."""
     use_distributed_optimizer: bool = True
-    """Shard the optimizer state over the data-parallel ranks."""
+    """Shard the optimizer state across data-parallel ranks."""
 
     rules = (Rule("too-large", "min_lr", lambda own: own.min_lr > own.lr, ("lr",)),)
 
 
 class SchedulerConfig(StrictModel):
-    """Learning rate over the optimizer steps."""
+    """Learning-rate schedule, in optimizer steps."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
-    """Shape of the learning rate after the warm-up."""
+    """Shape of the learning-rate decay after the warm-up."""
     lr_decay_iters: PositiveInt | None = None
-    """Optimizer steps until the learning rate reaches min_lr; needed unless the style is constant."""
+    """Optimizer steps until the learning rate reaches min_lr; null only if lr_decay_style is constant."""
     lr_warmup_iters: NonNegativeInt = 0
-    """Optimizer steps of the linear warm-up."""
+    """Number of optimizer steps in the linear warm-up."""
     lr_warmup_init: NonNegativeFloat = 0.0
     """Learning rate at the start of the warm-up."""
 
@@ -108,62 +110,58 @@ class SchedulerConfig(StrictModel):
 
 
 class OptimizationConfig(StrictModel):
-    """An optimizer, and what changes over its steps."""
+    """An optimizer and its learning-rate schedule."""
 
     optimizer: OptimizerConfig
     """The optimizer."""
     scheduler: SchedulerConfig = SchedulerConfig()
-    """Learning rate over the optimizer steps."""
+    """Learning-rate schedule, in optimizer steps."""
 
 
 class DistributedDataParallelConfig(StrictModel):
-    """Buckets and overlap of the gradient reduction."""
+    """Data-parallel gradient reduction and its overlap with computation."""
 
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce gradients in fp32."""
     overlap_grad_reduce: bool = False
-    """Reduce a bucket while the last backward pass still computes the next, unless the step comes in chunks."""
+    """Reduce each gradient bucket while the last backward pass computes the next; not for steps trained in chunks."""
     overlap_param_gather: bool = False
-    """Gather updated parameters during the next forward pass; needs the distributed optimizer."""
+    """Gather updated parameters during the next forward pass; requires use_distributed_optimizer."""
 
 
 class MegatronCheckpointConfig(StrictModel):
-    """How a model's part of a checkpoint is written."""
+    """Writing of a model's part of a checkpoint."""
 
     async_save: bool = False
-    """Write a copy in the CPU's memory while training goes on; false: the step after it waits until all is written."""
+    """Write from a copy in CPU memory while training continues; false makes training wait until the write ends."""
 
 
 AdapterInit = Literal["xavier", "normal", "kaiming", "zero"]
 
 
-class PeftConfig(StrictModel):
-    """Low-rank adapters (LoRA) beside linear layers: they alone are trained, and all other weights stay."""
+class PeftConfig(Switched):
+    """Low-rank adapters (LoRA) on linear layers; all other weights stay frozen."""
 
-    enabled: bool = False
-    """Train adapters in place of the model's weights."""
     target_modules: StrTuple = ()
-    """Linear layers with an adapter, by Megatron's names, with * for any text; []: all but experts' and the output."""
+    """Linear layers with an adapter, by Megatron's names (wildcard *); [] means all except experts and the output."""
     exclude_modules: StrTuple = ()
-    """Linear layers without one, likewise; they win over target_modules."""
+    """Linear layers without an adapter, named as in target_modules, over which this key takes precedence."""
     dim: PositiveInt = 8
-    """Rank of an adapter."""
+    """Rank of the adapters."""
     alpha: PositiveFloat = 32.0
-    """An adapter's output is multiplied by alpha / dim."""
+    """Scale of the adapters: their output is multiplied by alpha / dim."""
     dropout: Fraction = 0.0
-    """Probability of dropout in adapters."""
+    """Dropout probability in adapters."""
     dropout_position: Literal["pre", "post"] = "post"
-    """pre: on the input of an adapter, as in peft; post: on its output."""
+    """Place of dropout: pre on an adapter's input, as in the library peft; post on its output."""
     lora_A_init_method: AdapterInit = "xavier"
-    """Start of A; xavier: normal over both sizes; normal: a deviation of 0.2; kaiming: uniform over the input's."""
+    """Initialization of A: xavier, normal by both sizes; normal, standard deviation 0.2; kaiming, uniform by inputs."""
     lora_B_init_method: AdapterInit = "zero"
-    """Start of B; zero: training starts at the model itself."""
-    a2a_experimental: bool = False
-    """NeMo RL's other way to exchange between ranks; here it changes nothing."""
-    lora_dtype: PrecisionName | Literal["None"] | None = None
-    """Number format of adapters; null, or None as NeMo RL writes it, is policy.precision, the only one."""
+    """Initialization of B; with zero, training starts from the unchanged model."""
+    lora_dtype: Literal["float32", "bfloat16", "None"] | None = None
+    """Number format of adapters, which must equal policy.precision; null, or None as in NeMo RL, means that format."""
     pretrained_adapter: FolderPath | None = None
-    """A folder of the library peft, whose adapters training starts from (ours)."""
+    """Folder with adapters, saved by the library peft, to start training from; null starts new adapters (ours)."""
 
     read_unless = (
         *(
@@ -191,23 +189,23 @@ class ParallelLayoutConfig(StrictModel):
     """Parallel layout of a model."""
 
     tensor_model_parallel_size: PositiveInt = 1
-    """Ranks that share the weights of each layer."""
+    """Number of ranks that share each layer's weights."""
     sequence_parallel: bool = False
-    """Shard activations between tensor-parallel regions along the sequence; needs tensor parallelism."""
+    """Shard activations along the sequence between tensor-parallel regions; requires tensor parallelism."""
     pipeline_model_parallel_size: PositiveInt = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Model chunks per pipeline stage (interleaved schedule); null is one."""
+    """Number of model chunks per pipeline stage (interleaved schedule); null means one."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """Layers of the first pipeline stage; those in between share the rest evenly. Null is a share like theirs."""
+    """Number of layers in the first pipeline stage; null means an even share. Middle stages share the rest evenly."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    """Layers of the last pipeline stage, likewise."""
+    """Number of layers in the last pipeline stage; null means an even share."""
     context_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence."""
+    """Number of ranks that share each sequence."""
     expert_model_parallel_size: PositiveInt = 1
-    """Ranks that share the experts."""
+    """Number of ranks among which each layer's experts are divided."""
     expert_tensor_parallel_size: PositiveInt = 1
-    """Ranks that share the weights of one expert."""
+    """Number of ranks that share each expert's weights."""
 
     @property
     def model_parallel_size(self) -> int:
@@ -217,20 +215,16 @@ class ParallelLayoutConfig(StrictModel):
         )
 
     @property
-    def layer_divisor(self) -> int:
-        """Return the number of chunks that the layers are cut into."""
-        return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
-
-    @property
     def own_stages(self) -> dict[str, int]:
-        """Return the stages that have a number of layers of their own: the keys, and the numbers."""
+        """Return the explicitly set numbers of layers in the first and last stage, by key."""
         return {key: layers for key in (_FIRST, _LAST) if (layers := getattr(self, key)) is not None}
 
     def layers_of_chunks(self, num_layers: int) -> list[int]:
-        """Return the layers of each chunk of the pipeline, from the first to the last."""
+        """Return the number of layers in each pipeline chunk, from first to last."""
         own = self.own_stages
         if not own:
-            return [num_layers // self.layer_divisor] * self.layer_divisor
+            chunks = self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
+            return [num_layers // chunks] * chunks
         like = self.pipeline_model_parallel_size - len(own)
         shares = [(num_layers - sum(own.values())) // like] * like if like else []
         first = [own[_FIRST]] if _FIRST in own else []
@@ -238,58 +232,56 @@ class ParallelLayoutConfig(StrictModel):
         return first + shares + last
 
     def largest_stage(self, num_layers: int) -> int:
-        """Return the number of layers of the pipeline stage that has most of them."""
+        """Return the number of layers in the largest pipeline stage."""
         chunks, stages = self.layers_of_chunks(num_layers), self.pipeline_model_parallel_size
         return max(0, *(sum(chunks[stage::stages]) for stage in range(stages)))
 
 
 UNDIVIDED = {name: field.default for name, field in ParallelLayoutConfig.model_fields.items()}
-"""The layout where one rank holds all of a model."""
+"""The layout in which one rank holds the whole model."""
 
 
-class MegatronConfig(ParallelLayoutConfig, OptimizationConfig):
-    """Megatron-Core, the policy's backend."""
+class MegatronConfig(SwitchedOn, ParallelLayoutConfig, OptimizationConfig):
+    """Megatron-Core, which is the policy's only backend and always enabled."""
 
-    enabled: bool = True
-    """Always true: Megatron is the only backend."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layer implementation; auto is Transformer Engine where it is installed and a GPU exists, else local."""
+    """Layer implementation; auto selects Transformer Engine if it is installed and there is a GPU, else local."""
     model_class: Literal["auto", "gpt", "hybrid"] = "auto"
-    """Megatron's GPTModel, or the HybridModel that is to replace it; auto: that where the model is a hybrid (ours)."""
+    """Megatron's GPTModel or its successor HybridModel; auto uses HybridModel for hybrid models only (ours)."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
-    """Exchange of keys and values between context-parallel ranks on GPUs; local attention gathers them."""
+    """Exchange of keys and values between context-parallel ranks on GPUs; local attention always uses all_gather."""
     freeze: StrTuple = ()
-    """Weights that training leaves as they are, by the names that Hugging Face models give them; * and ? match any."""
+    """Weights to keep frozen, by their Hugging Face names; * and ? are wildcards."""
     freeze_moe_router: bool = False
-    """Leave the routers of experts as they are; nothing in a model without experts."""
+    """Freeze the expert routers; a model without experts has none."""
     overlap_moe_expert_parallel_comm: bool = False
-    """Send tokens to experts while another microbatch computes; needs expert parallelism and bfloat16."""
+    """Send tokens to experts while another microbatch computes; requires expert parallelism and bfloat16."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of storing them."""
     recompute_granularity: Literal["full", "selective"] = "full"
-    """full: of each layer its input alone is kept; selective: all but the insides of recompute_modules are."""
+    """Activations to recompute: full stores only each layer's input; selective recomputes only recompute_modules."""
     recompute_modules: RecomputedModules | None = None
-    """Parts that selective computes again; null is [core_attn]."""
+    """Parts of a layer that selective recomputes; null means [core_attn]."""
     bias_activation_fusion: Literal["auto"] | bool = "auto"
-    """Compute SwiGLU and its gradient in one kernel each; auto: on GPUs."""
+    """Compute SwiGLU and its gradient in one kernel each; auto does so on GPUs."""
     apply_rope_fusion: bool = True
-    """Rotate queries and keys in one kernel, where layers are Transformer Engine's and the model has no YaRN."""
+    """Apply rotary positions in one kernel; only with Transformer Engine's layers and without YaRN."""
     moe_permute_fusion: bool = True
-    """Sort tokens by their experts in one kernel, where layers are Transformer Engine's."""
+    """Sort tokens by expert in one kernel; only with Transformer Engine's layers."""
     use_fused_linear_logprobs: bool = False
-    """Compute log-probabilities from the hidden states in chunks; no batch of logits ever exists at once."""
+    """Compute log-probabilities from hidden states in chunks, without ever holding a whole batch's logits."""
     fused_linear_logprobs_chunk_size: PositiveInt | None = None
-    """Token rows per chunk; null: as many as take 64 MiB."""
+    """Tokens per chunk; null means as many as fit into 64 MiB."""
     fused_linear_logprobs_packed: bool = False
-    """Allow policy.sequence_packing with use_fused_linear_logprobs, which is refused otherwise."""
+    """Allow policy.sequence_packing together with use_fused_linear_logprobs; false refuses the combination."""
     fused_linear_logprobs_context_parallel: bool = False
-    """Allow context_parallel_size above 1 with use_fused_linear_logprobs, which is refused otherwise."""
+    """Allow context_parallel_size above 1 together with use_fused_linear_logprobs; false refuses the combination."""
     peft: PeftConfig = PeftConfig()
     """Low-rank adapters."""
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
-    """Buckets and overlap of the gradient reduction."""
+    """Data-parallel gradient reduction and its overlap with computation."""
     checkpoint: MegatronCheckpointConfig = MegatronCheckpointConfig()
-    """Writing of checkpoints; `checkpointing` has their time and place."""
+    """Writing of checkpoints; the section checkpointing sets when and where."""
 
     read_unless = (
         ("recompute_granularity", "activation_checkpointing", False),
@@ -311,24 +303,12 @@ class MegatronConfig(ParallelLayoutConfig, OptimizationConfig):
             fix={"enabled": True},
             why="Megatron is the only backend of the policy",
         ),
-        Rule(
+        either(
             "requires",
-            f"{_DDP}.overlap_param_gather",
-            lambda own: (
-                own.distributed_data_parallel_config.overlap_param_gather
-                and not own.optimizer.use_distributed_optimizer
-            ),
-            ("optimizer.use_distributed_optimizer",),
             {f"{_DDP}.overlap_param_gather": False, "optimizer.use_distributed_optimizer": True},
         ),
-        Rule(
+        either(
             "requires",
-            f"{_DDP}.overlap_param_gather",
-            lambda own: (
-                own.distributed_data_parallel_config.overlap_param_gather
-                and not own.distributed_data_parallel_config.overlap_grad_reduce
-            ),
-            (f"{_DDP}.overlap_grad_reduce",),
-            {f"{_DDP}.overlap_grad_reduce": True, f"{_DDP}.overlap_param_gather": False},
+            {f"{_DDP}.overlap_param_gather": False, f"{_DDP}.overlap_grad_reduce": True},
         ),
     )

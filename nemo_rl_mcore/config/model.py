@@ -1,4 +1,4 @@
-"""Configuration of the architecture: for random weights, and what loaded ones must fit."""
+"""Configuration of the architecture, for random weights and as a check on loaded weights."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,6 +15,7 @@ from nemo_rl_mcore.config.base import (
     Rule,
     Size,
     StrictModel,
+    either,
 )
 from nemo_rl_mcore.errors import quoted
 
@@ -23,46 +24,40 @@ ROPE_TURNS: Mapping[str, Mapping[str, float]] = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"beta_slow": 1.0, "beta_fast": 32.0},
 }
-"""Turns in the original context up to which rotations are slow, and from which on they stay, by config.json's keys."""
+"""Turns within the original context below which rotations scale fully, and above which not at all; config.json keys."""
 
 
 class RopeScalingConfig(StrictModel):
-    """Rotary frequencies stretched for long contexts."""
+    """Scaling of rotary frequencies for long contexts."""
 
     rope_type: Literal["llama3", "yarn"] = "llama3"
-    """How: as Llama 3.1 and later, or by YaRN, which also makes the attention more peaked; both with the turns of all
-    published models, 1 and 4, or 1 and 32."""
+    """Scaling method: llama3 (Llama 3.1 and later), or yarn, which also sharpens attention. The limits between slow and
+    fast rotations are those of all published models: 1 and 4 turns for llama3, 1 and 32 for yarn."""
     factor: Annotated[Float, Field(gt=0, le=1e6)]
-    """Frequencies of the slowest rotations are divided by it."""
+    """Divisor of the slowest rotations' frequencies."""
     mscale: NonNegativeFloat = 1.0
-    """yarn with kv_lora_rank: how much the factor adds to the rotated parts of queries and keys."""
+    """yarn with kv_lora_rank: how strongly factor scales the rotated parts of queries and keys."""
     mscale_all_dim: NonNegativeFloat = 0.0
-    """The same: how much it adds to whole queries and keys, of which mscale leaves the rotated parts out."""
+    """yarn with kv_lora_rank: how strongly factor scales whole queries and keys."""
     truncate: bool = True
-    """yarn: round the first and the last of the channel pairs between slow and fast outwards (gpt-oss does not)."""
+    """yarn: round the range of channel pairs between slow and fast rotations outwards (false in gpt-oss)."""
     original_max_position_embeddings: Size
-    """The original context: the longest sequence before the stretching."""
+    """Maximum sequence length before scaling."""
 
     read_unless = tuple((key, "rope_type", "llama3") for key in _OF_YARN)
 
     @property
     def scales(self) -> bool:
-        """Return whether queries and keys are scaled otherwise than in a model without latent attention."""
+        """Return whether queries and keys are scaled differently from a model without latent attention."""
         return (self.mscale, self.mscale_all_dim) != (1.0, 0.0)
 
     @property
     def written(self) -> dict[str, object]:
-        """Return what config.json says of its kind, by the keys that it has there."""
+        """Return the scaling's entries for config.json, except its type."""
         scales = ("mscale", "mscale_all_dim") if self.scales else ()
         exact = () if self.truncate else ("truncate",)
         others = {key: getattr(self, key) for key in (*scales, *exact, "original_max_position_embeddings")}
         return {"factor": self.factor, **ROPE_TURNS[self.rope_type], **others}
-
-    @property
-    def slow_and_fast(self) -> tuple[float, float]:
-        """Return the turns in the original context up to which rotations are slow, and from which on they are fast."""
-        slow, fast = ROPE_TURNS[self.rope_type].values()
-        return slow, fast
 
     rules = (
         Rule(
@@ -83,9 +78,9 @@ class RopeScalingConfig(StrictModel):
 
 
 MAMBA_TAPS = 4
-"""Tokens that the convolution of a Mamba layer sees."""
+"""Kernel size of a Mamba layer's convolution, in tokens."""
 MAMBA_NORM_EPSILON = 1e-5
-"""Added to the mean square in the norm after the scan of a Mamba layer, whatever layernorm_epsilon is."""
+"""Epsilon of the norm after a Mamba layer's scan, independent of layernorm_epsilon."""
 
 
 _WITH_LATENT_ATTENTION: Mapping[str, object] = {
@@ -97,17 +92,17 @@ _WITH_LATENT_ATTENTION: Mapping[str, object] = {
     "softmax_type": "vanilla",
     "sliding_window": None,
 }
-"""What goes with latent attention: its heads have sizes of their own, and its latents are normalised."""
+"""Values required with latent attention: its heads have separate sizes, and its latents are normalised."""
 
 _PATTERN = "hybrid_layer_pattern"
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
 _KINDS = (MAMBA, ATTENTION, MLP, EXPERTS)
-"""The layers of a hybrid model, one character each."""
+"""Layer types of a hybrid model, as characters."""
 
 
 def _expert_rules(model: "ModelConfig") -> "Iterator[Rule[ModelConfig]]":
-    """Yield rules of groups of experts, and of layers that have none."""
+    """Yield rules for groups of experts, and for layers without experts."""
     experts, groups, chosen = model.num_moe_experts, model.moe_router_num_groups, model.moe_router_group_topk
     if experts is None:
         return
@@ -135,129 +130,127 @@ def _expert_rules(model: "ModelConfig") -> "Iterator[Rule[ModelConfig]]":
 
 
 class LatentHeadsConfig(StrictModel):
-    """Heads that read latents in place of the hidden state, as in DeepSeek's models."""
+    """Latent attention, whose heads read latents instead of the hidden state, as in DeepSeek's models."""
 
     q_lora_rank: Size | None = None
-    """Width of the queries' latent; null makes queries of the hidden state."""
+    """Width of the query latent; null projects queries from the hidden state."""
     kv_lora_rank: Size | None = None
-    """Width of the latent that keys and values are made of (DeepSeek); null makes them of the hidden state."""
+    """Width of the latent of keys and values (DeepSeek); null projects keys and values from the hidden state."""
     qk_head_dim: Size = 128
-    """Size of the part of a head's query and key that has no position."""
+    """Size of the unrotated part of each head's query and key."""
     qk_pos_emb_head_dim: Size = 64
-    """Size of the part that is rotated; the keys of all heads share theirs."""
+    """Size of the rotated part of each head's query and key; all heads share the key's part."""
     v_head_dim: Size = 128
-    """Size of a head's value."""
+    """Size of each head's value."""
 
 
 class MambaLayersConfig(StrictModel):
-    """Sizes of the Mamba-2 layers of a hybrid model."""
+    """Sizes of a hybrid model's Mamba-2 layers; null in models without such layers."""
 
     mamba_num_heads: Size | None = None
-    """Heads of a Mamba layer."""
+    """Number of heads in a Mamba layer."""
     mamba_head_dim: Size = 64
-    """Size of one of them."""
+    """Size of each head in a Mamba layer."""
     mamba_state_dim: Size = 128
-    """Size of the state of each channel of a head."""
+    """State size per channel of a head."""
     mamba_num_groups: Size = 8
-    """Groups of heads that write to and read from their states alike."""
+    """Number of head groups; the heads of a group share the weights that read and write their states."""
 
 
 class ExpertsConfig(StrictModel):
-    """Feed-forward layers of which each token sees a few."""
+    """Mixture of experts: each token passes through a few of a layer's feed-forward experts."""
 
     num_moe_experts: Counted | None = None
-    """Experts of every feed-forward layer; null is dense."""
+    """Number of experts in each layer with experts; null means a dense model."""
     moe_layer_freq: IntTuple | None = None
-    """For each layer 1 if it has experts, 0 if it is dense; null is experts in all. Dense layers come first."""
+    """One entry per layer: 1 with experts, 0 without, dense layers first; null means experts in all layers."""
     moe_router_topk: Size = 2
-    """Experts that a token is sent to."""
+    """Number of experts per token."""
     moe_ffn_hidden_size: Size | None = None
-    """Width of one expert; null is ffn_hidden_size."""
+    """Width of each expert; null means ffn_hidden_size."""
     moe_latent_size: Size | None = None
-    """Width of the latent that all experts of a layer read and write; null is the hidden state itself."""
+    """Width of a latent between the hidden state and the experts; null means no latent."""
     moe_shared_expert_intermediate_size: Size | None = None
-    """Width of the expert that sees every token; null is none."""
+    """Width of the shared expert, which processes every token; null means no shared expert."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """Function from the router's logits to its scores."""
+    """Function that turns the router's logits into scores."""
     moe_router_pre_softmax: bool = False
-    """Take the softmax over all experts before the best are selected, instead of over the selected ones."""
+    """Take the softmax over all experts before the selection, instead of over the selected experts."""
     moe_router_num_groups: Size | None = None
-    """Groups of equal size that the experts are in, some of which a token is sent to; null is one group of all."""
+    """Number of equal groups of experts, among which a token's groups are selected first; null means no groups."""
     moe_router_group_topk: Size | None = None
-    """Groups that a token is sent to: those with the best scores, each added up over its best experts."""
+    """Number of groups per token, selected by the summed scores of each group's best experts; null without groups."""
     moe_router_topk_scaling_factor: PositiveFloat | None = None
-    """Factor of the weights of a token's experts; null is 1."""
+    """Factor by which the experts' weights are multiplied; null means 1."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
-    """Number format of the router's logits; null is policy.precision."""
+    """Number format of the router's logits; null means policy.precision."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "aux_loss"
-    """Load balancing of the experts: none, a loss over a microbatch, or a loss over each sequence."""
+    """Load balancing of experts: none, a loss per microbatch, or a loss per sequence."""
     moe_aux_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss beside the loss; 0 turns it off."""
+    """Coefficient of the load-balancing loss; 0 turns it off."""
     moe_router_enable_expert_bias: bool = False
-    """Balance by a bias of each expert in the selection, moved after every step; needs the sigmoid scores."""
+    """Balance experts by a selection bias that is updated after every step; requires sigmoid scores."""
     moe_router_bias_update_rate: NonNegativeFloat = 1e-3
-    """Step size of an expert's bias."""
+    """Size of each update to the experts' selection biases."""
 
 
 class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
-    """A decoder: of the Llama and Qwen kind, or a hybrid of attention, Mamba-2, feed-forward layers and experts.
+    """A decoder like Llama or Qwen, or a hybrid of attention, Mamba-2, feed-forward and expert layers.
 
-    With kv_lora_rank it is one of the DeepSeek kind.
+    With kv_lora_rank, a decoder like DeepSeek's.
     """
 
     num_layers: Counted
-    """Transformer layers; with hybrid_layer_pattern its characters, where attention and feed-forward are two layers."""
+    """Number of layers; with hybrid_layer_pattern its length, as attention and feed-forward then count separately."""
     hybrid_layer_pattern: str | None = None
-    """A character a layer: M is Mamba-2, * attention, - feed-forward, E experts; null: attention and the rest."""
+    """One character per layer: M Mamba-2, * attention, - feed-forward, E experts; null means a plain decoder."""
     hidden_size: Size
     """Width of the residual stream."""
     num_attention_heads: Size
-    """Query heads."""
+    """Number of query heads."""
     num_query_groups: Size | None = None
-    """Key and value heads; null is one per query head."""
+    """Number of key and value heads; null means one per query head."""
     kv_channels: Size | None = None
-    """Size of one head; null is hidden_size / num_attention_heads."""
+    """Size of each head; null means hidden_size / num_attention_heads."""
     ffn_hidden_size: Size | None = None
-    """Width of the feed-forward layer; null is 4 * hidden_size."""
+    """Width of feed-forward layers; null means 4 * hidden_size."""
     activation_func: Literal["silu", "quick_gelu", "squared_relu"] = "silu"
-    """Of feed-forward layers and experts: silu and quick_gelu have a gate (SwiGLU; gpt-oss, whose gates multiply
-    what they are given plus 1), squared_relu has none."""
+    """Activation in feed-forward layers and experts: silu (SwiGLU, gated), quick_gelu (gpt-oss, gated, with 1 added to
+    the gated input) or squared_relu (without a gate)."""
     activation_func_clamp_value: PositiveFloat | None = None
-    """quick_gelu: gates are clamped from above to it, and what they multiply from both sides; null clamps nothing."""
+    """quick_gelu: upper bound on gates, and bound on gated inputs' absolute values; null means no bounds."""
     vocab_size: Size
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    """Number of embedding rows, at least the tokenizer's number of tokens."""
     max_position_embeddings: Size = 2048
-    """Longest sequence."""
+    """Maximum sequence length, in tokens."""
     tie_word_embeddings: bool = False
-    """Share the embedding with the output layer."""
+    """Share the embedding's weights with the output layer."""
     rotary_base: PositiveFloat = 10000.0
-    """Base of the rotary frequencies; the Mamba layers of a hybrid know the order, and its attention has none."""
+    """Base of the rotary frequencies; hybrid models have no rotary positions."""
     rope_scaling: RopeScalingConfig | None = None
-    """Stretched rotary frequencies (Llama 3.1 and later, YaRN); null leaves them."""
+    """Scaling of the rotary frequencies (Llama 3.1 and later, YaRN); null means no scaling."""
     layernorm_epsilon: PositiveFloat = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """Epsilon that RMSNorm adds to the mean square."""
     init_method_std: PositiveFloat = 0.02
-    """Standard deviation of the random weights."""
+    """Standard deviation of random initial weights."""
     qk_layernorm: bool = False
-    """Normalise queries and keys per head (Qwen3), or the latents that they are made of."""
+    """Normalise each head's queries and keys (Qwen3), or their latents (DeepSeek)."""
     add_qkv_bias: bool = False
-    """Bias on the query, key and value projections (Qwen2)."""
+    """Add a bias to the query, key and value projections (Qwen2)."""
     add_bias_linear: bool = False
-    """Bias on those, on the attention's output, on routers and on experts (gpt-oss)."""
+    """Add a bias to all attention projections, routers and experts (gpt-oss)."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
-    """learnable: a number of each head stands beside the scores of the keys, and takes a share of them (a sink)."""
+    """Attention softmax; with learnable, each head has an attention sink: a learned score besides the keys' scores."""
     sliding_window: Size | None = None
-    """Newest tokens that a query sees, its own among them; null is all."""
-    window_attn_skip_freq: IntTuple | None = None
-    """For each layer 1 if it has the window, 0 if its queries see all; null is a window in all."""
+    """Newest tokens, its own included, that a query attends to in every other layer from the first; null means all."""
     mtp_num_layers: Counted | None = None
-    """Layers that are trained to predict further tokens (multi-token prediction); null is none."""
+    """Number of layers for multi-token prediction; null means none."""
     mtp_loss_scaling_factor: NonNegativeFloat = 0.1
-    """Weight of the mean loss of those layers beside the loss."""
+    """Coefficient of the prediction layers' mean loss."""
 
     @property
     def longest_sequence(self) -> int:
-        """Return the positions that the rotations are made for; YaRN gives some beyond those of the weights."""
+        """Return the number of positions that the rotations support, which YaRN may raise above the weights' own."""
         scaling = self.rope_scaling
         if scaling is None or scaling.rope_type != "yarn":
             return self.max_position_embeddings
@@ -266,13 +259,8 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
 
     @property
     def multi_latent_attention(self) -> bool:
-        """Return whether keys and values are made of latents."""
+        """Return whether keys and values are computed from latents."""
         return self.kv_lora_rank is not None
-
-    @property
-    def has_positions(self) -> bool:
-        """Return whether queries and keys are rotated by their positions."""
-        return self.hybrid_layer_pattern is None
 
     @property
     def query_groups(self) -> int:
@@ -281,19 +269,14 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
 
     @property
     def head_dim(self) -> int:
-        """Size of one head's query and key."""
+        """Return the size of each head's query and key."""
         if self.multi_latent_attention:
             return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
-    def value_dim(self) -> int:
-        """Size of one head's value."""
-        return self.v_head_dim if self.multi_latent_attention else self.head_dim
-
-    @property
     def dense_layers(self) -> int:
-        """Return how many layers have no experts: the first ones, or all."""
+        """Return the number of layers without experts: the first ones, or all."""
         if self.num_moe_experts is None:
             return self.num_layers
         return (self.moe_layer_freq or ()).count(0)
@@ -310,29 +293,24 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
 
     @property
     def mamba_size(self) -> int:
-        """Return the number of channels of all heads of a Mamba layer."""
+        """Return the total number of channels in a Mamba layer's heads."""
         return (self.mamba_num_heads or 0) * self.mamba_head_dim
 
     @property
     def has_mamba(self) -> bool:
-        """Return whether some layers are Mamba's."""
+        """Return whether there are Mamba layers."""
         return MAMBA in (self.hybrid_layer_pattern or "")
 
     @property
     def has_dense_layers(self) -> bool:
-        """Return whether some layers have a feed-forward part that sees every token, and is no shared expert."""
+        """Return whether any layer has a dense feed-forward part, shared experts aside."""
         pattern = self.hybrid_layer_pattern
         return self.dense_layers > 0 if pattern is None else MLP in pattern
 
     @property
     def expert_ffn_size(self) -> int:
-        """Return the width of one expert."""
+        """Return the width of each expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
-
-    @property
-    def expert_input_size(self) -> int:
-        """Return the width of what an expert is given, and gives."""
-        return self.moe_latent_size or self.hidden_size
 
     @property
     def load_balancing_loss(self) -> bool:
@@ -345,7 +323,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
 
     @property
     def experts_alone(self) -> bool:
-        """Return whether every layer has attention of its own, experts, and nothing else."""
+        """Return whether every layer consists of attention and experts only."""
         plain = self.hybrid_layer_pattern is None and not self.multi_latent_attention
         alone = self.num_moe_experts is not None and not self.dense_layers
         return plain and alone and not self.moe_shared_expert_intermediate_size and not self.mtp_num_layers
@@ -356,7 +334,6 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
         *((key, "kv_lora_rank", None) for key in LatentHeadsConfig.model_fields if key != "kv_lora_rank"),
         *((key, "hybrid_layer_pattern", None) for key in MambaLayersConfig.model_fields),
         *(("activation_func_clamp_value", "activation_func", kind) for kind in ("silu", "squared_relu")),
-        ("window_attn_skip_freq", "sliding_window", None),
         ("moe_router_bias_update_rate", "moe_router_enable_expert_bias", False),
         ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "none"),
     )
@@ -366,19 +343,15 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             Rule(
                 "has-no-effect",
                 key,
-                lambda own, key=key, plain=plain: not own.has_positions and getattr(own, key) != plain,
+                lambda own, key=key, plain=plain: (
+                    own.hybrid_layer_pattern is not None and getattr(own, key) != plain
+                ),
                 (_PATTERN,),
             )
             for key, plain in (("rotary_base", 10000.0), ("rope_scaling", None))
         ),
         *(
-            Rule(
-                "incompatible",
-                key,
-                lambda own, key=key, only=only: own.multi_latent_attention and getattr(own, key) != only,
-                ("kv_lora_rank",),
-                {key: only, "kv_lora_rank": None},
-            )
+            either("incompatible", {key: only, "kv_lora_rank": None})
             for key, only in _WITH_LATENT_ATTENTION.items()
         ),
         Rule(
@@ -397,17 +370,10 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             ("kv_lora_rank",),
             "use yarn, or none",
         ),
-        Rule(
+        either(
             "incompatible",
-            "rope_scaling.truncate",
-            lambda own: (
-                own.multi_latent_attention
-                and own.rope_scaling
-                and own.rope_scaling.rope_type == "yarn"
-                and not own.rope_scaling.truncate
-            ),
-            ("kv_lora_rank",),
-            {"rope_scaling.truncate": True},
+            {"rope_scaling.truncate": True, "kv_lora_rank": None},
+            where=lambda own: own.rope_scaling and own.rope_scaling.rope_type == "yarn",
         ),
         Rule(
             "requires",
@@ -441,7 +407,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
                 lambda own, given=key == "kv_channels": (
                     not own.multi_latent_attention
                     and bool(own.kv_channels) == given
-                    and own.has_positions
+                    and own.hybrid_layer_pattern is None
                     and own.head_dim % 2
                 ),
                 ("hidden_size", "num_attention_heads", "kv_channels"),
@@ -454,9 +420,9 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             "not-supported",
             _PATTERN,
             lambda own: {*(own.hybrid_layer_pattern or "")} - {*_KINDS},
-            fix=f"write {', '.join(_KINDS)}, one for each layer",
+            fix=f"write one of {', '.join(_KINDS)} for each layer",
             says=lambda own: (
-                f"{quoted(sorted({*(own.hybrid_layer_pattern or '')} - {*_KINDS}))} are no layers that are built"
+                f"unknown layers: {quoted(' '.join(sorted({*(own.hybrid_layer_pattern or '')} - {*_KINDS})))}"
             ),
         ),
         Rule(
@@ -477,7 +443,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
                 and (EXPERTS in own.hybrid_layer_pattern) != (own.num_moe_experts is not None)
             ),
             (_PATTERN,),
-            f"set it where the pattern has an {EXPERTS}, and only there",
+            f"set it if and only if the pattern contains an {EXPERTS}",
         ),
         Rule(
             "missing",
@@ -492,36 +458,8 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             ("mamba_num_groups",),
             "make it a multiple",
         ),
-        Rule(
-            "not-allowed",
-            "window_attn_skip_freq",
-            lambda own: (
-                own.window_attn_skip_freq is not None
-                and (
-                    len(own.window_attn_skip_freq) != own.num_layers or {*own.window_attn_skip_freq} - {0, 1}
-                )
-            ),
-            ("num_layers",),
-            "give a 0 or a 1 for each layer, or set it to null",
-        ),
-        Rule(
-            "contradicts",
-            "window_attn_skip_freq",
-            lambda own: own.window_attn_skip_freq == (0,) * own.num_layers,
-            ("sliding_window",),
-            "set sliding_window: null",
-            "no layer has the window",
-        ),
         *(
-            Rule(
-                "incompatible",
-                key,
-                lambda own, key=key, plain=plain, other=other: (
-                    getattr(own, key) != plain and getattr(own, other) is not None
-                ),
-                (other,),
-                {key: plain, other: None},
-            )
+            either("incompatible", {key: plain, other: None})
             for key, plain in (("softmax_type", "vanilla"), ("sliding_window", None))
             for other in (_PATTERN, "mtp_num_layers")
         ),
@@ -532,7 +470,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
                 lambda own, key=key, needing=needing: getattr(own, key) == needing and not own.experts_alone,
                 ("num_moe_experts", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
                 "remove it, or set num_moe_experts",
-                "every layer needs attention of its own and experts, and nothing else",
+                "it needs a model in which every layer has attention and experts, without shared experts",
             )
             for key, needing in (("add_bias_linear", True), ("activation_func", "quick_gelu"))
         ),
@@ -556,31 +494,21 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             {"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"},
             "a softmax over one expert is constant, so that the router has no gradient",
         ),
-        Rule(
+        either(
             "requires",
-            "moe_router_enable_expert_bias",
-            lambda own: (
-                own.num_moe_experts is not None
-                and own.moe_router_enable_expert_bias
-                and own.moe_router_score_function != "sigmoid"
-            ),
-            ("moe_router_score_function",),
-            {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": False},
+            {"moe_router_enable_expert_bias": False, "moe_router_score_function": "sigmoid"},
+            where=lambda own: own.num_moe_experts is not None,
         ),
-        Rule(
+        either(
             "incompatible",
-            "moe_aux_loss_coeff",
-            lambda own: own.load_balancing_loss and own.moe_router_enable_expert_bias,
-            ("moe_router_enable_expert_bias",),
             {"moe_aux_loss_coeff": 0, "moe_router_enable_expert_bias": False},
-            "such routers cannot be told what is padding, and would balance it",
+            "these routers have no padding mask, so the loss would count padding",
+            where=lambda own: own.load_balancing_loss,
         ),
-        Rule(
+        either(
             "incompatible",
-            "moe_aux_loss_coeff",
-            lambda own: own.load_balancing_loss and own.mtp_num_layers,
-            ("mtp_num_layers",),
             {"moe_aux_loss_coeff": 0, "mtp_num_layers": None},
-            "the routers of those layers count one padding token of each row",
+            "those layers' routers count one padding token per row",
+            where=lambda own: own.load_balancing_loss,
         ),
     )

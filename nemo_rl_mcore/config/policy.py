@@ -1,4 +1,4 @@
-"""Configuration of the policy: model, tokenizer, batch sizes, microbatches sized by tokens, Megatron, generation."""
+"""Configuration of the policy: model, tokenizer, batch sizes, token budgets, Megatron and generation."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +15,7 @@ from nemo_rl_mcore.config.base import (
     Rule,
     Seconds,
     StrictModel,
-    SwitchedConfig,
+    Switched,
     with_other_spellings,
 )
 from nemo_rl_mcore.config.custom_code import Arguments
@@ -25,39 +25,39 @@ from nemo_rl_mcore.config.model import ModelConfig
 
 
 class Role(Enum):
-    """What the model of a worker is for: to say how probable tokens are, or how much is to be expected of a state."""
+    """Output of a worker's model: token probabilities, or the value of a state."""
 
     POLICY = "policy"
     VALUE = "value"
 
 
 SEQUENCE_LENGTH_ROUND = 64
-"""A microbatch's padded length is rounded up to a multiple of this where the budget has room."""
+"""Multiple to which a microbatch's padded length is rounded up if the budget allows."""
 
 
-class MicrobatchTokensConfig(SwitchedConfig):
-    """How many tokens a microbatch may hold; where enabled, batch sizes in rows cut nothing."""
+class MicrobatchTokensConfig(Switched):
+    """Microbatches sized by tokens instead of rows, if enabled."""
 
     train_mb_tokens: PositiveInt | None = None
-    """Tokens of a training microbatch; null is max_total_sequence_length times the rows of train_micro_batch_size."""
+    """Tokens per training microbatch; null means max_total_sequence_length times the rows of train_micro_batch_size."""
     logprob_mb_tokens: PositiveInt | None = None
-    """Tokens of a log-probability microbatch; null is max_total_sequence_length * logprob_batch_size."""
+    """Tokens per log-probability microbatch; null means max_total_sequence_length * logprob_batch_size."""
 
 
 class SequencePackingConfig(MicrobatchTokensConfig):
-    """Several samples in one row without padding, by first-fit decreasing; a sample sees no token of another one."""
+    """Packing of samples into rows without padding, by first-fit decreasing; samples do not attend to each other."""
 
 
 class DynamicBatchingConfig(MicrobatchTokensConfig):
-    """Samples of like length in one microbatch, as many as a token budget takes, padded to its own longest one."""
+    """Microbatches of samples with similar lengths, up to a token budget, padded to the longest sample."""
 
 
 @dataclass(frozen=True)
 class TokenBudgets:
-    """The token budgets of a policy: the section they come from, and their values.
+    """A policy's token budgets, with the path of the section that sets them.
 
-    packed: whether rows of the batch share rows of the model; else each has a row of its own.
-    train_by_rows: whether `train` was left out of the section, and is that of samples of one row.
+    packed: whether several batch rows share one model row.
+    train_by_rows: whether `train` is a default for samples with one row, since the section does not set it.
     """
 
     section: str
@@ -68,12 +68,12 @@ class TokenBudgets:
     train_by_rows: bool = False
 
     def of_training(self, rows_per_sample: int) -> int:
-        """Return the tokens of a training microbatch for a loss whose samples have so many rows."""
+        """Return the tokens per training microbatch for a loss with `rows_per_sample` rows per sample."""
         return self.train * rows_per_sample if self.train_by_rows else self.train
 
 
 REFERENCE_SHARE = 0.1
-"""Of a GPU's memory that is free when the run starts: a reference policy that takes more is not kept there by auto."""
+"""Maximum share of a GPU's memory, free at the start, that a reference policy may take and still be kept on the GPU."""
 
 
 def _refuse_fp16(value: object) -> object:
@@ -88,14 +88,14 @@ Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_refuse_fp
 
 
 class TokenizerConfig(StrictModel):
-    """Where the tokenizer comes from."""
+    """The tokenizer and chat template."""
 
     name: FolderOrName
-    """`char` for the embedded character tokenizer, or a Hugging Face folder; left out, it is policy.model_name."""
+    """`char` for the embedded character tokenizer, or a Hugging Face folder or hub id; default: policy.model_name."""
     chat_template: str | None = None
-    """Jinja text of a chat template in place of the tokenizer's own, see data.apply_chat_template; null keeps that."""
+    """Chat template as Jinja text, read with data.apply_chat_template; null means the tokenizer's own template."""
     chat_template_kwargs: Arguments | None = None
-    """Variables of the chat template, such as enable_thinking; `check` tells those that it does not read."""
+    """Variables for the chat template, such as enable_thinking; `check` lists any that the template does not use."""
 
     rules = tuple(
         Rule(
@@ -104,73 +104,73 @@ class TokenizerConfig(StrictModel):
             lambda own, key=key: own.name == CHAR_TOKENIZER and getattr(own, key),
             ("name",),
             "remove it",
-            "that tokenizer has no chat template",
+            "the built-in tokenizer has no chat template",
         )
         for key in ("chat_template", "chat_template_kwargs")
     )
 
 
 class StartWeightsConfig(StrictModel):
-    """Weights to start from; a policy without any draws them at random."""
+    """Initial weights; random if no key is set."""
 
     model_name: FolderOrName | None = None
-    """Hugging Face weights to start from: a local folder or a hub id; null has none."""
+    """Hugging Face weights to start from: a local folder or a hub id; null for init_checkpoint or random weights."""
     hf_config_overrides: Arguments | None = None
-    """What takes the place of keys of model_name's config.json: max_position_embeddings, rope_scaling, rope_theta."""
+    """Keys that replace those in model_name's config.json: max_position_embeddings, rope_scaling, rope_theta."""
     init_checkpoint: FolderPath | None = None
-    """Folder step_N of another run, whose weights are taken; the optimizer starts over (ours)."""
+    """Folder step_N of another run whose weights to start from, with a new optimizer; null if not used (ours)."""
 
 
 class PolicyConfig(StartWeightsConfig):
-    """The model that is trained."""
+    """The trained model."""
 
     model: ModelConfig
-    """The architecture; with model_name it is read from there, and otherwise given: num_layers, hidden_size, ..."""
+    """The architecture, read from model_name or set by num_layers, hidden_size, ..."""
     tokenizer: TokenizerConfig
     """The tokenizer."""
     precision: Precision = "float32"
     """Number format of weights and activations."""
     train_global_batch_size: PositiveInt
-    """Samples per optimizer step, over all data-parallel ranks."""
+    """Number of samples per optimizer step, over all data-parallel ranks."""
     train_micro_batch_size: PositiveInt
-    """Samples per forward and backward pass of one rank."""
+    """Number of samples per forward and backward pass on one rank."""
     logprob_batch_size: PositiveInt = 1
-    """Samples per log-probability pass of one rank; left out, it is train_micro_batch_size."""
+    """Number of samples per log-probability pass on one rank; default: train_micro_batch_size."""
     recompute_prev_logprobs: Literal["auto", "always"] = "auto"
-    """auto takes those of the training pass where nothing reads them before; always computes them in a pass (ours)."""
+    """Computing of prev_logprobs before training: always, or auto, only if something needs them earlier (ours)."""
     offload: Literal["none", "grads_optimizer", "all"] = "none"
-    """What leaves the device while weights are only read; all: the weights too, while engines there answer (ours)."""
+    """State to move off the device while weights are only read; all adds the weights while engines answer (ours)."""
     generation_batch_size: PositiveInt | None = None
-    """Samples that one rank generates at a time; null is all of its samples."""
+    """Number of samples that one rank generates at a time; null means all of the rank's samples."""
     max_total_sequence_length: PositiveInt
-    """Tokens of prompt and response together."""
+    """Maximum tokens in prompt and response together."""
     max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down to this global norm; 0 leaves them."""
+    """Maximum global gradient norm, to which larger gradients are scaled down; 0 means no limit."""
     megatron_cfg: MegatronConfig
-    """Parallel layout, optimizer and kernels."""
+    """Megatron-Core's parallel layout, optimizer and kernels."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
-    """Several samples in one row."""
+    """Packing of several samples into one row."""
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-    """Microbatches sized by tokens."""
+    """Microbatches of similar-length samples, sized by tokens."""
     generation: GenerationConfig
-    """Engine and sampling."""
+    """Generation engine and sampling."""
     call_timeout_s: Seconds = 600.0
-    """Seconds without progress (a microbatch, a token, a file) after which a call to the ranks is an error, and that
-    ranks at work wait in a collective for one that hangs (ours)."""
+    """Seconds without progress (a microbatch, a token, a file) after which a call to the ranks fails; also the timeout
+    of collectives between ranks (ours)."""
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens of a sequence that a prompt leaves: a whole response, or one where responses fit what is left."""
+        """Return the tokens reserved for the response: max_new_tokens, or 1 with fit_to_sequence."""
         return 1 if self.generation.fit_to_sequence else self.generation.max_new_tokens
 
     @property
     def longest_of_prompt(self) -> int | None:
-        """Tokens of prompt and response together where the prompt bounds the response; None where nothing does."""
+        """Return the bound on prompt and response together with fit_to_sequence; None without."""
         return self.max_total_sequence_length if self.generation.fit_to_sequence else None
 
     @property
     def token_budgets(self) -> TokenBudgets | None:
-        """Return what sizes the microbatches, if it is tokens; None where they have a fixed number of rows."""
+        """Return the token budgets of microbatches; None if microbatches have a fixed number of rows."""
         packed = self.sequence_packing.enabled
         if not packed and not self.dynamic_batching.enabled:
             return None
@@ -187,7 +187,7 @@ class PolicyConfig(StartWeightsConfig):
 
     @property
     def model_class(self) -> Literal["gpt", "hybrid"]:
-        """Return which of Megatron's classes the model is."""
+        """Return which of Megatron's model classes is used."""
         chosen = self.megatron_cfg.model_class
         if chosen == "auto":
             return "gpt" if self.model.hybrid_layer_pattern is None else "hybrid"
@@ -195,12 +195,12 @@ class PolicyConfig(StartWeightsConfig):
 
     @property
     def parts_of_a_layer(self) -> int:
-        """Return the layers of Megatron that make one layer: in a HybridModel attention is one by itself."""
+        """Return how many Megatron layers form one layer: a HybridModel has attention as a separate layer."""
         return 2 if self.model_class == "hybrid" and self.model.hybrid_layer_pattern is None else 1
 
     @property
     def weights(self) -> str | None:
-        """Return the key that names the weights to start from, if there is one: the model's sizes are theirs."""
+        """Return the key that names the initial weights, which fix the model's sizes; None for random weights."""
         given = (key for key in ("model_name", "init_checkpoint") if getattr(self, key) is not None)
         return next(given, None)
 

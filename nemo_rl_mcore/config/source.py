@@ -1,4 +1,4 @@
-"""A source of rows: where it lies, its columns, and how its prompts are shown."""
+"""A source of data rows: location, columns and text around prompts."""
 
 import difflib
 from collections.abc import Mapping
@@ -6,7 +6,15 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from nemo_rl_mcore.config.base import Float, PositiveFloat, PositiveInt, Rule, StrictModel, StrTuple, broken
+from nemo_rl_mcore.config.base import (
+    Float,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    StrictModel,
+    StrTuple,
+    tuple_from_list,
+)
 from nemo_rl_mcore.config.environment import AnswerConfig
 
 Keys = Mapping[str, object]
@@ -30,7 +38,7 @@ KNOWN: dict[str, Keys] = {
         "split": "test",
         "input_key": "problem",
         "output_key": "solution",
-        "answer": {"key": "answer"},
+        "answer": "answer",
     },
     "dapo_math_17k": {
         "data_path": "BytedTsinghua-SIA/DAPO-Math-17k",
@@ -68,7 +76,7 @@ KNOWN: dict[str, Keys] = {
         "split": "train_1M",
         "input_key": "problem",
         "output_key": "expected_answer",
-        "answer": {"key": "expected_answer"},
+        "answer": "expected_answer",
         "split_validation_size": 0.05,
     },
     "helpsteer3": {
@@ -88,7 +96,7 @@ KNOWN: dict[str, Keys] = {
         "data_path": "allenai/llama-3.1-tulu-3-8b-preference-mixture",
     },
 }
-"""The keys of a source that each name stands for."""
+"""Source keys implied by each data set name."""
 
 OTHER_NAMES: dict[str, str] = {
     "GSM8K": "gsm8k",
@@ -106,104 +114,93 @@ OTHER_NAMES: dict[str, str] = {
     "Nemotron-Cascade-2-SFT-Math": "nemotron_cascade_2_sft_math",
     "Tulu3Preference": "tulu3_preference",
 }
-"""NeMo RL's names of them."""
+"""NeMo RL's names for these data sets."""
 
 ROW_FORMATS = (
     *("ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format"),
     "NemoGymDataset",
 )
-"""NeMo RL's names of formats whose keys are those of a source; which one a row has is seen from the row."""
+"""NeMo RL's names of row formats; they need no entry, since each row's format is detected from its columns."""
 
 
 def known_name(name: str) -> str | None:
-    """Return the entry of the table that a name stands for; None where it is none."""
+    """Return the key in KNOWN for a data set name; None if the name is unknown."""
     name = OTHER_NAMES.get(name, name)
     return name if name in KNOWN else None
 
 
-def nearest_name(name: str) -> str | None:
-    """Return the known name that an unknown one was most likely meant to be."""
-    by_case = {known.lower(): known for known in (*ROW_FORMATS, *OTHER_NAMES, *KNOWN)}
-    near = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=0.6)
-    return by_case[near[0]] if near else None
+def _kind_of(given: object) -> str | None:
+    if isinstance(given, Mapping | StrictModel):
+        return "section"
+    if isinstance(given, str):
+        return "name"
+    return "list" if isinstance(given, list | tuple) else None
 
 
+_Name = Annotated[str, Tag("name")]
+AnswerPlace = Annotated[Annotated[AnswerConfig, Tag("section")] | _Name, Discriminator(_kind_of)]
 TEXT_FILES = ("prompt_file", "system_prompt_file")
-"""Keys that name a file of text."""
-_OF_ONE_SPLIT = ("split", "split_validation_size", "max_samples", "repeat", "weight", "streaming")
+"""Keys that name a text file."""
+_OF_ONE_SPLIT = ("split", "split_validation_size", "max_samples", "repeat", "weight")
 _OF_A_PLACE = ("data_path", "subset")
-"""Keys that validation does not take from data.train; where the rows lie, unless it says so itself."""
-
-
-class SourceAnswerConfig(AnswerConfig):
-    """What of a row's answer is scored against: another column, a part of the text, or a part of that column."""
-
-    key: str | None = None
-    """A column that holds it, where it is another one than output_key (ours)."""
-
-    rules = (lambda own: broken(AnswerConfig.rules, own) if own.key is None or own.in_text else (),)
-
-    @property
-    def in_text(self) -> bool:
-        """Return whether it is a part of a text."""
-        return self.after is not None or self.regex is not None or self.boxed
+"""Keys of the rows' location, which validation does not inherit from data.train if it has its own location."""
 
 
 class SourceDefaults(StrictModel):
-    """How prompts are shown, in every source that does not say it itself."""
+    """Texts around prompts, for every source that does not set its own."""
 
     prompt_file: str | None = None
-    """A text with one {}, the place of the prompt; a path from the recipe, or from where the command is started."""
+    """Text file with {} for the prompt, relative to the recipe or the working directory; null adds no text."""
     system_prompt_file: str | None = None
-    """A text that stands before the prompt: with data.apply_chat_template the system's message."""
+    """Text file put before the prompt, as the system message with data.apply_chat_template; null adds no text."""
 
 
 class SourceConfig(SourceDefaults):
-    """A source of rows: a data set that has a name here, one of the hub, a folder, or files of rows."""
+    """A source of data rows: a known data set, a data set on the hub, a folder, or files."""
 
     dataset_name: str | None = None
-    """A data set of the table in docs/data.md, which fills the keys below that are left out; null is any other."""
+    """A data set listed in docs/data.md, which provides defaults for the other keys; null for any other data set."""
     data_path: str | StrTuple | None = None
-    """Files of JSONL, JSON, parquet or CSV (one, several, or a pattern with *), a folder, or a name on the hub."""
+    """JSONL, JSON, Parquet or CSV files (one, several, or a pattern with *), a folder, or a hub id; null only with
+    dataset_name."""
     subset: str | None = None
-    """The configuration of a data set of the hub."""
+    """Configuration (subset) of a data set on the hub; null for a data set without configurations."""
     split: str | None = None
-    """Which rows, such as train, test, train[:90%] or train+test; null takes train, and of files all rows."""
+    """Rows to read, such as train, test, train[:90%] or train+test; null means train, or all rows of files."""
     input_key: str = "input"
-    """Key of the prompt: text, or with data.apply_chat_template also a list of messages. Dots lead into columns."""
+    """Column of the prompt: text or, with data.apply_chat_template, a list of messages. Dots address nested columns."""
     output_key: str | None = "output"
-    """Key of the answer: text or a number. Null where there is none, and reward functions judge by other columns."""
+    """Column of the answer, a text or a number; null if reward functions read only other columns."""
     columns: StrTuple = ()
-    """Further columns, which reward functions take by these names (ours); each row has them."""
-    answer: SourceAnswerConfig | None = None
-    """What of the answer is scored against (ours); null takes all of it. What is imitated stays whole."""
+    """Additional columns passed by name to reward functions (ours)."""
+    answer: AnswerPlace | None = None
+    """Reference answer for scoring: the name of its column, or a section that locates it within output_key; null means
+    all of output_key. Training on given answers always uses all of output_key (ours)."""
     chat_key: str = "messages"
-    """Key of a whole conversation, which takes the place of prompt and answer where answers are imitated."""
+    """Column of a whole conversation, which replaces prompt and answer when training on given answers."""
     tool_key: str | None = "tools"
-    """Key of the tools that answers in a conversation may call, which the chat template is given; null reads none."""
+    """Column of tool definitions, rendered by the chat template; null reads none."""
     prompt_key: str = "prompt"
-    """Of pairs (offline DPO): key of the prompt."""
+    """Column of the prompt in pairs (offline DPO)."""
     chosen_key: str = "chosen"
-    """Of pairs: key of the better answer."""
+    """Column of the better answer in pairs."""
     rejected_key: str = "rejected"
-    """Of pairs: key of the worse answer."""
+    """Column of the worse answer in pairs."""
     ties: Literal["drop", "keep"] = "drop"
-    """Of pairs whose rows say that neither answer is better: leave them out, or take the first as both (ours)."""
+    """Handling of pairs without a better answer: drop them, or keep them with the first answer in both roles (ours)."""
     split_validation_size: Annotated[Float, Field(ge=0, lt=1)] = 0.1
-    """Share held out, by a hash of the prompt; read in data.train where data.validation is null."""
+    """Share of rows held out by a hash of the prompt; read in data.train if data.validation is null."""
     max_samples: PositiveInt | None = None
-    """As many rows, drawn at random, always the same ones; null takes all."""
+    """Size of a fixed random subset of the rows; null means all rows."""
     repeat: PositiveInt = 1
-    """How often the rows are taken, one time after the other, each time with answers of their own."""
+    """Number of copies of each row, each answered separately."""
     weight: PositiveFloat | None = None
-    """Share of the prompts, beside the weights of the other sources; null joins the rows of all (ours)."""
-    streaming: bool = False
-    """Read the rows as they are needed instead of all at the start (ours); needs max_num_steps."""
+    """Share of prompts drawn from this source, relative to the other weights; null joins all sources' rows (ours)."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: object) -> object:
-        """Fill in what a known name stands for; of files or a folder in its place the columns alone."""
+        """Fill in a known data set's keys; only its columns if data_path names other files."""
         if not isinstance(given, Mapping):
             return given
         keys = dict(cast("Mapping[str, object]", given))
@@ -220,14 +217,7 @@ class SourceConfig(SourceDefaults):
             "not-supported",
             "dataset_name",
             lambda own: own.is_unknown,
-            fix=lambda own: (
-                (
-                    f"did you mean {nearest}? else "
-                    if (nearest := nearest_name(own.dataset_name or ""))
-                    else ""
-                )
-                + f"remove it and set data_path to a file, a folder or a name on the hub; known: {', '.join(KNOWN)}"
-            ),
+            fix=lambda own: own.known_instead,
         ),
         Rule(
             "missing",
@@ -240,60 +230,56 @@ class SourceConfig(SourceDefaults):
 
     @property
     def is_unknown(self) -> bool:
-        """Return whether the data set has a name that is not known here."""
+        """Return whether dataset_name is neither a known data set nor a known row format."""
         name = self.dataset_name
         return name is not None and known_name(name) is None and name not in ROW_FORMATS
 
     @property
+    def known_instead(self) -> str:
+        """Return advice for an unknown data set name, with the closest known name."""
+        by_case = {known.lower(): known for known in (*ROW_FORMATS, *OTHER_NAMES, *KNOWN)}
+        near = difflib.get_close_matches((self.dataset_name or "").lower(), by_case, n=1, cutoff=0.6)
+        meant = f"did you mean {by_case[near[0]]}? else " if near else ""
+        known = ", ".join(KNOWN)
+        return f"{meant}remove it and set data_path to a file, a folder or a name on the hub; known: {known}"
+
+    @property
     def paths(self) -> tuple[str, ...]:
-        """Return the files, the folder or the name on the hub."""
+        """Return the files, the folder or the hub id."""
         return (self.data_path,) if isinstance(self.data_path, str) else self.data_path or ()
 
     @property
     def name(self) -> str:
-        """Return a short name: that of the data set, or of the first file."""
+        """Return a short name: the data set's, or the first file's."""
         if self.dataset_name is not None and (known := known_name(self.dataset_name)) is not None:
             return known
         return self.paths[0].rstrip("/").rpartition("/")[2].partition(".")[0] or "rows"
 
 
-def _kind_of(given: object) -> str | None:
-    if isinstance(given, Mapping | SourceConfig):
-        return "section"
-    if isinstance(given, str):
-        return "name"
-    return "list" if isinstance(given, list | tuple) else None
-
-
-def _as_tuple(given: object) -> object:
-    return tuple(cast("list[object]", given)) if isinstance(given, list) else given
-
-
 _Section = Annotated[SourceConfig, Tag("section")]
-_Name = Annotated[str, Tag("name")]
 _SectionOrName = Annotated[_Section | _Name, Discriminator(_kind_of)]
 
 Sources = Annotated[
-    _Section | Annotated[tuple[SourceConfig, ...], BeforeValidator(_as_tuple), Tag("list")],
+    _Section | Annotated[tuple[SourceConfig, ...], BeforeValidator(tuple_from_list), Tag("list")],
     Discriminator(_kind_of),
 ]
-"""One source, or a list of them."""
+"""A source, or a list of sources."""
 SourcesOrNames = Annotated[
-    _Section | _Name | Annotated[tuple[_SectionOrName, ...], BeforeValidator(_as_tuple), Tag("list")],
+    _Section | _Name | Annotated[tuple[_SectionOrName, ...], BeforeValidator(tuple_from_list), Tag("list")],
     Discriminator(_kind_of),
 ]
-"""One source, or a list of them; a text is the name of a set of eval.sets."""
+"""A source, the name of a set in eval.sets, or a list of either."""
 
 
 def each(given: object) -> dict[str, object]:
-    """Return one source or each of a list, by what stands after the key in its path: nothing, or its place."""
+    """Return sources by path suffix: the empty string for a single source, the index for each source of a list."""
     if isinstance(given, list | tuple):
         return {str(place): one for place, one in enumerate(cast("list[object]", given))}
     return {} if given is None else {"": given}
 
 
 def with_defaults(given: object, default: object) -> object:
-    """Return sources with the keys that they leave out filled from data.default."""
+    """Return sources with their missing keys filled from data.default."""
     if not isinstance(default, Mapping):
         return given
     given_there = cast("Mapping[str, object]", default)
@@ -308,10 +294,10 @@ def with_defaults(given: object, default: object) -> object:
 
 
 def as_in_train(validation: Mapping[str, object], train: Mapping[str, object]) -> dict[str, object]:
-    """Return a section of validation with what it leaves out taken from that of data.train.
+    """Return a validation section with its missing keys filled from data.train.
 
-    One that names a data set shares no more than the texts around a prompt; one that has files of its own shares the
-    columns, too, and one that has neither is another split of the same data set.
+    A section with dataset_name inherits only the texts around prompts; with data_path, also the columns; with neither,
+    it is another split of the same data set.
     """
     if validation.get("dataset_name") is not None:
         keys = [*SourceDefaults.model_fields]
@@ -323,7 +309,7 @@ def as_in_train(validation: Mapping[str, object], train: Mapping[str, object]) -
 
 
 def names_of(sources: Mapping[str, SourceConfig]) -> dict[str, str]:
-    """Return a name for each source by its path: that of its set of eval.sets, or its own, numbered where taken."""
+    """Return a unique name for each source by path: its set's name in eval.sets, or its own, numbered if taken."""
     names = dict[str, str]()
     for path, source in sources.items():
         own = path.removeprefix("eval.sets.") if path.startswith("eval.sets.") else source.name

@@ -34,10 +34,7 @@ class TokenRow:
 
 
 def rows_as_batch(rows: Sequence[TokenRow], indices: Sequence[int], pad_token_id: int) -> BatchedDataDict:
-    """Return right-padded rows.
-
-    Returns input_ids [B, S], input_lengths [B], token_mask [B, S], sample_mask [B], prompt_index and sample_index [B].
-    """
+    """Return input_ids, token_mask [B, S], right-padded; input_lengths, sample_mask, prompt_index, sample_index [B]."""
     lengths = torch.tensor([len(row.ids) for row in rows])
     input_ids = torch.full((len(rows), int(lengths.max())), pad_token_id)
     token_mask = torch.zeros(input_ids.shape)
@@ -60,10 +57,7 @@ def given_answers(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> BatchedDat
 
 
 def answer_row(prompt: Prompt, tokenizer: Tokenizer) -> TokenRow:
-    """Return a prompt with its answer, by the chat template where the prompt is a conversation.
-
-    Else its tokens, the answer's and the end of sequence, of which the last two are to be trained on.
-    """
+    """Return a prompt with its answer: a conversation by the chat template, else text and an end of sequence."""
     if prompt.context:
         return conversation_row(
             prompt.context,
@@ -92,7 +86,7 @@ def pair_rows(prompt: Prompt, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRow]
 
 @dataclass(frozen=True)
 class PreferenceSource:
-    """Where the pairs of a DPO run come from: one of each prompt, in 2 rows, chosen then rejected."""
+    """The pairs of a DPO run: one of each prompt, in 2 rows, chosen then rejected."""
 
     prompts: PromptSource
     tokenizer: Tokenizer
@@ -115,10 +109,7 @@ class PreferenceSource:
 
 
 class WrongAnswerPairs(PreferenceSource):
-    """Pairs of an embedded task: the right answer against one with its first and last character changed places.
-
-    Where these are equal, the last digit is another one.
-    """
+    """Pairs of an embedded task: the right answer, and one with its ends swapped or, if equal, another last digit."""
 
     def pair(self, prompt: Prompt) -> Prompt:
         right = prompt.answer
@@ -141,13 +132,12 @@ def conversation_row(
     tools: Tools = (),
     own_turn: bool = False,
 ) -> TokenRow:
-    """Tokens of a conversation that ends with the answer; trained on are the assistant's, the answer's alone or all.
+    """Return a conversation that ends with the answer; trained on are the assistant's turns, the answer alone or all.
 
     A turn is trained on from after the generation prompt to the last end of an answer, or to its end where the template
-    writes none; `ChatTemplate.imitated` may take in what the template writes around that, and `add_eos` an end of
-    sequence at the end of the row. Where a turn begins and ends is found in the text: a template that shows a turn in
-    another way once others follow it, so that its tokens are not those that the model answers with, is refused by a
-    ValueError.
+    writes none; `ChatTemplate.imitated` may take in the template's text around that, and `add_eos` an end of sequence
+    at the end of the row. Raises ValueError for a template that shows a turn in another way once others follow it, so
+    that its tokens are not those that the model answers with.
     """
     turn = Message(ASSISTANT, answer) if isinstance(answer, str) else answer
     messages = [*context, turn]
@@ -182,15 +172,15 @@ def _borders(
     tokenizer: Tokenizer,
     tools: Tools,
 ) -> tuple[int, int]:
-    """Return where in the text a turn begins and ends; prompt: what is shown before it is answered."""
+    """Return a turn's beginning and end in the text; prompt: the text before it is answered."""
     before = rendered(messages[:place], tokenizer, add_generation_prompt=False, tools=tools)
     opening, start = prompt.text.removeprefix(before.text), prompt
 
     def turns(count: int) -> Rendered | None:
-        """Return the beginning that is so many messages; None where they are shown in another way alone.
+        """Return the text's beginning that is so many messages; None where they are shown in another way alone.
 
-        Some templates end the last turn of all in another way than those before it; how a turn ends that others follow
-        is then seen from what stands before the next generation prompt.
+        Some templates end the last turn of all in another way than those before it; the end of such an earlier turn is
+        then found before the next generation prompt.
         """
         alone = rendered(messages[:count], tokenizer, add_generation_prompt=False, tools=tools)
         if shown.begins_with(alone):
@@ -234,10 +224,10 @@ def _borders(
 
 
 def _parted(shown: Rendered, borders: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids of a text, and how many stand before each border of it, which are in order.
+    """Return a text's ids, and the number of ids before each of its borders, which are in order.
 
-    The text is encoded as one, but for a border that a token would join: what stands before it is encoded as a prompt
-    is, and what stands behind it as an answer.
+    The text is encoded as one, but for a border that a token would join: there the text before and the text behind are
+    encoded apart, as a prompt and its answer are.
     """
 
     def encoded(start: int, end: int | None = None) -> list[int]:

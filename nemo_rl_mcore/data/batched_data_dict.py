@@ -110,18 +110,18 @@ class BatchedDataDict(dict[str, Any]):
         return type(self)({other: value for other, value in self.items() if other != key})
 
     def samples(self, rows_per_sample: int = 1) -> list[range]:
-        """Return the rows of each sample, in order: an episode, or what a loss compares, as two answers to a prompt.
+        """Return the rows of each sample, in order: an episode, or the rows that a loss compares.
 
         Raises ValueError when the rows are no whole number of samples, when those of an episode do not stand together,
         and for `episode_index` where a loss compares rows.
         """
         if EPISODE not in self:
             if rows_per_sample < 1 or self.size % rows_per_sample:
-                what = f"{self.size} rows are no whole samples of {rows_per_sample} rows each"
+                what = f"{self.size} rows cannot be divided into samples of {rows_per_sample} rows"
                 raise RefusedError(what, code="rows-per-sample")
             return [range(row, row + rows_per_sample) for row in range(0, self.size, rows_per_sample)]
         if rows_per_sample != 1:
-            what = f"{EPISODE} with samples of {rows_per_sample} rows each, which are no episodes"
+            what = f"{EPISODE} with samples of {rows_per_sample} rows each, which cannot be episodes"
             raise RefusedError(what, code="rows-per-sample")
         numbers: list[int] = self[EPISODE].tolist()
         starts = [row for row, number in enumerate(numbers) if row == 0 or number != numbers[row - 1]]

@@ -1,6 +1,6 @@
-"""Conversations as the chat template of a tokenizer shows them, and what is said between two sampled answers.
+"""Conversations as a tokenizer's chat template shows them, and the ids between two sampled answers.
 
-Sampled ids are never encoded again: the chat template is asked what it writes after an answer, whatever that is.
+Sampled ids are never encoded again: the chat template decides what follows an answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def content_ids(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def with_template(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
-    """Return the prompt with the text that the template makes of its context; a plain text is a user's message."""
+    """Return the prompt with the template's text of its context; a plain text is a user's message."""
     context = prompt.context or (Message(USER, prompt.text, prompt.frame),)
     shown = asked(context, tokenizer, prompt.tools, own_turn=prompt.own_turn)
     return replace(prompt, context=context, text=shown.text, literal=shown.literal)
@@ -51,7 +51,7 @@ def with_template(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
 def asked(
     context: Sequence[Message], tokenizer: Tokenizer, tools: Tools = (), *, own_turn: bool = False
 ) -> Rendered:
-    """Return what is shown before an answer, up to its beginning; one that the context ends with goes on there."""
+    """Return the text before an answer, up to its beginning; an answer that the context ends with goes on there."""
     if not is_begun(context, own_turn=own_turn):
         return rendered(context, tokenizer, add_generation_prompt=True, tools=tools)
     *before, begun = context
@@ -81,8 +81,8 @@ def rendered(
 ) -> Rendered:
     """Return a conversation's text by the chat template; special tokens that messages and tools spell stay text.
 
-    goes_on: the last message is not ended. A content that is null is shown as null, which some templates tell from an
-    empty one, unless they write the word None for it, or fail.
+    goes_on: the last message is not ended. A null content is shown as null, which some templates tell from an empty
+    one, unless they write the word None for it, or fail.
     """
     tokens, texts = tuple(tokenizer.special_tokens), contents(messages, tools)
     seal = None
@@ -122,8 +122,7 @@ class Observer:
 
     With `chat` they are messages of the chat template: the end of the assistant's turn as far as it was not sampled,
     the observation, and the generation prompt. The role `environment` is shown as `user` by a template that does not
-    know it. Else they are plain text, one after the other, as NeMo RL encodes them.
-    rewrites: the template may show earlier turns in another way.
+    know it. Else they are plain text, as NeMo RL encodes them. rewrites: the template may show earlier turns otherwise.
     """
 
     tokenizer: Tokenizer
@@ -133,7 +132,7 @@ class Observer:
     def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
         """Return the ids between a sampled answer, its end of sequence or stop string included, and the next answer.
 
-        Raises ValueError for what the tokenizer or its template does not take, such as a role that it leaves out.
+        Raises ValueError for an observation that the tokenizer or its template does not take.
         """
         tokenizer = self.tokenizer
         if not self.chat:
@@ -146,10 +145,8 @@ class Observer:
     ) -> list[int] | None:
         """Return the ids of all messages, of which the last is an answer, and the observation; None for those at hand.
 
-        messages: what a prompt shows, and what was said since, the first answer as it was sampled.
-
         They are others where a template shows earlier turns in another way once more follows, as one does that drops
-        earlier thoughts. Raises ValueError as `ids_of`.
+        earlier thoughts. messages: those of the prompt and all later ones. Raises ValueError as `ids_of`.
         """
         tools, start, answer = prompt.tools, len(prompt.context), messages[-1].content
         if not self.chat or not (self.rewrites or tools):
@@ -157,9 +154,7 @@ class Observer:
         shown = None
         if len(messages) - 1 == start:
             shown = asked(prompt.context, self.tokenizer, tools, own_turn=prompt.own_turn)
-        if is_begun(
-            prompt.context, own_turn=prompt.own_turn
-        ):  # what was sampled goes on with the prompt's end
+        if is_begun(prompt.context, own_turn=prompt.own_turn):  # the answer goes on with the prompt's end
             first = replace(messages[start], content=messages[start - 1].content + messages[start].content)
             messages = [*messages[: start - 1], first, *messages[start + 1 :]]
         if shown is None:
@@ -193,8 +188,7 @@ def make_observer(tokenizer: Tokenizer, *, chat: bool) -> Observer:
 class Conversation:
     """A conversation to be answered, in which some of the answers were sampled.
 
-    tools: functions that answers may call. goes_on: the last message is the beginning of the answer; else one that is
-    an assistant's is followed by another one.
+    goes_on: the last message is the beginning of the answer; else an assistant's is followed by another one.
     """
 
     tokenizer: Tokenizer
@@ -209,8 +203,8 @@ class Conversation:
     def ids_behind(self, place: int, answer_ids: Sequence[int]) -> list[int] | None:
         """Return the ids between the answer `messages[place]`, whose ids were sampled, and the next answer.
 
-        None where what was shown up to that answer, its thoughts included, is not shown so any more; then the
-        conversation has to be encoded again.
+        None where the text up to that answer, its thoughts included, is shown in another way now; then the conversation
+        has to be encoded again.
         """
         before, answered = (
             rendered(self.messages[:count], self.tokenizer, add_generation_prompt=asking, tools=self.tools)
@@ -239,10 +233,9 @@ class Conversation:
 
 
 def require_append_only(tokenizer: Tokenizer, name: str) -> None:
-    """Refuse a chat template that shows the beginning of a conversation in another way once it goes on.
+    """Raise ValueError where a chat template shows the beginning of a conversation in another way once it goes on.
 
-    name: of the tokenizer, for the message. Raises ValueError with the first text that differs: then an episode is
-    several rows.
+    name: of the tokenizer, for the message.
     """
     if (difference := _first_rewritten(tokenizer)) is not None:
         raise RefusedError(
@@ -254,7 +247,7 @@ def require_append_only(tokenizer: Tokenizer, name: str) -> None:
 
 
 def _first_rewritten(tokenizer: Tokenizer) -> str | None:
-    """Return where the template shows some beginning of a conversation in another way once more follows."""
+    """Return the first text that the template shows in another way once more follows; None where there is none."""
     others = [role for role in ("tool", _ENVIRONMENT) if _knows(tokenizer, role)]
     for role, answer in product((USER, *others), _ANSWERS):
         turn = (Message(ASSISTANT, answer), Message(role, "the reply"))
@@ -270,7 +263,7 @@ def _first_rewritten(tokenizer: Tokenizer) -> str | None:
 
 @lru_cache(maxsize=8)
 def end_of_answers(tokenizer: Tokenizer) -> str:
-    """Return what the template writes after an answer that nothing follows."""
+    """Return the template's text after an answer that nothing follows."""
     return _behind_answer(tokenizer, (), add_generation_prompt=False).text
 
 
@@ -284,7 +277,7 @@ def _behind_answer(
 
 
 def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendered, end: str) -> list[int]:
-    """Return the ids of what stands after an answer, from the end of its turn on, as far as it was not sampled."""
+    """Return the ids after an answer, from the end of its turn on, as far as they were not sampled."""
     whole = tokenizer.encode(behind.text, behind.literal)
     if not end and [*answer_ids[-1:]] == whole[:1] and whole[0] in tokenizer.ends:
         return whole[1:]  # the template ends a turn only once another one follows
@@ -299,7 +292,7 @@ def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendere
 
 
 def _knows(tokenizer: Tokenizer, role: str) -> bool:
-    """Tell whether the template shows messages of a role; those of other ones it may refuse, or leave out."""
+    """Return whether the template shows messages of a role; it may refuse, or leave out, those of other ones."""
     try:
         shown = _behind_answer(tokenizer, [Message(role, _CONTENT)], add_generation_prompt=True)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Rows as what is shown and what is answered, checked without torch; each mistake is named by its place."""
+"""Sources of rows as prompts, checked without torch; each mistake is a problem that names its place."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from string import Formatter
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.config.shares import Shares
 from nemo_rl_mcore.config.source import SourceConfig, SourceDefaults, names_of
 from nemo_rl_mcore.data.datasets import Prompt, shuffled
 from nemo_rl_mcore.data.messages import Message, contents, pattern_of
 from nemo_rl_mcore.data.rows import RowError, RowReader, read_rows
 
 _SHOWN_ROWS = 5
-"""Bad rows of a source that are told one by one."""
-_REMEDY = 'say where it stands with answer: {after: "####"}, {boxed: true}, {regex: ...} or {key: ...}, or mend the row'
+"""Bad rows of a source that are reported one by one."""
+_UNSCORED = (
+    'say where it stands with answer: {after: "####"}, {boxed: true}, {regex: ...} or {key: ...}, '
+    "or correct the row"
+)
 TOKENS_KEY = "data.special_tokens_in_content"
 TOKENS_REMEDY = "set {} to text, its characters, or to parse, the control token, as NeMo RL reads it"
 
 
 @dataclass(frozen=True)
 class PromptTexts:
-    """The texts before and behind a prompt, and the system prompt; null where there is none."""
+    """Texts before and behind a prompt, and the system prompt; None where there is none."""
 
     before: str = ""
     behind: str = ""
@@ -60,7 +62,7 @@ class PromptTexts:
 
 
 def read_texts(source: SourceDefaults) -> tuple[PromptTexts, list[Problem]]:
-    """Return the texts of a source; problems with their files name paths relative to the source.
+    """Return a source's texts and the problems with their files, by paths relative to the source.
 
     A text with a problem is left out: rows can be read without it. It has one place for the prompt, and nothing else in
     it is ever evaluated.
@@ -94,82 +96,64 @@ def read_texts(source: SourceDefaults) -> tuple[PromptTexts, list[Problem]]:
 
 @dataclass(frozen=True)
 class Examples:
-    """The rows to train on, and those held out; of several sources one after the other, or in turns."""
+    """Rows to train on, source after source, and rows held out, of all sources in turns."""
 
     train: list[Prompt]
     held_out: list[Prompt]
 
 
-Sources = Mapping[str, SourceConfig]
-"""Sources by their path in the recipe."""
-
-
 def read_examples(
-    train: Sources, validation: Sources, kind: RowKind, *, chat: bool
+    train: Mapping[str, SourceConfig], validation: Mapping[str, SourceConfig], kind: RowKind, *, chat: bool
 ) -> tuple[Examples, list[Problem]]:
-    """Read all rows; without sources to validate with each of the others holds out a share.
+    """Read all rows of sources, by their path in the recipe; without `validation` each of `train` holds out a share.
 
-    What is wrong comes as problems, with paths of the recipe. An index is unique among the rows that are trained on,
-    and among those held out.
+    An index is unique among the rows to train on, and among those held out.
     """
-    trained, shares, problems = list[Prompt](), list[list[Prompt]](), list[Problem]()
-    for kept, held_out, wrong in _read_all(train, kind, chat=chat, split=not validation):
-        trained += kept
-        problems += wrong
-        shares.append(held_out)
-    if validation:
-        held_out, more = read_held_out(validation, kind, chat=chat)
-        return Examples(trained, held_out), [*problems, *more]
-    return Examples(trained, [*filter(None, chain(*zip_longest(*shares)))]), problems
+    examples, problems = Examples([], []), list[Problem]()
+    for sources, is_held_out in ((train, False), (validation, True)):
+        names, first, apart = names_of(sources), 0, list[list[Prompt]]()
+        for path, source in sources.items():
+            share = 1.0 if is_held_out else 0.0 if validation else source.split_validation_size
+            name = names[path] if len(sources) > 1 else ""
+            kept, held_out, wrong = read_set(
+                path, source, kind, chat=chat, name=name, first=first, share=share
+            )
+            first += len(kept) + len(held_out)
+            examples.train.extend(kept)
+            apart.append(held_out)
+            problems += wrong
+        examples.held_out.extend(filter(None, chain(*zip_longest(*apart))))
+    return examples, problems
 
 
-def read_held_out(validation: Sources, kind: RowKind, *, chat: bool) -> tuple[list[Prompt], list[Problem]]:
-    read = [*_read_all(validation, kind, chat=chat, answered=True)]
-    in_turns = chain(*zip_longest(*(rows for rows, _, _ in read)))
-    return [*filter(None, in_turns)], [one for *_, wrong in read for one in wrong]
-
-
-def read_set(path: str, source: SourceConfig, *, chat: bool) -> tuple[list[Prompt], list[Problem]]:
-    [(rows, _, problems)] = _read_all({path: source}, RowKind.PROMPTS, chat=chat, names={path: source.name})
-    return rows, problems
-
-
-def hash_fraction(asked: str) -> float:
-    """Return a number in [0, 1) from a prompt's text alone: equal prompts stand on the same side of a split."""
-    digest = hashlib.sha256(f"held-out:{asked}".encode(errors="surrogatepass")).digest()
-    return int.from_bytes(digest[:6], "big") / 2**48
-
-
-def _read_all(
-    sources: Sources,
+def read_set(
+    path: str,
+    source: SourceConfig,
     kind: RowKind,
     *,
     chat: bool,
-    split: bool = False,
-    answered: bool = False,
-    names: Mapping[str, str] | None = None,
-) -> Iterator[tuple[list[Prompt], list[Prompt], list[Problem]]]:
-    """Yield of each source its rows, those of them that are held out, and what is wrong.
+    name: str = "",
+    first: int = 0,
+    share: float = 0.0,
+) -> tuple[list[Prompt], list[Prompt], list[Problem]]:
+    """Return a source's rows, the share of them that is held out, and problems with paths of the recipe.
 
-    split: hold out the source's share. answered: all prompts are, not those held out alone.
+    path: of the source. name: set in its rows. first: their first index.
     """
-    names = names or (names_of(sources) if len(sources) > 1 else dict.fromkeys(sources, ""))
-    first = 0
-    for path, source in sources.items():
-        rows, problems = _read(names[path], path, source, kind, chat=chat, first=first)
-        first += len(rows)
-        share = source.split_validation_size if split else 0.0
-        kept = [row for row, fraction in rows if fraction >= share]
-        held_out = [row for row, fraction in rows if fraction < share]
-        scored = held_out + (kept if answered or kind is RowKind.PROMPTS else [])
-        wrong = dict.fromkeys(f"{row.place}: {row.unscored}" for row in scored if row.unscored)
-        yield kept, held_out, [*problems, *_first(f"{path}.answer", [*wrong], _REMEDY)]
+    once, problems = _read(path, source, kind, chat=chat)
+    kept, held_out = list[Prompt](), list[Prompt]()
+    # Each time with indices of their own, which the sampling noise is keyed by.
+    for index, (row, fraction) in enumerate(once * source.repeat, start=first):
+        (kept if fraction >= share else held_out).append(replace(row, index=index, source=name))
+    scored = held_out + (kept if kind is RowKind.PROMPTS else [])
+    unscored = dict.fromkeys(f"{row.place}: {row.unscored}" for row in scored if row.unscored)
+    return kept, held_out, [*problems, *_wrong_rows(f"{path}.answer", [*unscored], _UNSCORED)]
 
 
 def _read(
-    name: str, path: str, source: SourceConfig, kind: RowKind, *, chat: bool, first: int
+    path: str, source: SourceConfig, kind: RowKind, *, chat: bool
 ) -> tuple[list[tuple[Prompt, float]], list[Problem]]:
-    """Return rows, each with the fraction of what it asks before it gets its texts."""
+    """Return rows, each with the fraction of its question before that gets its texts."""
     texts, wrong = read_texts(source)
     problems = [problem.below(path) for problem in wrong]
     try:
@@ -192,22 +176,24 @@ def _read(
                     return [], [*problems, Problem("wrong-row", missing[0], str(error), "name one of those")]
             continue
         if read is not None:
-            shown = replace(texts.shown(read, chat=chat), index=first + len(once), source=name)
-            once.append((shown, hash_fraction(repr(read.context) if read.context else read.text)))
+            question = repr(read.context) if read.context else read.text
+            once.append((texts.shown(read, chat=chat), hash_fraction(question)))
     if 1 < len(missing) == len(bad) and not once:  # no line has the column: the key is wrong, not the lines
-        problems.append(Problem("wrong-row", missing[0], bad[0], "name one of those"))
-    else:
-        problems += _first(f"{path}.data_path", bad)
-    # Each time with indices of their own, which is what sampling draws its noise by.
-    repeated = range(0, source.repeat * len(once), len(once)) if once else ()
-    return [(replace(row, index=row.index + more), part) for more in repeated for row, part in once], problems
+        return once, [*problems, Problem("wrong-row", missing[0], bad[0], "name one of those")]
+    return once, [*problems, *_wrong_rows(f"{path}.data_path", bad)]
 
 
-def _first(key: str, wrong: Sequence[str], remedy: str = "") -> Iterator[Problem]:
+def _wrong_rows(key: str, wrong: Sequence[str], remedy: str = "") -> Iterator[Problem]:
     for text in wrong[:_SHOWN_ROWS]:
         yield Problem("wrong-row", key, text, remedy)
     if (rest := len(wrong) - _SHOWN_ROWS) > 0:
         yield Problem("wrong-row", key, f"{rest} more rows are wrong")
+
+
+def hash_fraction(asked: str) -> float:
+    """Return a number in [0, 1) from a prompt's text alone: equal prompts stand on the same side of a split."""
+    digest = hashlib.sha256(f"held-out:{asked}".encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def count_problems(
@@ -220,22 +206,17 @@ def count_problems(
         what = f"the {needed} rows of a step are more than {given}"
         yield Problem("too-few-rows", key, what, "lower it, or add rows")
     elif (weights := config.source_weights) is not None:
-        shares, rows = Shares(weights), Counter(row.source for row in train)
-        for source, path in enumerate(names_of(config.train_sources)):
-            name = shares.names[source]
-            share = shares.most(source, needed, config.prompts_per_step)
+        rows = Counter(row.source for row in train)
+        for path, name in names_of(config.train_sources).items():
+            share = round(needed * weights[name] / sum(weights.values()))
             if share > rows[name]:
                 of_step = f"its share of the {needed} rows of a step is {share}"
                 what = f"{of_step}, more than the {rows[name]} rows of {name!r}"
                 yield Problem("too-few-rows", f"{path}.weight", what, f"lower it, lower {key}, or add rows")
-    yield from held_out_problems(config, held_out)
-
-
-def held_out_problems(config: RunConfig, held_out: Sequence[Prompt]) -> Iterator[Problem]:
     if not config.loop.validates or held_out:
         return
     keys = [] if config.loop.max_val_samples == 0 else ["max_val_samples"]
-    keys += [] if config.given_rows is None else ["val_batches"]
+    keys += [] if config.val_loss_samples == 0 else ["val_batches"]
     for key in keys:
         what = "a validation takes one row or more, and 0 are held out"
         remedy = "give data.validation or a larger data.train.split_validation_size, or turn validation off"
@@ -245,10 +226,8 @@ def held_out_problems(config: RunConfig, held_out: Sequence[Prompt]) -> Iterator
 def special_token_problems(
     config: RunConfig, parts: Mapping[str, Sequence[Prompt]], tokens: Sequence[str], kind: RowKind
 ) -> Iterator[Problem]:
-    """Yield how many rows of each part of the data spell a special token, if the recipe does not say what that is."""
-    if config.data.special_tokens_in_content is not None:
-        return
-    for path, rows in parts.items():
+    """Yield the number of rows of each part of the data that spell a special token, if the recipe leaves that open."""
+    for path, rows in parts.items() if config.data.special_tokens_in_content is None else ():
         found = [(row.place, token) for row in rows if (token := first_token(row, tokens, kind))]
         if found:
             place, token = found[0]
@@ -258,7 +237,7 @@ def special_token_problems(
 
 
 def first_token(row: Prompt, tokens: Sequence[str], kind: RowKind) -> str | None:
-    """Find the first special token that what is read of a row, which is not rendered yet, spells."""
+    """Find the first special token that a row's content spells, before the row is rendered."""
     if not tokens:
         return None
     start, end = row.frame[0], len(row.text) - row.frame[1]

@@ -1,7 +1,6 @@
-"""Models and tokenizers of Hugging Face: where they lie, what their files say, and fetching them.
+"""Folders of Hugging Face's models and tokenizers: found, fetched and examined, without a framework.
 
-Libraries are imported where they are used: `huggingface_hub` to fetch, `tokenizers` and `safetensors` to examine files,
-which takes 15 ms each, and imports no framework.
+`huggingface_hub`, `tokenizers` and `safetensors` are imported where they are used, in 15 ms each.
 """
 
 # huggingface_hub leaves parameters of its functions untyped.
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from nemo_rl_mcore.config.policy import PolicyConfig
 
 CHAR_TOKENIZER_NAME = "char"
-# The position of a character is its id. Letters carry no meaning: they are what a fresh model babbles.
+# The position of a character is its id. Letters carry no meaning: a fresh model babbles them.
 CHAR_VOCABULARY = "0123456789+=>#^$_abcdefghijklmno"
 CHAR_EOS = "$"
 GENERATION = "generation_config.json"
@@ -36,21 +35,17 @@ INDEX = "model.safetensors.index.json"
 KEY = "policy.tokenizer.name"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _OF_TOKENIZERS = (
-    "tokenizer*",
-    "*.jinja",
-    "special_tokens_map.json",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
+    *("tokenizer*", "*.jinja", "special_tokens_map.json"),
+    *("vocab*", "merges.txt", "added_tokens.json"),
 )
 _OF_MODELS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
-# Copies of the weights in other formats.
 _UNWANTED = ("consolidated*", "original/*")
+"""Copies of the weights in other formats."""
 _REMEDY = "name a local Hugging Face tokenizer folder, or set it to char"
 
 
 def is_hub_id(name: str) -> bool:
-    """Tell whether a name may be that of a model on the hub: `organisation/model`."""
+    """Return whether a name may be that of a model on the hub: `organisation/model`."""
     return _HUB_ID.fullmatch(name) is not None
 
 
@@ -79,18 +74,18 @@ def read_object(path: Path, key: str) -> dict[str, object]:
     """Return the object that a JSON file of transformers holds; raises ConfigError with a problem of the key."""
     try:
         config = read_json(path, finite=False)  # transformers writes Infinity
+        if not isinstance(config, dict):
+            raise ValueError("it does not hold an object")
+        return cast("dict[str, object]", config)
     except (OSError, ValueError) as error:
         raise ConfigError([Problem("not-readable", key, f"{str(path)!r} cannot be read: {error}")]) from error
-    if not isinstance(config, dict):
-        raise ConfigError([Problem("not-readable", key, f"{str(path)!r} does not hold an object")])
-    return cast("dict[str, object]", config)
 
 
 def end_ids(model_name: str | None, tokenizer: str) -> tuple[int, ...]:
     """Return each id of `eos_token_id` in generation_config.json and config.json of these folders or hub ids.
 
-    A checkpoint has the former beside its tokenizer. What is not on this machine yet says nothing.
-    Raises ConfigError for what is no id, and for a file that cannot be read.
+    A checkpoint has the former beside its tokenizer. Files that are not on this machine yet are passed over.
+    Raises ConfigError for a value that is no id, and for a file that cannot be read.
     """
     found = list[int]()
     for key, name in (("policy.model_name", model_name), (KEY, tokenizer)):
@@ -101,13 +96,13 @@ def end_ids(model_name: str | None, tokenizer: str) -> tuple[int, ...]:
                 if isinstance(one, int) and not isinstance(one, bool) and one >= 0:
                     found.append(one)
                 elif given is not None:
-                    what = f"{str(file)!r}: {EOS} holds {quoted(one)}, which is no id of a token"
+                    what = f"{str(file)!r}: {EOS} holds {quoted(one)}, which is not a token id"
                     raise ConfigError([Problem("not-readable", key, what, "write one id, or a list of them")])
     return tuple(dict.fromkeys(found))
 
 
 def fetched_folder(name: str) -> Path:
-    """Return the folder of a model: the path itself or, for a hub id, its snapshot in the cache, completed if need be.
+    """Return a model's folder: the path itself or, for a hub id, its snapshot in the cache, completed if need be.
 
     Ranks of one machine may call it at the same time: the hub's locks let one of them fetch.
     Raises ValueError when the model is not here and cannot be fetched.
@@ -115,16 +110,12 @@ def fetched_folder(name: str) -> Path:
     folder = local_folder(name)
     if folder is not None and (folder == Path(name) or _is_complete(folder)):
         return folder
-    return _fetched(
-        name, _OF_MODELS, f"policy.model_name: {name!r} is not complete", "incomplete-model", whole=True
-    )
+    what = f"policy.model_name: {name!r} is not complete"
+    return _fetched(name, _OF_MODELS, what, "incomplete-model", whole=True)
 
 
 def fetch_tokenizer(name: str) -> None:
-    """Have the tokenizer of a hub id in the local cache, without weights; of a folder there is nothing to do.
-
-    Raises ValueError when it is not here and cannot be fetched.
-    """
+    """Fetch the tokenizer of a hub id into the local cache, if need be; ValueError when it cannot be fetched."""
     folder = local_folder(name)
     if is_hub_id(name) and (folder is None or not any(folder.glob("tokenizer*"))):
         _fetched(name, (*_OF_TOKENIZERS, GENERATION), f"{KEY}: {name!r} is not", "no-tokenizer")
@@ -135,15 +126,15 @@ def _fetched(name: str, wanted: tuple[str, ...], what: str, code: str, *, whole:
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=[*wanted], ignore_patterns=[*_UNWANTED]))
-        if whole and not _is_complete(folder):  # offline the library is content with what there is
+        if whole and not _is_complete(folder):  # offline the library is content with an incomplete one
             raise FileNotFoundError("offline, or a model without safetensors files")
         return folder
     except Exception as error:
         # Offline, an unknown name, a gated model, a full disk: the library raises classes of four other libraries.
         reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
-        lacking = f"{what} in the local Hugging Face cache and cannot be fetched ({reason})"
         remedy = "fetch it where there is a network, or name a local folder"
-        raise RefusedError(f"{lacking}; {remedy}", code=code) from error
+        lacking = f"{what} in the local Hugging Face cache and cannot be fetched ({reason}); {remedy}"
+        raise RefusedError(lacking, code=code) from error
 
 
 def _is_complete(snapshot: Path) -> bool:
@@ -154,8 +145,7 @@ def _is_complete(snapshot: Path) -> bool:
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor, which need not exist where an index names it; raises ValueError."""
-    index = folder / INDEX
-    if index.is_file():
+    if (index := folder / INDEX).is_file():
         return {name: _weight_file(folder, file) for name, file in read_weight_map(index).items()}
     if not (folder / ONE_FILE).is_file():
         what = f"{str(folder)!r} holds neither {ONE_FILE} nor {INDEX}; other formats are not read"
@@ -194,7 +184,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
             raise ValueError("it has no weight_map")
         for name, file in cast("dict[str, object]", found).items():
             if not isinstance(file, str):
-                raise ValueError(f"weight_map.{shortened(name)} is no name of a file")
+                raise ValueError(f"weight_map.{shortened(name)} is not a file name")
         return cast("dict[str, str]", found)
     except (OSError, ValueError) as error:
         what = f"{str(index)!r} is not an index of safetensors files: {error}"
@@ -204,7 +194,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def _weight_file(folder: Path, name: str) -> Path:
     """Return the path of a file of weights, which need not exist; raises ValueError when it leads out of the folder.
 
-    A snapshot in the hub's cache (`snapshots/REVISION`) is made of links into `blobs` beside it; those are its own.
+    A snapshot in the hub's cache (`snapshots/REVISION`) may have links into `blobs` beside it.
     """
     path, inside = folder / name, PurePosixPath(name)
     home, end = folder.resolve(), path.resolve()
@@ -212,9 +202,7 @@ def _weight_file(folder: Path, name: str) -> Path:
     if home.parent.name == "snapshots":
         homes.append((home.parent.parent / "blobs").resolve())
     if inside.is_absolute() or ".." in inside.parts or not any(end.is_relative_to(one) for one in homes):
-        what = (
-            f"{str(path)!r} leads out of the folder, to {str(end)!r}; name the folder of the weights itself"
-        )
+        what = f"{str(path)!r} leads out of the folder, to {str(end)!r}; name the weights' own folder"
         raise RefusedError(what, code="outside-folder")
     if end.exists() and not end.is_file():
         raise RefusedError(f"{str(path)!r} cannot be read: no regular file", code="not-a-regular-file")
@@ -222,7 +210,7 @@ def _weight_file(folder: Path, name: str) -> Path:
 
 
 def tokenizer_problems(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield what stops `policy.tokenizer.name` from being loaded, or from fitting policy.model.vocab_size."""
+    """Yield reasons why `policy.tokenizer.name` cannot be loaded, or does not fit policy.model.vocab_size."""
     name = policy.tokenizer.name
     folder = _tokenizer_folder(name)
     if folder is None:
@@ -260,7 +248,7 @@ def has_tokenizer(name: str) -> bool:
 
 
 def special_tokens_of(name: str) -> list[str]:
-    """Return the special tokens that the JSON of a tokenizer names; the libraries know those of other formats."""
+    """Return the special tokens in a tokenizer's JSON; the libraries know those of other formats."""
     folder = _tokenizer_folder(name)
     tokenizer = None if folder is None else _read_tokenizer(folder)[1]
     added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
@@ -268,7 +256,7 @@ def special_tokens_of(name: str) -> list[str]:
 
 
 def ends_of(policy: PolicyConfig) -> dict[int, str]:
-    """Return the ids that end answers, with their texts, as far as files that are here tell.
+    """Return the ids that end answers, with their texts, as far as the files are here.
 
     The tokenizer's own is the first; then come those of the model's files, and those of the recipe.
     """
@@ -307,7 +295,7 @@ def _read_tokenizer(folder: Path) -> tuple[Tree, Tokenizer | None, list[Problem]
 
 
 def too_large(policy: PolicyConfig, rows: int, lacking: Sequence[str] = ()) -> Problem:
-    """Return that the tokenizer needs more rows of embeddings than the model has; lacking: tokens without one."""
+    """Return the problem of a tokenizer that needs more embeddings than the model has; lacking: tokens without one."""
     name, there = policy.tokenizer.name, policy.model.vocab_size
     without = f", none for {', '.join(map(repr, lacking))}" if lacking else ""
     if policy.weights is not None:
@@ -331,7 +319,7 @@ def _parsed(content: bytes) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(content)
     except BaseException as error:
-        # Some files have the library panic; what that raises is no Exception, and its class cannot be imported.
+        # Some files make the library panic; that error is no Exception, and its class cannot be imported.
         if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")) from error

@@ -1,7 +1,4 @@
-"""The turns of a conversation, and texts for a model in which content spells special tokens.
-
-Where these stand is kept, for they are to be encoded as text.
-"""
+"""The turns of a conversation, and texts in which the places of special tokens that content spells are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ type Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function that an answer calls. arguments: a JSON object, or what the model wrote in its place."""
+    """A function that an answer calls. arguments: a JSON object, or the model's text in its place."""
 
     id: str
     name: str
@@ -36,7 +33,7 @@ class ToolCall:
         return cast("dict[str, Any]", found) if isinstance(found, dict) else self.arguments
 
     def fields(self, *, parsed: bool) -> dict[str, Any]:
-        """Return it as OpenAI writes it; parsed: with arguments as chat templates expect them."""
+        """Return it in OpenAI's form; parsed: with arguments as chat templates expect them."""
         function = {"name": self.name, "arguments": self.parsed if parsed else self.arguments}
         return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
 
@@ -46,19 +43,19 @@ class Message:
     role: str
     content: str
     frame: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
-    """Characters at its beginning and at its end that a file of the recipe says; what is between them is content."""
+    """Characters at its beginning and at its end that are of a file of the recipe; those between them are content."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Functions that an assistant calls."""
     tool_call_id: str = ""
-    """Which call a tool answers."""
+    """Of the call that a tool answers."""
     name: str = ""
-    """Who speaks, such as the tool that answers."""
+    """Of the speaker, such as the tool that answers."""
     reasoning: str = ""
     """Thoughts of an assistant, where they are apart from its content."""
     more: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False, repr=False)
     """Further fields, which the chat template gets as they are."""
     null: bool = field(default=False, compare=False, repr=False)
-    """The content is null, which some templates tell from an empty one."""
+    """The content is null, which some templates show otherwise than an empty one."""
     trained: bool = field(default=True, compare=False, repr=False)
     """False of an assistant's message that is shown, and not imitated."""
 
@@ -82,10 +79,7 @@ class Message:
         )
 
     def fields(self, *, parsed: bool) -> dict[str, Any]:
-        """Return its fields as OpenAI names them; what it has not is not there.
-
-        parsed: arguments of calls are objects, as chat templates are written for, not text.
-        """
+        """Return its fields by OpenAI's names, without empty ones; parsed: arguments as objects, for chat templates."""
         shown: dict[str, Any] = {"role": self.role, "content": None if self.null else self.content}
         if self.tool_calls:
             shown["tool_calls"] = [call.fields(parsed=parsed) for call in self.tool_calls]
@@ -106,7 +100,7 @@ def with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 type Context = str | Sequence[Message]
-"""What the model is shown before it answers: a text, or a conversation."""
+"""The question: a text, or a conversation."""
 
 
 class MessageError(RefusedError):
@@ -149,10 +143,10 @@ def read_message(given: object, path: str) -> Message:
 
 
 def read_row_message(given: object, path: str) -> Message:
-    """Read a message of data, in which a content may be null of an assistant that says something else."""
+    """Read a message of data, in which an assistant's content may be null beside something else."""
     message = read_message(given, path)
     if message.null and message == Message(message.role, ""):
-        raise MessageError(f"{path}.content", "is null or missing, and the message says nothing else")
+        raise MessageError(f"{path}.content", "is null or missing, and the message has nothing else")
     if message.null and message.role != "assistant":
         raise MessageError(f"{path}.content", "is null or missing, which it may be of an assistant alone")
     return message
@@ -199,13 +193,13 @@ MASK = "\ue000"
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text for the model; `literal` are the special tokens in it that content spells."""
+    """A text for the model; literal: the special tokens in it that content spells."""
 
     text: str
     literal: Spans = ()
 
     def begins_with(self, beginning: Rendered) -> bool:
-        """Tell whether it begins with another text, the special tokens that content spells in both alike."""
+        """Return whether it begins with another text, and content spells the same special tokens in both."""
         within = takewhile(lambda span: span[1] <= len(beginning.text), self.literal)
         return self.text.startswith(beginning.text) and tuple(within) == beginning.literal
 
@@ -216,7 +210,7 @@ class Rendered:
 
 
 def contents(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
-    """Return what messages say that no file of the recipe does, their roles among it, and what tools say."""
+    """Return all texts of messages but their frames, roles among them, and all texts of tools."""
     said = list[str]()
 
     def keep(text: str) -> str:

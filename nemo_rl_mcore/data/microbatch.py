@@ -1,4 +1,4 @@
-"""Cut a batch into microbatches, and put what they give back into the batch's order.
+"""Cut a batch into microbatches, and put their results into the batch's order.
 
 Three classes say how: `groups` gives the rows of each microbatch, every row in exactly one and no sample parted, and
 `build` a microbatch for each group; one for an empty group is filling alone, a sample of it at least.
@@ -49,7 +49,7 @@ class Microbatch:
 
     @property
     def whole(self) -> Microbatch:
-        """All of what ranks share of which each sees a part: itself, where each sees all of it."""
+        """The whole microbatch where ranks see a part of it each: itself, where each sees all of it."""
         return self
 
     @property
@@ -150,9 +150,9 @@ class TokenBudget:
     column_multiple: int = 1
 
     def padded(self, length: int, *, at_most: int | None = None) -> int:
-        """Return what `length` tokens are padded to; not beyond `at_most`, or the budget if that is less.
+        """Return the padded length of `length` tokens, not beyond `at_most`, or the budget if that is less.
 
-        What is above the budget, as a sample of several rows may be, is not rounded up.
+        A length above the budget, as of a sample of several rows, is not rounded up.
         """
         limit = self.tokens if at_most is None else min(self.tokens, at_most)
         rounded = min(round_up(max(length, 1), self.length_round), max(limit, length))
@@ -199,7 +199,7 @@ class DynamicRows:
         columns = 0
         samples = data.samples(self.rows_per_sample)
         longest = {sample: max(lengths[row] for row in sample) for sample in samples}
-        # Longest first: what needs the most memory comes first, and the columns are known when a group begins.
+        # Longest first: most memory is needed at once, and the columns are known when a group begins.
         for sample in sorted(longest, key=lambda sample: -longest[sample]):
             if not groups or (len(groups[-1]) + len(sample)) * columns > self.budget.tokens:
                 groups.append([])
@@ -243,7 +243,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Groups:
 class PackedMicrobatch(Microbatch):
     """Rows that pass through the model as one, one after the other without padding between them.
 
-    Losses never learn of it: what the model says of the packed row's L tokens is laid out as rows before they see it.
+    Losses never learn of it: the model's values for the packed row's L tokens are laid out as rows before.
 
     sources: int64, where each token of the packed row stands in the flattened [B, S] rows; padding follows them.
     lengths: the tokens of each row of `rows`, with the padding after them.
@@ -256,7 +256,7 @@ class PackedMicrobatch(Microbatch):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """0, the end of each sample, and L; what padding follows the samples stands alone too."""
+        """0, the end of each sample, and L; padding behind the samples stands alone too."""
         ends = accumulate(length for length in self.lengths if length)
         padding = (self.columns,) if len(self.sources) < self.columns else ()
         return (0, *ends, *padding)

@@ -1,10 +1,10 @@
-"""Rows of a source as they lie there, and each of them as a prompt with its answers.
+"""Read a source's rows and turn each into a prompt with its answers.
 
-JSON and JSONL are read here, every other format by the library `datasets`, which is imported where one is named. It
-runs no code of a data set: what releases before 4 did only with trust_remote_code is gone from it.
+JSON and JSONL are parsed here; the `datasets` library, imported only when needed, reads every other format. It never
+runs code from a data set: release 4 removed trust_remote_code.
 """
 
-# datasets leaves most of its types open.
+# The datasets library is mostly untyped.
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportMissingTypeStubs=false
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from glob import glob
 from logging import CRITICAL
@@ -30,15 +30,10 @@ from nemo_rl_mcore.data.strict_json import MAY_BE_TORN, parse_json, read_json, r
 from nemo_rl_mcore.errors import RefusedError, code_of, quoted, shortened
 
 GYM_COLUMN = "responses_create_params"
-"""The column of a row of NeMo Gym's that has the first call of its agent."""
+"""The column in NeMo Gym's rows that holds an agent's first call."""
 _LIBRARY_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-"""The library's names of the formats that it reads, by the end of a file's name."""
-_OF_PARTS, _OF_A_PART = "dataset_dict.json", "state.json"
-_BUFFER = 10_000
-"""Rows of a stream that the next one is drawn from."""
-_PLACE = "__place__"
-"""The column that keeps a row's place in the stream through the shuffle."""
-_TORN = "half a surrogate pair, which is no character, in"
+_OF_A_PART = "state.json"
+_TORN = "half a surrogate pair, which is not a character, in"
 _ASSISTANT = "assistant"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": _ASSISTANT}
 _NEEDS_TEMPLATE = "which needs data.apply_chat_template: true"
@@ -46,7 +41,7 @@ _NEEDS_TEMPLATE = "which needs data.apply_chat_template: true"
 
 @dataclass(frozen=True)
 class Row:
-    """A row and its place; `wrong` says what keeps it from being one. of_lines: each row has columns of its own."""
+    """A row and its place. wrong: why the row cannot be read. of_lines: whether each row has its own columns."""
 
     place: str
     values: Mapping[str, object]
@@ -55,7 +50,7 @@ class Row:
 
 
 def is_fetched(source: SourceConfig) -> bool:
-    """Return whether the rows are those of a data set of the hub: a name without a file or folder of that name."""
+    """Return whether the source names a hub data set rather than a local file or folder."""
     return any(map(_is_hub_name, source.paths))
 
 
@@ -65,22 +60,26 @@ def _is_hub_name(path: str) -> bool:
 
 
 def refused(code: Code, key: str, what: str, remedy: str = "") -> ConfigError:
-    """Return the error of one problem, whose path is below the source."""
+    """Return a ConfigError for one problem. key: path of the setting, relative to the source."""
     return ConfigError([Problem(code, key, what, remedy)])
 
 
 def read_rows(source: SourceConfig) -> Sequence[Row]:
-    """Return all rows of a source; raises ConfigError with the path of its key below the source."""
+    """Return all rows of a source. Raises ConfigError, with key paths relative to the source."""
     [first, *others] = source.paths
-    rows = list[Row]()
+    rows, split = list[Row](), source.split or "train"
     try:
         if _is_hub_name(first) or Path(first).is_dir():
             if others:
-                what = f"{first!r} is no file, and not alone"
+                what = f"{first!r} is not a file and cannot be combined with others"
                 raise refused("wrong-kind", "data_path", what, "name files, or one folder")
-            return _read_data_set(first, source.subset, source.split or "train")
+            rows = _library_rows(_data_set(first, source.subset, split), f"{first}, {split}")
+            if not rows:
+                what = f"{split!r} of {first!r} holds no row"
+                raise refused("too-few-rows", "split", what, "name another one")
+            return rows
         if source.subset is not None:
-            what = f"{source.subset!r} does not go with files"
+            what = f"{source.subset!r} cannot be combined with files"
             raise refused("incompatible", "subset", what, "remove it")
         for path in source.paths:
             found = sorted(glob(path)) if "*" in path else [path]
@@ -90,12 +89,11 @@ def read_rows(source: SourceConfig) -> Sequence[Row]:
             rows += [row for file in found for row in _read_file(file)]
     except MemoryError as error:
         what = f"{', '.join(map(repr, source.paths))}: more rows than this machine has memory for"
-        remedy = "set streaming: true, name a part of them, or a larger machine"
+        remedy = "name a part of them, or a larger machine"
         raise refused("too-large", "data_path", what, remedy) from error
-    if source.split in (None, "train"):
+    if split == "train":
         return rows
-    ranges = _named_ranges(source.split, {"train": len(rows)})
-    return [row for _, start, end in ranges for row in rows[start:end]]
+    return [row for _, start, end in _ranges(split, {"train": len(rows)}) for row in rows[start:end]]
 
 
 def _read_file(path: str) -> Sequence[Row]:
@@ -103,8 +101,7 @@ def _read_file(path: str) -> Sequence[Row]:
     if suffix in _LIBRARY_FORMATS:
         if not Path(path).is_file():
             raise refused("not-found", "data_path", f"{here}: no such file", "correct the path")
-        found = _loaded(path, format=_LIBRARY_FORMATS[suffix], data_files=path, split="train")
-        return _library_rows(found, path)
+        return _library_rows(_loaded(path, files=[path], split="train"), path)
     try:
         content = read_regular(Path(path)).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
@@ -114,13 +111,10 @@ def _read_file(path: str) -> Sequence[Row]:
         try:
             values = cast("list[object]", parse_json(content))
         except ValueError as error:
-            raise refused(
-                "not-readable", "data_path", f"{path!r} is not JSON: {error}", "correct it"
-            ) from error
-        torn = bool(MAY_BE_TORN.search(content))
-        rows = [
-            _row_of(f"{path}, row {number}", value, torn=torn) for number, value in enumerate(values, start=1)
-        ]
+            what = f"{path!r} is not JSON: {error}"
+            raise refused("not-readable", "data_path", what, "correct it") from error
+        torn, numbered = bool(MAY_BE_TORN.search(content)), enumerate(values, start=1)
+        rows = [_row_of(f"{path}, row {number}", value, torn=torn) for number, value in numbered]
     else:
         rows = [*_rows_of_lines(path, content.splitlines())]
     if not rows:
@@ -130,7 +124,7 @@ def _read_file(path: str) -> Sequence[Row]:
 
 
 def _rows_of_lines(path: str, lines: Iterable[bytes]) -> Iterator[Row]:
-    """Yield the rows of JSONL, each with its file:line; what is wrong with a line is in its row."""
+    """Yield JSONL rows, each with its file:line; a bad line becomes a row that carries the reason."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
             place = f"{path}:{number}"
@@ -148,92 +142,20 @@ def _row_of(place: str, value: object, *, torn: bool) -> Row:
     return Row(place, {}, f"not an object but {type(value).__name__}")
 
 
-def _read_data_set(path: str, subset: str | None, split: str) -> Sequence[Row]:
-    import datasets
-
-    if _is_saved(Path(path)):
-        _require_inside(Path(path))
-        with _telling(path):
-            whole = datasets.load_from_disk(path)
-        parts = dict(whole) if isinstance(whole, datasets.DatasetDict) else {"train": whole}
-        ranges = _named_ranges(split, {str(name): len(part) for name, part in parts.items()})
-        chosen = [parts[name].select(range(start, end)) for name, start, end in ranges]
-        found = datasets.concatenate_datasets(chosen) if chosen else ()
-    else:
-        found = _loaded(path, subset=subset, split=split)
-    rows = _library_rows(found, f"{path}, {split}")
-    if not rows:
-        raise refused("too-few-rows", "split", f"{split!r} of {path!r} holds no row", "name another one")
-    return rows
-
-
 def _library_rows(found: Any, place: str) -> list[Row]:
-    return [
-        Row(f"{place}, row {number}", values, of_lines=False) for number, values in enumerate(found, start=1)
-    ]
+    return [Row(f"{place}, row {row}", values, of_lines=False) for row, values in enumerate(found, start=1)]
 
 
-def read_stream(source: SourceConfig, seed: int | None) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of a source, each with its place in it, without a copy of them; ConfigError as `read_rows`.
+def _data_set(path: str, subset: str | None, split: str) -> Any:
+    """Return the rows of a local folder or a hub data set.
 
-    seed: of the order, in which each row is drawn from those that a buffer holds; None for the order in which they lie.
+    Refuse a save_to_disk folder whose files refer to files outside the folder.
     """
-    import datasets
-
-    path, split = source.paths[0], source.split or "train"
-    files = [file for one in source.paths for file in sorted(glob(one)) or [one]]
-    suffix = Path(files[0]).suffix
-    rows: Any
-    if not (Path(path).is_file() or "*" in path or len(source.paths) > 1):
-        if _is_saved(Path(path)):
-            what = f"{path!r} was saved by save_to_disk"
-            raise refused("incompatible", "streaming", what, "set it to false")
-        rows = _loaded(path, subset=source.subset, split=split, streaming=True)
-    elif suffix != ".jsonl" or split != "train":
-        name = _LIBRARY_FORMATS.get(suffix, "json")
-        rows = _loaded(path, format=name, data_files=files, split=split, streaming=True)
-    else:
-        with _telling(path):  # the library would guess a type for each column
-            rows = datasets.IterableDataset.from_generator(_objects, gen_kwargs={"files": files})
-
-    def placed(row: dict[str, object], place: int) -> dict[str, object]:
-        return {**row, _PLACE: place}
-
-    rows = rows.map(placed, with_indices=True)
-    if seed is not None:
-        rows = rows.shuffle(seed=seed, buffer_size=_BUFFER)
-    rest = iter(cast("Iterable[dict[str, object]]", rows))
-    while True:
-        try:
-            values = next(rest)
-        except StopIteration:
-            return
-        except Exception as error:  # whatever class the format's library raises
-            what = f"a row cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
-            raise refused("wrong-row", "data_path", what, "mend it") from error
-        place = cast("int", values.pop(_PLACE))
-        yield place, Row(f"{path}, row {place + 1}", values)
-
-
-def _objects(files: list[str]) -> Iterator[object]:
-    """Yield the objects of files of JSONL, one after the other."""
-    for path in files:
-        with Path(path).open("rb") as lines:
-            for row in _rows_of_lines(path, lines):
-                if row.wrong:
-                    raise ValueError(f"{row.place}: {row.wrong}")
-                yield row.values
-
-
-def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (_OF_PARTS, _OF_A_PART))
-
-
-def _require_inside(folder: Path) -> None:
-    """Refuse files of save_to_disk that name others than those of their folder."""
-    files = [(folder / _OF_A_PART, "_data_files")]
-    if (folder / _OF_PARTS).is_file():
-        files = [(folder / _OF_PARTS, "splits")]
+    folder = Path(path)
+    saved = [(folder / "dataset_dict.json", "splits"), (folder / _OF_A_PART, "_data_files")]
+    files = [(file, key) for file, key in saved if file.is_file()][:1]
+    if not files:
+        return _loaded(path, subset, split=split)
     for file, key in files:
         try:
             found = as_object(read_json(file)).get(key)
@@ -242,60 +164,62 @@ def _require_inside(folder: Path) -> None:
             for entry in cast("list[object]", found):
                 name = as_object(entry).get("filename") if key == "_data_files" else entry
                 if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-                    raise ValueError(f"it names {quoted(name)}, which is no file of its folder")
-                if key == "splits":  # its files are looked at after those that stand here
+                    raise ValueError(f"it names {quoted(name)}, which is not a file of its folder")
+                if key == "splits":  # the loop checks each split's files later
                     files.append((folder / name / _OF_A_PART, "_data_files"))
         except (OSError, ValueError) as error:
-            what = f"{str(file)!r} cannot be read: {error}"
-            raise refused(
-                "not-readable", "data_path", what, "name a folder as save_to_disk writes it"
-            ) from error
-
-
-def _loaded(path: str, *, format: str = "", subset: str | None = None, **options: Any) -> Any:
-    """Return what `datasets.load_dataset` does; format: of files."""
+            what, remedy = f"{str(file)!r} cannot be read: {error}", "name a folder as save_to_disk writes it"
+            raise refused("not-readable", "data_path", what, remedy) from error
     import datasets
 
-    with _telling(path):
-        if format == "csv":
-            # Cells are text: else 007 is 7, a 72 beside a 1.5 is 72.0, and the word None is no text.
-            import pandas
-
-            given = options["data_files"]
-            columns = pandas.read_csv(given if isinstance(given, str) else given[0], nrows=0).columns
-            features = datasets.Features({str(column): datasets.Value("string") for column in columns})
-            options.update(features=features, keep_default_na=False)
-        return datasets.load_dataset(format or path, subset, **options)
+    whole = _loaded(path, saved=True)
+    parts = dict(whole) if isinstance(whole, datasets.DatasetDict) else {"train": whole}
+    ranges = _ranges(split, {str(name): len(part) for name, part in parts.items()})
+    chosen = [parts[name].select(range(start, end)) for name, start, end in ranges]
+    return datasets.concatenate_datasets(chosen) if chosen else ()
 
 
-@contextmanager
-def _telling(path: str) -> Generator[None]:
-    """Tell by a ConfigError why the library does not load something; it raises classes of five other libraries."""
+def _loaded(
+    path: str, subset: str | None = None, *, files: Sequence[str] = (), saved: bool = False, **options: Any
+) -> Any:
+    """Load a data set. files: files whose suffix sets the format. saved: whether save_to_disk wrote it.
+
+    Raises ConfigError with the library's reason, whichever exception class the library raises.
+    """
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(CRITICAL)  # it logs what it raises too
+    datasets.logging.set_verbosity(CRITICAL)  # it both logs and raises its errors
+    format = _LIBRARY_FORMATS[Path(files[0]).suffix] if files else path
     try:
-        yield
+        if saved:
+            return datasets.load_from_disk(path)
+        if format == "csv":
+            # Read cells as text; otherwise 007 becomes 7, 72 next to 1.5 becomes 72.0, and "None" becomes null.
+            import pandas
+
+            columns = pandas.read_csv(files[0], nrows=0).columns
+            features = datasets.Features({str(column): datasets.Value("string") for column in columns})
+            options.update(features=features, keep_default_na=False)
+        if files:
+            options["data_files"] = [*files]
+        return datasets.load_dataset(format, subset, **options)
     except Exception as error:
         cause = (isinstance(error, DatasetGenerationError) and error.__cause__) or error
         text = " ".join(str(cause).split())
-        signs = {
-            "split": ("unknown split", "split name"),
-            "subset": ("builderconfig", "config name is missing"),
-        }
-        for key, said in signs.items():
-            if any(sign in text.lower() for sign in said):
-                what = f"{path!r}: {shortened(text, 300)}"
-                raise refused("not-found", key, what, "name one of those") from error
+        what = f"{path!r}: {shortened(text, 300)}"
+        if any(sign in text.lower() for sign in ("unknown split", "split name")):
+            raise refused("not-found", "split", what, "name one of those") from error
+        if any(sign in text.lower() for sign in ("builderconfig", "config name is missing")):
+            raise refused("not-found", "subset", what, "name one of those") from error
         what = f"{path!r} cannot be read ({type(cause).__name__}: {shortened(text, 200)})"
         remedy = "name files, a folder, or a data set of the hub; fetch that where there is a network"
         raise refused("not-readable", "data_path", what, remedy) from error
 
 
-def _named_ranges(split: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Return the part, the first row and the end of each of `split`, such as test[10:20]+train[:90%]."""
+def _ranges(split: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """Return (name, start, end) for each part of a split such as test[10:20]+train[:90%]."""
     import datasets
 
     try:
@@ -308,10 +232,10 @@ def _named_ranges(split: str, sizes: Mapping[str, int]) -> list[tuple[str, int, 
 
 
 def read_prompts(path: Path, input_key: str | None = None) -> list[Prompt]:
-    """Return the prompts of a file: a text with a prompt a line, or JSONL with a prompt or messages a line.
+    """Return a file's prompts in order: one per line of text, or one prompt or message list per JSONL line.
 
-    In order, without empty lines. input_key: of the text or the messages, before the keys `prompt` and `messages`.
-    Raises RefusedError, naming file and line.
+    Empty lines are skipped. input_key: key to try before `prompt` and `messages`.
+    Raises RefusedError, which names the file and line.
     """
     try:
         lines = read_regular(path).decode("utf-8-sig").split("\n")
@@ -344,9 +268,9 @@ def read_prompts(path: Path, input_key: str | None = None) -> list[Prompt]:
 
 
 def prompt_of(given: object, place: str, key: str = "") -> Prompt:
-    """Return a text, or a conversation as a list of messages, as a prompt; raises RefusedError for all else.
+    """Return a prompt made from text or a list of messages. Raises RefusedError for anything else.
 
-    key: that it stands under, for the message.
+    key: the prompt's key in its row, for the error message.
     """
     if isinstance(given, str):
         return Prompt(0, given, "", place=place)
@@ -364,14 +288,14 @@ def prompt_of(given: object, place: str, key: str = "") -> Prompt:
 
 
 class RowError(RefusedError):
-    """What is wrong with a row; setting: the key of the source that names a column which is not there."""
+    """A row cannot be read. setting: the source setting that names a missing column."""
 
     setting = ""
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads the rows of a source for an algorithm; `chat` allows conversations."""
+    """Reads a source's rows for an algorithm. chat: whether conversations are allowed."""
 
     source: SourceConfig
     kind: RowKind
@@ -379,16 +303,15 @@ class RowReader:
     chat: bool
 
     def read(self, row: Row) -> Prompt | None:
-        """Return a row before it gets its texts and its index; None for a pair without a better answer.
+        """Return a row as a prompt with index 0, or None for a tied pair when ties are dropped.
 
-        Each form of rows has columns for what is asked, the answer and, of pairs, the worse answer: NeMo RL's
-        completions with ranks and HelpSteer3's preferences, pairs, conversations, and prompts with answers.
-        Raises RowError.
+        Accepted formats: NeMo RL's ranked completions, HelpSteer3 preferences, pairs, conversations, prompts with
+        answers, and NeMo Gym rows. Raises RowError.
         """
         if row.wrong:
             raise RowError(row.wrong)
         source, kind, values = self.source, self.kind, row.values
-        if not row.of_lines:  # a library fills in nulls for fields that a message or tool has not
+        if not row.of_lines:  # the library fills missing message and tool fields with nulls
             keys = {source.chat_key, source.input_key, source.prompt_key, source.chosen_key}
             keys |= {source.rejected_key, source.tool_key or ""}
             keys |= {"context", "completions", "response1", "response2"}
@@ -402,8 +325,7 @@ class RowReader:
             if tied and kind is RowKind.PAIRS and source.ties == "drop":
                 return None
             context, answer = self._context(asked, "context"), self._answer(better, "the better answer")
-            if kind is RowKind.PAIRS:
-                worse = self._answer(other, "the worse answer")
+            worse = self._answer(other, "the worse answer") if kind is RowKind.PAIRS else None
         elif kind is RowKind.PAIRS:
             context, answer, worse, own_turn = self._pair(values)
         else:
@@ -429,7 +351,7 @@ class RowReader:
         return replace(read, **scored)
 
     def _pair(self, values: Mapping[str, object]) -> tuple[Context, Message, Message, bool]:
-        """Return what is asked, both answers, and whether they are turns of their own."""
+        """Return the question, the better and worse answers, and whether both are separate turns."""
         source = self.source
         chosen = _value(values, "chosen_key", source.chosen_key)
         rejected = _value(values, "rejected_key", source.rejected_key)
@@ -446,9 +368,9 @@ class RowReader:
         return context, better, worse, True
 
     def _answered(self, values: Mapping[str, object]) -> tuple[Context, Message, bool]:
-        """Return what is asked, the answer, and whether that is the end of a conversation."""
+        """Return the question, the answer, and whether the answer ends a conversation."""
         source, answer = self.source, Message(_ASSISTANT, "")
-        # A library that knows columns has a null where a row of this one has none.
+        # Rows from the library hold null for a missing column; JSON rows omit the key.
         if self.kind is RowKind.ANSWERS and (
             values.get(source.chat_key) is not None
             or (source.chat_key in values and values.get(source.input_key) is None)
@@ -463,22 +385,23 @@ class RowReader:
         return context, answer, False
 
     def _scored(self, values: Mapping[str, object], imitated: str) -> dict[str, Any]:
-        """Return the answer that is scored beside what is imitated, or why the row does not state it."""
+        """Return the prompt fields for the scored answer, or the reason why there is no such answer."""
         if (how := self.source.answer) is None:
             return {}
-        text = imitated
-        if how.key is not None:
-            text = self._answer(_value(values, "answer.key", how.key), how.key).content
-        found = how.extract(text) if how.in_text else text.strip() or None
+        if isinstance(how, str):
+            text = self._answer(_value(values, "answer", how), how).content
+            found, lacking = text.strip() or None, "is empty"
+        else:
+            text = imitated
+            found, lacking = how.extract(text), how.lacking
         if found is None:
             shown = " ".join(text.split())
             shown = shown if len(shown) <= 60 else f"...{shown[-57:]}"
-            lacking = how.lacking if how.in_text else "is empty"
             return {"unscored": f"the answer {shown!r} {lacking}"}
         return {"answer": found, "solution": imitated if self.kind is RowKind.ANSWERS else None}
 
     def _tools(self, values: Mapping[str, object]) -> Tools:
-        """Return the functions that answers of a row may call: a list, or its JSON as text."""
+        """Return the functions that a row's answers may call, from a list or JSON text."""
         key = self.source.tool_key
         given = None if key is None or not self.chat else values.get(key)
         if isinstance(given, str) and given:
@@ -487,17 +410,12 @@ class RowReader:
         if not given:
             return ()
         if not _as_list(given) or not all(isinstance(one, dict) for one in _as_list(given)):
-            raise RowError(
-                f"{key} is {_shown(values[str(key)])}, and must be a list of functions; "
-                "set tool_key to another column, or to null"
-            )
+            remedy = "set tool_key to another column, or to null"
+            raise RowError(f"{key} is {_shown(values[str(key)])}, and must be a list of functions; {remedy}")
         return cast("Tools", given)
 
     def _asked_of_gym(self, values: Mapping[str, object]) -> tuple[Message, ...]:
-        """Return what an agent of NeMo Gym's begins with, as far as the row has it.
-
-        Of the items of OpenAI's Responses API that are the texts of messages; calls of tools and the like are left out.
-        """
+        """Return the messages in a Responses API input; other items, such as calls, are left out."""
         if not self.chat:
             raise RowError(f"{GYM_COLUMN} is a conversation, {_NEEDS_TEMPLATE}")
         asked = as_object(values[GYM_COLUMN]).get("input")
@@ -528,7 +446,7 @@ class RowReader:
         return turns
 
     def _answer(self, given: object, key: str) -> Message:
-        """Return an answer: text, a number, or a message of the assistant alone."""
+        """Return an answer given as text, a number, or a single assistant message."""
         if len(messages := _as_list(given)) == 1:
             message = _message(messages[0], key, 0)
             if message.role == _ASSISTANT:
@@ -541,7 +459,7 @@ class RowReader:
 
 
 def _ranked_answers(row: Mapping[str, object]) -> tuple[object, object, object, bool] | None:
-    """Return the prompt, the better answer, the worse one, and whether neither is; None for rows without ranks."""
+    """Return the prompt, better answer, worse answer and whether they tie; None for rows without ranks."""
     if {"context", "response1", "response2", "overall_preference"} <= row.keys():
         first, second, preference = (row[key] for key in ("response1", "response2", "overall_preference"))
         if not isinstance(preference, int | float):
@@ -574,7 +492,7 @@ def _filled(value: object) -> object:
 
 
 def _value(values: Mapping[str, object], setting: str, key: str) -> object:
-    """Return the value of a column; dots lead into columns that hold others."""
+    """Return a column's value; dots in the key lead into nested columns."""
     if key in values:
         return values[key]
     inner: object = values
@@ -597,7 +515,7 @@ def _message(given: object, key: str, place: int) -> Message:
     try:
         return read_row_message(given, f"{key}[{place}]")
     except MessageError as error:
-        what = f"{key} holds {_shown(given)}, which is no message: {error}"
+        what = f"{key} holds {_shown(given)}, which is not a message: {error}"
         raise RowError(what, code=code_of(error)) from error
 
 

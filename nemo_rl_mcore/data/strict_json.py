@@ -1,4 +1,4 @@
-"""JSON that others wrote: what json.loads lets pass, or dies of, is a ValueError with a short message here."""
+"""Strict JSON parsing: raises a short ValueError even where json.loads is lenient or recurses too deeply."""
 
 import errno
 import json
@@ -6,8 +6,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,10 +21,10 @@ def read_json(path: Path, *, finite: bool = True, follow_links: bool = True) -> 
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> object:
-    """Return the value of a text.
+    """Return the value of a JSON text.
 
-    Raises ValueError for what is not JSON, for an object that names a key twice, for nesting without end and, with
-    `finite`, for numbers that are none: NaN, Infinity and what is too large for a float.
+    Raises ValueError for text that is not JSON, for a duplicate key, for nesting that is too deep and, with `finite`,
+    for NaN, Infinity and numbers too large for a float.
     """
 
     def object_of(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
@@ -38,7 +37,7 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> object:
 
     def number_of(written: str) -> float:
         if written in ("NaN", "Infinity", "-Infinity"):
-            raise ValueError(f"{written} is no number")
+            raise ValueError(f"{written} is not a number")
         if math.isinf(number := float(written)):
             raise ValueError(f"{shortened(written)} is too large")
         return number
@@ -51,11 +50,11 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> object:
 
 
 MAY_BE_TORN = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""In JSON without it `torn_text` finds nothing: escapes of surrogates, and what half a pair is encoded as."""
+"""Matches a possible lone surrogate in JSON, escaped or encoded; without a match, `torn_text` finds none."""
 
 
 def torn_text(value: object) -> str:
-    """Return what stands around half a surrogate pair, which no encoding takes, in a value; empty where none is."""
+    """Return the text around a value's first lone surrogate, which UTF-8 cannot encode, or an empty string."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -64,22 +63,18 @@ def torn_text(value: object) -> str:
 
 
 def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
-    """Return the bytes of a regular file; OSError for anything else, such as a pipe, which is not waited for."""
+    """Return a file's bytes. Raises OSError like `open_regular`."""
     with open_regular(path, follow_links=follow_links) as file:
         return file.read()
 
 
-@contextmanager
-def open_regular(path: Path, *, follow_links: bool = True) -> Generator[BinaryIO]:
-    """Open a regular file to read; OSError for anything else, such as a pipe, which is not waited for."""
+def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError at once for anything else, such as a pipe."""
     if not follow_links and path.is_symlink():
         raise OSError(errno.ELOOP, "a link, and no file", str(path))
-    # Without O_NONBLOCK the opening of a pipe waits for whoever writes to it.
+    # Without O_NONBLOCK, opening a pipe would block until a writer opens it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "no regular file", str(path))
-        with open(descriptor, "rb", closefd=False) as file:
-            yield file
-    finally:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return open(descriptor, "rb")

@@ -42,11 +42,10 @@ _LEFT_OUT, _RUN = " \n\0\u0301\ue000", 16
 
 
 type Tokenizer = CharTokenizer | HuggingFaceTokenizer
-"""vocab_size: the number of ids, special tokens included. pad_token_id: fills rows on the right. eos_token_id: ends a
-response, as the tokenizer's own files say. ends: of the ids that end a response and are no part of its text the
-tokenizer's own is the first. opening: the begin of sequence, of prompts that do not say it themselves, or nothing.
-answers: how given answers in a conversation are shown and trained on. special_tokens: texts of the tokens that content
-must not stand for; none where content is parsed, too.
+"""vocab_size: of all ids, special tokens included. ends: ids that end a response and are no part of its text, the
+tokenizer's own eos_token_id first. opening: the begin of sequence that prompts without one get, or nothing. answers:
+how given answers in a conversation are trained on. special_tokens: texts of the tokens that content must not stand for;
+none where content is parsed, too.
 """
 
 
@@ -54,8 +53,7 @@ must not stand for; none where content is parsed, too.
 class ChatTemplate:
     """The Jinja text of a template in place of the tokenizer's own, None for that one, and variables of either.
 
-    add_bos: prompts begin with the begin of sequence, if there is one. add_eos, imitated: of given answers in a
-    conversation, as `DataConfig` has them.
+    add_bos, add_eos, imitated: as in `DataConfig`.
     """
 
     text: str | None = None
@@ -73,10 +71,10 @@ def load_tokenizer(
     ends: Sequence[int] = (),
     stops: Sequence[int] = (),
 ) -> Tokenizer:
-    """Load the tokenizer that `policy.tokenizer.name` asks for: `char`, or a local Hugging Face directory.
+    """Load the tokenizer `policy.tokenizer.name`: `char`, or a local Hugging Face directory.
 
-    parse_content: special tokens that rows and environments spell are those tokens. ends: of the model, see
-    `Tokenizer.ends`. stops: further ids that end a response; the text of those that are not special belongs to it.
+    parse_content: special tokens that rows and environments spell are those tokens. ends: of the model. stops: further
+    ids that end a response; the text of those that are not special belongs to it.
     """
     if name == CHAR_TOKENIZER_NAME:
         return CharTokenizer(ends)
@@ -94,20 +92,14 @@ class _Answering(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids before the first of the `ends`, without the padding on the right.
-
-        A pad token that the model sampled inside its answer is not padding: like other special tokens it stays visible.
-        """
+        """Return the text of the ids before the first of the `ends`, without the padding on the right alone."""
         kept = [*takewhile(lambda token: token not in self.ends, ids)]
         while kept and kept[-1] == self.pad_token_id:
             kept.pop()
         return self.text_of(kept)
 
     def save_as_hugging_face(self, folder: Path) -> None:
-        """Write the files that transformers and vLLM load as this tokenizer.
-
-        Ends besides its own stand in a generation_config.json, where models have them, too.
-        """
+        """Write the files of this tokenizer for transformers and vLLM, with its ends in generation_config.json."""
         self._as_hugging_face().save_pretrained(folder)
         if len(self.ends) > 1:
             text = json.dumps({EOS: self.ends}, indent=2)
@@ -115,10 +107,7 @@ class _Answering(Protocol):
 
 
 class CharTokenizer(_Answering):
-    """One token per character over 32 characters; the tokenizer of the embedded tasks.
-
-    Its special tokens are characters that no text may hold.
-    """
+    """One token per character over 32 characters, two of which, end and padding, no text may hold."""
 
     special_tokens: Sequence[str] = ()
     opening = ""
@@ -138,7 +127,7 @@ class CharTokenizer(_Answering):
         self.ends = tuple(dict.fromkeys((self.eos_token_id, *ends)))
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
-        """Return one id per character; ValueError names the characters that are not in the vocabulary."""
+        """Return one id per character; ValueError names foreign characters."""
         if foreign := sorted(set(text) - self._ordinary):
             known = "".join(sorted(self._ordinary))
             what = f"the character tokenizer cannot encode {foreign[:_SHOWN]} of {text!r:.80}; it knows {known!r}"
@@ -151,14 +140,7 @@ class CharTokenizer(_Answering):
     def text_of(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Tools = (),
-        goes_on: bool = False,
-    ) -> str:
+    def render_chat(self, messages: Sequence[Message], **_: object) -> str:
         what = "data.apply_chat_template: the character tokenizer has no chat template"
         raise RefusedError(what, code="no-chat-template")
 
@@ -190,17 +172,15 @@ class HuggingFaceTokenizer(_Answering):
     ) -> None:
         folder, own, template = local_folder(directory), f"{KEY}: {directory!r}", template or ChatTemplate()
         if folder is None:
-            remedy = (
-                f"give {CHAR_TOKENIZER_NAME!r}, a local Hugging Face tokenizer, or the id of a cached model"
-            )
+            remedy = f"give {CHAR_TOKENIZER_NAME!r}, a local Hugging Face tokenizer, or a cached model's id"
             raise RefusedError(f"{own} is not a directory; {remedy}", code="no-tokenizer")
         from transformers import AutoTokenizer
 
         try:
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
-            # `tokenizers` raises Exception itself for a file it cannot read, and transformers whatever the absence of
-            # a key or a wrong type leads to (KeyError, TypeError, AttributeError): no narrower class holds them.
+            # `tokenizers` raises Exception itself for a file it cannot read, and transformers whatever a missing key or
+            # a wrong type leads to: no narrower class holds them.
             what = f"cannot load a tokenizer from {directory!r}: {type(error).__name__}: {error}"
             raise RefusedError(f"{KEY}: {what}", code="unreadable-tokenizer") from error
         self._tokenizer = cast("PreTrainedTokenizerBase", loaded)
@@ -221,6 +201,8 @@ class HuggingFaceTokenizer(_Answering):
         special = [stop for stop in stops if stop in added and added[stop].special]
         self.ends = tuple(dict.fromkeys((eos_token_id, *ends, *special)))
         self.pad_token_id = pad_token_id if isinstance(pad_token_id, int) else eos_token_id
+        self._longest_token: int | None = None
+        """The characters of the longest token, once it is asked for; 0 where long texts may be few tokens."""
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
         """Return the ids of the text, without any special token added; those at `literal` are encoded as text."""
@@ -229,18 +211,13 @@ class HuggingFaceTokenizer(_Answering):
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def fewest_tokens(self, characters: int) -> int:
-        """Return how many tokens a text of so many characters has at least; 0 where its length does not tell."""
+        """Return the fewest tokens that a text of so many characters can be, 0 if any number."""
+        if self._longest_token is None:
+            # Some tokenizers leave spaces out, or have one token for all that they do not know.
+            longest = max(map(len, self._tokenizer.get_vocab()))
+            runs = [character * (_RUN * longest) for character in _LEFT_OUT]
+            self._longest_token = longest if all(len(self.encode(run)) >= _RUN for run in runs) else 0
         return -(-characters // self._longest_token) if self._longest_token else 0
-
-    @cached_property
-    def _longest_token(self) -> int | None:
-        """The characters of the longest token; None where some texts of any length are few tokens.
-
-        Some tokenizers leave spaces out, or have one token for all that they do not know.
-        """
-        longest = max(map(len, self._tokenizer.get_vocab()))
-        runs = [character * (_RUN * longest) for character in _LEFT_OUT]
-        return longest if all(len(self.encode(run)) >= _RUN for run in runs) else None
 
     def text_of(self, ids: Sequence[int]) -> str:
         text = self._tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -255,12 +232,10 @@ class HuggingFaceTokenizer(_Answering):
         tools: Tools = (),
         goes_on: bool = False,
     ) -> str:
-        """Return the text of a conversation by the chat template, special tokens spelt out.
+        """Return a conversation's text by the chat template, special tokens spelt out.
 
-        tools: functions that answers may call, each as clients of OpenAI describe it. goes_on: the last message is not
-        ended, so that an answer goes on with it.
-
-        Raises ValueError when there is no template, or when it refuses the messages.
+        tools: as OpenAI's clients describe functions. goes_on: the last message is not ended, so that an answer goes on
+        with it. Raises ValueError when there is no template, or when it refuses the messages.
         """
         if self._tokenizer.chat_template is None:
             what = "data.apply_chat_template: the tokenizer has no chat template"
@@ -282,11 +257,10 @@ class HuggingFaceTokenizer(_Answering):
         return text if text.startswith(self.opening) else self.opening + text
 
     def with_variables(self, variables: Mapping[str, Any]) -> HuggingFaceTokenizer:
-        """Return this tokenizer with further variables of its chat template; ValueError for what is none."""
-        shows: Any = self._tokenizer.apply_chat_template
-        others = signature(shows).parameters
+        """Return this tokenizer with further variables of its chat template; ValueError for other names."""
+        others = signature(cast("Any", self._tokenizer.apply_chat_template)).parameters
         if wrong := [name for name in variables if name in others]:
-            what = f"{', '.join(wrong)} are no variables of a chat template"
+            what = f"not variables of a chat template: {', '.join(wrong)}"
             raise RefusedError(what, code="not-a-variable")
         changed = copy(self)
         changed._variables = {**self._variables, **variables}
@@ -302,10 +276,9 @@ _BYTES = 4
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text of each of N ids; joined, and to the letter, that is `tokenizer.text_of(ids)`.
+    """Return the text of each of N ids, whose join is `tokenizer.text_of(ids)`.
 
-    Of tokens that are a character together the last one has it and the others have "", but for one after bytes that
-    are none: any of its tokens may have it.
+    The last of the tokens that are one character has it, and the others have "".
     """
     whole, end = tokenizer.text_of(ids), 0
     alone = {token: tokenizer.text_of([token]) for token in set(ids)}
@@ -336,10 +309,10 @@ _MARKS = re.compile(f"{MASK}(?:[0-9]+|-){_MARK_ENDS}")
 
 
 class LiteralEncoder:
-    """Encodes texts of which some special tokens are content, with a tokenizer of transformers.
+    """Encodes texts of which some special tokens are content, with a copy of a tokenizer of transformers.
 
-    A copy of it takes all of them for text, by its own `split_special_tokens`; those of the text around the content
-    stand in it as marks, which the copy knows as tokens.
+    The copy takes all special tokens for text, by its own `split_special_tokens`; those around the content are marks in
+    the text, which the copy knows as tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -356,8 +329,7 @@ class LiteralEncoder:
     def encode(self, text: str, literal: Spans) -> list[int]:
         """Return the ids; ValueError for a token that the tokenizer knows no other ids for than its control id."""
         if _MARKS.search(text):
-            what = "the tokenizer cannot encode a text that holds what stands for special tokens here"
-            raise ValueError(what)
+            raise ValueError("the tokenizer cannot encode a text that holds a mark of special tokens")
         real, place, around = pattern_of(tuple(self._ids)), 0, list[str]()
         for start, end in (*literal, (len(text), len(text))):
             around.append(real.sub(lambda found: self._marks[found[0]], text[place:start]))
@@ -376,6 +348,7 @@ class LiteralEncoder:
 
     @cached_property
     def _copy(self) -> tuple[PreTrainedTokenizerBase, dict[int, int | None]]:
+        """The copy, and the id that each of its marks stands for."""
         from tokenizers import AddedToken
 
         marks = [AddedToken(_BREAK, normalized=False, special=False)]
@@ -386,10 +359,8 @@ class LiteralEncoder:
         copied: Any = deepcopy(self._tokenizer)
         copied.add_tokens(marks)
         known: dict[str, int] = copied.get_vocab()
-        return copied, {
-            known[_BREAK]: None,
-            **{known[self._marks[name]]: self._ids[name] for name in self._ids},
-        }
+        meant = {known[mark]: self._ids[name] for name, mark in self._marks.items()}
+        return copied, {known[_BREAK]: None, **meant}
 
 
 _tokenizer = cache(load_tokenizer)
@@ -405,10 +376,7 @@ class StopConditions:
 
     @classmethod
     def of(cls, policy: PolicyConfig, ids: Iterable[int], more: Sequence[str] = ()) -> Self:
-        """Return these ids, the texts of the configuration, and `more` of them.
-
-        Raises ValueError when the tokenizer is needed and cannot be loaded.
-        """
+        """Raise ValueError when the tokenizer is needed and cannot be loaded; more: texts besides the recipe's."""
         strings = (*(policy.generation.stop_strings or ()), *more)
         return cls(frozenset(ids), strings, _tokenizer(policy.tokenizer.name) if strings else None)
 

@@ -1,4 +1,4 @@
-"""What is said between a model and its environment, after each answer of an episode."""
+"""The messages between a model and its environment, after each answer of an episode."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from nemo_rl_mcore.data.messages import Message
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment is shown.
+    """An answer with its conversation, for the environment.
 
-    messages: the conversation so far, with the answer last. finished: whether that ended by itself, not at its length
-    limit. metadata: what the environment said of this episode after the answer before, None after the first.
+    messages: the conversation so far, with the answer last. finished: the answer ended by itself, not at its length
+    limit. metadata: the environment's own of this episode, None after the first answer.
     """
 
     prompt: Prompt
@@ -30,7 +30,7 @@ class Turn:
 
 
 def conversation(prompt: Prompt) -> tuple[Message, ...]:
-    """Return what the model is shown before its first answer."""
+    """Return the conversation before the first answer."""
     return prompt.context or (Message("user", prompt.text),)
 
 
@@ -40,14 +40,13 @@ def first_turn(prompt: Prompt, answer: str, *, finished: bool = True) -> Turn:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the environment says to it.
+    """The environment's reply.
 
     reward: of this answer; an episode's is the sum. rewards: its parts by name, where there are several. terminated:
     the episode is over; else the model answers once more, after the observation. stop_strings: end that answer besides
-    those of the recipe. metadata: given back with the next answer. answer: what was read of the text, if anything.
-    dropped: why there is no reply, although it was asked for as often as allowed; nothing else of it counts then.
-    unscored: the reward was None, with which the episode ends; it has no part in what is learnt.
-    cut: characters of the observation that were left out, as it was longer than the model is shown.
+    those of the recipe. metadata: given back with the next answer. answer: read from the text, if the environment does
+    so. dropped: the reason why there is no reply after all retries; the other fields do not count then. unscored: the
+    reward was None, and the episode ends without being learnt from. cut: characters left out of a long observation.
     """
 
     reward: float
@@ -62,7 +61,7 @@ class Reply:
     cut: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return all but the metadata, as JSON; what says nothing is left out."""
+        """Return all but the metadata, as JSON, without empty fields."""
         given: dict[str, Any] = {
             "observation": [[message.role, message.content] for message in self.observation],
             "stop_strings": [*self.stop_strings],
@@ -74,10 +73,10 @@ class Reply:
 
 
 class Ending(IntEnum):
-    """How an episode ended; all but the first are truncations, and the last two count in no mean and no group."""
+    """The end of an episode; all but the first are truncations, and the last two count in no mean and no group."""
 
     TERMINATED = 0
-    """The environment said so, and the last answer ended by itself."""
+    """By the environment, after an answer that ended by itself."""
     ANSWER_LIMIT = 1
     """An answer was as long as answers may be."""
     TURN_LIMIT = 2
@@ -85,6 +84,6 @@ class Ending(IntEnum):
     NO_ROOM = 3
     """The observation and one more answer would not have fitted into a sequence."""
     DROPPED = 4
-    """The environment did not reply: nothing is known of it, and nothing is learnt from it."""
+    """The environment did not reply: nothing is learnt from the episode."""
     UNSCORED = 5
-    """The environment gave no reward, and the recipe bears that: nothing is learnt from it either."""
+    """The environment gave no reward, which the recipe allows: nothing is learnt from the episode either."""

@@ -1,4 +1,4 @@
-"""Judge a batch before anything of it is sent or meets a collective: all problems at once, by key and row.
+"""Judge a batch before it is sent or meets a collective: all problems at once, by key and row.
 
 Shapes: B rows, S columns of input_ids, K choices a token.
 """
@@ -42,7 +42,7 @@ def check_lengths(input_lengths: Tensor, policy: PolicyConfig) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a key of a batch, or with its rows where `key` is empty; `code` says which rule it breaks."""
+    """A problem of a key of a batch, or of its rows where `key` is empty; code: of the rule that it breaks."""
 
     code: str
     key: str
@@ -58,14 +58,13 @@ class BatchError(RefusedError):
 
 @dataclass(frozen=True)
 class BatchCheck:
-    """What a model takes. Each method raises one BatchError that lists all that is wrong with a batch.
+    """A model's limits. Each method raises one BatchError that lists all problems of a batch.
 
-    Its row numbers are those of the batch it is given: on the driver the caller's, on a rank those of its shard. Ranks
-    that share a shard refuse alike; a data-parallel peer, with other rows, may see nothing wrong.
+    Row numbers are those of the given batch: on the driver the caller's, on a rank those of its shard. Ranks that share
+    a shard refuse alike; a data-parallel peer, with other rows, may see nothing wrong.
 
-    vocab_size, positions: of the model.
-    budgets: what microbatches are sized by, and a row must fit; None for a fixed number of rows.
-    layers: what of the model needs them in training, if there is anything.
+    vocab_size, positions: of the model. budgets: tokens of microbatches, and so of a row at most; None for a fixed
+    number of rows. layers: the part of the model that needs lengths in training, if there is one.
     """
 
     vocab_size: int
@@ -97,7 +96,7 @@ class BatchCheck:
         found.refuse()
 
     def prompts(self, data: BatchedDataDict) -> None:
-        """Prompts to answer, of one token at least; turn_index [B] and stop_strings, a tuple a row, may be there."""
+        """Judge prompts, of one token at least; turn_index [B] and stop_strings, a tuple a row, are optional."""
         found = _Findings(data)
         self._inputs(found, "generation", shortest=1)
         for key in ("prompt_index", "sample_index", *({"turn_index"} & data.keys())):
@@ -116,7 +115,7 @@ class BatchCheck:
         *,
         eval_mode: bool = False,
     ) -> None:
-        """Whole samples for a loss that reads these columns."""
+        """Judge whole samples for a loss that reads these columns."""
         found = _Findings(data)
         in_layers = None if eval_mode else self.layers
         lengths_B = self._inputs(found, in_layers if self.budgets is None else self.budgets.section)
@@ -173,10 +172,8 @@ class BatchCheck:
 
     def _column(self, found: _Findings, column: Column, counts: Mapping[str, Tensor]) -> None:
         """Note a column's values where a token counts; without counts its dtype and shape alone."""
-        values, of_ids = (
-            found.tensor(column.key, column.needed_by, column.shape),
-            column.kind is ColumnKind.TOKEN_IDS,
-        )
+        values = found.tensor(column.key, column.needed_by, column.shape)
+        of_ids = column.kind is ColumnKind.TOKEN_IDS
         if values is None or column.kind is ColumnKind.NUMBERS:
             return
         if values.is_floating_point() == of_ids or values.dtype == torch.bool or values.is_complex():
@@ -206,7 +203,7 @@ def _token_mask(found: _Findings, lengths_B: Tensor | None) -> Tensor | None:
     mask_BS = found.mask("token_mask", "BS")
     if mask_BS is not None and lengths_B is not None:
         behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.clamp(min=0).unsqueeze(1)
-        known_BS = (lengths_B >= 0).unsqueeze(1)  # what is no length, or no mask, is noted already
+        known_BS = (lengths_B >= 0).unsqueeze(1)  # a wrong length, or mask, is noted already
         marked_BS = behind_BS & known_BS & (mask_BS == 1)
         found.values("padding", "token_mask", mask_BS, marked_BS, "0 after input_lengths")
     return mask_BS
@@ -235,7 +232,7 @@ def _episodes(found: _Findings, samples_B: Tensor | None, rows_per_sample: int) 
 
 @dataclass
 class _Findings:
-    """What is wrong with a batch; `sizes` are those of the letters of a shape, as far as they are known."""
+    """The problems of a batch; sizes: of the letters of a shape, as far as they are known."""
 
     data: BatchedDataDict
     findings: list[Finding] = field(default_factory=list[Finding])

@@ -1,1 +1,1 @@
-"""The process that a run is started in: it plans, asks ranks, engines and environments, and records."""
+"""The run's main process, which plans, calls ranks, engines and environments, and records."""

@@ -1,15 +1,15 @@
-"""The folder of a run's checkpoints: written aside, renamed when whole, found again by what they hold.
+"""A run's checkpoint folder. Checkpoints are written aside, renamed when complete, and recognised by their content.
 
   checkpoint_dir/step_N/training_info.json   the step, its metrics, the run's counters, every file with its size
                         config.yaml          the recipe, resolved
                         tokenizer/           the tokenizer, where it is one of files
-                        policy/              what the policy's workers wrote, with checksums of their own
+                        policy/              files of the policy's workers, with checksums of their own
                         rollouts/            of an asynchronous run: its ledger, and the groups that were ready
                         SHA256SUMS           the checksum of every other file
   checkpoint_dir/tmp_*                       being written or deleted; the next run removes it
   checkpoint_dir/aside_step_N                set aside: broken, or after the step that a run was resumed from
 
-A process may be killed at any moment: `step_N` appears and goes by one rename, so the others stay whole.
+A process may be killed at any moment, so `step_N` appears and disappears by a single rename.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,11 +41,11 @@ _TEMPORARY_NAME = re.compile(r"tmp_(deleted_)?step_\d+")
 
 
 class NotACheckpointError(RefusedError):
-    """A folder that was named as a checkpoint holds none, or one that is not whole; the message names the file."""
+    """A folder holds no checkpoint or an incomplete one; the message names the file."""
 
 
 class _Info(BaseModel):
-    """`training_info.json`. files: each with its size; checksums: the file of checksums beside it."""
+    """The content of `training_info.json`. files: sizes by name. checksums: the name of the checksum file."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -57,7 +58,7 @@ class _Info(BaseModel):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint. metrics: those of its step; counters: what the algorithm asked to keep."""
+    """A complete checkpoint. metrics: its step's metrics. counters: the algorithm's state, such as data position."""
 
     folder: Path
     step: int
@@ -67,9 +68,9 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Retention:
-    """Checkpoints that stay: the newest, and `keep` in all (None: every one), the best or, without a metric, the last.
+    """The checkpoints to keep: the newest and the `keep` best (None: all) or, without a metric, the latest.
 
-    metric: its name in the step's metrics; a checkpoint without it, or whose value is not finite, ranks last.
+    metric: a name in the step's metrics; checkpoints without a finite value rank last.
     """
 
     keep: int | None = None
@@ -80,49 +81,46 @@ class Retention:
         if self.keep is None or not checkpoints:
             return []
 
-        def rank(one: Checkpoint) -> tuple[float, int]:
+        ranks: dict[int, float] = {}  # by step
+        for one in checkpoints:
             value = 0.0 if self.metric is None else one.metrics.get(self.metric)
             if value is None or not math.isfinite(value):
-                return -math.inf, one.step
-            return value if self.higher_is_better else -value, one.step
-
-        newest = max(checkpoints, key=lambda one: one.step)
-        kept = sorted(checkpoints, key=rank, reverse=True)[: self.keep]
-        return [one for one in checkpoints if one not in kept and one is not newest]
+                ranks[one.step] = -math.inf
+            else:
+                ranks[one.step] = value if self.higher_is_better else -value
+        best = sorted(ranks, key=lambda step: (ranks[step], step), reverse=True)
+        kept = {max(ranks), *best[: self.keep]}
+        return [one for one in checkpoints if one.step not in kept]
 
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one run, under one folder.
-
-    verify_checksums: take a checkpoint for the latest only if its own files are what was written; those of the models
-    are compared by who loads them.
-    """
-
     root: Path
     retention: Retention = Retention()
-    verify_checksums: bool = True
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the whole ones, the oldest first; a folder that lacks a file, or holds a shorter one, is none."""
-        found = [(step, _whole(folder, verify_checksums=False)) for step, folder in _step_folders(self.root)]
-        whole = [one for step, one in found if one is not None and one.step == step]
-        return sorted(whole, key=lambda one: one.step)
+        """Return all complete checkpoints, oldest first; skip folders with a missing or truncated file."""
+        found: list[Checkpoint] = []
+        for step, folder in _step_folders(self.root):
+            with suppress(NotACheckpointError):
+                one = read_checkpoint(folder, verify_checksums=False)
+                if one.step == step:
+                    found.append(one)
+        return sorted(found, key=lambda one: one.step)
 
     def newest_first(self) -> Iterator[Checkpoint]:
         for one in reversed(self.checkpoints()):
-            checked = _whole(one.folder, verify_checksums=self.verify_checksums)
-            if checked is not None:
-                yield checked
+            with suppress(NotACheckpointError):
+                yield read_checkpoint(one.folder)
 
     def latest(self) -> Checkpoint | None:
         return next(self.newest_first(), None)
 
     def begin_after(self, step: int) -> list[Path]:
-        """Make the folder one in which the step after `step` comes next; return what was set aside.
+        """Prepare the folder for the step after `step`, and return the folders set aside.
 
-        What earlier runs left unfinished is removed. Checkpoints of later steps belong to a run that went on another
-        way, or are broken: they are renamed, so that none of them is ever taken for the latest.
+        Unfinished folders of earlier runs are removed. Later checkpoints, which are broken or belong to an abandoned
+        continuation, are renamed, so that none is mistaken for the latest.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self.remove_unfinished()
@@ -135,14 +133,14 @@ class CheckpointStore:
         return aside
 
     def remove_unfinished(self) -> list[Path]:
-        """Remove what was being written or deleted when an earlier run ended; return it."""
+        """Remove and return the folders that an earlier run was writing or deleting when it ended."""
         found = [path for path in self.root.iterdir() if _TEMPORARY_NAME.fullmatch(path.name)]
         for leftover in found:
             _remove(leftover)
         return found
 
     def begin(self, step: int) -> Path:
-        self.drop(step)  # what a first attempt has left, whose ranks have died
+        self.drop(step)  # left by an earlier attempt, whose ranks have died
         folder = self.root / f"tmp_step_{step}"
         folder.mkdir(parents=True)
         return folder
@@ -151,37 +149,36 @@ class CheckpointStore:
         shutil.rmtree(self.root / f"tmp_step_{step}", ignore_errors=True)
 
     def commit(self, step: int, metrics: Mapping[str, float], counters: Mapping[str, Any]) -> None:
-        """Bring what was filled to disk as `step_N`, then delete superfluous ones.
+        """Commit the folder returned by `begin` to disk as `step_N`, then delete superfluous checkpoints.
 
-        If it raises, or the process dies, the checkpoints before this one stay as they were.
-        metrics, counters: of the step, see `Checkpoint`.
+        If it raises or the process dies, earlier checkpoints are unchanged. metrics, counters: see `Checkpoint`.
         """
         folder = self.root / f"tmp_step_{step}"
-        files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
+        written = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in written}
         finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         info = _Info(
             step=step, metrics=finite, counters=dict(counters), files=files, checksums=SUMS_FILE
         ).model_dump()
         (folder / INFO_FILE).write_text(json.dumps(info, indent=1, allow_nan=False), encoding="utf-8")
         write_sums(folder, {name: sha256(folder / name) for name in _outside_of_lists((INFO_FILE, *files))})
-        folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
-        innermost_first = sorted(folders, key=lambda path: len(path.parts), reverse=True)
-        for path in (*_files(folder), *innermost_first):
+        innermost_first = sorted((folder, *folder.rglob("*")), key=lambda path: len(path.parts), reverse=True)
+        for path in innermost_first:
             activity.advance(f"bringing {path} to disk")
             _sync(path)
         folder.rename(self.root / f"step_{step}")
         _sync(self.root)
         for checkpoint in self.retention.superfluous(self.checkpoints()):
-            # The rename takes it away as a whole; half deleted it would be a broken checkpoint.
+            # Rename first: a half-deleted folder would be a broken checkpoint.
             doomed = self.root / f"tmp_deleted_{checkpoint.folder.name}"
             checkpoint.folder.rename(doomed)
             _remove(doomed)
 
 
 def read_checkpoint(folder: Path, *, verify_checksums: bool = True) -> Checkpoint:
-    """Return the checkpoint in a folder; raises NotACheckpointError, naming the file, when it is not whole.
+    """Return the checkpoint in a folder; raise NotACheckpointError, naming the file, if it is incomplete.
 
-    verify_checksums: compare its own files with their checksums; those of the models are compared by who loads them.
+    verify_checksums: whether to verify its own files; the models' files are verified on loading.
     """
     path = folder / INFO_FILE
     try:
@@ -195,19 +192,19 @@ def read_checkpoint(folder: Path, *, verify_checksums: bool = True) -> Checkpoin
             f"{path} is broken: {shortened(' '.join(str(error).split()), 200)}", code="broken-file"
         ) from error
     if verify_checksums:
-        _require_sums(folder, [INFO_FILE])  # first, since it says which files there are
+        _require_sums(folder, [INFO_FILE])  # first, since it lists the other files
     home = folder.resolve()
     for name, size in info.files.items():
         path = folder / name
         try:
-            inside = path.resolve() == home / name  # no way out of the folder, and no link
+            inside = path.resolve() == home / name  # neither outside the folder nor a link
             status = path.lstat()
         except (OSError, ValueError) as error:
             raise NotACheckpointError(
                 f"{shortened(str(path), 200)} is not there: {shortened(str(error))}", code="missing-file"
             ) from error
         if not inside or not stat.S_ISREG(status.st_mode):
-            raise NotACheckpointError(f"{path} is no file of this folder", code="not-a-regular-file")
+            raise NotACheckpointError(f"{path} is not a file of this folder", code="not-a-regular-file")
         if status.st_size != size:
             raise NotACheckpointError(
                 f"{path} has {status.st_size} bytes, and {size} were written", code="file-size"
@@ -227,15 +224,8 @@ def _require_sums(folder: Path, names: Iterable[str]) -> None:
         raise NotACheckpointError(str(error), code=code_of(error)) from error
 
 
-def _whole(folder: Path, *, verify_checksums: bool) -> Checkpoint | None:
-    try:
-        return read_checkpoint(folder, verify_checksums=verify_checksums)
-    except NotACheckpointError:
-        return None
-
-
 def require_checkpoint(folder: Path, key: str, *, verify_checksums: bool = True) -> Checkpoint:
-    """Return the checkpoint in the folder that a key names; raises NotACheckpointError, naming both, without one."""
+    """Return the checkpoint in a key's folder, or raise NotACheckpointError, naming key and folder."""
     try:
         return read_checkpoint(folder, verify_checksums=verify_checksums)
     except NotACheckpointError as error:
@@ -243,7 +233,7 @@ def require_checkpoint(folder: Path, key: str, *, verify_checksums: bool = True)
         remedy = (
             f"it holds {', '.join(inside)}: name one of them" if inside else "name a folder step_N of a run"
         )
-        what = f"{key}: {str(folder)!r} is no whole checkpoint ({error}); {remedy}"
+        what = f"{key}: {str(folder)!r} is not a complete checkpoint ({error}); {remedy}"
         raise NotACheckpointError(what, code=code_of(error)) from error
 
 
@@ -262,15 +252,11 @@ def _step_folders(root: Path) -> list[tuple[int, Path]]:
 
 
 def free_name(wanted: Path) -> Path:
-    """Return the name itself or, where it is taken, the first with a number after it."""
+    """Return the name itself, or the name with the first free number appended."""
     number, name = 1, wanted
     while os.path.lexists(name):
         name, number = wanted.with_name(f"{wanted.name}.{number}"), number + 1
     return name
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _sync(path: Path) -> None:
@@ -282,7 +268,7 @@ def _sync(path: Path) -> None:
 
 
 def _outside_of_lists(names: Iterable[str]) -> list[str]:
-    """Return, of the paths inside a folder, those that no list of a folder further inside holds."""
+    """Return the paths inside a folder that no checksum file of a subfolder lists."""
     names = [*names]
     listed = tuple(name.removesuffix(SUMS_FILE) for name in names if name.endswith(f"/{SUMS_FILE}"))
     return [name for name in names if not name.startswith(listed) or name.endswith(f"/{SUMS_FILE}")]

@@ -1,6 +1,6 @@
-"""What is written for a person to see, as far as somebody is there: a terminal may be closed, a pipe have no reader.
+"""Output for a user, who may be absent: a terminal may be closed, or a pipe may have no reader.
 
-What a run leaves behind does not depend on it. Tables and panels have a console of rich, whose own colours pass.
+A run's files do not depend on it. Tables use a rich console, whose own colours are kept.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
@@ -19,14 +19,15 @@ from rich.segment import Segment
 from rich.text import Text
 
 _ESCAPED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Categories of Unicode: control and format characters, halves of pairs, separators of lines and paragraphs."""
+"""Unicode categories: control and format characters, surrogates, line and paragraph separators."""
 _KEPT = "\n\t"
 
 
 def visible(text: str) -> str:
-    """Spell out what a terminal would obey or hide: escape sequences, other control characters, turns of direction.
+    """Escape characters that a terminal would obey or hide: escape sequences, control characters, direction marks.
 
-    Whatever a person sees of models, data, environments and recipes passes here; what programs read does not.
+    All displayed text from models, data, environments and recipes passes through here; program-readable output does
+    not.
     """
     if text.isprintable():
         return text
@@ -44,45 +45,47 @@ def command(*words: str) -> str:
 
 @dataclass(eq=False)
 class BestEffortStream:
-    """A text stream that drops what cannot be written; after the first failure it writes nothing more."""
+    """A text stream that drops unwritable text and writes nothing more after the first failure."""
 
     stream: IO[str]
     _gone: bool = False
 
     def write(self, text: str) -> int:
-        if not self._gone:
-            try:
-                self.stream.write(text)
-            except OSError:
-                self._give_up()
+        self._try(lambda: self.stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        if not self._gone:
-            try:
-                self.stream.flush()
-            except OSError:
-                self._give_up()
+        self._try(self.stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
-    def _give_up(self) -> None:
-        self._gone = True
-        # What its buffer still holds would fail again when Python ends, and change the exit status.
-        with suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            try:
-                os.dup2(nowhere, self.stream.fileno())
-            finally:
-                os.close(nowhere)
+    def _try(self, call: Callable[[], object]) -> None:
+        if self._gone:
+            return
+        try:
+            call()
+        except OSError:
+            self._gone = True
+            # Flushing the buffer would fail again when Python exits, and change the exit status.
+            with suppress(OSError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                try:
+                    os.dup2(nowhere, self.stream.fileno())
+                finally:
+                    os.close(nowhere)
 
 
 def write_line(stream: IO[str], line: str) -> None:
-    """Write a line that is seen at once, if somebody is there to see it; see `visible`."""
+    """Write a line and flush it, ignoring failures; see `visible`."""
     seen = BestEffortStream(stream)
     seen.write(f"{visible(line)}\n")
     seen.flush()
+
+
+def print_plain(console: Console, text: str, end: str = "\n") -> None:
+    """Print a text verbatim, without rich's markup, highlighting or line breaks."""
+    console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
 
 
 def count_of(number: int, noun: str) -> str:
@@ -90,23 +93,22 @@ def count_of(number: int, noun: str) -> str:
 
 
 class VisibleConsole(Console):
-    """A console of rich that shows every text as `visible` spells it, on a terminal and in a file alike."""
+    """A rich console that passes every text through `visible`, both on a terminal and in a file."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Spell a text out before it is measured, so that tables keep their columns."""
+        """Escape a text before it is measured, so that table columns stay aligned."""
         return super().render_str(visible(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Spell out what came as anything but a text."""
+        """Escape objects other than plain texts."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
 def open_console(file: IO[str] | None = None, **options: Any) -> Console:
-    """Open a console on standard output, or on `file`, that drops what cannot be written.
+    """Open a console on standard output, or on `file`, that drops text which cannot be written.
 
-    A notebook is no terminal, although its standard output says so: nothing moves up there to be drawn again. It gets
-    plain text, which rich would show in place of writing it.
+    In a notebook it writes plain text, where rich would otherwise use the notebook's display.
     """
     stream = cast("IO[str]", BestEffortStream(file or sys.stdout))
     plain: dict[str, Any] = {"force_jupyter": False, "force_terminal": False} if Console().is_jupyter else {}

@@ -1,7 +1,7 @@
-"""What a run needs beside its ranks: tokenizer, prompts, environment, opened and judged before any rank starts.
+"""A run's parts besides its ranks (tokenizer, prompts, environment), opened and checked before any rank starts.
 
-What it rests on besides its recipe, rows and code of the user's own, is kept as digests, by their keys. Code is a
-function's source, with that of whatever of the user's own it names, and the values that it holds.
+Inputs besides the recipe (rows and the user's own code) are stored as digests by key. A function's digest covers its
+source, all of the user's code that it names, and the values that it holds.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from glob import glob
@@ -30,12 +30,7 @@ from nemo_rl_mcore.data.datasets import EpochSource, Prompt, PromptSource
 from nemo_rl_mcore.data.examples import last_step
 from nemo_rl_mcore.data.hub import end_ids, fetch_tokenizer, fetched_folder, too_large
 from nemo_rl_mcore.data.sources import RowLimits, open_prompts
-from nemo_rl_mcore.data.tokenizer import (
-    CHAR_TOKENIZER_NAME,
-    ChatTemplate,
-    Tokenizer,
-    load_tokenizer,
-)
+from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, ChatTemplate, Tokenizer, load_tokenizer
 from nemo_rl_mcore.driver.algorithms.advantages import check_estimator
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.player import ONE_ANSWER, EpisodeForm
@@ -48,9 +43,9 @@ from nemo_rl_mcore.losses import check_losses
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run needs beside its ranks; it is all there before they start. `config` ends when the data set does.
+    """A run's parts besides its ranks, opened before they start. config: the recipe, limited to the data set's end.
 
-    ended_by: the paths of the keys that say so.
+    ended_by: the paths of the keys that determine this end.
     """
 
     config: RunConfig
@@ -61,10 +56,19 @@ class Parts:
     form: EpisodeForm = ONE_ANSWER
 
 
+@contextmanager
+def run_stopping() -> Generator[None]:
+    """Convert a ValueError, a user mistake, to the RunStoppedError that ends the run."""
+    try:
+        yield
+    except ValueError as error:
+        raise RunStoppedError(str(error), code=code_of(error)) from error
+
+
 def open_parts(config: RunConfig) -> Parts:
     tokenizer = tokenizer_of(config.policy, config.data)
     turns, own = config.max_rollout_turns, config.env.custom
-    try:
+    with run_stopping():
         check_losses(config)
         check_estimator(config)
         form = ONE_ANSWER
@@ -72,7 +76,7 @@ def open_parts(config: RunConfig) -> Parts:
             form = replace(ONE_ANSWER, turns=turns)
         elif turns > 1:
             policy, chat = config.policy, config.data.apply_chat_template
-            if chat and config.algorithm == "ppo":  # a critic has no use for a template that rewrites turns
+            if chat and config.algorithm == "ppo":  # a critic cannot evaluate turns that a template rewrites
                 require_append_only(tokenizer, policy.tokenizer.name)
             observer = make_observer(tokenizer, chat=chat)
             form = EpisodeForm(turns, policy.max_total_sequence_length, policy.reserved_tokens, observer)
@@ -84,15 +88,13 @@ def open_parts(config: RunConfig) -> Parts:
                 "scores the first answer and has no `step`; set it to 1"
             )
         if isinstance(environment, RewardFunctions) and not config.data.type:
-            # The columns that are kept of each source whose prompts are answered; of an embedded task none.
+            # The kept columns of each source whose prompts are answered; an embedded task has none.
             sources = config.validation_sources
             if config.row_kind is RowKind.PROMPTS:
                 sources = config.train_sources | sources
             columns = {path: source.columns for path, source in sources.items()}
             require_columns(environment, columns or {"data.train": ()})
         prompts = hold_to_golds(config, open_prompts(config, tokenizer))
-    except ValueError as error:
-        raise RunStoppedError(str(error), code=code_of(error)) from error
     ended_by: tuple[str, ...] = (f"{config.algorithm}.max_num_steps",)
     if isinstance(prompts, EpochSource):
         steps, ended_by = last_step(config, len(prompts.train))
@@ -102,35 +104,32 @@ def open_parts(config: RunConfig) -> Parts:
 
 
 def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokenizer:
-    """Fetch the tokenizer from the hub where it comes from there, with the weights: ranks have less time to start.
+    """Fetch a hub tokenizer, with the weights, since ranks have less time to start.
 
-    data: how it shows rows. Raises RunStoppedError, also as `open_tokenizer`.
+    data: determines the row format. Raises RunStoppedError, including that of `open_tokenizer`.
     """
-    try:
+    with run_stopping():
         if policy.model_name is not None:
             fetched_folder(policy.model_name)
         if policy.tokenizer.name not in (policy.model_name, CHAR_TOKENIZER_NAME):
             fetch_tokenizer(policy.tokenizer.name)
-    except ValueError as error:
-        raise RunStoppedError(str(error), code=code_of(error)) from error
     return open_tokenizer(policy, data)
 
 
 def open_tokenizer(policy: PolicyConfig, data: DataConfig | None = None) -> Tokenizer:
-    """Load the tokenizer of files that are here; only now is it known which tokens a directory adds while it loads.
+    """Load the tokenizer from local files; only loading reveals the tokens that a directory adds.
 
-    Raises RunStoppedError, caused by the ConfigError of a tokenizer with more tokens than the model has rows.
+    Raises RunStoppedError, from a ConfigError if the tokenizer has more tokens than the model has rows.
     """
     given = policy.tokenizer
     template = ChatTemplate(given.chat_template, given.chat_template_kwargs or {})
     if data is not None:
         shown = {"add_bos": data.add_bos, "add_eos": data.add_eos, "imitated": data.imitated}
         template = replace(template, **shown)
-    parses = data is not None and data.parses_content
-    try:
+    with run_stopping():
         tokenizer = load_tokenizer(
             given.name,
-            parse_content=parses,
+            parse_content=data is not None and data.parses_content,
             template=template,
             ends=end_ids(policy.model_name, given.name),
             stops=policy.generation.stop_token_ids or (),
@@ -140,22 +139,17 @@ def open_tokenizer(policy: PolicyConfig, data: DataConfig | None = None) -> Toke
             without = range(rows, tokenizer.vocab_size)[:_NAMED]
             lacking = [tokenizer.text_of([token]) for token in without]
             raise ConfigError([too_large(policy, tokenizer.vocab_size, lacking)])
-    except ValueError as error:
-        raise RunStoppedError(str(error), code=code_of(error)) from error
     return tokenizer
 
 
 def first_prompt(config: RunConfig, rows: Sequence[Prompt], tokenizer: Tokenizer) -> str | None:
-    sampled = config.row_kind is RowKind.PROMPTS
-    try:
-        shown = RowLimits(config, tokenizer).fitting(rows, sampled=sampled)
+    with run_stopping():
+        shown = RowLimits(config, tokenizer).fitting(rows, sampled=config.row_kind is RowKind.PROMPTS)
         return next((prompt.text for prompt in shown), None)
-    except ValueError as error:
-        raise RunStoppedError(str(error), code=code_of(error)) from error
 
 
 _NAMED = 3
-"""Tokens without a row, at most."""
+"""Maximum number of tokens without a row that a message names."""
 
 
 def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -164,16 +158,15 @@ def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 _BLOCK = 1 << 20
 _BLOCKS = 256
-"""Of a larger file no more are read, spread evenly: the start of a run does not wait for a whole disk."""
+"""Number of evenly spread blocks read from a larger file, so that a run starts without reading a whole disk."""
 _DIGITS = 12
 _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 def with_inputs(config: RunConfig) -> RunConfig:
-    """Return a recipe with the digests of what a run of it reads now; its code is importable.
+    """Return a recipe with digests of its current inputs; its code must be importable.
 
-    Of rows, prompts and agents the files that are on this machine; of a folder those that are neither hidden nor
-    another user's.
+    Rows, prompts and agents are digested as local files; in a folder, only visible, readable files.
     """
     named: dict[str, Iterable[str]] = {}
     for key, source in (config.train_sources | config.validation_sources).items():
@@ -185,46 +178,45 @@ def with_inputs(config: RunConfig) -> RunConfig:
     for key, paths in named.items():
         files: list[Path] = []
         for path in map(Path, paths):
-            inside = sorted(path.rglob("[!.]*")) if path.is_dir() else []
-            files += [path] if path.is_file() else []
-            for one in inside:
+            if path.is_file():
+                files.append(path)
+            for one in sorted(path.rglob("[!.]*")):
                 hidden = any(part.startswith(".") for part in one.relative_to(path).parts)
                 if one.is_file() and os.access(one, os.R_OK) and not hidden:
                     files.append(one)
         if files:
-            found[key] = _digest("content", _content(files))
+            found[key] = f"content {_digest(part for file in files for part in _content(file))}"
     for key, path in config.import_paths.items():
-        code = (part.encode("utf-8", "replace") for part in _code(imported(path, key), {}))
-        found[key] = _digest("code", code)
+        code = _digest(part.encode("utf-8", "replace") for part in _code(imported(path, key), {}))
+        found[key] = f"code {code}"
     return config.model_copy(update={"input_digests": found})
 
 
-def _digest(what: str, parts: Iterable[bytes]) -> str:
+def _digest(parts: Iterable[bytes]) -> str:
     total = hashlib.sha256()
     for part in parts:
         total.update(len(part).to_bytes(8) + part)
-    return f"{what} {total.hexdigest()[:_DIGITS]}"
+    return total.hexdigest()[:_DIGITS]
 
 
-def _content(paths: Iterable[Path]) -> Iterator[bytes]:
-    for path in paths:
-        size = path.stat().st_size
-        blocks = -(-size // _BLOCK)
-        yield size.to_bytes(8)
-        with path.open("rb") as file:
-            for block in (*range(0, blocks, max(1, -(-blocks // _BLOCKS))), max(0, blocks - 1)):
-                file.seek(block * _BLOCK)
-                yield file.read(_BLOCK)
+def _content(path: Path) -> Iterator[bytes]:
+    size = path.stat().st_size
+    blocks = -(-size // _BLOCK)
+    yield size.to_bytes(8)
+    with path.open("rb") as file:
+        for block in (*range(0, blocks, max(1, -(-blocks // _BLOCKS))), max(0, blocks - 1)):
+            file.seek(block * _BLOCK)
+            yield file.read(_BLOCK)
 
 
 def _code(value: object, seen: dict[int, object]) -> Iterator[str]:
-    """Yield what decides what a value does; of what is neither plain nor the user's own, nothing."""
+    """Yield a value's source and contents, if they are plain or the user's own."""
     if isinstance(value, _PLAIN):
         yield repr(value)
     elif isinstance(value, set | frozenset):
         yield from sorted("".join(_code(one, seen)) for one in cast("set[object]", value))
     elif id(value) not in seen:
-        seen[id(value)] = value  # held, so that no other object has its id
+        seen[id(value)] = value  # kept alive, so that no other object gets its id
         for one in _made_of(value):
             yield from _code(one, seen)
 
@@ -256,25 +248,25 @@ def _made_of(value: Any) -> Iterable[object]:
     kind = cast("type", value if isinstance(value, type) else value.__class__)
     module_file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     own = kind.__module__ == "__main__" or not is_library(module_file or "<frozen")
-    if isinstance(value, type):  # without what Python notes of it, such as its line
+    if isinstance(value, type):  # without Python's own attributes, such as the line number
         named = vars(kind).items()
         members = {name: one for name, one in named if not name.startswith("__") or callable(one)}
         return (kind.__qualname__, kind.__bases__, members) if own else ()
     held: dict[str, object] = getattr(value, "__dict__", {})
-    return (kind, held) if own else (held.get("__wrapped__"),)  # a library's, made around a function
+    return (kind, held) if own else (held.get("__wrapped__"),)  # a library's wrapper around a function
 
 
 def _of_function(function: FunctionType) -> Iterator[object]:
-    """Yield its source, or its code where it has none alone; its defaults; what it encloses; the globals it names."""
+    """Yield a function's source (or else its code), defaults, enclosed values and referenced globals."""
     source: object = function.__code__
-    if function.__name__ != "<lambda>":  # whose lines may hold anything else
+    if function.__name__ != "<lambda>":  # a lambda's lines may hold other code
         with suppress(OSError, TypeError):
             source = inspect.getsource(function)
     yield source
     yield function.__defaults__
     yield function.__kwdefaults__
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # an empty one
+        with suppress(ValueError):  # an empty cell
             yield cell.cell_contents
     codes = [function.__code__]
     while codes:
@@ -284,19 +276,19 @@ def _of_function(function: FunctionType) -> Iterator[object]:
 
 
 _LOOKED_AT = 1000
-"""Answers that are read before a run that gives the others 0, some milliseconds each; a recipe may have a million."""
+"""Maximum number of answers parsed before a run, some milliseconds each, if unparsable ones score 0."""
 
 
 def hold_to_golds(config: RunConfig, source: PromptSource) -> PromptSource:
-    """Give the source of what env.math can score against: without rows to drop, which are counted; zeros are told.
+    """Drop and count rows whose answers env.math cannot parse, or report such answers; return the source.
 
-    A source that does not end is asked for its first step and its validation; later answers are held to the same
-    when they are scored. Raises ConfigError for an answer that is refused.
+    For an endless source, only the first step and the validation are checked here; later answers are checked when
+    scored. Raises ConfigError for a refused answer.
     """
     math = config.env.math
     if math is None:
         return source
-    scored = list[Prompt]()  # what the policy answers
+    scored = list[Prompt]()  # the prompts that the policy answers
     if config.row_kind is RowKind.PROMPTS:
         ends = isinstance(source, EpochSource)
         scored += source.train if ends else source.train_batch(1, config.prompts_per_step)
@@ -328,6 +320,6 @@ def hold_to_golds(config: RunConfig, source: PromptSource) -> PromptSource:
 
 
 def require_answers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError for answers of the prompts that env.math cannot score against, unless the recipe takes them."""
+    """Raise ConfigError for answers that env.math cannot parse, if the recipe refuses them."""
     if config.env.math is not None and config.env.math.unparsable == "refuse":
         math_environment(config.env.math).require_answers(prompts)

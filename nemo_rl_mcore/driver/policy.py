@@ -1,9 +1,9 @@
-"""The driver's handle of a policy: whole batches go in, each rank gets its shard, whole batches come back."""
+"""The driver's handle for a policy: takes whole batches, sends each rank its shard, and returns whole batches."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -39,18 +39,15 @@ _FIRST: Collection[int] = (0,)
 
 
 class Policy(AbstractContextManager["Policy"]):
-    """A model over a group of `MegatronPolicyWorker`s, a policy or in that role a critic; a context manager.
+    """A policy, or a critic, over a group of `MegatronPolicyWorker`s; a context manager.
 
-    B rows, S sequence length. trained_only: only of tokens that token_mask [B, S] marks; 0 elsewhere, where no loss
-    reads.
+    B rows, S sequence length. trained_only: whether to compute only tokens marked by token_mask [B, S]; others are 0.
+    trained, temperature, verify_checksums: see `MegatronPolicyWorker`. name: the model's name in errors, such as
+    "teacher". colocated_with: another policy that shares its machines and GPUs. group: builds the ranks from
+    `RayWorkerGroup`'s arguments; in a session it defaults to that class.
 
-    trained, temperature, verify_checksums: see `MegatronPolicyWorker`.
-    name: what errors call it, such as "teacher".
-    colocated_with: another one, whose machines and GPUs this one shares.
-    group: what makes the ranks, from the arguments of `RayWorkerGroup`, which is the default for a session.
-
-    Raises WorkerError, naming the rank, when a rank fails or dies. A batch that the model or the loss cannot take is a
-    ValueError by key and row, and nothing of it is sent.
+    Raises WorkerError, naming the rank, when a rank fails or dies. A batch invalid for the model or the loss raises a
+    ValueError with key and row before anything is sent.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class Policy(AbstractContextManager["Policy"]):
         group: Callable[..., WorkerGroup] | None = None,
     ) -> None:
         self._config = checked_policy(config, only_read=not trained)
-        # Only in a session may ranks start again, or beside another model.
+        # Only in a session can ranks restart, or run next to another model.
         self._cluster, self._colocated_with = cast("RayCluster", cluster), colocated_with
         self._check = BatchCheck.of(config)
         if group is None and isinstance(cluster, OneProcess):
@@ -97,28 +94,27 @@ class Policy(AbstractContextManager["Policy"]):
             secrets=hub_token(os.environ) if config.model_name is not None else {},
         )
         self.incarnation = 0
-        """How often its ranks were restarted."""
         self._start()
 
     def _start(self, kept: Placement | None = None) -> None:
         if kept is None and (beside := self._colocated_with) is not None:
             kept = self._cluster.place_colocated(beside.placement, beside.gpus())
         self._workers = self._start_workers(placement=kept)
-        # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
+        # Rank -> data-parallel rank. Ranks with the same value hold parts of one model copy and get the same rows.
         context = "start of the workers"
         self._shard_of_rank: list[int] = self._workers.run_all("data_parallel_rank", context=context)
         self._shards = max(self._shard_of_rank) + 1
         self._first_of_shard = [self._shard_of_rank.index(shard) for shard in range(self._shards)]
         self.updates = 0
-        """Optimizer steps, skipped ones too, whose results were given since the start or the last `load_checkpoint`."""
+        """Completed optimizer steps, including skipped ones, since the start or the last `load_checkpoint`."""
         self._calls: dict[str, int] = {}
-        self._open_loss: LossFunction | None = None  # of the step that was begun last
+        self._open_loss: LossFunction | None = None  # the loss of the last begun step
 
     def restart(self) -> None:
-        """Put new ranks in place of those there are, with the weights that the run began with; engines reconnect.
+        """Replace all ranks by new ones with the run's initial weights; engines reconnect.
 
-        Where their machines are all there they keep their places, and with them engines that share these. Else it waits
-        for machines, see `RayCluster.await_machines`; one beside another model goes where that is.
+        If all machines are alive, the new ranks keep their places, as do engines that share them. Otherwise wait for
+        machines (`RayCluster.await_machines`); a colocated model moves with its partner.
         """
         nodes = {identity.node_id for identity in self._workers.identities.values()}
         kept = self._workers.placement if not self._cluster.lost_nodes(nodes) else None
@@ -129,23 +125,24 @@ class Policy(AbstractContextManager["Policy"]):
         self._start(kept)
 
     def serves(self) -> bool:
-        """All ranks answer; one that hangs for some seconds does not."""
-        context = "after a failure"
+        """Return whether all ranks answer within a few seconds."""
         try:
-            self._workers.run_all("data_parallel_rank", context=context, timeout_s=_ANSWERS_S, key="")
+            self._workers.run_all(
+                "data_parallel_rank", context="after a failure", timeout_s=_ANSWERS_S, key=""
+            )
         except WorkerError as error:
             return error.usable
         return True
 
     def get_logprobs(self, data: BatchedDataDict, *, trained_only: bool = False) -> BatchedDataDict:
-        """Return {"logprobs": fp32 [B, S]}, column i about token i."""
+        """Return {"logprobs": fp32 [B, S]}, where column i is token i's log-probability."""
         self._check.reading(data, trained_only=trained_only)
         return self._map("get_logprobs", data, trained_only=trained_only)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, *, trained_only: bool = False
     ) -> BatchedDataDict:
-        """Return {"reference_logprobs": fp32 [B, S]} of the weights at the start of the run."""
+        """Return {"reference_logprobs": fp32 [B, S]}, computed with the run's initial weights."""
         self._check.reading(data, trained_only=trained_only)
         return self._map("get_reference_policy_logprobs", data, trained_only=trained_only)
 
@@ -157,7 +154,7 @@ class Policy(AbstractContextManager["Policy"]):
         return self._map("get_topk_logits", data, k=k, trained_only=trained_only)
 
     def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
-        """Return {"values": fp32 [B, S]}, column i of the state before token i."""
+        """Return {"values": fp32 [B, S]}, where column i is the value of the state before token i."""
         self._check.reading(data)
         return self._map("get_values", data)
 
@@ -179,10 +176,8 @@ class Policy(AbstractContextManager["Policy"]):
     ) -> dict[str, Any]:
         """Take optimizer steps over the batch; the keys are those of `MegatronPolicyWorker.finish_train_step`.
 
-        gbs, mbs: rows of an optimizer step and of a microbatch, whole samples of the loss; None is the config's, which
-        counts samples. Under `eval_mode` nothing is updated, and all rows are one batch, whatever gbs.
-
-        The totals are equal on every rank.
+        gbs, mbs: rows per optimizer step and per microbatch, in whole samples of the loss; None for the config's, which
+        counts samples. With `eval_mode` nothing is updated, and all rows form one batch regardless of gbs.
         """
         self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
         sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
@@ -191,8 +186,7 @@ class Policy(AbstractContextManager["Policy"]):
         split = [self._split(step, loss_fn) for step in ([data] if eval_mode else sizes.steps(data))]
         shards = [BatchedDataDict.from_batches(steps) for steps in zip(*split, strict=True)]
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": sizes.gbs, "mbs": sizes.mbs}
-        answers = self._run("train", shards, self._answering(loss_fn), **options)
-        result = self._joined(answers, loss_fn)
+        result = self._update("train", loss_fn, shards, **options)
         self.updates += 0 if eval_mode else len(result["skip_reasons"])
         return result
 
@@ -203,7 +197,7 @@ class Policy(AbstractContextManager["Policy"]):
         mbs: int | None = None,
         step_id: str | None = None,
     ) -> None:
-        """Open one optimizer step, to which chunks are then added; a `step_id` that was committed is refused.
+        """Open one optimizer step for chunks; refuse an already committed `step_id`.
 
         gbs, mbs: see `train`; the scheduler advances by the samples of `gbs` rows, whatever the chunks hold.
         """
@@ -213,67 +207,49 @@ class Policy(AbstractContextManager["Policy"]):
         self._open_loss = loss_fn
 
     def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
-        """Add a chunk of any number of whole samples to the open step; a `chunk_id` that was added is refused."""
+        """Add a chunk of any number of whole samples to the open step; refuse an already added `chunk_id`."""
         if self._open_loss is None:
             raise out_of_order("train_microbatch", Phase.IDLE)
         loss_fn = self._open_loss
         self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample)
-        self._run("train_microbatch", self._split(data, loss_fn), _NOBODY, chunk_id=chunk_id)
-
-    def _split(self, data: BatchedDataDict, loss_fn: LossFunction) -> list[BatchedDataDict]:
-        if self._config.token_budgets is None:
-            return data.split(self._shards, loss_fn.rows_per_sample)
-        # Sums do not depend on who adds what, and ranks with equally many tokens wait less for each other.
-        return split_balanced(data, self._shards, loss_fn.rows_per_sample)
+        self._call("train_microbatch", _NOBODY, self._split(data, loss_fn), chunk_id=chunk_id)
 
     def finish_train_step(self) -> dict[str, Any]:
         """Update the weights by the mean over all chunks' tokens (or sequences); the keys are those of `train`."""
-        answers = self._call("finish_train_step", self._answering(self._open_loss))
+        result = self._update("finish_train_step", self._open_loss)
         self.updates += 1
-        return self._joined(answers, self._open_loss)
-
-    def _answering(self, loss_fn: LossFunction | None) -> Collection[int]:
-        """Return the ranks whose results are read: totals are equal on all of them, a table is of a shard's rows."""
-        return self._first_of_shard if loss_fn is not None and loss_fn.gives_row_table else _FIRST
-
-    def _joined(self, answers: Sequence[Any], loss_fn: LossFunction | None) -> dict[str, Any]:
-        results = [answers[rank] for rank in self._answering(loss_fn)]
-        tables = [result["row_table"] for result in results if "row_table" in result]
-        return results[0] | {"row_table": torch.cat(tables)} if len(tables) > 1 else results[0]
+        return result
 
     def abort_train_step(self) -> None:
-        """Drop the open or failed step, which then leaves no trace; nothing to do when none is open."""
+        """Drop the open or failed step without a trace; do nothing if none is open."""
         self._call("abort_train_step", _NOBODY)
 
     def save_checkpoint(self, folder: str, *, wait: bool = True) -> None:
-        """Write all that the next step depends on into a folder that every rank sees.
+        """Write the training state to a folder visible to all ranks; without `wait`, write a copy in the background.
 
-        Without `wait` a copy is taken, and written while other calls go on; see `checkpoint_written`. The next save
-        waits for it.
+        `checkpoint_written` reports the end; the next save waits for it.
         """
         self._call("save_checkpoint", _NOBODY, folder=str(Path(folder).absolute()), wait=wait)
 
     def checkpoint_written(self, *, wait: bool = True) -> float | None:
-        """Return the seconds that writing the last copy took, None while it goes on; `wait` until it is written.
+        """Return the seconds that writing the last copy took, None while in progress; with `wait`, wait for it.
 
-        Raises what writing it raised.
+        Raises the error that writing raised.
         """
-        of_ranks: Sequence[float | None] = self._call("checkpoint_written", wait=wait)
-        taken = [seconds for seconds in of_ranks if seconds is not None]
-        return max(taken) if len(taken) == len(of_ranks) else None
+        taken: list[float | None] = self._call("checkpoint_written", wait=wait)
+        return None if None in taken else max(cast("list[float]", taken))
 
     def load_checkpoint(self, folder: str, *, weights_only: bool = False) -> None:
-        """Set everything back that `save_checkpoint` wrote; with `weights_only` moments and schedule stay as they are.
+        """Restore everything that `save_checkpoint` wrote; with `weights_only`, keep moments and schedule unchanged.
 
-        The layout may be another one. Raises when the folder does not hold a checkpoint of this model.
+        The parallel layout may differ. Raises if the folder does not hold a checkpoint of this model.
         """
         self._call("load_checkpoint", _NOBODY, folder=str(Path(folder).absolute()), weights_only=weights_only)
         self.updates = 0
 
     def has_unknown_update(self) -> bool:
-        """Return whether a rank took an optimizer step whose result was not given, since it or another one raised."""
-        taken = self._call("updates")
-        return any(count != self.updates for count in taken)
+        """Return whether a rank took an optimizer step whose result was lost because a rank raised."""
+        return any(taken != self.updates for taken in self._call("updates"))
 
     @property
     def placement(self) -> Placement:
@@ -281,43 +257,42 @@ class Policy(AbstractContextManager["Policy"]):
 
     @property
     def processes(self) -> Sequence[int]:
-        """Return the process id of each rank, on its own machine."""
-        return [identity.pid for _, identity in sorted(self._workers.identities.items())]
+        """Return each rank's process id on its own machine."""
+        return [identity.pid for identity in self._workers.identities.values()]
 
     def loading_s(self) -> float:
         """Return the seconds that loading weights has taken, on the slowest rank."""
         return max(self._call("loading_s"))
 
     def gpus(self) -> Sequence[str]:
-        found: list[str] = self._call("gpu")
-        return [gpu for gpu in found if gpu]
+        return [gpu for gpu in self._call("gpu") if gpu]
 
     def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
         return self._call("connect_engines", _FIRST, engines=engines, settings=settings)[0]
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
+        """Return the shape and dtype of every tensor sent in a refit, by Hugging Face name."""
         return self._call("prepare_refit_info", _FIRST)[0]
 
     def weights_digest(self, held_as: str | None = None) -> str:
-        """Of all weights as a refit sends them; see `refit.digests.of_all`."""
+        """Return the digest of all weights as sent in a refit; see `refit.digests.of_all`."""
         return self._call("weights_digest", _FIRST, held_as=held_as)[0]
 
     def prepare_for_training(self) -> None:
         self._call("prepare_for_training", _NOBODY)
 
     def finish_training(self) -> None:
-        """Do nothing, as in NeMo RL: by policy.offload the next call takes what it does not need from the device."""
+        """Do nothing, as in NeMo RL: with policy.offload the next call frees unneeded device memory."""
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         self._call("prepare_for_lp_inference", _NOBODY, keep_train_buffers=keep_train_buffers)
 
     def send_weights(self) -> Digests:
-        """Stream all weights to the engines; returns the tensors by name, with digests where they are verified."""
+        """Stream all weights to the engines; return the tensors by name, with digests if they are verified."""
         return self._call("send_weights", _FIRST)[0]
 
     def export_hf(self, folder: str, *, origin: str | None = None, adapters: bool = False) -> None:
-        """Write the weights as a Hugging Face folder, which the first rank's machine must see; or adapters alone."""
+        """Write the weights, or only adapters, as a Hugging Face folder visible to the first rank's machine."""
         self._call("export_hf", _NOBODY, folder=folder, origin=origin, adapters=adapters)
 
     def shutdown(self) -> None:
@@ -327,34 +302,56 @@ class Policy(AbstractContextManager["Policy"]):
         self.shutdown()
 
     def _map(self, method: str, data: BatchedDataDict, **kwargs: Any) -> BatchedDataDict:
-        """Call a method that answers row by row, padded with copies of the last row to a multiple of the shards."""
-        data = data.without(EPISODE)  # such an answer is of a row, whatever episode that is of
+        """Call a row-wise method; copies of the last row pad the batch to a multiple of the shards."""
+        data = data.without(EPISODE)  # row-wise results do not depend on the episode
         missing = -data.size % self._shards
         whole = data.select_indices([*range(data.size), *[data.size - 1] * missing]) if missing else data
-        answers = self._run(method, whole.shard_by_batch_size(self._shards), self._first_of_shard, **kwargs)
+        answers = self._call(method, self._first_of_shard, whole.shard_by_batch_size(self._shards), **kwargs)
         answered = BatchedDataDict.from_batches([answers[rank] for rank in self._first_of_shard])
         return answered.slice(0, data.size)
 
-    def _run(
-        self, method: str, shards: Sequence[BatchedDataDict], answering: Collection[int], **kwargs: Any
-    ) -> list[Any]:
-        # One object for all the ranks of a shard; for one rank alone it travels with the call.
-        alone = len(self._shard_of_rank) == len(shards)
-        given = shards if alone else [self._workers.share(shard) for shard in shards]
-        per_rank: list[Mapping[str, Any]] = [{"data": given[shard]} for shard in self._shard_of_rank]
-        return self._call(method, answering, per_rank_kwargs=per_rank, **kwargs)
+    def _split(self, data: BatchedDataDict, loss_fn: LossFunction) -> list[BatchedDataDict]:
+        if self._config.token_budgets is None:
+            return data.split(self._shards, loss_fn.rows_per_sample)
+        # Sums do not depend on the distribution, and ranks with equal numbers of tokens wait less for each other.
+        return split_balanced(data, self._shards, loss_fn.rows_per_sample)
 
-    def _call(self, method: str, answering: Collection[int] | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of every rank; answering: the ranks whose results are read, None for all."""
+    def _update(
+        self,
+        method: str,
+        loss: LossFunction | None,
+        shards: Sequence[BatchedDataDict] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Call a method that ends optimizer steps: totals are equal on all ranks, tables have each shard's rows."""
+        ranks = self._first_of_shard if loss is not None and loss.gives_row_table else _FIRST
+        answers = self._call(method, ranks, shards, **kwargs)
+        results = [answers[rank] for rank in ranks]
+        tables = [result["row_table"] for result in results if "row_table" in result]
+        return results[0] | {"row_table": torch.cat(tables)} if len(tables) > 1 else results[0]
+
+    def _call(
+        self,
+        method: str,
+        answering: Collection[int] | None = None,
+        shards: Sequence[BatchedDataDict] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call a method on every rank with its shard; answering: the ranks whose results are read, None for all."""
         self._calls[method] = self._calls.get(method, 0) + 1
+        if shards is not None:
+            # Share one object among a shard's ranks; for a single rank, send it with the call.
+            alone = len(self._shard_of_rank) == len(shards)
+            given = shards if alone else [self._workers.share(shard) for shard in shards]
+            kwargs["per_rank_kwargs"] = [{"data": given[shard]} for shard in self._shard_of_rank]
         context = f"call {self._calls[method]}"
         return self._workers.run_all(method, answering=answering, context=context, **kwargs)
 
 
 def open_place(config: RunConfig, *, engines: bool = False) -> OneProcess | RayCluster:
-    """Return where the ranks of a command that trains nothing run: here, if one rank is all there is.
+    """Return the place for the ranks of a command that does not train: this process for one rank, else a session.
 
-    engines: whether it starts engines apart from the ranks. A cluster at RAY_ADDRESS is used where there is one.
+    engines: whether the command starts engines, which require a session, as does RAY_ADDRESS.
     """
     if config.cluster.world_size == 1 and not engines and not os.environ.get("RAY_ADDRESS"):
         return OneProcess(config.cluster)
@@ -382,7 +379,7 @@ class EmbeddedGeneration:
         return self.policy.generate(data, step=step, stop_ids=self.stop_ids, greedy=greedy)
 
     def update_weights(self, version: int) -> None:
-        """Do nothing: the weights are those of training, as is the memory."""
+        """Do nothing: weights and memory are shared with training."""
 
     def offload(self) -> None:
-        """Do nothing, too."""
+        """Do nothing, for the same reason."""

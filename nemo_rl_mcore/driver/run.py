@@ -1,4 +1,4 @@
-"""The composition root: from a checked recipe to a run with its ranks, its data and its observers."""
+"""The composition root, which builds a run's ranks, data and observers from a checked recipe."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
 from nemo_rl_mcore.driver.algorithms.sft import SFTTrainer
-from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, finish_report
+from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder
 from nemo_rl_mcore.driver.output import count_of, write_line
-from nemo_rl_mcore.driver.parts import Parts, open_parts, stop_ids_of
+from nemo_rl_mcore.driver.parts import Parts, open_parts, run_stopping, stop_ids_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, Policy
 from nemo_rl_mcore.driver.rollouts.player import Environments, GenerationInterface, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.saved import SavedRollouts
@@ -53,13 +53,12 @@ from nemo_rl_mcore.driver.run_folder import leave_recipe, run_folders
 from nemo_rl_mcore.driver.signals import current_stop_signals, exit_status
 from nemo_rl_mcore.engine.kinds import engine_kind
 from nemo_rl_mcore.environment.interface import Environment, LocalEnvironments
-from nemo_rl_mcore.errors import RunStoppedError, code_of
 
 
 def run(config: RunConfig, write_page: Callable[[Path], object] | None = None) -> int:
-    """Run the recipe and return the exit status, see `exit_status`. write_page: makes a page of the run's folder.
+    """Run the recipe and return its exit status, see `exit_status`. write_page: writes a page about the run's folder.
 
-    However it ends, the ranks are gone, and the metrics and the report hold every finished step.
+    However the run ends, its ranks are stopped, and the metrics and the report include every finished step.
     """
     steps = train(config, watch=Watch(write_page))
     return exit_status(lambda: deque(steps, maxlen=0))  # to its end
@@ -67,21 +66,20 @@ def run(config: RunConfig, write_page: Callable[[Path], object] | None = None) -
 
 @dataclass(eq=False)
 class Watch:
-    """Sees the parts of a run as they start; this one leaves them as they are.
+    """Observes, and may replace, a run's parts as they start; the base class does neither.
 
-    write_page: makes a page of the run's folder when it ends, where the recipe has one. summary: the run ends with the
-    tables of its metrics.
+    write_page: makes a page of the run's folder at its end. summary: print samples and the paths of files at the end.
     """
 
     write_page: Callable[[Path], object] | None = None
     summary: ClassVar[bool] = True
 
     def model(self, name: str, model: Policy) -> Policy:
-        """Return the model that the algorithm is given in place of a model of the run."""
+        """Return the model that the algorithm uses in place of one of the run's models."""
         return model
 
     def engine(self, engine: GenerationInterface) -> None:
-        """See the engine that answers."""
+        """Observe the engine that answers."""
 
 
 _NOBODY_WATCHES = Watch()
@@ -94,12 +92,11 @@ def train(
     watch: Watch = _NOBODY_WATCHES,
     refuse_changes: bool = False,
 ) -> Generator[Mapping[str, float]]:
-    """Run the recipe, and yield the metrics of each step as it ends: the row of metrics.jsonl, `step` among them.
+    """Run the recipe, and yield each step's row of metrics.jsonl, with `step`, as it ends.
 
-    session: one that was started, in which the run has its ranks; left out, it starts its own. refuse_changes: see
-    `open_checkpoints`.
-    Nothing starts before the first step is asked for. Where the generator is closed before the last one, the last
-    finished step is saved, as after a signal. Raises ConfigError and RunStoppedError.
+    session: a started session for the ranks; by default the run starts its own. refuse_changes: see `open_checkpoints`.
+    Nothing starts before the first row is requested. A generator that is closed early saves the last finished step, as
+    after a signal. Raises ConfigError and RunStoppedError.
     """
     parts = open_parts(config)
     config = parts.config
@@ -112,28 +109,25 @@ def train(
             ended_by=parts.ended_by,
         )
         if checkpoints.nothing_left:
-            finish_report(config.logger, watch.write_page)
             return
         try:
             current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
             saved = read_saved(config, checkpoints.start)
-            recipe, rewards_teach = config.model_dump(mode="json"), config.gradient is not None
             recorder = RunRecorder(
                 config.logger,
                 config.loop.max_num_steps,
-                title=f"{config.algorithm}: {config.data.dataset_name}",
-                run=RunFacts(config.algorithm, recipe, checkpoints.resumed_step, rewards_teach),
+                run=RunFacts(config.algorithm, config.model_dump(mode="json"), checkpoints.resumed_step),
                 write_page=watch.write_page,
                 summary=watch.summary,
             )
             with ExitStack() as outside:
                 outside.callback(torch.set_num_threads, torch.get_num_threads())
-                if config.cluster.on_cpu:  # where ranks have the cores, idle threads would spin on them
+                if config.cluster.on_cpu:  # idle threads would busy-wait on the ranks' cores
                     torch.set_num_threads(1)
                 if session is None:
                     with recorder.startup("ray", "starting Ray"):
                         cluster = outside.enter_context(RayCluster(config.cluster))
-                else:  # one for all runs of a command: only who has started it knows its servers and its processes
+                else:  # shared by a command's runs; whoever started it handles its servers and processes
                     cluster = session.shared_with(config.cluster)
                 leave_recipe(config)
                 with ExitStack() as stack:
@@ -149,21 +143,29 @@ def _train(
     checkpoints: RunCheckpoints,
     recorder: RunRecorder,
     stack: ExitStack,
-    saved: SavedRollouts | None = None,
-    watch: Watch = _NOBODY_WATCHES,
+    saved: SavedRollouts | None,
+    watch: Watch,
 ) -> Generator[Mapping[str, float]]:
-    """Start ranks, engine and recorder, which end with the stack, and train; saved: the rollouts of the checkpoint."""
+    """Start ranks, engine and recorder, which end with the stack, and train; saved: the checkpoint's rollouts."""
     config, tokenizer = parts.config, parts.tokenizer
-    fetch_weights(config)
-    of_policy, *others = config.models.values()
-    policy = _start(of_policy, config, cluster, recorder, stack)
-    stack.enter_context(recorder)
-    first_step = (checkpoints.resumed_step or 0) + 1
+
+    def start(plan: ModelPlan, colocated_with: Policy | None = None) -> Policy:
+        told_as = f"starting {count_of(cluster.config.world_size, 'rank')} of the {plan.name}"
+        with recorder.startup(plan.name, told_as) as pieces:
+            model = stack.enter_context(start_model(plan, config, cluster, colocated_with))
+            if loading_s := model.loading_s():
+                pieces[f"{plan.name}_loading_weights"] = loading_s
+        return model
 
     def to_compare() -> list[list[int]]:
         first = parts.prompts.train_batch(first_step, config.prompts_per_step)
         return rows_to_compare(config, first, tokenizer)
 
+    fetch_weights(config)
+    of_policy, *others = config.models.values()
+    policy = start(of_policy)
+    stack.enter_context(recorder)
+    first_step = (checkpoints.resumed_step or 0) + 1
     opened = open_generation(config, tokenizer, policy, cluster, to_compare, recorder.startup)
     generation = stack.enter_context(opened)
     watch.engine(generation)
@@ -176,9 +178,7 @@ def _train(
         )
         generation = scheduler = stack.enter_context(opened)
         collector = replace(collector, generation=scheduler)
-    models = {of_policy.name: policy} | {
-        plan.name: _start(plan, config, cluster, recorder, stack, colocated_with=policy) for plan in others
-    }
+    models = {of_policy.name: policy, **{plan.name: start(plan, policy) for plan in others}}
     models = {name: watch.model(name, model) for name, model in models.items()}
     algorithm = algorithm_of(parts, models, collector, recorder, scheduler)
     trained = {name: model for name, model in models.items() if config.models[name].trained}
@@ -214,29 +214,11 @@ def algorithm_of(
 
 
 def fetch_weights(config: RunConfig) -> None:
-    """Fetch the weights that the models of a run begin with; raises RunStoppedError."""
-    for plan in config.models.values():
-        if plan.policy.model_name is not None:
-            try:
+    """Fetch the initial weights of a run's models; raise RunStoppedError on failure."""
+    with run_stopping():
+        for plan in config.models.values():
+            if plan.policy.model_name is not None:
                 fetched_folder(plan.policy.model_name)
-            except ValueError as error:
-                raise RunStoppedError(str(error), code=code_of(error)) from error
-
-
-def _start(
-    plan: ModelPlan,
-    config: RunConfig,
-    cluster: RayCluster,
-    recorder: RunRecorder,
-    stack: ExitStack,
-    colocated_with: Policy | None = None,
-) -> Policy:
-    told_as = f"starting {count_of(cluster.config.world_size, 'rank')} of the {plan.name}"
-    with recorder.startup(plan.name, told_as) as pieces:
-        model = stack.enter_context(start_model(plan, config, cluster, colocated_with))
-        if loading_s := model.loading_s():
-            pieces[f"{plan.name}_loading_weights"] = loading_s
-    return model
 
 
 def start_model(
@@ -247,7 +229,7 @@ def start_model(
         cluster,
         name=plan.name,
         seed=config.seed,
-        # One for all models of the run: their log-probabilities are compared with each other.
+        # The same for all of the run's models, since their log-probabilities are compared.
         temperature=config.logprob_temperature,
         init_reference_model=plan.reference,
         role=plan.role,
@@ -265,10 +247,10 @@ def open_generation(
     to_compare: Callable[[], Sequence[Sequence[int]]],
     startup: Callable[[str, str], AbstractContextManager[object]],
 ) -> Iterator[GenerationInterface]:
-    """Open the engine that the recipe asks for; one of its own ends with the block.
+    """Open the recipe's engine; engines outside the ranks end with the block.
 
-    to_compare: gives the token ids after which engines apart from the ranks are compared with them at first.
-    startup: entered around a part of the start, with its name and what a person is told.
+    to_compare: returns the token ids on which such engines are first compared with the ranks. startup: a context
+    manager around a part of the start, called with its name and its text for the terminal.
     """
     stop_ids = stop_ids_of(config, tokenizer)
     if config.policy.generation.decodes_on_ranks:
@@ -299,7 +281,7 @@ def open_generation(
 def open_collector(
     parts: Parts, generation: GenerationInterface, environments: Environments
 ) -> Generator[RolloutCollector]:
-    """Return the player of episodes: the loop of turns or, behind an endpoint open as long as the block, agents."""
+    """Yield the episode player: the turn loop, or agents behind an endpoint that the block keeps open."""
     config = parts.config
     collector = RolloutCollector(
         generation,
@@ -325,10 +307,7 @@ def open_collector(
 def open_environments(
     config: RunConfig, cluster: RayCluster, environment: Environment
 ) -> Iterator[Environments]:
-    """Open what answers for the environment of the recipe: actors, which end with the block, or this process.
-
-    Actors of a run that samples start at once, and nobody waits for them; those of others when they are first asked.
-    """
+    """Open the environments, in this process or in actors, which end with the block; start them if the run samples."""
     if not config.env.pool_size:
         yield LocalEnvironments(environment, config.env.reward_weights)
         return

@@ -1,14 +1,14 @@
-"""The folders of a run, the files that it leaves there, and what a run that goes on from there has changed.
+"""A run's folders and files, and the recipe changes of a run that resumes from them.
 
-Files are whole or not there, and never something else under their name: a folder may be one that somebody else has
-made first, as in /tmp, and what is a link there is not followed. One run writes into a folder at a time. The lock is
-the kernel's: it is free when the process is gone, whatever ended it, and whoever only reads takes no notice of it.
+Files are complete or absent. Links are not followed, since another user may own a folder, as in /tmp. Only one run
+writes to a folder at a time, by a kernel lock, which ends with the process and does not affect readers.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import socket
@@ -33,7 +33,7 @@ from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.run_config import ModelPlan
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.errors import RunStoppedError, folder_error, shortened
-from nemo_rl_mcore.models.memory import checkpoint_bytes, copied_bytes
+from nemo_rl_mcore.models.memory import checkpoint_bytes
 from nemo_rl_mcore.models.pretrained import OF_TRAINING, explicit_fields
 from nemo_rl_mcore.recipe.environment_values import value_now
 from nemo_rl_mcore.recipe.yaml_text import read_yaml_text
@@ -49,7 +49,7 @@ def folders_of(config: RunConfig) -> dict[str, Path]:
 
 
 def folder_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield what stops a run from writing there, and leave nothing behind."""
+    """Yield the reasons why a run cannot write to its folders, and leave no files behind."""
     whole = True
     for key, folder in folders_of(config).items():
         nearest = nearest_folder(folder)
@@ -66,33 +66,28 @@ def folder_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def try_to_write(folder: Path) -> None:
-    """Write a file into a folder that is there, which has no name and is gone at once; raises OSError."""
+    """Write and remove an unnamed file in an existing folder; raise OSError on failure."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(_PROBE)
 
 
 def nearest_folder(folder: Path) -> Path:
-    """Return the folder, or the innermost one above it that is there."""
+    """Return the folder, or its nearest existing parent."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def too_full(config: RunConfig) -> Problem | None:
     if not config.checkpointing.enabled:
         return None
-    folder = Path(config.checkpointing.checkpoint_dir)
-    needed, free = checkpoint_bytes(config), shutil.disk_usage(nearest_folder(folder)).free
-    if needed <= free:
+    folder, needed = Path(config.checkpointing.checkpoint_dir), checkpoint_bytes(config)
+    if needed <= (free := shutil.disk_usage(nearest_folder(folder)).free):
         return None
-    return Problem(
-        "disk-full",
-        "checkpointing.checkpoint_dir",
-        f"{str(folder)!r} has {_gigabytes(free)} free, and a checkpoint takes about {_gigabytes(needed)}",
-        "make room, or name another folder",
-    )
+    what = f"{str(folder)!r} has {_gigabytes(free)} free, and a checkpoint takes about {_gigabytes(needed)}"
+    return Problem("disk-full", "checkpointing.checkpoint_dir", what, "make room, or name another folder")
 
 
 def checkpoints_on_disk(config: RunConfig) -> str:
-    """Say how many checkpoints the run keeps at most, and what they take."""
+    """Describe the largest number of checkpoints that the run keeps, and their size."""
     section = config.checkpointing
     if not section.enabled:
         return "none (checkpointing.enabled: false)"
@@ -100,13 +95,11 @@ def checkpoints_on_disk(config: RunConfig) -> str:
     if section.keep_top_k is not None:
         # The newest one is kept in addition to the best.
         kept = min(kept, section.keep_top_k + (section.metric_name is not None))
-    size, copied = _gigabytes(kept * checkpoint_bytes(config)), copied_bytes(config)
-    where = (
-        f"every {section.save_period} steps, {kept} kept at most, about {size} in {section.checkpoint_dir}"
-    )
-    if copied:
-        where += f", written from a copy of about {_gigabytes(copied)} in the machines' memory (async_save)"
-    return where
+    size = _gigabytes(kept * checkpoint_bytes(config))
+    text = f"every {section.save_period} steps, {kept} kept at most, about {size} in {section.checkpoint_dir}"
+    if copied := checkpoint_bytes(config, copies=True):
+        text += f", written from a copy of about {_gigabytes(copied)} in the machines' memory (async_save)"
+    return text
 
 
 def _gigabytes(number: int) -> str:
@@ -118,12 +111,12 @@ TEMPORARY = ".tmp"
 
 @contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
-    """Yield a file that takes the place of `path` when the block ends; where it raises, the old one stays.
+    """Yield a file that replaces `path` when the block ends; if the block raises, the old file remains.
 
-    A link at `path` is replaced itself. Raises OSError.
+    It replaces a link at `path`, not the link's target. Raises OSError.
     """
     temporary = path.with_name(f"{path.name}{TEMPORARY}")
-    temporary.unlink(missing_ok=True)  # of a process that was killed
+    temporary.unlink(missing_ok=True)  # left by a killed process
     try:
         with temporary.open("xb") as file:
             yield file
@@ -134,7 +127,7 @@ def replacing(path: Path) -> Generator[BinaryIO]:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file that this run goes on with, or make it; its descriptor. Raises OSError for a link or a pipe."""
+    """Open or create one of this run's files and return its descriptor; raise OSError for a link or a pipe."""
     descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -143,12 +136,12 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def open_to_append(path: Path, *, buffering: int = 0) -> BinaryIO:
-    """Open a file for appending; raises OSError for a link or a pipe."""
+    """Open a file for appending; raise OSError for a link or a pipe."""
     return cast("BinaryIO", open(open_own(path, os.O_RDWR | os.O_APPEND), "ab", buffering=buffering))
 
 
 def next_free(path: Path) -> Path:
-    """Return the name under which what an earlier run left is put aside: `metrics.1.jsonl`, or a later number."""
+    """Return the new name for an earlier run's file: `metrics.1.jsonl`, or a later number."""
     number = 1
     while os.path.lexists(renamed := path.with_name(f"{path.stem}.{number}{path.suffix}")):
         number += 1
@@ -162,26 +155,16 @@ Tree = Mapping[str, object]
 
 _WITHOUT_EFFECT = (
     *("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name"),
-    *("env.endpoint.processes", "env.endpoint.one_process", "input_digests"),
+    *("env.endpoint.processes", "input_digests"),
 )
-"""What a run leaves behind, where answers are scored, and the weights that the checkpoint has replaced."""
-_ENDINGS_WITHOUT_EFFECT = ("_timeout_s",)
-"""Deadlines between the driver, ranks and engines."""
-_OF_THE_STATE = (
-    "policy.precision",
-    *("policy.megatron_cfg.freeze", "policy.megatron_cfg.freeze_moe_router"),
-)
-"""What decides which tensors the checkpoint of a model holds, besides the architecture."""
+"""Files of a run, places of scoring, and weights that the checkpoint has replaced."""
+_OF_THE_STATE = ("policy.precision", *("policy.megatron_cfg.freeze", "policy.megatron_cfg.freeze_moe_router"))
+"""Keys that, besides the architecture, determine which tensors a model's checkpoint holds."""
 _OF_THE_ANSWERS = (
-    *(
-        f"policy.generation.{key}"
-        for key in (
-            *("temperature", "top_p", "top_k", "max_new_tokens", "fit_to_sequence"),
-            *("stop_token_ids", "stop_strings"),
-        )
-    ),
-    "policy.max_total_sequence_length",
-    "env",
+    *("policy.generation.temperature", "policy.generation.top_p", "policy.generation.top_k"),
+    *("policy.generation.max_new_tokens", "policy.generation.fit_to_sequence"),
+    *("policy.generation.stop_token_ids", "policy.generation.stop_strings"),
+    *("policy.max_total_sequence_length", "env"),
 )
 _NOT_IN_WEIGHTS = OF_TRAINING | {"max_position_embeddings"}
 
@@ -197,15 +180,12 @@ class Change:
 
 
 def recipe_text(config: RunConfig) -> str:
-    """Return the resolved recipe as YAML, to be saved; it loads again to the same configuration, in any directory.
-
-    What it takes from the environment stays a reference.
-    """
+    """Return the resolved recipe as YAML, valid in any directory; environment values stay references."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def read_recipe_of(folder: Path) -> Tree:
-    """Return the recipe in a checkpoint's folder; raises ValueError when there is none, as `recipe_text` writes it."""
+    """Return the recipe in a checkpoint's folder; raise ValueError if there is none."""
     path = folder / RECIPE_FILE
     try:
         recipe: object = yaml.safe_load(read_yaml_text(path, follow_links=False, aliases=False))
@@ -213,14 +193,14 @@ def read_recipe_of(folder: Path) -> Tree:
         raise ValueError(f"{path} is nested too deeply") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = shortened(" ".join(str(error).split()), 300)
-        raise ValueError(f"{str(folder)!r} is no checkpoint: {path} cannot be read: {reason}") from error
+        raise ValueError(f"{str(folder)!r} is not a checkpoint: {path} cannot be read: {reason}") from error
     if not isinstance(recipe, dict) or "defaults" in recipe:
-        raise ValueError(f"{str(folder)!r} is no checkpoint: {path} holds no recipe")
+        raise ValueError(f"{str(folder)!r} is not a checkpoint: {path} holds no recipe")
     return cast("Tree", recipe)
 
 
 def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
-    """Return what changes the result of a run that was saved under `saved` and goes on under `config`."""
+    """Return the recipe changes from `saved` to `config` that affect a resumed run's result."""
     before, after, shown = (
         dict(leaves(tree)) for tree in (saved, config.plain(), config.model_dump(mode="json"))
     )
@@ -233,11 +213,11 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
             same = inputs[path] == inputs_before[path]
             if not same and was == now:
                 return Change(path, inputs_before[path], inputs[path])
-        elif isinstance(was, str) and "${" in was:  # what the environment gave then, nobody knows
+        elif isinstance(was, str) and "${" in was:  # its value is then unknown
             same = was == shown.get(path) or value_now(was) == str(now)
         else:
             new = path not in before and now == _default_of(config, path)
-            # A folder's path may have been saved as it was written.
+            # A folder's path may have been saved unresolved.
             named = path.rpartition(".")[2] in ("model_name", "init_checkpoint") or path.endswith(
                 "tokenizer.name"
             )
@@ -249,14 +229,14 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
     paths = (
         path
         for path in {**after, **before, **inputs}
-        if not (_below(path, _WITHOUT_EFFECT) or path.endswith(_ENDINGS_WITHOUT_EFFECT))
+        if not (_below(path, _WITHOUT_EFFECT) or path.endswith("_timeout_s"))  # deadlines
         and not path.startswith(inside)
     )
     return [change for path in paths if (change := changed(path)) is not None]
 
 
 def _default_of(config: RunConfig, path: str) -> object:
-    """Return the default of a key as JSON has it: what was saved without the key ran as with that."""
+    """Return a key's default as JSON, which applies to a recipe without the key."""
     *sections, name = path.split(".")
     section: object = config
     for key in sections:
@@ -268,7 +248,7 @@ def _default_of(config: RunConfig, path: str) -> object:
 
 
 def changes_of_answers(saved: Tree, config: RunConfig) -> list[Change]:
-    """Those by which saved answers are none of the run: how they are drawn and scored, and how old they may be."""
+    """Return the changes that invalidate saved answers: changes to sampling, scoring and the maximum age."""
     changes = changes_since(saved, config)
     turns = f"{config.algorithm}.max_rollout_turns"
     drawn = [change for change in changes if _below(change.path, (*_OF_THE_ANSWERS, turns))]
@@ -281,7 +261,7 @@ def changes_of_answers(saved: Tree, config: RunConfig) -> list[Change]:
 
 
 def does_not_fit(saved: Tree, plan: ModelPlan) -> list[str]:
-    """In which fields the architecture of a saved policy is not that of a model of the run."""
+    """Return the fields in which a saved policy's architecture differs from a run's model."""
     section = saved.get("policy")
     model = cast("Tree", section).get("model") if isinstance(section, dict) else None
     try:
@@ -297,7 +277,7 @@ def does_not_fit(saved: Tree, plan: ModelPlan) -> list[str]:
 
 
 def cannot_resume(saved: Tree, config: RunConfig) -> str | None:
-    """Return why a run cannot go on from what was saved under another recipe, and the way out; None where it can."""
+    """Return the reason why a run cannot resume from another recipe's checkpoint, with a remedy, or None if it can."""
     before = kind_of(saved).algorithm
     if before != config.algorithm:
         return (
@@ -317,7 +297,7 @@ def cannot_resume(saved: Tree, config: RunConfig) -> str | None:
 
 
 def init_checkpoint_problems(plan: ModelPlan) -> Iterator[Problem]:
-    """Yield what stops a model's init_checkpoint from being loaded, as far as its recipe tells."""
+    """Yield the reasons, judging by its recipe, why a model's init_checkpoint cannot be loaded."""
     folder = plan.policy.init_checkpoint
     if folder is None:
         return
@@ -332,7 +312,7 @@ def init_checkpoint_problems(plan: ModelPlan) -> Iterator[Problem]:
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of a recipe with their paths; lists and empty sections are values."""
+    """Yield a recipe's values with their paths; lists and empty sections count as values."""
     for key, value in tree.items():
         path = join_path(prefix, key)
         if isinstance(value, dict) and value:
@@ -346,19 +326,17 @@ def _below(path: str, sections: tuple[str, ...]) -> bool:
 
 
 def shown_value(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 LOCK_FILE = ".lock"
 _held: set[tuple[int, int]] = set()
-"""Device and inode of the folders that this process has locked."""
+"""Device and inode of each folder that this process has locked."""
 
 
 @contextmanager
 def run_folders(config: RunConfig) -> Generator[None]:
-    """Make the folders of a run and hold them for the block; nothing else is written or set aside before.
+    """Make a run's folders and lock them for the block, before anything is written or set aside.
 
     Raises RunStoppedError, naming key and folder, where another run holds one, where one cannot be written to, and
     where a checkpoint would not fit.
@@ -370,10 +348,7 @@ def run_folders(config: RunConfig) -> Generator[None]:
 
 
 def leave_recipe(config: RunConfig) -> None:
-    """Write the resolved recipe into the folder of the run; another one that is there is put aside by number.
-
-    Raises FolderError.
-    """
+    """Write the resolved recipe to the run's folder, and set a different one aside; raise FolderError on failure."""
     folder = Path(config.logger.log_dir)
     path = folder / RECIPE_FILE
     text = recipe_text(config).encode()
@@ -388,7 +363,7 @@ def leave_recipe(config: RunConfig) -> None:
 
 @contextmanager
 def held_folders(folders: Mapping[str, Path]) -> Generator[None]:
-    """Make folders, by the keys that name them, and hold them for the block.
+    """Make folders, given by the keys that name them, and lock them for the block.
 
     Raises RunStoppedError, naming key and folder, where another process holds one, and where one cannot be written to.
     """
@@ -407,14 +382,14 @@ def held_folders(folders: Mapping[str, Path]) -> Generator[None]:
 def _locked(key: str, folder: Path) -> Generator[None]:
     found = folder.stat()
     identity = found.st_dev, found.st_ino
-    if identity in _held:  # one folder under two keys, or of two recipes of a run
+    if identity in _held:  # the same folder under two keys, or in two recipes of a run
         yield
         return
-    # No child inherits the descriptor, so that none keeps the lock when this process is gone.
+    # Children do not inherit the descriptor, so none keeps the lock after this process ends.
     path = folder / LOCK_FILE
     with open(open_own(path, os.O_RDWR | os.O_APPEND), "a+", encoding="utf-8") as file:
         if os.fstat(file.fileno()).st_nlink > 1:
-            raise OSError(errno.EINVAL, f"{path.name} is no file of its folder alone", str(path))
+            raise OSError(errno.EINVAL, f"{path.name} has other hard links", str(path))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

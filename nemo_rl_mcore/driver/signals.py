@@ -1,8 +1,8 @@
-"""What asks a process to stop (SIGINT, SIGTERM, SIGHUP, a limit of time, a thread that watches), and its exit status.
+"""Requests to stop a process (SIGINT, SIGTERM, SIGHUP, a time limit, a thread that watches), and its exit status.
 
-The first one lets a block that defers come to its end, the second one does not wait, later ones change nothing: the
-process is ending already. What a thread says has failed does not wait either. Only short blocks that must never be cut,
-such as the end of a Ray session, hold off all of them.
+The first signal waits for the end of a deferring block, the second takes effect at once, and later ones have no effect,
+since the process is already ending. A failure reported by a thread does not wait either. Only short blocks that must
+never be interrupted, such as a Ray session's end, defer all of them.
 """
 
 from __future__ import annotations
@@ -19,38 +19,37 @@ from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
 
 EXIT_STATUS_OF_A_SIGNAL = 128
+EXIT_FAILED = 1
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
-# What a thread wakes the main thread by; of a timer that nothing else uses: math-verify sets SIGALRM to its own ends.
+# A thread wakes the main thread with an otherwise unused timer signal, since math-verify uses SIGALRM.
 _FROM_A_THREAD = signal.SIGVTALRM
 _ONE_STOP_S = 1.0
 """A terminal that closes, or a scheduler, may send SIGHUP or SIGTERM to a process twice."""
 
 
 class TimeLimitReachedError(KeyboardInterrupt):
-    """The time that the process was given is over; as little an error of what runs as Ctrl-C is."""
+    """The process's time limit has passed; like Ctrl-C, this is not an error of the run."""
 
 
 class FailedFromOutsideError(KeyboardInterrupt):
-    """What runs here was ended for an error that another thread has seen, its cause; no error of what runs, either.
+    """Another thread has stopped the current work because of an error, which is the cause.
 
-    Code that handles errors lets it through. Whoever has called `StopSignals.fail` raises the error in its place.
+    Error handlers let it pass. The caller of `StopSignals.fail` raises the error in its place.
     """
 
 
 class StopSignals:
-    """What has asked this process to stop, and whether that has to wait. `began` is a `time.monotonic`."""
+    """Stop requests so far. began: a `time.monotonic` value. due: whether a request must still be raised."""
 
     def __init__(self, *, deferring: bool = False, holding: bool = False) -> None:
         self.began = time.monotonic()
         self.arrived: list[int] = []
         self._asked_at = 0.0
-        self.time_is_up = False
-        self.due = False
-        """A signal has arrived and has not been raised yet."""
+        self.time_is_up = self.due = False
         self._failure: BaseException | None = None
-        self._cuts = False  # what defers, for the failure
-        self._deferring, self._holding = int(deferring), int(holding)
+        self._cuts = False  # blocks that defer, for the failure
+        self.deferring, self.holding = int(deferring), int(holding)
         self._timer: threading.Timer | None = None
 
     @property
@@ -67,7 +66,7 @@ class StopSignals:
 
     @property
     def exit_status(self) -> int:
-        """Return what a shell reports for a program that the first signal ended: 130, 143, 129; 0 if time did."""
+        """A shell's status for a program ended by the first signal: 130, 143, 129; 0 for the time limit."""
         if self.time_is_up and not self.arrived:
             return 0
         return EXIT_STATUS_OF_A_SIGNAL + (self.arrived[0] if self.arrived else signal.SIGINT)
@@ -78,7 +77,7 @@ class StopSignals:
             if self._failure is not None and not self._cuts:
                 return
             if self._failure is None and (self.arrived or self.time_is_up):
-                return  # the process is ending already
+                return  # the process is already ending
             self.time_is_up |= self._failure is None
         else:
             again = self.asked and number != signal.SIGINT and now - self._asked_at < _ONE_STOP_S
@@ -90,8 +89,8 @@ class StopSignals:
         self.stop_if_due()
 
     def stop_if_due(self) -> None:
-        """Raise KeyboardInterrupt for a signal that has come, unless it is to wait."""
-        if not self.due or self._holding or (self._deferring and not (self.insisted or self._cuts)):
+        """Raise KeyboardInterrupt if a signal has arrived, unless it is deferred."""
+        if not self.due or self.holding or (self.deferring and not (self.insisted or self._cuts)):
             return
         self.due = self._cuts = False
         if self.arrived:
@@ -101,62 +100,50 @@ class StopSignals:
         raise TimeLimitReachedError
 
     def stop_if_asked(self) -> None:
-        """Raise it also where code that is not ours has swallowed it before."""
+        """Like `stop_if_due`, but also raise for a signal whose KeyboardInterrupt other code has swallowed."""
         self.due |= self.asked or self.time_is_up
         self.stop_if_due()
 
-    @contextmanager
-    def waiting(self, *, hold: bool) -> Generator[None]:
-        """Let the first signal wait until the outermost such block has ended; with `hold`, let all of them wait."""
-        self._deferring += 1
-        self._holding += hold
-        try:
-            yield
-        finally:
-            self._deferring -= 1
-            self._holding -= hold
-            self.stop_if_due()
-
     def limit_time(self, seconds: float | None) -> None:
-        """Ask to stop so many seconds after `began`, in place of what was set before; None: never."""
+        """Request a stop this many seconds after `began`, replacing an earlier limit; None for no limit."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
         if seconds is not None:
-            # A thread: an alarm of the process is math-verify's. The signal wakes the main thread from a wait.
+            # Use a thread, since math-verify uses the process's alarm. The signal interrupts the main thread's wait.
             left = max(0.0, self.began + seconds - time.monotonic())
-            self._timer = threading.Timer(left, _wake_main_thread)
+            main_thread = threading.main_thread().ident or 0
+            self._timer = threading.Timer(left, signal.pthread_kill, (main_thread, _FROM_A_THREAD))
             self._timer.daemon = True
             self._timer.start()
 
     def fail(self, error: BaseException) -> bool:
-        """Have the main thread end what it does with FailedFromOutsideError, also in a block that defers; called once.
+        """End the main thread's work, even in a deferring block; called once. Return False without a listener.
 
-        Where a signal has come it ends with that signal's KeyboardInterrupt, whose cause is the error. Returns whether
-        anybody listens.
+        The main thread gets FailedFromOutsideError, or an earlier signal's KeyboardInterrupt; the error is its cause.
         """
         if self is not _current:
             return False
         self._failure, self._cuts = error, True
-        _wake_main_thread()
+        signal.pthread_kill(threading.main_thread().ident or 0, _FROM_A_THREAD)
         return True
 
 
 _current: StopSignals | None = None
-"""Signals belong to the process, and so does who listens to them."""
+"""The process's only listener, since signals belong to the process."""
 
 
 def current_stop_signals() -> StopSignals:
-    """Return those that are listened to; others, which nothing reaches, where nobody listens."""
+    """Return the current listener's signals; without a listener, an object that receives none."""
     return _current or StopSignals()
 
 
 @contextmanager
 def stop_signals(alone: StopSignals | None = None) -> Generator[StopSignals]:
-    """Listen to the signals inside the block, of which the outermost counts them; what they did is for it to say.
+    """Listen to the signals inside the block, whose caller judges afterwards what has arrived; outer blocks share it.
 
-    Entered again inside, it takes back handlers that a library has put in their place. A signal that is ignored stays
-    ignored, as under nohup. Outside of the main thread nothing is listened to. alone: in place of what listens now.
+    Entered again inside, it takes back handlers that a library has replaced. An ignored signal stays ignored, as under
+    nohup. Other threads than the main one listen to nothing. alone: listen with these in place of the current ones.
     """
     global _current
     outer, signals = _current, alone or _current or StopSignals()
@@ -180,26 +167,34 @@ def stop_signals(alone: StopSignals | None = None) -> Generator[StopSignals]:
 def deferred_stop_signals(*, hold: bool = False) -> Generator[None]:
     """Let the first signal wait until the outermost such block has ended, however it ends; a second one does not wait.
 
-    hold: let all of them wait, for a short block that must never be cut. Where nobody listens to the signals, the
-    handlers that there are get them after the block. Outside of the main thread no signal arrives, nothing is done.
+    hold: let all signals wait, for a short block that must never be cut. Without a listener the installed handlers get
+    them after the block. Other threads than the main one get no signals.
     """
     if _current is not None and _in_main_thread():
-        with kept_stop_handlers(), _current.waiting(hold=hold):
-            yield
+        signals = _current
+        with kept_stop_handlers():
+            signals.deferring += 1
+            signals.holding += hold
+            try:
+                yield
+            finally:
+                signals.deferring -= 1
+                signals.holding -= hold
+                signals.stop_if_due()
         return
     alone = StopSignals(deferring=True, holding=hold)
     try:
         with stop_signals(alone):
             yield
     finally:
-        if alone.due:  # for the handlers that are there now
+        if alone.due:  # for the handlers that are installed now
             for number in alone.arrived:
                 signal.raise_signal(number)
 
 
 @contextmanager
 def kept_stop_handlers() -> Generator[None]:
-    """Put the handlers of the signals back after a block that replaces them, as `ray.init` does."""
+    """Restore the signal handlers after a block that replaces them, as `ray.init` does."""
     if not _in_main_thread():
         yield
         return
@@ -208,36 +203,29 @@ def kept_stop_handlers() -> Generator[None]:
         yield
     finally:
         for number, handler in handlers.items():
-            if handler is not None:  # None: not installed by Python, which cannot put it back
+            if handler is not None:  # None: not installed by Python, which cannot restore it
                 signal.signal(number, handler)
-
-
-def _wake_main_thread() -> None:
-    signal.pthread_kill(threading.main_thread().ident or 0, _FROM_A_THREAD)
 
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-EXIT_FAILED = 1
-
-
 def exit_status_of(error: BaseException | None) -> int:
-    """0 for a whole run and one that its time limit ended, 1 for a failure, else what a signal asks for, as 130."""
-    if isinstance(error, KeyboardInterrupt):
-        # Not told by its class: Ray makes a plain one of each.
-        status = current_stop_signals().exit_status
-        return EXIT_FAILED if status == 0 and run_stopped_by(error) is not None else status
-    return 0 if error is None else EXIT_FAILED
+    """Return 0 for a complete run or one ended by its time limit, 1 for a failure, else a signal's status (130)."""
+    if not isinstance(error, KeyboardInterrupt):
+        return 0 if error is None else EXIT_FAILED
+    # The class does not matter: Ray converts each to a plain KeyboardInterrupt.
+    status = current_stop_signals().exit_status
+    return EXIT_FAILED if status == 0 and run_stopped_by(error) is not None else status
 
 
 def exit_status(run: Callable[[], object], left_behind: Callable[[], str] = str) -> int:
-    """Run to the end, to a failure or to a signal; say on stderr how it ended, and what it left.
+    """Run to the end, to a failure or to a signal; print on stderr how it ended and what it left; return the status.
 
-    Returns 0, also where the time limit ended it, 1 for a failure, also one that the time limit came upon, and what a
-    shell reports for a program that a signal ended: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP. What was
-    left is `left_behind`, or what the notes of the exception say.
+    0, also where the time limit ended it; 1 for a failure, also one that the time limit came upon; for a signal the
+    shell's status: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP. `left_behind` and the exception's notes
+    describe what was left.
     """
     with stop_signals() as signals:
         try:

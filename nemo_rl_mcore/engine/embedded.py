@@ -1,4 +1,4 @@
-"""A generator of its own: a model without optimizer in one process, which decodes between refits."""
+"""A stand-alone generator: a model without optimizer in one process, which decodes between refits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data.tokenizer import StopConditions
 from nemo_rl_mcore.engine.engine import (
+    Engine,
     GenerationCancelledError,
     HeldWeights,
     NextLogprobs,
@@ -20,7 +21,7 @@ from nemo_rl_mcore.engine.engine import (
     Response,
     Sampling,
 )
-from nemo_rl_mcore.engine.receivers import MessageRelay, Receivers
+from nemo_rl_mcore.engine.receivers import MessageRelay, Receiver
 from nemo_rl_mcore.ops.sampling import SamplingParams
 from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.policy_backend import (
@@ -35,10 +36,10 @@ from nemo_rl_mcore.rank.refit.digests import Digests, digests, require_as_sent
 
 @dataclass(frozen=True)
 class EmbeddedSettings:
-    """Arguments of an engine.
+    """An engine's arguments.
 
-    reread_after_refit: responses under way have their cache recomputed by the new weights, instead of going on with
-    what the former ones left there. open: builds the model.
+    reread_after_refit: whether to recompute current responses' caches with the new weights, instead of keeping the old
+    weights' caches. open: builds the model.
     """
 
     policy: PolicyConfig
@@ -54,16 +55,16 @@ class _Growing:  # a response so far
     finished: bool = False
 
 
-class EmbeddedEngine:
-    """An `Engine`. Groups of requests take turns, a token each; refits come in between.
+class EmbeddedEngine(Engine):
+    """An engine that samples a token for each group of requests in turn, with refits in between.
 
-    A token is drawn as the training ranks would draw it from the same weights, whoever else is answered.
+    Tokens are drawn as the training ranks would with the same weights, whatever other requests are answered.
     """
 
     def __init__(self, settings: EmbeddedSettings) -> None:
         self._policy, self._reread = settings.policy, settings.reread_after_refit
         self._backend = settings.open(settings.policy)
-        self._receivers, self._relay = Receivers(self._backend.device), MessageRelay()
+        self._receiver, self._relay = Receiver(self._backend.device), MessageRelay()
         self._filling: WeightFilling | None = None
         self._received: set[str] = set()
         self._may_generate = asyncio.Event()
@@ -99,38 +100,27 @@ class EmbeddedEngine:
                     longest=sampling.longest,
                 )
             )
-            while await self._step(ticket, decoding, growing):
-                pass
+            while True:
+                async with self._turns:  # in the order in which they came
+                    await asyncio.sleep(0)  # a round of the loop for calls that come meanwhile
+                    await self._may_generate.wait()
+                    if self._asked.get(ticket) is not decoding:
+                        raise GenerationCancelledError(f"{ticket} was cancelled")
+                    sampled = decoding.step()
+                if sampled is None:
+                    break
+                assert self.weights.newest is not None  # nothing is generated before the first refit
+                columns = sampled.rows_N, sampled.tokens_N, sampled.logprobs_N, sampled.stopped_N
+                for row, token, logprob, stopped in zip(*(one.tolist() for one in columns), strict=True):
+                    response = growing[row]
+                    response.tokens.append(token)
+                    response.logprobs.append(logprob)
+                    response.versions.append(self.weights.newest)
+                    response.finished = stopped
         finally:
             if self._asked.get(ticket) is decoding:
                 del self._asked[ticket]
         return [Response.of(**vars(response)) for response in growing]
-
-    async def _step(self, ticket: str, decoding: Decoding, growing: Sequence[_Growing]) -> bool:
-        """Draw a token for responses that run together when it is this group's turn; false when none was left."""
-        async with self._turns:  # in the order in which they came
-            await asyncio.sleep(0)  # a round of the loop for calls that come meanwhile
-            await self._may_generate.wait()
-            if self._asked.get(ticket) is not decoding:
-                raise GenerationCancelledError(f"{ticket} was cancelled")
-            sampled = decoding.step()
-        if sampled is None:
-            return False
-        assert self.weights.newest is not None  # before the first refit nothing is generated
-        drawn = zip(
-            sampled.rows_N.tolist(),
-            sampled.tokens_N.tolist(),
-            sampled.logprobs_N.tolist(),
-            sampled.stopped_N.tolist(),
-            strict=True,
-        )
-        for row, token, logprob, stopped in drawn:
-            response = growing[row]
-            response.tokens.append(token)
-            response.logprobs.append(logprob)
-            response.versions.append(self.weights.newest)
-            response.finished = stopped
-        return True
 
     async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
         activity.advance("next_logprobs")
@@ -144,20 +134,20 @@ class EmbeddedEngine:
         activity.advance("begin_refit")
         self.weights.begin(version)
         self._may_generate.clear()
-        self._receivers.close()
+        self._receiver.close()
         self._filling, self._received = self._backend.filling(), set()
 
     async def load_bucket(self, message: Mapping[str, Any]) -> None:
         activity.advance("load_bucket")
         assert self._filling is not None
-        for name, tensor in self._receivers.read(self._relay.relay(message)):
+        for name, tensor in self._receiver.read(self._relay.relay(message)):
             self._filling.take(name, tensor)
             self._received.add(name)
 
     async def finish_refit(self, version: int, sent: Digests) -> int:
         activity.advance("finish_refit")
         assert self._filling is not None
-        self._receivers.close()
+        self._receiver.close()
         self._relay.close()
         require_as_sent(sent, dict.fromkeys(self._received), unwritten=self._filling.missing())
         if None not in sent.values():
@@ -173,18 +163,12 @@ class EmbeddedEngine:
     async def join_broadcast(
         self, *, address: str, port: int, first_rank: int, world_size: int, timeout_s: float
     ) -> None:
-        self._receivers.join_broadcast(address, port, first_rank, world_size, timeout_s)
+        self._receiver.join_broadcast(address, port, first_rank, world_size, timeout_s)
 
     async def sleep(self) -> None:
-        """Keep the memory: this engine shares its GPU with nobody."""
+        """Keep the memory, since this engine does not share its GPU."""
         self.weights.whole = False
         self._may_generate.clear()
-
-    async def wake_up(self, tags: Sequence[str]) -> None:
-        """Do nothing: there is nothing to take."""
-
-    async def health(self) -> None:
-        """Do nothing: the engine lives and dies with this process."""
 
     async def shutdown(self) -> None:
         self._backend.shutdown()

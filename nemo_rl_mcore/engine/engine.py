@@ -1,4 +1,4 @@
-"""The engine as the driver knows it: it answers with weights of a known version, and takes new ones bucket by bucket.
+"""The driver's interface to engines, which answer with weights of a known version and receive new ones in buckets.
 
 B rows, P prompt length, T new tokens.
 """
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 type Eventually[Result] = Result | Awaitable[Result]
 type NextLogprobs = NDArray[np.float32]
-"""Of every token to come next, [V], by its id."""
+"""Log-probability of every possible next token, [V], by id."""
 
 
 class WrongWeightsError(RuntimeError):
-    """An engine was asked to answer with weights that it does not hold, or to go back to older ones."""
+    """A request named weights that the engine does not hold, or a refit would return to older ones."""
 
 
 class EngineFailedError(RunStoppedError):
-    """A group of requests was not answered: the engine raised, died, or stood still; the message says which."""
+    """A group of requests was not answered: the engine raised, died, or hung."""
 
 
 class EngineDiedError(EngineFailedError):
-    """The engine died or hung, for no fault of the group's: another one can answer it."""
+    """The engine died or hung, independently of the group, which another engine can answer."""
 
 
 class GenerationCancelledError(RuntimeError):
-    """The answer was cancelled before it was there."""
+    """The answer was cancelled before it was complete."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The way responses are drawn, and where they end.
+    """How responses are sampled, and where they end.
 
     stop_ids end a response and belong to it; stop_strings need a tokenizer. greedy takes the likeliest token, whose
     log-probability is then that of temperature 1. top_k and top_p keep only the likeliest tokens, None and 1 all.
-    longest: tokens of prompt and response together at most, None for no such bound.
+    longest: maximum tokens of prompt and response together, None for no limit.
     """
 
     max_new_tokens: int
@@ -74,7 +74,7 @@ class Sampling:
         )
 
     def bound(self, prompt: Sequence[int]) -> int:
-        """Return the most tokens of the response to a prompt; `data.validation` has refused one that leaves none."""
+        """Return the maximum response length for a prompt; `data.validation` has refused prompts that leave no room."""
         return bound_of(self.max_new_tokens, self.longest, len(prompt))
 
 
@@ -82,7 +82,7 @@ class Sampling:
 class Request:
     """A prompt and the key of its noise, int64; see `ops.sampling.sample_keys`.
 
-    stop_strings: end this response besides those of `Sampling`.
+    stop_strings: strings that end this response, besides those of `Sampling`.
     """
 
     prompt: Sequence[int]
@@ -92,10 +92,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """An answer, by token; `finished` says that it ended by itself, not at the length limit.
+    """An answer, by token; finished: it ended by itself, not at the length limit.
 
-    versions: of the weights that sampled a token; they never fall. digest: of the tokens, taken where they were drawn;
-    see `data.token_digests`.
+    versions: the version of the weights that sampled each token; never decreasing. digest: the tokens' digest, taken on
+    sampling; see `data.token_digests`.
     """
 
     tokens: list[int]
@@ -130,11 +130,11 @@ class Engine(Protocol):
     def next_logprobs(
         self, prompts: Sequence[Sequence[int]], temperature: float
     ) -> Eventually[Sequence[NextLogprobs]]:
-        """Compute the log-probabilities of all tokens after each prompt as `generate` does, and change nothing."""
+        """Return all next tokens' log-probabilities after each prompt, computed as in `generate`; change no state."""
         ...
 
     def cancel(self, ticket: str) -> Eventually[None]:
-        """Give a group of requests up, if it is being answered."""
+        """Cancel a group of requests if it is being answered."""
 
     def begin_refit(self, version: int) -> Eventually[None]:
         """Prepare for buckets of a version that is newer than any before, or the last one, which a sleep gave up."""
@@ -143,7 +143,7 @@ class Engine(Protocol):
         """Load a bucket; when it returns, the sender may reuse the memory."""
 
     def finish_refit(self, version: int, sent: Digests) -> Eventually[int]:
-        """Acknowledge the version once what was sent is held; what was cached of older weights is dropped.
+        """Acknowledge the version once all sent weights are held; caches of older weights are dropped.
 
         sent: the tensors by name, each with its digest (`refit.digests`) in the number format in which the engine
         holds it, or None where only names are compared. Raises IncompleteRefitError, naming the tensors that differ,
@@ -157,13 +157,13 @@ class Engine(Protocol):
         """Join the group in which the trainer's rank 0 broadcasts; this engine's processes start at `first_rank`."""
 
     def sleep(self) -> Eventually[None]:
-        """Give the GPU's memory back: the weights, which the next refit sends again, and the key-value cache."""
+        """Free the GPU memory of the key-value cache and the weights, which the next refit sends again."""
 
     def wake_up(self, tags: Sequence[str]) -> Eventually[None]:
-        """Take memory again for `weights` or `kv_cache`."""
+        """Allocate memory again for `weights` or `kv_cache`."""
 
     def health(self) -> Eventually[None]:
-        """Return, if all processes of the engine are alive; else raise what they died of."""
+        """Return if all of the engine's processes are alive; otherwise raise the error that ended them."""
 
     def shutdown(self) -> Eventually[None]:
         """End the engine with its processes."""
@@ -178,7 +178,7 @@ class EngineKind:
     they share or are given say so. processes: of each one, with a GPU each where there are some. share: the class of
     the actors on its further machines, built from the same settings, whose `serve` returns, or raises, once a process
     of theirs has ended; None where an engine is on one. sleeps: training gets its memory.
-    section: of the recipe, which has the key max_restarts. call_timeout_s: without progress, for an answer.
+    call_timeout_s: without progress, for an answer.
     precision: number format that the engines hold weights in; None is the one they are sent in.
     """
 
@@ -190,7 +190,6 @@ class EngineKind:
     processes: int
     sleeps: bool
     bucket_bytes: int
-    section: str
     call_timeout_s: float
     max_restarts: int
     precision: str | None = None
@@ -203,19 +202,19 @@ class EngineKind:
 
 @dataclass
 class HeldWeights:
-    """Which weights an engine holds: of a version, or of none from the beginning of a refit to its end."""
+    """The version of an engine's weights; there is none during a refit."""
 
     newest: int | None = None
-    """The version of the last refit that ended well."""
+    """The version of the last successful refit."""
     whole: bool = False
-    """The weights are of that version; false while a refit is under way, or after one that failed."""
+    """Whether the weights have that version; False during a refit and after a failed one."""
 
     @property
     def version(self) -> int | None:
         return self.newest if self.whole else None
 
     def begin(self, version: int) -> None:
-        """From here on the weights are of no version.
+        """Begin a refit, during which the weights have no version.
 
         Raises WrongWeightsError unless the new one is higher, or the one that was given up for sleep or broke off.
         """
@@ -226,7 +225,7 @@ class HeldWeights:
         self.whole = False
 
     def finish(self, version: int) -> int:
-        """Note that all weights of this version are there; return it."""
+        """Record that all of this version's weights have arrived, and return it."""
         self.newest, self.whole = version, True
         return version
 
@@ -242,10 +241,10 @@ class HeldWeights:
 
 @dataclass(frozen=True)
 class EngineMachines:
-    """The machines of an engine, as one of them sees them.
+    """An engine's machines, from the point of view of one of them.
 
-    first, own: addresses of the first one, where they meet, and of this one. number: of this one. count: how many there
-    are. port: where they meet, which the first one finds free when it starts.
+    first, own: addresses of the first machine (the rendezvous) and of this one. number: this machine's number. count:
+    the number of machines. port: the rendezvous port, which the first machine chooses when it starts.
     """
 
     first: str
@@ -255,13 +254,13 @@ class EngineMachines:
     port: int = 0
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of a process on this one; the port comes when it is known."""
+        """Return a process's variables on this machine; the port is added once it is known."""
         place = {"NODE_RANK": str(self.number), "NNODES": str(self.count)}
         return {"MASTER_ADDR": self.first, "NODE_ADDR": self.own, **place}
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self | None:
-        """Read the variables of a process; None for an engine that is on one machine."""
+        """Read a process's variables; return None for an engine on one machine."""
         if "NNODES" not in environ:
             return None
         number, count = int(environ["NODE_RANK"]), int(environ["NNODES"])

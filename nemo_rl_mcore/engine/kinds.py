@@ -1,4 +1,4 @@
-"""Which engines a recipe asks for, where they are not the ranks."""
+"""A recipe's engines, if they are not the ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nemo_rl_mcore.models.config_json import hf_config_of
 from nemo_rl_mcore.models.memory import cpu_cache_bytes, refit_bucket_bytes
 
 CALL_S = 1800.0
-"""Deadline of a batch, and of an engine's acknowledgement of a bucket of weights."""
+"""Deadline in seconds for a batch, and for an engine's acknowledgement of a bucket of weights."""
 
 
 def embedded_kind(config: PolicyConfig, *, reread_after_refit: bool = False) -> EngineKind:
@@ -36,7 +36,6 @@ def embedded_kind(config: PolicyConfig, *, reread_after_refit: bool = False) -> 
         processes=1,
         sleeps=False,
         bucket_bytes=refit_bucket_bytes(config),
-        section="policy.generation",
         call_timeout_s=CALL_S,
         max_restarts=config.generation.max_restarts,
     )
@@ -60,11 +59,11 @@ def vllm_kind(
         load_tokenizer(config.tokenizer.name).save_as_hugging_face(model_folder)
     settings = EngineSettings(
         model_dir=str(model_folder),
-        precision=vllm.number_format(config.precision) or config.precision,
+        precision=vllm.number_format(config.precision),
         # A model that is sent has no scales: quantization is vLLM's own.
-        quantization=("mxfp8" if vllm.is_mx else "fp8_per_block") if vllm.precision == "fp8" else None,
+        quantization={"fp8": "fp8_per_block", "mxfp8": "mxfp8"}.get(vllm.precision or ""),
         unquantized=tuple(f"re:.*{re.escape(text)}" for text in vllm.quantization_ignored_layer_kws or ())
-        if vllm.precision == "fp8"
+        if vllm.quantizes
         else (),
         kv_cache_dtype=vllm.kv_cache_dtype,
         max_model_len=config.max_total_sequence_length,
@@ -90,7 +89,6 @@ def vllm_kind(
         processes=vllm.processes,
         sleeps=settings.enable_sleep_mode,
         bucket_bytes=refit_bucket_bytes(config),
-        section="policy.generation",
         call_timeout_s=CALL_S,
         max_restarts=config.generation.max_restarts,
         precision=settings.precision,
@@ -111,21 +109,16 @@ def vllm_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, s
     if on_cpu:
         # Compiling costs more than it saves: an engine on CPU is small.
         defaults["TORCHDYNAMO_DISABLE"] = "1"
-        # Threads as OMP_NUM_THREADS says, on any core: the ranks use the same ones.
+        # As many threads as OMP_NUM_THREADS, on any core: the ranks use the same ones.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     own = {name: value for name, value in environ.items() if name in defaults or name.startswith("VLLM_")}
-    return {
-        **defaults,
-        **own,
-        # The engine lives in the actor's own process, and ends with it.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Its layers of latent attention compute with products of weights, which a refit would not renew.
-        "VLLM_MLA_DISABLE": "1",
-    }
+    # The engine lives in the actor's own process, and ends with it; its layers of latent attention compute with
+    # products of weights, which a refit would not renew.
+    return defaults | own | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_MLA_DISABLE": "1"}
 
 
 def engine_kind(config: RunConfig) -> EngineKind:
-    """Return the engines apart from the ranks that the recipe asks for; a further engine is a further case."""
+    """Return the recipe's engines apart from the ranks; a further kind is a further case."""
     if config.policy.generation.backend == "embedded":
         reread = config.asynchrony.recompute_kv_cache_after_weight_updates
         return embedded_kind(config.policy, reread_after_refit=reread)

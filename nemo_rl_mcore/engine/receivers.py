@@ -1,4 +1,4 @@
-"""Receiving ends of `rank.refit.transports`, in an engine's processes."""
+"""The receiving side of `rank.refit.transports`, in an engine's processes."""
 
 from __future__ import annotations
 
@@ -22,53 +22,18 @@ from nemo_rl_mcore.rank.refit.transports import (
 )
 
 
-class ReceivingEnd:
-    """An engine's end of a transport."""
-
-    def open(self, location: Location) -> torch.Tensor:
-        """Return the bytes, uint8; they stay valid until the bucket has been acknowledged."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Forget the sender's buffers."""
-
-
-@dataclass
-class SharedMemoryReceiver(ReceivingEnd):
-    """Maps a sender's memory once for all its buckets."""
-
-    _mapped: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-
-    def open(self, location: Location) -> torch.Tensor:
-        name: str = location["name"]
-        if name not in self._mapped:
-            with open(location["path"], "r+b") as file:
-                self._mapped[name] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-        return self._mapped[name][location["offset"] : location["offset"] + location["bytes"]]
-
-    def close(self) -> None:
-        self._mapped.clear()
-
-
-class MessageReceiver(ReceivingEnd):
-    """Takes the bytes out of the message itself."""
-
-    def open(self, location: Location) -> torch.Tensor:
-        return torch.frombuffer(bytearray(location["data"]), dtype=torch.uint8)
-
-
 @dataclass
 class MessageRelay:
-    """Puts buckets that came within a message into shared memory, for an engine that has processes of its own.
+    """Copies buckets sent within messages to shared memory, for an engine with its own processes.
 
-    over_machines: some of them are on other machines, where the engine's own queue carries the bytes.
+    over_machines: whether some processes are on other machines, to which the engine's own queue carries the bytes.
     """
 
     over_machines: bool = False
     _memory: SharedMemorySender | None = None
 
     def relay(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the same bucket, to be found in shared memory; the one before it must have been loaded."""
+        """Return the bucket in shared memory; the previous bucket must have been loaded."""
         if message["location"]["kind"] != "message":
             return message
         if self.over_machines:
@@ -87,76 +52,58 @@ class MessageRelay:
 
 
 @dataclass
-class CudaIpcReceiver(ReceivingEnd):
-    """Opens the slot of the rank on this engine's GPU."""
+class Receiver:
+    """The receiving side of all transports in one engine process.
 
-    device: torch.device
-
-    def open(self, location: Location) -> torch.Tensor:
-        gpu = accelerator.device_uuid(self.device)
-        if gpu not in location["handles"]:
-            raise RuntimeError(
-                f"no training rank shares GPU {gpu} with this engine, which CUDA IPC needs (the ranks are on "
-                f"{sorted(location['handles'])}); set policy.generation.refit_transport: nccl"
-            )
-        return IpcHandle(**location["handles"][gpu]).open(self.device)[: location["bytes"]]
-
-    def close(self) -> None:
-        accelerator.free_shared_memory()
-
-
-@dataclass
-class BroadcastReceiver(ReceivingEnd):
-    """Takes part in the broadcast of a slot."""
-
-    device: torch.device
-    group: dist.ProcessGroup
-
-    def open(self, location: Location) -> torch.Tensor:
-        buffer = torch.empty(location["bytes"], dtype=torch.uint8, device=self.device)
-        broadcast_from_first(buffer, self.group)
-        return buffer
-
-
-@dataclass
-class Receivers:
-    """An engine's ends of all transports in one process, each opened when the first bucket comes that way.
-
-    device: what its model is on.
+    device: of the process's model. group: in which the trainer's rank 0 broadcasts, once it is joined.
     """
 
     device: torch.device
-    _open: dict[str, ReceivingEnd] = field(default_factory=dict[str, ReceivingEnd])
-    _group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
+    _mapped: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """The sender's memory, mapped once for all buckets."""
+    _shares_gpu: bool = False
 
     def join_broadcast(self, address: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
-        """Join the group in which the trainer's rank 0 broadcasts, in place of the one before."""
-        if (end := self._open.pop("broadcast", None)) is not None:
-            end.close()
+        """Join the group in which the trainer's rank 0 broadcasts, replacing any earlier group."""
         timeout = timedelta(seconds=timeout_s)
-        self._group = join_broadcast_group(address, port, rank, world_size, timeout, self.device.type)
+        self.group = join_broadcast_group(address, port, rank, world_size, timeout, self.device.type)
 
     def read(self, message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of each in the bucket, as views that are valid until the bucket is acknowledged."""
+        """Yield the bucket's names and tensors, as views that are valid until the bucket is acknowledged."""
         bucket = Bucket.from_message(message)
-        kind = bucket.location["kind"]
-        match kind:
-            case _ if kind in self._open:
-                pass
-            case "shared_memory":
-                self._open[kind] = SharedMemoryReceiver()
-            case "cuda_ipc":
-                self._open[kind] = CudaIpcReceiver(self.device)
+        yield from bucket.read(self.open(bucket.location))
+
+    def open(self, location: Location) -> torch.Tensor:
+        """Return the bytes, uint8; they stay valid until the bucket has been acknowledged."""
+        match location["kind"]:
             case "message":
-                self._open[kind] = MessageReceiver()
+                return torch.frombuffer(bytearray(location["data"]), dtype=torch.uint8)
+            case "shared_memory":
+                name: str = location["name"]
+                if name not in self._mapped:
+                    with open(location["path"], "r+b") as file:
+                        self._mapped[name] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+                return self._mapped[name][location["offset"] : location["offset"] + location["bytes"]]
             case "broadcast":
-                assert self._group is not None
-                self._open[kind] = BroadcastReceiver(self.device, self._group)
-            case _:
+                assert self.group is not None
+                buffer = torch.empty(location["bytes"], dtype=torch.uint8, device=self.device)
+                broadcast_from_first(buffer, self.group)
+                return buffer
+            case "cuda_ipc":
+                gpu, handles = accelerator.device_uuid(self.device), location["handles"]
+                if gpu not in handles:
+                    raise RuntimeError(
+                        f"no training rank shares GPU {gpu} with this engine, which CUDA IPC needs (the ranks are on "
+                        f"{sorted(handles)}); set policy.generation.refit_transport: nccl"
+                    )
+                self._shares_gpu = True
+                return IpcHandle(**handles[gpu]).open(self.device)[: location["bytes"]]
+            case kind:
                 raise ValueError(f"this engine has no end of the transport {kind!r}")
-        yield from bucket.read(self._open[kind].open(bucket.location))
 
     def close(self) -> None:
-        for end in self._open.values():
-            end.close()
-        self._open.clear()
+        """Forget the sender's buffers."""
+        self._mapped.clear()
+        if self._shares_gpu:
+            accelerator.free_shared_memory()

@@ -1,1 +1,1 @@
-"""Rewards, and what takes part in episodes."""
+"""Rewards and environments."""

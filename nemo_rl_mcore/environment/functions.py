@@ -1,4 +1,4 @@
-"""Plain functions as rewards, each with a name; the reward of an answer is their weighted sum."""
+"""Plain, named functions as rewards; an answer's reward is their weighted sum."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class _Function:
 
     key: str
     call: Callable[..., Any]
-    takes: frozenset[str] | None
-    needs: frozenset[str]
+    takes: set[str] | None
+    needs: set[str]
 
 
 class RewardFunctions:
@@ -36,7 +36,7 @@ class RewardFunctions:
     """
 
     def __init__(self, paths: Mapping[str, str], *, unscored: bool = False) -> None:
-        """unscored: a reward may be None; an answer of which one is has no reward at all."""
+        """unscored: whether a reward may be None; an answer with such a reward has no reward at all."""
         self._unscored = unscored
         self._functions: dict[str, _Function] = {}
         for reward, path in paths.items():
@@ -51,18 +51,15 @@ class RewardFunctions:
                         takes.add(name)
                         needs |= {name} if parameter.default is inspect.Parameter.empty else set()
                     case _:
-                        raise RefusedError(
-                            f"{key}: {path} takes {parameter} by its place, and is called by the names of its "
-                            "parameters",
-                            code="custom-arguments",
-                        )
+                        what = f"takes {parameter} by its place, and is called by the names of its parameters"
+                        raise RefusedError(f"{key}: {path} {what}", code="custom-arguments")
             self._functions[reward] = _Function(
-                f"{key}: {path}", function, None if takes_all else frozenset(takes), frozenset(needs)
+                f"{key}: {path}", function, None if takes_all else takes, needs
             )
 
     @property
-    def columns(self) -> dict[str, frozenset[str]]:
-        """Return the columns of the data that each function cannot do without, by its key."""
+    def columns(self) -> dict[str, set[str]]:
+        """Return the data columns that each function requires, by the function's key."""
         return {one.key: one.needs - {*GIVEN_TO_REWARDS} for one in self._functions.values()}
 
     def step(
@@ -115,11 +112,8 @@ def require_columns(functions: RewardFunctions, there: Mapping[str, Iterable[str
     for key, needed in functions.columns.items():
         for path, columns in there.items():
             if lacking := sorted(needed - {*columns}):
-                name = lacking[0]
-                known = SAME_AS_GIVEN.get(name)
+                known = SAME_AS_GIVEN.get(lacking[0])
                 hint = f"; or did you mean {known}?" if known else ""
-                raise RefusedError(
-                    f"{key}: the function takes {', '.join(lacking)}, which {path}.columns does not list; functions "
-                    f"are given {', '.join(GIVEN_TO_REWARDS)} and those columns; add {name} there{hint}",
-                    code="unknown-column",
-                )
+                what = f"{key}: the function takes {', '.join(lacking)}, which {path}.columns does not list"
+                given = f"functions are given {', '.join(GIVEN_TO_REWARDS)} and those columns"
+                raise RefusedError(f"{what}; {given}; add {lacking[0]} there{hint}", code="unknown-column")

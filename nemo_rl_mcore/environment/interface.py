@@ -1,11 +1,11 @@
-"""What an environment implements: replies to each answer of an episode, or a score for one answer."""
+"""The interface of environments: replies to each answer of an episode, or a score for one answer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, SupportsFloat, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, SupportsFloat, cast
 
 from nemo_rl_mcore.config.custom_code import custom_code
 from nemo_rl_mcore.data.datasets import Prompt
@@ -14,20 +14,20 @@ from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
 
 MOST_CHARS = 100_000
-"""Of an observation that the model is shown; each that is cut counts in `episodes/observations_cut`."""
+"""Maximum characters of an observation shown to the model; `episodes/observations_cut` counts longer ones."""
 
 type Rewards = Iterable[SupportsFloat | None]
-"""A list, a tensor or an array, of a number an answer."""
+"""A list, tensor or array with a number per answer."""
 
 
 class EnvironmentReturn(NamedTuple):
-    """What an environment says to B answers, after NeMo RL's tuple of this name.
+    """Replies to B answers, after NeMo RL's tuple of this name.
 
     observations: a message each, with `role` and `content`; not read where the episode ends. metadata: given back with
     the next answer. next_stop_strings: end the next answer besides those of the recipe. rewards: fp [B] of these
     answers, or several such by name; an episode's is their sum. None among them ends the episode, which is then not
     scored, where the recipe has `env.unscored: drop`. terminateds: a truth value each, the episode is over. answers:
-    what was read of the texts.
+    read from the texts.
     """
 
     observations: Sequence[Mapping[str, str] | None]
@@ -39,16 +39,14 @@ class EnvironmentReturn(NamedTuple):
 
 
 class EnvironmentInterface(Protocol):
-    """What takes part in episodes of several turns."""
-
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
         """Reply to the last message of each log; nothing may be kept between calls but in the metadata.
 
         message_log_batch: messages with `role` and `content`; an answer also has `finished`, whether it ended by
-        itself. metadata: what was said to the answer before; to the first one `prompt`, `answer`, `index` and `source`
-        of the prompt, as a dict.
+        itself. metadata: those of the reply before; for the first answer a dict with `prompt`, `answer`, `index` and
+        `source` of the prompt.
         """
         ...
 
@@ -59,9 +57,9 @@ class ScoresAnswers(Protocol):
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> Sequence[float | None]:
-        """Return one reward a response; `finished` says that it ended by itself, not at the length limit.
+        """Return one reward per response; finished: whether each ended by itself, not at the length limit.
 
-        None is of an answer that is not scored, where the recipe has `env.unscored: drop`.
+        A reward of None drops an unscored answer, if the recipe has `env.unscored: drop`.
         """
         ...
 
@@ -71,7 +69,7 @@ type Environment = EnvironmentInterface | ScoresAnswers
 
 @dataclass(frozen=True)
 class Vote:
-    """The answer that is read of a response, and the number of the first response that gives an equal one.
+    """The answer parsed from a response, and the index of the first response with an equal answer.
 
     Both are None for a response without an answer.
     """
@@ -80,32 +78,22 @@ class Vote:
     first: int | None
 
 
-@runtime_checkable
-class ReadsAnswers(Protocol):
-    """An environment that looks for the answer in a response."""
-
-    def votes(self, responses: Sequence[str]) -> list[Vote]:
-        """Return the vote of each response to one prompt."""
-        ...
-
-
 def votes_of(environment: Environment, responses: Sequence[str]) -> list[Vote]:
     """Return the votes of responses to one prompt; where the environment reads no answers, equal texts are equal."""
-    if isinstance(environment, ReadsAnswers):
-        return environment.votes(responses)
+    if hasattr(environment, "votes"):
+        return cast("Any", environment).votes(responses)
     return [Vote(response, responses.index(response)) for response in responses]
 
 
 _LONGEST_ROLE = 100
 _ONE = ""
-"""The name of a reward that has none."""
 
 
 @dataclass(frozen=True)
 class LocalEnvironments:
-    """Environments in this process, which take no time: what they raise passes through.
+    """Environments run in this process, which replies at once and lets errors pass through.
 
-    weights: of rewards by name, 1 where there is none.
+    weights: reward weights by name, 1 by default.
     """
 
     environment: Environment
@@ -144,11 +132,11 @@ def replies_of(
         )
         given = [number_or_none(score) for score in _one_each("score", scores, len(turns))]
         return [Reply(0.0, unscored=True) if score is None else Reply(score) for score in given]
-    logs: list[list[dict[str, Any]]] = []
-    metadata: list[Any] = []
+    logs, metadata = list[list[dict[str, Any]]](), list[Any]()
     for turn in turns:
-        shown = turn.messages
-        logs.append([{**message.fields(parsed=False), "content": message.content} for message in shown])
+        logs.append(
+            [message.fields(parsed=False) | {"content": message.content} for message in turn.messages]
+        )
         logs[-1][-1]["finished"] = turn.finished
         prompt, known = turn.prompt, turn.metadata
         if known is None:
@@ -166,7 +154,7 @@ def replies_of(
 
 
 def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, float]) -> list[Reply]:
-    """Return the replies that a return holds; raises as `replies_of`."""
+    """Return the replies in a return value; raise the errors of `replies_of`."""
     named = isinstance(returned.rewards, Mapping)
     given = cast("Mapping[str, Rewards]", returned.rewards if named else {_ONE: returned.rewards})
     rewards = {
@@ -175,9 +163,8 @@ def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, f
     }
     names = cast("Iterable[object]", rewards)  # of the user's own; they stand in tables, files and keys
     if wrong := [name for name in names if not isinstance(name, str) or not name.isprintable()]:
-        raise RunStoppedError(
-            f"a reward of the environment is called {wrong[0]!r:.80}: name it in printable text"
-        )
+        what = f"a reward of the environment is called {wrong[0]!r:.80}: name it in printable text"
+        raise RunStoppedError(what)
     _require_rewards(weights, rewards)
     terminateds = _one_each("terminateds", returned.terminateds, turns)
     observations = _one_each("observations", returned.observations, turns)
@@ -193,9 +180,8 @@ def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, f
         if (said := observations[place]) is not None:
             role = _text("an observation's role", said["role"])
             if len(role) > _LONGEST_ROLE:
-                raise ValueError(
-                    f"an observation's role has {len(role)} characters, and {_LONGEST_ROLE} are the most"
-                )
+                what = f"an observation's role has {len(role)} characters, and {_LONGEST_ROLE} are the most"
+                raise ValueError(what)
             observation = (Message(role, _text("an observation", said["content"])),)
         if isinstance(stops := stop_strings[place], str):
             raise ValueError(f"next_stop_strings: {stops!r} is one text, and each answer has a list of them")
@@ -220,10 +206,8 @@ def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, f
 def _require_rewards(weights: Mapping[str, float], rewards: Collection[str]) -> None:
     if unknown := [name for name in weights if name not in rewards]:
         given = ", ".join(filter(None, rewards)) or "one without a name"
-        raise RunStoppedError(
-            f"env.reward_weights.{unknown[0]}: no such reward; those of the environment are: {given}",
-            code="unknown-reward",
-        )
+        what = f"env.reward_weights.{unknown[0]}: no such reward; those of the environment are: {given}"
+        raise RunStoppedError(what, code="unknown-reward")
 
 
 def _one_each(name: str, values: Iterable[Any], turns: int) -> list[Any]:
@@ -234,23 +218,21 @@ def _one_each(name: str, values: Iterable[Any], turns: int) -> list[Any]:
 
 
 def number_each(name: str, given: object, prompts: Sequence[int], *, unscored: bool) -> list[float | None]:
-    """Return what code of the user's gave as a number for each answer; prompts: of which these are, by their index.
+    """Return the numbers that the user's code gave, one for each answer; prompts: the index of each answer's prompt.
 
-    unscored: whether None may be one. Raises CustomCodeError for anything else. name: of the code, for the message.
+    unscored: None may be one. Raises CustomCodeError for anything else. name: of the code, for the message.
     """
     count = len(prompts)
     try:
         values = iter(cast("Iterable[object]", given))
     except TypeError as error:
-        raise CustomCodeError(
-            f"{name} gave {given!r:.80}, which is no list of {count} numbers", code="reward-count"
-        ) from error
+        what = f"{name} gave {given!r:.80}, which is not a list of {count} numbers"
+        raise CustomCodeError(what, code="reward-count") from error
     with custom_code(name):  # a generator runs on
         listed = [*values]
     if len(listed) != count:
-        raise CustomCodeError(
-            f"{name} gave {len(listed)} rewards of {count} responses: {listed!r:.80}", code="reward-count"
-        )
+        what = f"{name} gave {len(listed)} rewards of {count} responses: {listed!r:.80}"
+        raise CustomCodeError(what, code="reward-count")
     numbers: list[float | None] = []
     read = number_or_none if unscored else number_of
     for value, prompt in zip(listed, prompts, strict=True):
@@ -266,12 +248,12 @@ def number_or_none(value: object) -> float | None:
 
 
 def number_of(value: object) -> float:
-    """Return a reward as a finite float; raises ValueError for anything else."""
+    """Return a reward as a finite float; raise ValueError for anything else."""
     try:
         number = float(cast("float", value))
     except (TypeError, ValueError, RuntimeError) as error:
         hint = "; env.unscored: drop leaves such answers out of training" if value is None else ""
-        raise ValueError(f"a reward of {value!r:.80} is no number{hint}") from error
+        raise ValueError(f"a reward of {value!r:.80} is not a number{hint}") from error
     if not math.isfinite(number):
         raise ValueError(f"a reward of {number} is not finite")
     return number
@@ -279,6 +261,6 @@ def number_of(value: object) -> float:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name}: {value!r:.80} is no text")
+        raise ValueError(f"{name}: {value!r:.80} is not a string")
     value.encode()  # halves of a character are none, and raise a ValueError
     return value

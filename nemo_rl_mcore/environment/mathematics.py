@@ -19,14 +19,13 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environment.interface import Vote
 from nemo_rl_mcore.errors import RefusedError, RunStoppedError, shortened
 
-type Unparsable = Literal["refuse", "drop", "zero"]
 _SHOWN_ANSWERS = 5
-"""Bad answers of a data set that are told one by one."""
+"""Maximum number of a data set's bad answers that are reported individually."""
 
 
 @dataclass(frozen=True)
 class _Meaning:
-    """What a text means: the letters of words, and what math-verify reads of it, the best reading first.
+    """A text's meaning: the letters of words, and the readings of math-verify, the best one first.
 
     alone: the text is the answer and no more, so that other words are another answer.
     """
@@ -37,14 +36,8 @@ class _Meaning:
 
     @property
     def expressions(self) -> list[Any]:
-        """Return the readings without the text itself, which math-verify compares where it reads nothing better."""
+        """The readings without the text itself, which math-verify compares where it reads nothing better."""
         return [reading for reading in self.readings if not isinstance(reading, str)]
-
-    @property
-    def shown(self) -> str | None:
-        """Return the answer as text, None where there is none."""
-        texts = [reading for reading in self.readings if isinstance(reading, str)]
-        return self.words or next(iter([*texts, *map(str, self.readings)]), None)
 
 
 _NOTHING = _Meaning(None, [])
@@ -55,17 +48,17 @@ _BOXED = AnswerConfig(boxed=True)
 class MathEnvironment:
     """Score = whether the final answer of the response equals the one that the data's answer states.
 
-    Words are compared by their letters, all else as expressions. Without `response` the answer is what the last box
-    holds; where there is no box, math-verify looks for the expression in the whole response.
-    timeout_s: seconds to read an expression, and to compare two, after which the response is wrong. It is kept by a
-    signal, so that scores are computed in the main thread. unparsable: what becomes of answers of the data that nothing
-    can equal; unless they are refused, each response to one scores 0.
+    Words are compared by their letters, everything else as expressions. Without `response` the answer is what the last
+    box holds; where there is no box, math-verify looks for the expression in the whole response. timeout_s: seconds to
+    read an expression, and to compare two, after which the response is wrong. It is kept by a signal, so that scores
+    are computed in the main thread. unparsable: what becomes of answers of the data that nothing can equal; unless they
+    are refused, each response to one scores 0.
     """
 
     timeout_s: int
     gold: AnswerConfig | None = None
     response: AnswerConfig | None = None
-    unparsable: Unparsable = "refuse"
+    unparsable: Literal["refuse", "drop", "zero"] = "refuse"
 
     def __post_init__(self) -> None:
         _library()
@@ -73,7 +66,7 @@ class MathEnvironment:
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
-        """1 or 0 for each response, in their order; RunStoppedError for an answer that is refused."""
+        """Return 1 or 0 per response, in order; raise RunStoppedError for a refused answer."""
         golds: dict[str, _Meaning] = {}
         for prompt in prompts:
             if prompt.answer not in golds:
@@ -84,25 +77,24 @@ class MathEnvironment:
         return [float(self._equal(golds[prompt.answer], self._said(response))) for prompt, response in rows]
 
     def votes(self, responses: Sequence[str]) -> list[Vote]:
-        """Return the vote of each response; answers are equal as for scores, each to the first of its kind."""
-        said = [self._said(response) for response in responses]
-        kinds: list[int] = []
-        votes: list[Vote] = []
+        """Return each response's vote; answers are compared as for scores, with the first equal answer."""
+        said, votes = [self._said(response) for response in responses], list[Vote]()
         for place, answer in enumerate(said):
-            first = None
-            if answer.shown is not None:
+            texts = [reading for reading in answer.readings if isinstance(reading, str)]
+            shown, first = answer.words or next(iter([*texts, *map(str, answer.readings)]), None), None
+            if shown is not None:
+                kinds = (kind for kind, vote in enumerate(votes) if vote.first == kind)
                 first = next((kind for kind in kinds if self._equal(said[kind], answer)), place)
-                kinds += [place] if first == place else []
-            votes.append(Vote(answer.shown, first))
+            votes.append(Vote(shown, first))
         return votes
 
     def require_answers(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ConfigError for answers that cannot be scored against, naming where the data has them."""
+        """Raise ConfigError for answers that cannot be scored against, naming their places in the data."""
         why = self.wrong_answers(prompts)
         wrong = [_wrong_answer(one, why[one.answer]) for one in prompts if one.answer in why]
         remedy = (
             "take it from the answer with env.math.gold or, for one source, with its key answer "
-            '({after: "####"}, {boxed: true} or {regex: ...}), or mend the row'
+            '({after: "####"}, {boxed: true} or {regex: ...}), or correct the row'
         )
         problems = [Problem("wrong-row", "env.math.gold", text, remedy) for text in wrong[:_SHOWN_ANSWERS]]
         if (rest := len(wrong) - _SHOWN_ANSWERS) > 0:
@@ -112,7 +104,7 @@ class MathEnvironment:
             raise ConfigError(problems)
 
     def wrong_answers(self, prompts: Sequence[Prompt]) -> dict[str, str]:
-        """Return why nothing can equal answers, of those where nothing can; each is read once, in some milliseconds."""
+        """Return the answers that cannot be matched, each with the reason; parsing takes some milliseconds each."""
         why: dict[str, str] = {}
         for given in dict.fromkeys(prompt.answer for prompt in prompts):
             text = given.strip() if self.gold is None else self.gold.extract(given)
@@ -128,7 +120,7 @@ class MathEnvironment:
         return why
 
     def _gold(self, given: str) -> tuple[_Meaning, str | None]:
-        """Return what an answer of the data means, and why nothing can be compared with it, if so."""
+        """Return a data answer's meaning, and the reason if no response can equal it."""
         text = given.strip() if self.gold is None else self.gold.extract(given)
         if text is None:
             assert self.gold is not None
@@ -150,12 +142,11 @@ class MathEnvironment:
         number = as_quantity(text)
         if number is not None and number.endswith("%"):
             return _Meaning(None, self._parse(number))
-        _, _, boxed = _library()
-        return _Meaning(as_words(text), self._parse(f"\\boxed{{{number or bare(text)}}}", boxed))
+        return _Meaning(as_words(text), self._parse(f"\\boxed{{{number or bare(text)}}}", boxed=True))
 
-    def _parse(self, text: str, *how: Any) -> list[Any]:
-        read, _, _ = _library()
-        return read(text, *how, parsing_timeout=self.timeout_s)
+    def _parse(self, text: str, *, boxed: bool = False) -> list[Any]:
+        read, _, in_box = _library()
+        return read(text, *([in_box] if boxed else []), parsing_timeout=self.timeout_s)
 
     def _equal(self, gold: _Meaning, said: _Meaning) -> bool:
         if gold.words is not None and said.words is not None and (said.alone or gold.words == said.words):
@@ -170,7 +161,7 @@ def _wrong_answer(prompt: Prompt, why: str) -> str:
     return f"{prompt.place or f'prompt {prompt.index}'}: the answer {shown!r} {why}"
 
 
-# What math-verify would misread
+# Texts that math-verify would misread
 
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _SEPARATOR = r"(?:\\[,;: ]|~|\{,\}|,\\!)"
@@ -188,10 +179,9 @@ _UNIT = (
 )
 _QUANTITY = re.compile(f"{_NUMBER}{_UNIT}?")
 _PLAIN_NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,10})?")
-"""Digits alone, of which there is nothing to doubt."""
 _WORD = re.compile(rf"(?<!\S)(?!(?:{_FUNCTIONS})\b)[^\W\d_]{{3,}}(?=[\s.,;:!?]|$)", re.IGNORECASE)
 _SENTENCE = 3
-"""So many words beside a number, outside of \\text, are a sentence."""
+"""Number of words next to a number, outside \\text, that make a sentence."""
 
 
 def ungrouped(text: str) -> str:
@@ -200,7 +190,7 @@ def ungrouped(text: str) -> str:
 
 
 def bare(answer: str) -> str:
-    """Return an answer without what only sets it off: dollar signs around it, stars, a full stop, gaps in numbers."""
+    """Return an answer without surrounding dollar signs, stars, a full stop, or gaps in numbers."""
     text = ungrouped(answer).strip(" \t\n*").removesuffix(".").strip(" \t\n*")
     inner = text[1:-1]
     return inner.strip() if text[:1] == text[-1:] == "$" and inner and "$" not in inner else text
@@ -237,19 +227,14 @@ def _library() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:
-        raise RefusedError(
-            f"env.math: needs the Python package math_verify ({error}); install the extra math, or set env.math: null",
-            code="missing-package",
-        ) from error
-    # Which it has once, however often it is added.
-    logging.getLogger("math_verify.parser").addFilter(_shorten)
+        what = f"env.math: needs the Python package math_verify ({error})"
+        remedy = "install the extra math, or set env.math: null"
+        raise RefusedError(f"{what}; {remedy}", code="missing-package") from error
+    logging.getLogger("math_verify.parser").addFilter(_shorten)  # once, however often it is added
     return parse, verify, [LatexExtractionConfig()]
-
-
-_LOGGED = 500
 
 
 def _shorten(record: logging.LogRecord) -> bool:
     """Cut a message, which quotes the whole answer that took too long to read; each record is logged."""
-    record.msg, record.args = shortened(record.getMessage(), _LOGGED), ()
+    record.msg, record.args = shortened(record.getMessage(), 500), ()
     return True

@@ -1,4 +1,4 @@
-"""From the section `env` to the environment, and to what runs one in a process of its own."""
+"""The environment of the section `env`, and its own process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from nemo_rl_mcore.errors import CustomCodeError
 
 _KEY = "env.custom.type"
 _STACK_AT = 0.9
-"""Share of the deadline after which a process writes to its standard error where it stands."""
+"""Share of the deadline after which a process writes its stack to standard error."""
 
 
 def make_environment(config: EnvConfig) -> Environment:
@@ -64,7 +64,7 @@ def math_environment(config: MathEnvConfig) -> MathEnvironment:
 
 @dataclass(frozen=True)
 class _OwnSteps:
-    """A class of the user's own, held to what `EnvironmentInterface` promises."""
+    """A user's class, checked against the contract of `EnvironmentInterface`."""
 
     environment: EnvironmentInterface
     path: str
@@ -81,17 +81,15 @@ class _OwnSteps:
             if not self.unscored and any(reply.unscored for reply in replies):
                 number_of(None)  # which raises
         except Exception as error:
-            raise CustomCodeError(
-                f"{name} gave what is no EnvironmentReturn of {len(message_log_batch)} replies: "
-                f"{type(error).__name__}: {error}",
-                code="environment-return",
-            ) from error
+            given = f"{name} gave what is no EnvironmentReturn of {len(message_log_batch)} replies"
+            what = f"{given}: {type(error).__name__}: {error}"
+            raise CustomCodeError(what, code="environment-return") from error
         return returned
 
 
 @dataclass(frozen=True)
 class _OwnScores:
-    """A class of the user's own, held to what `ScoresAnswers` promises."""
+    """A user's class, checked against the contract of `ScoresAnswers`."""
 
     environment: ScoresAnswers
     path: str

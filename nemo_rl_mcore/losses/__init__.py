@@ -1,5 +1,6 @@
 """Loss functions: sums over a batch with a named denominator, divided once."""
 
+from nemo_rl_mcore.losses.answers import DPOLossFn, NLLLossFn
 from nemo_rl_mcore.losses.base import (
     DistillationOutputs,
     LossFunction,
@@ -16,8 +17,6 @@ from nemo_rl_mcore.losses.base import (
 from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
 from nemo_rl_mcore.losses.custom import check_losses, make_loss
 from nemo_rl_mcore.losses.distillation import DistillationLossFn
-from nemo_rl_mcore.losses.dpo import DPOLossFn
-from nemo_rl_mcore.losses.nll import NLLLossFn
 from nemo_rl_mcore.losses.value import MseValueLossFn
 
 __all__ = [

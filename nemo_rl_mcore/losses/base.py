@@ -1,4 +1,4 @@
-"""What every loss function is: sums over a batch, each with a named denominator, divided once.
+"""Loss functions: sums over a batch, each with a named denominator, divided once.
 
 Shapes: B rows, S tokens. A next-token tensor is [B,S-1]; its column i speaks of token i+1.
 A sequence is a row or, where the batch has `episode_index`, all rows of an episode.
@@ -38,23 +38,21 @@ class LossInputType(Enum):
     DISTILLATION = "distillation"  # DistillationOutputs
 
 
-# The batch columns that a pass needs to compute the outputs of a loss.
-_READ_BY_PASS: dict[LossInputType, tuple[Column, ...]] = {
-    LossInputType.DISTILLATION: tuple(
-        Column(key, "the comparison with the teacher", kind, shape, of_next_token=True, optional=optional)
-        for key, kind, shape, optional in (
-            ("teacher_topk_indices", ColumnKind.TOKEN_IDS, "BSK", False),
-            ("teacher_topk_logits", ColumnKind.BELOW_INFINITY, "BSK", False),
-            ("teacher_logsumexp", ColumnKind.FINITE, "BS", False),
-            # The top k of the whole vocabulary leave no tail.
-            ("teacher_tail_logmass", ColumnKind.BELOW_INFINITY, "BS", True),
-        )
+# The batch columns that a pass reads to compute the outputs of a distillation loss.
+_OF_TEACHER = tuple(
+    Column(key, "the comparison with the teacher", kind, shape, of_next_token=True, optional=optional)
+    for key, kind, shape, optional in (
+        ("teacher_topk_indices", ColumnKind.TOKEN_IDS, "BSK", False),
+        ("teacher_topk_logits", ColumnKind.BELOW_INFINITY, "BSK", False),
+        ("teacher_logsumexp", ColumnKind.FINITE, "BS", False),
+        # The top k of the whole vocabulary leave no tail.
+        ("teacher_tail_logmass", ColumnKind.BELOW_INFINITY, "BS", True),
     )
-}
+)
 
 
 class MetricKind(Enum):
-    """How a metric combines over parts of a batch, and what it is divided by in the end."""
+    """A metric's way of combining over parts of a batch, and its divisor in the end."""
 
     TOKENS = "tokens"
     SEQUENCES = "sequences"
@@ -73,16 +71,15 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class ValueOutputs:
-    """A critic's values for the states of a batch: [B,S] fp32, column t for the state before token t."""
+    """A critic's values: [B,S] fp32, column t for the state before token t."""
 
     values: Tensor
 
 
 @dataclass(frozen=True)
 class TopKLogprobs:
-    """Log-probabilities under the full vocabulary at k ids of each token.
+    """Log-probabilities under the full vocabulary at k ids, [B,S-1,k], column i for token i+1.
 
-    logprobs: [B,S-1,k], column i for token i+1.
     tail_logmass: [B,S-1], the log of the probability of all other ids; None is one minus the sum of the k.
     """
 
@@ -101,10 +98,7 @@ class DistillationOutputs:
 
 @dataclass(frozen=True)
 class MetricSum:
-    """A metric of part of a batch: a 0-d detached tensor.
-
-    Over an empty set a minimum is +inf and a maximum -inf, the neutral values of combining.
-    """
+    """A metric of part of a batch: a 0-d detached tensor. A minimum of nothing is +inf, a maximum -inf."""
 
     value: Tensor
     kind: MetricKind
@@ -112,10 +106,7 @@ class MetricSum:
 
 @dataclass(frozen=True)
 class LossSums:
-    """A loss before its division (0-d, carries the gradient) and the metrics, `loss` among them.
-
-    row_table: [B, N] of numbers that are reported row by row and never summed; None for a loss that has none.
-    """
+    """A loss before its division (0-d, carries the gradient) and its metrics; row_table: [B, N], never summed."""
 
     loss: Tensor
     metrics: dict[str, MetricSum]
@@ -140,9 +131,8 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 class Masks:
     """The masks of a batch in the next-token frame, and the reductions over them.
 
-    tokens [B,S-1] is `token_mask[:, 1:]`, samples [B] is `sample_mask`, valid [B,S-1] is their product.
-    same_episode [B,B] says which rows are one sequence; None where each row is one.
-    For a critic, which has a value for every token, `first_column` is 0 and the frame is [B,S].
+    tokens [B,S-1] is `token_mask[:, 1:]`, samples [B] is `sample_mask`, valid [B,S-1] is their product; same_episode
+    [B,B] marks rows that are one sequence. For a critic `first_column` is 0: the frame is [B,S].
     """
 
     tokens: Tensor
@@ -167,10 +157,7 @@ class Masks:
         return self.samples * ~self.same_episode.tril(-1).any(dim=-1)
 
     def keep(self, values: Tensor, name: str) -> Tensor:
-        """Return [B,S-1] `values` with zero wherever no token counts.
-
-        Raises ValueError, with `name`, for any other shape.
-        """
+        """Return [B,S-1] `values` with zero wherever no token counts; ValueError, with `name`, for any other shape."""
         if values.shape != self.valid.shape:
             rows, columns = self.valid.shape
             raise RefusedError(
@@ -185,8 +172,11 @@ class Masks:
         return self.keep(require(data, key, needed_by)[:, self.first_column :], key)
 
     def token_sum(self, values: Tensor) -> Tensor:
-        """Return the sum of [B,S-1] `values` over the valid tokens."""
         return masked_sum(values, self.valid)
+
+    def token_metric(self, values: Tensor) -> MetricSum:
+        """Return the metric that is the mean of [B,S-1] `values` over the valid tokens."""
+        return MetricSum(self.token_sum(values), MetricKind.TOKENS)
 
     def over_sequence(self, values: Tensor) -> Tensor:
         """Return [B], the sum of [B] `values` over the rows of each row's sequence."""
@@ -229,33 +219,22 @@ def gradient_kind(loss_type: LossType) -> MetricKind:
     return MetricKind.TOKENS if loss_type is LossType.TOKEN_LEVEL else MetricKind.SEQUENCES
 
 
-def denominator(kind: MetricKind, global_valid_seqs: Count, global_valid_toks: Count) -> Count:
-    """Return the divisor of a sum of this kind: a count + 1e-8, or 1 for sums and extrema."""
-    if kind is MetricKind.TOKENS:
-        return global_valid_toks + EPSILON
-    if kind is MetricKind.SEQUENCES:
-        return global_valid_seqs + EPSILON
-    return 1
-
-
 def normalize(total: Tensor, kind: MetricKind, global_valid_seqs: Count, global_valid_toks: Count) -> Tensor:
-    """Return a sum divided by the global count of its kind, in the sum's own dtype."""
-    return (total / denominator(kind, global_valid_seqs, global_valid_toks)).to(total.dtype)
+    """Return a sum divided by the global count of its kind + 1e-8, in its own dtype; other kinds stay as they are."""
+    counts = {MetricKind.TOKENS: global_valid_toks, MetricKind.SEQUENCES: global_valid_seqs}
+    if kind not in counts:
+        return total
+    return (total / (counts[kind] + EPSILON)).to(total.dtype)
 
 
 def divide(
     sums: Mapping[str, MetricSum], global_valid_seqs: Count, global_valid_toks: Count
 ) -> dict[str, float]:
-    """Return the reported numbers, with one synchronization: each sum divided by the global count of its kind.
-
-    Sums of kind NONE and extrema stay as they are; the extrema of nothing are infinite.
-    """
+    """Return the reported numbers, with one synchronization: sums divided by their kind's global count."""
     if not sums:
         return {}
-    divided = [
-        normalize(metric.value, metric.kind, global_valid_seqs, global_valid_toks).to(torch.float64)
-        for metric in sums.values()
-    ]
+    counts = global_valid_seqs, global_valid_toks
+    divided = [normalize(one.value, one.kind, *counts).to(torch.float64) for one in sums.values()]
     stacked: list[float] = torch.stack(divided).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return dict(zip(sums, stacked, strict=True))
 
@@ -273,37 +252,27 @@ class LossFunction(ABC):
     rows_per_sample: int = 1
     """Number of consecutive rows that belong together, such as chosen and rejected answer, and are never separated."""
     needs_entropy: bool = False
-    """Whether it reads `TokenOutputs.entropy`."""
+    """True if it reads `TokenOutputs.entropy`."""
     needs_tokens: bool = False
-    """Whether it reads `DistillationOutputs.tokens`."""
+    """True if it reads `DistillationOutputs.tokens`."""
     gives_row_table: bool = False
-    """Whether its sums include a `row_table`."""
+    """True if its sums include a `row_table`."""
     custom_name: str | None = None
     """Key and path of a custom class, for its error messages."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Return the batch columns that it reads besides the masks; a batch without them is refused at once.
-
-        A subclass that reads more extends the tuple: `(*super().columns, Column("key", "the term that reads it"))`.
-        """
-        return _READ_BY_PASS.get(self.input_type, ())
+        """Return the batch columns that it reads besides the masks; a subclass extends the tuple by its own."""
+        return _OF_TEACHER if self.input_type is LossInputType.DISTILLATION else ()
 
     @abstractmethod
     def sums(self, outputs: Any, data: BatchedDataDict) -> LossSums:
-        """Return the un-normalised loss and metrics of a batch, without synchronizing with the device.
-
-        outputs: of the class that `input_type` names.
-        """
+        """Return the un-normalised loss and metrics, without synchronizing; `input_type` names the class of outputs."""
 
     def divide(
         self, sums: LossSums, global_valid_seqs: Count, global_valid_toks: Count
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return a loss and its metrics as floats, divided by the global counts.
-
-        For parts of a batch with the counts of the whole, losses and metrics add up (extrema combine as extrema).
-        The extrema of a batch without a valid token are +inf and -inf.
-        """
+        """Return a loss and its metrics as floats, divided by the global counts; those of a batch's parts add up."""
         counts = global_valid_seqs, global_valid_toks
         loss = normalize(sums.loss, gradient_kind(self.loss_type), *counts)
         return loss, divide(sums.metrics, *counts)

@@ -47,18 +47,10 @@ class PolicyTokens:
 
 
 @dataclass(frozen=True)
-class Ratios:
-    """The probability ratio of each token, and its clipped twin."""
-
-    raw: Tensor
-    clipped: Tensor
-
-
-@dataclass(frozen=True)
 class ImportanceWeights:
     """Weights per token [B,S-1], or per sequence on its rows [B,1], and the share changed by the bounds (if any).
 
-    overflowed: bool, of the weights' shape: the ratio is more than the number format holds, so that its weight is 0.
+    overflowed: bool, of the weights' shape: a ratio beyond the number format, whose weight is 0.
     """
 
     weights: Tensor
@@ -89,12 +81,7 @@ def importance_weights(cfg: ClippedPGLossConfig, log_ratio: Tensor, masks: Masks
         return ImportanceWeights(torch.where(inside[:, None], raw, 0.0), overflowed, dropped)
     inside = (raw >= lower) & (raw <= upper)
     held = raw.clamp(lower, upper) if kind == "tis" else torch.where(inside, raw, 0.0)
-    return ImportanceWeights(held, overflowed, token_fraction(~inside, masks))
-
-
-def token_fraction(chosen: Tensor, masks: Masks) -> MetricSum:
-    """Return the share of valid tokens marked in a bool [B,S-1], or [B,1] for all tokens of a row."""
-    return MetricSum(masks.token_sum(chosen.to(masks.valid.dtype)), MetricKind.TOKENS)
+    return ImportanceWeights(held, overflowed, masks.token_metric((~inside).to(masks.valid.dtype)))
 
 
 class ClippedPGLossFn(TokenLossFunction):
@@ -111,10 +98,7 @@ class ClippedPGLossFn(TokenLossFunction):
         use_fused_linear_logprobs: bool = False,
         own_previous: bool = False,
     ) -> None:
-        """own_previous: use the pass's own log-probabilities as prev_logprobs, when the weights have not changed since.
-
-        The batch then has a `row_number`, and the sums a `row_table`: that number, then `sampler_table`.
-        """
+        """own_previous: use the pass's own log-probabilities as prev_logprobs; the batch then has a `row_number`."""
         self.cfg = checked(ClippedPGLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self.loss_type = LossType.TOKEN_LEVEL if self.cfg.token_level_loss else LossType.SEQUENCE_LEVEL
@@ -140,12 +124,15 @@ class ClippedPGLossFn(TokenLossFunction):
         return (*super().columns, *self._columns)
 
     def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
-        """Return the un-normalised loss and metrics; ValueError when the batch lacks what they need."""
         cfg, tokens = self.cfg, self._read(outputs, data)
-        masks, as_gradient = tokens.masks, gradient_kind(self.loss_type)
-        ratios = self._ratios(tokens)
+        masks, as_gradient, kl_type = (
+            tokens.masks,
+            gradient_kind(self.loss_type),
+            cfg.reference_policy_kl_type,
+        )
+        ratio, clipped = self._ratios(tokens)
         weights = importance_weights(cfg, tokens.previous - tokens.generation, masks)
-        surrogate = self._surrogate(ratios, tokens)
+        surrogate = self._surrogate(ratio, clipped, tokens)
         if cfg.use_importance_sampling_correction:
             surrogate = weights.weights * surrogate
         kl = tokens.current.new_zeros(())  # before its coefficient
@@ -154,7 +141,7 @@ class ClippedPGLossFn(TokenLossFunction):
             per_token = kl_estimate(
                 tokens.current,
                 tokens.reference,
-                cfg.reference_policy_kl_type,
+                kl_type,
                 input_clamp=cfg.kl_input_clamp_value,
                 output_clamp=cfg.kl_output_clamp_value,
                 weight=finite_exp(tokens.current - sampled),
@@ -168,10 +155,10 @@ class ClippedPGLossFn(TokenLossFunction):
             metrics = {
                 "loss": MetricSum(loss.detach(), as_gradient),
                 "kl_penalty": MetricSum(kl.detach(), as_gradient),
-                **ratio_metrics(ratios, masks),
-                **mismatch_metrics(tokens, cfg.reference_policy_kl_type),
-                "sampling_importance_ratio": MetricSum(masks.token_sum(weights.weights), MetricKind.TOKENS),
-                "is_overflow_ratio": token_fraction(weights.overflowed, masks),
+                **ratio_metrics(ratio, clipped, masks),
+                **mismatch_metrics(tokens, kl_type),
+                "sampling_importance_ratio": masks.token_metric(weights.weights),
+                "is_overflow_ratio": masks.token_metric(weights.overflowed.to(masks.valid.dtype)),
                 "num_valid_samples": MetricSum(masks.sequences.sum(), MetricKind.NONE),
             }
             if cfg.sequence_level_importance_ratios:
@@ -180,10 +167,9 @@ class ClippedPGLossFn(TokenLossFunction):
             if weights.out_of_bounds is not None:
                 metrics["is_oob_ratio"] = weights.out_of_bounds
             if tokens.entropy is not None:
-                metrics["entropy"] = MetricSum(masks.token_sum(tokens.entropy), MetricKind.TOKENS)
+                metrics["entropy"] = masks.token_metric(tokens.entropy)
             if self.gives_row_table:
                 numbers = require(data, ROW_NUMBER, "a loss without prev_logprobs").double()
-                kl_type = cfg.reference_policy_kl_type
                 rows = sampler_table(tokens.generation, tokens.previous, masks.valid > 0, kl_type)
                 table = torch.cat([numbers[:, None], rows], dim=1)
         return LossSums(loss, metrics, table)
@@ -206,7 +192,7 @@ class ClippedPGLossFn(TokenLossFunction):
             masks=masks,
         )
 
-    def _ratios(self, tokens: PolicyTokens) -> Ratios:
+    def _ratios(self, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
         """Return each token's ratio, and the same clamped to the clip's bounds.
 
         REINFORCE: the log-probability stands for the ratio, and nothing is clipped. On policy it is 1, with the
@@ -218,7 +204,7 @@ class ClippedPGLossFn(TokenLossFunction):
         """
         cfg, current = self.cfg, tokens.current
         if cfg.disable_ppo_ratio and not cfg.force_on_policy_ratio:
-            return Ratios(current, current)
+            return current, current
         exponent = current - (current.detach() if cfg.force_on_policy_ratio else tokens.previous)
         if cfg.sequence_level_importance_ratios and not cfg.force_on_policy_ratio:
             exponent = tokens.masks.sequence_mean(exponent)[:, None].expand_as(current)
@@ -228,34 +214,32 @@ class ClippedPGLossFn(TokenLossFunction):
         held_below = exponent
         if cfg.ratio_clip_c is not None:
             held_below = exponent.clamp(max=max(80.0, math.log(cfg.ratio_clip_c) + 1))
-        raw = torch.exp(torch.where(tokens.advantages < 0, held_below, held))
-        return Ratios(raw, raw.clamp(lower, upper))
+        ratio = torch.exp(torch.where(tokens.advantages < 0, held_below, held))
+        return ratio, ratio.clamp(lower, upper)
 
-    def _surrogate(self, ratios: Ratios, tokens: PolicyTokens) -> Tensor:
-        """Return the surrogate: in PPO the larger of -A * ratio and -A * clipped.
+    def _surrogate(self, ratio: Tensor, clipped: Tensor, tokens: PolicyTokens) -> Tensor:
+        """Return PPO's surrogate, the larger of -A * ratio and -A * clipped; dual clip: at most -A * bound for A < 0.
 
-        CISPO: -A * c, weighted by the clipped ratio, which carries no gradient. Dual clip: at most -A * bound, where
-        A < 0.
+        CISPO: -A * c, weighted by the clipped ratio, which carries no gradient.
         """
+        advantages, bound = tokens.advantages, self.cfg.ratio_clip_c
         if self.cfg.use_cispo:
-            return -tokens.advantages * ratios.clipped.detach() * tokens.current
-        surrogate = torch.maximum(-tokens.advantages * ratios.raw, -tokens.advantages * ratios.clipped)
-        if self.cfg.ratio_clip_c is None:
+            return -advantages * clipped.detach() * tokens.current
+        surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
+        if bound is None:
             return surrogate
-        bounded = torch.minimum(surrogate, -tokens.advantages * self.cfg.ratio_clip_c)
-        return torch.where(tokens.advantages < 0, bounded, surrogate)
+        return torch.where(advantages < 0, torch.minimum(surrogate, -advantages * bound), surrogate)
 
 
-def ratio_metrics(ratios: Ratios, masks: Masks) -> dict[str, MetricSum]:
+def ratio_metrics(ratio: Tensor, clipped: Tensor, masks: Masks) -> dict[str, MetricSum]:
     """Return the means and extrema of the ratio and of its clipped twin, and the share of tokens where they differ."""
     metrics: dict[str, MetricSum] = {}
-    for name, values in (("probs_ratio", ratios.raw), ("probs_ratio_clamped", ratios.clipped)):
-        metrics[name] = MetricSum(masks.token_sum(values), MetricKind.TOKENS)
+    for name, values in (("probs_ratio", ratio), ("probs_ratio_clamped", clipped)):
+        metrics[name] = masks.token_metric(values)
         least, most = masks.extrema(values)
         metrics[f"{name}_min"] = MetricSum(least, MetricKind.MIN)
         metrics[f"{name}_max"] = MetricSum(most, MetricKind.MAX)
-    beyond = (ratios.raw != ratios.clipped).to(ratios.raw.dtype)
-    metrics["probs_ratio_clipfrac"] = MetricSum(masks.token_sum(beyond), MetricKind.TOKENS)
+    metrics["probs_ratio_clipfrac"] = masks.token_metric((ratio != clipped).to(ratio.dtype))
     return metrics
 
 
@@ -271,7 +255,4 @@ def mismatch_metrics(tokens: PolicyTokens, kl_type: KLType) -> dict[str, MetricS
         + 0.5 * log_ratio_estimate(generation - mixture, "k3"),
         "approx_entropy": -torch.exp(current - generation) * current,
     }
-    return {
-        name: MetricSum(tokens.masks.token_sum(values), MetricKind.TOKENS)
-        for name, values in per_token.items()
-    }
+    return {name: tokens.masks.token_metric(values) for name, values in per_token.items()}

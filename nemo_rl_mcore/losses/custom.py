@@ -14,10 +14,10 @@ from nemo_rl_mcore.config.loss import (
     NLLLossConfig,
 )
 from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.losses.answers import NLLLossFn
 from nemo_rl_mcore.losses.base import LossFunction, LossInputType
 from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
 from nemo_rl_mcore.losses.distillation import DistillationLossFn
-from nemo_rl_mcore.losses.nll import NLLLossFn
 from nemo_rl_mcore.losses.value import MseValueLossFn
 
 if TYPE_CHECKING:
@@ -34,9 +34,8 @@ _STANDARD: dict[type[CustomLossConfig], tuple[Callable[[Any, bool], LossFunction
 def make_loss(
     cfg: CustomLossConfig, use_fused_linear_logprobs: bool = False, *, section: str = "loss_fn"
 ) -> LossFunction:
-    """Build the loss of a section, or the custom class that it names.
+    """Build the loss of a section, or the custom class that it names, with the section and the flag (and its `args`).
 
-    Both are called with the section and the flag, a custom class also with the section's `args`.
     Raises ValueError, naming the key, if the class does not exist or is not a loss of the same inputs.
     """
     standard, inputs = _STANDARD[type(cfg)]
@@ -46,7 +45,7 @@ def make_loss(
     loss = build(cfg.type, key, cfg.args, cfg, use_fused_linear_logprobs, needs=("sums",))
     if not isinstance(loss, LossFunction):
         raise RefusedError(
-            f"{key}: {cfg.type} is no subclass of nemo_rl_mcore.losses.LossFunction", code="no-loss"
+            f"{key}: {cfg.type} is not a subclass of nemo_rl_mcore.losses.LossFunction", code="no-loss"
         )
     if lacking := [name for name in ("loss_type", "input_type") if not hasattr(loss, name)]:
         raise RefusedError(f"{key}: {cfg.type} does not say its {' and '.join(lacking)}", code="no-loss")
@@ -60,10 +59,7 @@ def make_loss(
 
 
 def check_losses(config: RunConfig) -> None:
-    """Build every loss of a run once, to raise `make_loss`'s ValueError early.
-
-    Also raises ValueError, naming the key, for a loss of several rows per sample where a step has no such samples.
-    """
+    """Build every loss of a run once, to raise ValueError early, also for samples of rows that no step can have."""
     for section, cfg in config.losses.items():
         rows = make_loss(cfg, section=section).rows_per_sample
         if rows == 1:

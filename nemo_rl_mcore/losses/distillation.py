@@ -11,6 +11,7 @@ clamp. Shapes: [B,S-1,k] in the next-token frame.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,10 +38,7 @@ from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
 
 
 def kl_terms(first: Tensor, second: Tensor, *, complete: bool) -> Tensor:
-    """KL(first || second) of each outcome: p log(p / q), of complete distributions also p log(p / q) - p + q.
-
-    complete: the outcomes of each side add up to 1.
-    """
+    """KL(first || second) of each outcome: p log(p / q), and - p + q if each side's outcomes add up to 1 (complete)."""
     p, q = torch.exp(first), torch.exp(second)
     possible = torch.isfinite(first)
     r = torch.where(possible, second - torch.where(possible, first, 0.0), 0.0)
@@ -53,21 +51,20 @@ def kl_terms(first: Tensor, second: Tensor, *, complete: bool) -> Tensor:
 
 def divergence(cfg: DistillationLossConfig, teacher: Tensor, student: Tensor) -> Tensor:
     """Return each outcome's contribution to the configured divergence, from log-probabilities."""
-    complete = cfg.tail_mass
+    kl = partial(kl_terms, complete=cfg.tail_mass)
     match cfg.kl_type:
         case "forward":
-            return kl_terms(teacher, student, complete=complete)
+            return kl(teacher, student)
         case "reverse":
-            return kl_terms(student, teacher, complete=complete)
+            return kl(student, teacher)
         case "mixed":
-            weight, forward = cfg.mixed_kl_weight, kl_terms(teacher, student, complete=complete)
-            return weight * forward + (1 - weight) * kl_terms(student, teacher, complete=complete)
+            weight = cfg.mixed_kl_weight
+            return weight * kl(teacher, student) + (1 - weight) * kl(student, teacher)
         case "jsd":
             beta = cfg.jsd_beta  # the teacher's share of the mixture
             log_beta, log_rest = torch.log(teacher.new_tensor([beta, 1 - beta])).unbind()
             mixture = torch.logaddexp(teacher + log_beta, student + log_rest)
-            forward = kl_terms(teacher, mixture, complete=complete)
-            return beta * forward + (1 - beta) * kl_terms(student, mixture, complete=complete)
+            return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
 
 
 class DistillationLossFn(LossFunction):
@@ -100,9 +97,8 @@ class DistillationLossFn(LossFunction):
         next_token_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return what `divide` returns.
+        """Return the result of `divide`, for log-probabilities [B,S-1,k] at the teacher's ids.
 
-        student_topk_logprobs, teacher_topk_logprobs: [B,S-1,k] at the teacher's ids, under the full vocabulary.
         next_token_logprobs, entropy: [B,S-1], which `rl_weight` needs.
         """
         tokens = None if next_token_logprobs is None else TokenOutputs(next_token_logprobs, entropy)
@@ -112,7 +108,6 @@ class DistillationLossFn(LossFunction):
         return self.divide(self.sums(outputs, data), global_valid_seqs, global_valid_toks)
 
     def sums(self, outputs: DistillationOutputs, data: BatchedDataDict) -> LossSums:
-        """Return the un-normalised loss and metrics; ValueError when the batch lacks what they need."""
         masks = Masks.of(data, outputs.student.logprobs.dtype)
         student, teacher = outputs.student.logprobs, outputs.teacher.logprobs
         if student.shape != teacher.shape or student.shape[:-1] != masks.valid.shape:
@@ -121,17 +116,15 @@ class DistillationLossFn(LossFunction):
                 f"same ids of the {list(masks.valid.shape)} next tokens",
                 code="teacher-shape",
             )
+        covered = torch.exp(teacher).sum(dim=-1)
         student = self._outcomes(outputs.student, outputs.teacher, masks)
         teacher = self._outcomes(outputs.teacher, outputs.student, masks)
-        terms = divergence(self.cfg, teacher, student)
-        kl = masks.token_sum(terms.sum(dim=-1))
-        covered = torch.exp(outputs.teacher.logprobs).sum(dim=-1)
+        loss = kl = masks.token_sum(divergence(self.cfg, teacher, student).sum(dim=-1))
         metrics = {
             "kl": MetricSum(kl.detach(), MetricKind.TOKENS),
-            "teacher_topk_mass": MetricSum(masks.token_sum(covered.detach()), MetricKind.TOKENS),
+            "teacher_topk_mass": masks.token_metric(covered.detach()),
             "num_valid_samples": MetricSum(masks.sequences.sum(), MetricKind.NONE),
         }
-        loss = kl
         if self._policy_gradient is not None:
             if outputs.tokens is None:
                 raise ValueError(

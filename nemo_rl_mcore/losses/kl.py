@@ -34,9 +34,8 @@ def kl_estimate(
 ) -> Tensor:
     """Return the KL estimate per token, in the shape of `logprobs`.
 
-    The log-ratio is clamped to +-input_clamp, the estimate (times `weight`) to +-output_clamp. `weight`
-    carries the gradient through the sampling probability (https://arxiv.org/abs/2506.09477); where the input
-    clamp acts it is detached, so that the clamp stops both gradients.
+    The log-ratio is clamped to +-input_clamp, the estimate (times `weight`) to +-output_clamp. `weight` carries the
+    gradient through the sampling probability (https://arxiv.org/abs/2506.09477), except where the input clamp acts.
     """
     log_ratio = reference_logprobs - logprobs
     if input_clamp is not None:
@@ -75,10 +74,7 @@ ratio: of the probability in training to that in generation. behaviour_kl: the k
 
 
 def sampler_table(generation: Tensor, training: Tensor, counted: Tensor, kl_type: KLType) -> Tensor:
-    """Return fp64 [B, len(COLUMNS)] from log-probabilities [B, S].
-
-    counted: bool [B, S]. Other positions are not read: infinity times zero would not be zero.
-    """
+    """Return fp64 [B, len(COLUMNS)] from log-probabilities [B, S]; positions outside of `counted` are not read."""
     generated, computed = generation.double(), training.double()
     log_ratio = computed - generated
     ratio = log_ratio.exp()

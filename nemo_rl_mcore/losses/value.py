@@ -25,8 +25,6 @@ from nemo_rl_mcore.losses.base import (
     ValueOutputs,
 )
 
-_RETURNS = Column("returns", "the critic", ColumnKind.NUMBERS)
-
 
 class MseValueLossFn(LossFunction):
     """Half the squared error of the values, or of the values clipped around the old ones, whichever is larger."""
@@ -39,52 +37,46 @@ class MseValueLossFn(LossFunction):
     ) -> None:
         self.cfg = checked(MseValueLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
-        self._old_values = None
+        self._columns = [Column("returns", "the critic", ColumnKind.NUMBERS)]
         if self.cfg.cliprange is not None:
-            self._old_values = Column("values", f"cliprange: {self.cfg.cliprange}", ColumnKind.NUMBERS)
+            needed_by = f"cliprange: {self.cfg.cliprange}"
+            self._columns.append(Column("values", needed_by, ColumnKind.NUMBERS))
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        return (*super().columns, _RETURNS, *([] if self._old_values is None else [self._old_values]))
+        return (*super().columns, *self._columns)
 
     def __call__(
         self, values: Tensor, data: BatchedDataDict, global_valid_seqs: Count, global_valid_toks: Count
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return what `divide` returns, for values [B,S]."""
         return self.divide(self.sums(ValueOutputs(values), data), global_valid_seqs, global_valid_toks)
 
     def sums(self, outputs: ValueOutputs, data: BatchedDataDict) -> LossSums:
-        """Return the un-normalised loss and metrics; ValueError when the batch lacks what they need."""
         masks = Masks.of(data, outputs.values.dtype, first_column=0)
         values = masks.keep(outputs.values, "values")
-        returns = masks.read(data, _RETURNS.key, _RETURNS.needed_by)
+        given = {column.key: masks.read(data, column.key, column.needed_by) for column in self._columns}
+        returns = given["returns"]
         error = (values - returns).square()
         worse = error
-        if self.cfg.cliprange is not None and self._old_values is not None:
-            old = masks.read(data, self._old_values.key, self._old_values.needed_by)
+        if self.cfg.cliprange is not None:
+            old = given["values"]
             held = torch.clamp(values, old - self.cfg.cliprange, old + self.cfg.cliprange)
             worse = torch.maximum(error, (held - returns).square())
         loss = 0.5 * self.cfg.scale * masks.token_sum(worse)
-        per_token = {
-            "vf_clipfrac": (worse > error).to(values.dtype),
-            "returns_mean": returns,
-            "values_mean": values,
-            "returns_sq_mean": returns.square(),
-            "residual_sq_mean": error,
-        }
         real = torch.ones_like(masks.samples) if "input_lengths" not in data else data["input_lengths"] > 0
         # Rows of length 0 pad a microbatch.
         sequences = replace(masks, samples=real.to(masks.samples.dtype)).sequences.sum()
         with torch.no_grad():
             least, most = masks.extrema(values)
-            means = {
-                name: MetricSum(masks.token_sum(of_token), MetricKind.TOKENS)
-                for name, of_token in per_token.items()
-            }
-            others = {
+            metrics = {
+                "vf_clipfrac": masks.token_metric((worse > error).to(values.dtype)),
+                "returns_mean": masks.token_metric(returns),
+                "values_mean": masks.token_metric(values),
+                "returns_sq_mean": masks.token_metric(returns.square()),
+                "residual_sq_mean": masks.token_metric(error),
                 "loss": MetricSum(loss.detach(), MetricKind.TOKENS),
                 "values_min": MetricSum(least, MetricKind.MIN),
                 "values_max": MetricSum(most, MetricKind.MAX),
                 "num_valid_samples": MetricSum(sequences, MetricKind.NONE),
             }
-        return LossSums(loss, means | others)
+        return LossSums(loss, metrics)

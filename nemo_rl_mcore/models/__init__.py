@@ -1,19 +1,16 @@
-"""The families of models: what each is, how its config.json is read and written, and what its weights are called."""
+"""Model families: their features, config.json formats and weight names."""
 
 from collections.abc import Iterator
 
+from nemo_rl_mcore.config.base import as_yaml
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.models import deepseek_v3, gpt_oss, nemotron_h
 from nemo_rl_mcore.models.decoders import DECODERS
 from nemo_rl_mcore.models.family import Family, features_of
 from nemo_rl_mcore.models.weights import LAYER, OUTSIDE, PREDICTION, Outside, Slot, Weight
 
-FAMILIES = {
-    family.model_type: family
-    for family in sorted(
-        (*DECODERS, deepseek_v3.FAMILY, gpt_oss.FAMILY, nemotron_h.FAMILY), key=lambda one: one.model_type
-    )
-}
+_ALL = (*DECODERS, deepseek_v3.FAMILY, gpt_oss.FAMILY, nemotron_h.FAMILY)
+FAMILIES = {family.model_type: family for family in sorted(_ALL, key=lambda one: one.model_type)}
 
 
 def family_of(model: ModelConfig) -> Family:
@@ -27,28 +24,26 @@ def _known_family(model: ModelConfig) -> Family | None:
 
 
 def missing_family(model: ModelConfig) -> str:
-    """Return why no family has this architecture; empty where one has it."""
+    """Return why no family has this architecture; empty if a family does."""
     if _known_family(model) is not None:
         return ""
     features = features_of(model)
     if model.num_moe_experts is not None and model.moe_router_pre_softmax:
-        features["moe_router_pre_softmax"] = True  # of some families it is a setting
+        features["moe_router_pre_softmax"] = True  # some families have it as a setting
     if model.hybrid_layer_pattern is not None:
         features = {"hybrid_layer_pattern": model.hybrid_layer_pattern} | features
-    described = " with ".join(f"{name}: {value}" for name, value in features.items())
-    return f"no supported Hugging Face family has {described} (known: {', '.join(FAMILIES)})"
+    described = " with ".join(f"{name}: {as_yaml(value)}" for name, value in features.items())
+    return f"no supported Hugging Face family has {described} (supported: {', '.join(FAMILIES)})"
 
 
 def layer_slots(model: ModelConfig, layer: int) -> list[Slot]:
-    """Return the weights of a layer, those of a model that no family has too.
+    """Return a layer's weights, also for a model that belongs to no family.
 
-    Layers of multi-token prediction are counted after the others.
+    Multi-token prediction layers are numbered after all others.
     """
-    family, default = (
-        _known_family(model),
-        deepseek_v3.LATENT_LAYER if model.multi_latent_attention else LAYER,
-    )
-    known = default if family is None else family.layer
+    known = deepseek_v3.LATENT_LAYER if model.multi_latent_attention else LAYER
+    if (family := _known_family(model)) is not None:
+        known = family.layer
     slots = known if layer < model.num_layers else (*PREDICTION, *known)
     return [slot for slot in slots if slot.exists(model) and slot.in_layer(model, layer)]
 
@@ -63,14 +58,14 @@ def all_layers(model: ModelConfig) -> range:
 
 
 def all_weights(model: ModelConfig) -> Iterator[Weight]:
-    """Yield every weight of the whole model, in the order of its layers."""
+    """Yield every weight of the whole model in layer order."""
     outside = outside_of_layers(model)
     yield Weight(outside.embedding)
     for layer in all_layers(model):
         for slot in layer_slots(model, layer):
             experts = range(model.num_moe_experts or 0) if slot.of_expert else (None,)
             yield from (Weight(slot, layer, expert) for expert in experts)
-        if layer == model.num_layers - 1:  # those of prediction stand behind
+        if layer == model.num_layers - 1:  # prediction layers come last
             yield from (Weight(slot) for slot in outside.of(model) if slot is not outside.embedding)
 
 

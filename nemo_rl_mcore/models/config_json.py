@@ -1,4 +1,4 @@
-"""Between the `config.json` of a Hugging Face model and `ModelConfig`; plain data, neither torch nor transformers."""
+"""Conversion between a Hugging Face model's `config.json` and `ModelConfig`, without torch or transformers."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, cast
@@ -39,12 +39,11 @@ _REFUSALS = (
     Refusal("per_layer_config", (None, {}), "layers that differ from each other are not supported"),
     Refusal("quantization_config", (None,), "quantised weights are not supported"),
 )
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _Number = Annotated[int, Field(ge=0, le=2_000)]
 
 
 class _Keys(BaseModel):
-    """Keys of config.json that are read, and are no field of ModelConfig under another name; null is left out."""
+    """Keys of config.json that are read but do not correspond to a field of ModelConfig; null keys are dropped."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -74,13 +73,13 @@ _YARN_DEFAULTS: Mapping[bool, Mapping[str, tuple[object, ...]]] = {
     True: {"truncate": (None, True)},
     False: {"mscale": (None, 1), "mscale_all_dim": (None, 0)},
 }
-"""Keys that may have their defaults alone, with latent attention and without: they change the other kind of model."""
+"""Keys that must have their defaults, with and without latent attention, since they affect only the other kind."""
 
 
 def model_config_from_hf(config: HFConfig) -> ModelConfig:
     """Return the architecture that a config.json describes.
 
-    Raises ConfigError with every unknown family, unsupported feature or missing key; paths are keys of config.json.
+    Raises ConfigError for an unknown family, unsupported features and missing keys; paths are keys of config.json.
     """
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -94,24 +93,22 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
     keys = _SIZES | _OPTIONS | family.sizes
     given = {name: values[key] for name, key in keys.items() if values.get(key) is not None}
     if problems := [*_mistyped(ModelConfig, given, keys), *_mistyped(_Keys, values, keys)]:
-        raise ConfigError(problems)  # nothing is made of the other keys then
+        raise ConfigError(problems)  # the other keys are not read then
     values.update(family.complete(values))
     if problems := [*_problems_of(family, values)]:
         raise ConfigError(problems)
     fields = {name: values[key] for name, key in keys.items()}
-    if family.rotary:
+    if not family.hybrid:
         rotary, known = _rotary_of(values), RopeScalingConfig.model_fields
         fields["rotary_base"] = rotary["rope_theta"]
-        if rotary["rope_type"] != "default":
-            fields["rope_scaling"] = {
-                key: value for key, value in rotary.items() if key in known and value is not None
-            }
+        given = {key: value for key, value in rotary.items() if key in known and value is not None}
+        fields["rope_scaling"] = None if rotary["rope_type"] == "default" else given
     fields |= {**family.fields, **family.read(values)}
     if problems := [*_mistyped(ModelConfig, fields, keys)]:
         raise ConfigError(problems)
     model = ModelConfig.model_validate(fields)
     if problems := [Problem(problem.code, "", str(problem)) for problem in collect_problems(model)]:
-        raise ConfigError(problems)  # sizes that do not go together, which they name themselves
+        raise ConfigError(problems)  # incompatible sizes; the problems name them
     return model
 
 
@@ -121,7 +118,7 @@ def _mistyped(model: type[BaseModel], given: HFConfig, keys: Mapping[str, str]) 
     except ValidationError as error:
         for details in error.errors(include_url=False):
             path = ".".join(str(part) for part in details["loc"])
-            if details["type"] != "missing":  # which is told of the keys
+            if details["type"] != "missing":  # reported for the config.json keys
                 what = f"{quoted(details['input'])}: {details['msg']}"
                 yield Problem("not-allowed", keys.get(path, path), what)
 
@@ -132,15 +129,20 @@ def _problems_of(family: Family, values: HFConfig) -> Iterator[Problem]:
         if (value := values.get(refusal.key)) not in refusal.allowed:
             what = f"{quoted(value)} {of_model}: {refusal.reason}"
             yield Problem("not-supported", refusal.key, what)
-    kinds = () if family.hybrid or family.windows else values.get("layer_types") or ()
+    kinds = () if family.hybrid or "sliding_window" in family.varied else values.get("layer_types") or ()
     if foreign := sorted({*cast("list[str]", kinds)} - {"full_attention"}):
         what = f"{quoted(foreign)} {of_model}: only full_attention is supported"
         yield Problem("not-supported", "layer_types", what)
-    if family.rotary:
-        rotary, latent = _rotary_of(values), "kv_lora_rank" in family.sizes
-        yield from _rotary_problems(values, rotary, of_model, latent=latent)
-        if rotary["rope_type"] == "yarn":
-            yield from _yarn_problems(rotary, of_model, latent=latent)
+    if not family.hybrid:
+        yield from _rotary_problems(values, of_model, latent="kv_lora_rank" in family.sizes)
+        of_experts = "num_moe_experts" in family.sizes
+        if of_experts and values.get("num_experts_per_tok") == 1 and values.get("norm_topk_prob", True):
+            # ModelConfig refuses it too, with a message for random weights; here the weights fix the architecture.
+            what = f"1 {of_model} gives every expert the share 1, so that the router has no gradient"
+            remedy = (
+                "use a model with more experts per token, or norm_topk_prob: false where the model allows it"
+            )
+            yield Problem("no-signal", "num_experts_per_tok", what, remedy)
     yield from family.problems(values)
     for key in (_SIZES | family.sizes).values():
         if values.get(key) is None:
@@ -148,10 +150,10 @@ def _problems_of(family: Family, values: HFConfig) -> Iterator[Problem]:
 
 
 def _rotary_of(values: HFConfig) -> dict[str, object]:
-    """Return base, type and factors of the rotary positions.
+    """Return the rotary positions' base, type and factors.
 
-    As transformers 5 reads them (`modeling_rope_utils.py`): `rope_scaling`, which model cards say to add, counts alone
-    before `rope_parameters`, and an original context beside the section before that in it.
+    Follows transformers 5 (`modeling_rope_utils.py`): `rope_scaling`, which model cards recommend adding, replaces
+    `rope_parameters`, and an original context outside the section takes precedence over one inside.
     """
     given = dict(cast("HFConfig", values.get("rope_scaling") or values.get("rope_parameters") or {}))
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -160,7 +162,8 @@ def _rotary_of(values: HFConfig) -> dict[str, object]:
     return {"rope_theta": values["rope_theta"], **given, "rope_type": kind, **original}
 
 
-def _rotary_problems(values: HFConfig, rotary: HFConfig, of_model: str, *, latent: bool) -> Iterator[Problem]:
+def _rotary_problems(values: HFConfig, of_model: str, *, latent: bool) -> Iterator[Problem]:
+    rotary = _rotary_of(values)
     base = cast("HFConfig", values.get("rope_parameters") or {}).get("rope_theta")
     if base is not None and base != rotary["rope_theta"]:
         ours = quoted(rotary["rope_theta"])
@@ -182,7 +185,9 @@ def _rotary_problems(values: HFConfig, rotary: HFConfig, of_model: str, *, laten
             yield Problem("not-supported", f"rope_scaling.{key}", what)
     for key in _ROPE_NEEDS.get(str(kind), ()):
         if key not in rotary:
-            yield Problem("missing", f"rope_scaling.{key}", f"missing, and rope_type {kind} needs it")
+            yield Problem("missing", f"rope_scaling.{key}", f"is missing, but rope_type {kind} needs it")
+    if kind == "yarn":
+        yield from _yarn_problems(rotary, of_model, latent=latent)
 
 
 def _yarn_problems(rotary: HFConfig, of_model: str, *, latent: bool) -> Iterator[Problem]:
@@ -193,7 +198,7 @@ def _yarn_problems(rotary: HFConfig, of_model: str, *, latent: bool) -> Iterator
     whole = rotary.get("mscale_all_dim")
     if latent and whole and rotary.get("mscale") is None:
         what = (
-            f"missing with mscale_all_dim: {quoted(whole)}, which transformers and engines read differently"
+            f"is missing beside mscale_all_dim: {quoted(whole)}; transformers and engines read it differently"
         )
         yield Problem("missing", "rope_scaling.mscale", what, "set both, or neither")
 
@@ -201,21 +206,21 @@ def _yarn_problems(rotary: HFConfig, of_model: str, *, latent: bool) -> Iterator
 def hf_config_of(
     model: ModelConfig, *, dtype: str = "float32", origin: HFConfig | None = None
 ) -> dict[str, object]:
-    """Return the config.json of an architecture; ValueError where no family has it.
+    """Return the config.json for an architecture; raises ValueError if no family has it.
 
-    origin: the config.json that the architecture came from, if any; its family, its special tokens and what it says of
-    training stay.
+    origin: the config.json from which the architecture was read, if any; its family, special tokens and training keys
+    are kept.
     """
     origin = origin or {}
     family = FAMILIES.get(str(origin.get("model_type"))) or family_of(model)
-    positions: dict[str, object] = {}
-    if family.rotary:
+    scaling, positions = model.rope_scaling, dict[str, object]()
+    if not family.hybrid:
         rotary: dict[str, object] = {"rope_theta": model.rotary_base, "rope_type": "default"}
-        if (scaling := model.rope_scaling) is not None:
+        if scaling is not None:
             rotary |= {"rope_type": scaling.rope_type, **scaling.written}
-        # Base and scaling again, where transformers 4 looks for them: it would silently take the default.
-        beside = {"rope_theta": model.rotary_base, "rope_scaling": rotary if scaling else None}
-        positions = {"rope_parameters": rotary, **beside}
+        # Repeat base and scaling for transformers 4, which would otherwise use its defaults silently.
+        again = rotary if scaling else None
+        positions = {"rope_parameters": rotary, "rope_theta": model.rotary_base, "rope_scaling": again}
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -228,7 +233,7 @@ def hf_config_of(
         "attention_dropout": 0.0,
         "initializer_range": origin.get("initializer_range", model.init_method_std),
         **positions,
-        **{key: origin.get(key) for key in _TOKENS},
+        **{key: origin.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
         **{refusal.key: refusal.allowed[0] for refusal in family.refusals},
         **family.write(model, origin),
     }

@@ -1,33 +1,14 @@
 """Llama and the families that vary it: Mistral, Qwen 2 and 3 and, with experts in every layer, Mixtral and Qwen 3."""
 
-from collections.abc import Iterator
-
-from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.models.family import (
     MLP_BIAS,
     OUTPUT_BIAS,
     WINDOW,
     WINDOW_SWITCH,
     Family,
-    HFConfig,
     Refusal,
 )
 from nemo_rl_mcore.models.weights import ATTENTION, experts
-
-
-def _problems_of_shares(values: HFConfig) -> Iterator[Problem]:
-    """Yield a single expert a token where shares are made to sum to 1, as those of Mixtral always are.
-
-    ModelConfig refuses it too, in words for a model of one's own: here the architecture is that of the weights.
-    """
-    of_qwen, sums_to_1 = values["model_type"] == "qwen3_moe", values.get("norm_topk_prob")
-    if values.get("num_experts_per_tok") != 1 or (of_qwen and not sums_to_1):
-        return
-    which = f"qwen3_moe model with norm_topk_prob: {sums_to_1}" if of_qwen else "mixtral model"
-    what = f"1 of a {which} gives every expert the share 1, so that the router has no gradient"
-    remedy = "use a model with more experts per token" + (", or norm_topk_prob: false" if of_qwen else "")
-    yield Problem("no-signal", "num_experts_per_tok", what, remedy)
-
 
 _BETWEEN = "dense layers between layers of experts are not supported"
 DECODERS = (
@@ -61,7 +42,6 @@ DECODERS = (
             "intermediate_size": model.expert_ffn_size,
             "router_aux_loss_coef": origin.get("router_aux_loss_coef", model.moe_aux_loss_coeff),
         },
-        problems=_problems_of_shares,
     ),
     Family(
         "qwen2",  # and 2.5
@@ -94,13 +74,12 @@ DECODERS = (
             Refusal("decoder_sparse_step", (1, None), _BETWEEN),
             Refusal("mlp_only_layers", ([], (), None), _BETWEEN),
         ),
-        # Scores that are made to sum to 1 after the selection are a softmax over the selected experts.
+        # Scores normalised to sum to 1 after selection equal a softmax over the selected experts.
         read=lambda values: {"moe_router_pre_softmax": not values["norm_topk_prob"]},
         write=lambda model, origin: {
             "moe_intermediate_size": model.expert_ffn_size,
             "norm_topk_prob": not model.moe_router_pre_softmax,
             "router_aux_loss_coef": origin.get("router_aux_loss_coef", model.moe_aux_loss_coeff),
         },
-        problems=_problems_of_shares,
     ),
 )

@@ -1,7 +1,7 @@
-"""DeepSeek V3 and R1, Moonlight: latent attention, and dense layers before those with experts and a shared one.
+"""DeepSeek V3 and R1, Moonlight: latent attention, and dense layers before layers with routed and shared experts.
 
-Keys and values, and perhaps queries, of latent attention are made of narrower latents. What makes a latent is whole on
-each tensor-parallel rank, as Transformer Engine has it; what reads one is cut by heads.
+Latent attention computes keys and values, and optionally queries, from narrower latents. As in Transformer Engine,
+each tensor-parallel rank has all weights that produce latents; weights that read latents are split by heads.
 """
 
 from collections.abc import Iterator
@@ -18,27 +18,25 @@ from nemo_rl_mcore.models.weights import (
     REPLICATED,
     ROWS,
     SHARED_EXPERT,
+    When,
     experts,
     slots,
 )
 
 _BEST_OF_A_GROUP = 2
-"""Experts by whose scores a group is chosen."""
+"""Number of best experts whose scores rank a group."""
 
 
-def _has_query_latent(model: ModelConfig) -> bool:
-    return model.q_lora_rank is not None
-
-
+_HAS_QUERY_LATENT: When = lambda model: model.q_lora_rank is not None  # noqa: E731
 _QUERY_NORM = r"(?:q_layernorm\.weight|linear_q_up_proj\.layer_norm_weight)"
 _NORM = r"(?:kv_layernorm\.weight|linear_kv_up_proj\.layer_norm_weight)"
 _ATTENTION = (
     INPUT_NORM,
     *slots(
         (r"linear_q_proj\.weight", "q_proj", ROWS, "queries hidden", lambda model: model.q_lora_rank is None),
-        (r"linear_q_down_proj\.weight", "q_a_proj", REPLICATED, "query_latent hidden", _has_query_latent),
-        (_QUERY_NORM, "q_a_layernorm", REPLICATED, "query_latent", _has_query_latent),
-        (r"linear_q_up_proj\.weight", "q_b_proj", ROWS, "queries query_latent", _has_query_latent),
+        (r"linear_q_down_proj\.weight", "q_a_proj", REPLICATED, "query_latent hidden", _HAS_QUERY_LATENT),
+        (_QUERY_NORM, "q_a_layernorm", REPLICATED, "query_latent", _HAS_QUERY_LATENT),
+        (r"linear_q_up_proj\.weight", "q_b_proj", ROWS, "queries query_latent", _HAS_QUERY_LATENT),
         (r"linear_kv_down_proj\.weight", "kv_a_proj_with_mqa", REPLICATED, "latent_and_positions hidden"),
         (_NORM, "kv_a_layernorm", REPLICATED, "latent"),
         (r"linear_kv_up_proj\.weight", "kv_b_proj", ROWS, "keys_and_values latent"),
@@ -49,11 +47,11 @@ _ATTENTION = (
     POST_ATTENTION_NORM,
 )
 LATENT_LAYER = (*_ATTENTION, *DENSE_MLP, *experts(), *SHARED_EXPERT)
-"""A layer, of which a model has what exists in it."""
+"""All weights of a layer; a model has those that exist in it."""
 
 
 def _number(values: HFConfig, key: str) -> int:
-    """Return a number of config.json; 0 where it is null."""
+    """Return a number from config.json; 0 if it is null."""
     return cast("int", values.get(key) or 0)
 
 
@@ -62,7 +60,7 @@ def _read(values: HFConfig) -> dict[str, object]:
     shared = _number(values, "n_shared_experts") * _number(values, "moe_intermediate_size")
     groups = _number(values, "n_group") > max(1, _number(values, "topk_group"))
     return {
-        "kv_channels": None,  # head_dim is that of the rotated part
+        "kv_channels": None,  # head_dim is the rotated part's size
         "num_query_groups": None,
         "q_lora_rank": values["q_lora_rank"],
         "moe_layer_freq": (0,) * dense + (1,) * (layers - dense) if dense else None,
@@ -98,11 +96,8 @@ def _problems(values: HFConfig) -> Iterator[Problem]:
     if _number(values, "first_k_dense_replace") >= _number(values, "num_hidden_layers") > 0:
         what = f"{values['first_k_dense_replace']} leaves no layer of a deepseek_v3 model with experts"
         yield Problem("not-supported", "first_k_dense_replace", what, "lower it", ("num_hidden_layers",))
-    chosen, sums_to_1 = _number(values, "num_experts_per_tok"), bool(values.get("norm_topk_prob"))
-    if chosen == 1 and sums_to_1:  # the share of one expert is its score
-        what = "1 of a deepseek_v3 model with norm_topk_prob: true leaves the router without a gradient"
-        yield Problem("no-signal", "num_experts_per_tok", what, "use another model", ("norm_topk_prob",))
-    elif chosen > 1 and not sums_to_1:
+    chosen = _number(values, "num_experts_per_tok")
+    if chosen > 1 and not values.get("norm_topk_prob"):
         what = "false of a deepseek_v3 model: shares of experts that do not sum to 1 are not supported"
         yield Problem("not-supported", "norm_topk_prob", what, "", ("num_experts_per_tok",))
     groups = max(1, _number(values, "topk_group"))
@@ -141,7 +136,7 @@ FAMILY = Family(
     },
     aliases={"num_local_experts": "n_routed_experts"},
     layer=LATENT_LAYER,
-    # Layers that predict further tokens; no model whose weights are known has more than 4.
+    # Layers that predict further tokens; no model with known weights has more than 4.
     predicting=lambda model: (
         rf"model\.layers\.({'|'.join(str(model.num_layers + one) for one in range(4))})\..+"
     ),

@@ -1,7 +1,7 @@
-"""A family of models, as the modules of this package describe each; `models/__init__.py` lists them.
+"""Description of a model family; `models/__init__.py` lists all families.
 
-A family of layers that exist is an entry of `decoders.py`. A new kind of layer also needs fields in `config/model.py`,
-its weights (`models/weights.py`), and what Megatron builds for it (`rank/megatron/layer_specs.py`).
+A family with existing layer types is an entry in `decoders.py`. A new layer type also needs fields in
+`config/model.py`, weights in `models/weights.py`, and Megatron modules in `rank/megatron/layer_specs.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,7 @@ HFConfig = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A key of config.json whose other values ask for what is not there."""
+    """A key of config.json with its supported values; other values are refused."""
 
     key: str
     allowed: tuple[object, ...]
@@ -48,19 +48,18 @@ EXPERTS = "num_moe_experts"
 
 @dataclass(frozen=True)
 class Family:
-    """A `model_type`: what its layers have, what config.json says of them, and what is refused.
+    """A `model_type`: the features of its layers, its keys in config.json, and refused values.
 
-    fields: of ModelConfig, that all its models share, where they differ from a Llama. fields_of_experts: the same of
-    models with experts, where a family has some with and some without. varied: fields that tell families apart, and
-    that its models have or not. fits: a model with those can be written as a config.json of the family.
-    sizes: fields of ModelConfig and the keys of config.json that give them, besides those of every family. aliases:
-    other spellings of keys, which count where a file has both. defaults: transformers' values of keys that are left
-    out, where they are not those of every family. complete: keys that follow from others.
-    layer, outside: the weights. predicting: a regular expression of tensors that are left out, of layers that predict
-    further tokens. hybrid: its models have a pattern of layers, and with it experts or none. windows: `layer_types` of
-    its config.json may name layers with a window.
-    read, write: what takes more than a name between config.json and ModelConfig; write gets the config.json that the
-    weights came from, too. problems: what of a config.json no refusal of a key can say.
+    fields: values of ModelConfig that all its models share and that differ from a Llama. fields_of_experts: the same
+    for models with experts, in a family that has both kinds. varied: distinguishing fields that may differ among its
+    models. fits: whether a model with these fields can be written as the family's config.json.
+    sizes: further fields of ModelConfig with their keys in config.json. aliases: alternative keys, which take
+    precedence if a file has both. defaults: transformers' defaults for missing keys, where they differ from those
+    common to all families. complete: function that derives keys from others.
+    layer, outside: the weights. predicting: regular expression for skipped tensors of layers that predict further
+    tokens. hybrid: whether its models have a layer pattern, with or without experts.
+    read, write: conversions beyond a change of key between config.json and ModelConfig; write also receives the
+    original config.json. problems: function that yields problems beyond refusals of single keys.
     """
 
     model_type: str
@@ -74,7 +73,6 @@ class Family:
     layer: tuple[Slot, ...] = LAYER
     outside: Outside = OUTSIDE
     hybrid: bool = False
-    windows: bool = False
     complete: Callable[[HFConfig], Mapping[str, object]] = lambda _values: {}
     predicting: Callable[[ModelConfig], str] | None = None
     defaults: HFConfig = field(default_factory=dict[str, object])
@@ -94,13 +92,9 @@ class Family:
             return False
         return all(getattr(model, key) == own[key] for key in own.keys() - {*self.varied})
 
-    @property
-    def rotary(self) -> bool:
-        return not self.hybrid
-
 
 def features_of(model: ModelConfig) -> dict[str, object]:
-    """Return the fields by which families are told apart, where they are not those of a Llama."""
+    """Return the fields that distinguish families, where they differ from a Llama's."""
     usual = _FEATURES
     if model.num_moe_experts is not None:
         usual = {EXPERTS: None, **usual, **_FEATURES_OF_EXPERTS}

@@ -1,4 +1,4 @@
-"""Frozen weights, which training leaves as they are, by patterns of their Hugging Face names."""
+"""Weights that training leaves unchanged, by patterns of their Hugging Face names."""
 
 import re
 from collections import Counter
@@ -8,25 +8,20 @@ from fnmatch import translate
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
-from nemo_rl_mcore.models import all_layers, all_weights, layer_slots
+from nemo_rl_mcore.models import all_weights, layer_slots
 from nemo_rl_mcore.models.weights import ROUTER_WEIGHT, Weight
 
 KEY = "megatron_cfg.freeze"
 
 
 def frozen_of(policy: PolicyConfig) -> frozenset[Weight]:
-    """Return the weights that stay: all beside adapters, else those of a pattern, and routers where these are to."""
+    """Return the frozen weights: all weights with adapters, else those that match a pattern, and frozen routers."""
     model, megatron = policy.model, policy.megatron_cfg
     if megatron.peft.enabled:
         return frozenset(all_weights(model))
     frozen = {weight for pattern in megatron.freeze for weight in _matched(model, pattern)}
     if megatron.freeze_moe_router:
-        frozen |= {
-            Weight(slot, layer)
-            for layer in all_layers(model)
-            for slot in layer_slots(model, layer)
-            if slot.megatron == ROUTER_WEIGHT
-        }
+        frozen |= {weight for weight in all_weights(model) if weight.slot.megatron == ROUTER_WEIGHT}
     return frozenset(frozen)
 
 
@@ -36,7 +31,7 @@ def _matched(model: ModelConfig, pattern: str) -> list[Weight]:
 
 
 def pattern_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Problem]:
-    """Yield patterns that match nothing, or a part only of what training holds as one."""
+    """Yield problems for patterns that match nothing, or only part of a parameter."""
     if not patterns:
         return
     frozen = set[Weight]()
@@ -44,22 +39,20 @@ def pattern_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Pr
         if not (matched := _matched(model, pattern)):
             prefix = layer_slots(model, 0)[0].prefix.format(layer=0)
             names = f"{next(all_weights(model)).names[0]} and {prefix}*"
-            what = f"no weight of the model is called {pattern!r}"
-            remedy = f"names are those of Hugging Face models, such as {names}"
+            what = f"no weight matches {pattern!r}"
+            remedy = f"use the names of Hugging Face models, such as {names}"
             yield Problem("not-found", f"{KEY}.{number}", what, remedy, ("model",))
         frozen |= {*matched}
     matches = re.compile("|".join(map(translate, patterns))).fullmatch
     for weight in all_weights(model):
         if weight in frozen and (rest := [name for name in weight.names if not matches(name)]):
-            what = (
-                f"{', '.join(weight.names)} are one weight in Megatron, and {', '.join(rest)} is not frozen"
-            )
-            yield Problem("incompatible", KEY, what, "freeze all of them, or none")
-            break  # the other layers say the same
-    experts = model.num_moe_experts or 0
+            whole, left = ", ".join(weight.names), ", ".join(rest)
+            what = f"Megatron stores {whole} as one weight, but {left} would stay trainable"
+            yield Problem("incompatible", KEY, what, "freeze all or none")
+            break  # other layers give the same result
     of_layers = Counter((weight.slot, weight.layer) for weight in frozen if weight.expert is not None)
     for (_, layer), count in of_layers.items():
-        if count < experts:
-            what = f"{count} of {experts} experts of layer {layer} are frozen"
-            yield Problem("not-supported", KEY, what, "freeze all experts of a layer, or none")
+        if count < (model.num_moe_experts or 0):
+            what = f"only {count} of layer {layer}'s {model.num_moe_experts} experts would be frozen"
+            yield Problem("not-supported", KEY, what, "freeze all or none")
             break

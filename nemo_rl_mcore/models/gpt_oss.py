@@ -1,4 +1,4 @@
-"""gpt-oss: windows in every other layer, sinks in all, and experts with biases and clamped gates."""
+"""gpt-oss: sliding windows in every other layer, attention sinks, and experts with biases and clamped gates."""
 
 from collections.abc import Iterator, Mapping
 from typing import cast
@@ -23,59 +23,53 @@ _SCALING: Mapping[str, object] = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0},
     **{"truncate": False, "original_max_position_embeddings": 4096},
 }
-"""transformers' rotations where config.json has none."""
+"""transformers' default rotary scaling."""
 
 
 def _complete(values: HFConfig) -> Mapping[str, object]:
-    """Return the kinds of layers and the rotations where config.json leaves them out, as transformers does."""
+    """Return transformers' defaults for layer types and rotary scaling that config.json omits."""
     found: dict[str, object] = {}
     layers = values.get("num_hidden_layers")
     if not values.get(_KINDS) and isinstance(layers, int):
-        found[_KINDS] = [_FULL if layer % 2 else _WINDOW for layer in range(layers)]
+        found[_KINDS] = _kinds(layers, windows=True)
     if not values.get("rope_parameters") and not values.get("rope_scaling"):
         found["rope_scaling"] = _SCALING
     quantized = values.get("quantization_config")
     if isinstance(quantized, Mapping) and cast("HFConfig", quantized).get("quant_method") == _MXFP4:
-        found["quantization_config"] = None  # what the files hold is seen when they are read
+        found["quantization_config"] = None  # quantization is detected when the files are read
     return found
 
 
+def _kinds(layers: int, *, windows: bool) -> list[str]:
+    return [_WINDOW if windows and layer % 2 == 0 else _FULL for layer in range(layers)]
+
+
 def _problems(values: HFConfig) -> Iterator[Problem]:
-    kinds = cast("list[str]", values.get(_KINDS) or [])
+    kinds, layers = cast("list[str]", values.get(_KINDS) or []), values.get("num_hidden_layers")
     if foreign := sorted({*kinds} - {_WINDOW, _FULL}):
         what = f"{quoted(foreign)} of a gpt_oss model"
         yield Problem("not-supported", _KINDS, what, f"known: {_WINDOW}, {_FULL}")
-    layers = values.get("num_hidden_layers")
-    if isinstance(layers, int) and len(kinds) != layers:
+    elif isinstance(layers, int) and len(kinds) != layers:
         what = f"{len(kinds)} kinds for {layers} layers of a gpt_oss model"
         yield Problem("contradicts", _KINDS, what, "have one for each", ("num_hidden_layers",))
+    elif kinds != _kinds(len(kinds), windows=_WINDOW in kinds):
+        what = f"windows of a gpt_oss model that are not those of every other layer, from the first on: {quoted(kinds)}"
+        yield Problem("not-supported", _KINDS, what)
     if _WINDOW in kinds and values.get(_SIZE) is None:
         yield Problem("missing", _SIZE, f"missing, and {_KINDS} of a gpt_oss model has {_WINDOW}")
-    if values.get("num_experts_per_tok") == 1:
-        what = "1 of a gpt_oss model gives every expert the share 1, so that the router has no gradient"
-        yield Problem("no-signal", "num_experts_per_tok", what, "use a model with more experts per token")
-
-
-def _read(values: HFConfig) -> Mapping[str, object]:
-    windows = tuple(int(kind == _WINDOW) for kind in cast("list[str]", values.get(_KINDS) or []))
-    return {
-        "sliding_window": values[_SIZE] if any(windows) else None,
-        "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
-    }
 
 
 def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
-    windows = model.window_attn_skip_freq or (int(model.sliding_window is not None),) * model.num_layers
     return {
         "intermediate_size": model.expert_ffn_size,
-        _KINDS: [_WINDOW if window else _FULL for window in windows],
+        _KINDS: _kinds(model.num_layers, windows=model.sliding_window is not None),
         _SIZE: model.sliding_window or origin.get(_SIZE) or _DEFAULTS[_SIZE],
         "swiglu_limit": model.activation_func_clamp_value,
         "router_aux_loss_coef": origin.get("router_aux_loss_coef", model.moe_aux_loss_coeff),
     }
 
 
-# One module for each expert, or one for all with numbered weights.
+# Either a module per expert, or one module with numbered weights.
 _numbered = r"mlp\.experts\.(?:local_experts\.(\d+)\.{0}|{0}(\d+))".format
 LAYER = (
     *ATTENTION,
@@ -84,18 +78,8 @@ LAYER = (
         (r"mlp\.router\.bias", "mlp.router.bias", REPLICATED, "experts"),
     ),
     *slots(
-        (
-            _numbered(r"linear_fc1\.weight"),
-            "gate_up_proj",
-            INTERLEAVED,
-            "hidden expert_twice",
-        ),
-        (
-            _numbered(r"linear_fc1\.bias"),
-            "gate_up_proj_bias",
-            INTERLEAVED,
-            "expert_twice",
-        ),
+        (_numbered(r"linear_fc1\.weight"), "gate_up_proj", INTERLEAVED, "hidden expert_twice"),
+        (_numbered(r"linear_fc1\.bias"), "gate_up_proj_bias", INTERLEAVED, "expert_twice"),
         (_numbered(r"linear_fc2\.weight"), "down_proj", TRANSPOSED, "expert hidden"),
         (_numbered(r"linear_fc2\.bias"), "down_proj_bias", REPLICATED, "hidden"),
         named="mlp.experts.{}",
@@ -134,7 +118,6 @@ FAMILY = Family(
     },
     aliases={"num_experts": "num_local_experts"},
     layer=LAYER,
-    windows=True,
     complete=_complete,
     fits=lambda model: model.activation_func_clamp_value is not None,
     defaults=_DEFAULTS,
@@ -142,7 +125,9 @@ FAMILY = Family(
         Refusal("attention_bias", (True, None), "attention without biases is not supported"),
         Refusal("swiglu_alpha", (1.702, None), "other slopes of gates are not supported"),
     ),
-    read=_read,
+    read=lambda values: {
+        "sliding_window": values[_SIZE] if _WINDOW in cast("list[str]", values.get(_KINDS) or []) else None
+    },
     write=_write,
     problems=_problems,
 )

@@ -1,7 +1,6 @@
-"""Nemotron-H, Nano v2, Nemotron 3 Nano and Super: hybrids of Mamba-2, attention without positions, and squared ReLUs.
+"""Nemotron-H, Nano v2, Nemotron 3 Nano and Super: Mamba-2 layers, attention without positions, and squared ReLUs.
 
-Each layer has one norm and one mixer; `hybrid_override_pattern` says which, in a character each, or
-`layers_block_type`, in words.
+Each layer has a norm and a mixer, given by a character in `hybrid_override_pattern` or a word in `layers_block_type`.
 """
 
 import re
@@ -51,12 +50,12 @@ _OF_EXPERTS: Mapping[str, object] = {
     "moe_router_enable_expert_bias": True,
 }
 _SHORTEST_STEP = 1e-12
-"""transformers lifts shorter time steps to the least one; neither Megatron nor vLLM does."""
+"""Minimum time step for config.json: transformers clamps time steps to the minimum, Megatron and vLLM do not."""
 _BIAS = "a bias in the projections of Mamba layers is not supported"
 
 
 def _complete(values: HFConfig) -> Mapping[str, object]:
-    """Return the pattern and the number of its layers, where words or characters give them."""
+    """Return the layer pattern and its length, if config.json has words or characters for it."""
     pattern = cast("str | None", values.get(_PATTERN))
     if words := cast("Sequence[str]", values.get(_WORDS) or values.get("layer_types") or ()):
         pattern = "".join(_KINDS.get(word, "?") for word in words)
@@ -64,7 +63,7 @@ def _complete(values: HFConfig) -> Mapping[str, object]:
 
 
 def _problems(values: HFConfig) -> Iterator[Problem]:
-    """Yield foreign layers, what experts lack, and shares of them that Megatron makes otherwise."""
+    """Yield unknown layers, missing keys of experts, and expert weights that Megatron computes differently."""
     words = cast("Sequence[str]", values.get(_WORDS) or values.get("layer_types") or ())
     if foreign := sorted({*words} - _KINDS.keys()):
         what = f"{quoted(foreign)} of a nemotron_h model"
@@ -86,7 +85,7 @@ def _problems(values: HFConfig) -> Iterator[Problem]:
 
 
 def _read(values: HFConfig) -> Mapping[str, object]:
-    """Return the fields of experts where there are any: transformers writes the keys into every config.json."""
+    """Return the experts' fields if there are experts; transformers writes their keys into every config.json."""
     if EXPERTS not in str(values[_PATTERN]):
         return {}
     scale = values.get("routed_scaling_factor")
@@ -99,7 +98,7 @@ def _read(values: HFConfig) -> Mapping[str, object]:
 
 
 def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
-    """Return the layers, and what of the model's start the weights do not tell."""
+    """Return the layers, and initialization keys that cannot be derived from the weights."""
     words = {kind: word for word, kind in reversed(_KINDS.items())}
     kept = ("chunk_size", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual")
     written: dict[str, object] = {
@@ -148,7 +147,7 @@ _MAMBA = (
 
 
 def _mixer(kind: str, slots: Iterable[Slot]) -> Iterator[Slot]:
-    """Yield weights of a Llama's layer as they are in a layer of that kind, without gates."""
+    """Yield a Llama layer's weights, adapted to a layer of the given kind, without gates."""
     for slot in slots:
         names = tuple(re.sub(r"(self_attn|mlp)\.", "mixer.", name, count=1) for name in slot.hugging_face)
         changed = replace(slot, hugging_face=names, in_layer=_in(kind), prefix=_PREFIX)

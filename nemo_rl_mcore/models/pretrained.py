@@ -1,4 +1,4 @@
-"""What `policy.model_name` settles: the architecture, and the tokenizer where none is named."""
+"""Values implied by `policy.model_name`: the architecture and the default tokenizer."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, as_yaml
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.data.hub import is_hub_id, local_folder, read_object
 from nemo_rl_mcore.models.config_json import model_config_from_hf
@@ -18,11 +18,11 @@ MODEL, TOKENIZER = "policy.model_name", "policy.tokenizer.name"
 
 
 def other_tokenizer(model: str | None, tokenizer: str) -> Problem | None:
-    """Return what is wrong with a tokenizer which is not that of the model, where the model has one."""
+    """Return a problem if the tokenizer differs from the model's own, else None."""
     if model is None or model == tokenizer:
         return None
     theirs, ours = local_folder(model), local_folder(tokenizer)
-    if theirs is not None:  # every model of the hub has one
+    if theirs is not None:  # every model on the hub has a tokenizer
         if not any((theirs / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
             return None
         if ours is not None and _contents(theirs) == _contents(ours):
@@ -32,21 +32,13 @@ def other_tokenizer(model: str | None, tokenizer: str) -> Problem | None:
     return Problem("contradicts", TOKENIZER, what, remedy, (MODEL,))
 
 
-def inherited(set_in: Mapping[str, int]) -> bool:
-    """Tell whether the tokenizer comes from a file below which another one sets the model.
-
-    set_in: for each key the place of its file, which comes after those that it names in `defaults:`.
-    """
-    return set_in.get(MODEL, -1) > set_in.get(TOKENIZER, len(set_in))
-
-
 def _contents(folder: Path) -> tuple[object, ...]:
-    """Return what decides how text becomes tokens: a copy that was saved again has the same."""
+    """Return the settings that determine tokenization; they are unchanged in a copy that was saved again."""
     read = list[HFConfig]()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             read.append(read_object(folder / name, TOKENIZER))
-        except ConfigError:  # reported where the tokenizer is examined
+        except ConfigError:  # reported when the tokenizer is checked
             read.append({})
     tokens, settings = read
     template = folder / "chat_template.jinja"
@@ -59,21 +51,21 @@ OVERRIDES = "hf_config_overrides"
 _ROTATIONS = ("rope_scaling", "rope_theta")
 _ALLOWED = ("max_position_embeddings", *_ROTATIONS)
 _SAID_OF_ROTATIONS = ("rope_type", "rope_parameters", "rotary_base", *_ROTATIONS)
-"""Keys that what is wrong with rotations names."""
+"""Keys that problems of rotary positions name."""
 
 
 def overridden(config: HFConfig, overrides: HFConfig) -> HFConfig:
-    """Return a config.json with the keys of a recipe in place of its own, as transformers' from_pretrained has it.
+    """Return a config.json with a recipe's overrides, applied as by transformers' from_pretrained.
 
-    rope_scaling takes the place of the whole section, but for the base where it names none; null is no scaling.
+    rope_scaling replaces the whole section, except a base that it does not set; null means no scaling.
     """
     given = {key: value for key, value in overrides.items() if key in _ALLOWED}
     if not isinstance(given.get("rope_scaling"), Mapping | None):
-        del given["rope_scaling"]  # which is told by `override_problems`
+        del given["rope_scaling"]  # reported by `override_problems`
     changed = {**config, **given}
     if "rope_scaling" in given:
         section = changed.pop("rope_parameters", None)
-        changed.pop("original_max_position_embeddings", None)  # of the section, though it stands beside it
+        changed.pop("original_max_position_embeddings", None)  # part of the section, stored outside it
         rope = dict(cast("HFConfig", section)) if isinstance(section, Mapping) else {}
         base = given.get("rope_theta") or rope.get("rope_theta") or config.get("rope_theta")
         own = cast("HFConfig", given["rope_scaling"] or {"rope_type": "default"})
@@ -87,7 +79,7 @@ def overridden(config: HFConfig, overrides: HFConfig) -> HFConfig:
 
 
 def override_problems(overrides: HFConfig | None, *, named: bool) -> Iterator[Problem]:
-    """Yield keys that may not be written over, and overrides of no config.json; named: whether there is model_name."""
+    """Yield problems for forbidden keys, and for overrides without model_name (named: whether it is set)."""
     for key in overrides or {}:
         if key not in _ALLOWED:
             what = "is of the weights, or of what trains them, and no key to write over"
@@ -97,24 +89,22 @@ def override_problems(overrides: HFConfig | None, *, named: bool) -> Iterator[Pr
         yield Problem("requires", OVERRIDES, what, "say it in model", ("model_name",))
     scaling = (overrides or {}).get("rope_scaling")
     if scaling is not None and not isinstance(scaling, Mapping):
-        what = f"{scaling!r} is no section"
+        what = f"{scaling!r} is not a section"
         yield Problem("not-allowed", f"{OVERRIDES}.rope_scaling", what, "give one, or null")
 
-
-Section = dict[str, object]
 
 MODEL_NAME = "model_name"
 _OF_EXPERTS = ("aux_loss_coeff", "router_load_balancing_type", "router_dtype", "router_bias_update_rate")
 OF_TRAINING = {"init_method_std", "mtp_loss_scaling_factor", *(f"moe_{name}" for name in _OF_EXPERTS)}
-"""Fields of policy.model that the weights say nothing about."""
+"""Fields of policy.model that do not follow from the weights."""
 
 
 def fill_from_model_name(
     policy: Mapping[str, object], *, tokenizer: bool = True
-) -> tuple[Section, list[Problem]]:
-    """Complete a policy section by what its `model_name` says; paths of problems are relative to the section.
+) -> tuple[Tree, list[Problem]]:
+    """Fill a policy section from its `model_name`; problems have paths relative to the section.
 
-    tokenizer: whether the section has one, which then is the model's where it names none.
+    tokenizer: whether the section has a tokenizer, by default the model's.
     """
     section = dict(policy)
     name, overrides, given = section.get(MODEL_NAME), section.get(OVERRIDES), section.get("model")
@@ -122,37 +112,35 @@ def fill_from_model_name(
         return section, []
     named = section.get("tokenizer", {})
     if tokenizer and isinstance(named, Mapping):
-        section["tokenizer"] = {"name": name, **cast("Section", named)}
+        section["tokenizer"] = {"name": name, **cast("Tree", named)}
     try:
-        changed = cast("Section", overrides) if isinstance(overrides, Mapping) else None
-        derived = pretrained_model(name, changed)
+        derived = pretrained_model(name, cast("Tree", overrides if isinstance(overrides, Mapping) else {}))
     except ConfigError as error:
         return section, [*error.problems]
     if derived is None:
-        where = "neither in the local Hugging Face cache nor known here"
-        what = f"{name!r} is no local folder, and its config.json is {where}"
+        what = f"{name!r} is not a local folder, and its config.json is neither in the local cache nor known here"
         remedy = "download the model, or describe the architecture in policy.model"
         return section, [] if given is not None else [Problem("not-found", MODEL_NAME, what, remedy)]
     if isinstance(given, ModelConfig):
         return section, differences(given, derived, name)
     if given is not None and not isinstance(given, Mapping):
         return section, []
-    merged = section["model"] = derived.model_dump() | dict(cast("Section", given or {}))
+    merged = section["model"] = derived.model_dump() | dict(cast("Tree", given or {}))
     try:
         model = ModelConfig.model_validate(merged)
     except ValidationError:
-        return section, []  # the section's own validation says which field is wrong
+        return section, []  # the section's own validation reports the wrong field
     contradictions = differences(model, derived, name)
-    if contradictions:  # a mixture of the two would raise further problems that are none
+    if contradictions:  # a mixture of both would raise spurious problems
         section["model"] = derived
     return section, contradictions
 
 
 def pretrained_model(name: str, overrides: HFConfig | None = None) -> ModelConfig | None:
-    """Return the architecture of a local folder or a hub id; None for a hub id that is neither cached nor known.
+    """Return the architecture for a local folder or a hub id; None for a hub id that is neither cached nor known.
 
-    overrides: what a recipe writes over in config.json.
-    Raises ConfigError with a problem of `model_name`, or of the overrides, for each thing that keeps it from use.
+    overrides: a recipe's replacements for keys of config.json.
+    Raises ConfigError with every problem of `model_name` or the overrides.
     """
     config = read_hf_config(name)
     if config is None:
@@ -173,12 +161,12 @@ def pretrained_model(name: str, overrides: HFConfig | None = None) -> ModelConfi
 
 @cache
 def known_models() -> Mapping[str, HFConfig]:
-    """Return config.json of models of the hub, so that recipes are checked before one is downloaded, and compared."""
+    """Return the config.json of known hub models by id, for checking recipes before a download."""
     return json.loads(Path(__file__).with_name("known_models.json").read_text("utf-8"))
 
 
 def read_hf_config(name: str) -> HFConfig | None:
-    """Return the config.json of a local folder or a hub id; None for a hub id that is neither cached nor known."""
+    """Return the config.json for a local folder or a hub id; None for a hub id that is neither cached nor known."""
     folder, known = local_folder(name), known_models().get(name)
     if folder is not None and (folder / "config.json").is_file():
         return read_object(folder / "config.json", MODEL_NAME)
@@ -192,16 +180,20 @@ def read_hf_config(name: str) -> HFConfig | None:
 
 def differences(given: ModelConfig, derived: ModelConfig, name: str) -> list[Problem]:
     ours, theirs, found = explicit_fields(given), explicit_fields(derived), list[Problem]()
-    remedy = "remove it, or set model: null over a parent's section; the architecture is that of the weights"
+    remedy = (
+        "remove it, or write model: null if a parent recipe sets it; the weights determine the architecture"
+    )
     for key in theirs:
         if key not in OF_TRAINING and ours[key] != theirs[key]:
-            what = f"{ours[key]} contradicts the {theirs[key]} of policy.{MODEL_NAME}: {name!r}"
+            what = (
+                f"{as_yaml(ours[key])} contradicts {MODEL_NAME}: {name!r}, which has {as_yaml(theirs[key])}"
+            )
             found.append(Problem("contradicts", f"model.{key}", what, remedy, (MODEL_NAME,)))
     return found
 
 
-def explicit_fields(model: ModelConfig) -> Section:
-    """Return the fields, with the sizes that others imply."""
+def explicit_fields(model: ModelConfig) -> Tree:
+    """Return all fields, including sizes that are implied by other fields."""
     return {
         **model.model_dump(),
         "num_query_groups": model.query_groups,

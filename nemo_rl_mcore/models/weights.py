@@ -1,6 +1,6 @@
-"""The table of weights: what each is called in Megatron and in Hugging Face models, its shapes, and how ranks cut it.
+"""The table of weights: names in Megatron and in Hugging Face models, shapes, and split between ranks.
 
-Megatron's local layers and Transformer Engine's name some of them differently; both are in the table.
+Some names differ between Megatron's local layers and Transformer Engine's; the table has both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Packing(Enum):
-    """The order of a Hugging Face model's tensors in one parameter of Megatron.
+    """Arrangement of a Hugging Face model's tensors in one Megatron parameter.
 
-    ALONE: one tensor is the parameter. GATED: the gate's rows, then those of the projection up. QKV: for each query
-    group its queries, its key and its value. TRANSPOSED: the parameter's rows are the tensor's columns. INTERLEAVED: as
-    GATED, of a tensor whose entries or columns take turns.
+    ALONE: one tensor is the parameter. GATED: the gate's rows, then the up projection's. QKV: for each query group,
+    its queries, key and value. TRANSPOSED: the parameter's rows are the tensor's columns. INTERLEAVED: as GATED, from
+    a tensor with alternating gate and up columns (or entries).
     """
 
     ALONE = auto()
@@ -31,9 +31,9 @@ class Packing(Enum):
 
 @dataclass(frozen=True)
 class Layout:
-    """`dimension` is the one that tensor-parallel ranks cut, None where each rank holds the whole.
+    """Split of a weight between tensor-parallel ranks along `dimension`; None if each rank has the whole weight.
 
-    sections: the parts of a tensor along it, of each of which a rank has its share; None for one.
+    sections: sizes of parts along the dimension, each split separately; None for a single part.
     """
 
     dimension: int | None
@@ -43,9 +43,9 @@ class Layout:
     def cuts(
         self, shape: Sequence[int], rank: int, ranks: int, model: ModelConfig
     ) -> list[tuple[slice, ...]]:
-        """Return the parts of a tensor of that shape that a rank holds, one after the other along the dimension.
+        """Return a rank's parts of a tensor with that shape, in order along the dimension.
 
-        Of an uneven tensor without sections the last ranks hold less.
+        If a tensor without sections does not divide evenly, the last ranks hold less.
         """
         whole = [slice(0, length) for length in shape]
         if self.dimension is None:
@@ -84,32 +84,32 @@ SIZES: Mapping[str, Callable[[ModelConfig], int]] = {
     "experts": lambda model: model.num_moe_experts or 0,
     "expert": lambda model: model.expert_ffn_size,
     "expert_twice": lambda model: 2 * model.expert_ffn_size,
-    "expert_input": lambda model: model.expert_input_size,
+    "expert_input": lambda model: model.moe_latent_size or model.hidden_size,
     "shared_expert": lambda model: model.moe_shared_expert_intermediate_size or 0,
-    # Of latent attention.
+    # Latent attention.
     "query_latent": lambda model: model.q_lora_rank or 0,
     "latent": lambda model: model.kv_lora_rank or 0,
     "latent_and_positions": lambda model: (model.kv_lora_rank or 0) + model.qk_pos_emb_head_dim,
     "keys_and_values": lambda model: model.num_attention_heads * (model.qk_head_dim + model.v_head_dim),
     "values": lambda model: model.num_attention_heads * model.v_head_dim,
-    # Of Mamba layers.
+    # Mamba layers.
     "mamba": lambda model: model.mamba_size,
     "mamba_heads": lambda model: model.mamba_num_heads or 0,
     "mamba_convolved": lambda model: sum(mamba_convolved(model)),
     "mamba_projected": lambda model: sum(mamba_projected(model)),
     "mamba_taps": lambda _model: MAMBA_TAPS,
 }
-"""The sizes of a model, by their names in the tables of weights."""
+"""A model's sizes by their names in the tables of weights."""
 
 
 def mamba_convolved(model: ModelConfig) -> tuple[int, ...]:
-    """Return the rows of values, keys and queries."""
+    """Return the number of convolved rows for values, keys and queries."""
     keys = model.mamba_num_groups * model.mamba_state_dim
     return model.mamba_size, keys, keys
 
 
 def mamba_projected(model: ModelConfig) -> tuple[int, ...]:
-    """Return the rows of the gate, of what is convolved, and of the time steps."""
+    """Return the number of rows for the gate, the convolved parts and the time steps."""
     return model.mamba_size, *mamba_convolved(model), model.mamba_num_heads or 0
 
 
@@ -119,13 +119,13 @@ type InLayer = Callable[[ModelConfig, int], bool]
 
 @dataclass(frozen=True)
 class Slot:
-    """One kind of weight, in a layer (or in an expert of it) or outside of the layers.
+    """One kind of weight: in each layer, in each expert of a layer, or outside the layers.
 
-    megatron: a regular expression of its names in Megatron; its group, if any, is the number of the expert.
-    hugging_face: the tensors it consists of. sizes: of each of them, names of `SIZES` or numbers. exists: whether a
-    model has it. in_layer: whether that layer of such a model does. buffer: it has no gradient, and is fp32 whatever
-    the number format of the others. prefix: of the names of a layer's tensors. stacked: its tensors, of which `sizes`
-    has the part of one expert, hold all experts of a layer, along a first dimension.
+    megatron: regular expression for its names in Megatron, with the expert's number as the group, if any.
+    hugging_face: names of its tensors. sizes: each tensor's dimensions, as names in `SIZES` or numbers. exists: whether
+    a model has it. in_layer: whether a given layer of such a model has it. buffer: whether it has no gradient, and is
+    always fp32. prefix: prefix of the tensor names in a layer. stacked: whether its tensors hold all experts of a
+    layer along an additional first dimension, which `sizes` omits.
     """
 
     megatron: str
@@ -150,14 +150,14 @@ class Slot:
         return tuple((*experts, *shape) for shape in self.shapes(model))
 
     def count(self, model: ModelConfig) -> int:
-        """Return the numbers that a layer holds of it, in all experts where it is theirs."""
+        """Return its number of parameters in a layer, over all experts if it belongs to experts."""
         of_one = sum(prod(shape) for shape in self.shapes(model))
         return of_one * (model.num_moe_experts or 0) if self.of_expert else of_one
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the whole model: its slot, and the layer and expert counted over all ranks."""
+    """A weight of the whole model: its slot, and its layer and expert numbered over all ranks."""
 
     slot: Slot
     layer: int | None = None
@@ -177,14 +177,17 @@ def _is_of_experts(model: ModelConfig, layer: int) -> bool:
     return model.num_moe_experts is not None and layer >= model.dense_layers
 
 
-type Row = tuple[str, str, Layout, str] | tuple[str, str, Layout, str, When]
-"""Of a table of weights: names in Megatron, those of the tensors, how ranks cut them, their sizes, and who has them."""
-
-
 def slots(
-    *rows: Row, within: str = "", named: str = "{}", exists: When = lambda _model: True, **more: Any
+    *rows: tuple[str, str, Layout, str] | tuple[str, str, Layout, str, When],
+    within: str = "",
+    named: str = "{}",
+    exists: When = lambda _model: True,
+    **more: Any,
 ) -> tuple[Slot, ...]:
-    """Return the slots of a table; within: a module in Megatron. named: names of tensors, with the row's in {}."""
+    """Return slots from rows of Megatron name, tensor names, layout, sizes and, optionally, condition.
+
+    within: Megatron module prefix. named: format of tensor names, with {} for the row's name.
+    """
     found = list[Slot]()
     for megatron, names, layout, sizes, *own in rows:
         tensors, who = tuple(named.format(name) for name in names.split()), own[0] if own else exists
@@ -192,16 +195,11 @@ def slots(
     return tuple(found)
 
 
+_IS_UNTIED: When = lambda model: not model.tie_word_embeddings  # noqa: E731
 EMBEDDING, FINAL_NORM, OUTPUT = slots(
     (r"embedding\.word_embeddings\.weight", "model.embed_tokens.weight", ROWS, "vocabulary hidden"),
     (r"decoder\.final_layernorm\.weight", "model.norm.weight", REPLICATED, "hidden"),
-    (
-        r"output_layer\.weight",
-        "lm_head.weight",
-        ROWS,
-        "vocabulary hidden",
-        lambda model: not model.tie_word_embeddings,
-    ),
+    (r"output_layer\.weight", "lm_head.weight", ROWS, "vocabulary hidden", _IS_UNTIED),
 )
 
 
@@ -241,82 +239,66 @@ ATTENTION = (
 )
 
 
-def _gated_mlp(
-    megatron: str,
-    names: Sequence[str],
-    rows: str,
-    columns: str,
-    exists: When,
-    in_layer: InLayer,
-    *,
-    of_expert: bool = False,
-) -> tuple[Slot, Slot]:
-    """Return a feed-forward layer of these sizes; names: of gate, projection up and projection down.
-
-    `{n}` in Megatron's name is 1 or 2.
-    """
-    gate, up, down = (f"{name}.weight" for name in names)
-    first, second = (megatron.replace("{n}", number) for number in "12")
-    of_both, behind = f"{rows} {columns}", (exists, of_expert, in_layer)
-    return (
-        Slot(first, (gate, up), GATED, (of_both, of_both), *behind),
-        Slot(second, (down,), COLUMNS, (f"{columns} {rows}",), *behind),
-    )
-
-
-_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-DENSE_MLP = _gated_mlp(
-    r"mlp\.linear_fc{n}\.weight",
-    [f"mlp.{part}" for part in _GATE_UP_DOWN],
-    "mlp",
-    "hidden",
-    lambda model: model.has_dense_layers,
-    lambda model, layer: not _is_of_experts(model, layer),
+_IS_DENSE: InLayer = lambda model, layer: not _is_of_experts(model, layer)  # noqa: E731
+DENSE_MLP = slots(
+    (r"mlp\.linear_fc1\.weight", "gate_proj.weight up_proj.weight", GATED, "mlp hidden, mlp hidden"),
+    (r"mlp\.linear_fc2\.weight", "down_proj.weight", COLUMNS, "hidden mlp"),
+    named="mlp.{}",
+    exists=lambda model: model.has_dense_layers,
+    in_layer=_IS_DENSE,
 )
-SHARED_EXPERT = _gated_mlp(
-    r"mlp\.shared_experts\.linear_fc{n}\.weight",
-    [f"mlp.shared_experts.{part}" for part in _GATE_UP_DOWN],
-    "shared_expert",
-    "hidden",
-    lambda model: _has_experts(model) and bool(model.moe_shared_expert_intermediate_size),
-    _is_of_experts,
+_SHARED = "shared_expert hidden, shared_expert hidden"
+SHARED_EXPERT = slots(
+    (r"mlp\.shared_experts\.linear_fc1\.weight", "gate_proj.weight up_proj.weight", GATED, _SHARED),
+    (r"mlp\.shared_experts\.linear_fc2\.weight", "down_proj.weight", COLUMNS, "hidden shared_expert"),
+    named="mlp.shared_experts.{}",
+    exists=lambda model: _has_experts(model) and bool(model.moe_shared_expert_intermediate_size),
+    in_layer=_is_of_experts,
 )
 ROUTER_WEIGHT = r"mlp\.router\.weight"
 EXPERT_BIAS = r"mlp\.router\.expert_bias"
 EXPERT_BIAS_NAME = "e_score_correction_bias"
-"""The name of Hugging Face models and engines; either has it in fp32, whatever the others are in."""
+"""Name in Hugging Face models and engines, both of which keep it in fp32 whatever the other weights' format."""
 
 
-def experts(module: str = "mlp", gate_up_down: Sequence[str] = _GATE_UP_DOWN) -> tuple[Slot, ...]:
-    """Return the router with its bias and the experts, by what a Hugging Face model calls them."""
-    alike: dict[str, Any] = {"named": f"{module}.{{}}", "in_layer": _is_of_experts}
-    router = (ROUTER_WEIGHT, "gate.weight", REPLICATED, "experts hidden", _has_experts)
-    found = (
-        *slots(router, **alike),
+def experts(
+    module: str = "mlp", gate_up_down: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Slot, ...]:
+    """Return the slots of router, router bias and experts for a Hugging Face model's names."""
+    table: dict[str, Any] = {"named": f"{module}.{{}}", "in_layer": _is_of_experts}
+    gate, up, down = (f"experts.{{expert}}.{part}.weight" for part in gate_up_down)
+    # Either a module per expert, or one module with numbered weights.
+    first, second = (
+        rf"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc{number}\.weight|linear_fc{number}\.weight(\d+))"
+        for number in (1, 2)
+    )
+    of_both = "expert expert_input, expert expert_input"
+    return (
+        *slots((ROUTER_WEIGHT, "gate.weight", REPLICATED, "experts hidden"), exists=_has_experts, **table),
         *slots(
             (EXPERT_BIAS, f"gate.{EXPERT_BIAS_NAME}", REPLICATED, "experts"),
             exists=lambda model: _has_experts(model) and model.moe_router_enable_expert_bias,
             buffer=True,
-            **alike,
+            **table,
         ),
         *slots(
             (r"mlp\.fc1_latent_proj\.weight", "fc1_latent_proj.weight", REPLICATED, "expert_input hidden"),
             (r"mlp\.fc2_latent_proj\.weight", "fc2_latent_proj.weight", REPLICATED, "hidden expert_input"),
             exists=lambda model: _has_experts(model) and model.moe_latent_size is not None,
-            **alike,
+            **table,
+        ),
+        *slots(
+            (first, f"{gate} {up}", GATED, of_both),
+            (second, down, COLUMNS, "expert_input expert"),
+            exists=_has_experts,
+            of_expert=True,
+            **table,
         ),
     )
-    # One module for each expert, or one for all with numbered weights.
-    numbered = r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc{n}\.weight|linear_fc{n}\.weight(\d+))"
-    names = [f"{module}.experts.{{expert}}.{part}" for part in gate_up_down]
-    of_each = _gated_mlp(
-        numbered, names, "expert", "expert_input", _has_experts, _is_of_experts, of_expert=True
-    )
-    return (*found, *of_each)
 
 
 LAYER = (*ATTENTION, *DENSE_MLP, *experts(), *SHARED_EXPERT)
-"""A layer, of which a model has what exists in it."""
+"""All weights of a layer; a model has those that exist in it."""
 PREDICTION = slots(
     (r"enorm\.weight", "enorm", REPLICATED, "hidden"),
     (r"hnorm\.weight", "hnorm", REPLICATED, "hidden"),
@@ -325,4 +307,4 @@ PREDICTION = slots(
     named="{}.weight",
     exists=lambda model: bool(model.mtp_num_layers),
 )
-"""Weights of a multi-token prediction layer that other layers do not have."""
+"""Weights that only multi-token prediction layers have."""

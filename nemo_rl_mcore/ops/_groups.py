@@ -31,11 +31,10 @@ def _collective(name: str, before: str) -> Any:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows of the vocabulary that one tensor-parallel rank holds.
+    """The rows of the vocabulary that one tensor-parallel rank holds, beginning at the id `start`.
 
-    The global vocabulary is padded so that every rank has the same number of rows, beginning at the id
-    `start`; the first `valid` of them are among the `vocab_size` real ones. Padded rows must stay out of
-    the softmax, or their logits, often zero, take probability mass from the real ones.
+    All ranks have the same number of rows, of which the first `valid` are among the `vocab_size` real ones. Padded rows
+    must stay out of the softmax, or their logits, often zero, take probability mass from the real ones.
     """
 
     start: int
@@ -108,10 +107,7 @@ class TokenRows:
         return received.index_select(0, slot_N)
 
     def reduce_hidden_grad(self, grad_NH: Tensor) -> Tensor:
-        """Sum the gradients over ranks, each of which saw only its own vocabulary, and spread them.
-
-        This reverses `gather_hidden`: a reduce-scatter if sequence-parallel, an all-reduce if replicated.
-        """
+        """Sum the gradients over ranks, each of which saw only its own vocabulary; reverses `gather_hidden`."""
         if self.group is None or not self.sequence_parallel:
             if self.group is not None and self.group.size() > 1 and grad_NH.shape[0] > 0:
                 grad_NH = grad_NH.contiguous()

@@ -21,6 +21,7 @@ from nemo_rl_mcore.ops._softmax import (
     accumulation_dtype,
     add_blocks_,
     logits_gradient,
+    spans,
 )
 
 GradientTile = tuple[slice, Tensor, Tensor]
@@ -44,10 +45,7 @@ class Scratch:
     _memory: Tensor | None = field(default=None, init=False)
 
     def view(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an uninitialised [rows, cols], of the dtype of `like` if no other is given.
-
-        The dtype must always be the same. The largest request should come first: the others reuse it.
-        """
+        """Return an uninitialised [rows, cols], always of one dtype, by default that of `like`; the largest first."""
         # On an H200 a product takes 3.4 times as long where rows of 16 bits do not begin at multiples of 16 bytes.
         stride = -(-cols // _ALIGNED_COLS) * _ALIGNED_COLS if like.is_cuda else cols
         if self._memory is None or self._memory.numel() < rows * stride:
@@ -71,19 +69,15 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, scratch: Scratch) -> None:
 
 
 def _transposes(x: Tensor) -> bool:
-    """Return whether (hidden.T @ tile).T replaces tile.T @ hidden.
-
-    On CPU a transposed left factor halves the speed of 16-bit products. Transposing the hidden states, once
-    for all tiles, and the result costs little beside that.
-    """
+    """Return whether (hidden.T @ tile).T replaces tile.T @ hidden: on CPU it is twice as fast for 16-bit products."""
     return x.device.type == "cpu" and x.dtype.itemsize == 2
 
 
 class WeightGradient:
     """Takes the weight's gradient tile by tile; all tiles of a panel come before the next panel.
 
-    It is a tensor [V, H] in the weight's dtype, rounded once whatever the chunks; with `into_main_grad` it is added to
-    the `main_grad` of a Megatron parameter, as its gradient_accumulation_fusion does.
+    It is a tensor [V, H], rounded once whatever the chunks; with `into_main_grad` it is added to the `main_grad` of a
+    Megatron parameter, as its gradient_accumulation_fusion does.
     """
 
     def __init__(self, weight_VH: Any, chunks: int, *, into_main_grad: bool) -> None:
@@ -93,9 +87,9 @@ class WeightGradient:
         self._sum, self._product, self._transposed = Scratch(), Scratch(), Scratch()
 
     def add(self, panel: slice, tile_nv: Tensor, hidden_nH: Tensor) -> None:
-        """Add tile.T @ hidden to the panel's rows: its only product is written, several are summed unrounded.
+        """Add tile.T @ hidden to the panel's rows: a single product is written, several are summed unrounded.
 
-        A `main_grad` is added to straight away: its dtype sets the precision of the sum.
+        A `main_grad` is added to at once: its dtype sets the precision of the sum.
         """
         if self._grad_VH is None:
             sum_vH = self._weight.main_grad[panel]
@@ -104,9 +98,9 @@ class WeightGradient:
             return
         else:
             if self._sum_vH is None:
-                grad_vH = self._grad_VH[panel]
-                wide = accumulation_dtype(grad_vH.dtype)
-                self._sum_vH = self._sum.view(grad_vH.shape[0], grad_vH.shape[1], grad_vH, wide).zero_()
+                rows, hidden = panel.stop - panel.start, hidden_nH.shape[1]
+                wide = accumulation_dtype(self._grad_VH.dtype)
+                self._sum_vH = self._sum.view(rows, hidden, self._grad_VH, wide).zero_()
             sum_vH = self._sum_vH
         if sum_vH.dtype == tile_nv.dtype or sum_vH.is_cuda:
             add_product(sum_vH, tile_nv.t(), hidden_nH, self._product)
@@ -129,11 +123,10 @@ class WeightGradient:
             self._sum_vH = None
 
     def autograd_gradient(self, filled: int) -> Tensor | None:
-        """Return what backward returns for the weight, with zeros after the first `filled` rows, which panels cover.
+        """Return backward's result for the weight, with zeros after the first `filled` rows, which panels cover.
 
-        Of a `main_grad`, tell the data-parallel hook that the gradient is in place. The hook must find some gradient,
-        or it would run on another thread; it reads its values only where `zero_out_wgrad` says so (tied embeddings,
-        whose other use adds to the same gradient).
+        Of a `main_grad`, mark the gradient as in place for the data-parallel hook. The hook must find a gradient, or it
+        would run on another thread; it reads its values only under `zero_out_wgrad` (tied embeddings).
         """
         weight = self._weight
         if self._grad_VH is not None:
@@ -174,11 +167,6 @@ def _even_share(total: int, most: int, step: int) -> int:
     return -(-total // (count * step)) * step
 
 
-def _spans(total: int, step: int) -> Iterator[slice]:
-    for start in range(0, total, step):
-        yield slice(start, min(start + step, total))
-
-
 class LogitsCache:
     """Panels of logits that the forward leaves to the backward, as many as fit a budget of bytes."""
 
@@ -197,16 +185,15 @@ class LogitsCache:
         return self._panels[panel.start]
 
     def take(self, panel: slice) -> Tensor | None:
-        """Give away the panel's logits, which the gradient overwrites: a second backward recomputes them."""
+        """Give away the panel's logits, once."""
         return self._panels.pop(panel.start, None)
 
 
 @dataclass(frozen=True)
 class LinearHead:
-    """The rows and the slice of the vocabulary to work on.
+    """The rows and the slice of the vocabulary to work on; tiles hold hidden @ weight.T, not yet times `scale`.
 
-    Tiles hold hidden @ weight.T; the elementwise passes apply `scale`, which costs nothing there and, with
-    16-bit logits, rounds as the unfused path does.
+    The elementwise passes apply it, where it costs nothing and, with 16-bit logits, rounds as the unfused path does.
     """
 
     hidden_NH: Tensor
@@ -219,17 +206,14 @@ class LinearHead:
 
     @property
     def panels(self) -> list[slice]:  # of the vocabulary, the outer loop
-        return list(_spans(self.weight_VH.shape[0], self.tiling.cols))
+        return list(spans(self.weight_VH.shape[0], self.tiling.cols))
 
     @property
     def chunks(self) -> list[slice]:  # of tokens, the inner loop
-        return list(_spans(self.hidden_NH.shape[0], self.tiling.rows))
+        return list(spans(self.hidden_NH.shape[0], self.tiling.rows))
 
     def tiles(self, panel: slice, into_NV: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Walk a panel: (rows, logits [n, v], targets within the panel).
-
-        Logits are written into the panel `into_NV` if that is given; else all tiles share the same memory.
-        """
+        """Walk a panel: (rows, logits [n, v], targets within the panel); without `into_NV` logits share memory."""
         for rows in self.chunks:
             logits_nv = self._tile(rows, panel) if into_NV is None else into_NV[rows]
             self._write_logits(rows, panel, logits_nv)
@@ -238,19 +222,16 @@ class LinearHead:
     def gradient_tiles(
         self, panel: slice, backward: RowBackward, cached_NV: Tensor | None, live: Tensor | None
     ) -> Iterator[GradientTile]:
-        """Walk a panel's tiles and turn each into its gradient.
-
-        `cached_NV` are the forward's logits, if it kept them, of which the head's rows are those at `live`.
-        """
+        """Walk a panel's tiles, each turned into its gradient; cached_NV: all logits of the forward."""
         for rows in self.chunks:
-            if cached_NV is not None and live is None:
-                logits_nv = cached_NV[rows]
-            elif cached_NV is not None and live is not None:
-                # A tile at a time: all live rows of the panel would be as much memory again.
-                logits_nv = torch.index_select(cached_NV, 0, live[rows], out=self._tile(rows, panel))
-            else:
+            if cached_NV is None:
                 logits_nv = self._tile(rows, panel)
                 self._write_logits(rows, panel, logits_nv)
+            elif live is None:
+                logits_nv = cached_NV[rows]
+            else:
+                # A tile at a time: all live rows of the panel would be as much memory again.
+                logits_nv = torch.index_select(cached_NV, 0, live[rows], out=self._tile(rows, panel))
             target_n = self.target_N[rows] - panel.start
             yield rows, self.gradient_tile(logits_nv, target_n, backward.at(rows)), target_n.unsqueeze(1)
 
@@ -276,14 +257,11 @@ class LinearHead:
 def _add_largest_apart(
     out_nH: Tensor, tile_nv: Tensor, weight_vH: Tensor, scratch: Scratch, largest_nK: Tensor
 ) -> None:
-    """Add tile @ weight, but leave the largest entries, which mostly outweigh the others, out of the product.
-
-    They are added on their own, unrounded.
-    """
+    """Add tile @ weight, and its largest entries, which mostly outweigh the others, apart and unrounded."""
     row_p, which_p = ((largest_nK >= 0) & (largest_nK < tile_nv.shape[1])).nonzero().unbind(1)
     column_p = largest_nK[row_p, which_p]
     entry_p = tile_nv[row_p, column_p]
-    for span in _spans(row_p.numel(), max(_ENTRIES_BLOCK // out_nH.shape[1], 1)):
+    for span in spans(row_p.numel(), max(_ENTRIES_BLOCK // out_nH.shape[1], 1)):
         weight_pH = weight_vH[column_p[span]].to(out_nH.dtype)
         out_nH.index_add_(0, row_p[span], weight_pH.mul_(entry_p[span].to(out_nH.dtype).unsqueeze(1)))
     tile_nv[row_p, column_p] = 0
@@ -313,79 +291,70 @@ class LinearLogprobsOptions:
     `grad_added_to_main_grad` for the data-parallel hook."""
 
     def __post_init__(self) -> None:
-        if self.chunk_bytes <= 0 or (self.chunk_size is not None and self.chunk_size <= 0):
-            raise ValueError(f"chunk_bytes and chunk_size must be positive: {self}")
-        if self.cache_bytes < 0:
-            raise ValueError(f"cache_bytes must not be negative: {self}")
-        if self.cache_bytes_per_logit is not None and self.cache_bytes_per_logit < 0:
-            raise ValueError(f"cache_bytes_per_logit must not be negative: {self}")
+        least = {"chunk_bytes": 1, "chunk_size": 1, "cache_bytes": 0, "cache_bytes_per_logit": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ValueError(f"{name} must be at least {bound}: {self}")
 
 
-@dataclass(frozen=True)
-class HeadArguments:
-    """What the caller says besides the tensors (see `fused_linear_logprobs`)."""
-
-    tp_group: ProcessGroup | None
-    sequence_parallel: bool
-    temperature: float
-    mask: Tensor | None
-    with_entropy: bool
-    options: LinearLogprobsOptions
-
-    def tokens_of(self, hidden_SBH: Tensor) -> torch.Size:
-        """Return [S, B] of the whole sequence, of which the hidden states may be one shard."""
-        shards = group_size(self.tp_group) if self.sequence_parallel else 1
-        return torch.Size([hidden_SBH.shape[0] * shards, *hidden_SBH.shape[1:-1]])
-
-    def check_tokens(self, name: str, shape: torch.Size, hidden_SBH: Tensor) -> None:
-        """Raise ValueError unless a tensor named `name` has one entry for each token."""
-        tokens = self.tokens_of(hidden_SBH)
-        if shape != tokens:
-            raise ValueError(
-                f"{name} {list(shape)} must have the shape {list(tokens)} of the tokens: hidden states are "
-                f"{list(hidden_SBH.shape)}{', one sequence shard' if self.sequence_parallel else ''}"
-            )
+DEFAULT_OPTIONS = LinearLogprobsOptions()
 
 
 @dataclass(frozen=True)
 class HeadCall:
-    """What forward and backward share besides the tensors of the graph."""
+    """State shared by forward and backward besides the tensors of the graph."""
 
     tokens: torch.Size
+    """[S, B] of the whole sequence, of which the hidden states may be one shard."""
     rows: TokenRows
     tp_group: ProcessGroup | None
     scale: float
-    with_entropy: bool
     options: LinearLogprobsOptions
     wanted: tuple[bool, bool]
-    """Whether gradients of the hidden states and of the weight are wanted."""
+    """True for gradients that are wanted: of the hidden states, of the weight."""
 
     @classmethod
-    def of(cls, hidden_SBH: Tensor, weight_VH: Tensor, arguments: HeadArguments) -> HeadCall:
-        """Check the arguments and prepare the call; raise ValueError for those that do not fit."""
+    def of(
+        cls,
+        hidden_SBH: Tensor,
+        weight_VH: Tensor,
+        per_token: dict[str, torch.Size],
+        tp_group: ProcessGroup | None,
+        sequence_parallel: bool,
+        temperature: float,
+        mask: Tensor | None,
+        options: LinearLogprobsOptions,
+    ) -> HeadCall:
+        """Check the arguments (see `fused_linear_logprobs`), and raise ValueError for those that do not fit.
+
+        per_token: shapes, by name, that must be [S, B].
+        """
         hidden, weight = list(hidden_SBH.shape), list(weight_VH.shape)
-        group, mask, options = arguments.tp_group, arguments.mask, arguments.options
         if len(weight) != 2 or len(hidden) < 2 or weight[1] != hidden[-1]:
             raise ValueError(f"hidden states {hidden} and weight {weight} are not [S, B, H] and [V, H]")
         if weight_VH.dtype != hidden_SBH.dtype:
             raise ValueError(f"hidden states are {hidden_SBH.dtype}, but the weight is {weight_VH.dtype}")
-        if mask is not None:
-            arguments.check_tokens("mask", mask.shape, hidden_SBH)
-        if arguments.temperature <= 0:
-            raise ValueError(f"temperature must be positive, not {arguments.temperature}")
-        if options.logit_scale <= 0:
-            raise ValueError(f"logit_scale must be positive, not {options.logit_scale}")
-        tokens = arguments.tokens_of(hidden_SBH)
-        rows = TokenRows.of(mask, tokens.numel(), group, arguments.sequence_parallel)
-        # Inside an autograd function gradients are always off, so whether there will be a backward is asked here.
+        shards = group_size(tp_group) if sequence_parallel else 1
+        tokens = torch.Size([hidden[0] * shards, *hidden[1:-1]])
+        for name, shape in (({} if mask is None else {"mask": mask.shape}) | per_token).items():
+            if shape != tokens:
+                raise ValueError(
+                    f"{name} {list(shape)} must have the shape {list(tokens)} of the tokens: hidden states are "
+                    f"{hidden}{', one sequence shard' if sequence_parallel else ''}"
+                )
+        for name, value in (("temperature", temperature), ("logit_scale", options.logit_scale)):
+            if value <= 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+        rows = TokenRows.of(mask, tokens.numel(), tp_group, sequence_parallel)
+        # Inside an autograd function gradients are always off, so it is decided here whether there will be a backward.
         trains = torch.is_grad_enabled()
         wanted = trains and hidden_SBH.requires_grad, trains and weight_VH.requires_grad
         if wanted[1] and options.accumulate_main_grad and not hasattr(weight_VH, "main_grad"):
             raise ValueError(
                 "accumulate_main_grad needs a weight with main_grad, a parameter of Megatron's DDP"
             )
-        scale = options.logit_scale / arguments.temperature
-        return cls(tokens, rows, group, scale, arguments.with_entropy, options, wanted)
+        return cls(tokens, rows, tp_group, options.logit_scale / temperature, options, wanted)
 
     def shard(self, weight_VH: Tensor) -> VocabShard:
         """Return the part of the vocabulary that the weight holds."""
@@ -401,7 +370,7 @@ class HeadCall:
         """Return the head over this rank's real vocabulary rows, for token rows with global target ids or without."""
         shard, chunk_bytes = self.shard(weight_VH), self.options.chunk_bytes
         if tiling is None:
-            # Where the logits are wider than the inputs, each has a 16-bit copy.
+            # If logits are wider than the inputs, each has a 16-bit copy.
             logit, factor = tile_dtype(hidden_NH), hidden_NH.dtype
             on_cpu = hidden_NH.device.type == "cpu"
             tiling = plan_tiling(
@@ -416,7 +385,7 @@ class HeadCall:
         return LinearHead(hidden_NH, weight_VH[: shard.valid], target_N - shard.start, self.scale, tiling)
 
     def cache(self, head: LinearHead) -> LogitsCache:
-        """Return the room for the logits that a backward would compute again; none where there will not be one."""
+        """Return room for the logits that a backward would otherwise recompute; none if there will not be one."""
         budget, per_logit = self.options.cache_bytes, self.options.cache_bytes_per_logit
         if not any(self.wanted):
             return LogitsCache(0)
@@ -438,10 +407,8 @@ def head_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of the hidden states [L, H] and of the weight, None where not needed.
 
-    Collectives move the same rows as in the forward; only the products leave out rows without gradient. `live` are the
-    others, None if that is all of them; theirs are the targets, if any, and the rows of the tiles. `tiles` gives the
-    gradient of a panel's logits. ctx: with the forward's `call`, `tiling` and `weight`, the parameter itself: what
-    saved tensors give back may lack its main_grad.
+    `live`: the rows with a gradient, None for all; theirs are the targets, if any, and the rows of `tiles`, a panel's
+    gradients of logits. ctx: with the forward's `call`, `tiling` and `weight`, the parameter itself.
     """
     call: HeadCall = ctx.call
     need_hidden, need_weight = ctx.needs_input_grad[:2]

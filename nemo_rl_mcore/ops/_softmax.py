@@ -44,10 +44,7 @@ def empty_statistics(slices: int, rows_NX: Tensor, with_entropy: bool) -> Tensor
 
 
 def merge_statistics(stats_KFN: Tensor) -> Tensor:
-    """Combine the statistics of disjoint slices into those of their union; none at all give -inf.
-
-    The entropy follows the chain rule: with w the share of each slice, H = sum w * H_slice + entropy(w).
-    """
+    """Combine disjoint slices' statistics. Entropy: H = sum w * H_slice + entropy(w), with w their shares."""
     lse_KN = stats_KFN[:, 0]
     lse_N = torch.logsumexp(lse_KN, 0)
     merged = [lse_N, stats_KFN[:, 1].sum(0)]
@@ -107,10 +104,7 @@ class _Backward:
 
 @dataclass(frozen=True)
 class RowBackward(_Backward):
-    """The saved softmax and the incoming gradients.
-
-    The two entropy fields are both None when no gradient arrives through the entropy.
-    """
+    """The saved softmax and the incoming gradients; the entropy's fields are None if none arrives through it."""
 
     lse_N: Tensor
     grad_logprob_N: Tensor
@@ -125,11 +119,7 @@ class RowBackward(_Backward):
         softmax: tuple[Tensor, Tensor | None],
         grads: tuple[Tensor | None, ...],
     ) -> Self:
-        """Pair the kept rows' softmax with autograd's gradients of them.
-
-        The gradients cover all tokens, and either may be missing. `scale`, the factor of the logits, is
-        folded into them here, where it costs nothing.
-        """
+        """Pair the kept rows' softmax with autograd's gradients of all tokens, times `scale`; either may be missing."""
         lse_N, entropy_N = softmax
         grad_logprob_T, grad_entropy_T = (*grads, None)[:2]
         grad_logprob_N, grad_entropy_N = (
@@ -141,12 +131,16 @@ class RowBackward(_Backward):
         return cls(lse_N, grad_logprob_N, None if grad_entropy_N is None else entropy_N, grad_entropy_N)
 
 
+def spans(total: int, step: int) -> Iterator[slice]:
+    """Yield consecutive spans of at most `step`."""
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))
+
+
 def _row_blocks(x_NV: Tensor) -> Iterator[slice]:
     """Yield the spans of rows that make up one block each."""
     elements = _CPU_BLOCK if x_NV.device.type == "cpu" else _DEVICE_BLOCK
-    step = max(1, elements // max(x_NV.shape[1], 1))
-    for start in range(0, x_NV.shape[0], step):
-        yield slice(start, min(start + step, x_NV.shape[0]))
+    return spans(x_NV.shape[0], max(1, elements // max(x_NV.shape[1], 1)))
 
 
 def _scratch_block(x_NV: Tensor) -> Tensor:
@@ -181,8 +175,7 @@ def _kernels_for(logits_NV: Tensor) -> Any:
 def _at_targets(logits_NV: Tensor, target_N: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, float]:
     """Return which targets lie in the slice, an index [N, 1] that is safe elsewhere, and their scaled float64 logits.
 
-    Last is the factor that makes a logit a power of two, as the accumulation dtype rounds it. The rounded factor
-    multiplies differences of logits only, never a large logit by itself.
+    Last is the factor that makes a logit a power of two, rounded; it multiplies differences of logits only.
     """
     width = logits_NV.shape[1]
     held_N = (target_N >= 0) & (target_N < width)
@@ -227,7 +220,6 @@ def logits_gradient(
 
     With g and e the incoming gradients of the row's log-probability and entropy H:
     dL/dz_v = g * 1[v = target] - p_v * (g + e * (log p_v + H)).
-    The one-hot term has a single entry a row, computed in float32 and put in its place at the end.
     """
     if logits_NV.numel() == 0:
         return out_NV
@@ -270,20 +262,17 @@ def logits_gradient(
     return out_NV.index_put_(place, torch.where(held_N, at_target_N.to(out_NV.dtype), out_NV[place]))
 
 
-def take_out(
-    logits_nv: Tensor, place: tuple[Tensor, Tensor], with_entropy: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def take_out(logits_nv: Tensor, place: tuple[Tensor, Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """Take the K logits of each row (or fewer) at (rows, columns) out of a tile.
 
-    Returns them times `scale` in float64, and the statistics [F, n] of what is left. In their place the tile
-    keeps a logit that adds nothing to a sum with real ones. It is finite because the entropy multiplies it by
-    its probability, which is zero.
+    Returns them times `scale` in float64, and the statistics [F, n] of the rest. In their place the tile keeps a finite
+    logit that adds nothing to a sum with real ones.
     """
     taken = logits_nv[place].double() * scale
     logits_nv[place] = max(torch.finfo(logits_nv.dtype).min, _NEGLIGIBLE)
     row_p = place[0].reshape(-1)
     taken_n = row_p.new_zeros(logits_nv.shape[0]).index_add_(0, row_p, torch.ones_like(row_p))
-    stats_Fn = slice_statistics(logits_nv, torch.full_like(taken_n, -1), with_entropy, scale)
+    stats_Fn = slice_statistics(logits_nv, torch.full_like(taken_n, -1), False, scale)
     of_nothing_Fn = merge_statistics(stats_Fn.new_empty(0, *stats_Fn.shape))
     return taken, torch.where(taken_n < logits_nv.shape[1], stats_Fn, of_nothing_Fn)
 
@@ -297,67 +286,47 @@ def add_logits(stats_FN: Tensor, logit_NK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SplitSoftmax:
-    """The softmax over the whole vocabulary, in float64 like all statistics; K logits stand apart from the tail.
-
-    tail_logmass_N: log of the probability of the tail.
-    """
+    """The softmax over the whole vocabulary, in float64; K logits stand apart from the tail."""
 
     logprob_NK: Tensor
     lse_N: Tensor
     tail_lse_N: Tensor
     tail_logmass_N: Tensor
-    entropy_N: Tensor | None
 
     @classmethod
     def of(cls, logit_NK: Tensor, tail_FN: Tensor) -> Self:
         """Join the two parts; a tail of no ids at all has the log-sum-exp -inf."""
-        whole_FN = add_logits(tail_FN, logit_NK)
-        return cls(
-            logprob_NK=logit_NK - whole_FN[0].unsqueeze(1),
-            lse_N=whole_FN[0],
-            tail_lse_N=tail_FN[0],
-            tail_logmass_N=tail_FN[0] - whole_FN[0],
-            entropy_N=whole_FN[2] if whole_FN.shape[0] == 3 else None,
-        )
+        lse_N = add_logits(tail_FN, logit_NK)[0]
+        return cls(logit_NK - lse_N.unsqueeze(1), lse_N, tail_FN[0], tail_FN[0] - lse_N)
 
 
 @dataclass(frozen=True)
 class SplitBackward(_Backward):
-    """The saved softmax and the incoming gradients, which carry the factor of the logits.
-
-    Without an entropy among the outputs its fields are None.
-    """
+    """The saved softmax and the incoming gradients times the factor of the logits."""
 
     logprob_NK: Tensor
     tail_lse_N: Tensor
     tail_logmass_N: Tensor
-    entropy_N: Tensor | None
     grad_logprob_NK: Tensor
     grad_tail_N: Tensor
-    grad_entropy_N: Tensor | None
 
     def outside(self) -> RowBackward:
         """Return the gradient of the tail's logits, as that of a softmax over the tail alone.
 
         With t the log of the tail's mass, q_v = p_v / exp(t), G the sum of the gradients of the log-probabilities
-        and g_t, e those of t and of the entropy H:
-        dL/dz_v = -q_v * (G exp(t) + g_t expm1(t) + e exp(t) (log q_v + t + H)).
+        and g_t that of t: dL/dz_v = -q_v * (G exp(t) + g_t expm1(t)).
         Written with p_v, a factor exp(-t) would overflow where the tail is small.
         """
-        mass_N = self.tail_logmass_N.exp()
-        grad_N = self.grad_logprob_NK.sum(1) * mass_N + self.grad_tail_N * torch.expm1(self.tail_logmass_N)
-        if self.entropy_N is None or self.grad_entropy_N is None:
-            return RowBackward(self.tail_lse_N, grad_N)
-        entropy_N = self.entropy_N + self.tail_logmass_N
-        return RowBackward(self.tail_lse_N, grad_N, entropy_N, self.grad_entropy_N * mass_N)
+        total_N, mass_N = self.grad_logprob_NK.sum(1), self.tail_logmass_N.exp()
+        return RowBackward(
+            self.tail_lse_N, total_N * mass_N + self.grad_tail_N * torch.expm1(self.tail_logmass_N)
+        )
 
     def inside_NK(self) -> Tensor:
-        """Return the gradient of the logits held apart: dL/dz_k = g_k - p_k * (G + g_t + e * (log p_k + H)).
+        """Return the gradient of the logits held apart: dL/dz_k = g_k - p_k * (G + g_t).
 
         As -g_k expm1(log p_k) - p_k (G - g_k ...) it keeps its digits where p_k is close to one.
         """
         grad_NK, logprob_NK = self.grad_logprob_NK, self.logprob_NK
         others_NK = grad_NK.sum(1, keepdim=True) - grad_NK + self.grad_tail_N.unsqueeze(1)
-        if self.entropy_N is not None and self.grad_entropy_N is not None:
-            others_NK += self.grad_entropy_N.unsqueeze(1) * (logprob_NK + self.entropy_N.unsqueeze(1))
         return -grad_NK * torch.expm1(logprob_NK) - logprob_NK.exp() * others_NK

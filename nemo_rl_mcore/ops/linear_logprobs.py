@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from nemo_rl_mcore.ops._head import (
+    DEFAULT_OPTIONS,
     GradientTile,
-    HeadArguments,
     HeadCall,
     LinearHead,
     LinearLogprobsOptions,
@@ -39,8 +39,6 @@ from nemo_rl_mcore.ops._softmax import (
     slice_statistics,
 )
 
-_DEFAULT_OPTIONS = LinearLogprobsOptions()
-
 
 def fused_linear_logprobs(
     hidden_SBH: Tensor,
@@ -52,7 +50,7 @@ def fused_linear_logprobs(
     temperature: float = 1.0,
     mask: Tensor | None = None,
     with_entropy: bool = False,
-    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
+    options: LinearLogprobsOptions = DEFAULT_OPTIONS,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the log-probabilities [S, B] of the targets, or (log-probabilities, entropy), with an exact backward.
 
@@ -68,11 +66,13 @@ def fused_linear_logprobs(
     Raises ValueError for shapes or dtypes that do not fit, a temperature that is not positive, a counted target outside
     the vocabulary, and `accumulate_main_grad` for a weight without `main_grad`.
     """
-    arguments = HeadArguments(tp_group, sequence_parallel, temperature, mask, with_entropy, options)
-    call = HeadCall.of(hidden_SBH, weight_VH, arguments)
-    arguments.check_tokens("targets", targets_SB.shape, hidden_SBH)
+    call = HeadCall.of(
+        *(hidden_SBH, weight_VH, {"targets": targets_SB.shape}),
+        *(tp_group, sequence_parallel, temperature, mask, options),
+    )
     hidden_LH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
-    out = cast("Any", _FusedLinearLogprobs).apply(hidden_LH, weight_VH, targets_SB.reshape(-1), call)
+    targets_T = targets_SB.reshape(-1)
+    out = cast("Any", _FusedLinearLogprobs).apply(hidden_LH, weight_VH, targets_T, call, with_entropy)
     if with_entropy:
         return out[0].view(targets_SB.shape), out[1].view(targets_SB.shape)
     return out.view(targets_SB.shape)
@@ -80,22 +80,24 @@ def fused_linear_logprobs(
 
 class _FusedLinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_LH: Tensor, weight_VH: Tensor, target_T: Tensor, call: HeadCall) -> Any:
+    def forward(
+        ctx: Any, hidden_LH: Tensor, weight_VH: Tensor, target_T: Tensor, call: HeadCall, with_entropy: bool
+    ) -> Any:
         ctx.set_materialize_grads(False)
         target_N = call.rows.select(target_T)
         call.shard(weight_VH).check_targets(target_N)
         head = call.head(call.rows.gather_hidden(hidden_LH), weight_VH, target_N)
         # The hidden gradient is formed here; one through the entropy needs the logits again.
-        ctx.frozen = call.wanted == (True, False) and not call.with_entropy
+        ctx.frozen = call.wanted == (True, False) and not with_entropy
         ctx.call, ctx.tiling, ctx.cache = call, head.tiling, call.cache(head)
         if ctx.frozen:
             logprob_N, direction_NH = _logprobs_and_direction(head, call)
             ctx.save_for_backward(direction_NH)
             return call.rows.spread(logprob_N)
-        stats_KFN = empty_statistics(len(head.panels), head.hidden_NH, call.with_entropy)
+        stats_KFN = empty_statistics(len(head.panels), head.hidden_NH, with_entropy)
         for stats_FN, panel in zip(stats_KFN, head.panels, strict=True):
             for rows, logits_nv, target_n in head.tiles(panel, ctx.cache.reserve(panel, head.hidden_NH)):
-                stats_FN[:, rows] = slice_statistics(logits_nv, target_n, call.with_entropy, head.scale)
+                stats_FN[:, rows] = slice_statistics(logits_nv, target_n, with_entropy, head.scale)
         dtype = accumulation_dtype(hidden_LH.dtype)
         softmax = RowSoftmax.over_ranks(merge_statistics(stats_KFN), call.tp_group, dtype)
         # The caller's hidden states and weight by reference; the gathered rows and the logits are recomputed.
@@ -112,7 +114,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
             (direction_NH,) = ctx.saved_tensors
             grad_N1 = (call.rows.select(grad_outputs[0]) * call.scale).unsqueeze(1)
             grad_NH = (direction_NH * grad_N1).to(direction_NH.dtype)
-            return call.rows.reduce_hidden_grad(grad_NH), None, None, None
+            return call.rows.reduce_hidden_grad(grad_NH), None, None, None, None
         hidden_LH, _, target_T, lse_N, entropy_N = ctx.saved_tensors
         backward = RowBackward.arriving(call.rows, call.scale, (lse_N, entropy_N), grad_outputs)
         live, target_N = backward.live_rows(), call.rows.select(target_T)
@@ -122,14 +124,11 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         def tiles(head: LinearHead, panel: slice) -> Iterator[GradientTile]:
             return head.gradient_tiles(panel, backward, ctx.cache.take(panel), live)
 
-        return *head_gradients(ctx, hidden_LH, target_N, live, tiles), None, None
+        return *head_gradients(ctx, hidden_LH, target_N, live, tiles), None, None, None
 
 
 def _logprobs_and_direction(head: LinearHead, call: HeadCall) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities [N] and this rank's part of W[target] - sum_v p_v W[v], [N, H].
-
-    The sum is the mean of this rank's weight rows under its own softmax, times the share that this has of the whole.
-    """
+    """Return the log-probabilities [N] and this rank's part of W[target] - sum_v p_v W[v], [N, H]."""
     wide = accumulation_dtype(head.hidden_NH.dtype)
     stats_KFN = empty_statistics(len(head.panels), head.hidden_NH, with_entropy=False)
     lse_N = stats_KFN.new_full((head.hidden_NH.shape[0],), float("-inf"))

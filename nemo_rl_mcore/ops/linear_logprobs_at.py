@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 
 from nemo_rl_mcore.ops._groups import VocabShard
 from nemo_rl_mcore.ops._head import (
+    DEFAULT_OPTIONS,
     GradientTile,
-    HeadArguments,
     HeadCall,
     LinearHead,
     Tiling,
@@ -49,7 +49,7 @@ class TilePlaces:
     row_P: Tensor
     column_P: Tensor
     bounds: list[int]
-    """Where the pairs of each tile begin and end, tiles in the order of the walk."""
+    """Bounds of each tile's pairs, tiles in the order of the walk."""
     tiling: Tiling
     chunks: int
 
@@ -73,19 +73,14 @@ class TilePlaces:
         return self.pair_P[span], (self.row_P[span] - rows.start, self.column_P[span] - panel.start)
 
 
-_DEFAULT_OPTIONS = LinearLogprobsOptions()
-
-
 class IndexedLogprobs(NamedTuple):
-    """Results of `linear_logprobs_at`; None for what was not asked for.
+    """Results of `linear_logprobs_at`: [S, B, K] under the full vocabulary, in the order of the ids.
 
-    logprobs: [S, B, K] under the full vocabulary, in the order of the ids. tail_logmass: [S, B] log of the probability
-    of all other ids. entropy: [S, B] of the full softmax.
+    tail_logmass: [S, B] log of the probability of all other ids, if asked for.
     """
 
     logprobs: Tensor
     tail_logmass: Tensor | None
-    entropy: Tensor | None
 
 
 def linear_logprobs_at(
@@ -98,33 +93,28 @@ def linear_logprobs_at(
     temperature: float = 1.0,
     mask: Tensor | None = None,
     with_tail: bool = False,
-    with_entropy: bool = False,
-    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
+    options: LinearLogprobsOptions = DEFAULT_OPTIONS,
 ) -> IndexedLogprobs:
-    """Return the log-probabilities of K ids for each token, with an exact backward for hidden states and weight.
+    """Return the log-probabilities of K ids for each token, with an exact backward; 0 where the mask is 0.
 
-    Results are float32 (float64 for float64 inputs), and exactly 0 where the mask is zero. The tail's mass is summed
-    over the other ids, so its logarithm keeps its digits however small it is; where there are no others it is the
-    constant -inf, without a gradient. What is kept for the backward is a few floats for each of the K ids.
-
-    indices_SBK: global ids [S, B, K], distinct within a token, the same on every rank; those of masked tokens are never
-    read. with_tail: also return the tail's mass. All other arguments, and ValueErrors, are those of
-    `fused_linear_logprobs`.
+    The tail's mass is summed over the other ids, so its logarithm keeps its digits however small it is; without others
+    it is the constant -inf. Results are float32 (float64 for float64 inputs). indices_SBK: global ids [S, B, K],
+    distinct within a token, the same on every rank. with_tail: also return the tail's mass. All other arguments, and
+    ValueErrors, are those of `fused_linear_logprobs`.
     """
-    arguments = HeadArguments(tp_group, sequence_parallel, temperature, mask, with_entropy, options)
-    call = HeadCall.of(hidden_SBH, weight_VH, arguments)
     if indices_SBK.dim() == 0 or indices_SBK.shape[-1] == 0 or indices_SBK.is_floating_point():
         raise ValueError(
             f"indices {list(indices_SBK.shape)} of {indices_SBK.dtype} are not ids [S, B, K], K > 0"
         )
-    arguments.check_tokens("indices without their last dimension", indices_SBK.shape[:-1], hidden_SBH)
+    call = HeadCall.of(
+        *(hidden_SBH, weight_VH, {"indices without their last dimension": indices_SBK.shape[:-1]}),
+        *(tp_group, sequence_parallel, temperature, mask, options),
+    )
     hidden_LH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
     ids_TK = indices_SBK.reshape(-1, indices_SBK.shape[-1]).long()
-    outputs = cast("Any", _LinearLogprobsAt).apply(hidden_LH, weight_VH, ids_TK, call, with_tail)
-    logprobs_SBK, tail_SB, entropy_SB = (
-        None if x is None else x.view(*call.tokens, *x.shape[1:]) for x in outputs
-    )
-    return IndexedLogprobs(cast("Tensor", logprobs_SBK), tail_SB, entropy_SB)
+    logprob_TK, tail_T = cast("Any", _LinearLogprobsAt).apply(hidden_LH, weight_VH, ids_TK, call, with_tail)
+    tail_SB = None if tail_T is None else tail_T.view(call.tokens)
+    return IndexedLogprobs(logprob_TK.view(indices_SBK.shape), tail_SB)
 
 
 class _LinearLogprobsAt(torch.autograd.Function):
@@ -145,11 +135,11 @@ class _LinearLogprobsAt(torch.autograd.Function):
         places, cache = TilePlaces.of(ids_NK, shard, head.tiling), call.cache(head)
         # Of this rank's vocabulary: the logits at the ids, zero at others, and statistics of the rest.
         logit_NK = head.hidden_NH.new_zeros(ids_NK.shape, dtype=torch.float64)
-        tail_KFN = empty_statistics(len(head.panels), head.hidden_NH, call.with_entropy)
+        tail_KFN = empty_statistics(len(head.panels), head.hidden_NH, with_entropy=False)
         for tail_FN, panel in zip(tail_KFN, head.panels, strict=True):
             for rows, logits_nv, _ in head.tiles(panel, cache.reserve(panel, head.hidden_NH)):
                 pair_p, place = places.within(panel, rows)
-                taken_p, tail_FN[:, rows] = take_out(logits_nv, place, call.with_entropy, head.scale)
+                taken_p, tail_FN[:, rows] = take_out(logits_nv, place, head.scale)
                 logit_NK.view(-1)[pair_p] = taken_p
         tail_FN = merge_statistics(tail_KFN)
         # One all-gather joins the ranks' parts; each logit is on one rank, and zero on the others.
@@ -158,34 +148,24 @@ class _LinearLogprobsAt(torch.autograd.Function):
         logit_NK, tail_FN = parts_RXN[:, count:].sum(0).t(), merge_statistics(parts_RXN[:, :count])
         softmax, dtype = SplitSoftmax.of(logit_NK, tail_FN), accumulation_dtype(hidden_LH.dtype)
         logprob_NK, tail_N = softmax.logprob_NK.to(dtype), softmax.tail_logmass_N.to(dtype)
-        entropy_N = None if softmax.entropy_N is None else softmax.entropy_N.to(dtype)
         ctx.call, ctx.tiling, ctx.cache, ctx.weight = call, head.tiling, cache, weight_VH
-        ctx.save_for_backward(hidden_LH, weight_VH, ids_TK, logprob_NK, softmax.tail_lse_N, tail_N, entropy_N)
+        ctx.save_for_backward(hidden_LH, weight_VH, ids_TK, logprob_NK, softmax.tail_lse_N, tail_N)
         tail_T = call.rows.spread(tail_N) if with_tail else None
         if tail_T is not None and ids_NK.shape[1] == shard.vocab_size:
             ctx.mark_non_differentiable(tail_T)
-        entropy_T = None if entropy_N is None else call.rows.spread(entropy_N)
-        return call.rows.spread(logprob_NK), tail_T, entropy_T
+        return call.rows.spread(logprob_NK), tail_T
 
     @staticmethod
     @once_differentiable  # pyright: ignore[reportUntypedFunctionDecorator]
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: HeadCall = ctx.call
-        hidden_LH, weight_VH, ids_TK, *softmax = ctx.saved_tensors
-        logprob_NK, tail_lse_N, tail_N, entropy_N = softmax
+        hidden_LH, weight_VH, ids_TK, logprob_NK, tail_lse_N, tail_N = ctx.saved_tensors
         # Autograd's gradients cover all tokens, and may be missing.
-        grad_logprob_NK, grad_tail_N, grad_entropy_N = (
-            None if grad_T is None else call.rows.select(grad_T) * call.scale for grad_T in grad_outputs
+        grad_logprob_NK, grad_tail_N = (
+            torch.zeros_like(like_N) if grad_T is None else call.rows.select(grad_T) * call.scale
+            for grad_T, like_N in zip(grad_outputs, (logprob_NK, tail_N), strict=True)
         )
-        backward = SplitBackward(
-            logprob_NK,
-            tail_lse_N,
-            tail_N,
-            entropy_N,
-            torch.zeros_like(logprob_NK) if grad_logprob_NK is None else grad_logprob_NK,
-            torch.zeros_like(tail_N) if grad_tail_N is None else grad_tail_N,
-            grad_entropy_N,
-        )
+        backward = SplitBackward(logprob_NK, tail_lse_N, tail_N, grad_logprob_NK, grad_tail_N)
         live, ids_NK = backward.live_rows(), call.rows.select(ids_TK)
         if live is not None:
             ids_NK, backward = ids_NK[live], backward.at(live)

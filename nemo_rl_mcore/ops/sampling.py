@@ -13,10 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn: the logits are divided by the temperature, then cut to top-k, then to top-p.
-
-    top_k None keeps all tokens; greedy takes the likeliest token and ignores the noise.
-    """
+    """Logits are divided by the temperature, then cut to top-k (None: all), then to top-p; greedy ignores the noise."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -25,10 +22,10 @@ class SamplingParams:
 
 
 def sample_tokens(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Return one token a row by inversion of the distribution function: (ids int64 [B], log-probabilities fp32 [B]).
+    """Return a token per row by inversion of the distribution function: (ids int64 [B], log-probabilities fp32 [B]).
 
-    logits_BV: any float dtype; uniforms_B: float64 in [0, 1). The log-probabilities are those of the model at the
-    temperature, as training computes them: the filters choose which tokens can be drawn and do not enter.
+    logits_BV: any float dtype; uniforms_B: float64 in [0, 1). The log-probabilities are the model's at the temperature,
+    as training computes them: the filters do not enter.
     """
     scaled_BV = at_temperature(logits_BV, params.temperature)
     logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
@@ -65,7 +62,7 @@ def filter_logits(scaled_BV: Tensor, params: SamplingParams) -> Tensor:
 def sample_keys(
     seed: int, step: int, prompts_B: Tensor, samples_B: Tensor, turns_B: Tensor | None = None
 ) -> Tensor:
-    """Return a 64-bit key [B] for each (seed, step, prompt, sample, turn); all are int64 [B], and None is turn 0."""
+    """Return a 64-bit key [B] for each (seed, step, prompt, sample, turn), all int64 [B]; None is turn 0."""
     key_B = torch.full_like(prompts_B, seed)
     for part in (torch.full_like(prompts_B, step), prompts_B, samples_B):
         key_B = splitmix64(key_B) ^ part

@@ -19,10 +19,9 @@ _CHUNK = 64
 def causal_convolution(
     values_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor, *, samples_S: Tensor | None, before_BWC: Tensor
 ) -> Tensor:
-    """Return each channel's weighted sum of its last W values, [B, S, C].
+    """Return each channel's weighted sum of its last W values, [B, S, C]; before_BWC: the W - 1 before the first.
 
-    samples_S: int64, which sample of a packed row each position is of: what is of another one counts as 0.
-    before_BWC: [B, W - 1, C], the values before the first.
+    samples_S: int64, the sample of each position of a packed row; values of another one count as 0.
     """
     columns, taps = values_BSC.shape[1], weight_CW.shape[1]
     padded = torch.cat([before_BWC, values_BSC], dim=1)
@@ -39,10 +38,9 @@ def causal_convolution(
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """What a scan reads at each position; all of one number format, at least float32.
+    """Inputs of a scan at each position, at least float32: values [B, S, H, P], log_decays [B, S, H], at most 0.
 
-    values: [B, S, H, P], what is written. log_decays: [B, S, H], of the state, at most 0. keys, queries: [B, S, G, N],
-    where it is written and read. samples: int64 [S], which sample of a packed row a position is of; None for one.
+    keys, queries: [B, S, G, N], where values are written and read. samples: int64 [S], of a packed row; None for one.
     """
 
     values: Tensor
@@ -53,10 +51,9 @@ class ScanInputs:
 
 
 def selective_scan(inputs: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is read at each position, [B, S, H, P], and the state [B, H, P, N] after the last one.
+    """Return the result at each position, [B, S, H, P], and the state [B, H, P, N] after the last one.
 
-    At a position the state decays, takes its value on along its key, and is read along its query; a sample starts with
-    none of the one before it.
+    At a position the state decays, takes its value on along its key, and is read along its query; a sample starts anew.
     """
     read: list[Tensor] = []
     columns = inputs.values.shape[1]

@@ -20,9 +20,6 @@ from nemo_rl_mcore.ops._softmax import (
     slice_statistics,
 )
 
-_Call = tuple[ProcessGroup | None, float, bool]
-"""Tensor-parallel group, factor of the logits, whether the entropy is wanted."""
-
 
 def vocab_parallel_logprobs(
     logits: Tensor,
@@ -36,12 +33,9 @@ def vocab_parallel_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the log-probabilities of the targets, or (log-probabilities, entropy), in float32 (float64 for float64).
 
-    Each rank's logits receive the exact gradient of its own shard, so the backward needs no collective; the
-    incoming gradients must be the same on every rank.
-
-    logits: this rank's [..., V/tp]; targets: global token ids [...], the same on every rank. vocab_size: real size of
-    the global vocabulary; padded columns beyond it are left out. All other arguments, and ValueErrors, are those of
-    `fused_linear_logprobs`; rows that the mask leaves out give exactly 0 and receive no gradient.
+    Each rank's logits receive the exact gradient of its own shard, so the backward needs no collective; the incoming
+    gradients must be the same on every rank. logits: this rank's [..., V/tp]; targets: global token ids [...]. All
+    other arguments, and ValueErrors, are those of `fused_linear_logprobs`.
     """
     if logits.shape[:-1] != targets.shape or (mask is not None and mask.shape != targets.shape):
         shapes = [list(x.shape) for x in (logits, targets, mask) if x is not None]
@@ -52,8 +46,7 @@ def vocab_parallel_logprobs(
         raise ValueError(f"temperature must be positive, not {temperature}")
     rows = TokenRows.of(mask, targets.numel())
     shard = VocabShard.of(logits.shape[-1], vocab_size, tp_group)
-    logits_TV = logits.reshape(-1, logits.shape[-1])
-    call: _Call = tp_group, 1.0 / temperature, with_entropy
+    logits_TV, call = logits.reshape(-1, logits.shape[-1]), (tp_group, 1.0 / temperature, with_entropy)
     out = cast("Any", _VocabParallelLogprobs).apply(logits_TV, targets.reshape(-1), rows, shard, call)
     if with_entropy:
         return out[0].view(targets.shape), out[1].view(targets.shape)
@@ -63,7 +56,7 @@ def vocab_parallel_logprobs(
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: Tensor, target_T: Tensor, rows: TokenRows, shard: VocabShard, call: _Call
+        ctx: Any, logits_TV: Tensor, target_T: Tensor, rows: TokenRows, shard: VocabShard, call: Any
     ) -> Any:
         ctx.set_materialize_grads(False)
         tp_group, scale, with_entropy = call

@@ -85,7 +85,7 @@ def synchronize(of: torch.device) -> None:
 
 
 def free_shared_memory() -> None:
-    """Release GPU memory that was shared with other processes and is no longer used."""
+    """Release GPU memory that other processes no longer use."""
     if has_cuda():
         torch.cuda.ipc_collect()
 
@@ -120,7 +120,7 @@ def restore_device_rng_states(states: list[torch.Tensor]) -> None:
 
 
 def install(local_rank: int = 0) -> None:
-    """Prepare this process for Megatron: choose the CUDA device, or stand in for CUDA where there is none."""
+    """Choose the CUDA device, or stand in for CUDA where there is none, before `megatron` is imported."""
     global _installed
     if has_cuda():
         torch.cuda.set_device(local_rank)
@@ -151,25 +151,16 @@ def _as_cpu(requested: Any) -> Any:
     return _CPU if named.type == "cuda" else named
 
 
-def _with_cpu_device_keyword(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function that takes a device, by position or by keyword, read "cuda" as "cpu"."""
+
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is not None:
             kwargs["device"] = _as_cpu(kwargs["device"])
         kwargs.pop("pin_memory", None)  # for copies to a GPU; torch refuses it without a driver
-        return function(*args, **kwargs)
-
-    return wrapped
-
-
-def _with_cpu_device_anywhere(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For methods whose device is positional or a keyword."""
-    keyword_checked = _with_cpu_device_keyword(method)
-
-    @functools.wraps(method)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         args = tuple(_as_cpu(arg) if isinstance(arg, str | torch.device) else arg for arg in args)
-        return keyword_checked(self, *args, **kwargs)
+        return function(*args, **kwargs)
 
     return wrapped
 
@@ -183,14 +174,14 @@ def _wrap_device_arguments() -> None:
     # torch's device context looks constructors up by identity in a list that is built once: build it now, with the
     # plain functions that the wrappers call.
     _device_constructors()
-    _replace(DeviceContext, __init__=_with_cpu_device_anywhere(DeviceContext.__init__))
+    _replace(DeviceContext, __init__=_on_cpu(DeviceContext.__init__))
     # Wrapping each function once costs nothing measurable and also acts inside threads and backward passes, which a
     # TorchFunctionMode does not.
-    _replace(torch, **{name: _with_cpu_device_keyword(getattr(torch, name)) for name in _FACTORIES})
+    _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     tensor = torch.Tensor
-    _replace(tensor, **{name: _with_cpu_device_keyword(getattr(tensor, name)) for name in _TENSOR_FACTORIES})
+    _replace(tensor, **{name: _on_cpu(getattr(tensor, name)) for name in _TENSOR_FACTORIES})
     for owner in (tensor, torch.nn.Module):
-        _replace(owner, to=_with_cpu_device_anywhere(owner.to), cuda=lambda self, *_args, **_kwargs: self)
+        _replace(owner, to=_on_cpu(owner.to), cuda=lambda self, *_args, **_kwargs: self)
     plain_type = tensor.type
 
     def cuda_type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
 """Progress of this process, for health checks and stall reports.
 
-A rank or an engine counts finished pieces of work, so that a caller that waits can tell slow from stuck. Threads of the
-driver name their current activity, which the stall watch reports.
+A rank or an engine counts finished pieces of work, so that a caller that waits can tell slow from stuck.
 """
 
 from __future__ import annotations
@@ -10,53 +9,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 _FRAMES_SHOWN = 12
-
-
-@dataclass(frozen=True)
-class Activity:
-    """what: returns a current description, callable from any thread. timed: see `at`. since: monotonic seconds."""
-
-    what: Callable[[], str]
-    timed: bool | None
-    since: float
-
-
-_of_threads: dict[int, list[Activity]] = {}
-"""By thread, outermost block first."""
-
-
-@contextmanager
-def at(what: str | Callable[[], str], *, timed: bool | None = None) -> Generator[None]:
-    """Describe this thread's activity for the duration of the block.
-
-    timed: whether the stall watch counts the time; False for work that may take long or has a deadline of its own, None
-    to inherit from the enclosing block (True without one).
-    """
-    stack = _of_threads.setdefault(threading.get_ident(), [])
-    stack.append(Activity((lambda: what) if isinstance(what, str) else what, timed, time.monotonic()))
-    try:
-        yield
-    finally:
-        stack.pop()
-        if not stack:
-            del _of_threads[threading.get_ident()]
-
-
-def is_timed(thread: int) -> bool:
-    """Return whether the stall watch counts the time of a thread's current activity."""
-    said = [one.timed for one in (*_of_threads.get(thread, ()),) if one.timed is not None]
-    return said[-1] if said else True
-
-
-def describe(thread: int) -> str:
-    """Return a thread's current activities, outermost first, each with the seconds since its start."""
-    now = time.monotonic()
-    return ", ".join(f"{one.what()} ({now - one.since:.1f} s)" for one in (*_of_threads.get(thread, ()),))
 
 
 def stack_of(thread: int, without: str = "\0") -> str:

@@ -25,10 +25,7 @@ class UnequalCallsError(RuntimeError):
 
 @contextmanager
 def together(call: str = "", group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on all ranks if the block fails on any of them; the block itself must contain no collective.
-
-    Every rank of the group (None: all ranks, with the long timeout) enters it. `raise_together` describes the error.
-    """
+    """Raise on all ranks if the block, which has no collective, fails on any of them; group: None for all ranks."""
     try:
         yield
     except Exception as error:  # of any class: the other ranks must learn of it
@@ -57,11 +54,9 @@ def agreed_on_first[Result](
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None, call: str = "") -> None:
     """Raise on every rank of the group (None: all ranks) if any of them passes an error; collective.
 
-    A rank that passes an error raises that error. The others raise the error of the lowest failing rank, of the same
-    class or, if that class cannot be built from a message, of a base class; the message names the rank. Without process
-    groups there are no other ranks.
-    Raises UnequalCallsError on all ranks if their `call` differs, and PeerLostError if a rank does not arrive within
-    the group's timeout.
+    A rank that passes an error raises it. The others raise that of the lowest failing rank, of the same class or, if
+    that class cannot be built from a message, of a base class; the message names the rank.
+    Raises UnequalCallsError on all ranks if their `call` differs, and PeerLostError if a rank does not arrive in time.
     """
     try:
         told = _tell(error, patient_group() if group is None else group, call)
@@ -117,8 +112,7 @@ def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -
             raise
         if error is not None and error is not failure:
             return []  # its own error has more detail
-        late = "Timed out" in str(failure)
-        limit = "; policy.call_timeout_s limits the wait" if late else ""
+        limit = "; policy.call_timeout_s limits the wait" if "Timed out" in str(failure) else ""
         raise PeerLostError(
             f"rank {dist.get_rank()} waited in vain for the other ranks before {call or 'the next call'}: one of them "
             f"hangs, or has ended{limit} ({failure})"

@@ -40,10 +40,7 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """Return hash by relative path from a folder's checksum file; None if it has none.
-
-    Raises ValueError, naming the file, if it cannot be parsed.
-    """
+    """Return hash by relative path from a folder's checksum file, None without one; ValueError if it is broken."""
     path = folder / SUMS_FILE
     try:
         lines = read_regular(path, follow_links=False).decode().split("\n")
@@ -83,35 +80,32 @@ def require_sums(folder: Path, sums: Mapping[str, str], names: Iterable[str]) ->
 
 
 class BackgroundWrite:
-    """Runs `write` in a background thread, started at once; the rank's thread collects the result.
-
-    Its progress is counted separately, and becomes the rank's own while the rank waits for it.
-    """
+    """Runs `write` in a background thread, started at once; its progress is the rank's own while the rank waits."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._error: BaseException | None = None
         self._seconds = 0.0
         self._counter = activity.Apart()
+
+        def run() -> None:
+            began = time.monotonic()
+            with activity.counted_by(self._counter):
+                try:
+                    write()
+                except BaseException as error:  # noqa: BLE001  # raised again by `seconds`
+                    self._error = cause = error
+                    while cause is not None:
+                        # The frames of an error and its causes keep the copy of the weights alive.
+                        traceback.clear_frames(cause.__traceback__)
+                        cause = cause.__cause__ or cause.__context__
+            self._seconds = time.monotonic() - began
+
         # A daemon thread, so that a hanging disk does not keep the process alive.
-        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _run(self, write: Callable[[], None]) -> None:
-        began = time.monotonic()
-        with activity.counted_by(self._counter):
-            try:
-                write()
-            except BaseException as error:  # noqa: BLE001  # raised again by `seconds`
-                self._error = cause = error
-                while (
-                    cause is not None
-                ):  # frames of an error and its causes keep the copy of the weights alive
-                    traceback.clear_frames(cause.__traceback__)
-                    cause = cause.__cause__ or cause.__context__
-        self._seconds = time.monotonic() - began
-
     def seconds(self, *, wait: bool) -> float | None:
-        """Return how long writing took, None while it runs; `wait` blocks until it ends. Raises what `write` raised."""
+        """Return the seconds that writing took, None while it runs; `wait` blocks until it ends. Raises its error."""
         if wait:
             self.join()
         if self._thread.is_alive():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,13 +32,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """How a policy's model is built, in addition to its config.
+    """Options of a policy's model besides its config.
 
-    seed: of the random initialisation and of dropout.
-    role: "policy" for token log-probabilities, "value" for a critic.
-    trained: builds gradient buffers, an optimizer and its schedule; without them no call that needs them is made.
+    seed: of the random initialisation and of dropout. trained: with gradient buffers, an optimizer and its schedule.
     temperature: divides the logits in every log-probability.
-    verify_checksums: verify a checkpoint's files before they are read.
     """
 
     seed: int
@@ -49,7 +46,7 @@ class BackendOptions:
 
 
 class OnDevice(Enum):
-    """Which parts of a model are on its device; the others are in CPU memory, except gradients, which are dropped."""
+    """Parts of a model on its device; the others are in CPU memory, except gradients, which are dropped."""
 
     NOTHING = "nothing"
     WEIGHTS = "weights"
@@ -60,9 +57,8 @@ class OnDevice(Enum):
 class TopKLogits:
     """The K most probable next tokens at each position, on the CPU; 0 where the next token is not real.
 
-    topk_logits: fp32 [B, S, K], divided by the temperature, the largest first; topk_indices: int64 [B, S, K], their
-    ids. logsumexp: fp32 [B, S], over the whole vocabulary; tail_logmass: fp32 [B, S], the log of the probability of all
-    other ids.
+    Logits fp32 [B, S, K], divided by the temperature, the largest first, and their ids int64; fp32 [B, S]: logsumexp
+    over the whole vocabulary, and the log of the probability of all other ids.
     """
 
     topk_logits: Tensor
@@ -73,11 +69,10 @@ class TopKLogits:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompts of different lengths, each with the key of its sampling noise.
+    """Prompts of different lengths, each with the key of its sampling noise, see `ops.sampling.sample_keys`.
 
-    prompts: token ids of each row. keys_B: int64 [B], see `ops.sampling.sample_keys`. stops: stop conditions of each
-    row. batch_size: maximum number of rows decoded together, None for all. longest: maximum number of tokens of prompt
-    and response together, None for no limit.
+    batch_size: maximum number of rows decoded together, None for all. longest: maximum number of tokens of prompt and
+    response together, None for no limit.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -88,30 +83,6 @@ class GenerationRequest:
     batch_size: int | None = None
     longest: int | None = None
 
-    @classmethod
-    def of(
-        cls,
-        policy: PolicyConfig,
-        data: BatchedDataDict,
-        keys_B: Tensor,
-        stops: Sequence[StopConditions],
-        *,
-        greedy: bool,
-    ) -> Self:
-        """Take the sampling from the config, and right-padded prompts: input_ids [B, P], input_lengths [B]."""
-        ids: list[list[int]] = data["input_ids"].tolist()
-        lengths: list[int] = data["input_lengths"].tolist()
-        sampling = policy.generation
-        return cls(
-            prompts=[row[:length] for row, length in zip(ids, lengths, strict=True)],
-            keys_B=keys_B,
-            max_new_tokens=sampling.max_new_tokens,
-            stops=stops,
-            sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, greedy),
-            batch_size=policy.generation_batch_size,
-            longest=policy.longest_of_prompt,
-        )
-
     def bound(self, place: int) -> int:
         """Return the maximum number of tokens of the response to a prompt."""
         return bound_of(self.max_new_tokens, self.longest, len(self.prompts[place]))
@@ -121,8 +92,7 @@ class GenerationRequest:
 class GeneratedRows:
     """Responses on the CPU: tokens int64 [B, T] and logprobs fp32 [B, T], both 0 from `lengths` int64 [B] on.
 
-    finished: bool [B], true if the row met a stop condition before the length limit. digests: int64 [B], of the tokens
-    as they were sampled, see `data.token_digests`.
+    finished: bool [B], true at a stop condition. digests: int64 [B], of the sampled tokens, see `data.token_digests`.
     """
 
     tokens: Tensor
@@ -134,10 +104,9 @@ class GeneratedRows:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The next token of each unfinished response of a batch, on the CPU; N rows.
+    """The next token of each unfinished response of a batch, on the CPU; N rows, numbered as by `Decoding.add`.
 
-    rows int64 [N], numbered as by `Decoding.add`; tokens int64 [N]; logprobs fp32 [N]; stopped bool [N], true if the
-    token met a stop condition and is the last one.
+    stopped: bool [N], true if the token met a stop condition and is the last one.
     """
 
     rows_N: Tensor
@@ -147,16 +116,15 @@ class SampledTokens:
 
 
 class PolicyBackend(TrainStepBackend, Protocol):
-    """The model of one rank; methods return what the worker's methods of the same name return.
+    """One rank's model; methods return the results of the worker's methods of the same name, on the CPU.
 
     All ranks make the same calls, each after `called_together`, in which arguments are validated; an error of one rank
-    is raised on all. Results are on the CPU, and equal on all ranks that share a shard of the batch. Inference runs in
-    evaluation mode and does not change an open train step.
+    is raised on all. Inference runs in evaluation mode and does not change an open train step.
     """
 
     @property
     def trained(self) -> bool:
-        """Whether the train step, `save` and `load` can be called."""
+        """True if the train step, `save` and `load` can be called."""
         ...
 
     @property
@@ -169,7 +137,6 @@ class PolicyBackend(TrainStepBackend, Protocol):
     ) -> Tensor: ...
     def keep_reference(self) -> None:
         """Keep a copy of the current weights as the reference policy."""
-        ...
 
     def reference_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
@@ -190,15 +157,10 @@ class PolicyBackend(TrainStepBackend, Protocol):
         ...
 
     def keep_on_device(self, what: OnDevice) -> None:
-        """Move these parts to the device and all others off it; not while a step is open. No collective.
-
-        Gradients come back as zeros, everything else bit for bit.
-        """
-        ...
+        """Move these parts to the device and all others off it, bit for bit, gradients as zeros, outside a step."""
 
     def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
         """Write the whole training state; ValueError, with nothing written, if the folder is not empty."""
-        ...
 
     def save_in_background(self, folder: Path, committed_step_ids: Sequence[str]) -> BackgroundWrite:
         """Take a copy of what `save` writes, and write it in the background; one at a time."""
@@ -210,7 +172,6 @@ class PolicyBackend(TrainStepBackend, Protocol):
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
         """Restore the weights only; of_a_policy: into a critic, whose value head is kept, since a policy has none."""
-        ...
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors of the Hugging Face model, each valid until the next; all ranks iterate to the end."""
@@ -222,10 +183,9 @@ class PolicyBackend(TrainStepBackend, Protocol):
 
 
 class Decoding(Protocol):
-    """Incremental decoding, one token of each response per step; the weights may change between two steps.
+    """Incremental decoding, one token of each response per step; an error ends the decoding.
 
-    The next token is then sampled with the new weights, over a cache filled by the old ones. An error in a step ends
-    the decoding.
+    If weights change between two steps, the next token is sampled with the new ones, over a cache filled by the old.
     """
 
     def add(self, request: GenerationRequest) -> range:
@@ -238,7 +198,6 @@ class Decoding(Protocol):
 
     def reread(self) -> None:
         """Drop the cache: the next step recomputes it over all tokens so far, with the current weights."""
-        ...
 
 
 class WeightFilling(Protocol):
@@ -246,7 +205,6 @@ class WeightFilling(Protocol):
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Load a tensor, whose memory may be reused afterwards; ValueError for an unknown name or a wrong shape."""
-        ...
 
     def missing(self) -> Sequence[str]:
         """Return the names of tensors that were not loaded yet."""
@@ -278,19 +236,15 @@ GeneratorFactory = Callable[[PolicyConfig], GeneratorBackend]
 BackendFactory = Callable[[PolicyConfig, BackendOptions], PolicyBackend]
 """Builds the backend of this rank, which is named by the environment."""
 
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-
 
 def open_backend(policy: PolicyConfig, options: BackendOptions) -> PolicyBackend:
     """Prepare this rank's device, then import Megatron and build its backend."""
-    factory: BackendFactory = _megatron(policy).open_backend
-    return factory(policy, options)
+    return _megatron(policy).open_backend(policy, options)
 
 
 def open_generator(policy: PolicyConfig) -> GeneratorBackend:
     """Prepare this process's device, then import Megatron and build a model that only generates."""
-    factory: GeneratorFactory = _megatron(policy).open_generator
-    return factory(policy)
+    return _megatron(policy).open_generator(policy)
 
 
 def _megatron(policy: PolicyConfig) -> Any:
@@ -302,12 +256,12 @@ def _megatron(policy: PolicyConfig) -> Any:
 def launch_settings(policy: PolicyConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that CUDA must see before its first use, unless they are already set.
 
-    With one hardware queue kernels start in launch order, so that under tensor or context parallelism a layer's
-    communication starts before the matrix products that it overlaps with (megatron/training/arguments.py; not needed on
-    Blackwell). Overlapped communication of experts needs several queues, CUDA's default.
+    With one hardware queue a layer's communication starts before the matrix products that it overlaps with, under
+    tensor or context parallelism (megatron/training/arguments.py). Overlapped communication of experts needs several,
+    the default.
     """
-    megatron = policy.megatron_cfg
+    megatron, queues = policy.megatron_cfg, "CUDA_DEVICE_MAX_CONNECTIONS"
     shared = megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1
-    if not shared or megatron.overlap_moe_expert_parallel_comm or _QUEUES in environ:
+    if not shared or megatron.overlap_moe_expert_parallel_comm or queues in environ:
         return {}
-    return {_QUEUES: "1"}
+    return {queues: "1"}

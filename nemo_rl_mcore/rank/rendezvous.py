@@ -24,11 +24,9 @@ _background: dist.ProcessGroup | None = None
 
 
 def join() -> None:
-    """Join the process group of all ranks, named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Join the process group of all ranks, named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless it has.
 
-    Rank 0 listens only at MASTER_ADDR, on the socket with the file descriptor MASTER_LISTEN_FD if that is set.
-    Joining and collectives have the long timeout. No-op for a process that has already joined.
-    Raises RunStoppedError when rank 0 cannot listen there.
+    Rank 0 listens only at MASTER_ADDR, on the socket MASTER_LISTEN_FD if that is set; RunStoppedError if it cannot.
     """
     global _patient
     if dist.is_initialized():
@@ -59,7 +57,6 @@ def join_alone() -> None:
 
 
 def leave() -> None:
-    """Leave all process groups."""
     global _patient, _background
     _patient = _background = None
     if dist.is_initialized():
@@ -72,10 +69,7 @@ def patient_group() -> dist.ProcessGroup | None:
 
 
 def background_group() -> dist.ProcessGroup:
-    """Return a second group like `patient_group`, for a background thread on each rank; its first call is collective.
-
-    Two threads must not share a group: their collectives would be mixed up.
-    """
+    """Return a second group like `patient_group`, for another thread on each rank; its first call is collective."""
     global _background
     if _background is None:
         _background = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=PATIENCE))
@@ -94,10 +88,7 @@ def store(
 
 
 def listen_at(address: str, port: int = 0) -> socket.socket:
-    """Listen at this address only, not on every interface; port 0 picks a free one.
-
-    Raises RunStoppedError if the address or port is not available.
-    """
+    """Listen at this address only, at a free port for 0; RunStoppedError if either is not available."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(place[:2], family=family, backlog=1024)  # type: ignore[arg-type]

@@ -29,8 +29,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 class StepTotals:
     """One step's sums over all data-parallel ranks: counts of valid sequences and tokens, metrics already divided.
 
-    moe_metrics, mtp_metrics: the losses of the model's own layers, for a model with experts or prediction layers.
-    row_table: of this data-parallel rank's rows only, in any order; see `LossSums`.
+    moe_metrics, mtp_metrics: losses of the model's own layers. row_table: of this rank's rows only, see `LossSums`.
     """
 
     valid_seqs: float
@@ -55,7 +54,6 @@ class LocalSums:
 
     @classmethod
     def of(cls, sums: LossSums, microbatch: BatchedDataDict) -> LocalSums:
-        """Return the sums of one microbatch, with its counts."""
         (counts,) = cls.counts(microbatch).parts
         return cls([sums.metrics | counts], [] if sums.row_table is None else [sums.row_table])
 
@@ -63,25 +61,15 @@ class LocalSums:
     def counts(cls, rows: BatchedDataDict) -> LocalSums:
         """Return only the counts of rows, which follow from their masks, before any forward pass."""
         seqs, toks = valid_counts(rows)
-        return cls(
-            [
-                {
-                    _VALID_SEQS: MetricSum(seqs, MetricKind.NONE),
-                    _VALID_TOKS: MetricSum(toks, MetricKind.NONE),
-                }
-            ]
-        )
+        none = MetricKind.NONE
+        return cls([{_VALID_SEQS: MetricSum(seqs, none), _VALID_TOKS: MetricSum(toks, none)}])
 
     def add(self, other: LocalSums) -> None:
-        """Add the sums of more microbatches of this rank."""
         self.parts.extend(other.parts)
         self.row_tables.extend(other.row_tables)
 
     def reduce(self, gather: Gather) -> StepTotals:
-        """Sum over ranks; the only synchronization with the device per step. All 0 for a step without a chunk.
-
-        All ranks have added the same number of chunks: see `TrainStepBackend.called_together`.
-        """
+        """Sum over ranks, which have added equally many chunks; the only synchronization with the device per step."""
         if not self.parts:
             return StepTotals(0.0, 0.0, {"loss": 0.0}, {"loss": MetricKind.TOKENS})
         totals = reduce_metrics(combine_metrics(self.parts), gather)
@@ -92,25 +80,18 @@ class LocalSums:
 
 
 def combine(parts: Sequence[MetricSum]) -> MetricSum:
-    """Combine parts of a metric: extrema by minimum and maximum, all others by addition.
-
-    The value is fp64, not averaged, and the device is not synchronized.
-    Raises ValueError for an empty list or different kinds.
-    """
+    """Combine parts of a metric: extrema by minimum and maximum, others by addition; ValueError for unequal kinds."""
     kinds = {part.kind for part in parts}
     if len(kinds) != 1:
         raise ValueError(f"metrics to combine must have one kind, got {sorted(kind.value for kind in kinds)}")
     (kind,) = kinds
     values = torch.stack([part.value.to(torch.float64) for part in parts])
-    if kind is MetricKind.MIN:
-        return MetricSum(values.amin(), kind)
-    if kind is MetricKind.MAX:
-        return MetricSum(values.amax(), kind)
-    return MetricSum(values.sum(), kind)
+    reduce = {MetricKind.MIN: torch.amin, MetricKind.MAX: torch.amax}.get(kind, torch.sum)
+    return MetricSum(reduce(values), kind)
 
 
 def combine_metrics(parts: Iterable[Mapping[str, MetricSum]]) -> dict[str, MetricSum]:
-    """Combine the metrics of microbatches by name; a microbatch may lack a metric."""
+    """Combine the metrics of microbatches by name; one may lack a metric."""
     grouped: dict[str, list[MetricSum]] = {}
     for part in parts:
         for name, metric in part.items():
@@ -119,28 +100,26 @@ def combine_metrics(parts: Iterable[Mapping[str, MetricSum]]) -> dict[str, Metri
 
 
 def reduce_metrics(sums: Mapping[str, MetricSum], gather: Gather) -> dict[str, MetricSum]:
-    """Combine the metrics of all ranks; each value is a 0-d fp64 tensor.
+    """Combine the metrics of all ranks, by one `gather`; each value is a 0-d fp64 tensor.
 
-    Every rank passes the same names and kinds, in any order; `gather` is called once, for sums and extrema together.
-    Counts (valid sequences and tokens) may be included as metrics of kind NONE.
+    Every rank passes the same names and kinds, in any order; counts may be among them, of kind NONE.
     """
     if not sums:
         return {}
     names = sorted(sums)
     of_ranks = gather(torch.stack([sums[name].value.to(torch.float64) for name in names]))
-    total, least, most = of_ranks.sum(0), of_ranks.amin(0), of_ranks.amax(0)
-    place = {name: number for number, name in enumerate(names)}
-    extrema = {MetricKind.MIN: least, MetricKind.MAX: most}
-    return {
-        name: MetricSum(extrema.get(metric.kind, total)[place[name]], metric.kind)
-        for name, metric in sums.items()
+    total = of_ranks.sum(0)
+    extrema = {MetricKind.MIN: of_ranks.amin(0), MetricKind.MAX: of_ranks.amax(0)}
+    reduced = {
+        name: extrema.get(sums[name].kind, total)[place]  # by name, since orders may differ
+        for place, name in enumerate(names)
     }
+    return {name: MetricSum(reduced[name], metric.kind) for name, metric in sums.items()}
 
 
 def combine_steps(
     kind: MetricKind, values: Sequence[float], valid_seqs: Sequence[float], valid_toks: Sequence[float]
 ) -> float:
-    """Combine a metric of several optimizer steps as if they were one step: means are weighted by their counts."""
     if kind is MetricKind.MIN:
         return min(values)
     if kind is MetricKind.MAX:

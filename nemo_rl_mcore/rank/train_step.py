@@ -58,7 +58,7 @@ def out_of_order(call: str, phase: Phase) -> TrainStepError:
 
 @dataclass(frozen=True)
 class OptimizerOutcome:
-    """Result of an optimizer step. lr and wd are the values it used, before the scheduler advanced."""
+    """lr and wd are the values that the step used, before the scheduler advanced."""
 
     update_successful: bool
     grad_norm: float
@@ -78,7 +78,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Number of rows in an optimizer step over all data-parallel ranks, and in a microbatch; both whole samples.
+    """Rows in an optimizer step over all data-parallel ranks, and in a microbatch; both whole samples.
 
     Recipes count samples, of which a loss may have several rows each. An episode of several rows counts as one row.
     """
@@ -91,8 +91,8 @@ class BatchSizes:
     def of(cls, policy: PolicyConfig, loss_fn: LossFunction, gbs: int | None, mbs: int | None) -> BatchSizes:
         """Return the given sizes in rows, or those of the config, converted from samples.
 
-        Raises ValueError for a size that is not a positive multiple of the rows per sample, and for a loss that
-        expects the fused head if the model has none.
+        Raises ValueError for a size that is not a positive multiple of the rows per sample, and for a fused loss if the
+        model's head is not.
         """
         # The loss has this switch only for callers of NeMo RL; the model's config decides.
         fused = policy.megatron_cfg.use_fused_linear_logprobs
@@ -108,7 +108,7 @@ class BatchSizes:
         for name, size in (("gbs", gbs), ("mbs", mbs)):
             if size < 1 or size % rows:
                 raise RefusedError(
-                    f"{name} {size} is no positive multiple of the {rows} rows of a sample of "
+                    f"{name} {size} is not a positive multiple of the {rows} rows of a sample of "
                     f"{type(loss_fn).__name__}",
                     code="rows-per-sample",
                 )
@@ -125,15 +125,12 @@ class BatchSizes:
         return self.gbs // shards
 
     def steps(self, data: BatchedDataDict, shards: int = 1) -> list[BatchedDataDict]:
-        """Split `data`, one of `shards` equal shards, into the rows of each step.
-
-        Raises ValueError if there are no rows, rows are left over, or a sample would be split.
-        """
+        """Split `data`, one of `shards` equal shards, into the rows of each step; ValueError if rows are left over."""
         rows, samples = self.of_shard(shards), data.samples(self.rows_per_sample)
         size, unit = len(samples) * self.rows_per_sample, "episodes" if EPISODE in data else "rows"
         if not size or size % rows:
             raise RefusedError(
-                f"{size} {unit} are no multiple of the {rows} that one step takes (gbs {self.gbs} over {shards} "
+                f"{size} {unit} are not a multiple of the {rows} that one step takes (gbs {self.gbs} over {shards} "
                 "data-parallel ranks)",
                 code="rows-per-step",
             )
@@ -145,16 +142,16 @@ class TrainStepBackend(Protocol):
     """Interface between a train step and the framework that holds the model.
 
     Inside `deferred_grad_sync` backward passes only add to local gradients; `finalize_gradients` reduces them over all
-    ranks, once. Learning rate and weight decay are those of the next optimizer step.
+    ranks, once.
     """
 
     overlaps_grad_sync: bool
-    """Whether whole steps reduce within their backward pass; if false, the two methods for that are never called."""
+    """True if whole steps reduce within their backward pass; otherwise the two methods for that are never called."""
 
     def called_together(self, call: str) -> AbstractContextManager[None]:
-        """Return a context for validating a call; all ranks enter it with the same call, or raise UnequalChunksError.
+        """Return a context, without a collective inside, for validating a call; an error inside is raised on all ranks.
 
-        An error inside is raised on all ranks. The block contains no collective.
+        All ranks enter it with the same call, or raise UnequalChunksError.
         """
         ...
 
@@ -177,8 +174,8 @@ class TrainStepBackend(Protocol):
     def overlapped_grad_sync(self, factor: float) -> AbstractContextManager[bool]:
         """Let the last backward pass of a `forward_backward` multiply gradients by `factor` and start their reduction.
 
-        Yields False, on all ranks, if it cannot: the gradients must then be scaled afterwards. `finalize_gradients`
-        and `zero_grad` finish a started reduction, even one that failed on a single rank.
+        Yields False, on all ranks, if it cannot: the gradients must then be scaled afterwards. `finalize_gradients` and
+        `zero_grad` finish a started reduction, even one that failed on a single rank.
         """
         ...
 
@@ -246,10 +243,9 @@ class TrainStep:
         step_id: str | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open a step with zero gradients.
+        """Open a step with zero gradients; `prepare` is called before, and if it raises, no step is open.
 
-        gbs: rows by whose samples the scheduler advances. mbs: rows per microbatch. prepare: called before the step
-        opens; if it raises, no step is open.
+        gbs: rows by whose samples the scheduler advances. mbs: rows per microbatch.
         Raises TrainStepError if a step is open, or `step_id` is one of the last COMMITTED_IDS_KEPT.
         """
         with self._backend.called_together("begin_train_step"):
@@ -271,8 +267,7 @@ class TrainStep:
     ) -> None:
         """Add the gradients and sums of a chunk of rows.
 
-        check: validates the rows for the step's loss. Its errors, and the TrainStepError of a repeated `chunk_id`,
-        add nothing and leave the step open.
+        Errors of `check`, and a repeated `chunk_id`'s, add nothing and leave the step open.
         """
         with self._backend.called_together("train_microbatch"):
             step = self._require(Phase.OPEN, "train_microbatch")
@@ -298,7 +293,7 @@ class TrainStep:
         return self._commit(step)
 
     def whole(self, data: BatchedDataDict, loss_fn: LossFunction, *, gbs: int, mbs: int) -> StepResult:
-        """Begin, add one chunk and finish, on ranks that were called together: they synchronize once, after the chunk.
+        """Begin, add one chunk and finish, on ranks that were called together; they synchronize after the chunk.
 
         With an overlapped reduction they synchronize before it too, since from then on every rank must take part.
         """
@@ -323,10 +318,7 @@ class TrainStep:
         return self._commit(step)
 
     def abort(self) -> None:
-        """Drop the open or failed step and restore what it changed; no-op when idle.
-
-        Raises TrainStepError if the optimizer had started: the weights may be half updated.
-        """
+        """Drop the open or failed step and restore what it changed; TrainStepError once the optimizer had started."""
         if self._step is None:
             return
         if self._step.optimizer_began:

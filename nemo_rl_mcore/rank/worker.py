@@ -6,8 +6,8 @@ B rows of this rank's shard, S sequence length, T new tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +22,7 @@ from nemo_rl_mcore.data.tokenizer import StopConditions
 from nemo_rl_mcore.data.validation import BatchCheck, check_lengths
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import LossFunction
-from nemo_rl_mcore.ops.sampling import sample_keys
+from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
 from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.checkpoints import POLICY_FOLDER, BackgroundWrite
 from nemo_rl_mcore.rank.policy_backend import (
@@ -120,12 +120,10 @@ class MegatronPolicyWorker:
     ) -> BatchedDataDict:
         """Return {"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
 
-        data: input_ids [B, S], input_lengths [B]. The model is in evaluation mode; the worker's temperature divides
-            the logits.
-        trained_only: compute only tokens marked by token_mask [B, S]; others are 0.
-        require_router_replay: True is refused, since experts are chosen anew in every pass.
+        data: input_ids [B, S], input_lengths [B]. trained_only: compute only tokens marked by token_mask [B, S]; others
+        are 0. require_router_replay: True is refused, since experts are chosen anew in every pass.
         """
-        with self.backend.called_together("get_logprobs"):
+        with self._reading("get_logprobs"):
             if require_router_replay:
                 raise RefusedError(
                     "get_logprobs(require_router_replay=True): experts are chosen anew in every pass, and cannot be "
@@ -133,7 +131,6 @@ class MegatronPolicyWorker:
                     code="no-router-replay",
                 )
             self._check.reading(data, trained_only=trained_only)
-            self._keep_on_device(OnDevice.WEIGHTS)
         rows = micro_batch_size or self.policy.logprob_batch_size
         return BatchedDataDict(logprobs=self.backend.logprobs(data, rows, trained_only=trained_only))
 
@@ -146,9 +143,8 @@ class MegatronPolicyWorker:
                 "this worker has no reference policy: it was built with init_reference_model=False",
                 code="no-reference-policy",
             )
-        with self.backend.called_together("get_reference_policy_logprobs"):
+        with self._reading("get_reference_policy_logprobs"):
             self._check.reading(data, trained_only=trained_only)
-            self._keep_on_device(OnDevice.WEIGHTS)
         rows = micro_batch_size or self.policy.logprob_batch_size
         logprobs = self.backend.reference_logprobs(data, rows, trained_only=trained_only)
         return BatchedDataDict(reference_logprobs=logprobs)
@@ -161,13 +157,9 @@ class MegatronPolicyWorker:
         micro_batch_size: int | None = None,
         trained_only: bool = False,
     ) -> BatchedDataDict:
-        """Return the fields of `TopKLogits` for a teacher; column i is the distribution of token i + 1.
-
-        All are 0 where that token is padding or, with trained_only, not marked by token_mask.
-        """
-        with self.backend.called_together("get_topk_logits"):
+        """Return the fields of `TopKLogits`; column i is the distribution of token i + 1, 0 where none is wanted."""
+        with self._reading("get_topk_logits"):
             self._check.reading(data, k=k, trained_only=trained_only)
-            self._keep_on_device(OnDevice.WEIGHTS)
         rows = micro_batch_size or self.policy.logprob_batch_size
         return BatchedDataDict(vars(self.backend.topk_logits(data, k, rows, trained_only=trained_only)))
 
@@ -177,35 +169,46 @@ class MegatronPolicyWorker:
             raise RefusedError(
                 'this worker is a policy and has no values; build it with role="value"', code="no-value-head"
             )
-        with self.backend.called_together("get_values"):
+        with self._reading("get_values"):
             self._check.reading(data)
-            self._keep_on_device(OnDevice.WEIGHTS)
         rows = micro_batch_size or self.policy.logprob_batch_size
         return BatchedDataDict(values=self.backend.values(data, rows))
 
     def generate(
         self, *, data: BatchedDataDict, step: int, stop_ids: list[int], greedy: bool = False
     ) -> BatchedDataDict:
-        """Sample responses, and return the fields of `GeneratedRows`.
+        """Sample responses, and return the fields of `GeneratedRows`; ValueError if a prompt leaves no room for one.
 
         data: input_ids [B, P], input_lengths [B], and prompt_index, sample_index int64 [B], which together with the
         seed and `step` are the key of each row's sampling noise. Optional: turn_index int64 [B], part of the key, 0 for
         the first turn; stop_strings, a tuple per row, in addition to those of the config.
-        Raises ValueError if a prompt with a response of maximum length exceeds `max_total_sequence_length`.
         """
-        with self.backend.called_together("generate"):
-            self._keep_on_device(OnDevice.WEIGHTS)
+        policy, sampling = self.policy, self.policy.generation
+        with self._reading("generate"):
             self._check.prompts(data)
-            check_lengths(data["input_lengths"], self.policy)
-            stops = [
-                StopConditions.of(self.policy, stop_ids, strings)
-                for strings in data.get("stop_strings", [()] * data.size)
-            ]
-        keys_B = sample_keys(
-            self._seed, step, data["prompt_index"], data["sample_index"], data.get("turn_index")
+            check_lengths(data["input_lengths"], policy)
+            stop_strings: Any = data.get("stop_strings", [()] * data.size)
+            stops = [StopConditions.of(policy, stop_ids, strings) for strings in stop_strings]
+        rows: Any = zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
+        request = GenerationRequest(
+            prompts=[row[:length] for row, length in rows],
+            keys_B=sample_keys(
+                self._seed, step, data["prompt_index"], data["sample_index"], data.get("turn_index")
+            ),
+            max_new_tokens=sampling.max_new_tokens,
+            stops=stops,
+            sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, greedy),
+            batch_size=policy.generation_batch_size,
+            longest=policy.longest_of_prompt,
         )
-        request = GenerationRequest.of(self.policy, data, keys_B, stops, greedy=greedy)
         return BatchedDataDict(vars(self.backend.generate(request)))
+
+    @contextmanager
+    def _reading(self, call: str) -> Iterator[None]:
+        """Bring the weights to the device after the block, which validates a call's arguments, on all ranks."""
+        with self.backend.called_together(call):
+            yield
+            self._keep_on_device(OnDevice.WEIGHTS)
 
     def _keep_on_device(self, what: OnDevice) -> None:
         """Move to the device what a call needs, and off it the rest if policy.offload is set; not in an open step."""
@@ -225,9 +228,8 @@ class MegatronPolicyWorker:
         """Take one optimizer step per `gbs` rows of all data-parallel ranks together: begin, one chunk, finish.
 
         gbs, mbs: rows, multiples of the loss's rows per sample; None uses the config's sizes, which are in samples.
-        Returns the result of `finish_train_step`, with one entry per step in each list. Raises ValueError if the number
-        of rows is not a multiple of gbs.
-        eval_mode: compute loss and metrics of all rows as one batch, of any size, without an update.
+        Returns the result of `finish_train_step`, with one entry per step in each list; ValueError if gbs does not
+        divide the rows. eval_mode: compute loss and metrics of all rows as one batch, of any size, without an update.
         """
         self._require_trained("train")
         with self.backend.called_together("train"):
@@ -271,8 +273,8 @@ class MegatronPolicyWorker:
     def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
         """Add the gradients of a chunk to the open step; data: this rank's rows, whole samples.
 
-        Raises ValueError, with key and row of the shard, for rows that the loss cannot take, and UnequalChunksError if
-        another rank did not get this chunk; the step then stays as it was.
+        Rows that the loss cannot take are a ValueError with key and row, and a chunk that another rank lacks is an
+        UnequalChunksError; the step then stays as it was.
         """
         self._require_trained("train_microbatch")
         self.train_step.microbatch(
@@ -311,11 +313,10 @@ class MegatronPolicyWorker:
     # Checkpoints
 
     def save_checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write weights, optimizer, schedule and random state; all ranks write to one shared folder.
+        """Write weights, optimizer, schedule and random state; wait=False: see `checkpoint_written`.
 
-        With `wait=False` it returns once a copy in CPU memory is taken; see `checkpoint_written`.
-        Raises TrainStepError while a step is open, and ValueError if the folder is not empty: on all ranks, before
-        anything is written.
+        Raises, on all ranks with nothing written, TrainStepError while a step is open, and ValueError for a folder in
+        use.
         """
         with self.backend.called_together("save_checkpoint"):
             self._require_trained("save_checkpoint")
@@ -323,13 +324,14 @@ class MegatronPolicyWorker:
                 raise out_of_order("save_checkpoint", self.train_step.phase)
             self._keep_on_device(OnDevice.EVERYTHING)
         self._end_writing()
+        committed = self.train_step.committed_ids
         if wait:
-            self.backend.save(Path(folder), self.train_step.committed_ids)
+            self.backend.save(Path(folder), committed)
         else:
-            self._writing = self.backend.save_in_background(Path(folder), self.train_step.committed_ids)
+            self._writing = self.backend.save_in_background(Path(folder), committed)
 
     def checkpoint_written(self, wait: bool = True) -> float | None:
-        """Return how long the background write took in seconds, None while it runs; `wait` blocks until its end.
+        """Return the seconds that the background write took, None while it runs; `wait` blocks until its end.
 
         Raises OSError on all ranks if one of them could not write, and ValueError if there was no background write.
         """
@@ -348,9 +350,9 @@ class MegatronPolicyWorker:
     def load_checkpoint(self, folder: str, weights_only: bool = False) -> None:
         """Restore everything that `save_checkpoint` wrote; with `weights_only` moments, schedule and step_ids stay.
 
-        The checkpoint may come from another parallel layout, except for its random state, which is then not restored.
-        An open step is dropped, and so is one that failed inside the optimizer: this call is its only way out.
-        Raises ValueError on all ranks if the folder is not a checkpoint of this model, or a file has changed.
+        Random state is restored into the same parallel layout only. An open step is dropped, and so is one that failed
+        inside the optimizer: this call is its only way out. Raises ValueError on all ranks for a broken folder or
+        another model's.
         """
         with self.backend.called_together("load_checkpoint"):
             if not weights_only:
@@ -358,7 +360,7 @@ class MegatronPolicyWorker:
             self._keep_on_device(OnDevice.EVERYTHING)
         with suppress(TrainStepError):  # its half updated weights are about to be replaced
             self.train_step.abort()
-        committed = self.train_step.committed_ids
+        committed: Sequence[str] = self.train_step.committed_ids
         if weights_only:
             self.backend.load_weights(Path(folder))
         else:
@@ -368,14 +370,12 @@ class MegatronPolicyWorker:
     def export_hf(self, folder: str, origin: str | None = None, adapters: bool = False) -> None:
         """Write the weights to a new Hugging Face folder; `origin`: the model that training started from.
 
-        adapters: write only the adapters, in the format of the library peft; otherwise merge them into the weights.
+        adapters: write only these, in the format of the library peft; otherwise they are merged into the weights.
         """
         with self.backend.called_together("export_hf"):
             self._keep_on_device(OnDevice.WEIGHTS)
-        if adapters:
-            self.backend.export_adapters(Path(folder), origin)
-        else:
-            self.backend.export_hf(Path(folder), origin)
+        export = self.backend.export_adapters if adapters else self.backend.export_hf
+        export(Path(folder), origin)
 
     # Weight sync and life cycle
 
@@ -406,10 +406,7 @@ class MegatronPolicyWorker:
         return of_all(digester.digests())
 
     def send_weights(self) -> Digests:
-        """Stream all weights to the engines, and return their digests, see `sender.WeightSender.send`.
-
-        Called on every rank. With policy.offload: all, the weights are then moved off the device.
-        """
+        """Stream all weights to the engines, and return their digests, see `WeightSender.send`; collective."""
         if self._sender is None:
             raise RefusedError(
                 "send_weights before connect_engines: there is no engine to send to", code="no-engines"
@@ -442,8 +439,7 @@ class MegatronPolicyWorker:
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Move the weights to the device and, unless policy.offload is none, everything else off it.
 
-        keep_train_buffers: keep gradients and optimizer state on the device too. Without it the call is a
-        TrainStepError while a step is open.
+        keep_train_buffers: keep gradients and optimizer state there; without it an open step is a TrainStepError.
         """
         with self.backend.called_together("prepare_for_lp_inference"):
             takes_buffers = self.policy.offload != "none" and not keep_train_buffers
@@ -463,36 +459,31 @@ class MegatronPolicyWorker:
 
 def as_result(steps: Sequence[StepResult], policy: PolicyConfig) -> dict[str, Any]:
     """Combine steps to the result of `MegatronPolicyWorker.finish_train_step`, with one entry per step in each list."""
-    kinds = {name: kind for step in steps for name, kind in step.totals.kinds.items()}
+    totals, outcomes = [step.totals for step in steps], [step.outcome for step in steps]
+    kinds = {name: kind for step in totals for name, kind in step.kinds.items()}
     metrics: dict[str, list[float]] = {
-        name: [step.totals.metrics.get(name, neutral_value(kind)) for step in steps]
-        for name, kind in kinds.items()
+        **{name: [s.metrics.get(name, neutral_value(kind)) for s in totals] for name, kind in kinds.items()},
+        **{name: [getattr(outcome, name) for outcome in outcomes] for name in ("lr", "wd")},
+        "global_valid_seqs": [step.valid_seqs for step in totals],
+        "global_valid_toks": [step.valid_toks for step in totals],
     }
-    metrics |= {
-        "lr": [step.outcome.lr for step in steps],
-        "wd": [step.outcome.wd for step in steps],
-        "global_valid_seqs": [step.totals.valid_seqs for step in steps],
-        "global_valid_toks": [step.totals.valid_toks for step in steps],
-    }
-    row_tables = [step.totals.row_table for step in steps if step.totals.row_table is not None]
-    gpu_name, loss = accelerator.gpu_name(), torch.tensor([step.totals.metrics["loss"] for step in steps])
-    elapsed = sum(step.elapsed for step in steps)
-    of_experts = _means([step.totals.moe_metrics for step in steps])
-    of_prediction_layers = _means([step.totals.mtp_metrics for step in steps])
+    row_tables = [step.row_table for step in totals if step.row_table is not None]
+    model, gpu_name, elapsed = policy.model, accelerator.gpu_name(), sum(step.elapsed for step in steps)
+    loss = torch.tensor([step.metrics["loss"] for step in totals])
     return {
         **({"row_table": torch.cat(row_tables)} if row_tables else {}),
-        **({"moe_metrics": of_experts} if policy.model.num_moe_experts else {}),
-        **({"mtp_metrics": of_prediction_layers} if policy.model.mtp_num_layers else {}),
+        **({"moe_metrics": _means([s.moe_metrics for s in totals])} if model.num_moe_experts else {}),
+        **({"mtp_metrics": _means([s.mtp_metrics for s in totals])} if model.mtp_num_layers else {}),
         **({"gpu_name": gpu_name} if gpu_name else {}),
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "model_dtype": DTYPES[policy.precision],
         "loss": loss,
         "global_loss": loss,
-        "grad_norm": torch.tensor([step.outcome.grad_norm for step in steps]),
+        "grad_norm": torch.tensor([outcome.grad_norm for outcome in outcomes]),
         "all_mb_metrics": metrics,
         "metric_kinds": kinds,
-        "update_successful": all(step.outcome.update_successful for step in steps),
-        "skip_reasons": [step.outcome.skip_reason for step in steps],
+        "update_successful": all(outcome.update_successful for outcome in outcomes),
+        "skip_reasons": [outcome.skip_reason for outcome in outcomes],
         "elapsed": elapsed,
         "train_elapsed_seconds": elapsed,
         "peak_memory_gib": accelerator.peak_memory_bytes() / _GIB,

@@ -1,1 +1,1 @@
-"""From YAML and overrides to a `RunConfig`, with file and line: reading, filling in, and the rules between sections."""
+"""From YAML and overrides to a `RunConfig`: reading, filling in defaults, and rules between sections."""

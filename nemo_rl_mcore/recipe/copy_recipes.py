@@ -1,4 +1,4 @@
-"""Recipes that come with the package, listed and copied."""
+"""List and copy the recipes shipped with the package."""
 
 import filecmp
 import re
@@ -15,7 +15,7 @@ _NAMES_A_FILE = re.compile(r"^\s*[\w.]+: *(\S+|\[.*\])$", re.MULTILINE)
 
 
 def list_recipes() -> Iterator[str]:
-    """Yield a line for each recipe: its name, and the first words of its comment, to a stop."""
+    """Yield a line for each recipe: its name, and its comment up to the first full stop."""
     names = shipped_names()
     width = max(map(len, names))
     for name in names:
@@ -25,10 +25,10 @@ def list_recipes() -> Iterator[str]:
 
 
 def copy_recipes(name: str, destination: str | None) -> list[Path]:
-    """Copy a recipe or a folder of them, with all files that they need, parents too; return the recipes written.
+    """Copy a recipe or a folder of recipes with all files they need, including parents; return the recipes written.
 
-    Each keeps its place in the package, as they name each other by it. A file that is there stays if it is the same.
-    Raises ConfigError, and then nothing is written.
+    Files keep their paths in the package, by which they refer to each other. Identical existing files are kept.
+    Raises ConfigError before anything is written.
     """
     target = Path(destination or ".")
     copies = {path: target / path.relative_to(SHIPPED) for path in sorted({*_chosen(name)})}
@@ -54,7 +54,7 @@ def _is_there(path: Path, copy: Path) -> bool:
 
 
 def _chosen(name: str) -> Iterator[Path]:
-    """Yield the files of what is copied."""
+    """Yield the files to copy."""
     folder, recipe = shipped_folder(name), shipped_recipe(name)
     if folder is not None:
         files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
@@ -71,7 +71,7 @@ def _chosen(name: str) -> Iterator[Path]:
 
 
 def _needed(recipe: Path) -> Iterator[Path]:
-    """Yield a recipe and the files that its values name, and those that these need."""
+    """Yield a recipe and, recursively, the files that its values name."""
     yield recipe
     values = _NAMES_A_FILE.findall(recipe.read_text("utf-8"))
     for name in [name for value in values for name in re.split(r"[\[\], ]+", value) if name]:

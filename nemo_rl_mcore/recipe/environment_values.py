@@ -1,4 +1,4 @@
-"""Values that a recipe takes from the environment (`${oc.env:KEY}`): read, and kept out of messages."""
+"""Values that a recipe reads from the environment (`${oc.env:KEY}`), and their removal from messages."""
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from nemo_rl_mcore.config.run_config import HIDDEN_ANYWHERE, Reference, Referenc
 from nemo_rl_mcore.recipe.interpolations import for_our_resolvers, register
 
 _SHOWN = (57, 60, 297)
-"""Characters that a shortened value may be cut to in a message."""
+"""Lengths to which a value may be shortened in a message."""
 
 
 # Reading
@@ -23,11 +23,11 @@ _SHOWN = (57, 60, 297)
 
 @dataclass
 class _Watch:
-    """What was read of the environment for one value; with `stands_in`, marks were given in place of values."""
+    """Environment reads for one value; with `stands_in`, marks are returned in place of values."""
 
     stands_in: bool
     reads: list[tuple[str, str, str | None]] = field(default_factory=list[tuple[str, str, "str | None"]])
-    """A mark, the reference that it stands for, and the value."""
+    """Tuples of mark, reference and value."""
 
 
 _watch: ContextVar[_Watch | None] = ContextVar("environment_watch", default=None)
@@ -35,7 +35,7 @@ _NONE = object()
 
 
 def read_environment(key: str, default: object = _NONE) -> str | None:
-    """Resolve `${oc.env:KEY,default}` as OmegaConf does, and note that it was asked for."""
+    """Resolve `${oc.env:KEY,default}` as OmegaConf does, and record the access."""
     value = oc.env(key) if default is _NONE else oc.env(key, default)
     watch = _watch.get()
     if watch is None:
@@ -55,7 +55,7 @@ def _written_default(default: object) -> str:
 
 
 def read_value(read: Callable[[], object], raw: Callable[[], object]) -> tuple[object, Reference | None]:
-    """Return a value and, where it rests on the environment, the reference to it; raw: the value as it is written."""
+    """Return a value and, if it depends on the environment, its reference; raw: returns the value as written."""
     with _watching(stands_in=False) as watch:
         value = read()
     if not watch.reads:
@@ -74,7 +74,7 @@ def _watching(*, stands_in: bool) -> Generator[_Watch]:
 
 
 def _with_marks(read: Callable[[], object], value: object) -> str | None:
-    """Return the text with references in the places of values; None where something was computed of the values."""
+    """Return the text with references in place of values; None if it was computed from the values."""
     with _watching(stands_in=True) as watch:
         try:
             text = read()
@@ -89,7 +89,7 @@ def _with_marks(read: Callable[[], object], value: object) -> str | None:
 
 
 def value_now(text: str) -> str | None:
-    """Return a saved text with the values that its references have now; None where one has none."""
+    """Return a saved text with its references' current values; None if a reference has no value."""
     if "${" not in text:
         return text
     register("oc.env", read_environment)
@@ -103,7 +103,7 @@ def value_now(text: str) -> str | None:
 
 
 def without_values(text: str, references: References, *paths: str) -> str:
-    """Return a text for people with references in place of values. paths: the keys that it is about, if any are."""
+    """Return a message with references in place of values; paths: the keys that it concerns, if any."""
     for key, reference in references.items():
         judged = any(path and f"{key}.".startswith(f"{path}.") for path in paths)
         for one in _inner(reference.value):

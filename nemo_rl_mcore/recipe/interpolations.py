@@ -1,7 +1,7 @@
-"""References and computations in the text of a recipe's values.
+"""References and computations in a recipe's values.
 
-Resolvers of OmegaConf belong to the process, and a program may have its own under the names of ours. Ours have other
-names in OmegaConf, which a recipe's text is given before it is read.
+OmegaConf's resolvers are global to the process, and a program may register others under our names. Ours are
+registered under different names, which are put into a recipe's text before it is read.
 """
 
 import re
@@ -21,12 +21,12 @@ _COMPUTED = re.compile(r"\$\{[^{}:]*\$\{[^{}]*\}[^{}:]*:")
 
 
 def register(name: str, resolver: Callable[..., object]) -> None:
-    """Have OmegaConf call this for `name` in what `for_our_resolvers` gives; a program may have taken it away."""
+    """Register a resolver for `name` in the output of `for_our_resolvers`, in case the program has removed it."""
     OmegaConf.register_new_resolver(_OURS + name, resolver, replace=True)
 
 
 def for_our_resolvers[Value](value: Value) -> Value:
-    """Return a value, or a tree of them, in which our resolvers have the names that OmegaConf knows them by."""
+    """Return a value or tree in which our resolvers have their names registered with OmegaConf."""
     if isinstance(value, str):
         return cast("Value", _NAMED.sub(rf"\1{_OURS}\2", value))
     if isinstance(value, dict):
@@ -38,12 +38,12 @@ def for_our_resolvers[Value](value: Value) -> Value:
 
 
 def as_written(value: object) -> object:
-    """Return a text as it was before `for_our_resolvers`, and anything else unchanged."""
+    """Undo `for_our_resolvers` in a text; return anything else unchanged."""
     return _RENAMED.sub(r"\1", value) if isinstance(value, str) else value
 
 
 def unreadable(tree: Mapping[str, object]) -> Problem | None:
-    """Return what is wrong where a value computes the name of a resolver, or rests on too many references."""
+    """Return a problem if a value computes a resolver's name or depends on too many references, else None."""
     texts = dict(_texts(tree, ""))
     for path, text in texts.items():
         if _COMPUTED.search(text):
@@ -60,7 +60,7 @@ def unreadable(tree: Mapping[str, object]) -> Problem | None:
 
 
 def _count(start: str, behind: Mapping[str, list[str]], counts: dict[str, int]) -> int:
-    """Count the references that are followed for a value; one of a cycle, which OmegaConf reports, counts as none."""
+    """Count the references followed for a value; a reference in a cycle, which OmegaConf reports, is not counted."""
     ways, opened = [start], set[str]()
     while ways:
         path = ways[-1]

@@ -1,6 +1,7 @@
-"""Load a recipe: files, overrides, interpolation, validation; every problem is reported at once."""
+"""Load a recipe: files, overrides, interpolation and validation; all problems are reported together."""
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.models.pretrained import MODEL, TOKENIZER, inherited, other_tokenizer
+from nemo_rl_mcore.models.pretrained import MODEL, TOKENIZER, other_tokenizer
 from nemo_rl_mcore.recipe.environment_values import (
     Reference,
     References,
@@ -28,7 +29,7 @@ Number = int | float
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Load and check a recipe; the section of the algorithm (grpo, ppo, dpo, sft, distillation) says of which.
+    """Load and check a recipe; its section grpo, ppo, dpo, sft or distillation determines the algorithm.
 
     Overrides follow Hydra's grammar: `a.b=c`, `+new=...`, `~gone`. Raises ConfigError with every problem.
 
@@ -41,24 +42,15 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 def load_with_warnings(
     path: str | Path, overrides: Iterable[str] = ()
 ) -> tuple[RunConfig, tuple[Problem, ...]]:
-    """Load and check a recipe as `load_config` does; give also what is suspicious of it, and not wrong."""
-    return load_recipe_with_warnings(read_recipe(path), overrides)
+    """Load and check a recipe as `load_config` does; also return warnings."""
+    return check_computed(compute(read_recipe(path), overrides))
 
 
 def load_recipe(recipe: Recipe, overrides: Iterable[str] = ()) -> RunConfig:
-    """Check a recipe that was read; see `load_config`."""
-    return load_recipe_with_warnings(recipe, overrides)[0]
-
-
-def load_recipe_with_warnings(
-    recipe: Recipe, overrides: Iterable[str] = ()
-) -> tuple[RunConfig, tuple[Problem, ...]]:
-    """Check a recipe that was read; see `load_with_warnings`."""
-    return check_computed(compute(recipe, overrides))
+    return check_computed(compute(recipe, overrides))[0]
 
 
 def check_computed(read: "Computed") -> tuple[RunConfig, tuple[Problem, ...]]:
-    """Check a recipe that was computed; see `load_with_warnings`."""
     if theirs := recipe_of_nemo_rl(read.tree, next(reversed(read.recipe.files), None), read.overridden):
         raise ConfigError(read.located([theirs]))
     return check(read, read.tree)
@@ -66,9 +58,9 @@ def check_computed(read: "Computed") -> tuple[RunConfig, tuple[Problem, ...]]:
 
 @dataclass(frozen=True)
 class Computed:
-    """A recipe after overrides and interpolations: its plain tree, and what is wrong so far.
+    """A recipe after overrides and interpolations: its plain tree, and the problems so far.
 
-    overridden: the keys that the command line sets. references: what the environment gave.
+    overridden: keys set on the command line. references: values from the environment.
     """
 
     recipe: Recipe
@@ -78,7 +70,7 @@ class Computed:
     references: References
 
     def located(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Return the problems with where each key was set, and without values from the environment."""
+        """Return the problems with each key's location, and without values from the environment."""
         where = places(self.recipe, self.overridden)
         return [
             replace(hidden(problem, self.references), where=problem.where or where.get(problem.path, ""))
@@ -87,26 +79,27 @@ class Computed:
 
 
 def compute(recipe: Recipe, overrides: Iterable[str]) -> Computed:
-    """Apply overrides, and compute the interpolations."""
+    """Apply overrides and compute interpolations."""
     overridden, problems = apply_overrides(recipe.tree, overrides, names_foreign)
     tree, unresolved, references = resolve(recipe.tree)
-    # A recipe drops a section of its parent by `section: null`.
+    # A recipe removes its parent's section by `section: null`.
     kept = {key: value for key, value in tree.items() if value is not None}
     return Computed(recipe, kept, [*problems, *unresolved], overridden, references)
 
 
 def check(read: Computed, tree: Tree) -> tuple[RunConfig, tuple[Problem, ...]]:
-    """Validate a tree of our keys that was made of a recipe; give also the warnings. Raises ConfigError."""
+    """Validate a recipe's tree of our keys, and return the configuration and warnings; raises ConfigError."""
     validated = validate(tree)
-    # A value that could not be computed is left out of the tree: that it is missing then says nothing new.
+    # A value that could not be computed is missing from the tree and must not be reported a second time.
     known = {problem.path for problem in read.problems}
     problems = [*read.problems, *(problem for problem in validated.problems if problem.path not in known)]
     warnings, config = validated.warnings, validated.config
     policy = None if config is None else config.policy
     if policy is not None and (other := other_tokenizer(policy.model_name, policy.tokenizer.name)):
-        # It is wrong where nobody who names the model has named the tokenizer, nor an override one of the two.
+        # An error if the model's file does not set the tokenizer too, and no override sets either of them.
         named_in = {key: origin.file for key, origin in origins(read.recipe.files).items()}
-        wrong = not {MODEL, TOKENIZER} & set(read.overridden) and inherited(named_in)
+        inherited = named_in.get(MODEL, -1) > named_in.get(TOKENIZER, len(named_in))
+        wrong = inherited and not {MODEL, TOKENIZER} & set(read.overridden)
         (problems if wrong else warnings).append(other)
     if problems or config is None:
         raise ConfigError(read.located(problems))
@@ -121,7 +114,7 @@ def hidden(problem: Problem, references: References) -> Problem:
 
 
 def resolve(tree: DictConfig) -> tuple[Tree, list[Problem], dict[str, Reference]]:
-    """Compute the interpolations; give the plain tree, what could not be computed, and what the environment gave."""
+    """Compute interpolations; return the plain tree, problems, and references to the environment."""
     for name, resolver in _RESOLVERS.items():
         register(name, resolver)
     written = cast("Tree", OmegaConf.to_container(tree, resolve=False))
@@ -138,7 +131,7 @@ _DEPTH = 60
 
 @dataclass
 class _Resolving:
-    """From a tree with interpolations to a plain one."""
+    """Resolver of a tree with interpolations to a plain tree."""
 
     problems: list[Problem] = field(default_factory=list[Problem])
     references: dict[str, Reference] = field(default_factory=dict[str, Reference])
@@ -149,26 +142,20 @@ class _Resolving:
         for key in cast("Iterable[str]", section):
             path = join_path(prefix, str(key))
             if OmegaConf.is_missing(section, key):
-                self.problems.append(
-                    Problem("missing", path, "has no value (???)", "set it, in the recipe or by an override")
-                )
-                continue
-            self._put(plain, str(key), section, key, path)
+                fix = "set it, in the recipe or by an override"
+                self.problems.append(Problem("missing", path, "has no value (???)", fix))
+            else:
+                self._put(plain, str(key), section, key, path)
         return plain
 
     def _put(
         self, plain: dict[str, object], name: str, parent: DictConfig | ListConfig, key: str | int, path: str
     ) -> None:
-        """Compute one value, unless it cannot be."""
+        """Compute a value, or record a problem."""
         self.values += 1
         if self.values > _VALUES or path.count(".") > _DEPTH:
-            raise ConfigError(
-                [
-                    Problem(
-                        "reference", path, "a reference to a section that holds it", "correct the reference"
-                    )
-                ]
-            )
+            what = "refers to a section that contains it"
+            raise ConfigError([Problem("reference", path, what, "correct the reference")])
         try:
             value, reference = read_value(lambda: cast("Any", parent)[key], lambda: _raw(parent, key))
             if isinstance(value, DictConfig):
@@ -181,7 +168,7 @@ class _Resolving:
             else:
                 plain[name] = value
         except (OmegaConfBaseException, RecursionError) as error:
-            reason = str(error).splitlines()[0]
+            reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
             what = f"{_raw(parent, key)} cannot be computed: {reason}"
             self.problems.append(Problem("reference", path, what, "correct the reference"))
         else:
@@ -190,12 +177,12 @@ class _Resolving:
 
 
 def _raw(parent: DictConfig | ListConfig, key: str | int) -> object:
-    """Return the value as it is written."""
+    """Return a value as written in the recipe."""
     return as_written(cast("dict[str | int, object]", OmegaConf.to_container(parent, resolve=False))[key])
 
 
 def _divide(dividend: Number, divisor: Number) -> Number:
-    """Return a quotient of integers stays one where it can, so that it may fill an integer key."""
+    """Return the quotient, as an integer if both numbers are integers and it is exact."""
     _numbers((dividend, divisor))
     if isinstance(dividend, int) and isinstance(divisor, int) and dividend % divisor == 0:
         return dividend // divisor
@@ -210,16 +197,18 @@ def _product(*factors: Number) -> Number:
 
 
 _BITS = 1024
-"""Of a product; a float has no more."""
+"""Maximum bits of a product, as in a float's range."""
 
 
 def _numbers(given: tuple[object, ...]) -> tuple[Number, ...]:
-    """Return what is computed with; a list times a number would be as long as that."""
+    """Return the operands if they are numbers; else raise ValueError, as a list times a number could be huge."""
     for one in given:
         if isinstance(one, bool) or not isinstance(one, int | float):
-            raise ValueError(f"{type(one).__name__} is no number")
+            raise ValueError(f"{_KINDS.get(type(one), 'a section')} is not a number")
     return cast("tuple[Number, ...]", given)
 
+
+_KINDS: dict[object, str] = {bool: "a boolean", list: "a list", str: "a string", type(None): "null"}
 
 _RESOLVERS: dict[str, Callable[..., Number | str | None]] = {
     "oc.env": read_environment,

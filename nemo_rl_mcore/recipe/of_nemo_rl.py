@@ -1,4 +1,4 @@
-"""Recognise a recipe of NeMo RL: it has keys that are known there, and that no recipe here has."""
+"""Recognise a recipe of NeMo RL by keys that are valid there and in none of our recipes."""
 
 from collections.abc import Collection, Iterator
 from functools import cache
@@ -11,35 +11,35 @@ from nemo_rl_mcore.config.master import RUN_CONFIGS, kind_of
 from nemo_rl_mcore.recipe.schema import field_at, fields, is_known, section_of
 
 LIST = Path(__file__).with_name("nemo_rl_keys.txt")
-"""The keys of NeMo RL's recipes on a day, a line each: made by tests/known_keys.py."""
+"""The keys of NeMo RL's recipes at one commit, one per line; written by tests/known_keys.py."""
 _NAMED = 3
-"""Keys that the message names; a recipe with no more of them is rather one of ours."""
+"""Number of keys that the message names; a recipe with no more foreign keys is probably ours."""
 
 
 def recipe_of_nemo_rl(tree: Tree, file: Path | None, overridden: Collection[str]) -> Problem | None:
-    """Return the one problem of a recipe that is NeMo RL's; None for any other.
+    """Return a single problem for a recipe of NeMo RL; None for any other recipe.
 
-    file: where the recipe stands, if in one. overridden: the keys that the command line sets.
+    file: the recipe's file, if any. overridden: keys set on the command line.
     """
     keys = list(dict.fromkeys(foreign_keys(tree)))
     if not keys:
         return None
     typed = file is None or all(key in overridden for key in keys)
     named = "FILE" if typed else file
-    migrate = f"run `nemo-rl-mcore migrate {named}`, or give --migrate to check and {kind_of(tree).algorithm}"
+    migrate = f"run `nemo-rl-mcore migrate {named}`, or pass --migrate to check or {kind_of(tree).algorithm}"
     if len(keys) > _NAMED and not typed:
         named = ", ".join(keys[:_NAMED])
         what = f"is a recipe of NeMo RL: {len(keys)} of its keys are not ours ({named}, ...)"
         return Problem("foreign-recipe", str(file), what, migrate, tuple(keys))
-    others = f"; so are {', '.join(keys[1:])}" if keys[1:] else ""
-    what = f"is a key of NeMo RL, and none of ours{others}"
+    others = f" (so do {', '.join(keys[1:])})" if keys[1:] else ""
+    what = f"exists only in NeMo RL{others}"
     remove = "remove them" if others else "remove it"
-    remedy = f"{remove} or, if the recipe is NeMo RL's, {migrate}"
+    remedy = f"{remove} or, for a NeMo RL recipe, {migrate}"
     return Problem("foreign-recipe", keys[0], what, remedy, tuple(keys))
 
 
 def names_foreign(path: str) -> bool:
-    """Return whether the path of an override leads to a key of NeMo RL that no recipe here has."""
+    """Return whether an override's path leads to a key of NeMo RL that none of our recipes has."""
     section: object = True
     for key in reversed(path.split(".")):
         section = {key: section}
@@ -47,7 +47,7 @@ def names_foreign(path: str) -> bool:
 
 
 def foreign_keys(section: Tree, prefix: str = "") -> Iterator[str]:
-    """Yield the keys with values that NeMo RL has and no recipe here."""
+    """Yield the keys with values that NeMo RL has and none of our recipes has."""
     for key, value in section.items():
         path = join_path(prefix, str(key))
         kind = next((kind for kind in RUN_CONFIGS.values() if is_known(path, kind)), None)
@@ -59,7 +59,7 @@ def foreign_keys(section: Tree, prefix: str = "") -> Iterator[str]:
 
 
 def leaf_paths(section: Tree, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of a section and of those inside it that hold values."""
+    """Yield the paths of all values in a section and its subsections."""
     for key, value in section.items():
         path = join_path(prefix, str(key))
         if isinstance(value, dict) and value:
@@ -69,7 +69,7 @@ def leaf_paths(section: Tree, prefix: str = "") -> Iterator[str]:
 
 
 def inner_sections(value: object) -> Iterator[tuple[str, Tree]]:
-    """Yield the section that a value is, or those of a list with their places."""
+    """Yield a section with an empty name, or a list's sections with their indices."""
     many = enumerate(cast("list[object]", value)) if isinstance(value, list) else [("", value)]
     for place, one in many:
         if isinstance(one, dict):
@@ -77,9 +77,9 @@ def inner_sections(value: object) -> Iterator[tuple[str, Tree]]:
 
 
 def is_foreign(path: str) -> bool:
-    """Return whether a key that no recipe here has is on the list of NeMo RL's, or above or below one that is.
+    """Return whether a key that none of our recipes has is in NeMo RL's list, or is above or below a key in the list.
 
-    A critic and a teacher are written there as a whole policy again.
+    In NeMo RL the sections of critic and teacher repeat a whole policy.
     """
     path = ".".join(part for part in path.split(".") if not part.isdecimal())
     twin = twin_in_policy(path)
@@ -90,14 +90,13 @@ def is_foreign(path: str) -> bool:
 
 
 def twin_in_policy(path: str) -> str:
-    """Return the key of the policy that one of a critic or a teacher repeats; the path itself for any other."""
+    """Return the policy key that a critic's or a teacher's key repeats; any other path unchanged."""
     name, _, key = path.partition(".")
     return f"policy.{key}" if name in ("value", "teacher") else path
 
 
 @cache
 def listed_keys() -> frozenset[str]:
-    """Return the keys of the list."""
     lines = LIST.read_text(encoding="utf-8").splitlines()
     return frozenset(line.partition(":")[0] for line in lines if not line.startswith("#"))
 
@@ -108,5 +107,5 @@ def _above_listed() -> set[str]:
 
 
 def listed_origin() -> str:
-    """Return the commit of the list, and its day."""
+    """Return the list's commit and date."""
     return LIST.read_text(encoding="utf-8").partition(" at ")[2].partition(",")[0]

@@ -1,4 +1,4 @@
-"""What the models know about themselves: the keys of a section, what a field allows, the nearest key."""
+"""The schema of recipes: a section's keys, a field's allowed values, and the nearest key to an unknown name."""
 
 import difflib
 from functools import cache
@@ -17,7 +17,7 @@ Kind = type[RunConfig]
 
 @cache
 def fields(kind: Kind = GRPOMasterConfig) -> dict[str, FieldInfo]:
-    """Return every field of a recipe by its YAML path; recipes of each algorithm are a kind of their own."""
+    """Return every field of a recipe by YAML path; kind: the algorithm's recipe class."""
     found: dict[str, FieldInfo] = {}
     _walk(kind, "", found)
     return found
@@ -32,11 +32,11 @@ def _walk(section: type[StrictModel], prefix: str, found: dict[str, FieldInfo]) 
 
 
 ANY_NAME = "NAME"
-"""Stands in the path of a field for a name of the user's own."""
+"""Placeholder in a field's path for a name of the user's choice."""
 
 
 def section_of(field: FieldInfo) -> type[StrictModel] | None:
-    """Return the class of the sections that a field holds: one, null or not, a list or names; None for plain values."""
+    """Return the class of a field's section or sections, in a list or by name; None for plain values."""
     return _section_in(field.annotation)
 
 
@@ -48,12 +48,12 @@ def _section_in(annotation: object) -> type[StrictModel] | None:
 
 
 def holds_names(field: FieldInfo) -> bool:
-    """Return whether a field holds sections by names of the user's own."""
+    """Return whether a field holds sections by names of the user's choice."""
     return get_origin(field.annotation) is dict and section_of(field) is not None
 
 
 def field_path(path: str, kind: Kind = GRPOMasterConfig) -> str:
-    """Return the path of the field behind a path of a recipe: without places in lists, and with NAME for a name."""
+    """Return the field's path for a recipe path: without list indices, and with NAME for a user's name."""
     found = ""
     for part in path.split("."):
         field = fields(kind).get(found)
@@ -65,18 +65,16 @@ def field_path(path: str, kind: Kind = GRPOMasterConfig) -> str:
 
 
 def field_at(path: str, kind: Kind = GRPOMasterConfig) -> FieldInfo | None:
-    """Return the field that a path of a recipe leads to."""
     return fields(kind).get(field_path(path, kind))
 
 
 def is_known(path: str, kind: Kind = GRPOMasterConfig) -> bool:
-    """Return whether a key exists in the recipes of an algorithm."""
     path = field_path(path, kind)
     return path in fields(kind) or path.endswith(f".{ANY_NAME}")
 
 
 def suggestion(path: str, kind: Kind = GRPOMasterConfig) -> str:
-    """Return the sentence that leads from an unknown key to a known one."""
+    """Return advice for an unknown key."""
     if path in RUN_CONFIGS:
         return (
             f"a recipe has one algorithm, and this one's is {kind.algorithm}; remove one of the two sections"
@@ -91,7 +89,7 @@ def suggestion(path: str, kind: Kind = GRPOMasterConfig) -> str:
 
 
 def nearest_path(path: str, kind: Kind = GRPOMasterConfig) -> str | None:
-    """Return the known path that an unknown one was most likely meant to be, if any is near."""
+    """Return the known path closest to an unknown path; None if none is near."""
     parent, _, key = path.rpartition(".")
     siblings = difflib.get_close_matches(key, _children(parent, kind), n=1, cutoff=0.7)
     if siblings:
@@ -99,7 +97,7 @@ def nearest_path(path: str, kind: Kind = GRPOMasterConfig) -> str | None:
     elsewhere = [known for known in fields(kind) if known.rpartition(".")[2] == key]
     if elsewhere:
         return min(elsewhere, key=lambda known: -_shared(known, path))
-    # Not its siblings, which a shared section would make similar whatever their own names.
+    # Exclude siblings, whose paths are similar because of the shared section, whatever their names.
     others = [
         known
         for known in fields(kind)
@@ -110,7 +108,7 @@ def nearest_path(path: str, kind: Kind = GRPOMasterConfig) -> str | None:
 
 
 def path_ending_in(name: str, kind: Kind) -> str | None:
-    """Return the known path whose last key is nearest to a name, if any is near; one of the algorithm first."""
+    """Return the known path whose last key is closest to a name, preferably the algorithm's; None if none is near."""
     by_key: dict[str, list[str]] = {}
     for path in fields(kind):
         by_key.setdefault(path.rpartition(".")[2], []).append(path)
@@ -124,13 +122,12 @@ def _shared(first: str, second: str) -> int:
 
 
 def _children(parent: str, kind: Kind) -> list[str]:
-    # A misspelt section has no children of its own: they are those of the section it was meant to be.
+    # A misspelt section has no known children; use the children of the section that was meant.
     parent = field_path(parent, kind)
     return [known.rpartition(".")[2] for known in fields(kind) if known.rpartition(".")[0] == parent]
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return what a field allows, in words."""
     return _describe(field.annotation, tuple(field.metadata))
 
 
@@ -141,7 +138,9 @@ def _describe(annotation: Any, metadata: tuple[object, ...]) -> str:
         nested = (extra.metadata if isinstance(extra, FieldInfo) else [extra] for extra in more)
         return _describe(inner, (*metadata, *chain.from_iterable(nested)))
     if origin in (Union, UnionType):
-        return " or ".join(_describe(option, metadata) for option in get_args(annotation))
+        options = [_describe(option, metadata) for option in get_args(annotation)]
+        plain = all(option in _NAMES.values() for option in options)
+        return (" or " if plain else ", or ").join(options)
     if origin is Literal:
         return ", ".join(str(option) for option in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, StrictModel):
@@ -154,7 +153,7 @@ _NAMES: dict[object, str] = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
-    str: "text",
+    str: "a string",
     tuple: "a list",
     dict: "a section",
     NoneType: "null",
@@ -164,17 +163,20 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def _bounds(metadata: tuple[object, ...]) -> str:
-    limits = [
-        f"{words} {limit}" if isinstance(limit := getattr(item, name), int) else f"{words} {limit:g}"
+    limits: dict[str, str] = {
+        name: str(limit) if isinstance(limit := getattr(item, name), int) else f"{limit:g}"
         for item in metadata
-        for name, words in _BOUNDS.items()
+        for name in _BOUNDS
         if hasattr(item, name)
-    ]
-    return f", {' and '.join(limits)}" if limits else ""
+    }
+    if set(limits) == {"ge", "le"}:
+        return f" from {limits['ge']} to {limits['le']}"
+    words = ", ".join(f"{_BOUNDS[name]} {limit}" for name, limit in limits.items())
+    return f" of {words}" if words.startswith("at") else f" {words}" if words else ""
 
 
 def field_help(path: str, kind: Kind = GRPOMasterConfig) -> str:
-    """Return the beginning of a field's description without its full stop; an ellipsis at its end stays."""
+    """Return the first paragraph of a field's description without its full stop; a final ellipsis is kept."""
     field = field_at(path, kind)
     description = " ".join(((field.description if field else None) or "").partition("\n\n")[0].split())
     return description if description.endswith("...") else description.removesuffix(".")

@@ -1,18 +1,18 @@
-"""The recipes that come with the package: examples/configs, under whose names they are found from anywhere."""
+"""The recipes shipped with the package (examples/configs), found by name from any directory."""
 
 from pathlib import Path
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
-"""In a source tree a link to examples/configs, in an installed package its files."""
+"""In a source tree a link to examples/configs, in an installed package a copy of it."""
 
 
 def shipped_names() -> list[str]:
-    """Return the names of all recipes, which are their paths in the folder."""
+    """Return all recipes' names: their paths within the folder."""
     return sorted(str(path.relative_to(SHIPPED)) for path in SHIPPED.rglob("*.yaml"))
 
 
 def shipped_recipe(name: str | Path) -> Path | None:
-    """Return the recipe of that name, with or without its folder and `.yaml`; None where there is none, or several."""
+    """Return the recipe with this name, with or without folder and `.yaml`; None if there is none, or more than one."""
     wanted = Path(f"{str(name).removesuffix('.yaml')}.yaml")
     if not _below(wanted):
         return None
@@ -23,7 +23,7 @@ def shipped_recipe(name: str | Path) -> Path | None:
 
 
 def shipped_folder(name: str) -> Path | None:
-    """Return the folder of recipes of that name; None where there is none."""
+    """Return the folder of recipes with this name; None if there is none."""
     folder = SHIPPED / name
     return folder if _below(Path(name)) and folder.is_dir() else None
 

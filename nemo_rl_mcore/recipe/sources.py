@@ -1,4 +1,4 @@
-"""Where a recipe comes from: YAML files joined by `defaults:`, then command-line overrides."""
+"""Sources of a recipe: YAML files joined by `defaults:`, then command-line overrides."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,37 +21,35 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 FILES = ("data_path", "prompt_file", "system_prompt_file", "tokenizer.name", "endpoint.command")
-"""Keys, wherever they stand, whose file is looked for beside the recipe, and else where the command is started."""
+"""Keys at any depth whose files are looked up next to the recipe, then in the working directory."""
 
 
 def recipe_file(folder: Path, name: str | Path) -> Path:
-    """Return the recipe of that name: a file seen from the folder, or else one that is shipped."""
+    """Return the recipe with this name: a file relative to the folder, or else a shipped recipe."""
     path = folder / name
     return path if path.exists() else shipped_recipe(name) or path
 
 
-def anchored(tree: dict[str, object], folder: Path, prefix: str = "") -> dict[str, object]:
-    """Return the tree of a recipe, with the paths that start at its folder made absolute."""
-    return {key: _anchored(value, folder, f"{prefix}.{key}") for key, value in tree.items()}
-
-
-def _anchored(node: object, folder: Path, path: str) -> object:
+def anchored[Node](node: Node, folder: Path, path: str = "") -> Node:
+    """Return a recipe's tree with paths relative to the recipe's folder made absolute."""
     if isinstance(node, dict):
-        return anchored(cast("dict[str, object]", node), folder, path)
+        section = cast("dict[str, object]", node)
+        return cast("Node", {key: anchored(one, folder, f"{path}.{key}") for key, one in section.items()})
     if isinstance(node, list):
-        return [_anchored(value, folder, path) for value in cast("list[object]", node)]
+        return cast("Node", [anchored(one, folder, path) for one in cast("list[object]", node)])
     if not isinstance(node, str):
         return node
     names_a_file = node and path.endswith(tuple(f".{key}" for key in FILES))
-    return str((folder / node).absolute()) if names_a_file and glob(node, root_dir=folder) else node
+    there = names_a_file and glob(node, root_dir=folder)
+    return cast("Node", str((folder / node).absolute())) if there else node
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The merged tree, and the files it was merged from, the strongest last.
+    """A merged tree and its files, in increasing order of precedence.
 
-    ancestors: of each file, how many of those before it are named by its `defaults:`, at once or by another one.
-    arguments: where a key is set that no file has, such as an argument in Python.
+    ancestors: for each file, how many preceding files its `defaults:` names, directly or through other files.
+    arguments: origins of keys that are not set in a file, such as arguments in Python.
     """
 
     tree: DictConfig
@@ -60,21 +58,21 @@ class Recipe:
     arguments: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def under(self, tree: Mapping[str, object], arguments: Mapping[str, str]) -> "Recipe":
-        """Return the recipe with the keys of a tree over its own, and what says of each where it is set."""
+        """Return the recipe with a tree's keys in place of its own; arguments: their origins."""
         above = OmegaConf.create(dict(tree))
         return replace(self, tree=_merged(self.tree, above), arguments={**self.arguments, **arguments})
 
 
 def read_recipe(path: str | Path) -> Recipe:
-    """Read a file and, under it, what its `defaults:` names; raises ConfigError with the chain of files.
+    """Read a file and merge it over the files in its `defaults:`; raises ConfigError with the chain of files.
 
-    A name that is no file is that of a recipe that comes with the package.
+    A name without a file refers to a recipe shipped with the package.
     """
     return _read(recipe_file(Path(), path), (), [])
 
 
 def _read(path: Path, chain: tuple[Path, ...], read: list[Path]) -> Recipe:
-    """Read a file; chain: those that lead to it. read: all before it, of which those named twice are read twice."""
+    """Read a file; chain: files that lead to it. read: all files read before it; a file named twice is read twice."""
     chain = (*chain, path)
     read.append(path)
     if len(read) > _MOST_FILES:
@@ -92,20 +90,20 @@ def _read(path: Path, chain: tuple[Path, ...], read: list[Path]) -> Recipe:
 
 
 _MOST_FILES = 100
-"""Of one recipe; files that each name two others twice are read exponentially often."""
+"""Maximum files of a recipe, since files that each name others twice are read exponentially often."""
 
 
 def _merged(below: DictConfig, above: DictConfig) -> DictConfig:
-    """Return both, key by key; a list takes the place of a section, and a section that of a list.
+    """Merge two trees key by key; a list replaces a section, and a section replaces a list.
 
-    What was given is not to be used any more: it is in the result.
+    The arguments must not be used afterwards, since the result shares their nodes.
     """
     _make_room(below, above)
     return cast("DictConfig", OmegaConf.unsafe_merge(below, above))
 
 
 _REPLACES = "_override_"
-"""Set to true in a section, it takes the place of the parent's, as in NeMo RL."""
+"""Key that, if true, makes a section replace its parent's section instead of merging, as in NeMo RL."""
 
 
 def _make_room(below: DictConfig, above: DictConfig) -> None:
@@ -131,7 +129,7 @@ def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:
         what, remedy = _told(error, path)
         raise _refuse(chain, "not-readable", f"is not valid YAML: {what}", remedy) from error
     except ValueError as error:
-        raise _refuse(chain, "wrong-kind", f"is no recipe: {error}", "name a recipe") from error
+        raise _refuse(chain, "wrong-kind", f"is not a recipe: {error}", "name a recipe") from error
     raise _refuse(chain, "wrong-kind", "holds no keys at its top level", "write a recipe: sections with keys")
 
 
@@ -141,12 +139,12 @@ _NO_SUCH_FILE = (
 
 
 def _told(error: Exception, path: Path) -> tuple[str, str]:
-    """Return what is wrong with a text, and what to do; a tab, which cannot be seen, is called one."""
+    """Return a text's error and remedy; an invisible tab is named as such."""
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     if mark is not None:
         line = path.read_text(encoding="utf-8").split("\n")[mark.line : mark.line + 1]
         if "".join(line)[mark.column : mark.column + 1] == "\t":
-            what = f"line {mark.line + 1}, column {mark.column + 1}: a tab, and lines are indented by spaces alone"
+            what = f"line {mark.line + 1}, column {mark.column + 1}: a tab; indent lines with spaces only"
             return what, "put spaces in its place"
     return " ".join(str(error).split()), "correct it"
 
@@ -170,14 +168,14 @@ def _refuse(chain: tuple[Path, ...], code: Code, what: str, remedy: str) -> Conf
 
 
 _SHOWN = 4
-"""Files at either end of a long chain."""
+"""Number of files shown at either end of a long chain."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a key is set: the place of the file among those of the recipe, file and line for a message, and the value.
+    """Origin of a key: the file's index in the recipe, file and line for messages, and the value.
 
-    text: a value as it is written; empty for a list.
+    text: the value as written; empty for a list.
     """
 
     file: int
@@ -186,11 +184,11 @@ class Origin:
 
 
 def origins(files: Iterable[Path]) -> dict[str, Origin]:
-    """Return for each key which of the files sets it; of several, the strongest."""
+    """Return each key's origin in the file with the highest precedence that sets it."""
     found: dict[str, Origin] = {}
     parents = set[str]()
     for key, origin, is_section in _settings(files):
-        if key in parents and not is_section:  # what files before say of a section that is null now
+        if key in parents and not is_section:  # drop earlier files' keys of a section that is now null
             found = {other: origin for other, origin in found.items() if not other.startswith(f"{key}.")}
         found[key] = origin
         parents.add(key.rpartition(".")[0])
@@ -198,9 +196,9 @@ def origins(files: Iterable[Path]) -> dict[str, Origin]:
 
 
 def taken_back(recipe: Recipe) -> dict[str, Origin]:
-    """Return for each key the strongest setting that another file took the place of, and not one that inherits it.
+    """Return each key's last setting that was replaced by a file which does not inherit from the setting's file.
 
-    Of `defaults: [a.yaml, b.yaml]`, b.yaml brings its own parents: what these say comes after a.yaml.
+    With `defaults: [a.yaml, b.yaml]`, the parents of b.yaml take precedence over a.yaml.
     """
     strongest, lost = origins(recipe.files), dict[str, Origin]()
     for key, origin, is_section in _settings(recipe.files):
@@ -214,7 +212,7 @@ def taken_back(recipe: Recipe) -> dict[str, Origin]:
 
 
 def _settings(files: Iterable[Path]) -> Iterator[tuple[str, Origin, bool]]:
-    """Yield each key of each file, where it is set, and whether it is a section."""
+    """Yield each key in each file with its origin and whether it is a section."""
     for place, path in enumerate(files):
         node = yaml.CSafeLoader(path.read_text(encoding="utf-8")).get_single_node()
         for key, line, value in key_lines(node, ""):
@@ -223,7 +221,7 @@ def _settings(files: Iterable[Path]) -> Iterator[tuple[str, Origin, bool]]:
 
 
 def places(recipe: Recipe, overridden: Iterable[str]) -> dict[str, str]:
-    """Return where each key is set: file and line, argument, or command line, which counts for its sections too."""
+    """Return each key's location: file and line, argument, or (for enclosing sections too) command line."""
     lines = {key: origin.where for key, origin in origins(recipe.files).items()}
     lines |= recipe.arguments
     return lines | {
@@ -232,7 +230,7 @@ def places(recipe: Recipe, overridden: Iterable[str]) -> dict[str, str]:
 
 
 def key_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, yaml.Node]]:
-    """Yield the path of each key below a node, the line on which it stands, from 1, and its value."""
+    """Yield the path, line number (from 1) and value of each key below a node."""
     if isinstance(node, yaml.SequenceNode):
         for place, one in enumerate(cast("list[yaml.Node]", node.value)):
             path = join_path(prefix, str(place))
@@ -251,8 +249,8 @@ def apply_overrides(
 ) -> tuple[list[str], list[Problem]]:
     """Change the tree by Hydra's grammar (`a.b=c`, `+new=...`, `++any=...`, `~gone`).
 
-    is_foreign: of keys that are set although none of ours, for others to judge.
-    Gives the paths that were named, and what is wrong with them.
+    is_foreign: whether a key is foreign, and is set without an error here.
+    Returns the overridden paths and their problems.
     """
     texts = list(overrides)
     if not texts:
@@ -268,18 +266,10 @@ def apply_overrides(
             require_shallow(text)
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError) as error:
-            reason = str(error).splitlines()[0]
-            problems.append(
-                Problem(
-                    "not-allowed",
-                    text,
-                    f"is not an override ({reason})",
-                    "write key=value, without spaces around =",
-                    where=COMMAND_LINE,
-                )
-            )
+            what = f"is not an override ({str(error).splitlines()[0]})"
+            problems.append(_wrong("not-allowed", text, what, "write key=value, without spaces around ="))
             continue
-        paths += _paths({override.key_or_group: override.value()}, "")
+        paths += key_paths({override.key_or_group: override.value()})
         problem = _apply(tree, override, lambda path: is_known(path, kind) or is_foreign(path), kind)
         if problem is not None:
             problems.append(problem)
@@ -289,34 +279,30 @@ def apply_overrides(
 COMMAND_LINE = "command line"
 
 
+def _wrong(code: Code, path: str, what: str, remedy: str = "") -> Problem:
+    return Problem(code, path, what, remedy, where=COMMAND_LINE)
+
+
 def _apply(
     tree: DictConfig, override: "Override", may_be_set: Callable[[str], bool], kind: Kind
 ) -> Problem | None:
     path = override.key_or_group
-    exists = path in _paths(cast("dict[str, object]", OmegaConf.to_container(tree, resolve=False)), "")
+    exists = path in key_paths(cast("dict[str, object]", OmegaConf.to_container(tree, resolve=False)))
     if override.is_sweep_override() or override.package is not None:
-        return Problem(
-            "not-supported",
-            path,
-            "sweeps and config groups are not supported",
-            "give one value",
-            where=COMMAND_LINE,
+        return _wrong(
+            "not-supported", path, "sweeps and config groups are not supported", "set a single value"
         )
     if override.is_delete():
         return _delete(tree, override, exists, kind)
     if override.is_add() and exists:
-        return Problem(
-            "already-there", path, "is already set", f"write it without the +, {path}=...", where=COMMAND_LINE
-        )
+        return _wrong("already-there", path, "is already set", f"write it without the +, {path}=...")
     creates = override.is_add() or override.is_force_add()
     if not creates and not exists and not may_be_set(path):
-        return Problem("unknown-key", path, "unknown key", suggestion(path, kind), where=COMMAND_LINE)
+        return _wrong("unknown-key", path, "unknown key", suggestion(path, kind))
     try:
         OmegaConf.update(tree, path, override.value(), merge=True, force_add=True)
     except OmegaConfBaseException as error:
-        return Problem(
-            "not-allowed", path, f"cannot be set: {str(error).splitlines()[0]}", where=COMMAND_LINE
-        )
+        return _wrong("not-allowed", path, f"cannot be set: {str(error).splitlines()[0]}")
     return None
 
 
@@ -324,32 +310,22 @@ def _delete(tree: DictConfig, override: "Override", exists: bool, kind: Kind) ->
     path = override.key_or_group
     if not exists:
         remedy = "remove the override" if is_known(path, kind) else suggestion(path, kind)
-        return Problem(
-            "not-found",
-            path,
-            "cannot be deleted, because the recipe does not set it",
-            remedy,
-            where=COMMAND_LINE,
-        )
+        return _wrong("not-found", path, "cannot be deleted, because the recipe does not set it", remedy)
     parent, _, key = path.rpartition(".")
     section = OmegaConf.select(tree, parent) if parent else tree
-    expected = override.value()
-    if expected is not None and expected != section[key]:
-        return Problem(
-            "contradicts",
-            path,
-            f"cannot be deleted, because its value is {section[key]!r} and not {expected!r}",
-            f"write ~{path}",
-            where=COMMAND_LINE,
-        )
+    expected, found = override.value(), section[key]
+    if expected is not None and expected != found:
+        what = f"cannot be deleted as ~{path}={expected}, because its value is {found!r}"
+        return _wrong("contradicts", path, what, f"write ~{path}")
     del section[key]
     return None
 
 
-def _paths(tree: dict[str, object], prefix: str) -> Iterator[str]:
+def key_paths(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """Yield the paths of all sections and keys, with list indices as keys."""
     for key, value in tree.items():
         path = join_path(prefix, str(key))
         yield path
         inner = dict(enumerate(cast("list[object]", value))) if isinstance(value, list) else value
-        if isinstance(inner, dict):
-            yield from _paths(cast("dict[str, object]", inner), path)
+        if isinstance(inner, Mapping):
+            yield from key_paths(cast("Mapping[str, object]", inner), path)

@@ -1,9 +1,9 @@
-"""From a plain tree to a checked configuration, or to every problem it has."""
+"""Validate a plain tree, and return the configuration or all problems."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import cast
+from typing import Literal, cast, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -28,7 +28,7 @@ from nemo_rl_mcore.recipe.schema import (
 
 @dataclass(frozen=True)
 class Validated:
-    """The configuration, None where there are problems; warnings are of keys that nothing reads."""
+    """A configuration, or None if there are problems; warnings concern keys that nothing reads."""
 
     config: RunConfig | None
     problems: list[Problem]
@@ -36,17 +36,17 @@ class Validated:
 
 
 def validate(written: Tree) -> Validated:
-    """Check fields, each alone; where all of them are right, check what goes together."""
+    """Check each field on its own and, if all are valid, the rules between them."""
     kind = kind_of(written)
     tree, problems = with_pretrained_model(written)
-    for problem in tuple(problems):  # construction would read it once more
+    for problem in tuple(problems):  # construction would read it again
         cast("Tree", tree[problem.path.partition(".")[0]]).pop("model_name", None)
     try:
         config = kind.model_validate(tree)
     except ValidationError as error:
         found = chain.from_iterable(_translate(one, tree, kind) for one in error.errors(include_url=False))
-        wrong = dict.fromkeys(found)  # a union says it once for each of its branches
-        # A model that could not be read is missing for that reason alone.
+        wrong = dict.fromkeys(found)  # a union reports it once per branch
+        # A model that could not be read must not also be reported as missing.
         return Validated(
             None,
             problems
@@ -61,11 +61,11 @@ def validate(written: Tree) -> Validated:
 
 
 Key = int | str
-"""A key of a section, or a place in a list."""
+"""A section's key, or a list index."""
 
 
 def with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
-    """Return the recipe completed by what model_name says, of the policy and of a teacher."""
+    """Return the recipe with the policy and the teacher filled from their model_name."""
     filled, problems = dict(tree), list[Problem]()
     for name in ("policy", "teacher"):
         section = tree.get(name)
@@ -92,9 +92,10 @@ def _translate(details: ErrorDetails, tree: Tree, kind: Kind) -> Iterator[Proble
 
 
 def _missing(path: str, kind: Kind) -> Iterator[Problem]:
-    """Yield that a mandatory key is missing and, of a section, its own mandatory keys with it."""
+    """Yield a problem for a missing mandatory key and, if it is a section, for its own mandatory keys."""
     field = fields(kind)[field_path(path, kind)]
-    yield Problem("missing", path, "missing", f"set it: {field_help(path, kind)} ({allowed(field)})")
+    options = f"{'one of ' * (get_origin(field.annotation) is Literal)}{allowed(field)}"
+    yield Problem("missing", path, "is missing", f"set it to {options}: {field_help(path, kind)}")
     section = section_of(field)
     if section is not None and not holds_names(field):
         for name, inner in section.model_fields.items():
@@ -103,9 +104,9 @@ def _missing(path: str, kind: Kind) -> Iterator[Problem]:
 
 
 def _as_written(loc: tuple[int | str, ...], tree: Tree) -> list[Key]:
-    """Return the keys and places that lead through a recipe to an error, without the names of a union's branches.
+    """Return the keys and list indices that lead to an error, without the names of a union's branches.
 
-    A place is told where it is that of a section; of any other list the list's field speaks for all of it.
+    An index is kept only in a list of sections; for other lists the error is reported for the whole list.
     """
     keys, node = list[Key](), cast("object", tree)
     for depth, part in enumerate(loc):

@@ -48,7 +48,7 @@ class _Quiet(StepObserver):
 
 @dataclass
 class Rescored:
-    """Counts what became of a step's tokens.
+    """Counts of a step's tokens.
 
     tokens: rescored. older: of weights that the replay does not pass through. cached: after other weights in their own
     answer, of an engine that keeps its cache: no weights alone give their log-probabilities. largest: difference, nats.
@@ -70,7 +70,7 @@ class Rescored:
 class Rescoring:
     """Rescores kept tokens while a replay passes through the versions.
 
-    allowed: difference of a log-probability, nats. rereads: whether engines read a begun answer again with new weights.
+    allowed: difference of a log-probability, nats. rereads: engines read a begun answer again with new weights.
     """
 
     policy: Policy
@@ -81,10 +81,10 @@ class Rescoring:
     _steps: dict[int, Rescored] = field(default_factory=dict[int, Rescored], init=False)
 
     def rescore(self, version: int, steps: Mapping[int, Mapping[int, BatchedDataDict]]) -> None:
-        """Rescore the tokens of a version, which the policy holds.
+        """Rescore the tokens of a version, whose weights the policy holds.
 
-        steps: those that it may have drawn tokens of, with their groups by position. Raises RunStoppedError for a token
-        that has another log-probability, naming it.
+        steps: those of which it may have drawn tokens, with their groups by position. Raises RunStoppedError for a
+        token with another log-probability, naming it.
         """
         for step, groups in steps.items():
             is_new = step not in self._steps
@@ -117,7 +117,7 @@ class Rescoring:
         parts: list[BatchedDataDict],
         found: Rescored,
     ) -> None:
-        """Compare rows, whose token_mask is 1 at tokens to rescore; places: the group and the row of each."""
+        """Compare rows, whose token_mask is 1 at tokens to rescore; places: each one's group and row."""
         batch = concatenate_batches(parts, self.pad_token_id)
         now = self.policy.get_logprobs(model_inputs(batch, "token_mask"), trained_only=True)["logprobs"]
         kept, mask = batch["generation_logprobs"], batch["token_mask"].bool()
@@ -136,7 +136,7 @@ class Rescoring:
         found.largest = max(found.largest, largest)
 
     def take(self, step: int) -> Rescored:
-        """Return what became of a step's tokens, once all of its versions were passed."""
+        """Return a step's counts, once all of its versions were passed."""
         return self._steps.pop(step)
 
 
@@ -154,9 +154,9 @@ def unmixed(group: BatchedDataDict) -> Tensor:
 
 
 class ReplayedSteps:
-    """The kept groups of a log's steps, read when they are first asked for, and held until a step is forgotten.
+    """The kept groups of a log's steps, read on first use, and held until a step is forgotten.
 
-    folder: of the kept groups, one of each step in it.
+    folder: holds a folder of each step.
     """
 
     def __init__(self, timeline: Timeline, steps: range, folder: Path) -> None:
@@ -164,16 +164,15 @@ class ReplayedSteps:
         self._held: dict[int, dict[int, BatchedDataDict]] = {}
 
     def groups(self, step: int) -> dict[int, BatchedDataDict]:
-        """Return the groups of a step by position; raises RunStoppedError for damage, and other ones than the log's."""
+        """Return a step's groups by position; raises RunStoppedError for damage, and for groups unlike the log's."""
         if step not in self._held:
             folder = self._folder / f"step_{step}"
             try:
                 found = load_groups(folder)
             except ValueError as error:
                 raise RunStoppedError(f"{folder}: {error}", code=code_of(error)) from error
-            logged = {
-                one: self._timeline.groups[one] for one in self._timeline.positions(range(step, step + 1))
-            }
+            positions = self._timeline.positions(range(step, step + 1))
+            logged = {one: self._timeline.groups[one] for one in positions}
             unequal = [
                 position
                 for position, group in logged.items()
@@ -206,31 +205,26 @@ def require_steps(timeline: Timeline, steps: range, log: str) -> None:
     lacking = [step for step in steps if step not in timeline.chunks]
     if lacking or not steps:
         there = f"{min(timeline.chunks)} to {max(timeline.chunks)}" if timeline.chunks else "none"
-        raise RunStoppedError(
-            f"--steps {steps.start - 1}:{steps.stop - 1}: {log} has steps {there}; name a range of them, the step "
-            "before the first one and the last one",
-            code="missing-steps",
-        )
+        remedy = "name a range of them, the step before the first one and the last one"
+        what = f"--steps {steps.start - 1}:{steps.stop - 1}: {log} has steps {there}; {remedy}"
+        raise RunStoppedError(what, code="missing-steps")
     for step in steps:
         for position in timeline.positions(range(step, step + 1)):
             group = timeline.groups.get(position)
             versions = [] if group is None else group.versions
             if not versions or max(versions) >= step:
                 drawn = f"drawn by {versions}" if versions else "never drawn"
-                raise RunStoppedError(
-                    f"{log}: step {step} trains group {position}, which was {drawn} before it",
-                    code="untimely-group",
-                )
+                what = f"{log}: step {step} trains group {position}, which was {drawn} before it"
+                raise RunStoppedError(what, code="untimely-group")
 
 
 def require_kept(folder: Path, steps: range, key: str) -> None:
-    """Raise RunStoppedError unless the groups of all these steps are kept in a folder; key: what has them kept."""
+    """Raise RunStoppedError unless a folder has the groups of all these steps; key: the section that keeps them."""
     gone = [step for step in steps if not (folder / f"step_{step}").is_dir()]
     if gone:
-        first = next((step for step in steps if step > gone[-1]), None)
-        remedy = (
-            f"begin after step {gone[-1]}, at a checkpoint" if first else f"{key}.enabled: true keeps them"
-        )
+        remedy = f"{key}.enabled: true keeps them"
+        if steps[-1] > gone[-1]:
+            remedy = f"begin after step {gone[-1]}, at a checkpoint"
         raise RunStoppedError(
             f"--steps {steps.start - 1}:{steps.stop - 1}: {folder} does not have the groups of "
             f"{len(gone)} of these steps, {gone[0]} to {gone[-1]}: the run did not keep them, or no more than "
@@ -240,13 +234,14 @@ def require_kept(folder: Path, steps: range, key: str) -> None:
 
 
 def first_of_replay(starts: Iterable[int], steps: range, folder: Path) -> int:
-    """Return the first step to train so as to come to these: behind the last start whose kept groups lead there.
+    """Return the first step to train in order to reach these: behind the last start from which kept groups lead there.
 
-    starts: the steps whose weights are there, 0 for those that the run began with. Raises RunStoppedError without one.
+    starts: the steps whose weights are there, 0 for the initial ones. Raises RunStoppedError without one.
     """
-    ends: dict[int, int] = {}
-    for start in sorted(starts):
-        ends[start] = next(step for step in count(start) if not (folder / f"step_{step + 1}").is_dir())
+    ends = {
+        start: next(step for step in count(start) if not (folder / f"step_{step + 1}").is_dir())
+        for start in sorted(starts)
+    }
     fitting = [start for start, end in ends.items() if start < steps.start and end >= steps[-1]]
     if not fitting:
         there = ", ".join(f"{start}:{end}" for start, end in ends.items() if end > start) or "none"
@@ -259,19 +254,18 @@ def first_of_replay(starts: Iterable[int], steps: range, folder: Path) -> int:
 
 
 _OF_THE_MACHINE = "performance/"
-"""Begins the names of metrics that no two runs have equal: time, memory."""
+"""Prefix of metrics that differ between any two runs: time, memory."""
 
 _DECODING = 1e-4
-"""Between what the embedded engine decodes and a pass of training, both in float32, nats; see docs/numerics.md."""
+"""Between the embedded engine's decoding and a training pass, both in float32, nats; see docs/numerics.md."""
 
 
 def run_replay(config: RunConfig, run: Path, after: int, last: int | None) -> int:
-    """Train the steps after `after` up to `last` (None: all) as the log in the folder `run` says; see `exit_status`.
+    """Train the steps after `after` up to `last` (None: all) by the log in the folder `run`; see `exit_status`.
 
-    Where no weights of `after` are kept, the steps that lead there from earlier ones are trained and compared as well.
-    Each step is told when its weights, its metrics, and its groups are those of the run, and each kept token has the
-    log-probability that the weights give which it names; the first step of which that is not so ends the replay with
-    status 1.
+    Without kept weights of `after`, the steps that lead there from earlier ones are trained and compared as well.
+    A line is printed for each step whose weights, metrics and groups equal the run's, and whose kept tokens have the
+    log-probabilities that their versions' weights give; the first other step ends the replay with status 1.
     """
 
     def replay() -> None:
@@ -320,10 +314,11 @@ def _planned(
 def _train(parts: Parts, models: Mapping[str, Policy], timeline: Timeline, steps: range, run: Path) -> None:
     """Train and compare every step; raises RunStoppedError for the first that is not that of the run."""
     config, policy = parts.config, models["policy"]
-    engine, precision = config.policy.generation.engine, config.policy.precision
-    held_as = engine.number_format(precision)  # None where engines hold the weights as training does
+    of_vllm, precision = config.policy.generation.backend == "vllm", config.policy.precision
+    # None where engines hold the weights as training does.
+    held_as = config.policy.generation.vllm_cfg.number_format(precision) if of_vllm else None
     allowed = bounds_of(config.policy).difference
-    rereads = engine.traits.always_rereads or config.asynchrony.recompute_kv_cache_after_weight_updates
+    rereads = of_vllm or config.asynchrony.recompute_kv_cache_after_weight_updates
     rescoring = Rescoring(
         policy,
         min(allowed, _DECODING) if held_as is None and precision == "float32" else allowed,
@@ -339,7 +334,14 @@ def _train(parts: Parts, models: Mapping[str, Policy], timeline: Timeline, steps
         LocalEnvironments(parts.environment),
         form=parts.form,
     )
-    logged_rows, replayed = _logged_metrics(run), ReplayedSteps(timeline, steps, run / KEPT_GROUPS)
+    path, replayed = run / METRICS_FILE, ReplayedSteps(timeline, steps, run / KEPT_GROUPS)
+    logged_rows = dict[int, Mapping[str, Any]]()
+    try:
+        for line in read_regular(path).split(b"\n")[:-1] if path.exists() else ():
+            row = cast("dict[str, Any]", parse_json(line.decode()))
+            logged_rows[row["step"]] = row
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RunStoppedError(f"{path} cannot be read: {error}", code="unreadable-file") from error
     draw = draw_of(config, parts.prompts, collector)
     drawn = DrawnGroups(draw)
     algorithm: Algorithm[Any] = algorithm_of(parts, models, collector, _Quiet(), None)
@@ -359,22 +361,9 @@ def _train(parts: Parts, models: Mapping[str, Policy], timeline: Timeline, steps
         row = logged_rows.get(step, {})
         common = [name for name in metrics if not name.startswith(_OF_THE_MACHINE) and name in row]
         for name in common:
-            # What is not finite is null there.
+            # Numbers that are not finite are null there.
             if metrics[name] != row[name] and (row[name] is not None or math.isfinite(metrics[name])):
                 what = f"step {step}: {name} is {metrics[name]!r} now, and {row[name]!r} in {METRICS_FILE}"
                 raise RunStoppedError(what, code="unequal-metrics")
         told += f", {len(groups)} groups equal, {len(common)} metrics equal, {rescoring.take(step)}"
         write_line(sys.stdout, f"step {step}: {told}")
-
-
-def _logged_metrics(run: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the rows of the run's metrics by step; raises RunStoppedError for a file that cannot be read."""
-    path = run / METRICS_FILE
-    if not path.exists():
-        return {}
-    try:
-        lines = read_regular(path).split(b"\n")[:-1]
-        rows = [cast("dict[str, Any]", parse_json(line.decode())) for line in lines]
-        return {row["step"]: row for row in rows}
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RunStoppedError(f"{path} cannot be read: {error}", code="unreadable-file") from error

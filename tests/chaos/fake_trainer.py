@@ -7,6 +7,7 @@ The weights of the model are a digest of all rows that have trained it, in order
 import asyncio
 import random
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -416,7 +417,8 @@ def start(root: Path, config, chance: Chance, lives: count) -> None:
         algorithm = _algorithm(config, models, (trainer, collector, parts.prompts, notes), scheduler)
         trained = {name: model for name, model in models.items() if config.models[name].trained}
         frozen = {name: model for name, model in models.items() if name not in trained}
-        TrainingLoop(config, algorithm, trained, scheduler, notes, checkpoints, frozen).run()
+        loop = TrainingLoop(config, algorithm, trained, scheduler, notes, checkpoints, frozen)
+        deque(loop.steps(), maxlen=0)  # to its end
 
 
 def _algorithm(config, models, common, scheduler):

@@ -78,11 +78,8 @@ def loss_that(action: str, rank: int = 1) -> tuple[str, ...]:
     )
 
 
-def kill_rank(number: int = signal.SIGKILL) -> Callable[[ChaosRun], None]:
-    def strike(run: ChaosRun) -> None:
-        os.kill(run.ranks()[-1], number)
-
-    return strike
+def kill_rank(run: ChaosRun) -> None:
+    os.kill(run.ranks()[-1], signal.SIGKILL)
 
 
 def after(wait: Callable[[ChaosRun], None], act: Callable[[ChaosRun], None]) -> Callable[[ChaosRun], None]:
@@ -101,8 +98,9 @@ def the_marker(run: ChaosRun) -> None:
     run.wait_until(run.marker.exists)
 
 
-def server_killed(name: str) -> Callable[[ChaosRun], None]:
-    return after(a_step, lambda run: os.kill(run.server(name), signal.SIGKILL))
+def gcs_killed(run: ChaosRun) -> None:
+    a_step(run)
+    os.kill(run.server("gcs_server"), signal.SIGKILL)
 
 
 def ctrl_c(run: ChaosRun) -> None:
@@ -137,23 +135,9 @@ def second_run(run: ChaosRun) -> None:
 
 FAULTS = (
     Fault(
-        "rank killed in the forward pass",
-        the_marker,
-        r"rank 1 \(host .*\) died in train",
-        overrides=loss_that("kill"),
-        short=True,
-    ),
-    Fault(
         "rank killed while it starts",
-        after(lambda run: run.wait_until(lambda: len(run.ranks()) == 2), kill_rank()),
+        after(lambda run: run.wait_until(lambda: len(run.ranks()) == 2), kill_rank),
         r"rank \d .*died in MegatronPolicyWorker\(\)",
-    ),
-    Fault(
-        "rank stopped between two steps",
-        after(a_step, kill_rank(signal.SIGSTOP)),
-        r"does not answer: its process is stopped",
-        allowed_s=LIMIT_S + CALL_S,
-        short=True,
     ),
     Fault(
         "rank that hangs in the forward pass",
@@ -169,8 +153,7 @@ FAULTS = (
         overrides=(*PIPELINE, *loss_that("raise", rank=3)),
         short=True,
     ),
-    Fault("raylet killed", server_killed("raylet"), r"Ray's raylet \(pid \d+\) died"),
-    Fault("GCS killed", server_killed("gcs_server"), r"Ray's gcs_server \(pid \d+\) died", short=True),
+    Fault("GCS killed", gcs_killed, r"Ray's gcs_server \(pid \d+\) died", short=True),
     Fault("one Ctrl-C", after(a_step, ctrl_c), r"step_\d+", status=130, kept=True, short=True),
     Fault("full disk: log_dir", disk_filled("log"), r"logger\.log_dir", small_disk="log"),
     Fault(

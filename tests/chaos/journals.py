@@ -159,7 +159,7 @@ class JournaledMegatronPolicyWorker(MegatronPolicyWorker):
             ("save", "save", True),
         ):
             setattr(self.backend, method, self._passing(getattr(self.backend, method), point, before))
-        from nemo_rl_mcore.rank.megatron.checkpoint import (
+        from nemo_rl_mcore.rank.megatron.sharded_folder import (
             PreparedState,  # with Megatron, which only ranks import
         )
 

@@ -47,7 +47,7 @@ BACKGROUND = (
 STREAMED, DYNAMIC = Recipe(1, chunk=2), Recipe(1, dynamic=True)
 OTHERS = tuple(Recipe(age, one, steps=9) for one in ("ppo", "dpo", "distillation") for age in (None, 1))
 JOINED_S = 60.0
-TWO_MACHINES = Recipe(None, machines=2, more=(f"cluster.node_wait_s={JOINED_S:g}",))
+TWO_MACHINES = Recipe(None, machines=2)
 
 
 @dataclass(frozen=True)

@@ -123,21 +123,6 @@ def test_a_run_that_redoes_what_no_checkpoint_holds_is_right(which, request):
     assert script.problems() == []
 
 
-def test_new_ranks_without_a_checkpoint_begin_at_the_first_step(beside):
-    train_all(beside, (1, 2))
-    beside.die("rank_0", "rank_1")
-    beside.new_ranks()
-    train_all(beside)
-    assert beside.problems() == []
-
-
-def test_a_retry_after_an_abort_is_right_and_one_without_is_not(beside):
-    fail_a_chunk(beside)
-    beside.on_ranks("abort_train_step")
-    train_all(beside, (2, 3))
-    assert beside.problems() == []
-
-
 def fail_a_chunk(script):
     script.train(1)
     script.train(2, finish=False)
@@ -170,6 +155,39 @@ def hold_different_weights(script):
         script.write(who, "finish_train_step", weights=weights)
 
 
+def redo_without_a_row(script):
+    train_all(script, (1, 2))
+    script.die("rank_0", "rank_1")
+    script.new_ranks()
+    script.rows = lambda step, samples: Script.rows(script, step, samples)[:1]
+    script.train(1)
+    del script.rows
+    train_all(script, (2, 3))
+
+
+def redo_to_other_weights(script):
+    train_all(script, (1, 2))
+    script.die("rank_0", "rank_1")
+    script.new_ranks()
+    script.train(1, weights="others")
+    script.train(2, before="others")
+    script.train(3)
+
+
+def train_rows_twice(script):
+    script.rows = lambda step, samples: [*Script.rows(script, step, samples)] * 2
+    script.train(1)
+    del script.rows
+    train_all(script, (2, 3))
+
+
+def train_what_nobody_answered(script):
+    script.rows = lambda step, samples: [
+        [*row[:2], "from nowhere"] for row in Script.rows(script, step, samples)
+    ]
+    train_all(script)
+
+
 # What is done, what is told of it, and whether the run came to its end.
 WRONG = {
     "a step is left out": (lambda s: train_all(s, (1, 3)), "is trained after step 1", True),
@@ -195,6 +213,10 @@ WRONG = {
     "saved as another": (save_under_another_number, "saves as step 2 what is step 1", False),
     "never saved": (save_under_another_number, "loads step 1, which it never saved whole", False),
     "different weights": (hold_different_weights, "different weights after step 1", False),
+    "redone without a row": (redo_without_a_row, "step 1 was done again with other rows", True),
+    "redone to other weights": (redo_to_other_weights, "gave other weights", True),
+    "rows twice": (train_rows_twice, "trained 4 rows that are not its own, or twice", True),
+    "rows from nowhere": (train_what_nobody_answered, "trained 2 rows that nobody answered", True),
     "begun elsewhere": (
         lambda s: (s.die("rank_0", "rank_1"), s.new_ranks(first="others")),
         "begins with other weights",
@@ -211,65 +233,6 @@ def test_a_wrong_history_is_told(beside, name):
     assert any(told in one for one in problems), problems
 
 
-def test_a_redo_that_skips_a_chunk_is_told(beside):
-    train_all(beside, (1, 2))
-    beside.die("rank_0", "rank_1")
-    beside.new_ranks()
-    beside.rows = lambda step, samples: Script.rows(beside, step, samples)[:1]
-    beside.train(1)
-    del beside.rows
-    train_all(beside, (2, 3))
-    assert {one.split(" ", 1)[1] for one in beside.problems()} >= {
-        "step 1 was done again with other rows",
-        "step 1 trained 0 rows that are not its own, or twice, and left out 2",
-    }
-
-
-def test_other_weights_after_a_redo_are_told_unless_kernels_differ(beside):
-    train_all(beside, (1, 2))
-    beside.die("rank_0", "rank_1")
-    beside.new_ranks()
-    beside.train(1, weights="others")
-    beside.train(2, before="others")
-    beside.train(3)
-    assert any("gave other weights" in one for one in beside.problems())
-    assert beside.problems(exact=False) == []
-
-
-def test_rows_that_are_trained_twice_are_told(turns):
-    turns.rows = lambda step, samples: [*Script.rows(turns, step, samples)] * 2
-    turns.train(1)
-    del turns.rows
-    train_all(turns, (2, 3))
-    assert any("trained 4 rows that are not its own, or twice" in one for one in turns.problems())
-
-
-def test_an_answer_lost_with_its_engine_is_asked_for_again(tmp_path):
-    script = Script(tmp_path, asynchronous=True)
-    script.start()
-    for position in range(5):
-        script.answer(position)
-    script.answer(5, at="")
-    script.die("engine")
-    script.answer(5, attempt=2)
-    train_all(script)
-    assert script.problems() == []
-
-
-@pytest.mark.parametrize("lost", [True, False])
-def test_requests_of_a_group_are_answered_again_only_where_one_of_them_was_lost(beside, lost):
-    for sample in range(SAMPLES):
-        beside.answer(6, asked=f"sample {sample}", attempt=f"1, call {sample}", rows=[f"row {sample}"])
-    if lost:
-        beside.answer(6, asked="another one", attempt="1, call 9", at="", rows=[])
-        beside.die("engine")
-    for sample in range(SAMPLES):
-        beside.answer(6, asked=f"sample {sample}", attempt=f"2, call {sample}", rows=[f"row {sample}"])
-    train_all(beside)
-    told = [] if lost else ["group 6 was answered 2 times"] * SAMPLES
-    assert beside.problems(answered=7) == told
-
-
 ANSWERS = {
     "given up on a living engine": (
         lambda s: s.answer(5, attempt=2, at=""),
@@ -282,6 +245,7 @@ ANSWERS = {
         "answered twice, differently",
     ),
     "older weights": (lambda s: (s.refit(2), s.refit(1)), "went back to older weights"),
+    "a group too many": (lambda s: s.answer(7, rows=["row"] * 2), "never: [7]"),
     "another version 0": (lambda s: (s.die("engine"), s.refit(0, sent="others")), "version 0 names 2"),
 }
 
@@ -292,50 +256,6 @@ def test_wrong_answers_are_told(beside, name):
     go(beside)
     train_all(beside)
     assert any(told in one for one in beside.problems()), beside.problems()
-
-
-def test_a_command_that_goes_on_has_other_tickets_and_may_answer_again(beside):
-    train_all(beside, (1,))
-    beside.save(1)
-    beside.train(2)
-    beside.start_command()
-    beside.pids["engine"] += 1000
-    beside.new_ranks(load=1)
-    for position in range(2, 6):
-        beside.answer(position, rows=["again"] * SAMPLES)
-    beside.rows = lambda step, samples: [[p, s, "again"] for p, s, _ in Script.rows(beside, step, samples)]
-    beside.train(2)
-    beside.train(3)
-    assert beside.problems(repeats=False, exact=False) == []
-    assert any("done again with other rows" in one for one in beside.problems())
-    assert any("answered twice, differently" in one for one in beside.problems())
-
-
-def test_a_group_without_an_answer_and_rows_from_nowhere_are_told(tmp_path):
-    script = Script(tmp_path, asynchronous=True)
-    script.start()
-    for position in range(5):
-        script.answer(position)
-    train_all(script)
-    problems = script.problems()
-    assert any("never: [5]" in one for one in problems)
-    assert any("step 3 trained 1 rows that nobody answered" in one for one in problems)
-
-
-def test_rows_that_no_rank_answered_are_told(turns):
-    train_all(turns, (1, 2))
-    for who, sample in (("rank_0", 0), ("rank_1", 1)):
-        turns.write(
-            who, "train", answered=who == "rank_0", rows=[[5, sample, who], [9, sample, who]], weights="w3"
-        )
-    assert turns.problems() == ["rank_1: step 3 trained 2 rows that nobody answered"]
-
-
-def test_a_line_that_was_cut_off_is_none(turns):
-    train_all(turns)
-    with (turns.folder / "rank_0.100.jsonl").open("a") as file:
-        file.write('{"time": 99, "pid"')
-    assert turns.problems() == []
 
 
 def twice(script, steps=(1, 2, 3), leave_out=None):
@@ -366,32 +286,3 @@ def test_each_model_trains_each_pass_over_a_step_once(who, model, tmp_path):
     assert script.problems(**TWO) == [
         f"{model}: step 4 trained 0 rows that are not its own, or twice, and left out 1"
     ]
-
-
-def test_a_step_that_ends_between_two_passes_is_told(tmp_path):
-    script = Script(tmp_path, asynchronous=False)
-    twice(script, (1, 2))
-    for who in ("rank_0", "rank_1", "value_rank_0", "value_rank_1"):
-        script.write(who, "train", rows=script.rows(3, [int(who[-1])]), weights="w3 1")
-    script.on_ranks("save_checkpoint", step=3, weights="w3 1")
-    problems = script.problems(**TWO)
-    assert any("saves as step 3 what is step 2.5" in one for one in problems)
-    assert any("have [5] steps behind them, of 6" in one for one in problems)
-
-
-def test_chosen_rows_are_any_of_their_prompt(tmp_path):
-    script = Script(tmp_path, asynchronous=False)
-    script.start()
-    for step in (1, 2, 3):
-        first, second = script.rows(step, [1])
-        for who, row in (("rank_0", first), ("rank_1", second)):
-            script.write(who, "train", rows=[row, row], weights=f"w{step}")
-    assert script.problems(chosen=2) == []
-    assert any("left out 2" in one for one in script.problems())
-    assert any("left out 2" in one for one in script.problems(chosen=3))
-
-
-def test_groups_that_are_not_trained_are_answered(beside):
-    train_all(beside)
-    assert beside.problems(answered=6) == []
-    assert any("never: [6]" in one for one in beside.problems(answered=7))

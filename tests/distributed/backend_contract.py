@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import pad
 
 from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
-from nemo_rl_mcore.losses import ClippedPGLossFn
+from nemo_rl_mcore.losses import ClippedPGLossFn, NLLLossFn
 from nemo_rl_mcore.rank.policy_backend import OnDevice
 from nemo_rl_mcore.rank.train_step import TrainStepError
 
@@ -79,12 +79,20 @@ def logprobs_are_those_of_the_next_token(make, _folder):
 
 
 def the_temperature_divides_the_logits(make, _folder):
+    """Every pass of the worker is read at the temperature that it is given, whatever it samples at."""
     batch = tiny.grpo_batch()
-    sampled, plain = (
-        make(**given).get_topk_logits(data=batch, k=4)["topk_logits"] for given in ({}, {"temperature": 1.0})
-    )
+    sampled = make().get_topk_logits(data=batch, k=4)["topk_logits"]
+    given = make(temperature=1.0)
+    plain = given.get_topk_logits(data=batch, k=4)["topk_logits"]
     assert torch.allclose(sampled * TEMPERATURE, plain, **CLOSE)
     assert plain.abs().max() > 0
+    every = whole_distribution(given, batch)[:, :-1].gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
+    read = given.get_logprobs(data=batch)["logprobs"]
+    assert torch.allclose(read[:, 1:], every.masked_fill(~real(batch, 1)[:, 1:], 0.0), **CLOSE)
+    assert torch.equal(given.get_reference_policy_logprobs(data=batch)["reference_logprobs"], read)
+    mask = batch["token_mask"] * batch["sample_mask"][:, None]
+    (loss,) = given.train(batch, NLLLossFn(), eval_mode=True)["all_mb_metrics"]["loss"]
+    assert torch.allclose(torch.tensor(loss), -(read * mask).sum() / mask.sum(), **CLOSE)
 
 
 def topk_is_the_head_of_the_distribution(make, _folder):
@@ -116,6 +124,8 @@ def what_is_asked_of_trained_tokens_alone_is_0_elsewhere(make, _folder):
             assert torch.allclose(asked[name][there], every[name][there], **CLOSE)
             assert (every[name][~there] != 0).any()
             assert (asked[name][~there] == 0).all()
+    unmarked = batch.without("token_mask")
+    assert refuses(ValueError, lambda: worker.get_logprobs(data=unmarked, trained_only=True))
 
 
 def the_reference_stays_at_the_start(make, _folder):

@@ -147,7 +147,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "num_key_value_heads": 4,
             "num_experts_per_tok": 3,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
         },
     ),

@@ -122,7 +122,7 @@ MODELS: dict[str, tuple[Overrides, Overrides]] = {
     ),
     "sinks": (
         {
-            "softmax_type": "learnable", "sliding_window": 5, "window_attn_skip_freq": [1, 0, 1],
+            "softmax_type": "learnable", "sliding_window": 5,
             "add_bias_linear": True, "activation_func": "quick_gelu",
             "activation_func_clamp_value": 2.0,
             "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24,
@@ -376,8 +376,8 @@ def correction_key(algorithm: Algorithm) -> str:
 
 def asynchrony_key(algorithm: Algorithm) -> str:
     """The path of the section of asynchronous rollouts; of an algorithm that has none, as others would name it."""
-    name, loop = algorithm.shipped.algorithm, algorithm.shipped.loop
-    return f"{name}.{loop.async_key or f'async_{name}'}"
+    name = algorithm.shipped.algorithm
+    return f"{name}.async_{name}"
 
 
 def _kl(case: Case, algorithm: Algorithm) -> Overrides:

@@ -324,7 +324,9 @@ def run(
         if like is not None:
             stack.enter_context(patch.object(start, "Draw", partial(DrawnLike, trained=like)))
         saved = start.read_saved(config, checkpoints.start)
-        for _ in launch._train(parts, NoCluster(config.cluster), checkpoints, observer, stack, saved):  # type: ignore[arg-type]
+        for _ in launch._train(
+            parts, NoCluster(config.cluster), checkpoints, observer, stack, saved, launch.Watch()
+        ):  # type: ignore[arg-type]
             pass
         asked = [ask(number, group) for number, group in enumerate(groups.made)]
     path = folder / EVENTS_FILE

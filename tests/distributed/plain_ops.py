@@ -29,7 +29,6 @@ def plain_linear_logprobs_at(
     temperature: float = 1.0,
     mask: Tensor | None = None,
     with_tail: bool = False,
-    with_entropy: bool = False,
     options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
 ) -> IndexedLogprobs:
     logits_SBV = plain_logits(hidden_SBH, weight_VH, temperature, options)
@@ -37,24 +36,32 @@ def plain_linear_logprobs_at(
     index_SBK = torch.where(kept_SB.unsqueeze(-1), indices_SBK, 0)
     logp_SBV = torch.log_softmax(logits_SBV, -1)
     logprobs_SBK = torch.where(kept_SB.unsqueeze(-1), logp_SBV.gather(-1, index_SBK), 0.0)
-    tail_SB = entropy_SB = None
+    tail_SB = None
     if with_tail:
         rest_SBV = logp_SBV.scatter(-1, index_SBK, float("-inf"))
         tail_SB = torch.where(kept_SB, rest_SBV.logsumexp(-1), 0.0)
-    if with_entropy:
-        entropy_SB = torch.where(kept_SB, -(logp_SBV.exp() * logp_SBV).sum(-1), 0.0)
-    return IndexedLogprobs(logprobs_SBK, tail_SB, entropy_SB)
+    return IndexedLogprobs(logprobs_SBK, tail_SB)
 
 
 def linear_logprobs(
-    hidden_SBH: Tensor, weight_VH: Tensor, targets_SB: Tensor, *, with_entropy: bool = False, **keys: Any
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    targets_SB: Tensor,
+    *,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    with_entropy: bool = False,
+    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the plain twin of `fused_linear_logprobs`; keys: of `plain_linear_logprobs_at`."""
-    found = plain_linear_logprobs_at(
-        hidden_SBH, weight_VH, targets_SB.unsqueeze(-1), with_entropy=with_entropy, **keys
-    )
+    """Return the plain twin of `fused_linear_logprobs`."""
+    keys: dict[str, Any] = {"temperature": temperature, "mask": mask, "options": options}
+    found = plain_linear_logprobs_at(hidden_SBH, weight_VH, targets_SB.unsqueeze(-1), **keys)
     logprobs_SB = found.logprobs.squeeze(-1)
-    return (logprobs_SB, found.entropy) if with_entropy else logprobs_SB
+    if not with_entropy:
+        return logprobs_SB
+    logp_SBV = torch.log_softmax(plain_logits(hidden_SBH, weight_VH, temperature, options), -1)
+    entropy_SB = -(logp_SBV.exp() * logp_SBV).sum(-1)
+    return logprobs_SB, entropy_SB if mask is None else torch.where(mask != 0, entropy_SB, 0.0)
 
 
 def plain_linear_topk_logprobs(
@@ -64,7 +71,6 @@ def plain_linear_topk_logprobs(
     *,
     temperature: float = 1.0,
     mask: Tensor | None = None,
-    with_entropy: bool = False,
     options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
 ) -> TopK:
     """Return the plain twin of `linear_topk_logprobs` on a single rank: sort and log_softmax over all the logits."""
@@ -77,5 +83,4 @@ def plain_linear_topk_logprobs(
         indices=order_SBV[..., :k].masked_fill(dropped_SB.unsqueeze(-1), 0),
         logsumexp=sorted_SBV.logsumexp(-1).masked_fill(dropped_SB, 0.0),
         tail_logmass=logp_SBV[..., k:].logsumexp(-1).masked_fill(dropped_SB, 0.0),
-        entropy=-(logp_SBV.exp() * logp_SBV).sum(-1).masked_fill(dropped_SB, 0.0) if with_entropy else None,
     )

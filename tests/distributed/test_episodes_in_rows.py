@@ -3,10 +3,10 @@
 import pytest
 import tiny
 import torch
+from parted_rows import as_rows
 from test_microbatching import assert_metrics, by_tokens
 from tolerances import LOGPROBS, REORDERED
 
-from nemo_rl_mcore.driver.rollouts.transcript import as_rows
 from nemo_rl_mcore.losses import DistillationLossFn, MseValueLossFn, NLLLossFn
 
 # Ranks, keys of Megatron, keys of the model.

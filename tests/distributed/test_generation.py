@@ -102,14 +102,6 @@ def test_own_logprobs_are_those_of_get_logprobs(ranks, case):
     assert_confirmed(ranks, world_size, megatron, model=model)
 
 
-@pytest.mark.exhaustive
-def test_ranks_that_share_latent_experts_confirm_their_own_answers(ranks):
-    for generated, confirmed, _ in ranks(2).run(
-        generated_against_logprobs, {"expert_model_parallel_size": 2}, [4, 4, 2, 5], None, LATENT_EXPERTS
-    ):
-        assert generated == pytest.approx(confirmed, abs=GENERATION)
-
-
 def several_answers_to_a_prompt():
     asked = requests([5] * 4).repeat_interleave(4)
     asked["sample_index"] = torch.arange(4).repeat(4)
@@ -134,24 +126,9 @@ def test_a_prompt_is_read_once_for_all_its_answers(ranks):
     assert len({tuple(row) for row in once[0]}) > 4  # they are answers of their own
 
 
-def filtered(sampling):
-    worker = tiny.worker(tiny.policy_config(generation=generation_config(**sampling)))
-    asked = requests([4] * 32)
-    likeliest = worker.generate(data=asked, step=1, stop_ids=[], greedy=True)
-    drawn = worker.generate(data=asked, step=1, stop_ids=[])
-    return likeliest["tokens"].tolist(), drawn["tokens"].tolist(), drawn["logprobs"].tolist()
-
-
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.6}], ids=str)
 def test_logprobs_agree_with_get_logprobs_whatever_the_filters(ranks, filters):
     assert_confirmed(ranks, 1, {}, filters=filters)
-
-
-@pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
-def test_the_narrowest_filter_leaves_the_likeliest_token(ranks, sampling):
-    likeliest, drawn, logprobs = ranks(1).run(filtered, sampling)[0]
-    assert drawn == likeliest
-    assert all(value < 0.0 for row in logprobs for value in row)
 
 
 def prompts_up_to(length):

@@ -12,6 +12,14 @@ from tolerances import METRICS
 ADAM = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.0}
 """With a smaller eps a step would multiply the rounding of small gradients."""
 NAMES = ("gpt-oss", "gpt-oss-tied")
+UNEVEN = (
+    3,
+    {
+        "pipeline_model_parallel_size": 3,
+        "num_layers_in_first_pipeline_stage": 1,
+        "num_layers_in_last_pipeline_stage": 1,
+    },
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +40,8 @@ def test_log_probabilities_and_gradients(ranks, saved, name, layout, rows):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("gpt-oss", "pp2"), ("gpt-oss-tied", "tp2-sp-ep2")],
+    [("gpt-oss", "pp2"), ("gpt-oss-tied", "tp2-sp-ep2"), ("gpt-oss", UNEVEN)],
+    ids=["gpt-oss-pp2", "gpt-oss-tied-tp2-sp-ep2", "gpt-oss-pp3-uneven"],
 )
 def test_steps_of_adamw(ranks, saved, name, layout):
     cases.assert_steps_are_theirs(ranks, saved(name), layout, ADAM)

@@ -14,7 +14,7 @@ from rank_pool import RankFailedError
 from safetensors.torch import save_file
 from tolerances import GRADIENTS, LOGPROBS
 
-peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.needs("test-oracle")
 
 TP2 = {"tensor_model_parallel_size": 2}
 TP2_SP = {**TP2, "sequence_parallel": True}
@@ -77,6 +77,8 @@ class Oracle:
     """peft's model in float64 with these adapters, where layers that are one in Megatron share their A."""
 
     def __init__(self, folder, start):
+        import peft
+
         self.start = start
         modules = modules_of(start)
         self._experts = {m.rpartition(".experts.")[0] + ".experts" for m in modules if ".experts." in m}
@@ -290,6 +292,8 @@ def test_adapters_beside_another_model_are_not_loaded(ranks, tmp_path):
     ids=["qwen2", "qwen2-tp2-sp", "llama-tied-pp2", "qwen3-moe-ep2"],
 )
 def test_exports_give_the_same_in_transformers_and_peft(ranks, tmp_path, name, megatron, keys):
+    import peft
+
     folder, data = hf_models.save(name, tmp_path / "model"), batches()[0]
     found = ranks(2 if megatron else 1).run(lora_cases.exported, folder, megatron, keys, data, str(tmp_path))
     said, adapters = found[0]
@@ -310,6 +314,8 @@ def test_exports_give_the_same_in_transformers_and_peft(ranks, tmp_path, name, m
 
 
 def test_adapters_of_peft_with_an_a_of_each_projection_are_refused(ranks, folder, tmp_path):
+    import peft
+
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj"])
     peft.get_peft_model(hf_models._float64(folder), config).save_pretrained(tmp_path / "adapter")

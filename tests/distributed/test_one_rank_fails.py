@@ -105,33 +105,6 @@ def test_a_loss_that_raises_on_one_rank_ends_the_step_alike_on_all_and_abort_men
         assert found == [(told, [], []) for told in tolds]
 
 
-def traces_of_a_missing_key(sections):
-    """The loss reads a key that it has not declared; the last rank's rows lack it."""
-
-    class ReadsMore(ClippedPGLossFn):
-        def sums(self, outputs, data):
-            assert data["bonus"].isfinite().all()
-            return super().sums(outputs, data)
-
-    worker = worker_state.prepared(sections)
-    batch = tiny.shard(tiny.grpo_batch(rows=16, seed=7))
-    if not is_last_rank():
-        batch["bonus"] = batch["advantages"]
-    start = worker_state.capture(worker)
-    loss_fn = tiny.grpo_loss()
-    loss_fn.__class__ = ReadsMore
-    told = told_by(lambda: worker.train(batch, loss_fn, gbs=16))
-    return told, worker_state.differences(start, worker_state.capture(worker))
-
-
-@pytest.mark.parametrize("layout", ["dp2", "pp2"])
-def test_rows_that_lack_a_key_which_the_loss_alone_knows_of_end_the_step_on_all_ranks(ranks, layout):
-    world_size, sections = LAYOUTS[layout]
-    first, last = ranks(world_size).run(traces_of_a_missing_key, sections)
-    assert first == (("KeyError", "\"rank 1: 'bonus'\""), [])
-    assert last == (("KeyError", "'bonus'"), [])
-
-
 def traces_of_refused_rows(sections):
     """A declared key that only the last rank's rows lack: in an open step, in `train` and in the passes that read."""
     worker = worker_state.prepared(sections)

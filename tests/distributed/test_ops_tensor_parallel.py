@@ -32,8 +32,11 @@ def test_matches_a_single_rank(reports, case):
                 assert error <= (grads if "grad" in name else outputs), (name, found)
 
 
-@pytest.mark.parametrize(("entropy", "floats"), [("plain", 2), ("entropy", 3)])
-def test_one_collective_forward_and_the_gradient_backward(reports, entropy, floats):
+@pytest.mark.parametrize(
+    ("path", "entropy", "numbers"),
+    [("fused", "plain", 2), ("fused", "entropy", 3), ("at", "plain", 7), ("topk", "plain", 12)],
+)
+def test_one_collective_forward_and_the_gradient_backward(reports, path, entropy, numbers):
     """Statistics of a token; of given ids their logits as well, of the top k also those ids."""
     sent = reports[0][1]
     hidden = ("all_gather_single", TOKENS // 2 * HIDDEN)
@@ -41,10 +44,7 @@ def test_one_collective_forward_and_the_gradient_backward(reports, entropy, floa
         "replicated": ("all_reduce", TOKENS * HIDDEN),
         "sp": ("reduce_scatter_single", TOKENS * HIDDEN),
     }
-    for path, numbers in {"fused": floats, "at": floats + 5, "topk": floats + 10}.items():
-        outputs = ("all_gather_single", numbers * TOKENS)
-        backward = path != "topk"
-        assert sent[f"{path}-replicated-{entropy}"] == [outputs, of_gradient["replicated"]][: 1 + backward]
-        assert (
-            sent[f"{path}-sp-{entropy}"] == [hidden, outputs, hidden, of_gradient["sp"]][: 2 + 2 * backward]
-        )
+    outputs, backward = ("all_gather_single", numbers * TOKENS), path != "topk"
+    assert sent[f"{path}-replicated-{entropy}"] == [outputs, of_gradient["replicated"]][: 1 + backward]
+    expected = [hidden, outputs, hidden, of_gradient["sp"]][: 2 + 2 * backward]
+    assert sent[f"{path}-sp-{entropy}"] == expected

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import tiny
 import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
@@ -49,3 +50,23 @@ def test_each_position_is_asked_for_what_belongs_to_its_own_next_token(ranks):
     assert trained == {(0, 0): 11, (1, 0): 13, (3, 0): 12, (4, 0): 14, (3, 1): 22}
     for place, position in enumerate(LAYOUT):
         assert of_teacher[place] == [[15 * row + 3 * position + k for k in range(3)] for row in range(2)]
+
+
+def logits_of_a_training_pass():
+    """Positions whose logits an unfused training pass makes."""
+    from megatron.core.utils import unwrap_model
+
+    worker = tiny.worker(tiny.policy_config(megatron={"use_fused_linear_logprobs": False}))
+    shapes = []
+    layer = unwrap_model(worker.backend.chunks[0]).output_layer
+    layer.register_forward_hook(lambda _module, inputs, _output: shapes.append(inputs[0].shape[:2].numel()))
+    data = tiny.grpo_batch()
+    worker.train(data, tiny.grpo_loss(), mbs=8)
+    marked = int((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
+    return shapes, marked, data["input_ids"].numel()
+
+
+def test_a_training_pass_has_logits_at_trained_tokens_alone(ranks):
+    ((shapes, marked, every),) = ranks(1).run(logits_of_a_training_pass)
+    assert shapes == [marked]
+    assert marked < every

@@ -4,7 +4,6 @@ MODEL = {
     "num_layers": 4,
     "softmax_type": "learnable",
     "sliding_window": 3,
-    "window_attn_skip_freq": (1, 0, 1, 0),
     "add_bias_linear": True,
     "activation_func": "quick_gelu",
     "activation_func_clamp_value": 1.5,

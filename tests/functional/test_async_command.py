@@ -1,12 +1,11 @@
 """`nemo-rl-mcore grpo` with asynchronous rollouts: equal to the synchronous run at age 0, stopped and resumed."""
 
-import json
 import os
 import signal
 import time
 
 import pytest
-from grpo_run import RECIPE, Run, assert_same_tensors, compared, teacher
+from grpo_run import RECIPE, assert_same_tensors, compared, teacher
 from refusals import assert_holds
 
 pytestmark = pytest.mark.stage("processes")
@@ -27,10 +26,6 @@ SHARED = (
     "policy.megatron_cfg.fused_linear_logprobs_context_parallel=true",
     "policy.generation.colocated.enabled=false",
 )
-
-
-def events(run: Run) -> list[dict]:
-    return [json.loads(line) for line in (run.log_dir / "groups.jsonl").read_text().splitlines()]
 
 
 def equal_at_age_0(
@@ -112,53 +107,6 @@ def test_so_are_runs_of_every_algorithm(start, tmp_path, algorithm, recipe, over
     learns_from = (teacher(tmp_path),) if algorithm == "distillation" else ()
     common = (f"{algorithm}.val_at_end=false", *overrides, *learns_from)
     equal_at_age_0(start, algorithm, 5, common, models, RECIPE.with_name(f"{recipe}.yaml"))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("stop", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
-def test_a_signal_amid_answers_stops_cleanly_and_the_same_command_finishes(start, stop, status, word) -> None:
-    steps, groups = 40, 16
-    command = (
-        *(f"grpo.max_num_steps={steps}", "checkpointing.save_period=99999", *BESIDE, *TIS),
-        "checkpointing.enabled=true",
-        "grpo.async_grpo.max_trajectory_age_steps=2",
-    )
-    run = start("run", *command)
-    run.wait_for_step(3)
-    if stop == signal.SIGINT:
-        os.killpg(run.process.pid, stop)  # as a terminal does, to the whole foreground group
-    else:
-        run.process.send_signal(stop)
-    stopped_at = time.monotonic()
-    code, _, errors = run.end(within_s=15)
-    assert time.monotonic() - stopped_at < 10
-    last = len(run.steps())
-    assert 3 <= last < steps
-    saved = run.log_dir / "checkpoints" / f"step_{last}"
-    line = f"step {last} is saved in {saved}, and the same command goes on from there"
-    assert (code, errors) == (status, f"{word}; {line}\n")
-    assert run.watch.all_gone(within_s=10)
-
-    ledger = json.loads((saved / "rollouts" / "ledger.json").read_text())["ledger"]
-    ready = {one["position"] for one in ledger["groups"] if one["min_version"] is not None}
-
-    resumed = start("run", *command)
-    code, output, errors = resumed.end(within_s=300)
-    assert (code, errors) == (0, "")
-    assert_holds(output, "resuming", f"step {last}", *([f" {len(ready)} prompts"] if ready else []), "kept")
-    assert [row["step"] for row in resumed.steps()] == [*range(1, steps + 1)]
-    assert max(row["async/age_max"] for row in resumed.steps()) == 2
-    told = events(resumed)
-    finished = [one for one in told if one["kind"] == "finished"]
-    trained = [position for one in finished for chunk in one["chunks"] for position in chunk]
-    assert trained == [*range(steps * groups)], "over both starts each group is trained once, in order"
-    second = [number for number, one in enumerate(told) if one["kind"] == "started"][1]
-    assert told[second]["version"] == last
-    asked = [one["token"]["position"] for one in told[second:] if one["kind"] == "dispatched"]
-    assert asked == [p for p in range(last * groups, steps * groups) if p not in ready], "each other one once"
-    assert resumed.watch.all_gone(within_s=10)
 
 
 @pytest.mark.exhaustive_cases("asynchronous")

@@ -7,9 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from checkpoint_tensors import tensors_in
 from commands import run
-from grpo_run import RECIPE, Run, assert_same_tensors
+from grpo_run import Run
 
 pytestmark = pytest.mark.stage("distributed")
 
@@ -24,7 +23,6 @@ TINY = (
     *(f"grpo.max_num_steps={STEPS}", "checkpointing.enabled=true", f"checkpointing.save_period={PERIOD}"),
 )
 KILLED_AFTER = PERIOD + 2
-CLOCKS = ("timing/", "performance/", "async/")
 
 
 def start(folder: Path, *overrides: str) -> Run:
@@ -120,60 +118,3 @@ def test_a_replay_goes_over_the_seam_and_begins_at_it(resumed, kept, after, tmp_
     lines = output.splitlines()
     assert len(lines) == STEPS - after
     assert all(f" equal, {GROUPS} groups equal, " in line for line in lines)
-
-
-GRPO_AT_AGE_0 = (
-    *(*TINY, "grpo.async_grpo.max_trajectory_age_steps=0"),
-    "loss_fn.reference_policy_kl_penalty=0.05",
-)
-DYNAMIC_SAMPLING = (
-    *("grpo.async_grpo.enabled=false", "policy.generation.colocated.enabled=true"),
-    "grpo.use_dynamic_sampling=true",
-)
-
-
-def of_recipe(algorithm: str, *overrides: str) -> tuple[str, ...]:
-    """Return the overrides of an asynchronous recipe as shipped, for as many steps and checkpoints as here."""
-    length = (f"{algorithm}.max_num_steps={STEPS}", f"checkpointing.save_period={PERIOD}")
-    return (*length, f"{algorithm}.val_at_end=false", "logger.tensorboard_enabled=false", *overrides)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("algorithm", "recipe", "overrides", "models"),
-    [
-        ("grpo", "grpo_copy_cpu", GRPO_AT_AGE_0, ["policy"]),
-        ("grpo", "grpo_copy_async_cpu", of_recipe("grpo", *DYNAMIC_SAMPLING), ["policy"]),
-        (
-            *("ppo", "ppo_async_cpu"),
-            of_recipe("ppo", "ppo.async_ppo.max_trajectory_age_steps=0"),
-            ["policy", "value"],
-        ),
-        (
-            *("dpo", "dpo_async_cpu"),
-            of_recipe("dpo", "dpo.async_dpo.max_trajectory_age_steps=0"),
-            ["policy"],
-        ),
-    ],
-    ids=["grpo", "synchronous, dynamic sampling", "ppo", "dpo"],
-)
-def test_at_age_0_the_resumed_run_is_the_undisturbed_one_to_the_bit(
-    tmp_path, algorithm, recipe, overrides, models
-):
-    command = {"algorithm": algorithm, "recipe": RECIPE.with_name(f"{recipe}.yaml")}
-
-    def start_in(folder: Path) -> Run:
-        return Run(folder, *overrides, f"checkpointing.checkpoint_dir={folder}/saved", **command)
-
-    until_killed(start_in(tmp_path / "killed"), KILLED_AFTER)
-    runs = []
-    for name in ("undisturbed", "killed"):
-        runs.append(start_in(tmp_path / name))
-        runs[-1].finish()
-    rows = [
-        [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in run.steps()] for run in runs
-    ]
-    assert rows[0] == rows[1]
-    for model in models:
-        wanted, found = (tensors_in(run.log_dir / "saved" / f"step_{STEPS}" / model) for run in runs)
-        assert_same_tensors(wanted, found)

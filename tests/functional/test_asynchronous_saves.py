@@ -28,8 +28,3 @@ def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path: Path) -> N
     one, other = (saved(tmp_path / str(how), "grpo_copy_cpu.yaml", background=how) for how in (True, False))
     for step, tensors in one.items():
         assert_same_tensors(other[step], tensors)
-
-
-@pytest.mark.exhaustive
-def test_an_asynchronous_run_saves_in_the_background(tmp_path: Path) -> None:
-    assert saved(tmp_path, "grpo_copy_async_cpu.yaml", background=True).keys() == {*range(1, STEPS + 1)}

@@ -27,7 +27,7 @@ def test_the_rules_stand_around_the_prompts_of_both_tasks(tmp_path, task):
         *("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4"),
         *("policy.train_global_batch_size=16", "policy.max_total_sequence_length=640"),
         *(f"policy.tokenizer.name={folder}", f"policy.model.vocab_size={VOCABULARY}"),
-        *("policy.model.max_position_embeddings=640", "+logger.rollouts.answers_with_tokens=16"),
+        *("policy.model.max_position_embeddings=640", "+logger.answers_with_tokens=16"),
         *("data.apply_chat_template=true", f"data.num_digits={data.num_digits}"),
         *(f"+{TEXT}={data.default.prompt_file}", "policy.generation.max_new_tokens=6"),
         *("grpo.max_val_samples=4", "grpo.val_batch_size=4"),

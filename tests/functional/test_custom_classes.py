@@ -16,7 +16,7 @@ grpo: {{max_num_steps: 2, val_period: 0, val_at_end: false, num_prompts_per_step
 policy: {{train_global_batch_size: 8, train_micro_batch_size: 4, logprob_batch_size: 4}}
 loss_fn: {{type: "custom_parts:CountedPG", args: {{weight: 3.0}}}}
 data: {{dataset_name: custom, type: "custom_parts:Counting", max_input_seq_length: 4}}
-env: {{arithmetic: null, custom: {{type: "custom_parts:LengthReward"}}}}
+env: {{custom: {{type: "custom_parts:LengthReward"}}}}
 seed: 0
 logger: {{log_dir: run}}
 """
@@ -53,5 +53,5 @@ def test_the_ranks_find_the_classes_and_train_with_them(command, tmp_path):
 def test_a_class_that_does_not_serve_ends_the_command_before_the_ranks_start(command, tmp_path):
     done = command("loss_fn.type=custom_parts:Stranger", "~loss_fn.args")
     assert done.returncode == 1
-    assert done.stderr.startswith("the run stopped: loss_fn.type: custom_parts:Stranger is no subclass of")
+    assert done.stderr.startswith("the run stopped: loss_fn.type: custom_parts:Stranger is not a subclass of")
     assert not (tmp_path / "run").exists()

@@ -20,7 +20,7 @@ def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
     )
     output = run.finish(within_s=180)
     assert "step 3/3" in output
-    assert "validation/accuracy" in output
+    assert "accuracy" in output
     steps = run.steps()
     assert [step["step"] for step in steps] == [1, 2, 3]
     for step in steps:

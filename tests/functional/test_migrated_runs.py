@@ -132,7 +132,7 @@ def grpo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     folder = tmp_path_factory.mktemp("grpo")
     ours = (
         "++env.rewards={digits: 'toy_rewards:digits'}",
-        "++logger.rollouts.answers_with_tokens=16",
+        "++logger.answers_with_tokens=16",
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))

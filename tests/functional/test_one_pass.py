@@ -39,7 +39,7 @@ def compare(run, other):
             assert found[name] == expected[name], name
 
 
-THRESHOLD = "policy.generation.mismatch.threshold=1.0000001"
+THRESHOLD = "policy.generation.mismatch_threshold=1.0000001"
 CASES = {
     "grpo": ("grpo", "grpo_copy_cpu.yaml", 64, (THRESHOLD,)),
     "ppo": ("ppo", "ppo_cpu.yaml", 128, ()),

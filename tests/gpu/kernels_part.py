@@ -254,11 +254,11 @@ def fused_differences(
 
 
 def indexed_differences(device: str, dtype: str) -> tuple[float, float]:
-    """The same of `linear_logprobs_at`, whose third output, the tail, is the log of a mass."""
+    """The same of `linear_logprobs_at`, whose second output, the tail, is the log of a mass."""
     inputs = problem(device, dtype)
     ids = inputs[2].unsqueeze(-1) + torch.arange(4, device=device) * 7
     ids = ids % (SIZES[device].vocab - SIZES[device].padding)
-    keywords = {"with_tail": True, "with_entropy": True, "temperature": 0.7, "options": _options(device)}
+    keywords = {"with_tail": True, "temperature": 0.7, "options": _options(device)}
     expected = _values_and_gradients(
         lambda h, w: [*plain_linear_logprobs_at(h, w, ids, **keywords)], inputs, torch.float64
     )
@@ -269,12 +269,12 @@ def indexed_differences(device: str, dtype: str) -> tuple[float, float]:
 
 
 def topk_difference(device: str, dtype: str) -> float:
-    """Of the log-probabilities of `linear_topk_logprobs`, its tail and its entropy; near ties may swap ids."""
+    """Of the log-probabilities of `linear_topk_logprobs` and its tail; near ties may swap ids."""
     hidden, weight, _ = problem(device, dtype)
-    keywords = {"temperature": 0.7, "with_entropy": True, "options": _options(device)}
+    keywords = {"temperature": 0.7, "options": _options(device)}
     found = linear_topk_logprobs(hidden, weight, 8, **keywords)
     expected = plain_linear_topk_logprobs(hidden.double(), weight.double(), 8, **keywords)
-    names = ("logprobs", "tail_logmass", "entropy")
+    names = ("logprobs", "tail_logmass")
     return max(float((getattr(found, n).double() - getattr(expected, n)).abs().max()) for n in names)
 
 

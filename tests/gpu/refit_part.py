@@ -22,7 +22,7 @@ from report import Report
 from torch import Tensor
 from trained_worker import weights
 
-from nemo_rl_mcore.engine.receivers import CudaIpcReceiver, ReceivingEnd, SharedMemoryReceiver
+from nemo_rl_mcore.engine.receivers import Receiver
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.refit.digests import digests as refit_digests
 from nemo_rl_mcore.rank.refit.sender import EngineLostError, RefitSettings, open_sender
@@ -126,7 +126,7 @@ def _receive(pipe: Connection, device_type: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # the context is there before any memory is measured
-    receiver: ReceivingEnd = CudaIpcReceiver(device) if device.type == "cuda" else SharedMemoryReceiver()
+    receiver = Receiver(device)
     held: dict[str, Tensor] = {}
     while True:
         try:
@@ -140,7 +140,7 @@ def _receive(pipe: Connection, device_type: str) -> None:
 
 
 def _obey(
-    command: str, message: Any, receiver: ReceivingEnd, held: dict[str, Tensor], device: torch.device
+    command: str, message: Any, receiver: Receiver, held: dict[str, Tensor], device: torch.device
 ) -> Any:
     match command:
         case "load":

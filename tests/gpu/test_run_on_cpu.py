@@ -87,14 +87,6 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
         assert all(f"| {group} | " in process.stdout for group in groups[name])
 
 
-@pytest.mark.exhaustive
-def test_the_first_run_passes_on_cpu(tmp_path):
-    process, found = run_script(tmp_path, "first")
-    assert process.returncode == 0, process.stdout + process.stderr[-5000:]
-    assert found.keys() == {*FIRST_S}
-    assert not any("skipped" in content for content in found.values())
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "part",

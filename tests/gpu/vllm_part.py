@@ -171,6 +171,6 @@ def check_run(report: Report, folder: Path, device: str) -> None:
     group = f"{precision}: GRPO by the command"
     with report.attempt(group, "a run"):
         settings = (f"grpo.max_num_steps={steps}", f"policy.precision={precision}")
-        told = grpo(RECIPE, folder, device, *settings, "policy.generation.mismatch.threshold=1.2")
+        told = grpo(RECIPE, folder, device, *settings, "policy.generation.mismatch_threshold=1.2")
         check_rewards(report, group, told, 0.1, reward)
         check_mismatch(report, group, told, precision)

@@ -43,7 +43,7 @@ class Case:
         path = CONFIGS / f"{self.recipe}.yaml"
         config = load_config(path)
         section = config.asynchrony_key
-        beside = f"{section}.enabled=false" if age is None else f"{config.age_key}={age}"
+        beside = f"{section}.enabled=false" if age is None else f"{section}.max_trajectory_age_steps={age}"
         overrides = [*self.overrides, beside, f"seed={seed}", f"logger.log_dir={log_dir}"]
         overrides += ["checkpointing.enabled=false"]
         overrides += [] if steps is None else [f"{config.algorithm}.max_num_steps={steps}"]

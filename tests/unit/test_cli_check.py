@@ -80,8 +80,8 @@ def test_every_problem_goes_to_stderr_with_status_2(capsys):
     assert status == 2
     assert captured.out == ""
     assert "policy.precison: unknown key; did you mean precision?" in captured.err
-    assert "grpo.max_num_steps: 'many' is not allowed; allowed: an integer, at least 1" in captured.err
-    assert "data.num_digits: 0 is not allowed; allowed: an integer, at least 1 and at most 9" in captured.err
+    assert "grpo.max_num_steps: 'many' is not allowed; allowed: an integer of at least 1" in captured.err
+    assert "data.num_digits: 0 is not allowed; allowed: an integer from 1 to 9" in captured.err
 
 
 def test_a_package_that_a_recipe_needs_here_is_a_problem(capsys, monkeypatch):

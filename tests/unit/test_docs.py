@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from doc_pages import BLOCK, PAGES, REPO, blocks, in_backticks, prose
+from reference_pages import reference_pages
 
 from nemo_rl_mcore import cli
 from nemo_rl_mcore.agents.agents import SESSIONS_FILE
@@ -23,7 +24,6 @@ from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.of_nemo_rl import is_foreign
 from nemo_rl_mcore.recipe.schema import is_known
 from nemo_rl_mcore.tools.evaluate.samples import IDENTITY_FILE, RESULTS_FILE
-from nemo_rl_mcore.tools.reference import reference_pages
 
 pytestmark = pytest.mark.stage("docs")
 
@@ -165,7 +165,7 @@ def test_console_blocks_show_the_real_output(monkeypatch, capsys, page, line, te
 
 def test_the_reference_is_generated_from_the_models():
     pages = {Path(page).name: text for page, text in PAGES.items() if page.startswith("docs/reference/")}
-    assert pages == reference_pages(), "run: python -m nemo_rl_mcore.tools.reference docs/reference"
+    assert pages == reference_pages(), "run: python tests/reference_pages.py docs/reference"
 
 
 # Names: links, paths, keys

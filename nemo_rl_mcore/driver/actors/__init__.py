@@ -1,8 +1,8 @@
-"""Ray actors around the policy, and the session they live in."""
+"""The run's Ray actors, and the Ray session that hosts them."""
 
 import os
 
 from nemo_rl_mcore.driver.actors.places import set_ray_import_switches
 
-# Ray reads these once, when it is imported; every module that imports Ray lives below this package.
+# Ray reads these variables once, on import; all modules that import Ray are in this package.
 set_ray_import_switches(os.environ)

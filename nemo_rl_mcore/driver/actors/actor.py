@@ -1,9 +1,9 @@
-"""One supervised Ray actor, as the driver sees it: its start, its health, the wait for its answers, its end.
+"""The driver's side of one supervised Ray actor: start, health checks, waits for its answers, and end.
 
-Ranks, engines and environments are all such actors; `supervised.py` is what runs in their processes. `gang.py` says
-what becomes of several that are called, and end, as a whole (ranks, and an engine alone); `pool.py` replaces one by one
-those that are lost (engines, environments). `HealthWatch` belongs to the thread that waits, and any thread may call
-`Actor.end`. `RayEngines` are engines as the first rank reaches them in a refit; a rank imports no more of the driver.
+Ranks, engines and environments are such actors; `supervised.py` runs in their processes. `gang.py` handles actors that
+are called and lost as a whole (ranks, a single engine); `pool.py` replaces lost actors one by one (engines,
+environments). The first rank reaches the engines through `RayEngines` in a refit; ranks import no other part of the
+driver.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ if TYPE_CHECKING:
     from nemo_rl_mcore.driver.actors.places import RankSlot
 
 LOOK_EVERY_S = 1.0
-"""Between two looks at whether a wait goes on."""
 
 
 class GivenUpError(Exception):
-    """Nobody waits for an actor's answer any more; the message says why."""
+    """The wait for an actor's answer was abandoned; the message is the reason."""
 
 
 @dataclass(eq=False)
 class Actor:
-    """One actor, as the driver supervises it.
+    """An actor under the driver's supervision; any thread may call `end`.
 
-    number, noun: what messages call it. handle: Ray's. lost: says what has ended without which it cannot be reached,
-    None while nothing has. identity: of its process, once that has said so.
+    number, noun: the actor's name in messages. lost: returns the reason why it is unreachable, or None. identity: its
+    process's identity, once reported.
     """
 
     number: int
@@ -56,45 +55,40 @@ class Actor:
     def begin(
         cls, remote_class: Any, slot: RankSlot, noun: str, cluster: RayCluster, lost: Callable[[], str | None]
     ) -> Self:
-        """Have Ray start an actor of a class from `actor_class`, and wait for nothing; no one but us restarts it."""
-        options = remote_class.options(
-            **slot.options,
-            max_restarts=0,
-            max_task_retries=0,
-            runtime_env={"env_vars": dict(slot.environment)},
-        )
-        return cls(slot.rank, noun, options.remote(), cluster, lost)
+        """Start an actor of a class from `actor_class` without waiting; Ray itself never restarts it."""
+        variables = {"env_vars": dict(slot.environment)}
+        options = {**slot.options, "max_restarts": 0, "max_task_retries": 0, "runtime_env": variables}
+        return cls(slot.rank, noun, remote_class.options(**options).remote(), cluster, lost)
 
     def __str__(self) -> str:
         return f"{self.noun} {self.number} ({self.identity or 'starting'})"
 
     def end(self) -> None:
-        """End the process at once, also one that is stopped, which does not hear Ray; idempotent."""
+        """End the process at once, even a stopped one, which Ray cannot end; idempotent."""
         if not self._ended:  # its pid may be another's later
             self._ended = True
             self.cluster.kill(self.handle, self.identity)
 
     def failure(self, error: BaseException) -> RankFailure:
-        """Tell from an error of Ray's a method that raised from the end of the process."""
+        """Convert Ray's error, which shows whether a method raised or the process died."""
         identity = self.identity or identity_in(str(error))
-        if isinstance(error, RayTaskError):
-            return RankFailure(self.number, identity, str(error), error.cause, died=False)
-        return RankFailure(self.number, identity, str(error))
+        cause, died = (error.cause, False) if isinstance(error, RayTaskError) else (None, True)
+        return RankFailure(self.number, identity, str(error), cause, died)
 
 
 async def settled(answer: Any, over: Callable[[], str | None], every_s: float = LOOK_EVERY_S) -> Future[Any]:
-    """Wait in an asyncio loop for what a call gives or raises; raises GivenUpError with what `over` says.
+    """Await the end of a call in an asyncio loop; raise GivenUpError with the reason that `over` returns.
 
-    answer: Ray's reference. over: asked every so many seconds; says why the wait ends, None while it goes on.
+    answer: Ray's reference. over: a function, called at intervals, that returns a reason to give up, or None.
     """
     loop, there = asyncio.get_running_loop(), asyncio.Event()
 
     def notify(_: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended meanwhile
+        with suppress(RuntimeError):  # the loop has ended in the meantime
             loop.call_soon_threadsafe(there.set)
 
     future: Future[Any] = answer.future()
-    # Not awaited itself: asyncio refuses some exceptions that an actor may raise, and reports unread ones.
+    # Wait for an event: a future would reject some exceptions that actors may raise, and asyncio logs unread ones.
     future.add_done_callback(notify)
     while not future.done():
         with suppress(TimeoutError):
@@ -107,15 +101,14 @@ async def settled(answer: Any, over: Callable[[], str | None], every_s: float = 
 
 @dataclass(eq=False)
 class HealthWatch:
-    """Polls actors for their progress, without ever waiting for the answer.
+    """Polls actors for their progress without ever blocking on an answer.
 
-    Its clock goes while it is watched, by `tick` after `tick`: a caller who did something else for a while has not
-    heard what the ranks said meanwhile, and their deadlines do not pass.
+    Its clock advances only in `due`, so that no deadline passes while the caller is busy elsewhere and cannot read the
+    ranks' progress. progress: each rank's last reading.
     """
 
     actors: Sequence[Any]
     progress: dict[int, Progress] = field(default_factory=dict[int, Progress], init=False)
-    """Of each rank, as it said last."""
     _asked: dict[int, Any] = field(default_factory=dict[int, Any], init=False)
     _answered_at: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _clock_s: float = field(default=0.0, init=False)
@@ -123,13 +116,12 @@ class HealthWatch:
     _looked_at: float = field(default=0.0, init=False)
     _ticked_at: float = field(default_factory=time.monotonic, init=False)
 
-    def tick(self) -> None:
-        """Let the time since the last tick pass, at most that from one look to the next."""
-        now = time.monotonic()
-        self._clock_s += min(now - self._ticked_at, LOOK_EVERY_S)
-        self._ticked_at = now
-
-    def due(self, every_s: float) -> bool:
+    def due(self, every_s: float, *, passes: bool = True) -> bool:
+        """Advance the clock by at most one polling interval, and return whether a poll is due."""
+        if passes:
+            now = time.monotonic()
+            self._clock_s += min(now - self._ticked_at, LOOK_EVERY_S)
+            self._ticked_at = now
         return self._clock_s - self._looked_at >= every_s
 
     def moved(self) -> None:
@@ -142,9 +134,8 @@ class HealthWatch:
             if asked is None:
                 self._asked[rank] = self.actors[rank]._health.remote(False)
             elif ray.wait([asked], timeout=0)[0]:
-                with suppress(RayError):  # a rank that died says so by its call
-                    health: Any = ray.get(asked)
-                    progress = health.progress
+                with suppress(RayError):  # a rank's death ends its call with an error
+                    progress, _ = ray.get(asked)
                     self._answered_at[rank] = self._clock_s
                     if self.progress.get(rank) != progress:
                         self.progress[rank] = progress
@@ -152,7 +143,7 @@ class HealthWatch:
                 self._asked[rank] = self.actors[rank]._health.remote(False)
 
     def stalled(self, ranks: Collection[int], timeout_s: float) -> bool:
-        """None of the ranks has moved for so long, or one of them has not even answered."""
+        """Return whether no rank has made progress for this time, or a rank has not even answered."""
         return self._clock_s - self._moved_at >= timeout_s or self.silent(ranks, timeout_s)
 
     def silent(self, ranks: Collection[int], seconds: float) -> bool:
@@ -164,9 +155,9 @@ class HealthWatch:
 
 @dataclass(frozen=True)
 class RayEngines:
-    """`refit.sender.Engines` over actors with a method `load_bucket`.
+    """An implementation of `refit.sender.Engines` over actors with a method `load_bucket`.
 
-    noun: what messages call one of them. numbers: of the engines in messages; left out, they count from 0.
+    noun, numbers: the engines' names in messages; numbers count from 0 by default.
     """
 
     actors: Sequence[Any]
@@ -174,7 +165,7 @@ class RayEngines:
     numbers: Sequence[int] | None = None
 
     def load_bucket(self, message: dict[str, Any]) -> list[Any]:
-        shared = ray.put(message)  # once for all engines, also where the message brings the bytes
+        shared = ray.put(message)  # stored once for all engines, even if the message carries the bytes
         return [actor.load_bucket.remote(shared) for actor in self.actors]
 
     def wait(self, loading: list[Any], timeout_s: float) -> None:
@@ -182,7 +173,7 @@ class RayEngines:
         for number, acknowledgement in zip(numbers, loading, strict=True):
             engine, deadline = f"{self.noun} {number}", time.monotonic() + timeout_s
             while not ray.wait([acknowledgement], timeout=min(LOOK_EVERY_S, timeout_s))[0]:
-                # This wait has its own deadline: the engine is late, not this rank.
+                # This wait has its own deadline, since the engine is late and not this rank.
                 activity.advance(f"waiting for {engine}")
                 if time.monotonic() >= deadline:
                     late = f"{engine} did not acknowledge a bucket of weights within {timeout_s:g} s"

@@ -1,4 +1,4 @@
-"""The Ray session of a run, the place of every rank in it, and which of its machines are there."""
+"""A run's Ray session, the place of every rank in it, and its machines."""
 
 from __future__ import annotations
 
@@ -44,30 +44,34 @@ from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_sig
 from nemo_rl_mcore.errors import RunStoppedError
 
 LOOPBACK = "127.0.0.1"
+NODE_WAIT_S = 300.0
+"""Seconds to wait for a lost machine to return or be replaced."""
 _OBJECT_STORE_BYTES = 256 << 20
 _SERVERS = ("raylet", "gcs_server")
 
 
-class LocalSession:
-    """The session of this process; only this machine can reach it, and only this user its folder.
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
-    log_dir: folder of the workers' standard error, once it has started.
+
+class LocalSession:
+    """A Ray session of this process, reachable only from this machine; its folder is readable only by this user.
+
+    log_dir: the folder with the workers' standard error, once the session has started.
     """
 
     def __init__(self) -> None:
         self.log_dir: Path | None = None
         # For this user alone; not under TMPDIR, since the names of Unix sockets must be short.
-        parent = os.environ.get("RAY_TMPDIR", "/tmp")
-        folder = tempfile.mkdtemp(prefix="nemo_rl_mcore_", dir=parent)
+        folder = tempfile.mkdtemp(prefix="nemo_rl_mcore_", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
         self.folder = Path(folder).resolve()  # as /proc shows it
         self._reaper = Reaper("writers", str(self.folder))
         self._begun = False
         self._servers: Mapping[str, int] = {}
 
-    def start(self, *, cpus: int, on_cpu: bool, quiet: Mapping[str, Any]) -> None:
-        """Start Ray; `quiet` are further arguments of `ray.init`. On CPU it has no GPUs, and a small object store.
+    def start(self, config: ClusterConfig) -> None:
+        """Start Ray; on CPU, without GPUs and with a small object store. The caller must call `end`, even after errors.
 
-        Raises RunStoppedError when it does not come up; `end` is to follow in any case.
+        Raises RunStoppedError when Ray does not start.
         """
         asked_for = os.environ.get(LISTEN_ON_ALL_INTERFACES, "0").lower() in ("1", "true")
         if not asked_for and (address := ray.util.get_node_ip_address()) != LOOPBACK:
@@ -77,22 +81,22 @@ class LocalSession:
                 f"{LISTEN_ON_ALL_INTERFACES}=0. With 1 it listens everywhere"
             )
         self._begun = True
-        # Interrupted halfway, `ray.init` leaves processes that `ray.shutdown` does not know of.
+        # An interrupted `ray.init` leaves processes behind that `ray.shutdown` does not stop.
         with deferred_stop_signals(hold=True), only_environment(session_environment(os.environ)):
-            # Schedulers and terminals send these to all processes, but the driver decides what becomes of its ranks.
-            # Ray itself keeps Ctrl-C away from them.
+            # Schedulers and terminals send these signals to all processes, but only the driver should stop its ranks.
+            # Ray itself shields them from Ctrl-C.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
             try:
                 context: Any = ray.init(
                     address="local",
-                    num_cpus=cpus,
-                    num_gpus=0 if on_cpu else None,
-                    object_store_memory=_OBJECT_STORE_BYTES if on_cpu else None,
+                    num_cpus=max(2, config.world_size),
+                    num_gpus=0 if config.on_cpu else None,
+                    object_store_memory=_OBJECT_STORE_BYTES if config.on_cpu else None,
                     include_dashboard=False,
                     _node_ip_address=LOOPBACK,
-                    # Which Ray opens to everybody: hence the folder above it.
+                    # Ray makes this folder readable by all users, so its parent is private.
                     _temp_dir=str(self.folder / "ray"),
-                    **quiet,
+                    **_QUIET,
                 )
             except Exception as error:  # Ray raises it bare when one of its processes is late
                 raise RunStoppedError(
@@ -104,27 +108,26 @@ class LocalSession:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.log_dir = Path(context.address_info["session_dir"]) / "logs"
-        pids = {name: one.pid for name, one in processes_of(self.folder)}
-        self._servers = {name: pids[name] for name in _SERVERS if name in pids}
+        self._servers = {name: one.pid for name, one in processes_of(self.folder) if name in _SERVERS}
 
     def lost(self) -> str | None:
-        """Return which of Ray's servers has died: without them no rank can be started, asked or ended."""
+        """Return a description of a dead Ray server, or None; ranks cannot be started, called or ended without it."""
         for name, pid in self._servers.items():
             if state_of(pid) == "gone":
                 return f"Ray's {name} (pid {pid}) died"
         return None
 
     def end(self, *, keep_logs: bool) -> None:
-        # From a session that is lost this process takes leave at its very end, which may take Ray some seconds.
+        # Ray disconnects from a lost session only when this process exits, which may take some seconds.
         if self._begun and self.lost() is None and ray.is_initialized():
-            # Ray asks its processes to stop one by one, and waits a second for those that do not listen. Without the
-            # raylet, which goes with its agents, Ray would end this process here and now, whatever it has to say yet.
+            # Ray stops its processes one by one and waits a second for each that does not react. Spare the raylet,
+            # which ends with its agents: without it Ray would end this process at once.
             kill(
                 [one for name, one in processes_of(self.folder) if not name.startswith((*_SERVERS, "ray::"))]
             )
             ray.shutdown()
         else:
-            # Ray's would tell a dead server of an exception, and wait for it.
+            # Ray's hook would try to report an exception to a dead server and block.
             sys.excepthook = sys.__excepthook__
         stuck = kill([process for _, process in processes_of(self.folder)])
         self._reaper.dismiss()
@@ -133,7 +136,7 @@ class LocalSession:
 
 
 def processes_of(folder: Path) -> list[tuple[str, psutil.Process]]:
-    """Return every process of the session whose folder this is, known by where it writes, with its name."""
+    """Return the names and handles of all processes that write into the session's folder."""
     found: list[tuple[str, psutil.Process]] = []
     for pid in reaper.writers(str(folder)):
         with suppress(psutil.NoSuchProcess):
@@ -143,7 +146,7 @@ def processes_of(folder: Path) -> list[tuple[str, psutil.Process]]:
 
 
 def kill(processes: Collection[psutil.Process], wait_s: float = 5.0) -> list[psutil.Process]:
-    """Kill the processes, stopped ones too, and return those that are still there after `wait_s` seconds."""
+    """Kill the processes, including stopped ones, and return those still running after `wait_s` seconds."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -151,19 +154,16 @@ def kill(processes: Collection[psutil.Process], wait_s: float = 5.0) -> list[psu
 
 
 def state_of(pid: int) -> str:
-    """Return the state of a process of this machine: "running", "stopped", ..., or "gone"."""
-    try:
+    """Return the state of a process on this machine: "running", "stopped", ..., or "gone"."""
+    with suppress(psutil.NoSuchProcess):
         status = psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return "gone"
-    return "gone" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else str(status)
+        if status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return str(status)
+    return "gone"
 
 
 class Reaper:
-    """A process that waits for the end of this one; if it ends without `dismiss`, the reaper kills whom it is to kill.
-
-    who, of: arguments of `reaper`. Ray's own processes notice a dead driver too, but some of them only after a minute.
-    """
+    """A process that kills others (see `reaper`) if this one exits without `dismiss`; Ray would take a minute."""
 
     def __init__(self, who: str, of: str) -> None:
         self._process = subprocess.Popen(
@@ -172,12 +172,12 @@ class Reaper:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
-            start_new_session=True,  # what is sent to the driver's process group is not for the reaper
+            start_new_session=True,  # signals to the driver's process group must not reach the reaper
         )
 
     def dismiss(self) -> None:
         if self._process.stdin is not None and not self._process.stdin.closed:
-            with suppress(BrokenPipeError):  # somebody killed it
+            with suppress(BrokenPipeError):  # the reaper was killed
                 self._process.stdin.write(b"done\n")
                 self._process.stdin.close()
             self._process.wait()
@@ -185,7 +185,7 @@ class Reaper:
 
 @contextmanager
 def marked_processes() -> Generator[dict[str, str]]:
-    """Yield a variable for the environment of processes that end, with all they start, where this one is killed."""
+    """Yield an environment variable that marks processes to be killed, with their children, if this process dies."""
     name, value = "NEMO_RL_RUN", secrets.token_hex(16)
     killer = Reaper("family", f"{name}={value}")
     try:
@@ -200,45 +200,42 @@ _PROBE_EVERY_S, _MISSES = 3.0, 3
 _ID_SHOWN = 8
 _LOOK_EVERY_S = 0.2
 _REPORTED_AFTER_S = 1.0
-"""Ray tells of what was given back with a delay."""
+"""Ray reports freed resources with a delay."""
+_FREED_WITHIN_S = 120.0
 
 
 class RayCluster:
-    """A context manager: inside it there is a Ray session with room for `cluster.world_size` ranks.
+    """A context manager that provides a Ray session with room for `cluster.world_size` ranks.
 
-    With RAY_ADDRESS in the environment it joins a cluster that runs; a session that the process already has
-    is used and left alone; otherwise it starts a local one, which only this machine can reach, and ends it.
+    It uses an existing session of this process and leaves it running; otherwise it joins the cluster at RAY_ADDRESS, if
+    set, or starts and later ends a local session that only this machine can reach.
 
-    Raises RunStoppedError: the machines have fewer GPUs or nodes than `cluster.*` asks for, nothing answers at
-    RAY_ADDRESS, or the local session does not come up.
+    log_dir: the folder with the workers' standard error, if they run on this machine. one_machine: whether all
+    processes of the session run on this machine. Raises RunStoppedError if the machines have fewer GPUs or nodes than
+    `cluster.*` requires, RAY_ADDRESS does not answer, or the local session does not start.
     """
 
-    def __init__(self, config: ClusterConfig, *, ready_timeout_s: float = 120) -> None:
+    def __init__(self, config: ClusterConfig) -> None:
         self.config = config
         self._address = os.environ.get("RAY_ADDRESS")
-        self._ready_timeout_s = ready_timeout_s
         self._session: LocalSession | None = None  # if it was started here
         self._joined = False
         self.one_machine = self._address is None and config.num_nodes == 1
-        """All processes of the session are on this machine."""
         self._gcs: _GcsProbe | None = None
         ranks = config.workers_per_node
-        cpus = round(ranks * _CPU_SHARE_OF_A_RANK, 4)
-        self._share_of_a_node: dict[str, float] = (
-            {"CPU": cpus} if config.on_cpu else {"GPU": ranks, "CPU": ranks}
-        )  # what the ranks of one machine take of it
+        cpu = {"CPU": round(ranks * _CPU_SHARE_OF_A_RANK, 4)}
+        # The resources that the ranks on one machine take.
+        self._share_of_a_node: dict[str, float] = cpu if config.on_cpu else {"GPU": ranks, "CPU": ranks}
         self.log_dir: Path | None = None
-        """Folder of the workers' standard error, when they run on this machine."""
 
     def __enter__(self) -> Self:
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             if ray.is_initialized():
                 address = ray.get_runtime_context().gcs_address
                 self.one_machine = address.startswith(LOOPBACK) and self.config.num_nodes == 1
                 self._gcs = _GcsProbe(address)
             elif self._address:
-                self._join(self._address, quiet)
+                self._join(self._address)
             elif self.config.num_nodes > 1:
                 raise RunStoppedError(
                     f"cluster.num_nodes={self.config.num_nodes} needs a Ray cluster that runs: start one with "
@@ -247,8 +244,7 @@ class RayCluster:
                 )
             else:
                 self._session = LocalSession()
-                cpus = max(2, self.config.world_size)
-                self._session.start(cpus=cpus, on_cpu=self.config.on_cpu, quiet=quiet)
+                self._session.start(self.config)
                 self.log_dir = self._session.log_dir
             self._check_resources()
         except BaseException:
@@ -260,11 +256,8 @@ class RayCluster:
         self.stop(keep_logs=isinstance(error, Exception))
 
     def shared_with(self, config: ClusterConfig) -> RayCluster:
-        """Return the same session, with places for the ranks of another recipe; it is this one that ends it.
-
-        Raises RunStoppedError as the class does.
-        """
-        other = RayCluster(config, ready_timeout_s=self._ready_timeout_s)
+        """Return a cluster for another recipe's ranks in the same session; raise the class's errors."""
+        other = RayCluster(config)
         other._session, other._gcs, other.one_machine = self._session, self._gcs, self.one_machine
         other.log_dir = self.log_dir
         other._check_resources()
@@ -279,13 +272,13 @@ class RayCluster:
                 ray.shutdown()
         self._session, self._joined = None, False
 
-    def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
+    def _join(self, address: str) -> None:
         self._joined = True
         try:
             probe(address)
             authenticate(address)
             with kept_stop_handlers():
-                context: Any = ray.init(address=address, **quiet)
+                context: Any = ray.init(address=address, **_QUIET)
         except TokenRefusedError as error:
             raise RunStoppedError(
                 f"the Ray cluster at RAY_ADDRESS={address} refuses this driver ({error}): set "
@@ -323,24 +316,22 @@ class RayCluster:
             )
 
     def lost(self) -> str | None:
-        """Return what of Ray itself has died, without which no rank can be reached; None while all is well."""
+        """Return a description of the failed part of Ray that makes ranks unreachable; None while all is well."""
         if self._session is not None:
             return self._session.lost()
         return self._gcs.lost() if self._gcs is not None else None
 
     def process_state(self, identity: RankIdentity | None) -> str:
-        """Give what the system says of a rank's process as the end of a sentence; empty for other machines."""
+        """Return the state of a rank's process as a phrase that ends a sentence; empty for other machines."""
         if identity is None or self._session is None:
             return ""
-        state = state_of(identity.pid)
-        return ": its process is gone" if state == "gone" else f": its process is {state}"
+        return f": its process is {state_of(identity.pid)}"
 
     def lost_nodes(self, ids: Collection[str]) -> dict[str, str]:
-        """Return those of the machines that are gone, by their id in Ray: how to call each of them.
+        """Return the names of lost machines by their Ray ids; empty for a local session.
 
-        Of a local session a machine is never all that is gone. Ray itself knows of one only after missed health checks
-        (about 14 seconds with its defaults). Its raylet listens on a port, which tells at once; one that is only slow
-        to answer is for Ray to judge.
+        Ray itself notices a loss only after missed health checks (about 14 seconds), but a dead raylet's port refuses
+        connections at once. A raylet that is merely slow is left to Ray's checks.
         """
         if self._session is not None or not any(ids):
             return {}
@@ -352,26 +343,26 @@ class RayCluster:
         }
 
     def await_machines(self) -> None:
-        wanted, waited_s = self.config.num_nodes, self.config.node_wait_s
+        wanted, waited_s = self.config.num_nodes, NODE_WAIT_S
         if self.one_machine or (found := await_nodes(wanted, self._share_of_a_node, waited_s)) == wanted:
             return
         raise RunStoppedError(
             f"{found} of {wanted} machines (cluster.num_nodes) have room for {self.config.workers_per_node} rank(s) "
-            f"each, {waited_s:g} s after they were asked for (cluster.node_wait_s). With these machines back, or "
+            f"each, {waited_s:g} s after they were asked for. With these machines back, or "
             "others in their place, the same command goes on",
             code="missing-machines",
         )
 
     def kill(self, actor: Any, identity: RankIdentity | None) -> None:
         if self._session is not None and identity is not None:
-            # Also one that is stopped, which does not hear Ray.
+            # Ray cannot end a process that is stopped.
             own = [one for _, one in processes_of(self._session.folder) if one.pid == identity.pid]
             kill(own, wait_s=0)
         if ray.is_initialized() and self.lost() is None:
             ray.kill(actor, no_restart=True)
 
     def place_ranks(self) -> Placement:
-        # Ranks are given their machines by name, but for one machine, which has CPUs for all of them.
+        # Ranks get their machines from a group; a single machine has CPUs for all of them.
         alone = self.config.on_cpu and self.one_machine
         group = None if alone else self.reserve(self._share_of_a_node, self.config.num_nodes)
         return Placement(self._slots(group), group)
@@ -380,7 +371,7 @@ class RayCluster:
         slots = self._slots(ranks.group)
         if ranks.group is None:
             return Placement(slots)
-        shared = {"num_cpus": 0, "num_gpus": 0}  # Ray has given them to the other group
+        shared = {"num_cpus": 0, "num_gpus": 0}  # Ray has already given these to the other group
         placed: list[RankSlot] = []
         for slot, gpu in zip(slots, gpus or [""] * len(slots), strict=True):
             seen = {} if self.config.on_cpu else {"CUDA_VISIBLE_DEVICES": gpu}
@@ -388,25 +379,25 @@ class RayCluster:
         return Placement(tuple(placed))
 
     def local_network(self) -> dict[str, str]:
-        # A laptop's host name need not resolve; gloo would ask for it.
+        # gloo would resolve the host name, which may fail on a laptop.
         return {"GLOO_SOCKET_IFNAME": "lo"} if self.one_machine else {}
 
     def address_of(self, group: PlacementGroup | None, bundle: int = 0) -> str:
-        """Return the address of the machine that a bundle is on, or of this one without a group, to meet there."""
+        """Return the address of a bundle's machine, or of this machine without a group, for a rendezvous."""
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         if group is None:
             return nodes[ray.get_runtime_context().get_node_id()]
         return nodes[ray.util.placement_group_table(group)["bundles_to_node_id"][bundle]]
 
     def reserve(self, of_each: Mapping[str, float], nodes: int) -> PlacementGroup:
-        """Have so much of each resource on so many machines; raises RunStoppedError when it does not become free."""
+        """Reserve the resources on each of `nodes` machines; raise RunStoppedError if they are not freed in time."""
         group = placement_group([dict(of_each)] * nodes, strategy="STRICT_SPREAD")
-        if not group.wait(self._ready_timeout_s):
+        if not group.wait(_FREED_WITHIN_S):
             remove_placement_group(group)
             asked = " and ".join(f"{amount:g} {name}s" for name, amount in of_each.items())
             keys = ("" if self.config.on_cpu else "cluster.gpus_per_node, ") + "cluster.num_nodes"
             raise RunStoppedError(
-                f"Ray did not free {asked} on each of {nodes} machines within {self._ready_timeout_s:g} s ({keys}, "
+                f"Ray did not free {asked} on each of {nodes} machines within {_FREED_WITHIN_S:g} s ({keys}, "
                 "policy.generation.colocated.resources); does another job use them?"
             )
         return group
@@ -425,7 +416,7 @@ class RayCluster:
         slots: list[RankSlot] = []
         for rank in range(config.world_size):
             node, local_rank = divmod(rank, config.workers_per_node)
-            # Ray shows a rank only its own GPU, which therefore is device 0.
+            # Ray exposes only its own GPU to a rank, so that is device 0.
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank if config.on_cpu else 0)}
             options: dict[str, Any] = dict(resources)
             if group is not None:
@@ -437,36 +428,32 @@ class RayCluster:
 
 
 class TokenRefusedError(Exception):
-    """A cluster does not take this driver's token, or its lack of one."""
+    """A cluster refuses this driver's token, or requires a token that it does not have."""
 
 
 def authenticate(address: str) -> None:
-    """Settle whether the cluster at `host:port` takes this driver; the user's token is sent where it asks for one.
-
-    Ray itself would retry for minutes, and might then end the driver. Raises TokenRefusedError at the first answer that
-    refuses the token, or the lack of one.
-    """
+    """Raise TokenRefusedError if the cluster refuses the user's token; Ray would retry and then end the driver."""
     try:
         from ray._private.authentication import authentication_token_setup as tokens
         from ray.exceptions import AuthenticationError
     except ImportError:
         return  # a Ray without tokens
     try:
-        # First, since a GcsClient that is to send a token and finds none ends the process.
+        # Check first: a GcsClient ends the process if it needs a token and finds none.
         tokens.ensure_token_if_auth_enabled(create_token_if_missing=False)
         if not has_port(address):
             return
         try:
             GcsClient(address=address)
         except AuthenticationError:
-            # `ray start` asks for the token that it finds; a driver that names an address sends none by itself.
+            # `ray start` requires the token that it finds, but a driver with an address sends none by default.
             if _AUTH_MODE in os.environ or not tokens.maybe_enable_token_auth_if_token_available(
                 warn_if_disabled=False
             ):
                 raise
             GcsClient(address=address)
     except RpcError:
-        return  # no word about tokens: Ray is to find out what is wrong
+        return  # not a token problem: `ray.init` reports it
     except AuthenticationError as error:
         raise TokenRefusedError(str(error).partition(". ")[0]) from error
 
@@ -476,7 +463,9 @@ class _GcsProbe:
     address: str
     asked_at: float = field(default_factory=time.monotonic)
     misses: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)  # two threads that ask at once miss once
+    lock: threading.Lock = field(
+        default_factory=threading.Lock
+    )  # so that two simultaneous checks count as one miss
 
     def lost(self) -> str | None:
         with self.lock:
@@ -491,7 +480,7 @@ class _GcsProbe:
 
 
 def await_nodes(wanted: int, needed: Mapping[str, float], within_s: float) -> int:
-    """Return how many machines have so much of each resource free: as many as are wanted, or fewer after so long."""
+    """Wait until `wanted` machines have the resources free; return how many do, which is fewer after a timeout."""
     start, told = time.monotonic(), False
     while True:
         free = available_resources_per_node()
@@ -506,11 +495,10 @@ def await_nodes(wanted: int, needed: Mapping[str, float], within_s: float) -> in
         if waited_s > _REPORTED_AFTER_S and not told:
             told = True
             what = f"waiting for {wanted - found} of {wanted} machines (cluster.num_nodes)"
-            write_line(sys.stderr, f"{what}, {within_s:g} s at most (cluster.node_wait_s)")
+            write_line(sys.stderr, f"{what}, {within_s:g} s at most")
         signals = current_stop_signals()
         signals.stop_if_asked()
-        # Where signals wait for a block to end, this is too long for them.
-        if signals.asked or signals.time_is_up:
+        if signals.asked or signals.time_is_up:  # a deferred stop request, which this wait would delay
             raise RunStoppedError("the run was to stop while it waited for machines")
         time.sleep(_LOOK_EVERY_S)
 

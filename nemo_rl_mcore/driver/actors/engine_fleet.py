@@ -1,11 +1,9 @@
-"""The engines of a run, each a gang of which one worker is called, in a pool that restarts those that are lost.
+"""A run's pool of engines, which restarts lost ones; each engine is a gang whose first worker takes the calls.
 
 They are separate processes on CPU, on the ranks' GPUs, or on separate GPUs. An engine has a slot on each machine that
-has processes of it, the first of which the driver calls.
-
-Runs in the driver. Who restarts an engine: `lose`, called by whoever has found it dead, hung or without weights, ends
-it, and a thread of `pool.Pool` starts another one, as long as the kind's `max_restarts` lasts. The thread that trains
-makes the calls that reach all engines (`run`), that of asynchronous rollouts asks single ones (`respond`).
+runs its processes; the driver calls the first. `lose` ends an engine that is dead, hung or without weights; a thread of
+`pool.Pool` starts a replacement, at most the kind's `max_restarts` times. The training thread calls all engines
+(`run`); the thread for asynchronous rollouts calls single engines (`respond`).
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -41,18 +39,18 @@ from nemo_rl_mcore.engine.engine import (
 )
 
 _HEALTH_S = 10.0
-"""Within which an engine that is well says so."""
+"""Seconds within which a healthy engine answers."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
 _START_WITHIN_S = 600.0
 
 
 @dataclass(eq=False)
 class StartedEngine:
-    """An engine that runs; one that restarts in its place is another one. A `Member` of a pool.
+    """A running engine, as a `Member` of a pool; a restart replaces it by a new object.
 
-    watch: of its health, for those who wait for single answers. version: of the weights that it holds, None before the
-    first and while a refit is under way or has broken off. joined: it has held some, and may be asked to answer.
-    asleep: training has its memory.
+    watch: the health watch for `respond`. version: the version of its weights; None before the first refit, during a
+    refit, and after a failed one. joined: whether it has received weights and may answer. asleep: whether training uses
+    its memory.
     """
 
     number: int
@@ -68,20 +66,17 @@ class StartedEngine:
 
 
 class EngineFleet(Pool[StartedEngine]):
-    """Pool of the engines: starts them, and calls those that live.
+    """The pool of engines; those that share the ranks' memory are replaced only in `wait`, while the memory is free.
 
-    Engines that share the ranks' memory are replaced while it is theirs: in `wait`. Any thread may call any method, but
-    each engine takes one call at a time, and one asyncio loop at a time asks by `respond`.
-
-    changed: see `Pool`.
+    Any thread may call any method, but an engine takes one call at a time, and one asyncio loop calls `respond`.
     """
 
     def __init__(self, kind: EngineKind, cluster: RayCluster, changed: Callable[[], None]) -> None:
         self.kind = kind
         self._cluster = cluster
         self.placement: Placement | None = None
-        """A slot for each engine, which `shutdown` gives back."""
-        # By the name that the engine knows a call by, its ticket and its engine.
+        """Each engine's slots, which `shutdown` releases."""
+        # Ticket and engine by the call's name in the engine.
         self._asked: dict[str, tuple[str, StartedEngine]] = {}
         self._calls = count(1)
         budget = Budget(
@@ -92,9 +87,9 @@ class EngineFleet(Pool[StartedEngine]):
             lambda number, delay_s, error: write_line(
                 sys.stderr,
                 f"{kind.noun} {number} restarts in {delay_s:g} s, {self.budget.left()} restarts left "
-                f"({kind.section}.max_restarts): {str(error).splitlines()[0]}",
+                f"(policy.generation.max_restarts): {str(error).splitlines()[0]}",
             ),
-            spent=f"{kind.section}.max_restarts: {kind.max_restarts} in a run, of which none is left",
+            spent=f"policy.generation.max_restarts: {kind.max_restarts} in a run, of which none is left",
         )
         super().__init__(
             kind.noun, self._start_engine, budget, lost=cluster.lost, changed=changed, in_wait=kind.sleeps
@@ -109,10 +104,10 @@ class EngineFleet(Pool[StartedEngine]):
         or_lose: bool = False,
         **options: Any,
     ) -> dict[StartedEngine, Any]:
-        """Call a method on each at once, with arguments common to all and each one's own; see `RayWorkerGroup.call`.
+        """Call a method on all engines at once, with common and per-engine arguments; see `RayWorkerGroup.call`.
 
-        Gives the answers of those that were not lost. Raises what an engine raised that is well otherwise, once all
-        have answered; or_lose: that one is lost, too.
+        Returns the answers of the surviving engines. An otherwise healthy engine's error is raised once all have
+        answered; with or_lose, that engine is lost instead.
         """
         answers: dict[StartedEngine, Any] = {}
         failures: list[WorkerError] = []
@@ -137,7 +132,7 @@ class EngineFleet(Pool[StartedEngine]):
         return answers
 
     def illness(self, engine: StartedEngine, after: str) -> WorkerError | None:
-        """Ask an engine for its health after a failure, and return what is wrong with it; None if it is well."""
+        """Check an engine's health after a failure; return its error, or None if it is healthy."""
         try:
             engine.group.run_all("health", context=f"after a failure of {after}", timeout_s=_HEALTH_S, key="")
         except WorkerError as error:
@@ -165,39 +160,44 @@ class EngineFleet(Pool[StartedEngine]):
             share_class=kind.share,
             lost=lambda: "the run" if self.closed else self._cluster.lost(),
         )
-        process, *_ = group.members  # the others are its shares on further machines
+        process, *_ = group.members  # the other members are its shares on further machines
         return StartedEngine(number, group, process, HealthWatch([process.handle]))
 
     async def respond(self, requests: Sequence[Request], sampling: Sampling, ticket: str) -> list[Response]:
-        """Have the engine that answers the fewest answer a group, with whatever weights it holds while it draws.
+        """Answer a group on the least busy engine, with whatever weights it holds while sampling.
 
-        Several calls of a group, such as those of agents that play its samples, may be under way at once. An engine
-        that dies, or makes no progress for `call_timeout_s`, is lost. A task that is cancelled gives its group up.
-        Raises EngineFailedError, naming the engine: EngineDiedError where that one is gone or none is there, but others
-        start; what ends the run where none does.
+        A group may have several concurrent calls, such as from agents that play its samples. An engine
+        that dies, or makes no progress for `call_timeout_s`, is lost. Cancelling the task cancels its group in the
+        engine. Raises EngineFailedError, naming the engine; EngineDiedError if that engine is lost or no engine has
+        weights while others are starting; the error that ends the run if none is starting.
         """
         busy = [engine for _, engine in self._asked.values()]
         if not (engines := [engine for engine in self.live if engine.joined]):
             raise self.failure or EngineDiedError(f"no {self.kind.noun} has weights: all of them restart")
         engine, name = min(engines, key=busy.count), f"{ticket}, call {next(self._calls)}"
+        process, watch = engine.process, engine.watch
         self._asked[name] = ticket, engine
         try:
-            answer = engine.process.handle.generate.remote(requests, sampling, None, name)
-            return await self._answered(engine, answer)
+            answer = process.handle.generate.remote(requests, sampling, None, name)
+            watch.due(0)
+            watch.moved()
+            return (await settled(answer, lambda: self._stuck(engine))).result()
         except asyncio.CancelledError:
-            engine.process.handle.cancel.remote(name)
+            process.handle.cancel.remote(name)
             raise
+        except GivenUpError as why:
+            raise self._gone(engine, f"{process}: {why}") from None
         except RayError as error:
-            failure = engine.process.failure(error)
+            failure = process.failure(error)
             gone = failure.died
             if not gone:
                 try:
                     async with asyncio.timeout(_HEALTH_S):
-                        await asyncio.wrap_future(engine.process.handle.health.remote().future())
+                        await asyncio.wrap_future(process.handle.health.remote().future())
                 except (RayError, TimeoutError):
                     gone = True
             what = f"{'died: ' if failure.died else ''}{failure.headline()}"
-            message = "\n".join(filter(None, [f"{engine.process}: {what}", failure.details()]))
+            message = "\n".join(filter(None, [f"{process}: {what}", failure.details()]))
             raise (self._gone(engine, message) if gone else EngineFailedError(message)) from None
         finally:
             del self._asked[name]
@@ -206,26 +206,16 @@ class EngineFleet(Pool[StartedEngine]):
         engines = dict.fromkeys(engine for asked, engine in (*self._asked.values(),) if asked == ticket)
         return "; ".join(f"{one.process}, at {one.watch.doing(0) or 'nothing'!r}" for one in engines)
 
-    async def _answered(self, engine: StartedEngine, answer: Any) -> list[Response]:
+    def _stuck(self, engine: StartedEngine) -> str | None:
         watch, limit_s = engine.watch, self.kind.call_timeout_s
-        watch.tick()
-        watch.moved()
-
-        def over() -> str | None:
-            if engine.version is not None:  # else it waits for the end of a refit, which it cannot help
-                watch.tick()
-            if watch.due(LOOK_EVERY_S / 2):
-                watch.look([0])
-                if (lost := engine.process.lost()) is not None:
-                    return lost
-            if not watch.stalled([0], limit_s):
-                return None
-            return f"made no progress for {limit_s:g} s, at {watch.doing(0) or 'nothing'!r}"
-
-        try:
-            return (await settled(answer, over)).result()
-        except GivenUpError as why:
-            raise self._gone(engine, f"{engine.process}: {why}") from None
+        # An engine without a version is waiting for a refit to end, which is not its fault.
+        if watch.due(LOOK_EVERY_S / 2, passes=engine.version is not None):
+            watch.look([0])
+            if (lost := engine.process.lost()) is not None:
+                return lost
+        if not watch.stalled([0], limit_s):
+            return None
+        return f"made no progress for {limit_s:g} s, at {watch.doing(0) or 'nothing'!r}"
 
     def _gone(self, engine: StartedEngine, message: str) -> Exception:
         self.lose(engine, WorkerError(message, WorkerCall("generate", group=self.kind.name)))
@@ -242,7 +232,7 @@ def place_engines(
     ranks: Placement,
     rank_gpus: Sequence[str],
 ) -> Placement:
-    """Return a slot for each engine; `rank_gpus` are the GPUs of the training ranks, by rank, and empty on CPU."""
+    """Return each engine's slots; rank_gpus: the training ranks' GPUs by rank, empty on CPU."""
     config, size, on_cpu = cluster.config, kind.processes, cluster.config.on_cpu
     environment = {**rank_environment(os.environ, on_cpu=on_cpu), **kind.environment}
     if on_cpu:
@@ -250,12 +240,12 @@ def place_engines(
     if on_cpu and size <= config.workers_per_node:
         options: dict[str, Any] = {"num_cpus": _CPU_SHARE_OF_AN_ENGINE, "num_gpus": 0}
         if not cluster.one_machine:
-            options["scheduling_strategy"] = "SPREAD"  # one that restarts may find its machine gone
+            options["scheduling_strategy"] = "SPREAD"  # a restarted engine's machine may be gone
         return Placement(tuple(RankSlot(engine, environment, options) for engine in range(kind.engines)))
     beside = on_cpu or colocated.enabled
     if beside:
-        # Each is next to as many consecutive ranks as it has processes, on the GPUs that Ray has given those.
-        assert ranks.group is not None  # ranks on GPUs, and on several machines, have one
+        # Each engine shares the GPUs of as many consecutive ranks as it has processes.
+        assert ranks.group is not None  # ranks on GPUs or on several machines have a group
         per_node, nodes, group = config.workers_per_node, config.num_nodes, ranks.group
     else:  # on GPUs that Ray reserves for them
         resources = colocated.resources
@@ -263,40 +253,33 @@ def place_engines(
         group = cluster.reserve({"GPU": per_node, "CPU": per_node}, nodes)
     slots: list[RankSlot] = []
     for engine in range(kind.engines if beside and not rank_gpus else per_node * nodes // size):
-        # On CPU engines may be many: they go round the machines.
-        shares = [replace(share, node=share.node % nodes) for share in shares_of(engine, size, per_node)]
-        addresses = [cluster.address_of(group, share.node) for share in shares] if len(shares) > 1 else []
-        for number, share in enumerate(shares):
+        shares = shares_of(engine, size, per_node)
+        # On CPU, engines are distributed over the machines in turn.
+        machines = [node % nodes for node, _, _ in shares]
+        addresses = [cluster.address_of(group, node) for node in machines] if len(shares) > 1 else []
+        for number, (node, (_, first, places)) in enumerate(zip(machines, shares, strict=True)):
             own: dict[str, str] = {}
-            if addresses:  # tells its processes how to meet
+            if addresses:  # the rendezvous of its processes
                 own = EngineMachines(addresses[0], addresses[number], number, len(shares)).environment()
-            takes = {"num_cpus": 0, "num_gpus": 0} if beside else {"num_cpus": 1, "num_gpus": share.count}
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=share.node)
+            takes = {"num_cpus": 0, "num_gpus": 0} if beside else {"num_cpus": 1, "num_gpus": places}
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
             if beside:
-                first = share.node * per_node + share.first
-                own["CUDA_VISIBLE_DEVICES"] = ",".join(rank_gpus[first : first + share.count])
+                gpus = rank_gpus[node * per_node + first :][:places]
+                own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             slots.append(RankSlot(engine, {**environment, **own}, {**takes, "scheduling_strategy": strategy}))
     return Placement(tuple(slots), None if beside else group)
 
 
-@dataclass(frozen=True)
-class Share:
-    """The processes of an engine on one machine: `count` of them, from place `first` of the machine's on."""
+def shares_of(engine: int, size: int, per_node: int) -> list[tuple[int, int, int]]:
+    """Return, per engine and machine: the machine, the first place that its processes take, and their number.
 
-    node: int
-    first: int
-    count: int
-
-
-def shares_of(engine: int, size: int, per_node: int) -> tuple[Share, ...]:
-    """Return where the processes of an engine are, `size` of each one, engine after engine over whole machines.
-
-    per_node: places of a machine; it divides `size`, or is divided by it.
+    size: the number of processes per engine; engines fill the machines in order. per_node: the number of places per
+    machine, a divisor or a multiple of `size`.
     """
     node, first = divmod(engine * size, per_node)
     if size <= per_node:
-        return (Share(node, first, size),)
-    return tuple(Share(node + further, 0, per_node) for further in range(size // per_node))
+        return [(node, first, size)]
+    return [(node + further, 0, per_node) for further in range(size // per_node)]
 
 
 def transport_of(cluster: RayCluster, generation: GenerationConfig) -> str:

@@ -1,4 +1,4 @@
-"""The driver's handle of engines of any kind: gives them weights and asks them, whichever of them live."""
+"""The driver's handle for engines of any kind: sends them weights and requests."""
 
 from __future__ import annotations
 
@@ -31,36 +31,30 @@ from nemo_rl_mcore.rank.refit.sender import BroadcastRendezvous, EngineLostError
 
 
 class WeightSource(Protocol):
-    """What engines need of a `Policy`."""
-
     incarnation: int
 
     @property
     def placement(self) -> Placement: ...
-
     def gpus(self) -> Sequence[str]: ...
-
     def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None: ...
-
     def prepare_for_lp_inference(self) -> None: ...
-
     def send_weights(self) -> Digests: ...
 
 
 class EngineGeneration(AbstractContextManager["EngineGeneration"]):
-    """Engines apart from the ranks, with a copy of a policy's weights; a `GenerationInterface`.
+    """Engines outside the ranks, with a copy of a policy's weights; implements `GenerationInterface`.
 
-    In asynchronous runs they answer group by group while the ranks train and weights change: `respond` is called from
-    one asyncio loop, the other methods from other threads meanwhile. `generate` spreads many rows of one version over
-    all engines, `respond` asks one for a group of any version.
+    In asynchronous runs they answer single groups while the ranks train and weights change: one asyncio loop calls
+    `respond`, while other threads call the other methods. `generate` distributes the rows of a batch over all engines,
+    with one version; `respond` sends a group to one engine, which answers with whatever weights it holds.
 
-    Engines start when they are first given weights. One that dies, hangs or does not hold what it was sent restarts
-    next to the others, as often as the kind's restarts allow; then the run ends with a WorkerError. It gets the weights
-    with the next update, or in `rejoin`. The noise of a row does not depend on who answers it, nor on when.
+    Engines start when they first get weights. An engine that dies, hangs or holds wrong weights is restarted alone, up
+    to the kind's limit of restarts; beyond it the run ends with a WorkerError. A restarted engine receives weights with
+    the next update, or in `rejoin`. A row's noise is independent of the engine that answers and of the time.
 
-    source: where the weights come from. stop_ids: token ids that end a response and belong to it. seed: of the noise.
-    starting: entered around the first start of the engines. check: called once, when the engines first have weights,
-    before anybody is answered; what it raises ends that first `update_weights`.
+    stop_ids: token ids that end a response and belong to it. seed: the noise's seed. starting: a context manager around
+    the engines' first start. check: a function called once, when all engines first have weights; its errors propagate
+    from `update_weights`.
     """
 
     def __init__(
@@ -86,7 +80,7 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
         self._has_refitted = False
         self.weights_version: int | None = None
         self.weights_digest = ""
-        """Of the weights given last, where refits are verified; see `refit.digests.of_all`."""
+        """Digest of the last weights sent, if refits are verified; see `refit.digests.of_all`."""
         self._starting, self._check = starting, check
         self._changed: Callable[[], None] = lambda: None
 
@@ -98,32 +92,31 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
             self._check = None
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
-        """Answer prompts as `GenerationInterface.generate`.
+        """Answer prompts like `GenerationInterface.generate`, with the additional keys of `as_batch`.
 
-        Besides, weight_versions int64 [B, T]: of the weights that sampled a token, -1 after the end. What was asked of
-        an engine that is lost is asked again, of those that live then.
+        If an engine is lost, the remaining engines answer its rows.
         """
-        asked = self._keyed(data, step)
+        requests = self._requests(data, step)
         sampling = Sampling.of(self._config, self._stop_ids, greedy=greedy)
         answered: dict[int, Response] = {}
-        while missing := [row for row in range(asked.size) if row not in answered]:
+        while missing := [row for row in range(len(requests)) if row not in answered]:
             engines = self._ready()
             bounds = [len(missing) * place // len(engines) for place in range(len(engines) + 1)]
             shares = (missing[first:end] for first, end in pairwise(bounds))
             rows = {engine: share for engine, share in zip(engines, shares, strict=True) if share}
-            own = {one: {"requests": as_requests(asked.select_indices(share))} for one, share in rows.items()}
+            own = {one: {"requests": [requests[row] for row in share]} for one, share in rows.items()}
             version, context = self.weights_version, f"step {step}"
             answers = self._fleet.run(
                 rows, "generate", own=own, sampling=sampling, version=version, context=context
             )
             for engine, responses in answers.items():
                 answered.update(zip(rows[engine], responses, strict=True))
-        return as_batch([answered[row] for row in range(asked.size)], sampling.max_new_tokens)
+        return as_batch([answered[row] for row in range(len(requests))], sampling.max_new_tokens)
 
     def next_logprobs(
         self, prompts: Sequence[Sequence[int]], temperature: float
     ) -> list[Sequence[NextLogprobs]]:
-        """Return of each engine, after each prompt, the log-probabilities [V] of all tokens at the temperature."""
+        """Return, per engine and prompt, the log-probabilities [V] of all next tokens at the temperature."""
         answers: dict[StartedEngine, Sequence[NextLogprobs]] = {}
         while not answers:
             engines = self._ready()
@@ -131,27 +124,27 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
         return [*answers.values()]
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
-        """As `generate`, for one group of rows; a task that is cancelled gives it up.
+        """Answer one group of rows like `generate`; cancelling the task cancels the group.
 
-        ticket: what messages and the engine call the group. Raises EngineFailedError when it is not answered,
-        EngineDiedError when that is no fault of its own; any other RunStoppedError ends the run.
+        ticket: the group's name in messages and in the engine. Raises EngineFailedError if the engine cannot answer,
+        EngineDiedError if it is lost; any other RunStoppedError ends the run.
         """
         sampling = Sampling.of(self._config, self._stop_ids, greedy=False)
-        responses = await self._fleet.respond(as_requests(self._keyed(data, step)), sampling, ticket)
+        responses = await self._fleet.respond(self._requests(data, step), sampling, ticket)
         return as_batch(responses, sampling.max_new_tokens)
 
     def whereabouts(self, ticket: str) -> str:
-        """Return who answers a group, and what it was at last; empty where nobody does. Any thread may ask."""
+        """Return the engine that answers a group and its last activity, or an empty text; callable from any thread."""
         return self._fleet.whereabouts(ticket)
 
     @property
     def answering(self) -> bool:
-        """Any of them has weights; while none has, no group is asked for."""
+        """Whether an engine has weights, so that groups can be answered."""
         return any(engine.joined for engine in self._fleet.live)
 
     @property
     def joining(self) -> bool:
-        """`rejoin` is to be called: one that restarted has no weights, or the run is to end."""
+        """Whether `rejoin` must be called: a restarted engine has no weights, or the run must end."""
         return self._fleet.failure is not None or not all(engine.joined for engine in self._fleet.live)
 
     @property
@@ -159,16 +152,17 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
         return self._fleet.restarts
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Have this called, from any thread, whenever `answering` or `joining` may have changed."""
+        """Register a callback for changes of `answering` and `joining`; it may be called from any thread."""
         self._changed = changed
 
     def rejoin(self) -> None:
-        """Give the weights of the last version to engines that restarted, while the others go on answering.
+        """Send the last version's weights to restarted engines, while the others continue to answer.
 
-        Called between two calls to the ranks, whose weights are still of that version. Raises what ends the run.
+        Must be called between calls to the ranks, while their weights still have that version. Raises the error that
+        ends the run.
         """
         while behind := [engine for engine in self._fleet.live if engine.version != self.weights_version]:
-            assert self.weights_version is not None  # without any, none is behind
+            assert self.weights_version is not None  # engines can only be behind once there is a version
             self._send(behind, self.weights_version)
         if self._fleet.failure is not None:
             raise self._fleet.failure
@@ -182,32 +176,30 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
     def __exit__(self, *_: object) -> None:
         self._fleet.shutdown()
 
-    def _keyed(self, data: BatchedDataDict, step: int) -> BatchedDataDict:
+    def _requests(self, data: BatchedDataDict, step: int) -> list[Request]:
         BatchCheck.of(self._config).prompts(data)
         check_lengths(data["input_lengths"], self._config)
-        keys = sample_keys(
-            self._seed, step, data["prompt_index"], data["sample_index"], data.get("turn_index")
-        )
-        return BatchedDataDict(
-            input_ids=data["input_ids"],
-            input_lengths=data["input_lengths"],
-            seeds=keys,
-            stop_strings=data.get("stop_strings", [()] * data.size),
+        turns = data.get("turn_index")
+        return as_requests(
+            BatchedDataDict(
+                input_ids=data["input_ids"],
+                input_lengths=data["input_lengths"],
+                seeds=sample_keys(self._seed, step, data["prompt_index"], data["sample_index"], turns),
+                stop_strings=data.get("stop_strings", [()] * data.size),
+            )
         )
 
     def _ready(self) -> Sequence[StartedEngine]:
         if (version := self.weights_version) is None:
             raise WrongWeightsError("the engines have not been given weights: call update_weights first")
         if self._makes_room and all(engine.asleep for engine in self._fleet.live):
-            # Ranks that share the engines' devices keep there what a refit needs, and no more; before the first engine
-            # starts, too, which asks how much is free.
+            # Ranks that share the engines' devices keep only a refit's data there, even before the first start, when
+            # engines measure the free memory.
             self._source.prepare_for_lp_inference()
         if self._fleet.placement is None:
             with self._starting():
-                placed = place_engines(
-                    *(self._cluster, self._kind, self._config.generation.colocated),
-                    *(self._source.placement, self._source.gpus()),
-                )
+                colocated, ranks = self._config.generation.colocated, self._source.placement
+                placed = place_engines(self._cluster, self._kind, colocated, ranks, self._source.gpus())
                 self._fleet.placement = placed
                 numbers = [*dict.fromkeys(slot.rank for slot in placed.slots)]
                 self._fleet.start(numbers)
@@ -219,10 +211,10 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
             self._send(behind, version)
 
     def _send(self, engines: Sequence[StartedEngine], version: int) -> None:
-        """Try once to give these engines the source's weights; those that hold them afterwards have the version.
+        """Try once to send the source's weights to these engines; engines that receive them all get the version.
 
-        What is lost meanwhile is for the fleet to restart, and for the caller to go on without: the engines that
-        are left take the same version once more. Raises what fails while all engines are well, such as ranks.
+        The fleet restarts an engine lost during the refit, and the caller then tries again. Raises an error that occurs
+        while all engines are healthy, such as a rank's.
         """
         context = f"weights of version {version}"
         for engine in engines:
@@ -232,7 +224,7 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
             return
         begun = self._fleet.run(ready, "begin_refit", version, context=context)
         if len(begun) < len(ready):
-            return  # the ranks would send to the dead
+            return  # the ranks would send to lost engines
         try:
             sent = self._source.send_weights()
         except (WorkerError, EngineLostError) as error:
@@ -247,9 +239,9 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
                     lost = True
             if lost:
                 return
-            self._connected = None  # who is to meet for the next refit is not sure any more
+            self._connected = None  # ranks or engines may differ in the next refit
             raise
-        # What fails in the first refit of a run would fail in another process, too.
+        # A failure in a run's first refit would also occur after a restart.
         again = self._has_refitted and self._fleet.budget.left() > 0
         finished = self._fleet.run(ready, "finish_refit", version, sent, or_lose=again, context=context)
         for engine in self._wake(finished, "kv_cache", context):
@@ -263,20 +255,15 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
         return [engine for engine in engines if not engine.asleep or engine in woken]
 
     def _connect(self, engines: Sequence[StartedEngine]) -> bool:
-        """Tell the ranks whom to send to, unless they know; false when one was lost meanwhile, or none is left."""
+        """Connect the ranks with these engines if necessary; return False if one is lost meanwhile or none is left."""
         wanted = (self._source.incarnation, [*engines])
         if not engines or self._connected == wanted:
             return bool(engines)
         self._connected = None
-        kind = self._kind
-        settings = RefitSettings(
-            self._transport,
-            kind.bucket_bytes,
-            kind.call_timeout_s,
-            receivers=len(engines) * kind.processes,
-            verify=self._config.generation.verify_refit,
-            held_as=kind.precision,
-        )
+        kind, verify = self._kind, self._config.generation.verify_refit
+        receivers = len(engines) * kind.processes
+        sizes = kind.bucket_bytes, kind.call_timeout_s, receivers
+        settings = RefitSettings(self._transport, *sizes, verify=verify, held_as=kind.precision)
         numbers = [engine.number for engine in engines]
         reached = RayEngines([engine.process.handle for engine in engines], kind.noun, numbers)
         rendezvous = self._source.connect_engines(reached, settings)
@@ -298,20 +285,15 @@ class EngineGeneration(AbstractContextManager["EngineGeneration"]):
 
 def as_requests(data: BatchedDataDict) -> list[Request]:
     """Return the rows of input_ids [B, P] and input_lengths [B] without padding, with seeds [B] and stop_strings."""
-    rows = zip(
-        data["input_ids"].tolist(),
-        data["input_lengths"].tolist(),
-        data["seeds"].tolist(),
-        data["stop_strings"],
-        strict=True,
-    )
+    columns = [data[key].tolist() for key in ("input_ids", "input_lengths", "seeds")]
+    rows = zip(*columns, data["stop_strings"], strict=True)
     return [Request(ids[:length], seed, strings) for ids, length, seed, strings in rows]
 
 
 def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
-    """Return what `GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 after the end.
+    """Return a batch like `GenerationInterface.generate`, with weight_versions int64 [B, T] and digests int64 [B].
 
-    The digests are those that came with the responses.
+    weight_versions: the version of the weights that sampled each token, -1 after the end.
     """
     tokens_BT = torch.zeros(len(responses), max_new_tokens, dtype=torch.long)
     logprobs_BT = torch.zeros(len(responses), max_new_tokens)

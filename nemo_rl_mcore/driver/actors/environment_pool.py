@@ -1,7 +1,7 @@
-"""The environments of a run in Ray actors: whatever becomes of one of these costs its turns at most, and no numbers.
+"""A run's environments in Ray actors; a failed actor loses at most its turns, and changes no reply.
 
-Runs in the driver, in three kinds of threads: callers wait in theirs; one thread, "environments", has the asyncio loop
-that gives pieces to actors and takes their replies; each start of an actor has a thread of `pool.Pool`.
+Three kinds of driver threads are involved: the callers' threads, which wait; the thread "environments", whose asyncio
+loop sends pieces to actors and receives their replies; and a thread of `pool.Pool` for each start of an actor.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.config.custom_code import RAISED, handed_objects
 from nemo_rl_mcore.config.environment import PROCESS_START_S
 from nemo_rl_mcore.data.turns import Reply, Turn
+from nemo_rl_mcore.driver import activity
+from nemo_rl_mcore.driver.activity import LoopThread
 from nemo_rl_mcore.driver.actors.actor import LOOK_EVERY_S, Actor, GivenUpError, settled
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.failures import WorkerCall, stderr_tail
 from nemo_rl_mcore.driver.actors.places import RankSlot, given_variables, rank_environment
 from nemo_rl_mcore.driver.actors.pool import Budget, Pool
 from nemo_rl_mcore.driver.actors.supervised import Construction, actor_class
-from nemo_rl_mcore.driver.loop_thread import LoopThread
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.signals import deferred_stop_signals
 from nemo_rl_mcore.environment.registry import EnvironmentProcess
 from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError
-from nemo_rl_mcore.rank import activity
 
 _LONGEST_PIECE = 8
 _PIECES_AN_ACTOR = 4
-"""Of a call, at least: so that a slow one does not keep the others waiting."""
-# Python hears of signals between two waits.
+"""Minimum number of a call's pieces per actor, so that a slow piece does not delay the others."""
+# Python handles signals between two waits.
 _WAKE_EVERY_S = 0.2
 _PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
 _MOST_REASONS = 20
@@ -48,24 +48,25 @@ _DROPPED, _RETRIED, _RESTARTS = "env/dropped", "env/retried", "env/restarts"
 
 
 class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
-    """Implements `Environments` over `env.pool.size` actors, each with the environment of the recipe.
+    """An implementation of `Environments` with `env.pool.size` actors, each running the recipe's environment.
 
-    The turns of a call are split into pieces, which any actor answers; which one does, and when, changes no reply. A
-    piece whose actor raises, dies or passes `env.pool.timeout_s` is tried again turn by turn, and a turn without a
-    reply after `env.pool.retries` is dropped. An actor that died or hangs is replaced. What ends the run: any other
-    RunStoppedError, what code of the user's gives amiss, code that raises at several turns and at none of them alone,
-    and actors that do not start.
+    A call's turns are split into pieces, which any actor can answer; replies do not depend on the actor or the time. If
+    an actor raises, dies or exceeds `env.pool.timeout_s`, another actor retries its piece turn by turn, before other
+    pieces; a turn without a reply after `env.pool.retries` is dropped. Dead or hung actors are replaced. The run ends
+    on any other RunStoppedError, on invalid results from the user's code, on code that raises for several turns
+    together but for none of them alone, and if actors do not start.
 
-    Any thread may ask. A context manager, whose end kills the actors. They start with `start`, or with the first turns,
-    and nobody waits for them before. Raises RunStoppedError for an environment variable that is to be handed on, and is
-    not set.
+    Any thread may call it. As a context manager it kills the actors at the end. `start` or the first turns start the
+    actors, without waiting for them. Raises RunStoppedError if an environment variable to pass on is not set.
     """
 
     def __init__(self, config: EnvConfig, cluster: RayCluster) -> None:
-        given_variables(config.pool)  # one that is missing is reported before ranks start to work
+        given_variables(config.pool)  # report a missing variable before the ranks start
         self._config, self._cluster = config, cluster
         self._size, self._limits = config.pool_size, config.pool
-        self._pieces = Pieces(self._size)
+        self._waiting, self._open = deque[TurnPiece](), set[TurnPiece]()
+        self._arrived = asyncio.Condition()
+        self._failure: BaseException | None = None
         self._thread = LoopThread("environments", self._fail)
         budget = Budget(
             self._limits.retries,
@@ -79,10 +80,13 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             self._build,
             budget,
             lost=cluster.lost,
-            # Of a closed pool the loop ends before it would run.
+            # A closed pool's loop would end before running it.
             changed=lambda: None if self._pool.closed else self._thread.begin(self._attend()),
         )
-        self._counts, self._taken = Counter[str](), Counter[str]()  # they only grow: one thread writes each
+        self._counts, self._taken = (
+            Counter[str](),
+            Counter[str](),
+        )  # only growing; each is written by one thread
         self._reasons, self._reported = Counter[str](), set[str]()
         self._started = False
 
@@ -92,7 +96,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     def replies(self, turns: Sequence[Turn]) -> list[Reply]:
         asked = self._thread.call(self._replies(turns))
         try:
-            # Each of the environments' calls has its deadline, and they all end when Ray is gone.
+            # Each call to an environment has its own deadline, and all calls end if Ray dies.
             with activity.at(f"waiting for replies to {len(turns)} answers", timed=False):
                 while not wait([asked], timeout=_WAKE_EVERY_S).done:
                     pass
@@ -120,7 +124,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             finally:
                 self._pool.shutdown()
 
-    # What runs in the thread of the loop
+    # Run by the loop's thread
 
     async def _start(self) -> None:
         if self._started:
@@ -135,7 +139,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         self.start()
         length = max(1, min(_LONGEST_PIECE, len(turns) // (_PIECES_AN_ACTOR * self._size)))
         if not self._limits.retries:
-            length = 1  # one that fails is not taken apart any more
+            length = 1  # failed pieces are split into single turns only once
         parts = [self._reply(part) for part in batched(turns, length)]
         return [*chain.from_iterable(await asyncio.gather(*parts))]
 
@@ -143,7 +147,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         self, turns: Sequence[Turn], tries: int = 1, avoided: int | None = None
     ) -> Sequence[Reply]:
         try:
-            return await self._pieces.replies(turns, avoided)
+            return await self._ask(turns, avoided)
         except EnvironmentFailedError as failure:
             answers = f"{len(turns)} answer{'s' if len(turns) > 1 else ''}"
             if tries > (retries := self._limits.retries):
@@ -158,16 +162,16 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             return replies if failure.lost else await self._together(turns, replies)
 
     async def _together(self, turns: Sequence[Turn], alone: list[Reply]) -> list[Reply]:
-        """Return the replies to turns of which a call has raised, where no other call has any part in it.
+        """Return replies to turns for which a call has raised, independently of all other calls.
 
-        alone: to each by itself. Those that have one are shown together again: code that takes them one by one alone
-        is wrong, and what it then says of each is not what it is meant to say.
+        alone: the reply to each turn by itself. The turns with a reply are sent together once more: code that can only
+        answer them one by one is wrong, and its single replies may be wrong, too.
         """
         kept = [turn for turn, reply in zip(turns, alone, strict=True) if reply.dropped is None]
         failure: EnvironmentFailedError | None = None
         for _ in range(self._limits.retries if len(kept) > 1 else 0):
             try:
-                together = iter(await self._pieces.replies(kept, None))
+                together = iter(await self._ask(kept, None))
                 return [next(together) if reply.dropped is None else reply for reply in alone]
             except EnvironmentFailedError as error:
                 if error.lost:
@@ -178,6 +182,21 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         told = failure.report("", f"; {len(kept)} answers together, and none of them alone")
         self._fail(stopped := RunStoppedError(told, code=RAISED))
         raise stopped
+
+    async def _ask(self, turns: Sequence[Turn], avoided: int | None) -> list[Reply]:
+        if self._failure is not None:
+            raise self._failure
+        piece = TurnPiece(turns, avoided, asyncio.get_running_loop().create_future())
+        self._open.add(piece)
+        (self._waiting.append if avoided is None else self._waiting.appendleft)(piece)
+        try:
+            async with self._arrived:
+                self._arrived.notify_all()
+            return await piece.replies
+        finally:
+            self._open.discard(piece)
+            if piece in self._waiting:  # the caller no longer waits for it
+                self._waiting.remove(piece)
 
     async def _attend(self) -> None:
         if isinstance(failure := self._pool.failure, EnvironmentFailedError):
@@ -194,9 +213,13 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 
     async def _serve(self, actor: SupervisedEnvironment) -> None:
         limit_s = self._limits.timeout_s
-        late = f"no reply within {limit_s:g} s (env.pool.timeout_s)"
+        late, alone = f"no reply within {limit_s:g} s (env.pool.timeout_s)", self._size == 1
         while True:
-            piece = await self._pieces.next(actor.number)
+            async with self._arrived:
+                while not (free := [one for one in self._waiting if one.avoided != actor.number or alone]):
+                    await self._arrived.wait()
+                piece = free[0]
+                self._waiting.remove(piece)
             try:
                 asked = actor.handle.replies.remote(piece.turns, limit_s)
                 replies = await actor.result(asked, limit_s, late)
@@ -206,8 +229,28 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
                     self._pool.lose(actor, failure)
                     return
             else:
-                if not piece.replies.done():  # else nobody waits any more
+                if not piece.replies.done():  # otherwise the caller no longer waits
                     piece.replies.set_result(replies)
+
+    def _fail(self, error: BaseException) -> None:
+        """Fail all current and later pieces with this error; must be called in the loop's thread."""
+        error = self._session_lost() or error
+        self._failure = self._failure or error
+        for piece in self._open:
+            piece.fail(error)
+
+    def _session_lost(self) -> RanksFailedError | None:
+        lost = self._cluster.lost()
+        return None if lost is None else WorkerCall("replies", group="environments").end_of_session(lost)
+
+    def _report(self, failure: Exception, what: str) -> None:
+        """Print each distinct reason once, up to a limit, since the user's code may never repeat a text."""
+        assert isinstance(failure, EnvironmentFailedError)  # other errors end the run
+        if str(failure) not in self._reported and len(self._reported) < _MOST_REASONS:
+            self._reported.add(str(failure))
+            write_line(sys.stderr, failure.report("", f"; {what}"))
+
+    # Run by a thread of the pool
 
     def _build(self, number: int) -> SupervisedEnvironment:
         limits = self._limits
@@ -222,32 +265,29 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             self._cluster,
             lambda: "the run ends" if self._pool.closed else self._cluster.lost(),
         )
+
+        async def start() -> None:
+            deadline = time.monotonic() + PROCESS_START_S
+            late = f"did not start within {PROCESS_START_S:g} s"
+            if limits.num_gpus:  # GPUs may not have been free
+                late += f"; it asks for env.pool.num_gpus: {limits.num_gpus:g}"
+            actor.identity = await actor.result(actor.handle._identify.remote(), PROCESS_START_S, late)
+            given = Construction((self._config, handed_objects()), environment=given_variables(limits))
+            built = actor.handle._build.remote(ray.put(given))
+            await actor.result(built, deadline - time.monotonic(), late)
+
         try:
-            asyncio.run(actor.start(self._config))
+            asyncio.run(start())
         except BaseException:
             actor.end()
             raise
         return actor
 
-    def _fail(self, error: BaseException) -> None:
-        self._pieces.fail(self._session_lost() or error)
-
-    def _session_lost(self) -> RanksFailedError | None:
-        lost = self._cluster.lost()
-        return None if lost is None else WorkerCall("replies", group="environments").end_of_session(lost)
-
-    def _report(self, failure: Exception, what: str) -> None:
-        """Print each reason once, as long as there are few: texts of the user's code may never be equal."""
-        assert isinstance(failure, EnvironmentFailedError)  # others are final
-        if str(failure) not in self._reported and len(self._reported) < _MOST_REASONS:
-            self._reported.add(str(failure))
-            write_line(sys.stderr, failure.report("", f"; {what}"))
-
 
 class EnvironmentFailedError(Exception):
-    """An environment gave no reply. The message says why in a line, equal for equal failures.
+    """An environment gave no reply; the message is a one-line reason, equal for equal failures.
 
-    number, actor: which one was asked. lost: whether that one is to be replaced. details: what else is known.
+    number, actor: the actor that was called. lost: whether it must be replaced. details: further text.
     """
 
     def __init__(self, reason: str, actor: Actor, *, lost: bool, details: str = "") -> None:
@@ -261,31 +301,17 @@ class EnvironmentFailedError(Exception):
 
 @dataclass(eq=False)
 class SupervisedEnvironment(Actor):
-    """The driver's handle of an `EnvironmentProcess`, for one asyncio loop at a time: that of the thread that starts
-    it, then that of the environments' thread.
+    """The driver's handle for an `EnvironmentProcess`; used in one asyncio loop at a time, first its start's loop.
 
-    serves: whether the pool gives it turns. From then on it is the pool that reports the end of Ray: no reply is
-    dropped for it.
+    serves: whether the pool sends it turns; the pool itself then reports a dead Ray, and drops no reply for it.
     """
 
     serves: bool = field(default=False, init=False)
 
-    async def start(self, config: EnvConfig) -> None:
-        """Build the environment of a recipe. Raises EnvironmentFailedError, also for a start that takes too long."""
-        limit_s = PROCESS_START_S
-        deadline = time.monotonic() + limit_s
-        late = f"did not start within {limit_s:g} s"
-        if config.pool.num_gpus:  # which may not have been free
-            late += f"; it asks for env.pool.num_gpus: {config.pool.num_gpus:g}"
-        self.identity = await self.result(self.handle._identify.remote(), limit_s, late)
-        construction = Construction((config, handed_objects()), environment=given_variables(config.pool))
-        built = self.handle._build.remote(ray.put(construction))
-        await self.result(built, deadline - time.monotonic(), late)
-
     async def result(self, ref: Any, within_s: float, late: str) -> Any:
-        """Wait for the result of a call. late: what to say of one that gives nothing in time.
+        """Wait for a call's result. late: the reason given if the result does not arrive in time.
 
-        Raises EnvironmentFailedError, and what ends the run: a RunStoppedError but what the user's code has raised.
+        Raises EnvironmentFailedError, or any RunStoppedError except the user code's errors, which ends the run.
         """
         deadline = time.monotonic() + within_s
 
@@ -317,7 +343,7 @@ class SupervisedEnvironment(Actor):
 
 @dataclass(frozen=True, eq=False)
 class TurnPiece:
-    """Turns of one call of an environment. avoided: the actor that has failed with them, if one has."""
+    """Turns from one call to an environment. avoided: the actor that failed on them, if any."""
 
     turns: Sequence[Turn]
     avoided: int | None
@@ -326,47 +352,3 @@ class TurnPiece:
     def fail(self, error: BaseException) -> None:
         if not self.replies.done():
             self.replies.set_exception(error)
-
-
-@dataclass(eq=False)
-class Pieces:
-    """First in, first out, but for pieces that are tried again: they come first, and go to another actor.
-
-    actors: how many take pieces; a single one takes all.
-    """
-
-    actors: int
-    _waiting: deque[TurnPiece] = field(default_factory=deque[TurnPiece], init=False)
-    _open: set[TurnPiece] = field(default_factory=set[TurnPiece], init=False)
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition, init=False)
-    _failure: BaseException | None = field(default=None, init=False)
-
-    async def replies(self, turns: Sequence[Turn], avoided: int | None) -> list[Reply]:
-        if self._failure is not None:
-            raise self._failure
-        piece = TurnPiece(turns, avoided, asyncio.get_running_loop().create_future())
-        self._open.add(piece)
-        (self._waiting.append if avoided is None else self._waiting.appendleft)(piece)
-        try:
-            async with self._changed:
-                self._changed.notify_all()
-            return await piece.replies
-        finally:
-            self._open.discard(piece)
-            if piece in self._waiting:  # nobody waits for it any more
-                self._waiting.remove(piece)
-
-    async def next(self, actor: int) -> TurnPiece:
-        async with self._changed:
-            while True:
-                for piece in self._waiting:
-                    if self.actors == 1 or piece.avoided != actor:
-                        self._waiting.remove(piece)
-                        return piece
-                await self._changed.wait()
-
-    def fail(self, error: BaseException) -> None:
-        """Raise this wherever a piece is, or will be, asked for; called in the loop."""
-        self._failure = self._failure or error
-        for piece in self._open:
-            piece.fail(error)

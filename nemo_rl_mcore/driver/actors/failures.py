@@ -1,4 +1,4 @@
-"""From what Ray reports about its actors to one error that a person can act on."""
+"""Conversion of Ray's reports about actors into a single error that the user can act on."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NODE = re.compile(r"\bnode has died[\s\S]*?Node I[dD]: (\w+)")
 _RAY_ADVICE = " Some common causes include"
 _STDERR_TAIL_LINES = 30
 _AT_A_MEETING = "raise_together"
-# How ranks report the errors of others, see `agreement.raise_together`.
+# Prefix with which ranks report other ranks' errors; see `agreement.raise_together`.
 _OF_A_PEER = re.compile(r"['\"]?rank \d+: ")
 
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Which process a rank is. node_id: Ray's, of its machine; several on one host are machines in name."""
+    """A rank's process. node_id: Ray's id for its node; a host may run several nodes."""
 
     host: str
     pid: int
@@ -42,9 +42,9 @@ def identity_in(report: str) -> RankIdentity:
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """Says what the ranks of a group, such as "policy", are asked, and what for, such as "step 12".
+    """A call to a worker group, such as "policy". context: the call's purpose, such as "step 12".
 
-    timeout_s: seconds without progress. key: of the recipe, that has the deadline.
+    timeout_s: allowed seconds without progress. key: the recipe key of this deadline.
     """
 
     method: str
@@ -65,13 +65,13 @@ class WorkerCall:
 
 
 class WorkerError(RanksFailedError):
-    """One rank of a worker group failed; the message is complete, with the traceback of that rank.
+    """A rank of a worker group failed; the message includes the rank's traceback.
 
-    rank, host: the one that failed first, -1 when none did and a deadline passed. method, context, group: see
-    `WorkerCall`. cause: the exception that the rank raised, where it could be sent back. code: that of the cause; of
-    others rank-died, node-lost, no-progress, session-lost, interrupted, shut-down, or ended-before for a group that an
-    earlier failure ended. usable: the group can still be called, since every rank has answered. final: Ray itself is
-    gone. lost_node: the machine of a rank, by Ray's id and its address, where that is gone, as opposed to the rank.
+    rank, host: those of the first failure; rank is -1 if a deadline passed. method, context, group: see `WorkerCall`.
+    cause: the exception that the rank raised, if it could be sent back. code: the cause's code, or rank-died,
+    node-lost, no-progress, session-lost, interrupted, shut-down, ended-before (by an earlier failure). usable: whether
+    the group can still be called, since every rank has answered. final: whether Ray itself died. lost_node: Ray's id
+    and the address of a rank's machine, if the whole machine was lost.
     """
 
     def __init__(
@@ -85,7 +85,10 @@ class WorkerError(RanksFailedError):
         lost_node: str | None = None,
         code: str = "",
     ) -> None:
-        super().__init__(message, code=code or (failure.code if failure else ""))
+        if failure is not None and not code:
+            code = "rank-died" if failure.died else code_of(failure.cause)
+            code = code if failure.lost_node is None else "node-lost"
+        super().__init__(message, code=code)
         self.rank = -1 if failure is None else failure.rank
         self.host = "" if failure is None else failure.identity.host
         self.cause = None if failure is None else failure.cause
@@ -96,10 +99,10 @@ class WorkerError(RanksFailedError):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Holds what one rank reported: an exception that it raised, or its death.
+    """An exception that a rank raised, or a rank's death.
 
-    report: all that is known, with the traceback. cause: the exception as the rank raised it. died: the process is
-    gone, as opposed to a method that raised. lost_node: its machine, if that is gone.
+    report: Ray's text, with the traceback. cause: the exception that the rank raised. died: whether the process died,
+    rather than a method raised. lost_node: the rank's machine, if it was lost.
     """
 
     rank: int
@@ -108,12 +111,6 @@ class RankFailure:
     cause: BaseException | None = None
     died: bool = True
     lost_node: str | None = None
-
-    @property
-    def code(self) -> str:
-        if self.lost_node is not None:
-            return "node-lost"
-        return "rank-died" if self.died else code_of(self.cause)
 
     @property
     def is_of_a_peer(self) -> bool:
@@ -133,16 +130,16 @@ class RankFailure:
 
 
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
-    """Choose the failure that the others follow from, out of failures in the order of their arrival.
+    """Return the failure that caused the others; failures: in order of arrival.
 
-    When a process dies its peers' collectives fail, sometimes before Ray notices the death: it comes first. Errors that
-    ranks take over from another one come last.
+    Deaths come first, since a process's death makes its peers' collectives fail, sometimes before Ray notices it.
+    Errors copied from other ranks come last.
     """
     return min(failures, key=lambda failure: (not failure.died, failure.is_of_a_peer and not failure.died))
 
 
 def stderr_tail(log_dir: Path | None, identity: RankIdentity) -> str:
-    """Return the last lines that a rank wrote to its standard error; empty when they are not on this machine."""
+    """Return the last lines of a rank's standard error; empty if its log is on another machine."""
     if log_dir is None or not identity.ray_worker_id:
         return ""
     files = sorted(log_dir.glob(f"worker-{identity.ray_worker_id}-*.err"))
@@ -153,10 +150,10 @@ def stderr_tail(log_dir: Path | None, identity: RankIdentity) -> str:
 
 @dataclass(frozen=True)
 class Stall:
-    """A rank that did not return, and was stopped for it.
+    """A rank that did not return in time and was killed.
 
-    doing: what it began last. stack: where it stood in its Python code. silent: what is known of the process, if
-    it did not even say that; None if it did. lost_node: its machine, if that is gone.
+    doing: the rank's last activity. stack: its Python stack. silent: the state of a process that did not report its
+    activity, else None. lost_node: the rank's machine, if it was lost.
     """
 
     rank: int
@@ -175,26 +172,20 @@ class Stall:
 
 
 def hung_first(stalls: Sequence[Stall]) -> list[Stall]:
-    """Sort stalled ranks, those first that the others wait for: silent, or not at a meeting of the ranks."""
+    """Sort stalled ranks: first those that block the others (silent, or not at a meeting of the ranks)."""
     return sorted(stalls, key=lambda stall: (stall.silent is None, _AT_A_MEETING in stall.stack))
 
 
 def describe_stall(
     stalls: Sequence[Stall], ranks: int, call: WorkerCall, noun: str = "rank", *, stopping: bool = False
 ) -> str:
-    """Write the message of a `WorkerError` about a deadline: who did not return, and where each of them stood.
-
-    stopping: the deadline was not reached, but the run was to stop.
-    """
+    """Return a `WorkerError`'s message for a missed deadline or, if stopping, for ranks that hung during the stop."""
     key = f" ({call.key})" if call.key else ""
     why = "hung when the run was to stop" if stopping else f"made no progress for {call.timeout_s:g} s{key}"
     stalls = hung_first(stalls)
-    names = ", ".join(
-        f"{noun} {stall.rank} ({stall.identity or 'starting'}), which {stall}" for stall in stalls
-    )
+    names = ", ".join(f"{noun} {one.rank} ({one.identity or 'starting'}), which {one}" for one in stalls)
     first = f"{call} {why}: stopped {names}; {ranks - len(stalls)} of {ranks} {noun}s returned"
-    stacks = [f"--- {noun} {one.rank}, where it stood ---\n{one.stack}" for one in stalls if one.stack]
-    return "\n".join([first, *stacks])
+    return "\n".join([first, *_stacks(stalls, noun)])
 
 
 def describe(
@@ -204,24 +195,27 @@ def describe(
     log_dir: Path | None,
     noun: str = "rank",
 ) -> str:
-    """Write the message of a `WorkerError`: the root cause in full, and a line for every other rank."""
+    """Return a `WorkerError`'s message: the root cause in full, and a line for every other rank."""
     root = root_cause(failures)
-    lines = {failure: f"{noun} {failure.rank}: {failure.headline()}" for failure in failures}
-    waiting = {stall: f"{noun} {stall.rank}: still waiting, stopped; it {stall}" for stall in stalls}
+    others = [f"{noun} {one.rank}: {one.headline()}" for one in failures if one is not root]
+    waiting = list(stalls)
     if stalls and not root.died and root.is_of_a_peer:
-        # The others waited for one that hangs: that is the one to look at.
+        # The cause is a hung rank that the others waited for.
         hung = hung_first(stalls)[0]
-        waiting.pop(hung)
+        waiting.remove(hung)
+        others = [f"{noun} {one.rank}: {one.headline()}" for one in failures]
         parts = [f"{noun} {hung.rank} ({hung.identity or 'starting'}) did not return from {where}: it {hung}"]
     else:
-        lines.pop(root)
         kind = "was lost" if root.lost_node else "died" if root.died else "failed"
         parts = [f"{noun} {root.rank} ({root.identity}) {kind} in {where}: {root.headline()}"]
-    others = [*lines.values(), *waiting.values()]
+    others += [f"{noun} {one.rank}: still waiting, stopped; it {one}" for one in waiting]
     if others:
         parts.append("after it:\n" + "\n".join(f"  {line}" for line in others))
     parts.append(f"--- {noun} {root.rank}, as reported ---\n{root.details()}")
     if root.died and (tail := stderr_tail(log_dir, root.identity)):
         parts.append(f"--- {noun} {root.rank}, end of its standard error ---\n{tail}")
-    parts += [f"--- {noun} {one.rank}, where it stood ---\n{one.stack}" for one in stalls if one.stack]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_stacks(stalls, noun)])
+
+
+def _stacks(stalls: Sequence[Stall], noun: str) -> list[str]:
+    return [f"--- {noun} {one.rank}, where it stood ---\n{one.stack}" for one in stalls if one.stack]

@@ -1,9 +1,8 @@
-"""Where a process of a run is, and which environment variables it gets to see; imports no Ray.
+"""The placement of a run's processes, and their environment variables; does not import Ray.
 
-Variables are an allow-list, never the driver's whole environment. A local Ray session hands the environment of
-`ray.init` to every process it starts, and a runtime environment can only add to it. So the session is started under
-`only_environment(session_environment(...))`, and the variables of each rank come on top. What the nodes of a cluster
-that already runs were started with is the cluster's own business.
+Processes receive an allow-list of variables, never the driver's whole environment. A local Ray session passes the
+environment of `ray.init` to all its processes, and a runtime environment can only extend it. So the session starts
+under `only_environment(session_environment(...))`, and each rank's variables are added.
 """
 
 from __future__ import annotations
@@ -22,42 +21,36 @@ if TYPE_CHECKING:
 
     from nemo_rl_mcore.config.environment import EnvPoolConfig
 
-# What a process needs of the machine it runs on. PYTHONDONTWRITEBYTECODE is left out on purpose: with cached
-# bytecode a worker imports Megatron in less than half of the time.
-_MACHINE_NAMES = frozenset(
-    (
-        *("PATH", "HOME", "USER", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
-        *("LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV", "XDG_CACHE_HOME"),
-        *("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES"),
-        *("SSL_CERT_FILE", "SSL_CERT_DIR"),
-    )
-)
-
-# What tunes or debugs a rank, on whatever machine it runs.
-_RANK_NAMES = frozenset(
-    (
-        *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
-        "GLOO_SOCKET_IFNAME",
-        *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM"),
-        *("TRITON_CACHE_DIR", "MKL_NUM_THREADS", "PYTHONFAULTHANDLER", "PYTHONWARNINGS"),
-    )
-)
+# Variables from the machine that runs the process. Not PYTHONDONTWRITEBYTECODE: with cached bytecode a worker imports
+# Megatron in less than half of the time.
+_MACHINE_NAMES = {
+    *("PATH", "HOME", "USER", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV", "XDG_CACHE_HOME"),
+    *("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR"),
+}
+# Settings of a rank on any machine.
+_RANK_NAMES = {
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
+    *("GLOO_SOCKET_IFNAME", "TRITON_CACHE_DIR", "MKL_NUM_THREADS", "PYTHONFAULTHANDLER", "PYTHONWARNINGS"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM"),
+}
 _RANK_PREFIXES = ("NCCL_", "NVTE_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "MEGATRON_")
 
 _HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
-# On, Ray's default on Linux, a local session listens on every network; off, on the loopback interface.
+# If on (Ray's default on Linux), a local session listens on every network; if off, only on the loopback interface.
 LISTEN_ON_ALL_INTERFACES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def set_ray_import_switches(environ: MutableMapping[str, str]) -> None:
-    # Ray prints these on the driver's terminal whatever its log settings say; a `WorkerError` tells it better.
+    # Ray prints these on the driver's terminal despite its log settings; a `WorkerError` describes them better.
     notices = "A worker died or was killed while executing a task|Raylet is terminated|has been marked dead"
     environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", notices)
     if not environ.get("RAY_ADDRESS"):
         environ.setdefault(LISTEN_ON_ALL_INTERFACES, "0")
-        # On, Ray's default, a driver under `uv run` has its folder packed and an environment built for every worker. On
-        # one machine the workers can use the driver's own.
+        # If on (Ray's default), Ray packs the folder of a driver under `uv run` and builds an environment for every
+        # worker. On one machine the workers can use the driver's environment.
         environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 
@@ -66,17 +59,17 @@ def _kept(environ: Mapping[str, str], names: Collection[str], prefixes: tuple[st
 
 
 def session_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Keep what the processes of a local Ray session may inherit, and add Ray's settings."""
+    """Return the variables inherited by a local Ray session's processes, with Ray's settings."""
     return {
         **_kept(environ, _MACHINE_NAMES | _RANK_NAMES, (*_RANK_PREFIXES, "RAY_")),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ranks without a GPU get CUDA_VISIBLE_DEVICES from us; this also silences Ray's notice about its default.
+        # We set CUDA_VISIBLE_DEVICES for ranks without a GPU; this also silences Ray's notice about its default.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
 
 
 def rank_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
-    """Keep what a rank inherits from the driver wherever it runs, and add the settings of the device."""
+    """Return the variables that a rank inherits from the driver on any machine, with settings for its device."""
     kept = _kept(environ, _RANK_NAMES, _RANK_PREFIXES)
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else kept
 
@@ -86,12 +79,12 @@ def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def hub_token(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the token of the hub, for ranks that fetch weights; in no environment above, since Ray logs those."""
+    """Return the hub's token for ranks that fetch weights; the environments above exclude it, since Ray logs them."""
     return {name: environ[name] for name in _HUB_TOKENS if name in environ}
 
 
 def given_variables(config: EnvPoolConfig) -> dict[str, str]:
-    """Return what the driver gives to the processes of its environment; RunStoppedError for a variable it lacks."""
+    """Return the driver's variables for the environment's processes; raise RunStoppedError if one is not set."""
     if missing := [name for name in config.variables if name not in os.environ]:
         raise RunStoppedError(
             f"env.pool.variables: {missing[0]} is not set where the run was started; export it",
@@ -116,13 +109,13 @@ _ANSWERS_WITHIN_S = 3.0
 
 
 def has_port(address: str) -> bool:
-    """Tell `host:port` from other addresses; others are "auto", or forms that Ray checks at once."""
+    """Return whether an address has the form `host:port`; Ray itself checks other forms, such as "auto", at once."""
     host, _, port = address.rpartition(":")
     return bool(host) and "/" not in host and port.isdecimal()
 
 
 def probe(address: str) -> None:
-    """Connect to `host:port` and hang up. Raises OSError when nothing answers, ValueError for a port that is none."""
+    """Connect to `host:port` and disconnect; raise OSError if nothing answers, ValueError for an invalid port."""
     if not has_port(address):
         return
     host, _, port = address.rpartition(":")
@@ -133,7 +126,7 @@ def probe(address: str) -> None:
 
 @dataclass(frozen=True)
 class RankSlot:
-    """Where one rank runs, and the environment that tells it who it is. options: for scheduling its Ray actor."""
+    """A rank's place, with its environment. options: scheduling options for its Ray actor."""
 
     rank: int
     environment: Mapping[str, str]
@@ -142,13 +135,11 @@ class RankSlot:
 
 @dataclass(frozen=True)
 class Placement:
-    """The slots of one worker group; `release` gives the resources back."""
-
     slots: tuple[RankSlot, ...] = ()
     group: PlacementGroup | None = None
 
     def release(self) -> None:
-        """Free the reserved resources; nothing to do for CPU ranks of this machine alone."""
+        """Free the reserved resources; do nothing for CPU ranks on this machine alone."""
         if self.group is None:
             return
         import ray

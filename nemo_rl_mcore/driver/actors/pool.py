@@ -1,7 +1,7 @@
-"""A pool of supervised processes, of which a lost one is replaced alone: engines and environments.
+"""A pool of supervised processes (engines or environments), which replaces lost ones individually.
 
-Runs in the driver. Each start has a thread, named after the member, which sleeps through the pause, starts
-the process, puts it among the live ones, and ends. Who finds out that a member is lost calls `lose`, in any thread.
+Everything runs in the driver. Each start has a thread, named after the member, which waits out the pause, starts the
+process, adds it to the live members, and ends. Any thread that detects a lost member calls `lose`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _STARTS_END_WITHIN_S = 15.0
 
 
 class Member(Protocol):
-    """A process of a pool that runs; the one in its place is another member with the same number.
+    """A running process in a pool; its replacement is a new member with the same number.
 
-    end: ends the process at once; idempotent.
+    end: an idempotent function that ends the process at once.
     """
 
     @property
@@ -31,12 +31,13 @@ class Member(Protocol):
 
 @dataclass
 class Budget:
-    """Counts the restarts that members of a pool may take, and the pauses before.
+    """The restarts available to a pool's members, and the pauses before them.
 
-    limit: restarts of a run, of lost members and failed starts alike, but for first starts, which are not repeated. Or,
-    in_a_row, failed starts of one member in a row; those that are lost are then replaced at once, without end.
-    pause_s: before a restart; doubles with each one, up to longest_s. final: true for an error after which nothing
-    starts. report: gets the number, the pause and the error of a restart. spent: note on the error that finds none.
+    limit: a run's restarts, after lost members and failed restarts; failed first starts are not repeated. in_a_row:
+    count only a member's consecutive failed starts; lost members are then replaced at once, without limit. pause_s: the
+    pause before a restart, which doubles each time, up to longest_s. final: whether an error rules out any further
+    start. report: called with a restart's number, pause and error. spent: a note for the error that ends the run when
+    no restarts are left.
     """
 
     limit: int
@@ -52,34 +53,35 @@ class Budget:
         return self.limit - self.taken[number if self.in_a_row else 0]
 
     def take(self, number: int, error: Exception, *, starting: bool, first: bool) -> float | None:
-        """Take one restart: seconds until it is due; None where the run ends with the error.
+        """Take one restart and return the seconds until it is due; None if the run must end with the error.
 
-        starting: the member failed to start, as opposed to one that was lost. first: nothing ran in its place before.
+        starting: whether the member failed to start, rather than being lost. first: whether it is its place's first
+        start.
         """
         if self.in_a_row and not starting:
             return 0.0
         if first and not self.in_a_row:
             return None
-        if not self.left(number) and self.spent:
+        left = self.left(number)
+        if not left and self.spent:
             error.add_note(self.spent)
-        if not self.left(number) or self.final(error):
+        if not left or self.final(error):
             return None
-        delay_s = min(self.longest_s, self.pause_s * 2.0 ** (self.limit - self.left(number)))
+        delay_s = min(self.longest_s, self.pause_s * 2.0 ** (self.limit - left))
         self.taken[number if self.in_a_row else 0] += 1
         self.report(number, delay_s, error)
         return delay_s
 
 
 class Pool[Living: Member]:
-    """Starts members, and restarts those that are lost, while the budget lasts; then it has failed.
+    """Starts members and restarts lost ones until the budget is spent; then the pool has failed.
 
-    A lost member is ended at once; nobody waits for the one in its place unless asked to. Any thread may call any
-    method.
+    A lost member's process is ended at once; only `wait` waits for its replacement. Any thread may call any method.
 
-    noun: what messages call a member. build: starts the member with a number and gives it once it serves, or raises why
-    not; it has its own deadline, and gives up soon after `closed`. lost: says what has ended without which no member
-    can be reached; then nothing is replaced. changed: called from any thread, with nothing locked, when a member has
-    started, is lost, or the pool failed. in_wait: members are replaced only in `wait`, when the caller has made room.
+    noun: a member's name in messages. build: starts the member with the given number and returns it when ready, or
+    raises; it has its own deadline, and gives up soon after `closed`. lost: returns the reason why no member is
+    reachable; then none is replaced. changed: called from any thread, without a lock, when a member has started or is
+    lost, or the pool has failed. in_wait: replace members only in `wait`, when the caller has made room.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Pool[Living: Member]:
         changed: Callable[[], None],
         in_wait: bool = False,
     ) -> None:
-        self.failure: Exception | None = None  # for which the run ends: the budget replaces no more
+        self.failure: Exception | None = None  # the error that ends the run: no restarts are left
         self.restarts = 0  # begun since the run started
         self._noun, self._build, self.budget = noun, build, budget
         self._lost, self._notify_owner, self._in_wait = lost, changed, in_wait
@@ -109,16 +111,22 @@ class Pool[Living: Member]:
     def closed(self) -> bool:
         return self._closed.is_set()
 
-    def start(self, numbers: Iterable[int]) -> None:
+    def start(self, numbers: Iterable[int], delay_s: float | None = None) -> None:
+        """Begin to start members, after a delay unless it is their first start."""
         for number in numbers:
-            self._begin_start(number, None)
+            name = f"start of {self._noun} {number}"
+            thread = threading.Thread(target=self._start, args=(number, delay_s), name=name, daemon=True)
+            with self._changed:
+                if not self.closed:
+                    self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+                    thread.start()
 
     def wait(self, at_least: int = 1) -> list[Living]:
-        """Wait for so many members and return all that live; raises `failure`, as each start has a deadline."""
+        """Wait for this many members and return all live ones, or raise `failure`; each start has its own deadline."""
         with self._changed:
             put_off, self._put_off = self._put_off, []
         for number, delay_s in put_off:
-            self._begin_start(number, delay_s)
+            self.start([number], delay_s)
         if put_off:
             at_least = len(self._live) + len(put_off)
         with self._changed:
@@ -132,33 +140,31 @@ class Pool[Living: Member]:
         return self.live
 
     def lose(self, member: Living, error: Exception) -> None:
-        """Give up a member that died, hangs or is of no use, and start another one in its place; idempotent."""
+        """End a dead, hung or useless member and start a replacement; idempotent."""
         with self._changed:
             if self._live.get(member.number) is not member:
                 return
             del self._live[member.number]
-            delay_s = self._delay_s(member.number, error, starting=False)
+            delay_s = self._restart_in(member.number, error, starting=False)
         member.end()
         if delay_s is not None and self._in_wait:
             self._put_off.append((member.number, delay_s))
         elif delay_s is not None:
-            self._begin_start(member.number, delay_s)
+            self.start([member.number], delay_s)
         self._notify()
 
     def stop_starts(self) -> None:
-        """Start nothing any more, and end what is starting; idempotent. Raises RunStoppedError when a start goes on."""
+        """Prevent further starts and end current ones; idempotent. Raises RunStoppedError if a start does not end."""
         self._closed.set()
         with self._changed:
-            threads = [*self._threads]  # none of them is about to begin
+            threads = [*self._threads]  # all of these threads have begun
         for thread in threads:
             thread.join(_STARTS_END_WITHIN_S)
             if thread.is_alive():
                 raise RunStoppedError(f"the {thread.name} did not end within {_STARTS_END_WITHIN_S:g} s")
-        with self._changed:
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
 
     def shutdown(self) -> None:
-        """End all members, also those that are starting; idempotent. Raises what `stop_starts` does."""
+        """End all members, including those that are starting; idempotent. Raises the errors of `stop_starts`."""
         self._closed.set()
         with self._changed:
             members, self._live = self.live, {}
@@ -167,7 +173,9 @@ class Pool[Living: Member]:
             member.end()
         self.stop_starts()
 
-    def _delay_s(self, number: int, error: Exception, *, starting: bool, first: bool = False) -> float | None:
+    def _restart_in(
+        self, number: int, error: Exception, *, starting: bool, first: bool = False
+    ) -> float | None:
         if self.failure is not None or self.closed:
             return None
         possible = self._lost() is None
@@ -178,23 +186,14 @@ class Pool[Living: Member]:
             self.restarts += 1
         return delay_s
 
-    def _begin_start(self, number: int, delay_s: float | None) -> None:
-        name = f"start of {self._noun} {number}"
-        thread = threading.Thread(target=self._start, args=(number, delay_s), name=name, daemon=True)
-        with self._changed:
-            if self.closed:
-                return
-            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-            thread.start()
-
     def _start(self, number: int, delay_s: float | None) -> None:
-        """Start a member, again as long as that fails and the budget allows; without a delay it is the first one."""
+        """Start a member, and retry failures while the budget allows; a delay of None marks a first start."""
         while not self._closed.wait(delay_s or 0.0):
             try:
                 member = self._build(number)
-            except Exception as error:  # noqa: BLE001  # raised by whoever waits, once no restart is left
+            except Exception as error:  # noqa: BLE001  # raised in `wait`, once no restart is left
                 with self._changed:
-                    delay_s = self._delay_s(number, error, starting=True, first=delay_s is None)
+                    delay_s = self._restart_in(number, error, starting=True, first=delay_s is None)
                 if delay_s is None:
                     break
             else:

@@ -1,11 +1,9 @@
-"""A script beside a driver: when the driver dies, every process of its Ray session, or of its agents, is killed.
+"""A script that runs next to a driver: if the driver dies, it kills all processes of its Ray session or agents.
 
-    python reaper.py writers FOLDER
-    python reaper.py family NAME=VALUE
+    python reaper.py writers FOLDER-OF-THE-SESSION python reaper.py family NAME=VALUE-OF-THE-AGENTS
 
-FOLDER is that of the session, NAME a variable of the agents. Standard input is a pipe from the driver: a line says that
-they have ended by themselves, its end without a line says that the driver is dead. Only the standard library is
-imported: it starts at once, and stays small.
+Standard input is a pipe from the driver. A line means that the processes have ended normally; the pipe's end without a
+line means that the driver has died. It imports only the standard library, to start quickly.
 """
 
 import os
@@ -18,10 +16,7 @@ _ROUNDS, _PAUSE_S = 20, 0.5
 
 
 def writers(folder: str) -> list[int]:
-    """Return the other processes with a file of the folder open for writing: all that Ray starts, and their children.
-
-    Titles and environments do not tell: some of Ray's processes overwrite theirs.
-    """
+    """Return the processes with a file in the folder open for writing, as all Ray processes and their children have."""
     found: list[int] = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         if pid == os.getpid():
@@ -41,11 +36,8 @@ def writers(folder: str) -> list[int]:
 
 
 def family(mark: str) -> list[int]:
-    """Return the other processes with NAME=VALUE in their environment, all of their sessions, and all below these.
-
-    Whoever has cleared its environment is found as long as its parent runs.
-    """
-    table: dict[int, tuple[int, int]] = {}  # parent and session of each process
+    """Return processes with NAME=VALUE in their environment, and all of their sessions' processes and children."""
+    table: dict[int, tuple[int, int]] = {}  # each process's parent and session
     marked: list[int] = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         try:
@@ -66,7 +58,7 @@ def family(mark: str) -> list[int]:
 
 
 def main(who: str, of: str) -> None:
-    """Wait for the driver, then kill in rounds: what dies may have started something meanwhile."""
+    """Wait for the driver's end, then kill in rounds, since dying processes may have started others."""
     if sys.stdin.buffer.readline():
         return
     for _ in range(_ROUNDS):

@@ -1,6 +1,6 @@
-"""The part of an actor that its own process runs around its worker, so that the driver can supervise it (`actor.py`).
+"""The actor's side of supervision, which wraps a worker in the actor's process; `actor.py` is the driver's side.
 
-A process that only runs reward functions imports this, and never torch: tensors are made to travel where torch is.
+Processes that only run reward functions import this module, but not torch; only processes with torch send tensors.
 """
 
 from __future__ import annotations
@@ -28,19 +28,11 @@ _RAY_FOLDER = str(Path(ray.__file__).parent)
 
 
 @dataclass(frozen=True)
-class Health:
-    """Says how far an actor is. stack: Python's, of the thread that works; empty if unasked."""
-
-    progress: Progress
-    stack: str = ""
-
-
-@dataclass(frozen=True)
 class Construction:
-    """Arguments of a worker's constructor, which its actor runs.
+    """Arguments for a worker's constructor, which its actor runs.
 
-    environment: added to that of the process. secrets: variables that it has while the constructor runs. They travel as
-    an argument: what stands in Ray's `runtime_env` is written into Ray's logs.
+    environment: variables added to the process's environment. secrets: variables set only while the constructor runs;
+    they are passed as an argument, since Ray logs `runtime_env`.
     """
 
     args: Sequence[Any] = ()
@@ -50,11 +42,12 @@ class Construction:
 
 
 def actor_class(worker_class: type, *, with_health: bool = True) -> Any:
-    """Make an actor of `worker_class`, with further methods for its supervisor.
+    """Return an actor class for `worker_class`, with further methods for its supervisor.
 
-    `_build` runs the worker's constructor, which the actor's own cannot do, because no actor answers before that is
-    over; `_only_run` a method whose answer nobody wants. with_health: a second thread answers `_health`, whatever the
-    worker does; without, methods run in the main thread of the process, as code needs that handles signals.
+    `_build` runs the worker's constructor, since an actor does not answer until its own constructor has returned;
+    `_only_run` runs a method without returning its result. with_health: a second thread answers `_health` (progress
+    and, on request, the working thread's stack); without it, methods run in the main thread, for code that handles
+    signals.
     """
 
     class Supervised(worker_class):
@@ -65,10 +58,10 @@ def actor_class(worker_class: type, *, with_health: bool = True) -> Any:
             context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
             return RankIdentity(host, os.getpid(), context.get_worker_id(), context.get_node_id())
 
-        def _listen(self, address: str) -> int:  # where the ranks are to meet
+        def _listen(self, address: str) -> int:  # the ranks' rendezvous
             from nemo_rl_mcore.rank.rendezvous import LISTENING_SOCKET, listen_at
 
-            # The port is free because this process, which is to listen there, has it already.
+            # The port stays free, since this process, which will listen there, already holds it.
             listener = listen_at(address)
             port: int = listener.getsockname()[1]
             os.environ[LISTENING_SOCKET] = str(listener.detach())
@@ -95,9 +88,9 @@ def actor_class(worker_class: type, *, with_health: bool = True) -> Any:
 
     class Watched(Supervised):
         @ray.method(concurrency_group="health")
-        def _health(self, with_stack: bool) -> Health:
+        def _health(self, with_stack: bool) -> tuple[Progress, str]:
             thread = vars(self).get("_worker_thread")
-            return Health(activity.current(), stack_of(thread, _RAY_FOLDER) if with_stack and thread else "")
+            return activity.current(), stack_of(thread, _RAY_FOLDER) if with_stack and thread else ""
 
     as_actor: Any = ray.remote(concurrency_groups={"health": 1})  # type: ignore[reportCallIssue]
     Watched.__name__ = Watched.__qualname__ = worker_class.__name__
@@ -105,17 +98,16 @@ def actor_class(worker_class: type, *, with_health: bool = True) -> Any:
 
 
 def use_arrays_for_tensors() -> None:
-    """Make this process send tensors as arrays, which Ray keeps out of the pickle and shares between processes.
+    """Make this process send tensors as arrays, which Ray stores outside the pickle and shares between processes.
 
-    A receiver needs nothing; the tensors arrive on the CPU, detached. Besides the copies it saves, it keeps the driver
-    free of Megatron: where that is imported it replaces torch's own unpickler of storages, and each pickled tensor
-    would make its reader import Megatron too.
+    Receivers need no setup; tensors arrive on the CPU, detached. Besides saving copies, this keeps Megatron out of the
+    driver: it replaces torch's unpickler for storages, so every reader of a pickled tensor would import it.
     """
     import torch
 
     def as_array(tensor: Tensor) -> tuple[np.ndarray[Any, Any], dtype]:
         local = tensor.detach().cpu()
-        # numpy has no bfloat16; its bits travel as integers.
+        # numpy has no bfloat16, so its bits are sent as integers.
         return (local.view(torch.int16) if tensor.dtype is torch.bfloat16 else local).numpy(), tensor.dtype
 
     register_serializer(torch.Tensor, serializer=as_array, deserializer=_as_tensor)
@@ -125,6 +117,6 @@ def _as_tensor(sent: tuple[np.ndarray[Any, Any], dtype]) -> Tensor:
     import torch
 
     array, kind = sent
-    # Arrays out of the object store are read-only, and a tensor must not be.
+    # Arrays from the object store are read-only, but tensors must be writable.
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor.view(kind) if kind is torch.bfloat16 else tensor

@@ -1,8 +1,7 @@
 """Advantage estimators: [B] rewards in, [B,S] advantages out.
 
 GRPO https://arxiv.org/abs/2402.03300, leave-one-out 2402.14740, REINFORCE++ 2501.03262, GAE 1506.02438,
-a lambda per length (VAPO) 2504.05118, GDPO 2601.05242. KL type, clamps and coefficient are those of the loss.
-A step in which the advantage of one answer is far from what rewards and whitening give says so.
+a lambda per length (VAPO) 2504.05118, GDPO 2601.05242. KL type, clamps and coefficient are the loss's.
 """
 
 from __future__ import annotations
@@ -37,29 +36,23 @@ _SHOWN_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Per row, in fp64: the mean and the unbiased standard deviation of the rewards it is compared with."""
+    """Per row, in fp64: mean and unbiased standard deviation of the rewards that it is compared with."""
 
     baseline: Tensor
     std: Tensor
 
 
-def group_numbers(prompt_ids: Tensor) -> Tensor:
-    """Return [B] the number of each row's group, counted from 0."""
-    rows = None if prompt_ids.ndim == 1 else 0  # numbers are sorted, rows compared one by one
-    _, numbers = cast("tuple[Tensor, Tensor]", torch.unique(prompt_ids, dim=rows, return_inverse=True))  # pyright: ignore[reportUnknownMemberType]
-    return numbers
-
-
 def group_statistics(prompt_ids: Tensor, rewards: Tensor, *, leave_one_out: bool) -> GroupStatistics:
     """Return the statistics of each row's group, without the row itself when `leave_one_out`.
 
-    A group of one has its reward as baseline; a deviation that is not defined is 0. Computed in fp64 from what the
-    row is compared with alone: sums of the group less the row's share would cancel, and leave a deviation of rounding
-    errors to divide by where the others are equal.
+    A group of one has its reward as baseline; an undefined deviation is 0. Computed in fp64 from the other rows alone:
+    the group's sums less the row's share would cancel, and leave a deviation of rounding errors to divide by where the
+    others are equal.
     """
     rewards = rewards.to(torch.float64)
     baseline, std = rewards.clone(), torch.zeros_like(rewards)
-    groups = group_numbers(prompt_ids)
+    rows = None if prompt_ids.ndim == 1 else 0  # numbers are sorted, rows compared one by one
+    _, groups = cast("tuple[Tensor, Tensor]", torch.unique(prompt_ids, dim=rows, return_inverse=True))  # pyright: ignore[reportUnknownMemberType]
     order = groups.argsort(stable=True)
     sizes = groups.bincount()[groups[order]]
     for size in sorted(set(cast("list[int]", sizes.tolist()))):  # pyright: ignore[reportUnknownMemberType]
@@ -78,18 +71,9 @@ def group_statistics(prompt_ids: Tensor, rewards: Tensor, *, leave_one_out: bool
     return GroupStatistics(baseline, std)
 
 
-def rows_with_signal(prompt_ids: Tensor, rewards: Tensor) -> Tensor:
-    """Return [B] bool, the rows whose group has two different rewards, as dynamic sampling asks."""
-    groups = group_numbers(prompt_ids)
-    start = torch.zeros_like(rewards)
-    largest = start.scatter_reduce(0, groups, rewards, "amax", include_self=False)
-    smallest = start.scatter_reduce(0, groups, rewards, "amin", include_self=False)
-    return (largest != smallest)[groups]
-
-
 @dataclass(eq=False)
 class AdvantageEstimator(ABC):
-    """Judges the tokens of a rollout. The columns that `compute_advantage` takes by name are those of `add_to`."""
+    """Judges a rollout's tokens; `add_to` passes `compute_advantage` its columns by name."""
 
     with_critic = False
     """It takes a critic's values, and also gives returns."""
@@ -102,25 +86,25 @@ class AdvantageEstimator(ABC):
         """Return [B,S] advantages of (prompt_ids, rewards, mask) and log-probabilities; with a critic returns too."""
 
     def add_to(self, batch: BatchedDataDict) -> None:
-        """Add advantages [B,S], and returns [B,S] where a critic learns them, by what the batch has.
+        """Add advantages [B,S], and returns [B,S] where a critic learns them.
 
-        Read are prompt_index [B], rewards [B], the masks, prev_logprobs and reference_policy_logprobs, values [B,S].
-        An episode is judged as one row, its rows one after the other; one that was dropped has advantages of 0, and
-        is nothing to the others. Raises ValueError for what is needed and not there.
+        Reads prompt_index [B], rewards [B], the masks, prev_logprobs and reference_policy_logprobs, values [B,S]. An
+        episode is judged as one row, its rows one after the other; a dropped one has advantages of 0, and no part in
+        the others'. Raises ValueError for a missing column.
         """
         episodes = EpisodeRows.of(batch)
-        rewards = episodes.one_each(batch["rewards"])
+        rewards = batch["rewards"][episodes.first]
         mask = episodes.joined(batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
         policy, reference = (
             episodes.joined(batch[key]) if key in batch else None
             for key in ("prev_logprobs", "reference_policy_logprobs")
         )
         if not self.with_critic:
-            prompts = episodes.one_each(batch["prompt_index"])
+            prompts = batch["prompt_index"][episodes.first]
             columns: dict[str, Any] = {"logprobs_policy": policy, "logprobs_reference": reference}
             if self.cfg.name == "gdpo":
                 columns["rewards_by_name"] = {
-                    key.removeprefix(REWARDS_PREFIX): episodes.one_each(batch[key])
+                    key.removeprefix(REWARDS_PREFIX): batch[key][episodes.first]
                     for key in batch
                     if key.startswith(REWARDS_PREFIX)
                 }
@@ -204,10 +188,8 @@ class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
             group = group_statistics(prompt_ids, rewards, leave_one_out=False)
             advantages = (rewards - group.baseline).to(rewards.dtype)
         advantages = advantages[:, None].expand(mask.shape).clone()
-        penalty = kl_penalty(
-            self.loss_cfg, ("logprobs_policy", logprobs_policy), ("logprobs_reference", logprobs_reference)
-        )
-        if penalty is not None:
+        named = {"logprobs_policy": logprobs_policy, "logprobs_reference": logprobs_reference}
+        if (penalty := kl_penalty(self.loss_cfg, **named)) is not None:
             advantages = advantages - penalty
         return whiten(advantages, mask, unbiased=False)
 
@@ -229,11 +211,9 @@ class GeneralizedAdvantageEstimator(AdvantageEstimator):
     ) -> tuple[Tensor, Tensor]:
         """Return (advantages, returns), both [B,S]; advantages are 0 on masked columns, prompt_ids is not read.
 
-        values and log-probabilities are [B,S]. Raises ValueError when use_kl_in_reward needs some that are not given.
+        values and log-probabilities: [B,S]. Raises ValueError when use_kl_in_reward lacks log-probabilities.
         """
-        penalty = kl_penalty(
-            self.loss_cfg, ("logprobs", logprobs), ("reference_logprobs", reference_logprobs)
-        )
+        penalty = kl_penalty(self.loss_cfg, logprobs=logprobs, reference_logprobs=reference_logprobs)
         dtype = values.dtype
         # The sum of errors telescopes: in fp32, returns that do not vary would vary by its rounding.
         values = values.to(torch.float64)
@@ -290,22 +270,23 @@ def whiten(values: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
     return ((wide - mean) * variance.clamp(min=VARIANCE_FLOOR).rsqrt()).to(values.dtype)
 
 
-def kl_penalty(
-    loss_cfg: ClippedPGLossConfig, policy: tuple[str, Tensor | None], reference: tuple[str, Tensor | None]
-) -> Tensor | None:
-    """Return what the KL takes off each reward, None where the loss has it; ValueError for a column not given."""
+def kl_penalty(loss_cfg: ClippedPGLossConfig, **logprobs: Tensor | None) -> Tensor | None:
+    """Return the KL penalty on each reward, None where the loss has it; logprobs: the policy's, the reference's.
+
+    Raises ValueError, naming a column that is not given.
+    """
     if not loss_cfg.use_kl_in_reward or loss_cfg.reference_policy_kl_penalty == 0:
         return None
-    of_policy, of_reference = policy[1], reference[1]
-    if of_policy is None or of_reference is None:
-        missing = sorted(name for name, given in (policy, reference) if given is None)
+    policy, reference = logprobs.values()
+    if policy is None or reference is None:
+        missing = sorted(name for name, given in logprobs.items() if given is None)
         raise RefusedError(
             f"compute_advantage needs {', '.join(missing)} with use_kl_in_reward: true",
             code="missing-logprobs",
         )
     estimate = kl_estimate(
-        of_policy,
-        of_reference,
+        policy,
+        reference,
         loss_cfg.reference_policy_kl_type,
         input_clamp=loss_cfg.kl_input_clamp_value,
         output_clamp=loss_cfg.kl_output_clamp_value,
@@ -314,7 +295,7 @@ def kl_penalty(
 
 
 class _Own(AdvantageEstimator):
-    """A class of the user's own, whose `compute_advantage` has the signature of a built-in one."""
+    """A user's class, whose `compute_advantage` has a built-in one's signature."""
 
     def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig, key: str) -> None:
         super().__init__(cfg, loss_cfg)
@@ -329,23 +310,17 @@ class _Own(AdvantageEstimator):
     ) -> Any:
         with custom_code(self._name):
             given = self._own.compute_advantage(prompt_ids, rewards, mask, **columns)
-        if self.with_critic and not (
-            isinstance(given, tuple) and len(cast("tuple[object, ...]", given)) == 2
-        ):
-            raise CustomCodeError(
-                f"{self._name} gave no pair of advantages and returns", code="estimator-result"
-            )
-        for one in cast("tuple[object, ...]", given if self.with_critic else (given,)):
+        fault, tensors = "", cast("tuple[object, ...]", given if self.with_critic else (given,))
+        if self.with_critic and not (isinstance(given, tuple) and len(tensors) == 2):
+            fault, tensors = "no pair of advantages and returns", ()
+        for one in tensors:
             if not isinstance(one, Tensor) or one.shape != mask.shape:
                 found = tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__
-                raise CustomCodeError(
-                    f"{self._name} gave {found} in place of a tensor {tuple(mask.shape)}",
-                    code="estimator-result",
-                )
-            if not torch.isfinite(one[mask != 0]).all():
-                raise CustomCodeError(
-                    f"{self._name} gave a number that is not finite", code="estimator-result"
-                )
+                fault = fault or f"{found} in place of a tensor {tuple(mask.shape)}"
+            elif not torch.isfinite(one[mask != 0]).all():
+                fault = fault or "a number that is not finite"
+        if fault:
+            raise CustomCodeError(f"{self._name} gave {fault}", code="estimator-result")
         return cast("Any", given)
 
 
@@ -360,7 +335,7 @@ _ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
 def make_advantage_estimator(
     cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig, key: str = "adv_estimator.type"
 ) -> AdvantageEstimator:
-    """Return the estimator of a section: the one that it names, or a class of the user's own, called with `args` too.
+    """Return a section's estimator: the one that it names, or a user's class, called with `args` too.
 
     It is built again in every step, so that a run can resume: nothing may be kept in it. Raises ValueError, naming the
     key, for a class that is not there or has no `compute_advantage`.
@@ -376,7 +351,7 @@ def estimator_of(config: RunConfig, loss_cfg: ClippedPGLossConfig) -> AdvantageE
 
 
 def check_estimator(config: RunConfig) -> None:
-    if config.loop.estimator_type is not None:
+    if f"{config.algorithm}.adv_estimator.type" in config.import_paths:
         estimator_of(config, ClippedPGLossConfig())
 
 

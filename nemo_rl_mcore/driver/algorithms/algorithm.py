@@ -1,4 +1,4 @@
-"""Every algorithm: a step and a validation over the parts that a run gives it, and the numbers of both."""
+"""Every algorithm: a step and a validation over a run's parts, and the numbers of both."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import compress
 from typing import Any, Protocol
 
 import torch
 
 from nemo_rl_mcore.config import RunConfig
-from nemo_rl_mcore.config.algorithm import GivenRowsConfig
+from nemo_rl_mcore.config.algorithm import GivenRowsConfig, RolloutConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.data.tokenizer import Tokenizer, token_texts
-from nemo_rl_mcore.driver.algorithms.advantages import group_statistics, rows_with_signal
+from nemo_rl_mcore.driver import activity
+from nemo_rl_mcore.driver.algorithms.advantages import group_statistics
 from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch
 from nemo_rl_mcore.driver.observability.sinks import Sample, TokenTable, TurnRecord
 from nemo_rl_mcore.driver.policy import Policy
@@ -33,10 +35,10 @@ from nemo_rl_mcore.driver.rollouts.transcript import (
     EpisodeRows,
     episode_metrics,
     first_rows,
+    trained_columns,
     uncounted_rows,
 )
 from nemo_rl_mcore.losses import LossFunction
-from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.sums import EXTREMA, combine_steps, neutral_value
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
@@ -46,9 +48,11 @@ _DECIMALS = 4
 def samples_of(
     rollout: Rollout, step: int, tokenizer: Tokenizer, *, tables: int = 0, of_validation: bool = False
 ) -> list[Sample]:
-    """Return every row of a step or of a validation; the first `tables` of them token by token."""
+    """Return every row of a step or a validation; the first `tables` of them token by token."""
     batch = rollout.batch
-    current = step if of_validation else step - 1  # the version that has drawn all, where none is told
+    current = (
+        step if of_validation else step - 1
+    )  # it has drawn all tokens of an engine that names no versions
     versions = batch.get(WEIGHT_VERSIONS, torch.full((batch.size, 1), current))
     newest = versions.amax(1)
     columns = {
@@ -100,7 +104,7 @@ def _turns(batch: BatchedDataDict, row: int, tokenizer: Tokenizer) -> Iterator[T
     if EPISODE in batch:
         turns = [turn for turn in turns if turn in turn_S]
     for place, turn in enumerate(turns):
-        # What the model was shown before it; what is said to the last one it is not.
+        # The observation before the answer; the model is not shown the one after its last answer.
         for role, content in replies[turn - 2].get("observation", ()) if place else ():
             yield TurnRecord(role=role, content=content)
         reply = replies[turn - 1]
@@ -115,39 +119,40 @@ def _token_table(batch: BatchedDataDict, tokenizer: Tokenizer, of_validation: bo
     ids_N, mask_N = batch["input_ids"][0, own], batch["token_mask"][0, own]
     sampled = mask_N.bool().tolist()
 
-    numbers: dict[str, list[float | None]] = {}
-    for name in ("generation_logprobs", "prev_logprobs", "advantages"):
-        if name in batch:
-            values = zip(batch[name][0, own].tolist(), sampled, strict=True)
-            # What rounds to -0.0 is 0.
-            numbers[name] = [
-                (round(value, _DECIMALS) or 0.0) if drawn and math.isfinite(value) else None
-                for value, drawn in values
-            ]
+    def numbers(name: str) -> list[float | None] | None:
+        if name not in batch:
+            return None
+        values = zip(batch[name][0, own].tolist(), sampled, strict=True)
+        # A value that rounds to -0.0 is 0.
+        return [
+            (round(value, _DECIMALS) or 0.0) if drawn and math.isfinite(value) else None
+            for value, drawn in values
+        ]
+
     return TokenTable(
         text=token_texts(tokenizer, ids_N.tolist()),
         turn=batch.get(TURN_OF_TOKEN, batch["token_mask"])[0, own].int().tolist(),
         mask=None if of_validation else (mask_N * batch["sample_mask"]).bool().int().tolist(),
-        generation_logprobs=numbers.get("generation_logprobs"),
-        prev_logprobs=numbers.get("prev_logprobs"),
-        advantages=numbers.get("advantages"),
+        generation_logprobs=numbers("generation_logprobs"),
+        prev_logprobs=numbers("prev_logprobs"),
+        advantages=numbers("advantages"),
     )
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Measure rewards, lengths and advantages of the answers, where the batch has advantages.
+    """Measure rewards and lengths of the answers, and advantages where the batch has them.
 
-    An answer is an episode, whose prompt is that of its first row. Of those that were dropped only the tokens count
-    that ran through the model, and how many they are; where nothing else is left, there is no other metric.
+    An answer is an episode, whose prompt is in its first row. Dropped ones count by their tokens, which ran through
+    the model, and by their number; where all are dropped, there is no other metric.
     """
     batch, episodes = rollout.batch, EpisodeRows.of(rollout.batch)
     metrics = {"train/total_num_tokens": float(batch["input_lengths"].sum())} | episode_metrics(batch)
     if not len(episodes.first):
         return metrics
-    prompt_index = episodes.one_each(batch["prompt_index"])
-    environment_rewards = episodes.one_each(rollout.environment_rewards)
+    prompt_index = batch["prompt_index"][episodes.first]
+    environment_rewards = rollout.environment_rewards[episodes.first]
     response_lengths = episodes.total(batch["token_mask"].sum(1))
-    with_signal = rows_with_signal(prompt_index, episodes.one_each(batch["rewards"]))
+    shaped = group_statistics(prompt_index, batch["rewards"][episodes.first], leave_one_out=False)
     one_group = torch.zeros_like(prompt_index)
     of_all = group_statistics(one_group, environment_rewards, leave_one_out=False)
     within_groups = group_statistics(prompt_index, environment_rewards, leave_one_out=False)
@@ -157,11 +162,11 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "train/reward_max": float(environment_rewards.max()),
         "train/reward_std": float(of_all.std[0]),
         "train/reward_std_within_groups": float(within_groups.std.mean()),
-        "train/mean_prompt_length": float(episodes.one_each(prompt_lengths(batch)).float().mean()),
+        "train/mean_prompt_length": float(prompt_lengths(batch)[episodes.first].float().mean()),
         "train/mean_gen_tokens_per_sample": float(response_lengths.mean()),
         "train/max_gen_tokens_per_sample": float(response_lengths.max()),
-        "train/truncation_rate": float((~episodes.one_each(batch["finished"])).float().mean()),
-        "train/groups_with_signal": float(with_signal.float().mean()),
+        "train/truncation_rate": float((~batch["finished"][episodes.first]).float().mean()),
+        "train/groups_with_signal": float((shaped.std != 0).float().mean()),
     }
     if "advantages" in batch:
         total = episodes.joined(batch["advantages"] * batch["token_mask"]).sum()
@@ -170,7 +175,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str, float]:
-    """Return one number a metric for all optimizer steps of a rollout; the extrema of nothing are left out."""
+    """Return one number a metric for all optimizer steps of a rollout; extrema over no tokens are left out."""
     per_step: Mapping[str, list[float]] = result["all_mb_metrics"]
     counts = per_step["global_valid_seqs"], per_step["global_valid_toks"]
     combined = {
@@ -195,13 +200,13 @@ def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str,
 
 
 def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what one `train` would have returned for the optimizer steps of several, for `train_metrics`."""
+    """Join the results of several calls of `train` into one, for `train_metrics`."""
     names = dict.fromkeys(name for result in results for name in result["all_mb_metrics"])
     kinds = {name: kind for result in results for name, kind in result["metric_kinds"].items()}
     per_step: dict[str, list[float]] = {name: [] for name in names}
     for result in results:
         for name, values in per_step.items():
-            # A step may lack a metric that others have, such as the extrema of nothing.
+            # A step may lack a metric that others have, such as extrema over no tokens.
             missing = [neutral_value(kinds[name])] * len(result["skip_reasons"]) if name in kinds else []
             values += result["all_mb_metrics"].get(name, missing)
     row_tables = [result["row_table"] for result in results if "row_table" in result]
@@ -228,10 +233,10 @@ class StepObserver(Protocol):
 
 @dataclass(frozen=True)
 class Judged:
-    """What a step trains on, with all that the loss needs besides.
+    """Rows to train on, with all columns that the loss needs.
 
-    batch: its rows. rollout: the answers among them, None where the data set gives the rows. mismatch: of each chunk
-    the comparison with the engine, where a pass before training makes it. metrics: what the choice of the rows tells.
+    rollout: the answers among them, None where the data set gives the rows. mismatch: each chunk's comparison with the
+    engine, where a pass before training makes it. metrics: on the choice of the rows.
     """
 
     batch: BatchedDataDict
@@ -253,8 +258,9 @@ class StepOutcome:
 class Algorithm[Config: RunConfig](ABC):
     """An algorithm over its parts; `TrainingLoop` runs it.
 
-    A subclass writes `judge` and `update`, and extends `validate` where there is more to judge than the policy's
-    answers. rollouts: where the groups of a step come from; None where the data set gives answers.
+    A subclass writes `judge` and `loss_fn`, `update` too where the policy does not train once on the rows, and extends
+    `validate` where there is more to judge than the policy's answers. rollouts: gives a step its groups; None where the
+    data set gives answers.
     """
 
     config: Config
@@ -264,20 +270,31 @@ class Algorithm[Config: RunConfig](ABC):
     observer: StepObserver
     rollouts: Scheduler[Any] | None = field(default=None, kw_only=True)
 
+    @cached_property
+    @abstractmethod
+    def loss_fn(self) -> LossFunction:
+        """The policy's loss."""
+
     @abstractmethod
     def judge(self, step: Step) -> Judged:
-        """Take the rows of a step, and add what the loss needs: log-probabilities, values, advantages.
+        """Take a step's rows, and add the columns that the loss needs: log-probabilities, values, advantages.
 
         No weight changes: the step may be dropped. An engine in the ranks' memory sleeps when its answers are there.
         """
 
-    @abstractmethod
     def update(self, step: Step, judged: Judged) -> StepOutcome:
-        """Train the models; `step.finish` is called behind the last change of a weight."""
+        """Train the models; `step.finish` is called after the last change of a weight."""
+        batch = judged.batch
+        with self.training(step.number, judged.rollout) as metrics:
+            result = self.policy.train(trained_columns(batch), self.loss_fn)
+        metrics |= judged.metrics
+        metrics |= step.finish()
+        metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
+        return StepOutcome(train_metrics(result) | metrics, result["skip_reasons"], batch)
 
     @contextmanager
     def open_step(self, number: int) -> Generator[Step]:
-        """Open a step; where the block fails its groups can be trained again, else those of no use are recorded."""
+        """Open a step; where the block fails its groups can be trained again, else unused groups are recorded."""
         if self.rollouts is None:
             yield Step(number)
             return
@@ -285,7 +302,7 @@ class Algorithm[Config: RunConfig](ABC):
             yield step
             for rollout in self.rollouts.take_unused():
                 rollout.batch["sample_mask"] = torch.zeros(rollout.batch.size)
-                self.record(number, rollout, trained=False)
+                self.observer.add_samples(samples_of(rollout, number, self.collector.tokenizer))
 
     def redo(self, number: int) -> StepOutcome:
         """Train a finished step again, from the same answers, on models that are as they were before it."""
@@ -298,44 +315,41 @@ class Algorithm[Config: RunConfig](ABC):
 
     @contextmanager
     def training(self, step: int, rollout: Rollout | None) -> Generator[dict[str, float]]:
-        """Time a block as the phase `train`, and meanwhile record the answers that it trains on, where it has some.
+        """Time a block as the phase `train`, and meanwhile record the answers that it trains on, if any.
 
-        Gives a dict that has the metrics of the answers once the block has ended. A second thread does that while the
-        block waits for the ranks; neither of the two changes the batch.
+        Yields a dict, filled with the answers' metrics once the block has ended. A second thread makes the records
+        while the block waits for the ranks; neither of the two changes the batch.
         """
         metrics = dict[str, float]()
         with self.observer.phase("train"):
             if rollout is None:
                 yield metrics
                 return
+            tokenizer, tables = self.collector.tokenizer, self.config.logger.answers_with_tokens or 0
             with ThreadPoolExecutor(1, "records of a step") as second:
-                recorded = second.submit(self.record, step, rollout)
+                samples = second.submit(samples_of, rollout, step, tokenizer, tables=tables)
                 counted = second.submit(rollout_metrics, rollout)
                 yield metrics
-        recorded.result()
+        self.observer.add_samples(samples.result())
         metrics |= counted.result()
 
-    def record(self, step: int, rollout: Rollout, *, trained: bool = True) -> None:
-        tables = (self.config.logger.rollouts.answers_with_tokens or 0) if trained else 0
-        self.observer.add_samples(samples_of(rollout, step, self.collector.tokenizer, tables=tables))
-
     def validate(self, step: int) -> dict[str, float]:
-        """Answer the held-out prompts: mean reward and share of full marks, of each source too; the engine then sleeps.
+        """Answer the held-out prompts: mean reward and share of full marks, by source too; the engine then sleeps.
 
-        The likeliest answers, unless the recipe says otherwise; of several to a prompt also pass_k. Episodes that are
+        The likeliest answers, or as many sampled ones to a prompt as the recipe sets, with pass_k. Episodes that are
         dropped or not scored do not count.
         """
         loop = self.config.loop
-        answers, greedy = loop.validation_answers
+        answers, greedy = 1, True
+        if isinstance(loop, RolloutConfig):
+            answers, greedy = loop.val_num_generations_per_prompt, loop.val_greedy
         prompts = [] if loop.max_val_samples == 0 else self.prompts.validation(loop.max_val_samples)
-        samples: list[Sample] = []
-        judged: list[Sample] = []
-        kept: list[bool] = []
+        samples, judged, kept = list[Sample](), list[Sample](), list[bool]()
         for start in range(0, len(prompts), loop.val_batch_size):
             asked = prompts[start : start + loop.val_batch_size]
             with activity.at(f"prompt {start} of {len(prompts)} of a validation", timed=False):
                 rollout = self.collector.collect(asked, answers, step=step, greedy=greedy)
-            tables = (self.config.logger.rollouts.answers_with_tokens or 0) - len(samples)
+            tables = (self.config.logger.answers_with_tokens or 0) - len(samples)
             of_rows = samples_of(rollout, step, self.collector.tokenizer, tables=tables, of_validation=True)
             first = first_rows(rollout.batch)
             samples += of_rows
@@ -362,17 +376,14 @@ class Algorithm[Config: RunConfig](ABC):
         return metrics
 
     def evaluate(
-        self,
-        loop: GivenRowsConfig,
-        loss_fn: LossFunction,
-        rows: Callable[[Sequence[Prompt]], BatchedDataDict],
+        self, loop: GivenRowsConfig, rows: Callable[[Sequence[Prompt]], BatchedDataDict]
     ) -> dict[str, float]:
-        """Measure the loss of held-out samples as one batch, whatever the batches; rows: makes what the loss reads."""
+        """Measure the loss of held-out samples as if they were one batch; rows: makes the loss's columns of prompts."""
         held_out = self.prompts.validation(self.config.val_loss_samples)
         size = loop.val_global_batch_size or self.config.policy.train_global_batch_size
         results: list[dict[str, Any]] = []
         for first in range(0, len(held_out), size):
             with activity.at(f"the loss of row {first} of {len(held_out)} of a validation", timed=False):
                 batch = rows(held_out[first : first + size])
-                results.append(self.policy.train(batch, loss_fn, eval_mode=True))
+                results.append(self.policy.train(batch, self.loss_fn, eval_mode=True))
         return train_metrics(join_results(results), "validation")

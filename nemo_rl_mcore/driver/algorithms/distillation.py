@@ -6,16 +6,17 @@ On policy the answers are the student's own (https://arxiv.org/abs/2306.13649), 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from nemo_rl_mcore.config import DistillationMasterConfig
 from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.driver.algorithms.advantages import estimator_of, warn_of_large_advantages
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome, train_metrics
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged
 from nemo_rl_mcore.driver.algorithms.mismatch import add_logprobs, model_inputs
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
-from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns
-from nemo_rl_mcore.losses import make_loss
+from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
+from nemo_rl_mcore.losses import LossFunction, make_loss
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,6 @@ class DistillationTrainer(Algorithm[DistillationMasterConfig]):
         require_sampled_ids(batch)
         return Judged(batch, rollout)
 
-    def update(self, step: Step, judged: Judged) -> StepOutcome:
-        batch = judged.batch
-        with self.training(step.number, judged.rollout) as metrics:
-            result = self.policy.train(trained_columns(batch), make_loss(self.config.loss_fn))
-        metrics |= step.finish()
-        metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
-        return StepOutcome(metrics | train_metrics(result), result["skip_reasons"], batch)
+    @cached_property
+    def loss_fn(self) -> LossFunction:
+        return make_loss(self.config.loss_fn)

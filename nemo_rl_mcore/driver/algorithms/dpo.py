@@ -1,13 +1,13 @@
 """Direct preference optimization: of two answers to a prompt, move towards the better one.
 
-Offline the pairs are given; online the policy answers each prompt several times, and its best answer is compared with
-its worst. P pairs are 2 P rows: chosen, rejected, chosen, ...
+Offline the pairs are given; online they are the best and the worst of several answers to a prompt. P pairs are 2 P
+rows: chosen, rejected, chosen, ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -17,7 +17,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.answers import PreferenceSource
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome, train_metrics
+from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome
 from nemo_rl_mcore.driver.algorithms.mismatch import model_inputs
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
@@ -29,24 +29,22 @@ _ROWS_PER_PAIR = DPOLossFn.rows_per_sample
 
 
 KEPT_BYTES = 2**30
-"""The memory of the driver for what is kept, at 4 bytes a token: 131,000 pairs of two answers of 1,024 tokens."""
+"""Memory of the driver, at 4 bytes a token: 131,000 pairs of two answers of 1,024 tokens."""
 
 Block = dict[int, list[torch.Tensor]]
-"""The rows of each pair by its prompt_index, [tokens of the row] each."""
+"""Each pair's two rows by its prompt_index, [tokens of the row] each."""
 
 
 @dataclass
 class ReferenceBlocks:
     """The reference's log-probabilities of given answers, which come again with every pass over the data set.
 
-    The last bits of a row's numbers depend on what passes through the model with it: its neighbours, their widths, how
-    they are packed, the rank that has it. So a row is always computed in the same block of rows, and the numbers are
-    the same whether they were kept or are computed again, as a resumed run has to.
+    The last bits of a row's numbers depend on the rows that pass through the model with it. So a row is always computed
+    in the same block, and a resumed run, which computes it again, has the same numbers. A pair's block is the batch of
+    the step that draws it first, as long as KEPT_BYTES hold the blocks up to it. Other pairs, and those of a source
+    without passes, are computed in every step, in its batch.
 
-    A pair's block is the batch of the step that draws it first, as long as KEPT_BYTES hold the blocks up to it. Pairs
-    of the others, and of a source without passes, are asked for at every step, in the batch of that step.
-
-    ask: gives [B, S] of a batch, 0 where token_mask is. count: pairs of a step. longest: tokens of a row at most.
+    ask: returns a batch's [B, S], 0 where token_mask is. count: pairs of a step. longest: most tokens of a row.
     """
 
     pairs: PreferenceSource
@@ -85,7 +83,7 @@ class ReferenceBlocks:
         return found
 
     def of_validation(self, batch: BatchedDataDict) -> torch.Tensor:
-        """Return [B, S], of a batch of held-out pairs, which are the same ones at every validation."""
+        """Return [B, S] of held-out pairs, which are the same ones at every validation."""
         pairs = tuple[int, ...](batch["prompt_index"].tolist())
         if pairs in self._held_out:
             return self._held_out[pairs]
@@ -97,7 +95,7 @@ class ReferenceBlocks:
 
 @dataclass(frozen=True)
 class DPOTrainer(Algorithm[DPOMasterConfig]):
-    """Direct preference optimization, https://arxiv.org/abs/2305.18290. `pairs` is None where they are made online."""
+    """Direct preference optimization, https://arxiv.org/abs/2305.18290. pairs: None where they are made online."""
 
     pairs: PreferenceSource | None
 
@@ -118,18 +116,11 @@ class DPOTrainer(Algorithm[DPOMasterConfig]):
         return Judged(batch, rollout, metrics=paired)
 
     def update(self, step: Step, judged: Judged) -> StepOutcome:
-        batch = judged.batch
-        with self.training(step.number, judged.rollout) as metrics:
-            result = self.policy.train(trained_columns(batch), self._loss_fn)
-        metrics |= judged.metrics
-        metrics |= step.finish()
-        metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
-        trained = train_metrics(result)
-        trained |= preference_metrics(trained, "train")
-        return StepOutcome(trained | metrics, result["skip_reasons"], batch)
+        outcome = super().update(step, judged)
+        return replace(outcome, metrics=outcome.metrics | preference_metrics(outcome.metrics, "train"))
 
     def validate(self, step: int) -> dict[str, float]:
-        """Return the loss of held-out pairs, where pairs are given, and how good the policy's answers are."""
+        """Measure the loss of held-out pairs, where pairs are given, and the policy's answers."""
         judged = super().validate(step)
         pairs, reference = self.pairs, self._reference
         if pairs is None or reference is None:
@@ -140,12 +131,12 @@ class DPOTrainer(Algorithm[DPOMasterConfig]):
             batch["reference_policy_logprobs"] = reference.of_validation(batch).roll(-1, dims=1)
             return trained_columns(batch)
 
-        held_out = self.evaluate(self.config.dpo, self._loss_fn, compared)
+        held_out = self.evaluate(self.config.dpo, compared)
         found = {"validation/loss": held_out["validation/loss"]} | preference_metrics(held_out, "validation")
         return judged | found
 
-    @property
-    def _loss_fn(self) -> DPOLossFn:
+    @cached_property
+    def loss_fn(self) -> DPOLossFn:
         return DPOLossFn(self.config.dpo.loss, self.config.policy.megatron_cfg.use_fused_linear_logprobs)
 
     @cached_property
@@ -162,10 +153,7 @@ class DPOTrainer(Algorithm[DPOMasterConfig]):
 
 
 def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Measure what pairs show, under names that say so: `accuracy` elsewhere is that of answers.
-
-    Rewards are log-probabilities less the reference's; the margin is their difference.
-    """
+    """Name the loss's metrics of pairs: `accuracy` elsewhere is that of answers; the margin is chosen less rejected."""
     chosen, rejected = (metrics[f"{prefix}/rewards_{side}_mean"] for side in ("chosen", "rejected"))
     return {
         f"{prefix}/preference_accuracy": metrics[f"{prefix}/accuracy"],
@@ -176,10 +164,10 @@ def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, f
 
 
 def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict, float]:
-    """Return a pair of each prompt's best and worst answer, and the share of the pairs whose rewards differ.
+    """Pair each prompt's best and worst answer; returns the share of pairs whose rewards differ, too.
 
-    A pair of equal rewards has no preference: its sample_mask is 0, and 1 in the rollout only on answers of other
-    pairs. Answers that were dropped or not scored are left out. Raises ValueError for answers of several rows.
+    Pairs of equal rewards have a sample_mask of 0, and the rollout's is 1 on answers of other pairs alone. Answers that
+    were dropped or not scored are left out. Raises ValueError for answers of several rows.
     """
     if EPISODE in rollout.batch:
         raise RefusedError(

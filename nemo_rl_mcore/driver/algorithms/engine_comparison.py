@@ -1,16 +1,14 @@
-"""Check whether engines compute the function that training does: log-probabilities of the next token, over all tokens.
+"""Compare engines with training: log-probabilities of the next token over the whole vocabulary, after a few prompts.
 
-A refit proves that an engine holds the weights of training. What it makes of them (rotary embedding, norms, heads,
-temperature, number format) is compared here, after a few prompts.
-
-Shapes: N prompts, V vocabulary.
+A refit proves that an engine holds training's weights; this comparison also covers how the engine uses them: rotary
+embedding, norms, heads, temperature, number format. Shapes: N prompts, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +24,8 @@ if TYPE_CHECKING:
     from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Bounds that number formats explain: a difference of a log-probability, and a divergence after a prompt, nats."""
+class Bounds(NamedTuple):
+    """Differences that number formats explain: of a log-probability, and a divergence after a prompt, nats."""
 
     difference: float
     kl: float
@@ -38,7 +35,7 @@ class Bounds:
 # vLLM (2e-4 where the logits are large), and an epsilon of 1e-6 in place of 1e-5 makes 1e-3. In bfloat16 vLLM rounds
 # its logits: unlikely tokens differ by up to 0.16, but the divergence stays below 1e-3; another temperature makes 0.05.
 BOUNDS: Mapping[str, Bounds] = {"float32": Bounds(1e-3, 1e-4), "bfloat16": Bounds(1.0, 0.02)}
-"""By the coarser number format of the two sides."""
+"""By the coarser number format."""
 
 _WHERE_TO_LOOK = (
     "Unless policy.generation.verify_refit is false the engine holds the weights of training: look at what it makes of "
@@ -47,7 +44,7 @@ _WHERE_TO_LOOK = (
 )
 _PROMPTS = 4
 _LOGITS = 1 << 25
-"""Of a prompt, over its tokens and the vocabulary: training computes them all, 12 bytes each."""
+"""Most of a prompt, over its tokens and the vocabulary: training computes them all, 12 bytes each."""
 
 
 class EnginesDifferError(RunStoppedError):
@@ -56,10 +53,10 @@ class EnginesDifferError(RunStoppedError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The engine that differs most from training, and where.
+    """The engine that differs most from training, after prompt `row` of `length` tokens, at `token`.
 
-    largest: difference of a log-probability, infinite where one is not a number; row, token: after which prompt and of
-    which token. kl: the largest divergence of training from an engine, nats. length: tokens of that prompt.
+    largest: difference of a log-probability, infinite where one is not a number. kl: the largest divergence of training
+    from any engine, nats.
     """
 
     rows: int
@@ -102,10 +99,10 @@ def compare(
 ) -> Comparison:
     """Compare engines that hold the policy's weights with it after each prompt, over the whole vocabulary.
 
-    temperature: that of the policy's log-probabilities, `RunConfig.logprob_temperature`; both sides divide by it.
-    Neither side is changed, and no noise is drawn. Raises EnginesDifferError for an engine with another vocabulary.
+    temperature: of the policy's log-probabilities, `RunConfig.logprob_temperature`; both sides divide by it. Neither
+    side changes, and no noise is drawn. Raises EnginesDifferError for an engine with another vocabulary.
     """
-    # Training has logits only where a real token follows: here any does, for none sees the next.
+    # Training has logits only where a real token follows: any will do, as none sees the next.
     trained_NV = torch.full((len(prompts), vocabulary), torch.nan, dtype=torch.float64)
     for row, prompt in enumerate(prompts):
         ids = torch.tensor([[*prompt, prompt[-1]]])
@@ -125,7 +122,7 @@ def compare(
         answered_NV = torch.tensor(np.stack(answered), dtype=torch.float64)
         difference_NV = (answered_NV - trained_NV).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         row, token = divmod(int(difference_NV.argmax()), vocabulary)
-        # In fp32 the probabilities of a large vocabulary do not add up to one: a divergence so small is lost in that.
+        # In fp32 the probabilities of a large vocabulary do not add up to one: small divergences would be lost in that.
         p_NV, q_NV = trained_NV.log_softmax(-1), answered_NV.log_softmax(-1)
         divergence_N = (p_NV.exp() * (p_NV - q_NV)).sum(-1)
         found.append(
@@ -149,20 +146,17 @@ def compare(
 def compare_at_start(
     config: RunConfig, policy: Policy, engines: EngineGeneration, prompts: Sequence[Sequence[int]]
 ) -> Comparison:
-    found = compare(
-        policy,
-        engines,
-        prompts,
-        vocabulary=config.policy.model.vocab_size,
-        temperature=config.logprob_temperature,
-    )
+    vocabulary, temperature = config.policy.model.vocab_size, config.logprob_temperature
+    found = compare(policy, engines, prompts, vocabulary=vocabulary, temperature=temperature)
     found.require(bounds_of(config.policy))
     return found
 
 
 def bounds_of(policy: PolicyConfig) -> Bounds:
-    own = policy.generation.engine.number_format(policy.precision)
-    both = BOUNDS[policy.precision], BOUNDS[own or policy.precision]
+    own, generation = policy.precision, policy.generation
+    if generation.backend == "vllm":
+        own = generation.vllm_cfg.number_format(policy.precision)
+    both = BOUNDS[policy.precision], BOUNDS[own]
     return max(both, key=lambda bounds: bounds.difference)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
-import torch
-
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.config.master import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
@@ -16,11 +14,8 @@ from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOut
 from nemo_rl_mcore.driver.algorithms.mismatch import (
     Mismatch,
     add_compared_logprobs,
-    compare_with_engine,
     comparison_metrics,
-    drawn_by,
     policy_loss,
-    table_of_training,
     with_row_numbers,
 )
 from nemo_rl_mcore.driver.rollouts.player import Rollout
@@ -33,15 +28,15 @@ from nemo_rl_mcore.losses import LossFunction
 class GRPOTrainer(Algorithm[GRPOMasterConfig]):
     """Group relative policy optimization, https://arxiv.org/abs/2402.03300.
 
-    Log-probabilities and advantages are computed by the weights that train: the ratio of the policy gradient is 1 in
-    the first optimizer step, and samples of older weights are corrected by importance sampling. A step may begin before
-    its last group is answered (`config.streams`); it is then one optimizer step, to which groups are added in chunks.
+    The weights that train compute log-probabilities and advantages: the policy gradient's ratio is 1 in the first
+    optimizer step, and importance sampling corrects for samples of older weights. A step may begin before its last
+    group is answered (`config.streams`); it is then one optimizer step, to which groups are added in chunks.
     """
 
     def judge(self, step: Step) -> Judged:
         config, rollouts, mismatch, rows = self.config, list[Rollout](), list[Mismatch](), 0
         if config.streams:
-            self.policy.begin_train_step(self._loss_fn, step_id=f"step {step.number}")
+            self.policy.begin_train_step(self.loss_fn, step_id=f"step {step.number}")
         with self._aborted_where_it_fails():
             for rollout in self._answered(step):
                 batch = rollout.batch
@@ -63,7 +58,7 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
         return Judged(whole.batch, whole, mismatch)
 
     def _answered(self, step: Step) -> Iterator[Rollout]:
-        """Yield the whole step, or its chunks as they are answered; to wait for them is the phase `generation`."""
+        """Yield the whole step, or its chunks as they are answered; the waits are the phase `generation`."""
         if not self.config.streams:
             with self.observer.phase("generation"):
                 whole = step.whole()
@@ -84,19 +79,9 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
             if self.config.streams:
                 result = self.policy.finish_train_step()
             else:
-                result = self.policy.train(self._trained(rollout), self._loss_fn)
+                result = self.policy.train(self._trained(rollout), self.loss_fn)
         metrics |= step.finish()
-        settings = self.config.policy.generation.mismatch
-        match judged.mismatch:
-            case []:
-                table = table_of_training(result, batch.size)
-                found = compare_with_engine(step.number, batch, table, settings)
-            case [found]:
-                pass
-            case chunks:  # of which each was acted on
-                table = torch.cat([one.table for one in chunks])
-                found = Mismatch.of(batch, table, drawn_by(step.number - 1, batch))
-        metrics |= comparison_metrics(found, batch, settings.threshold, asynchronous=self.config.asynchronous)
+        metrics |= comparison_metrics(self.config, step.number, batch, judged.mismatch, result)
         metrics |= train_metrics(result)
         return StepOutcome(metrics, result["skip_reasons"], batch)
 
@@ -114,10 +99,10 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
                 try:
                     self.policy.abort_train_step()
                 except RunStoppedError as also:
-                    # Where the ranks are gone, the error that is raised already says so.
+                    # Where the ranks are gone, the error that is raised has the rest.
                     error.add_note(f"the open step was not aborted: {str(also).partition(': ')[0]}")
             raise
 
     @cached_property
-    def _loss_fn(self) -> LossFunction:
+    def loss_fn(self) -> LossFunction:
         return policy_loss(self.config)

@@ -1,8 +1,8 @@
-"""The training loop: what happens in a run, in order, and who does it.
+"""The training loop: the parts of a run's steps, in order.
 
-A step is drawn and played when it is judged (`Algorithm.judge`), trained on (`Algorithm.update`), published,
-validated, recorded and saved. Every part of it goes through `Recovery.surviving`: where ranks are lost meanwhile,
-there others take their place, and the part is tried again.
+A step draws and plays its prompts and judges the answers (`Algorithm.judge`), trains on them (`Algorithm.update`), and
+is validated, recorded, published and saved. Every part goes through `Recovery.surviving`: where ranks are lost
+meanwhile, others take their place, and the part is tried again.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import (
     NOT_WRITTEN,
@@ -33,13 +34,11 @@ from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.player import GenerationInterface
 from nemo_rl_mcore.driver.run_folder import too_full
 from nemo_rl_mcore.driver.signals import (
-    StopSignals,
     TimeLimitReachedError,
     current_stop_signals,
     deferred_stop_signals,
 )
 from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError, code_of, run_stopped_by
-from nemo_rl_mcore.rank import activity
 
 RESTARTS_KEY = "cluster.max_trainer_restarts"
 _RETRIES = 2
@@ -51,8 +50,8 @@ _SECOND_SIGNAL = "a second signal came before they were saved"
 class TrainingLoop:
     """The loop over its parts.
 
-    models: what it saves and restores, by the name of their folder. engine: what samples with the policy's weights; it
-    is given them, and woken, before a step that samples and before a validation. frozen: models that are only asked.
+    models: trained, saved and restored, by the name of their folder. engine: samples with the policy's weights; it
+    receives them, and wakes, before a step that samples and before a validation. frozen: models that are not trained.
     """
 
     config: RunConfig
@@ -64,34 +63,26 @@ class TrainingLoop:
     frozen: Mapping[str, Policy] = field(default_factory=dict[str, Policy])
 
     def __post_init__(self) -> None:
-        self._recovery = Recovery(
-            *(self.config, self.algorithm, self.models, self.engine),
-            *(self.observer, self.checkpoints, self.frozen),
-        )
+        self._recovery = Recovery(self)
         self._guard = SkipGuard(self.config.max_consecutive_skips)
         self._limit = TimeLimit(self.config.checkpointing.must_save_by_s)
         self._awake = True
-        """Whether the engine has the weights of the last step, and the memory that it may share with the ranks."""
-
-    def run(self) -> None:
-        for _ in self.steps():
-            pass
+        """The engine has the last step's weights, and the memory that it may share with the ranks."""
 
     def steps(self) -> Generator[int]:
-        """Train up to the loop's `max_num_steps`, from the first step or from where the checkpoints say.
+        """Train up to the loop's `max_num_steps`, from the first step or from the checkpoint to go on from.
 
         Yields each step when it is logged, and saved where a checkpoint is due. Where a signal, unless a second one
-        follows, `checkpoint_must_save_by`, a RunStoppedError or the end of the generator stops the run, the last
-        finished step is saved before it ends, if the ranks still hold its weights. A save that fails then is the cause
-        of a stop that was no failure. Raises TooManySkippedStepsError, and saves nothing, after `max_consecutive_skips`
+        follows, `checkpoint_must_save_by`, a RunStoppedError or the generator's end stops the run, the last finished
+        step is saved before the run ends, if the ranks still hold its weights. A save that fails then is the cause of a
+        stop that was no failure. Raises TooManySkippedStepsError, and saves nothing, after `max_consecutive_skips`
         skipped optimizer steps.
         """
-        surviving, phase = self._recovery.surviving, self.observer.phase
+        loop, surviving, phase = self.config.loop, self._recovery.surviving, self.observer.phase
         gc.collect()
-        gc.freeze()  # what is there stays out of the collector's full passes, each of a fifth of a second
+        gc.freeze()  # objects of the start stay out of the collector's full passes, each of a fifth of a second
         try:
             with self._limit:
-                self._limit.took()
                 behind = self.checkpoints.resumed_step
                 with nullcontext() if behind is None else phase(f"{STARTUP_PREFIX}restore"):
                     counters = self.checkpoints.restore(self.models)
@@ -99,16 +90,16 @@ class TrainingLoop:
                 on_ranks = self.config.policy.generation.decodes_on_ranks
                 with nullcontext() if on_ranks else phase(f"{STARTUP_PREFIX}weights"):
                     surviving(lambda: self.engine.update_weights(behind or 0))
-                if self.config.loop.val_at_start and behind is None:
+                if loop.val_at_start and behind is None:
                     self.observer.log(0, surviving(lambda: self.algorithm.validate(0)))
                     self._awake = False
-                for step in range((behind or 0) + 1, self.config.loop.max_num_steps + 1):
+                for step in range((behind or 0) + 1, loop.max_num_steps + 1):
                     current_stop_signals().stop_if_asked()
                     began = time.monotonic()
                     outcome = self._step(step)
                     self._limit.took(step=time.monotonic() - began)
                     self._guard.stop_if_too_many(step, outcome.batch)
-                    if self.config.asynchronous:  # engines at work are not to wait for what comes next here
+                    if self.config.asynchronous:  # engines at work are not to wait for the save
                         surviving(partial(self._publish, step))
                     self._save_if_due(step)
                     yield step
@@ -126,19 +117,41 @@ class TrainingLoop:
             gc.unfreeze()
 
     def _step(self, step: int) -> StepOutcome:
+        """Draw, play, judge, train, validate and record; a step that was trained is recorded however it ends."""
         loop, surviving, row = self.config.loop, self._recovery.surviving, dict[str, float]()
+
+        def train() -> StepOutcome:
+            until_recorded.close()  # a stop that has waited for ranks to be brought back waits no longer
+            samples = self.config.row_kind is RowKind.PROMPTS
+            if samples and not self._awake:
+                self._publish(step - 1)
+            elif self._awake and not samples:
+                self.engine.offload()
+            with self.algorithm.open_step(step) as opened:
+                judged = self.algorithm.judge(opened)
+                # Up to here the step may be dropped: no weight has changed. From here on a stop waits for the record.
+                until_recorded.enter_context(deferred_stop_signals())
+                self.checkpoints.updating = True
+                opened.finishing()
+                return self.algorithm.update(opened, judged)
+
+        def validate() -> dict[str, float]:
+            self._publish(step)
+            with self.observer.phase("validation"):
+                return self.algorithm.validate(step)
+
         try:
             with ExitStack() as until_recorded:
-                outcome = surviving(partial(self._train, step, until_recorded))
+                outcome = surviving(train)
                 self._awake = False
                 self._guard.record(outcome.skip_reasons)
                 row |= outcome.metrics
                 row |= {"train/skipped_steps": self._guard.total, "train/empty_steps": self._guard.empty}
                 self.checkpoints.finish(step, row, self._guard.counters())
                 self._recovery.finished(step, row)
-            at_end = step == loop.max_num_steps and loop.val_at_end
-            if (loop.val_period and step % loop.val_period == 0) or at_end:
-                row |= surviving(partial(self._validate, step))
+            last = step == loop.max_num_steps
+            if (loop.val_period and step % loop.val_period == 0) or (last and loop.val_at_end):
+                row |= surviving(validate)
             row |= self._recovery.metrics()
         finally:
             if row:
@@ -146,112 +159,80 @@ class TrainingLoop:
                     self.observer.log(step, row)
         return outcome
 
-    def _train(self, step: int, until_recorded: ExitStack) -> StepOutcome:
-        """Draw, play, judge, train; until_recorded: what is left when the step is recorded, or tried again.
-
-        Up to the first change of a weight the step may be dropped; from then on a stop waits until it is recorded.
-        """
-        until_recorded.close()  # a stop that has waited for ranks to be brought back waits no longer
-        if self.config.row_kind is RowKind.PROMPTS:
-            if not self._awake:
-                self._publish(step - 1)
-        elif self._awake:
-            self.engine.offload()
-        with self.algorithm.open_step(step) as opened:
-            judged = self.algorithm.judge(opened)
-            until_recorded.enter_context(deferred_stop_signals())
-            self.checkpoints.updating = True
-            opened.finishing()
-            return self.algorithm.update(opened, judged)
-
     def _publish(self, version: int) -> None:
         with self.observer.phase("weight_sync"):
             self.engine.update_weights(version)
 
-    def _validate(self, step: int) -> dict[str, float]:
-        self._publish(step)
-        with self.observer.phase("validation"):
-            return self.algorithm.validate(step)
-
     def _save_if_due(self, step: int) -> None:
-        checkpoints, models, last = self.checkpoints, self.models, step == self.config.loop.max_num_steps
-
-        def begin() -> StepCheckpoint | None:
-            if checkpoints.unsaved:  # else it was begun before ranks were lost
-                checkpoints.save_finished(models)
-            return checkpoints.complete(models, wait=last)
-
+        last = step == self.config.loop.max_num_steps
         with deferred_stop_signals():
-            if checkpoints.begun is not None:
-                due = checkpoints.due(step)
-                self._save(lambda: checkpoints.complete(models, wait=due))
-            if checkpoints.due(step):
-                self._save(begin)
+            if self.checkpoints.begun is not None:  # of an earlier step, in the background
+                self._save(wait=self.checkpoints.due(step))
+            if self.checkpoints.due(step):
+                self._save(wait=last, begin=True)
         if not last:
             self._limit.stop_if_the_next_step_does_not_fit()
 
-    def _save(self, part: Callable[[], StepCheckpoint | None]) -> None:
-        with self.observer.phase("checkpoint"):  # of the step that follows
-            completed = self._recovery.surviving(part)
+    def _save(self, *, wait: bool, begin: bool = False) -> None:
+        """Go on with the checkpoint that is being written, or begin one; wait: until it is complete."""
+        checkpoints, models = self.checkpoints, self.models
+
+        def save() -> StepCheckpoint | None:
+            if begin and checkpoints.unsaved:  # else it was begun before ranks were lost
+                checkpoints.save_finished(models)
+            return checkpoints.complete(models, wait=wait)
+
+        with self.observer.phase("checkpoint"):  # counts in the step that follows
+            completed = self._recovery.surviving(save)
         if completed is not None:
             for listener in (self.algorithm, self.observer):
-                listener.checkpointed(completed.finished.step)
+                listener.checkpointed(completed.step)
         took = None if completed is None else completed.seconds
-        self._limit.took(save=took, saving=self.checkpoints.begun is not None)
+        self._limit.took(save=took, saving=checkpoints.begun is not None)
 
 
-@dataclass
 class Recovery:
-    """Brings the models of a run back to its last finished step, whenever ranks fail and the recipe allows it.
+    """Brings a loop's models back to the last finished step, whenever ranks fail and the recipe allows it.
 
-    Ranks that raised have the step undone and are asked again, twice in a row at most. In place of ranks that died or
+    Ranks that raised have the step undone and are called again, twice in a row at most. In place of ranks that died or
     hang there are new ones, `cluster.max_trainer_restarts` times in a run: all models go back to the last checkpoint,
     and the steps since then are trained again from the same answers. On CPU that gives the same bits.
+
+    retries: parts of a step that were tried again on ranks that had raised. restarts: times that models went back to a
+    checkpoint. redone: steps that were trained again.
     """
 
-    config: RunConfig
-    algorithm: Algorithm[Any]
-    models: Mapping[str, Policy]
-    engine: GenerationInterface
-    observer: RunRecorder
-    checkpoints: RunCheckpoints
-    frozen: Mapping[str, Policy]
-    retries: int = field(default=0, init=False)
-    """Parts of a step that were tried again on the ranks that had raised."""
-    restarts: int = field(default=0, init=False)
-    """Times that models went back to a checkpoint."""
-    redone: int = field(default=0, init=False)
-    """Steps that were trained again."""
-
-    def __post_init__(self) -> None:
-        self._all = {**self.models, **self.frozen}
-        one_step = self.config.samples_per_step == self.config.policy.train_global_batch_size
-        self._undone_by_abort = one_step and len(self.models) == 1
-        """Whether to abort an update takes all of it back."""
+    def __init__(self, loop: TrainingLoop) -> None:
+        self.loop, config = loop, loop.config
+        self.retries = self.restarts = self.redone = 0
+        self._models = {**loop.models, **loop.frozen}
+        one_step = config.samples_per_step == config.policy.train_global_batch_size
+        self._undone_by_abort = one_step and len(loop.models) == 1
+        """To abort an update takes all of it back."""
         self._updates: dict[str, int] = {}
-        """Of each model, when the last step was finished."""
+        """By model, when the last step was finished."""
         self._outcomes: dict[int, Mapping[str, float]] = {}
 
     def surviving[Result](self, part: Callable[[], Result]) -> Result:
-        """Return what a part of a step gives, tried again after each failure that the run survives."""
-        raised = 0
+        """Return the result of a part of a step, tried again after each failure that the run survives."""
+        raised, checkpoints = 0, self.loop.checkpoints
         while True:
             try:
-                with self.observer.attempt():
+                with self.loop.observer.attempt():
                     return part()
             except RanksFailedError as error:
-                if error.group not in self._all or error.final or _asked_to_stop():
+                if error.group not in self._models or error.final or _asked_to_stop():
                     raise
                 if error.usable and raised == _RETRIES:
                     raise
                 undone = False  # stays so where an abort does not take back all
-                if error.usable and (self._undone_by_abort or not self.checkpoints.updating):
+                if error.usable and (self._undone_by_abort or not checkpoints.updating):
                     with suppress(RanksFailedError):
                         undone = self._undone()
                 if not undone:
                     self._go_back(error)
                     continue
-                self.checkpoints.updating = False
+                checkpoints.updating = False
                 raised += 1
                 self.retries += 1
                 told = f"it is tried again ({raised} of {_RETRIES})"
@@ -259,27 +240,28 @@ class Recovery:
 
     def finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take note of a step, until a checkpoint has it: no step before that will be trained again."""
-        saved = self.checkpoints.saved_step or 0
+        saved = self.loop.checkpoints.resumed_step or 0
         self._outcomes = {one: outcome for one, outcome in self._outcomes.items() if one > saved}
         self._outcomes[step] = {name: metrics[name] for name in _COMPARED if name in metrics}
-        self._updates = {name: model.updates for name, model in self.models.items()}
+        self._updates = {name: model.updates for name, model in self.loop.models.items()}
 
     def metrics(self) -> dict[str, float]:
         counted = {"retries": self.retries, "restarts": self.restarts, "redone_steps": self.redone}
         return {f"recovery/{name}": count for name, count in counted.items()} if any(counted.values()) else {}
 
     def _undone(self) -> bool:
-        """Abort what is open; says whether the models are as the last finished step has left them."""
-        for model in self.models.values():
+        """Abort what is open; returns whether the models are as the last finished step has left them."""
+        models = self.loop.models
+        for model in models.values():
             model.abort_train_step()
         return not any(
             model.updates != self._updates.get(name, 0) or model.has_unknown_update()
-            for name, model in self.models.items()
+            for name, model in models.items()
         )
 
     def _go_back(self, error: RanksFailedError) -> None:
         """Bring all models to the last finished step by way of the last checkpoint, with new ranks where need be."""
-        left = self.config.cluster.max_trainer_restarts
+        checkpoints, left = self.loop.checkpoints, self.loop.config.cluster.max_trainer_restarts
         while True:
             if self.restarts >= left:
                 if self.restarts:
@@ -287,13 +269,14 @@ class Recovery:
                 raise error
             self.restarts += 1
             with deferred_stop_signals():  # a first one waits for what is being written
-                self.checkpoints.settle(self.models)
-            saved = self.checkpoints.saved_step
+                checkpoints.settle(self.loop.models)
+            saved = checkpoints.resumed_step
             where = "its start" if saved is None else f"the checkpoint of step {saved}"
             told = f"the run goes back to {where}, {left - self.restarts} left ({RESTARTS_KEY})"
             write_line(sys.stderr, f"{_first_line(error)}; {told}")
             try:
-                with activity.at("going back to the last checkpoint", timed=False), self.observer.redoing():
+                going_back = activity.at("going back to the last checkpoint", timed=False)
+                with going_back, self.loop.observer.redoing():
                     self._bring_back()
                 return
             except RanksFailedError as again:
@@ -302,13 +285,13 @@ class Recovery:
                 error = again
 
     def _bring_back(self) -> None:
-        checkpoints = self.checkpoints
+        loop, checkpoints = self.loop, self.loop.checkpoints
         checkpoints.going_back = True  # to the end: however this fails, nobody saves what it leaves
-        self.engine.offload()  # what shares the memory of new ranks
-        saved = checkpoints.saved_step
-        for name, model in self._all.items():
+        loop.engine.offload()  # it may have the memory that new ranks need
+        saved = checkpoints.resumed_step
+        for name, model in self._models.items():
             # Those that train are all new where no checkpoint holds them, the others that lack ranks or are stuck.
-            lost = (saved is None and name in self.models) or not model.serves()
+            lost = (saved is None and name in loop.models) or not model.serves()
             if not lost:
                 try:
                     model.abort_train_step()
@@ -317,20 +300,20 @@ class Recovery:
             if lost:
                 model.restart()
         if saved is not None:
-            checkpoints.restore(self.models)
+            checkpoints.restore(loop.models)
         checkpoints.updating = False
         finished = checkpoints.resumed_step if checkpoints.finished is None else checkpoints.finished.step
         steps, unequal = range((saved or 0) + 1, (finished or 0) + 1), list[int]()
         for step in steps:
-            again = self.algorithm.redo(step).metrics
+            again = loop.algorithm.redo(step).metrics
             for name, before in self._outcomes[step].items():
                 now = again.get(name)
-                # No number is equal to no number, as the loss of a skipped step.
+                # NaN is equal to NaN, as the loss of a skipped step.
                 if now != before and not (now is not None and math.isnan(now) and math.isnan(before)):
                     unequal.append(step)
                     break
         checkpoints.going_back = False
-        self._updates = {name: model.updates for name, model in self.models.items()}
+        self._updates = {name: model.updates for name, model in loop.models.items()}
         self.redone += len(steps)
         if steps:
             which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
@@ -340,71 +323,70 @@ class Recovery:
     # The end of a run that was stopped
 
     def save_at_the_end(self, stop: BaseException) -> RunStoppedError | None:
-        """Save the last finished step, unless that was tried; returns what it failed with, the checkpoints say why."""
-        reason = run_stopped_by(stop)
-        self.checkpoints.failure = _first_line(reason)
-        try:
-            if not current_stop_signals().insisted:
-                return self._save_after(reason)
-        except KeyboardInterrupt:
-            self.checkpoints.failure = _SECOND_SIGNAL
-            raise
-        self.checkpoints.failure = _SECOND_SIGNAL
-        return None
+        """Save the last finished step, unless that was tried; returns the error of a save that failed.
 
-    def _save_after(self, reason: RunStoppedError | None) -> RunStoppedError | None:
-        checkpoints = self.checkpoints
-        if (failure := self.settle()) is not None or not checkpoints.unsaved:
-            return failure
-        if code_of(reason) == NOT_WRITTEN and too_full(self.config):
+        Why nothing is saved goes into `RunCheckpoints.failure`.
+        """
+        loop, checkpoints, reason = self.loop, self.loop.checkpoints, run_stopped_by(stop)
+        checkpoints.failure = _first_line(reason)
+        try:
+            if current_stop_signals().insisted:
+                checkpoints.failure = _SECOND_SIGNAL
+                return None
+            if (failure := self.settle()) is not None or not checkpoints.unsaved:
+                return failure
+            if code_of(reason) == NOT_WRITTEN and too_full(loop.config):
+                return None
+            if checkpoints.updating and not self._undone_by_abort:
+                checkpoints.failure = "the step after them had begun to change the weights"
+                return None
+            if checkpoints.going_back:
+                checkpoints.failure = "the ranks were being brought back to them"
+                return None
+            with deferred_stop_signals():
+                try:
+                    if not self._undone():
+                        checkpoints.failure = "the step after them has changed the weights"
+                        return None
+                    reason = None
+                    if loop.config.policy.offload != "none":
+                        with suppress(RunStoppedError):  # lost ones have left the room that the ranks need
+                            loop.engine.offload()
+                    checkpoints.save_finished(loop.models)
+                    checkpoints.complete(loop.models, wait=True)
+                except RunStoppedError as error:
+                    checkpoints.failure = _first_line(reason or error)
+                    return error
             return None
-        if checkpoints.updating and not self._undone_by_abort:
-            checkpoints.failure = "the step after them had begun to change the weights"
-            return None
-        if checkpoints.going_back:
-            checkpoints.failure = "the ranks were being brought back to them"
-            return None
-        with deferred_stop_signals():
-            try:
-                if not self._undone():
-                    checkpoints.failure = "the step after them has changed the weights"
-                    return None
-                reason = None
-                if self.config.policy.offload != "none":
-                    with suppress(RunStoppedError):  # lost ones have left the room that the ranks need
-                        self.engine.offload()
-                checkpoints.save_finished(self.models)
-                checkpoints.complete(self.models, wait=True)
-            except RunStoppedError as error:
-                checkpoints.failure = _first_line(reason or error)
-                return error
-        return None
+        except KeyboardInterrupt:
+            checkpoints.failure = _SECOND_SIGNAL
+            raise
 
     def settle(self) -> RunStoppedError | None:
         """Complete the checkpoint that was begun, at the end; returns why its folder cannot be written to."""
         with deferred_stop_signals():
             try:
-                self.checkpoints.settle(self.models)
+                self.loop.checkpoints.settle(self.loop.models)
             except RunStoppedError as error:
-                self.checkpoints.failure = _first_line(error)
+                self.loop.checkpoints.failure = _first_line(error)
                 return error
         return None
 
 
-@dataclass
-class TimeLimit(AbstractContextManager["TimeLimit"]):
-    """A context manager that ends a run while its last step can still be saved, as long as steps and saves have taken.
+class TimeLimit:
+    """Ends a run, inside the block, while its last step can still be saved, as long as steps and saves have taken.
 
     seconds: from the start of the process's command to the end of the save; None: no limit. Until a save has been
     timed it is taken to be as long as the longest step.
     """
 
-    seconds: float | None
-    _signals: StopSignals = field(default_factory=current_stop_signals, init=False)
-    _longest_step: float = field(default=0.0, init=False)
-    _longest_save: float | None = field(default=None, init=False)
-    _saves_at_the_end: int = field(default=1, init=False)
-    _saves_s: float = field(default=0.0, init=False)
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds, self._signals = seconds, current_stop_signals()
+        self._longest_step, self._saves_s, self._saves_at_the_end = 0.0, 0.0, 1
+        self._longest_save: float | None = None
+
+    def __enter__(self) -> None:
+        self.took()
 
     def __exit__(self, *_error: object) -> None:
         self._signals.limit_time(None)
@@ -412,8 +394,8 @@ class TimeLimit(AbstractContextManager["TimeLimit"]):
     def took(self, *, step: float = 0.0, save: float | None = None, saving: bool | None = None) -> None:
         """Take note of the seconds of a step, validation included, and of a save, in the background or not.
 
-        saving: whether a save goes on, which must end before another one begins. A step that takes longer than those
-        before is stopped in time.
+        saving: a save goes on, which must end before another one begins. A step that takes longer than those before is
+        stopped in time.
         """
         self._longest_step = max(self._longest_step, step)
         if save is not None:

@@ -1,14 +1,14 @@
-"""Log-probabilities of a rollout, and how far the engine's are from those that training computes.
+"""A rollout's log-probabilities, and their distance from the engine's.
 
-Every step is checked: so is the first one of a run, and the first one after a resume, when weights that reached the
-engine wrong would show. What `mask` and `stop` act on is computed before the step trains; else the training pass may be
-what gives the log-probabilities, see `config.prev_logprobs`. Either way it is one table, of `losses.kl`.
+Every step is checked, also the first one of a run or a resume, which would show weights that reached the engine wrong.
+For `mask` and `stop` a pass before training gives the log-probabilities; else the training pass may give them, see
+`reader_of_prev_logprobs`. Either way the comparison is one table, of `losses.kl`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_mcore.config import ClippedPGLossConfig, GRPOMasterConfig, PPOMasterConfig
-from nemo_rl_mcore.config.generation import MismatchConfig
+from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.loss import KLType
 from nemo_rl_mcore.config.master import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
@@ -34,11 +34,11 @@ _COMPARED = ("token_mask", "sample_mask", "generation_logprobs", "prev_logprobs"
 
 
 class MismatchError(RunStoppedError):
-    """The engine and training disagree by more than policy.generation.mismatch allows."""
+    """The engine and training disagree by more than policy.generation.mismatch_threshold allows."""
 
 
 def model_inputs(batch: BatchedDataDict, *more: str) -> BatchedDataDict:
-    """Return the columns that a pass without a loss needs; of the trained tokens alone it needs `token_mask` more."""
+    """Return the columns for a pass without a loss; a pass over the trained tokens alone needs `token_mask` more."""
     return BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths", *more)})
 
 
@@ -75,29 +75,28 @@ def table_of_batch(batch: BatchedDataDict, kl_type: KLType = "k3") -> Tensor:
 
 
 def table_of_training(result: Mapping[str, Any], rows: int) -> Tensor:
-    """Return the same of a step's training pass, for a batch of `rows` that went out with their `row_number`."""
+    """Return that table of a step's training pass, for a batch of `rows` that were sent with their `row_number`."""
     table = torch.zeros(rows, len(COLUMNS), dtype=torch.float64)
-    found = result.get("row_table")
-    if found is not None:
-        # What fills up a microbatch has no token, and the number of a row that it is not.
-        numbers, found = found[:, 0].long(), found[:, 1:]
-        counts = found[:, 0] > 0
-        table[numbers[counts]] = found[counts]
+    if (found := result.get("row_table")) is not None:
+        real = found[
+            found[:, 1] > 0
+        ]  # rows that fill up a microbatch have no token, and another row's number
+        table[real[:, 0].long()] = real[:, 1:]
     return table
 
 
 def with_row_numbers(columns: BatchedDataDict, first: int = 0) -> BatchedDataDict:
-    """Return the columns, and with them the number of each row in the table of the step, from `first` on."""
+    """Return the columns and each row's number in the step's table, from `first` on."""
     return BatchedDataDict(columns | {ROW_NUMBER: torch.arange(first, first + columns.size)})
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The disagreement about the responses of a batch that are compared.
+    """The disagreement about a batch's responses.
 
-    table: of the batch's rows B. rows: bool [B], those that are compared, all rows of a response or none. episodes:
-    the responses E that were not dropped. per_sequence: [E], the mean of exp|generation - training| over the tokens of
-    each; 1 without trained tokens, which is agreement.
+    table: of its B rows. rows: bool [B], the compared ones, all rows of a response or none. episodes: the E responses
+    that were not dropped. per_sequence: [E], each one's mean of exp|generation - training| over its tokens; 1, which is
+    agreement, without trained tokens.
     """
 
     table: Tensor
@@ -115,26 +114,27 @@ class Mismatch:
         return cls(table, rows, episodes, per_sequence)
 
     def metrics(self, threshold: float | None) -> dict[str, float]:
-        """Return what a step reports: means over tokens, and the largest value, 1 where nothing is trained on."""
+        """Return means over tokens, and the largest value of a response, 1 where nothing is trained on."""
         tokens, error, divergence = (self.table[self.rows, column].sum() for column in range(3))
-        responses = self.per_sequence[self.episodes.one_each(self.rows)]
+        compared = self.rows[self.episodes.first]
+        responses = self.per_sequence[compared]
         metrics = {
             "mismatch/token_mult_prob_error": float(error) / int(tokens) if tokens else 1.0,
             "mismatch/gen_kl_error": float(divergence) / max(int(tokens), 1),
             "mismatch/max_seq_mult_prob_error": float(responses.max()) if len(responses) else 1.0,
         }
         if threshold is not None:
-            above = self.above(threshold)[self.episodes.one_each(self.rows)]
+            above = self.above(threshold)[compared]
             metrics["mismatch/seqs_above_threshold"] = float(above.double().mean()) if len(above) else 0.0
         return metrics
 
     def above(self, threshold: float) -> Tensor:
-        """Return bool [E], which of the compared responses disagree by more; one that is not a number does."""
-        return ~(self.per_sequence <= threshold) & self.episodes.one_each(self.rows)
+        """Return bool [E], the compared responses that disagree by more, or by a value that is not a number."""
+        return ~(self.per_sequence <= threshold) & self.rows[self.episodes.first]
 
 
 def drawn_by(version: int, batch: BatchedDataDict) -> Tensor:
-    """Return bool [B]: weights of this version, or ranks where none is told, have drawn all rows of the response."""
+    """Return bool [B], the rows of responses that this version alone has drawn; all where no versions are known."""
     if WEIGHT_VERSIONS not in batch:
         return torch.ones(batch.size, dtype=torch.bool)
     versions_BS = batch[WEIGHT_VERSIONS]
@@ -147,41 +147,41 @@ def drawn_by(version: int, batch: BatchedDataDict) -> Tensor:
 def add_compared_logprobs(
     config: GRPOMasterConfig | PPOMasterConfig, policy: Policy, step: int, batch: BatchedDataDict
 ) -> list[Mismatch]:
-    """Add the log-probabilities that the loss needs; returns the comparison, if a pass before training makes it."""
+    """Add the loss's log-probabilities; returns the comparison, if a pass before training makes it."""
     passes_before = reader_of_prev_logprobs(config) is not None
     add_logprobs(batch, policy, config.loss_fn, previous=passes_before)
     if not passes_before:
         return []
     table = table_of_batch(batch, config.loss_fn.reference_policy_kl_type)
-    return [compare_with_engine(step, batch, table, config.policy.generation.mismatch)]
+    return [compare_with_engine(step, batch, table, config.policy.generation)]
 
 
-def compare_with_engine(step: int, batch: BatchedDataDict, table: Tensor, config: MismatchConfig) -> Mismatch:
-    """Compare the responses of a step that its own weights sampled, and do what `action` says of those that differ.
+def compare_with_engine(
+    step: int, batch: BatchedDataDict, table: Tensor, config: GenerationConfig
+) -> Mismatch:
+    """Compare a step's responses of its own weights, and act on those above the threshold.
 
-    What older weights sampled differs by its age. `warn` writes a line to standard error; `mask` sets the sample_mask
-    of responses above the threshold to 0, so that they are not trained on. Raises MismatchError for `stop`.
+    Responses of older weights differ by their age. `warn` writes a line to standard error; `mask` sets the sample_mask
+    to 0; `stop` raises MismatchError.
     """
     found = Mismatch.of(batch, table, drawn_by(step - 1, batch))
-    if config.threshold is None:
+    if config.mismatch_threshold is None:
         return found
-    above = found.above(config.threshold)
+    above = found.above(config.mismatch_threshold)
     if not above.any():
         return found
-    numbers = [number for number, differs in enumerate(above) if differs]
-    prompts = found.episodes.one_each(batch["prompt_index"])
-    samples = found.episodes.one_each(batch["sample_index"])
+    rows, errors = found.episodes.first[above], found.per_sequence[above]
     named = [
-        f"prompt {int(prompts[number])} sample {int(samples[number])}: {float(found.per_sequence[number]):.4g}"
-        for number in numbers[:_NAMED_SAMPLES]
+        f"prompt {int(batch['prompt_index'][row])} sample {int(batch['sample_index'][row])}: {float(error):.4g}"
+        for row, error in zip(rows[:_NAMED_SAMPLES], errors, strict=False)
     ]
-    more = ", ..." if len(numbers) > _NAMED_SAMPLES else ""
-    compared = int(found.episodes.one_each(found.rows).sum())
+    more = ", ..." if len(rows) > _NAMED_SAMPLES else ""
+    compared = int(found.rows[found.episodes.first].sum())
     text = (
-        f"step {step}: training and generation disagree about {len(numbers)} of {compared} responses "
-        f"by more than policy.generation.mismatch.threshold: {config.threshold} ({', '.join(named)}{more})"
+        f"step {step}: training and generation disagree about {len(rows)} of {compared} responses "
+        f"by more than policy.generation.mismatch_threshold: {config.mismatch_threshold} ({', '.join(named)}{more})"
     )
-    match config.action:
+    match config.mismatch_action:
         case "stop":
             raise MismatchError(f"{text}; are the engine's weights those of training, and its precision?")
         case "mask":
@@ -192,21 +192,35 @@ def compare_with_engine(step: int, batch: BatchedDataDict, table: Tensor, config
 
 
 def comparison_metrics(
-    found: Mismatch, batch: BatchedDataDict, threshold: float | None, *, asynchronous: bool
+    config: GRPOMasterConfig | PPOMasterConfig,
+    step: int,
+    batch: BatchedDataDict,
+    compared: Sequence[Mismatch],
+    result: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Return what a step reports of the engine's log-probabilities and, in asynchronous runs, of older weights'."""
-    if not asynchronous:
-        return found.metrics(threshold)
-    of_engine = found.metrics(threshold) if found.rows.any() else {}
+    """Return a step's metrics of the engine's log-probabilities and, in asynchronous runs, of older weights'.
+
+    compared: each chunk's comparison before training; without one the training pass, with this result, is compared.
+    """
+    settings = config.policy.generation
+    match compared:
+        case []:
+            found = compare_with_engine(step, batch, table_of_training(result, batch.size), settings)
+        case [found]:
+            pass
+        case chunks:  # each was acted on
+            found = Mismatch.of(batch, torch.cat([one.table for one in chunks]), drawn_by(step - 1, batch))
+    if not config.asynchronous:
+        return found.metrics(settings.mismatch_threshold)
+    of_engine = found.metrics(settings.mismatch_threshold) if found.rows.any() else {}
     return of_engine | correction_metrics(found.table[batch["sample_mask"] > 0])
 
 
 def correction_metrics(table: Tensor) -> dict[str, float]:
-    """Measure how far the weights that train are from those that sampled, from the `sampler_table` of the trained rows.
+    """Measure the distance of the weights that train from those that sampled, by the trained rows' `sampler_table`.
 
     async/ess: effective sample size of the importance weights, as a share of the tokens; NaN where all of them are 0.
-    async/behaviour_kl: the k3 estimate (https://joschu.net/blog/kl-approx.html) of the divergence of the weights that
-    train from those that sampled.
+    async/behaviour_kl: k3 estimate (https://joschu.net/blog/kl-approx.html) of the divergence.
     """
     tokens, _, _, ratio, ratio_squares, behaviour_kl = (float(total) for total in table[:, :-1].sum(0))
     if not tokens:

@@ -1,4 +1,4 @@
-"""PPO: sample, judge every token with the help of a critic, train both over the rollout several times.
+"""PPO: sample, judge every token with a critic, train both over the rollout several times.
 
 https://arxiv.org/abs/1707.06347; advantages are those of https://arxiv.org/abs/1506.02438.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,23 +24,25 @@ from nemo_rl_mcore.driver.algorithms.algorithm import (
 )
 from nemo_rl_mcore.driver.algorithms.mismatch import (
     add_compared_logprobs,
-    compare_with_engine,
     comparison_metrics,
     model_inputs,
     policy_loss,
-    table_of_training,
     with_row_numbers,
 )
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns
-from nemo_rl_mcore.losses import make_loss
+from nemo_rl_mcore.losses import LossFunction, make_loss
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
 
 @dataclass(frozen=True)
 class PPOTrainer(Algorithm[PPOMasterConfig]):
     critic: Policy
+
+    @cached_property
+    def loss_fn(self) -> LossFunction:
+        return policy_loss(self.config)
 
     def judge(self, step: Step) -> Judged:
         with self.observer.phase("generation"):
@@ -57,26 +60,21 @@ class PPOTrainer(Algorithm[PPOMasterConfig]):
     def update(self, step: Step, judged: Judged) -> StepOutcome:
         """Train `ppo_epochs` times; the policy once the critic is warm."""
         batch, config = judged.batch, self.config
-        loss, value_loss = policy_loss(config), make_loss(config.value_loss_fn, section="value_loss_fn")
+        value_loss = make_loss(config.value_loss_fn, section="value_loss_fn")
         policy_epochs, critic_epochs = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
         with self.training(step.number, judged.rollout) as metrics:
             for epoch in range(config.ppo.ppo_epochs):
                 rows = shuffled(with_row_numbers(trained_columns(batch)), config.seed, step.number, epoch)
                 critic_epochs.append(self.critic.train(rows, value_loss))
                 if step.number > config.ppo.critic_warmup_steps:
-                    policy_epochs.append(self.policy.train(rows, loss))
+                    policy_epochs.append(self.policy.train(rows, self.loss_fn))
         of_critic = join_results(critic_epochs)
         metrics |= step.finish() | train_metrics(of_critic, "value")
         metrics["value/explained_variance"] = explained_variance(batch)
-        reasons, settings = of_critic["skip_reasons"], config.policy.generation.mismatch
-        found = judged.mismatch[0] if judged.mismatch else None
-        if policy_epochs:
-            of_policy = join_results(policy_epochs)
-            if found is None:
-                table = table_of_training(of_policy, batch.size)
-                found = compare_with_engine(step.number, batch, table, settings)
+        reasons, of_policy = of_critic["skip_reasons"], join_results(policy_epochs) if policy_epochs else {}
+        if of_policy:
             metrics |= train_metrics(of_policy)
-            # A minibatch that either model skipped counts: a run in which one of them is stuck must end, too.
+            # A minibatch that either model skipped counts: a run ends where one of them is stuck.
             reasons = [
                 next(
                     (one for one in pair if one not in (None, EMPTY_STEP)),
@@ -84,13 +82,13 @@ class PPOTrainer(Algorithm[PPOMasterConfig]):
                 )
                 for pair in zip(of_policy["skip_reasons"], reasons, strict=True)
             ]
-        if found is not None:
-            metrics |= comparison_metrics(found, batch, settings.threshold, asynchronous=config.asynchronous)
+        if of_policy or judged.mismatch:
+            metrics |= comparison_metrics(config, step.number, batch, judged.mismatch, of_policy)
         return StepOutcome(metrics, reasons, batch)
 
 
 def shuffled(batch: BatchedDataDict, seed: int, step: int, epoch: int) -> BatchedDataDict:
-    """Return the episodes in the order of an epoch: other minibatches each time, the same in every run."""
+    """Return the episodes in an epoch's order: other minibatches each time, the same in every run."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + epoch)
     samples = batch.samples()
     order: list[int] = torch.randperm(len(samples), generator=generator).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -1,4 +1,4 @@
-"""Leave behind what a run can go on from, as the section `checkpointing` asks."""
+"""A run's checkpoints: where it begins, and when and how it saves, by the section `checkpointing`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from nemo_rl_mcore.config import CheckpointingConfig, RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, Tokenizer
+from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.checkpoints import (
     INFO_FILE,
     Checkpoint,
@@ -39,21 +40,20 @@ from nemo_rl_mcore.driver.run_folder import (
 )
 from nemo_rl_mcore.driver.signals import current_stop_signals
 from nemo_rl_mcore.errors import ChangedRunError, RanksFailedError, RunStoppedError, code_of, folder_error
-from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
 _NAMED_SAMPLES = 8
 _LOGARITHMS_OF_NOTHING = ("teacher_tail_logmass",)
 """Columns in which -inf is a value: a teacher that names the whole vocabulary leaves no mass."""
 NOT_WRITTEN = "checkpoint-not-written"
-"""The code of a checkpoint whose folder cannot be written to."""
+"""Code for a checkpoint folder that cannot be written to."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_FOLDERS = {
     *(*_FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTDIR),
 }
 _FULL_BELOW = 1 << 20
-# The line that ends a traceback, with the path if it has one.
+# A traceback's last line, with the path if it has one.
 _ERRNO = re.compile(r"^(?:[\w.]+: |rank \d+: )+\[Errno (\d+)\][^\n']*(?:'([^'\n]+)')?", re.MULTILINE)
 
 
@@ -63,9 +63,9 @@ class TooManySkippedStepsError(RunStoppedError):
 
 @dataclass
 class SkipGuard:
-    """Follows the optimizer steps of a run, which stops after `limit` in a row whose loss or gradient was not finite.
+    """Counts skipped optimizer steps; a run stops after `limit` in a row whose loss or gradient was not finite.
 
-    total: all steps skipped so. empty: steps that had nothing to train on, which say nothing of the run's health.
+    total: all such steps. empty: steps without a token to train on, which are no sign of the run's health.
     """
 
     limit: int
@@ -76,7 +76,7 @@ class SkipGuard:
 
     @classmethod
     def accepts(cls, counters: Mapping[str, object]) -> bool:
-        """Say whether the constructor takes these counters, which were read from a file."""
+        """Check whether the constructor takes these counters, which were read from a file."""
         kinds = {name: type(value) for name, value in cls(limit=1).counters().items()}
         return all(
             type(value) is kinds.get(name) and (not isinstance(value, int) or value >= 0)
@@ -100,7 +100,7 @@ class SkipGuard:
                 self.last_reason = reason
 
     def stop_if_too_many(self, step: int, batch: BatchedDataDict) -> None:
-        """Raise TooManySkippedStepsError at the limit: it names the samples with a value that is not finite, or all."""
+        """Raise TooManySkippedStepsError at the limit, naming the samples with values that are not finite, or all."""
         if self.in_a_row < self.limit:
             return
         prompts, samples = batch["prompt_index"].tolist(), batch["sample_index"].tolist()
@@ -128,30 +128,24 @@ class SkipGuard:
         )
 
 
-@dataclass(frozen=True)
-class FinishedStep:
+@dataclass
+class StepCheckpoint:
+    """A finished step and, from its save on, the seconds that its checkpoint took, in the background too."""
+
     step: int
     metrics: Mapping[str, float]
     counters: Mapping[str, Any]
-
-
-@dataclass
-class StepCheckpoint:
-    """A checkpoint that is being written; once it is there, the seconds that it took, in the background too."""
-
-    finished: FinishedStep
-    copying_s: float = 0.0
     writing_s: float = 0.0
     seconds: float = 0.0
 
 
 @dataclass
 class RunCheckpoints:
-    """The checkpoints of a run; without a store the run starts at its first step and leaves none.
+    """A run's checkpoints; without a store the run starts at its first step and leaves none.
 
-    recipe: what is saved as config.yaml. start: the checkpoint to go on from. resume: the key of that name.
-    tokenizer: what is saved with each checkpoint; None for the one that is built in. extra_parts: what else is, by the
-    name of its folder: called with the folder, which it makes. in_background: models of which a save takes a copy.
+    recipe: the text of config.yaml. start: the checkpoint to go on from, in the end the run's last one. resume: the key
+    of that name. tokenizer: saved with each checkpoint; None for the built-in one. extra_parts: writers of further
+    parts, by the name of the folder, which they make. in_background: models that a save copies first.
     """
 
     store: CheckpointStore | None = None
@@ -163,20 +157,19 @@ class RunCheckpoints:
     tokenizer: Tokenizer | None = None
     extra_parts: dict[str, Callable[[Path], None]] = field(default_factory=dict[str, Callable[[Path], None]])
     in_background: frozenset[str] = frozenset()
-    finished: FinishedStep | None = field(default=None, init=False)
-    """The last one."""
+    finished: StepCheckpoint | None = field(default=None, init=False)
+    """The last finished step."""
     begun: StepCheckpoint | None = field(default=None, init=False)
-    """The checkpoint that is not complete."""
-    _saved: int | None = field(default=None, init=False)
+    """The step whose checkpoint is being written."""
     _tried: int | None = field(default=None, init=False)
     _overdue: bool = field(default=False, init=False)
-    """Whether a checkpoint that was due is not there."""
+    """A checkpoint was due, and its save failed."""
     updating: bool = field(default=False, init=False)
-    """Whether weights change, by a step that is not finished."""
+    """A step that is not finished may have changed weights."""
     going_back: bool = field(default=False, init=False)
-    """Whether the weights are, or may be, those of a step before the last finished one, which is trained again."""
+    """The weights may be those of a step before the last finished one, which is trained again."""
     failure: str = field(default="", init=False)
-    """Reason for which the last finished step is not saved."""
+    """The reason for which the last finished step is not saved."""
 
     @property
     def resumed_step(self) -> int | None:
@@ -188,48 +181,37 @@ class RunCheckpoints:
 
     @property
     def unsaved(self) -> bool:
-        """Say whether there is a finished step with a place, whose save was not tried, or met a full disk."""
+        """Whether a finished step has a place, and its save was not tried, or met a full disk."""
         return self.store is not None and self.finished is not None and self.finished.step != self._tried
 
-    @property
-    def saved_step(self) -> int | None:
-        """Return the step of the checkpoint that `restore` goes back to: the run's last one, else where it began."""
-        return self._saved if self._saved is not None else self.resumed_step
-
     def restore(self, models: Mapping[str, Policy]) -> Mapping[str, Any]:
-        """Set the models back to the last checkpoint; returns the counters that the run began with."""
-        if (folder := self._last_folder) is not None:
-            for name, model in models.items():
-                model.load_checkpoint(str((folder / name).absolute()))
-        return self.start.counters if self.start is not None else {}
-
-    @property
-    def _last_folder(self) -> Path | None:
-        if self.store is not None and self._saved is not None:
-            return self.store.root / f"step_{self._saved}"
-        return self.start.folder if self.start is not None else None
+        """Set the models back to the last checkpoint; returns its counters."""
+        if self.start is None:
+            return {}
+        for name, model in models.items():
+            model.load_checkpoint(str((self.start.folder / name).absolute()))
+        return self.start.counters
 
     def due(self, step: int) -> bool:
         on_time = step % self.save_period == 0 or step == self.last_step
         return self.store is not None and (on_time or self._overdue)
 
     def finish(self, step: int, metrics: Mapping[str, float], counters: Mapping[str, Any]) -> None:
-        self.finished = FinishedStep(step, metrics, counters)
+        self.finished = StepCheckpoint(step, metrics, counters)
         self.updating = False
 
     def save_finished(self, models: Mapping[str, Policy]) -> None:
-        """Begin the checkpoint of the last finished step, which `complete` completes; prompts go by (seed, step).
+        """Begin the last finished step's checkpoint, which `complete` completes; prompts go by (seed, step).
 
-        Of the models `in_background` a copy is taken. Raises RunStoppedError, naming the folder and why, where it
-        cannot be written to; nothing is then left of it.
+        Models `in_background` are copied. Raises RunStoppedError, naming the folder and the reason, where it cannot be
+        written to; nothing of the checkpoint is left then.
         """
         assert self.store is not None
         assert self.finished is not None
-        finished, began = self.finished, time.monotonic()
-        self._tried, self._overdue = finished.step, False
-        self.begun = begun = StepCheckpoint(finished)
-        with activity.at(f"saving step {finished.step}", timed=False), self._whole_or_nothing(models):
-            folder = self.store.begin(finished.step)
+        begun, began = self.finished, time.monotonic()
+        self._tried, self._overdue, self.begun, begun.writing_s = begun.step, False, begun, 0.0
+        with activity.at(f"saving step {begun.step}", timed=False), self._whole_or_nothing(models):
+            folder = self.store.begin(begun.step)
             (folder / RECIPE_FILE).write_text(self.recipe, encoding="utf-8")
             if self.tokenizer is not None:
                 self.tokenizer.save_as_hugging_face(folder / TOKENIZER_FOLDER)
@@ -238,28 +220,28 @@ class RunCheckpoints:
             for name, model in models.items():
                 (folder / name).mkdir()
                 model.save_checkpoint(str(folder / name), wait=name not in self.in_background)
-            begun.copying_s = time.monotonic() - began
+            begun.seconds = time.monotonic() - began
 
     def complete(self, models: Mapping[str, Policy], *, wait: bool) -> StepCheckpoint | None:
-        """Make a checkpoint of what was begun, once it is written; wait: until then. None: nothing was, or not yet."""
+        """Complete the checkpoint that was begun, once it is written; wait: until then. None: none, or not yet."""
         if (begun := self.begun) is None:
             return None
         assert self.store is not None
-        step = begun.finished.step
-        with activity.at(f"saving step {step}", timed=False), self._whole_or_nothing(models):
+        with activity.at(f"saving step {begun.step}", timed=False), self._whole_or_nothing(models):
             for name in self.in_background:
                 written_s = models[name].checkpoint_written(wait=wait)
                 if written_s is None:
                     return None
                 begun.writing_s = max(begun.writing_s, written_s)
             committing = time.monotonic()
-            self.store.commit(step, begun.finished.metrics, begun.finished.counters)
-        self.begun, self._saved = None, step
-        begun.seconds = begun.copying_s + begun.writing_s + time.monotonic() - committing
+            self.store.commit(begun.step, begun.metrics, begun.counters)
+        folder = self.store.root / f"step_{begun.step}"
+        self.begun, self.start = None, Checkpoint(folder, begun.step, begun.metrics, begun.counters)
+        begun.seconds += begun.writing_s + time.monotonic() - committing
         return begun
 
     def settle(self, models: Mapping[str, Policy]) -> None:
-        """Complete what was begun, or drop it where ranks that write it are lost: others are to take their place."""
+        """Complete the checkpoint that was begun, or drop it where ranks that write it are lost."""
         with suppress(RanksFailedError):
             self.complete(models, wait=True)
 
@@ -268,14 +250,14 @@ class RunCheckpoints:
         """Leave nothing of the checkpoint when the block raises, and have it made up for; see `save_finished`."""
         assert self.store is not None
         assert self.begun is not None
-        step = self.begun.finished.step
+        step = self.begun.step
         try:
             yield
         except BaseException as error:
-            # While the disk is as full as it was.
+            # Before anything is removed: the disk is as full as it was.
             of_folder = isinstance(error, (OSError, RunStoppedError))
             reason = error_of_the_folder(error, self.store.root) if of_folder else None
-            for name in self.in_background & models.keys():  # no one is to write on, into the next one
+            for name in self.in_background & models.keys():  # none may write on, into the next one
                 with suppress(RunStoppedError):
                     if models[name].serves() and not current_stop_signals().insisted:
                         models[name].checkpoint_written(wait=True)
@@ -290,8 +272,8 @@ class RunCheckpoints:
             raise RunStoppedError(f"{failure}; saving step {step} failed", code=NOT_WRITTEN) from error
 
     def standing(self) -> str:
-        """Return what is kept of the weights, what is lost, and how the run goes on: for how it ended."""
-        saved = self.saved_step
+        """Describe, at the end of a run, which weights are kept, which are lost, and how the run goes on."""
+        saved = self.resumed_step
         parts: list[str] = []
         if self.finished is None:
             parts.append("no step was finished")
@@ -300,10 +282,10 @@ class RunCheckpoints:
             steps = f"step {last}" if first == last else f"steps {first} to {last}"
             why = "checkpointing.enabled is false" if self.store is None else self.failure
             parts.append(f"the weights of {steps} are lost" + (f" ({why})" if why else ""))
-        if self.store is not None and saved is not None:
+        if self.store is not None and self.start is not None:
             how = "" if self.resume in ("auto", "must") else " with checkpointing.resume=auto"
             parts.append(
-                f"step {saved} is saved in {self._last_folder}, and the same command{how} goes on from there"
+                f"step {saved} is saved in {self.start.folder}, and the same command{how} goes on from there"
             )
         return "; ".join(parts)
 
@@ -311,7 +293,7 @@ class RunCheckpoints:
 def error_of_the_folder(error: BaseException, folder: Path) -> OSError | None:
     """Return the OSError behind an error, also one that a rank raised: a disk that is full, a folder that is missing.
 
-    A rank that died, or did not return, has raised none; what it has written to its standard error is not asked.
+    A rank that died, or did not return, has raised none.
     """
     if isinstance(error, OSError):
         return error
@@ -323,27 +305,24 @@ def error_of_the_folder(error: BaseException, folder: Path) -> OSError | None:
         if not path or Path(path).is_relative_to(folder.absolute())
     ]
     if shutil.disk_usage(nearest_folder(folder)).free < _FULL_BELOW:
-        numbers.append(errno.ENOSPC)  # of which torch's writer says "unexpected pos"
+        numbers.append(errno.ENOSPC)  # torch's writer reports it as "unexpected pos"
     return next((OSError(number, os.strerror(number)) for number in numbers if number in _OF_FOLDERS), None)
-
-
-Notify = Callable[[str], None]
 
 
 def open_checkpoints(
     config: RunConfig,
-    notify: Notify,
+    notify: Callable[[str], None],
     tokenizer: Tokenizer | None = None,
     *,
     refuse_changes: bool = False,
     ended_by: Sequence[str] = (),
 ) -> RunCheckpoints:
-    """Find where the run begins and prepare the folder for what it leaves; `notify` is called in whole lines.
+    """Find where the run begins and prepare the folder for its checkpoints; `notify` is called in whole lines.
 
-    tokenizer: what a checkpoint is to hold if the recipe names a folder or a model of the hub. refuse_changes: raise
-    ChangedRunError where `auto` would go on under another recipe, code or data, or has nothing left to do. ended_by:
-    the paths of the keys that say which step is the last one.
-    Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is missing or of another model.
+    tokenizer: saved if the recipe names a folder or a model of the hub. refuse_changes: raise ChangedRunError where
+    `auto` would go on under another recipe, code or data, or has nothing left to do. ended_by: paths of the keys that
+    set the last step. Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is missing or
+    of another model.
     """
     section = config.checkpointing
     for plan in config.models.values():
@@ -363,7 +342,11 @@ def open_checkpoints(
         start,
         section.resume,
         None if built_in else tokenizer,
-        in_background=frozenset(name for name, plan in config.models.items() if plan.saved_in_background),
+        in_background=frozenset(
+            name
+            for name, plan in config.models.items()
+            if plan.trained and plan.policy.megatron_cfg.checkpoint.async_save
+        ),
     )
     if start is not None:
         notify(_standing(start, config, refuse_changes and section.resume == "auto", ended_by))
@@ -416,7 +399,7 @@ def _find_start(section: CheckpointingConfig, store: CheckpointStore) -> Checkpo
 
 
 def _standing(start: Checkpoint, config: RunConfig, refuse_changes: bool, ended_by: Sequence[str]) -> str:
-    """Say where the run begins, or that nothing is left of it, and what has changed; refuse what cannot go on."""
+    """Describe where the run begins, or that it is finished, and the changes; raises for a run that cannot go on."""
     try:
         saved = read_recipe_of(start.folder)
     except ValueError as error:
@@ -424,7 +407,7 @@ def _standing(start: Checkpoint, config: RunConfig, refuse_changes: bool, ended_
     if reason := cannot_resume(saved, config):
         raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}", code="other-run")
     changes = changes_since(saved, config)
-    # What says how long a run goes on changes nothing of the steps that are behind it.
+    # A run's length changes nothing in the steps that are behind it.
     bounds = [f"{config.algorithm}.{key}" for key in ("max_num_steps", "max_num_epochs")]
     of_the_result = [change for change in changes if change.path not in bounds]
     if refuse_changes and of_the_result:

@@ -1,8 +1,8 @@
-"""What a run shows and leaves behind: metric sinks, loggers, progress, timing, report."""
+"""A run's output: metric sinks, loggers, progress, timing, report."""
 
 from nemo_rl_mcore.driver.observability.loggers import RunFacts
 from nemo_rl_mcore.driver.observability.progress import STARTUP_PREFIX
-from nemo_rl_mcore.driver.observability.recorder import RunRecorder, finish_report
+from nemo_rl_mcore.driver.observability.recorder import RunRecorder
 from nemo_rl_mcore.driver.observability.sinks import RolloutSink, Sample, read_history, read_rollouts
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "RunFacts",
     "RunRecorder",
     "Sample",
-    "finish_report",
     "read_history",
     "read_rollouts",
 ]

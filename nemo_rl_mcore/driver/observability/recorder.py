@@ -1,4 +1,4 @@
-"""Everything that watches a run, behind one object: timed phases, sinks, progress and the final report."""
+"""A single object for a run's records: timed phases, sinks, progress and the final report."""
 
 from __future__ import annotations
 
@@ -6,76 +6,54 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TextIO, cast
+from typing import Self
 
 from rich.console import Console
 
 from nemo_rl_mcore.config import LoggerConfig
+from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.observability.loggers import Loggers, RunFacts
 from nemo_rl_mcore.driver.observability.progress import (
-    REPORT_FILE,
     STARTUP_PREFIX,
     TIMING_PREFIX,
     ProgressDisplay,
     print_report,
 )
 from nemo_rl_mcore.driver.observability.sinks import (
-    METRICS_FILE,
-    EqualRewardsSink,
     JsonlSink,
     RolloutSink,
     Sample,
     complete_rows,
     read_history,
 )
-from nemo_rl_mcore.driver.output import BestEffortStream, open_console, write_line
+from nemo_rl_mcore.driver.output import open_console, print_plain, write_line
 from nemo_rl_mcore.driver.signals import deferred_stop_signals
 from nemo_rl_mcore.errors import FolderError, folder_error
-from nemo_rl_mcore.rank import activity
 
 _KEY = "logger.log_dir"
 _TOKENS = "train/total_num_tokens"
 _TOLD_AS = {"restore": "restoring the checkpoint", "weights": "sending the weights to the engines"}
 _TOLD_AT_ITS_END = "weights"
-"""The engines start with the first weights that they are given, and are told first."""
-
-
-def finish_report(config: LoggerConfig, write_page: Callable[[Path], object] | None) -> None:
-    """Make the page of a run that was killed after its last step; raises FolderError."""
-    folder = Path(config.log_dir)
-    page, metrics = folder / REPORT_FILE, folder / METRICS_FILE
-    try:
-        if write_page is None or not metrics.is_file():
-            return
-        if page.is_file() and page.stat().st_mtime_ns >= metrics.stat().st_mtime_ns:
-            return
-        write_page(folder)
-        if page.is_file():
-            write_line(sys.stdout, str(page))
-    except OSError as failure:
-        raise folder_error(_KEY, folder, failure) from failure
+"""This part is printed at its end, since it also starts the engines, which are printed first."""
 
 
 @dataclass
 class Startup:
-    """The parts of the start of a run; each second counts in the innermost one."""
+    """Times the parts of a run's start; each second counts only in the innermost part."""
 
     console: Console
     seconds: dict[str, float] = field(default_factory=dict[str, float])
-    """Of each part that has ended."""
     _unfinished: str = ""
     _inner_s: float = 0.0
 
     @contextmanager
     def part(self, name: str, told_as: str = "") -> Generator[dict[str, float]]:
-        """Time the block, which may add the seconds of pieces of it, by name."""
-        told_as = told_as or _TOLD_AS[name]
-        pieces: dict[str, float] = {}
+        """Time the block, which may add its own pieces' seconds by name."""
+        told_as, pieces = told_as or _TOLD_AS[name], dict[str, float]()
         if name != _TOLD_AT_ITS_END:
             self._tell(begun=told_as)
         began, inner_before = time.perf_counter(), self._inner_s
@@ -95,22 +73,20 @@ class Startup:
 
     def _tell(self, ended: str = "", begun: str = "") -> None:
         if self._unfinished:
-            self.console.print(ended, markup=False, highlight=False, soft_wrap=True)
+            print_plain(self.console, ended)
         if begun:
-            text = f"{begun} ..."
-            self.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+            print_plain(self.console, f"{begun} ...", end="")
         self._unfinished = begun
 
 
 class RunRecorder:
-    """A context manager: `phase` times, `log` ends a step, and leaving it closes what writes, and reports.
+    """A context manager: `phase` times a block, `log` ends a step, and the exit closes all files and reports.
 
-    `startup` tells the parts of the start, also before the block; the first step begins when the last of them has
-    ended, and the first row has their seconds, `timing/startup/<part>`. To each step it adds `timing/<phase>`,
-    `timing/total` (wall seconds since the step before) and `performance/tokens_per_sec`. With `run.resumed_step` it
-    goes on with the metrics of an earlier run in the same folder. The report is also written when the block raises,
-    about the steps that were finished; a console that takes no more changes nothing else. write_page: makes a page of
-    the folder. summary: print tables at the end.
+    `startup` prints the parts of the start, even before the block; the first step begins after the last of them, and
+    the first row has their seconds as `timing/startup/<part>`. Each step gets `timing/<phase>`, `timing/total` (wall
+    seconds since the step before) and `performance/tokens_per_sec`. With `run.resumed_step` it continues the folder's
+    metrics. An error in the block does not prevent the report. write_page: writes a page about the folder. summary:
+    print samples and paths at the end.
     """
 
     def __init__(
@@ -118,7 +94,6 @@ class RunRecorder:
         config: LoggerConfig,
         total_steps: int,
         *,
-        title: str = "",
         console: Console | None = None,
         run: RunFacts | None = None,
         write_page: Callable[[Path], object] | None = None,
@@ -127,60 +102,51 @@ class RunRecorder:
         self._config, self._run = config, run or RunFacts()
         self._log_dir = Path(config.log_dir)
         self._console = console or open_console()
-        self._console.file = cast(TextIO, BestEffortStream(self._console.file))
         self._write_page, self._summary = write_page, summary
-        steps_before = self._run.resumed_step or 0
-        self._progress = ProgressDisplay(
-            total_steps, title=title, console=self._console, steps_before=steps_before
-        )
+        before = self._run.resumed_step or 0
+        self._progress = ProgressDisplay(total_steps, console=self._console, steps_before=before)
         self._startup = Startup(self._console)
         self._shown: deque[Sample] = deque(maxlen=config.num_val_samples_to_print)
-        self._loggers = Loggers(config, self._run, self._say)
-        self._equal_rewards = EqualRewardsSink(self._say) if self._run.rewards_teach else None
+        self._loggers = Loggers(config, self._run, partial(print_plain, self._console))
         self._rollouts: RolloutSink | None = None
         self._metrics: JsonlSink | None = None
         self._samples: list[Sample] = []
         self._rows: list[dict[str, float]] = []
         self._attempted: list[Sample] | None = None
         self._redoing = False
-        self._opened = ExitStack()
+        self._began: float | None = None  # set by a step's first phase
         self._step_began = time.perf_counter()
         self._phases: dict[str, float] = defaultdict(float)
         self.last_row: Mapping[str, float] = {}
-        """The metrics that were logged last, and their `step`."""
 
     def __enter__(self) -> Self:
         resumed_step = self._run.resumed_step
         with self._written():
-            self._rollouts = RolloutSink(self._log_dir, self._config.rollouts, resumed_step, self._say)
+            self._rollouts = RolloutSink(self._log_dir, self._config, resumed_step)
             self._metrics = JsonlSink(self._log_dir, resumed_step)
             if resumed_step is not None:
                 self._rows += read_history(self._log_dir)
                 for row in self._rows:
                     self._progress.take(int(row["step"]), row)
-        with ExitStack() as opened:
-            opened.callback(self._metrics.close)
-            if self._equal_rewards is not None:
-                opened.callback(self._equal_rewards.close)
-            opened.enter_context(self._loggers)
-            self._startup.seconds |= self._loggers.startup_s
-            opened.callback(self._progress.close)  # first: what loggers say at their end is below the panel
-            self._opened = opened.pop_all()
+        self._loggers.open()
+        self._startup.seconds |= self._loggers.startup_s
         self._step_began = time.perf_counter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close everything, then report; raises FolderError where that fails and nothing else ended the run."""
-        parts: list[Callable[[], object]] = [partial(self._opened.__exit__, kind, error, trace)]
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Close everything, then report; raise FolderError if closing fails and no other error ended the run."""
+        assert self._metrics is not None
+        parts: list[Callable[[], object]] = [partial(self._loggers.finish, error), self._metrics.close]
         if self._rows:
             parts.append(partial(complete_rows, self._log_dir, self._rows))
             if self._write_page is not None:
                 parts.append(partial(self._write_page, self._log_dir))
+        if self._summary:
+            report = partial(print_report, self._log_dir, self._rows, self._shown)
+            parts.append(partial(report, console=self._console))
         failures: list[OSError] = []
         with deferred_stop_signals(hold=True):
-            for part in (*parts, self._report):
+            for part in parts:
                 try:
                     part()
                 except OSError as failure:
@@ -191,15 +157,6 @@ class RunRecorder:
                 raise told
             write_line(sys.stderr, f"{told}: the report is not whole")
 
-    def _report(self) -> None:
-        if self._summary:
-            print_report(self._log_dir, self._rows, list(self._shown), console=self._console)
-        for place in self._loggers.places:
-            self._say(place)
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
     @contextmanager
     def _written(self) -> Generator[None]:
         try:
@@ -209,9 +166,9 @@ class RunRecorder:
 
     @contextmanager
     def startup(self, part: str, told_as: str = "") -> Generator[dict[str, float]]:
-        """Time a part of the start or, once steps have begun, as when engines restart, of the step at hand."""
+        """Time a part of the start or, if engines restart, of the current step."""
         with activity.at(told_as or part, timed=False):
-            if self._progress.begun:
+            if self._began is not None:
                 yield {}
                 return
             with self._startup.part(part, told_as) as pieces:
@@ -220,10 +177,10 @@ class RunRecorder:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Time a phase of the step, or, where its name begins with `startup/`, a part of the start.
+        """Time a phase of the step or, if the name begins with `startup/`, a part of the start.
 
-        Phases are added; one inside another counts in both, one that raises as well. CPU seconds are of this process
-        alone.
+        Repeated phases add up; an inner phase also counts in the outer one, and a phase that raises counts, too. CPU
+        seconds are this process's.
         """
         if name.startswith(STARTUP_PREFIX):
             with self.startup(name.removeprefix(STARTUP_PREFIX)):
@@ -232,7 +189,7 @@ class RunRecorder:
         if self._redoing:
             yield
             return
-        self._progress.begin()
+        self._began = self._began or time.perf_counter()
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             with activity.at(name):
@@ -242,11 +199,11 @@ class RunRecorder:
             self._phases[f"{name}_cpu"] += time.process_time() - cpu
 
     def checkpointed(self, step: int) -> None:
-        self._progress.saved(step)
+        print_plain(self._console, f"checkpoint saved: step {step}")
 
     @contextmanager
     def attempt(self) -> Generator[None]:
-        """Take the samples that are added in the block only where it does not raise."""
+        """Keep samples added in the block only if the block does not raise."""
         outer, self._attempted = self._attempted, []
         try:
             yield
@@ -257,7 +214,7 @@ class RunRecorder:
 
     @contextmanager
     def redoing(self) -> Generator[None]:
-        """Time the block as the phase `recovery`: what it trains again was timed and recorded before."""
+        """Time the block as the phase `recovery`; its steps have already been timed and recorded."""
         with self.phase("recovery"), self.attempt():
             self._redoing = True
             try:
@@ -269,6 +226,7 @@ class RunRecorder:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
+        self._began = self._began or now
         row = {**metrics, **{f"{TIMING_PREFIX}{name}": s for name, s in self._phases.items()}}
         row[f"{TIMING_PREFIX}total"] = seconds
         row |= {f"{TIMING_PREFIX}{STARTUP_PREFIX}{part}": s for part, s in self._startup.seconds.items()}
@@ -282,11 +240,9 @@ class RunRecorder:
         assert self._rollouts is not None
         assert self._metrics is not None
         with self._written():
-            self._rollouts.log(step, samples)  # the answers of a step are there before its row tells of it
+            self._rollouts.log(step, samples)  # written before the row that refers to them
             self._metrics.log(step, row)
-            self._progress.log(step, row)
-            if self._equal_rewards is not None:
-                self._equal_rewards.log(step, row)
+            self._progress.log(step, row, now - self._began)
             self._loggers.log(step, row, samples)
 
     def add_samples(self, samples: Iterable[Sample]) -> None:

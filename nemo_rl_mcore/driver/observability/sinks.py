@@ -1,4 +1,4 @@
-"""The files of a run's metrics and answers, step by step, and a warning of equal rewards.
+"""A run's files with the metrics and answers of each step.
 
 `metrics.jsonl`; `rollouts/step_N.jsonl.gz`, and `rollouts/validation/step_N.jsonl.gz`.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NotRequired, TypedDict
 
-from nemo_rl_mcore.config.logger import RolloutsConfig
+from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.data.strict_json import open_regular
 from nemo_rl_mcore.driver.run_folder import TEMPORARY, next_free, open_to_append, replacing
 from nemo_rl_mcore.errors import RefusedError
@@ -25,14 +25,13 @@ VALIDATION_FOLDER = "validation"
 
 _NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 _KEPT_ONE_IN = 10
-_GIB = 1 << 30
-_MOST_BYTES = 10 * _GIB
-# Higher levels take several times as long, for files that are hardly smaller.
+_MOST_BYTES = 10 << 30
+# Higher levels take several times as long for files that are hardly smaller.
 _COMPRESSION = 1
 
 
 class TurnRecord(TypedDict):
-    """An answer or an observation, by its role; reward: of an answer that was replied to."""
+    """A message, by role an answer or an observation. reward: the reward of an answer with a reply."""
 
     role: str
     content: str
@@ -40,11 +39,11 @@ class TurnRecord(TypedDict):
 
 
 class TokenTable(TypedDict):
-    """What is known of each of N tokens, from the first sampled one on to the end of the row.
+    """Columns for the N tokens from the first sampled token to the row's end.
 
-    text: joined, that of the answer. turn: from 1 on, 0 for one that was not sampled. mask: 1 for one that is trained
-    on; None in a validation. The others have 4 decimals, None where no token was sampled or the number is not finite,
-    and are None as a whole where the algorithm has none, or only the ranks have seen them.
+    text: pieces that join to the answer's text. turn: counted from 1, 0 for unsampled tokens. mask: 1 for trained
+    tokens; None in a validation. Other columns have 4 decimals, with None for unsampled tokens and non-finite numbers;
+    a whole column is None if the algorithm does not have it, or only the ranks have seen it.
     """
 
     text: list[str]
@@ -57,14 +56,14 @@ class TokenTable(TypedDict):
 
 @dataclass(frozen=True)
 class Sample:
-    """One response, and what became of it.
+    """One response with its reward and advantage.
 
-    source: the name of the prompt's source, where there are several. reward: of the environment. shaped_reward: what
-    the advantages are made of. rewards: the parts of the reward that have names, before their weights; None where none
-    has. advantage: the mean over the response's tokens, and advantage_first that of its first
-    one; None where the algorithm has none. sample_mask: 0 for a response that taught nothing, None for one of a
-    validation. Weight versions: the steps after which the weights were that sampled the oldest and the newest token.
-    turns: where there may be several, all that was said after the prompt. tokens: of the first answers of a step.
+    source: name of the prompt's source, if there are several. reward: the environment's reward. shaped_reward: the
+    reward that advantages are computed from. rewards: named unweighted parts, or None. advantage: mean over the
+    response's tokens. advantage_first: the first token's advantage. Both are None if the algorithm has none.
+    sample_mask: 0 for a response without influence, None in a validation. Weight versions: training steps behind the
+    weights of the oldest and newest tokens. turns: all turns after the prompt, if several are possible. tokens: only
+    for a step's first answers.
     """
 
     step: int
@@ -94,79 +93,58 @@ class Sample:
 
 
 class RolloutSink:
-    """Writes the answers of each step, in whole files.
+    """Writes each step's answers to one complete file.
 
-    Files that an earlier run left are put aside in a folder `rollouts.1`, or the next free number; a resumed run goes
-    on with them, and it is those of the steps after `resumed_step` that are put aside. Above 10 GiB the oldest
-    steps are removed, but for every tenth and for validations, which stay; `say` is told so once.
+    An earlier run's files are moved to a folder `rollouts.1`, or the next free number; a resumed run keeps them, and
+    moves only those after `resumed_step`. Above 10 GiB the oldest steps are removed, except every tenth step and
+    validations.
     """
 
-    def __init__(
-        self, log_dir: Path, config: RolloutsConfig, resumed_step: int | None, say: Callable[[str], None]
-    ) -> None:
-        self._folder = log_dir / ROLLOUTS_FOLDER
-        self._config, self._say = config, say
-        self._told = False
+    def __init__(self, log_dir: Path, config: LoggerConfig, resumed_step: int | None) -> None:
+        self._folder, self._config = log_dir / ROLLOUTS_FOLDER, config
         for cut_off in self._folder.rglob(f"*{TEMPORARY}"):
             cut_off.unlink()
-        there = _files(self._folder)
-        if later := [path for path in there if resumed_step is None or _step_of(path) > resumed_step]:
+        there = {path for path in self._folder.rglob("step_*") if _NAME.fullmatch(path.name)}
+        if later := {path for path in there if resumed_step is None or _step_of(path) > resumed_step}:
             aside = next_free(self._folder)
             for path in later:
                 moved = aside / path.relative_to(self._folder)
                 moved.parent.mkdir(parents=True, exist_ok=True)
                 path.rename(moved)
-        self._sizes = {path: path.stat().st_size for path in _files(self._folder)}
+        self._sizes = {path: path.stat().st_size for path in there - later}
 
     def log(self, step: int, answers: Iterable[Sample]) -> None:
-        """Write the answers of a step; raises OSError, and then leaves nothing of the file."""
-        by_folder: dict[Path, list[Sample]] = {}
-        for sample in answers if self._config.answers_with_tokens is not None else ():
-            folder = self._folder / VALIDATION_FOLDER if sample.of_validation else self._folder
-            by_folder.setdefault(folder, []).append(sample)
+        """Write a step's answers; on OSError no partial file remains."""
         encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-        for folder in sorted(by_folder):  # training, then validation
-            lines = list[str]()
-            for sample in by_folder[folder]:
-                try:
-                    lines.append(encode(vars(sample)))
-                except ValueError:  # JSON has no numbers that are not finite
-                    finite = vars(sample).copy()
-                    for name, value in finite.items():
-                        if isinstance(value, float) and not math.isfinite(value):
-                            finite[name] = None
-                    lines.append(encode(finite))
-            # A lone surrogate, which no encoding takes, becomes the escape that JSON has for it.
-            text = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
-            packed = gzip.compress(text, _COMPRESSION, mtime=0)
-            path = folder / f"step_{step}.jsonl.gz"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as file:
-                file.write(packed)
-            self._sizes[path] = len(packed)
-        self._keep_to_the_bound(step)
-
-    def _keep_to_the_bound(self, newest: int) -> None:
-        total = sum(self._sizes.values())
-        if total <= _MOST_BYTES:
-            return
-        removable = [path for path in self._sizes if path.parent == self._folder]
-        for path in sorted(removable, key=_step_of):
-            if total <= _MOST_BYTES:
-                break
-            if _step_of(path) % _KEPT_ONE_IN and _step_of(path) != newest:
+        lines: dict[bool, list[str]] = {False: [], True: []}  # training, then validation
+        for sample in answers if self._config.answers_with_tokens is not None else ():
+            finite = {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in vars(sample).items()
+            }
+            lines[sample.of_validation].append(f"{encode(finite)}\n")
+        for of_validation, of_step in lines.items():
+            if of_step:
+                # A lone surrogate, which no encoding takes, becomes JSON's escape for it.
+                text = "".join(of_step).encode(errors="backslashreplace")
+                packed = gzip.compress(text, _COMPRESSION, mtime=0)
+                folder = self._folder / VALIDATION_FOLDER if of_validation else self._folder
+                path = folder / f"step_{step}.jsonl.gz"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as file:
+                    file.write(packed)
+                self._sizes[path] = len(packed)
+        excess = sum(self._sizes.values()) - _MOST_BYTES
+        for path in sorted(self._sizes, key=_step_of) if excess > 0 else ():
+            number = _step_of(path)
+            kept = path.parent != self._folder or number % _KEPT_ONE_IN == 0 or number == step
+            if excess > 0 and not kept:
                 path.unlink(missing_ok=True)
-                total -= self._sizes.pop(path)
-        if not self._told:
-            self._told = True
-            self._say(
-                f"{self._folder} has reached {_MOST_BYTES / _GIB:g} GiB: from now on the "
-                f"oldest steps are removed, but for every {_KEPT_ONE_IN}th"
-            )
+                excess -= self._sizes.pop(path)
 
 
 def read_rollouts(path: Path, most_bytes: int | None = None) -> Iterator[dict[str, object]]:
-    """Yield the answers in a file; ValueError where they take more than `most_bytes`, OSError for no regular file."""
+    """Yield a file's answers; raise ValueError above `most_bytes`, OSError if it is not a regular file."""
     left = most_bytes
     with open_regular(path) as packed, gzip.GzipFile(fileobj=packed) as file:
         while line := file.readline(-1 if left is None else left + 1):
@@ -175,28 +153,20 @@ def read_rollouts(path: Path, most_bytes: int | None = None) -> Iterator[dict[st
             yield json.loads(line)
 
 
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("step_*") if _NAME.fullmatch(path.name)]
-
-
 def _step_of(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    assert found is not None
-    return int(found[1])
+    return int(path.name.removeprefix("step_").partition(".")[0])
 
 
 METRICS_FILE = "metrics.jsonl"
-_STEPS = 10
 
 Row = Mapping[str, float]
-"""The metrics of one step, with its number under "step"."""
 
 
 class JsonlSink:
-    """`log_dir/metrics.jsonl`: one object a step, on disk as soon as it is logged; null stands for what is not finite.
+    """Writes `log_dir/metrics.jsonl`: an object per step, flushed at once, with null for non-finite values.
 
-    A file that an earlier run left is renamed to `metrics.1.jsonl`, or the next free number. A resumed run goes on with
-    the file, and it is the rows after `resumed_step` that are put aside so.
+    An earlier run's file is renamed to `metrics.1.jsonl`, or the next free number. A resumed run continues the file and
+    moves only the rows after `resumed_step`.
     """
 
     def __init__(self, log_dir: Path, resumed_step: int | None = None) -> None:
@@ -213,14 +183,14 @@ class JsonlSink:
                     except (ValueError, TypeError, KeyError):
                         is_kept = False
                     (kept if is_kept else later).append(line)
-                # Copied first, and the file replaced at once: wherever the process dies, no row is lost.
+                # Copy first, then replace atomically: no row is lost if the process dies.
                 for path, lines in ((next_free(self._path), later), (self._path, kept)) if later else ():
                     with replacing(path) as file:
                         file.write("".join(lines).encode())
         self._file = open_to_append(self._path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._path.stat()  # a file without a name takes every row
+        self._path.stat()  # a deleted file that is still open would accept every row
         _write_row(self._file, {"step": step, **metrics})
 
     def close(self) -> None:
@@ -228,7 +198,7 @@ class JsonlSink:
 
 
 def complete_rows(log_dir: Path, rows: Sequence[Row]) -> None:
-    """Make the file of these rows whole: one that was cut off, and those after it, are written again."""
+    """Complete the file with these rows: rewrite the first truncated row and all later ones."""
     log_dir.mkdir(parents=True, exist_ok=True)
     with open_to_append(log_dir / METRICS_FILE) as file:
         text = (log_dir / METRICS_FILE).read_bytes()
@@ -240,7 +210,7 @@ def complete_rows(log_dir: Path, rows: Sequence[Row]) -> None:
 
 
 def _write_row(file: BinaryIO, row: Row) -> None:
-    """Write all of a line; a disk that is nearly full takes a part of it and fails at the rest."""
+    """Write a whole line; a nearly full disk accepts a part and fails on the rest."""
     finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
     left = memoryview(json.dumps(finite, allow_nan=False).encode() + b"\n")
     while left:
@@ -250,9 +220,9 @@ def _write_row(file: BinaryIO, row: Row) -> None:
 def read_history(
     log_dir: Path, damaged: Callable[[ValueError], object] | None = None
 ) -> list[dict[str, float]]:
-    """Read the rows of a run from its folder; null comes back as NaN, a last line that was cut off is left out.
+    """Read a run's rows from its folder; null becomes NaN, and a truncated last line is skipped.
 
-    Raises ValueError where there is no metrics.jsonl, or a line is not a row and no `damaged` is told of it instead.
+    Raises ValueError without a metrics.jsonl, and for an invalid row unless `damaged` accepts the error.
     """
     path = log_dir / METRICS_FILE
     if not path.is_file():
@@ -265,8 +235,8 @@ def read_history(
         try:
             values: dict[str, Any] = json.loads(line)
             if not math.isfinite(values.get("step", math.nan)):
-                raise ValueError("its step is no number")
-            # One string a name, whatever the number of rows.
+                raise ValueError("its step is not a number")
+            # Share one string per name among all rows.
             row = {sys.intern(name): math.nan if one is None else float(one) for name, one in values.items()}
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             broken = RefusedError(f"{path}:{number} is not a row of metrics: {error}", code="broken-row")
@@ -276,33 +246,3 @@ def read_history(
         else:
             rows.append(row)
     return rows
-
-
-@dataclass
-class EqualRewardsSink:
-    """Tells of ten steps in a row whose answers all had one reward, once a row, or of a shorter run of no others."""
-
-    notify: Callable[[str], None]
-    _in_a_row: int = 0
-    _steps: int = 0
-    _reward: float = 0.0
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if "train/reward_min" not in metrics:
-            return
-        self._steps += 1
-        self._reward = metrics["train/reward_min"]
-        self._in_a_row = self._in_a_row + 1 if self._reward == metrics["train/reward_max"] else 0
-        if self._in_a_row == _STEPS:
-            self._tell()
-
-    def close(self) -> None:
-        if 0 < self._in_a_row == self._steps < _STEPS:
-            self._tell()
-        self._steps = 0
-
-    def _tell(self) -> None:
-        self.notify(
-            f"all answers of the last {self._in_a_row} steps have had the reward {self._reward:g}, which teaches "
-            "nothing: read some in rollouts/, and what env compares them with (check --full)"
-        )

@@ -1,6 +1,6 @@
-"""Keep the state of every prompt group of a run: pure bookkeeping, without a lock: callers hold the scheduler's.
+"""Keep the state of every prompt group of a run: pure bookkeeping without a lock; callers hold the scheduler's.
 
-Groups are trained in the order in which their prompts were drawn, or in another of `order`, n a step, and are
+Groups are trained in the order in which their prompts were drawn, or in another of `ORDERS`, n a step, and are
 dispatched while
 
     live + trained < (max_age + published + 1) * n.
@@ -9,13 +9,13 @@ So a group that is trained at version `rank // n` was dispatched when at least v
 published: none is ever too old to be trained, and nothing is discarded for its age. `published`, not `version`: between
 a step's end and its publication engines still answer with the weights before. A group's rank is its place among those
 that have not been dropped, so a drop lowers the ranks, and with them the ages, of all later groups. In other orders
-it makes a safe choice possible: the groups of a version and those before need no more steps than are left to them.
+it makes a safe choice possible: a version's groups and those before need no more steps than are left to them.
 
 Orders are pure functions of the ledger's groups, and never take one that is too old. To add one: a class here, and its
 name in `ORDERS`. `taken`: the READY groups that the open step may take now, at most `room.groups`, of all that are
 neither leased nor done, in the order of their draw. No choice may leave a group that a later step would have to train
-when it is more than `max_age` versions old. With nothing under way it takes as many as are ready and the room holds, or
-the step would wait for ever. `fits`: all READY groups of a saved run can be trained in time; room: of a step that has
+when it is more than `max_age` versions old. With nothing under way it takes all READY groups up to the room, or the
+step would wait for ever. `fits`: all READY groups of a saved run can be trained in time; room: of a step that has
 none yet.
 """
 
@@ -30,18 +30,15 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from nemo_rl_mcore.driver.rollouts import events
-from nemo_rl_mcore.driver.rollouts.events import Event, Segment, Token
+from nemo_rl_mcore.driver.rollouts.events import Count, Event, Exactly, Segment, Token
 from nemo_rl_mcore.errors import CodedError, RefusedError
 
 
 class GroupState(Enum):
-    """State of a group. It is live while INFLIGHT, READY or LEASED; TRAINED and DROPPED are for good.
-
-    DROPPED are groups that cannot be answered, and answered ones that nothing is trained on.
-    """
+    """A group is live while INFLIGHT, READY or LEASED; TRAINED and DROPPED (unanswerable or unused) are for good."""
 
     PENDING = "pending"
     INFLIGHT = "inflight"
@@ -52,7 +49,7 @@ class GroupState(Enum):
 
 
 class StepState(Enum):
-    """State of the train step: IDLE, OPEN, FINISHING, COMMITTED until its weights are published, IDLE again."""
+    """A train step is IDLE, OPEN, FINISHING, COMMITTED until its weights are published, IDLE again."""
 
     IDLE = "idle"
     OPEN = "open"
@@ -61,16 +58,15 @@ class StepState(Enum):
 
 
 class LedgerError(CodedError, RuntimeError):
-    """An event that the state does not allow, or a state that cannot be: a mistake of the controller or an engine."""
+    """An event that the state does not allow, or an impossible state: a mistake of the controller or an engine."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a run. max_age: versions that a group may be behind when it is trained. max_attempts: that may fail.
+    """A run's limits. max_age: versions that a group may be behind when it is trained. max_attempts: may fail.
 
-    spare: groups that may be asked for beyond those of the steps, for dynamic sampling to leave some out.
-    order: a name of `ORDERS`.
-    groups_key, age_key: where a recipe of the run's algorithm sets the first two, for messages.
+    spare: groups beyond those of the steps, for dynamic sampling to leave some out. order: a name in `ORDERS`.
+    groups_key, age_key: a recipe's keys of the first two, for messages.
     """
 
     groups_per_step: int
@@ -103,7 +99,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Room:
-    """Room of the open step for further groups. version: of the weights that it trains."""
+    """The open step's room for further groups. version: of the weights that it trains."""
 
     groups: int
     groups_per_step: int
@@ -111,15 +107,14 @@ class Room:
     max_age: int
 
     def steps_left(self, group: Group) -> int:
-        """Return for how many steps a group can wait; below 0, it is too old already."""
+        """Return the steps that a group can wait; below 0, it is too old already."""
         return group.min_version + self.max_age - self.version
 
 
 class InOrder:
     """Takes groups in the order of their draw; the step waits for each of them.
 
-    The composition of a step depends on nothing but the recipe. That none gets too old follows from the admission, see
-    `ledger`.
+    A step's composition depends on nothing but the recipe. None gets too old, by the admission above.
     """
 
     def taken(self, groups: Sequence[Group], room: Room) -> list[Group]:
@@ -174,14 +169,7 @@ class AsCompleted:
 ORDERS: Mapping[str, InOrder | AsCompleted] = MappingProxyType(
     {"in_order": InOrder(), "as_completed": AsCompleted()}
 )
-"""By the name that `order` of asynchronous rollouts has."""
-
-
-Count = Annotated[int, Field(ge=0)]
-
-
-class Exactly(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+"""By the key `order` of asynchronous rollouts."""
 
 
 class SavedGroup(Exactly):
@@ -215,22 +203,26 @@ class SavedLedger(Exactly):
 
     @classmethod
     def parse(cls, saved: object, limits: Limits) -> Self:
-        """Read what `model_dump` gave, for a run with these limits; raises ValueError, naming what is wrong."""
+        """Read the result of `model_dump`, for a run with these limits; raises ValueError, naming the fault."""
         try:
             ledger = cls.model_validate(saved)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "it"
-            raise _broken("ledger-fields", f"{place}: {first['msg']}") from error
+            what = f"the saved ledger is broken: {place}: {first['msg']}"
+            raise RefusedError(what, code="ledger-fields") from error
         groups, groups_per_step, max_age = ledger.groups, limits.groups_per_step, limits.max_age
         positions = [group.position for group in groups]
+        done = ledger.version * ledger.groups_per_step + sum(ledger.dropped.values())
+        broken, code = "", ""
         if any(later <= earlier for earlier, later in pairwise([*positions, ledger.cursor])):
-            raise _broken("ledger-order", "its groups are not in order, or not before the cursor")
-        trained = ledger.version * ledger.groups_per_step
-        if trained + sum(ledger.dropped.values()) + len(positions) != ledger.cursor:
-            raise _broken("ledger-positions", "positions before the cursor are missing")
-        if any((group.min_version or 0) > ledger.version for group in groups):
-            raise _broken("ledger-versions", "a group is newer than the weights")
+            broken, code = "its groups are not in order, or not before the cursor", "ledger-order"
+        elif done + len(positions) != ledger.cursor:
+            broken, code = "positions before the cursor are missing", "ledger-positions"
+        elif any((group.min_version or 0) > ledger.version for group in groups):
+            broken, code = "a group is newer than the weights", "ledger-versions"
+        if broken:
+            raise RefusedError(f"the saved ledger is broken: {broken}", code=code)
         if groups_per_step != ledger.groups_per_step:
             raise RefusedError(
                 f"{limits.groups_key} is {groups_per_step}, and the saved run had {ledger.groups_per_step}: "
@@ -248,20 +240,15 @@ class SavedLedger(Exactly):
         return ledger
 
 
-def _broken(code: str, what: str) -> RefusedError:
-    return RefusedError(f"the saved ledger is broken: {what}", code=code)
-
-
 class Ledger:
     """Keeps the state of every group and of the train step.
 
-    Each event is given to `log`, in order, before anything here changes: when `log` raises, it has not happened. Calls
+    Each event goes to `log`, in order, before anything here changes: when `log` raises, it has not happened. Calls
     that the state does not allow raise LedgerError and change nothing. Only groups that still matter are kept, so that
     a call costs the same at any step of a long run.
 
-    version: that of the weights at the start; the groups of all steps up to it are trained. With groups dropped before
-    that is for `from_json` to know.
-    incarnation: how often the driver has been resumed; attempts of an earlier one are void.
+    version: of the weights at the start; the groups of all steps up to it are trained, and `from_json` restores those
+    that were dropped. incarnation: how often the driver has been resumed; attempts of an earlier one are void.
     """
 
     def __init__(
@@ -287,7 +274,7 @@ class Ledger:
 
     @property
     def published(self) -> int:
-        """Return the version that engines hold: `version`, or one less while the step is COMMITTED."""
+        """The version that engines hold: `version`, or one less while the step is COMMITTED."""
         return self.version - (self.step is StepState.COMMITTED)
 
     @property
@@ -312,7 +299,7 @@ class Ledger:
 
     @property
     def reach(self) -> range:
-        """Return the positions from the first that is not done to the last that may be dispatched within a step."""
+        """The positions from the first that is not done to the last that may be dispatched within a step."""
         more = max(0, self._admitted - self.trained - len(self._groups))
         return range(next(iter(self._groups), self.cursor), self.cursor + more)
 
@@ -323,7 +310,14 @@ class Ledger:
     def dispatch(self) -> Token:
         """Begin an attempt at the first group that has none; raises LedgerError unless `may_dispatch`."""
         if not self.may_dispatch():
-            raise LedgerError(f"no group may be dispatched: {self._summary()}", code="not-admitted")
+            states = ", ".join(
+                f"{self.count(state)} {state.value}" for state in GroupState if self.count(state)
+            )
+            raise LedgerError(
+                f"no group may be dispatched: version {self.version}, published {self.published}, step "
+                f"{self.step.value}, cursor {self.cursor}, {self.dropped.total()} dropped, groups: {states or 'none'}",
+                code="not-admitted",
+            )
         position = self.next_position
         group = self._groups.get(position) or Group(position)
         token = Token(self.incarnation, position, group.attempt + 1)
@@ -377,9 +371,9 @@ class Ledger:
         return True
 
     def requeue(self, token: Token, reason: str) -> bool:
-        """Have the group played again, from its first turn; the attempt does not count as a failure of the group.
+        """Have the group played again, from its first turn; the attempt, as when its engine dies, is no failure.
 
-        As when an engine dies. Return False where the attempt is no longer the group's.
+        False, and nothing changes, for an attempt that is not under way any more.
         """
         group = self._under_way(token)
         if group is None:
@@ -432,7 +426,7 @@ class Ledger:
         self._chunks.append(tuple(positions))
 
     def finishing(self) -> None:
-        """Say that the optimizer is about to step; raises LedgerError unless the step is full."""
+        """Record that the optimizer is about to step; raises LedgerError unless the step is full."""
         self._require(StepState.OPEN)
         if self.room():
             raise LedgerError(f"step {self.version + 1} still takes {self.room()} groups")
@@ -444,7 +438,7 @@ class Ledger:
         self.step = StepState.FINISHING
 
     def finish(self) -> None:
-        """Say that the optimizer has stepped: the groups of the step are TRAINED, the version is one higher."""
+        """Record that the optimizer has stepped: the step's groups are TRAINED, the version is one higher."""
         self._require(StepState.FINISHING)
         chunks = tuple(self._chunks)
         self._log(events.Finished(step=self.version + 1, chunks=chunks))
@@ -456,7 +450,7 @@ class Ledger:
         self.step = StepState.COMMITTED
 
     def lost(self, reason: str) -> None:
-        """Say that nobody knows whether the optimizer has stepped: the step is as one that was aborted."""
+        """Record that the optimizer may have stepped or not: the step counts as aborted."""
         self._require(StepState.FINISHING)
         self._log(events.Lost(step=self.version + 1, reason=reason))
         self._return_leases()
@@ -471,7 +465,7 @@ class Ledger:
         self._log(events.Published(version=self.version, digest=digest))
         self.step = StepState.IDLE
 
-    # What a redo and a resume need
+    # Redo and resume
 
     def chunks_of(self, step: int) -> list[list[int]]:
         if step not in self._steps:
@@ -481,7 +475,7 @@ class Ledger:
         return [[*chunk] for chunk in self._steps[step]]
 
     def retained(self, checkpoint_step: int) -> set[int]:
-        """Return the groups whose data a redo of the steps after this one needs: theirs, READY and LEASED ones.
+        """Return the groups whose rows a redo of the steps after this one needs: theirs, READY and LEASED ones.
 
         Raises LedgerError when a step after it is forgotten.
         """
@@ -501,15 +495,15 @@ class Ledger:
         self.forget(step)
 
     def forget(self, step: int) -> None:
-        """Forget the groups of the steps up to this one, which are never redone; in a run without checkpoints all."""
+        """Forget the groups of the steps up to this one, which are never redone."""
         self._require_finished(step)
         self._forgotten = max(step, self._forgotten)
         self._steps = {one: chunks for one, chunks in self._steps.items() if one > step}
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a resume from a checkpoint of `version` needs; raises LedgerError while a step is open.
+        """Return the state for a resume from the checkpoint of `version`; raises LedgerError while a step is open.
 
-        Attempts under way are not in it: they end with the process. Engines of a resumed run begin with `version`.
+        Attempts under way are left out: they end with the process. Engines of a resumed run begin with `version`.
         """
         if self.step not in (StepState.IDLE, StepState.COMMITTED):
             raise LedgerError(f"a step is {self.step.value}")
@@ -534,10 +528,10 @@ class Ledger:
     def from_json(
         cls, saved: object, limits: Limits, log: Callable[[Event], None], *, incarnation: int | None = None
     ) -> Self:
-        """Return the ledger of a resumed run; READY groups are READY, attempts that were under way are not.
+        """Return a resumed run's ledger; READY groups are READY, attempts that were under way are not.
 
-        incarnation: that of no earlier start; None, where none has come after the save: the next one. Raises ValueError
-        for what `to_json` has not given, and for limits and an incarnation that it cannot go on with.
+        incarnation: a new one; None: the next after the save. Raises ValueError for a state that `to_json` cannot have
+        given, and for limits and an incarnation that it cannot go on with.
         """
         was = SavedLedger.parse(saved, limits)
         incarnation = was.incarnation + 1 if incarnation is None else incarnation
@@ -557,7 +551,7 @@ class Ledger:
 
     @property
     def _admitted(self) -> int:
-        """Groups that may be live or trained now; spare ones only while the next optimizer step is still to come."""
+        """The groups that may be live or trained now; spare ones only until the next optimizer step."""
         limits = self.limits
         steps = min(limits.max_age + self.published + 1, limits.last_step)
         early = self.step in (StepState.IDLE, StepState.OPEN) and self.version < limits.last_step
@@ -598,10 +592,3 @@ class Ledger:
                 f"step {step} is not finished; step {self.version} is the last one that is",
                 code="unfinished-step",
             )
-
-    def _summary(self) -> str:
-        states = ", ".join(f"{self.count(state)} {state.value}" for state in GroupState if self.count(state))
-        return (
-            f"version {self.version}, published {self.published}, step {self.step.value}, cursor {self.cursor}, "
-            f"{self.dropped.total()} dropped, groups: {states or 'none'}"
-        )

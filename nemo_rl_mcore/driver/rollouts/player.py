@@ -1,4 +1,4 @@
-"""Turn prompts into scored rows that can be trained on.
+"""Play episodes: from prompts to scored rows that can be trained on.
 
 Shapes: B rows (prompts x samples), P longest prompt, T new tokens, S = longest prompt with its response.
 """
@@ -6,6 +6,7 @@ Shapes: B rows (prompts x samples), P longest prompt, T new tokens, S = longest 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.chat import Observer
@@ -20,6 +22,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
+from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.rollouts.transcript import (
     DIGESTS,
     RESPONSES,
@@ -27,44 +30,42 @@ from nemo_rl_mcore.driver.rollouts.transcript import (
     Piece,
     Transcript,
     batch_of,
-    check_drops,
     concatenate_batches,
+    dropped_rows,
+    episode_replies,
+    first_rows,
     padded,
     tokens_of,
 )
-from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.rank import activity
+from nemo_rl_mcore.errors import RefusedError, RunStoppedError
 
 
 class GenerationInterface(Protocol):
-    """An engine that answers prompts: B rows, P prompt length, T new tokens."""
+    """An engine that answers prompts."""
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """Answer prompts: tokens int64 [B, T], logprobs fp32 [B, T], lengths [B], finished bool [B].
 
-        Also digests int64 [B] of the tokens of each row, taken where they were drawn; see `data.token_digests`.
+        Optional: digests int64 [B] of each row's tokens, taken where they were drawn; weight_versions int64 [B, T].
 
-        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]; optional are turn_index
-        int64 [B], 0 for the first answer of an episode, and stop_strings, a list of a tuple a row, which end it besides
-        those of the recipe. The noise of a row depends on (seed, step, prompt_index, sample_index, turn_index) alone.
+        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]; optional: turn_index int64
+        [B], 0 for an episode's first answer, and stop_strings, a list with a tuple a row, which end a row as the
+        recipe's do. A row's noise depends on (seed, step, prompt_index, sample_index, turn_index) alone.
         """
         ...
 
     def update_weights(self, version: int) -> None:
-        """Wake, and answer with the policy's weights as they are now, called this version; versions never fall."""
+        """Wake, and answer with the policy's weights as they are now, named by this version; versions never fall."""
 
     def offload(self) -> None:
         """Sleep until the next `update_weights`: where the two share memory, training has it."""
 
 
 class Environments(Protocol):
-    """The environments of a run, wherever they run: each turn has a reply, or is dropped, whatever becomes of them.
-
-    Two ways to ask: a thread that trains must hear signals and say what it waits for, an asyncio loop must not block.
-    """
+    """A run's environments, wherever they run: each turn has a reply, or is dropped, even where they die."""
 
     async def replies_soon(self, turns: Sequence[Turn]) -> Sequence[Reply]:
-        """Return the reply to each turn, in their order, without blocking the loop. Raises what ends the run."""
+        """Return the reply to each turn, in their order, without blocking the loop; raises errors that end the run."""
         ...
 
     def replies(self, turns: Sequence[Turn]) -> Sequence[Reply]:
@@ -72,23 +73,20 @@ class Environments(Protocol):
         ...
 
     def take_counts(self) -> Mapping[str, float]:
-        """Return counts since the last call, as `env/NAME`: turns dropped and asked again, environments restarted.
-
-        Empty where none of it can happen.
-        """
+        """Return counts since the last call, as `env/NAME`: turns dropped and retried, environments restarted."""
         ...
 
     @property
     def drop_reasons(self) -> Mapping[str, int]:
-        """Turns that were dropped since the run began, by the reason."""
+        """Dropped turns since the run began, by the reason."""
         ...
 
 
 @dataclass(frozen=True)
 class EpisodeForm:
-    """The lengths that episodes may have, and what observations look like.
+    """Bounds on an episode, and its observations' template.
 
-    turns: answers at most. tokens: of all that the model reads; new_tokens: that an answer needs. observer: None where
+    turns: answers at most. tokens: most in a sequence; new_tokens: room that an answer needs. observer: None where
     there is one answer.
     """
 
@@ -99,7 +97,7 @@ class EpisodeForm:
 
 
 ONE_ANSWER = EpisodeForm(turns=1, tokens=0, new_tokens=0, observer=None)
-"""An episode that ends with its first answer, whatever would follow it."""
+"""An episode that ends with its first answer."""
 
 
 @dataclass
@@ -112,27 +110,25 @@ class _Episode(Transcript):
 
 
 class Episodes:
-    """Episodes that advance together, a turn at a time: `asked`, `answer`, `turns`, `hear`, and so on to `batch`."""
+    """Episodes that advance together, a turn at a time: `asked`, `answer`, `hear`, and so on to `batch`."""
 
     def __init__(
         self, prompts: Sequence[Prompt], asked: BatchedDataDict, tokenizer: Tokenizer, form: EpisodeForm
     ) -> None:
-        """prompts: of each row; asked: input_ids [B, P], input_lengths, prompt_index and sample_index [B]."""
+        """prompts: each with as many rows of `asked`: input_ids [B, P], input_lengths, prompt_index, sample_index."""
         self._first, self._tokenizer, self._form = asked, tokenizer, form
-        self._given = frozenset[str]()
-        """Columns of the answers."""
-        self._turn = 0
-        lengths, samples = asked["input_lengths"].tolist(), asked["sample_index"].tolist()
-        rows = zip(prompts, samples, asked["input_ids"].numpy(), lengths, strict=True)
-        self._rows = [
-            _Episode(prompt.index, sample, [[Piece(ids_P[:length])]], prompt, [*conversation(prompt)])
-            for prompt, sample, ids_P, length in rows
-        ]
+        self._digests, self._turn = False, 0
+        samples = asked.size // len(prompts)
+        columns = (asked[name].numpy() for name in ("sample_index", "input_lengths", "input_ids"))
+        self._rows: list[_Episode] = []
+        for row, (sample, length, ids_P) in enumerate(zip(*columns, strict=True)):
+            prompt, shown = prompts[row // samples], Piece(ids_P[:length])
+            self._rows.append(_Episode(prompt.index, int(sample), [[shown]], prompt, [*conversation(prompt)]))
         self._open = self._rows
         """Those that go on."""
 
     def asked(self) -> BatchedDataDict | None:
-        """Return what `GenerationInterface.generate` takes, for the rows that go on; None when all have ended."""
+        """Return the input of `GenerationInterface.generate` for the rows that go on; None when all have ended."""
         if not self._turn:
             return self._first
         if not (rows := self._open):
@@ -149,28 +145,27 @@ class Episodes:
             asked["stop_strings"] = [row.stop_strings for row in rows]
         return asked
 
-    def answer(self, answered: BatchedDataDict) -> None:
+    def answer(self, answered: BatchedDataDict) -> list[Turn]:
+        """Take the answers to `asked`; returns the turns that the environment is to reply to."""
         self._turn += 1
-        self._given = frozenset(answered)
+        self._digests = DIGESTS in answered
         given: dict[str, NDArray[Any]] = {name: column.numpy() for name, column in answered.items()}
         for place, row in enumerate(self._open):
             of_tokens = slice(given["lengths"][place])
             ids_N, logprobs_N = given["tokens"][place, of_tokens], given["logprobs"][place, of_tokens]
             versions_N = given[WEIGHT_VERSIONS][place, of_tokens] if WEIGHT_VERSIONS in given else -1
             row.rows[-1].append(Piece(ids_N, self._turn, logprobs_N, versions_N))
-            row.digests += [int(given[DIGESTS][place])] if DIGESTS in given else []
+            row.digests += [int(given[DIGESTS][place])] if self._digests else []
             row.turns, row.finished = self._turn, bool(given["finished"][place])
             text = self._tokenizer.decode(ids_N.tolist())
             row.response = text if self._turn == 1 else None
             row.messages.append(Message("assistant", text))
-
-    def turns(self) -> list[Turn]:
         return [Turn(row.prompt, tuple(row.messages), row.finished, row.metadata) for row in self._open]
 
     def hear(self, replies: Sequence[Reply]) -> None:
-        """Take the replies, in the order of `turns`; raises ValueError when they are not as many.
+        """Take the replies, in the order of the turns; raises ValueError when they are not as many.
 
-        An episode whose observation cannot be encoded is dropped; its last reply says why.
+        An episode whose observation cannot be encoded is dropped, with the reason in its last reply.
         """
         for row, reply in zip(self._open, replies, strict=True):
             row.take(reply)
@@ -190,7 +185,7 @@ class Episodes:
         self._open = [row for row in self._open if row.ending is None]
 
     def _observe(self, row: _Episode, observation: tuple[Message, ...]) -> None:
-        """Go on with what the environment shows, in a new row where the template rewrites what stood before it."""
+        """Go on after the observation, in a new row where the template rewrites the tokens before it."""
         assert self._form.observer is not None  # an episode of one answer has ended
         try:
             whole = self._form.observer.whole_prompt(row.prompt, row.messages, observation)
@@ -208,24 +203,21 @@ class Episodes:
         row.messages += observation
 
     def batch(self) -> BatchedDataDict:
-        versions, digests = WEIGHT_VERSIONS in self._given, DIGESTS in self._given
         pad, turns = self._tokenizer.pad_token_id, self._form.turns
-        return batch_of(self._rows, pad_token_id=pad, turns=turns, versions=versions, digests=digests)
+        return batch_of(self._rows, pad_token_id=pad, turns=turns, digests=self._digests)
 
 
 @dataclass(frozen=True)
 class Rollout:
     """Answered and scored prompts, row by row.
 
-    batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on sampled tokens), sample_mask [B] (0 for an
-    episode that was dropped), generation_logprobs [B, S], prompt_index and sample_index [B], rewards [B], ending int64
-    [B] (`data.turns.Ending`) and finished bool [B], whether it was terminated; replies, a list of what was said to each
-    answer (`data.turns.Reply.to_json`). Engines that hold a copy of the weights add weight_versions int64 [B, S], of
-    those that sampled each token, else -1; engines that say what they sampled, sampled_digests int64 [B, turns];
-    several turns turn_of_token int64 [B, S], from 1 on, 0 where none was sampled; several rewards `rewards/NAME` [B];
-    episodes of one answer responses, texts or None where they are still to be decoded. With episode_index int64 [B]
-    rows of equal numbers are one episode, in the order in which they were played, and what is said of an episode stands
-    on all of them.
+    batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on sampled tokens), sample_mask [B] (0 for a
+    dropped episode), generation_logprobs [B, S], prompt_index and sample_index [B], rewards [B], ending int64 [B]
+    (`data.turns.Ending`), finished bool [B] (it was terminated), replies, a list of `data.turns.Reply.to_json` a row.
+    Optional: weight_versions int64 [B, S], -1 where none sampled the token; sampled_digests int64 [B, turns];
+    turn_of_token int64 [B, S] with several turns, from 1 on, 0 on tokens that were not sampled; `rewards/NAME` [B];
+    responses with one answer, texts or None where they are still to be decoded; episode_index int64 [B]: rows of equal
+    numbers are one episode, in the order in which they were played, with equal columns of the episode.
     """
 
     batch: BatchedDataDict
@@ -256,7 +248,7 @@ def prompt_lengths(batch: BatchedDataDict) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Responder:
-    """Asks a generation engine for responses."""
+    """Prompts a generation engine."""
 
     generation: GenerationInterface
     tokenizer: Tokenizer
@@ -264,19 +256,14 @@ class Responder:
     form: EpisodeForm = field(default=ONE_ANSWER, kw_only=True)
 
     def respond(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
-        """Answer each prompt `samples` times, once, without rewards; raises as `ask`."""
+        """Answer each prompt `samples` times, with one answer and no reward; raises as `ask`."""
         asked = self.ask(prompts, samples)
-        episodes = self.episodes(prompts, asked)
+        episodes = Episodes(prompts, asked, self.tokenizer, self.form)
         episodes.answer(self.generation.generate(asked, step=step, greedy=greedy))
         return self.as_rollout(prompts, episodes.batch())
 
-    def episodes(self, prompts: Sequence[Prompt], asked: BatchedDataDict) -> Episodes:
-        samples = asked.size // len(prompts)
-        of_rows = [prompt for prompt in prompts for _ in range(samples)]
-        return Episodes(of_rows, asked, self.tokenizer, self.form)
-
     def ask(self, prompts: Sequence[Prompt], samples: int) -> BatchedDataDict:
-        """Return what `GenerationInterface.generate` takes, for `samples` answers to each prompt, in rows side by side.
+        """Return the input of `GenerationInterface.generate` for `samples` answers to each prompt, in adjacent rows.
 
         Raises ValueError, naming the prompt and the key, when a prompt is longer than the maximum.
         """
@@ -290,28 +277,28 @@ class Responder:
                     code="prompt-length",
                 )
             ids.append(tokens)
-        lengths = torch.tensor([len(row) for row in ids])
-        input_ids = torch.full((len(ids), int(lengths.max())), self.tokenizer.pad_token_id)
-        for row, tokens in enumerate(ids):
-            input_ids[row, : len(tokens)] = torch.tensor(tokens)
-        indices = torch.tensor([prompt.index for prompt in prompts])
-        batch = BatchedDataDict(input_ids=input_ids, input_lengths=lengths, prompt_index=indices)
+        rows, pad = [torch.tensor(row) for row in ids], self.tokenizer.pad_token_id
+        batch = BatchedDataDict(
+            input_ids=pad_sequence(rows, batch_first=True, padding_value=pad),
+            input_lengths=torch.tensor([len(row) for row in ids]),
+            prompt_index=torch.tensor([prompt.index for prompt in prompts]),
+        )
         asked = batch.repeat_interleave(samples)
         asked["sample_index"] = torch.arange(samples).repeat(len(prompts))
         return asked
 
     def is_answer_to(self, asked: BatchedDataDict, batch: BatchedDataDict) -> bool:
-        """Say whether episodes begin with what was asked, row by row."""
+        """Check that episodes begin with the prompts, row by row."""
         shown = asked["input_ids"]
         first = [rows.start for rows in batch.samples()]
         return torch.equal(batch["input_ids"][first, : shown.shape[1]], shown)
 
     def as_rollout(self, prompts: Sequence[Prompt], batch: BatchedDataDict) -> Rollout:
-        """Read what was answered, as often to each prompt, from the joined rows."""
+        """Read the responses' texts, as many to each prompt."""
         episodes = batch.samples()
         samples = len(episodes) // len(prompts)
         of_rows = [prompts[number // samples] for number, rows in enumerate(episodes) for _ in rows]
-        # The text of each row's answer, or of all after its prompt, where observations stand in between.
+        # Each row's answer, or all tokens after its prompt, where observations are in between.
         ids_BS, sampled_BS = batch["input_ids"].numpy(), batch["token_mask"].numpy() != 0
         first_B, end_B = sampled_BS.argmax(1), sampled_BS.shape[1] - sampled_BS[:, ::-1].argmax(1)
         counts = sampled_BS.sum(1).tolist()
@@ -327,11 +314,13 @@ class Responder:
 
 @dataclass(frozen=True)
 class RolloutCollector(Responder):
-    """Asks a generation engine for answers and an environment for replies, in turn."""
+    """Plays episodes between a generation engine and an environment.
+
+    max_drop_rate: share of episodes that may be dropped, of a step or a call of `collect`.
+    """
 
     environments: Environments
     max_drop_rate: float = field(default=0.0, kw_only=True)
-    """Share of the episodes of a step, or of a call of `collect`, that may be dropped."""
 
     def collect(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
         """Play an episode from each prompt `samples` times, scored; RunStoppedError where too many were dropped."""
@@ -342,12 +331,11 @@ class RolloutCollector(Responder):
     def play_now(
         self, prompts: Sequence[Prompt], asked: BatchedDataDict, *, step: int, greedy: bool = False
     ) -> BatchedDataDict:
-        """Play episodes that begin with `asked` in this thread, the answers of each turn in one call; see `play`."""
-        episodes = self.episodes(prompts, asked)
+        """Play episodes that begin with `asked` in this thread, a turn's answers in one call; see `play`."""
+        episodes = Episodes(prompts, asked, self.tokenizer, self.form)
         while (asking := episodes.asked()) is not None:
-            episodes.answer(self.generation.generate(asking, step=step, greedy=greedy))
-            turns = episodes.turns()
-            # Whose code may be anybody's: the time counts also where that of a validation does not.
+            turns = episodes.answer(self.generation.generate(asking, step=step, greedy=greedy))
+            # An environment is anybody's code: its time counts, also in a validation, whose own does not.
             with activity.at(f"scoring {len(turns)} responses", timed=True):
                 heard = self.environments.replies(turns)
             episodes.hear(heard)
@@ -359,11 +347,10 @@ class RolloutCollector(Responder):
         asked: BatchedDataDict,
         respond: Callable[[BatchedDataDict], Awaitable[BatchedDataDict]],
     ) -> BatchedDataDict:
-        """Play episodes that begin with `asked`, turn by turn; `respond` gives the answers of a turn."""
-        episodes = self.episodes(prompts, asked)
+        """Play episodes that begin with `asked`, turn by turn; `respond` gives a turn's answers."""
+        episodes = Episodes(prompts, asked, self.tokenizer, self.form)
         while (asking := episodes.asked()) is not None:
-            episodes.answer(await respond(asking))
-            heard = await self.environments.replies_soon(episodes.turns())
+            heard = await self.environments.replies_soon(episodes.answer(await respond(asking)))
             if self.form.observer is None:
                 episodes.hear(heard)
             else:  # encoding observations may take seconds that an event loop does not have
@@ -371,4 +358,22 @@ class RolloutCollector(Responder):
         return episodes.batch()
 
     def check_drops(self, step: int, batches: Sequence[BatchedDataDict]) -> None:
-        check_drops(step, batches, self.max_drop_rate, self.environments.drop_reasons)
+        """Raise RunStoppedError when more than `max_drop_rate` of a step's episodes were dropped.
+
+        batches: all of the step. The most frequent reason is named, of those in the batches and the environments'.
+        """
+        of_batches = [dropped_rows(batch)[first_rows(batch)] for batch in batches]
+        dropped, episodes = sum(int(of_one.sum()) for of_one in of_batches), sum(map(len, of_batches))
+        if dropped <= self.max_drop_rate * episodes:
+            return
+        replies = (reply for batch in batches for reply in episode_replies(batch))
+        of_replies = Counter(reply["dropped"] for reply in replies if "dropped" in reply)
+        reasons = {**of_replies, **self.environments.drop_reasons}
+        most = max(reasons, key=lambda reason: reasons[reason], default="")
+        raise RunStoppedError(
+            f"step {step}: {dropped} of {episodes} episodes ({dropped / episodes:.1%}) were dropped, to which the "
+            f"environment gave no reply, or one that cannot be encoded; env.pool.max_drop_rate: "
+            f"{self.max_drop_rate:g} is the most"
+            + (f"; most often: {most} ({reasons[most]} answers since the run began)" if most else ""),
+            code="too-many-dropped",
+        )

@@ -1,7 +1,7 @@
-"""What is saved of the rollouts of a run: groups in a folder, for a checkpoint or a replay, and the ledger.
+"""Files of a run's rollouts: groups in a folder, for a checkpoint or a replay, and the ledger.
 
-A checkpoint has them in `step_N/rollouts`: `ledger.json`, the ledger between two steps with a mark in the log, and
-`ready/`, the groups that were ready. What is read is checked, and nothing in it is executed.
+A checkpoint has `step_N/rollouts` with `ledger.json`, the ledger between two steps with a mark in the log, and
+`ready/`, the groups that were ready. Files are checked when they are read, and nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from safetensors.torch import load, save_file  # pyright: ignore[reportUnknownVa
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.strict_json import parse_json, read_json, read_regular
 from nemo_rl_mcore.driver.output import write_line
-from nemo_rl_mcore.driver.rollouts.events import LogMark, Segment
-from nemo_rl_mcore.driver.rollouts.ledger import Count, Exactly, SavedLedger
-from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES, WEIGHT_VERSIONS, sampled_versions
+from nemo_rl_mcore.driver.rollouts.events import Count, Exactly, LogMark, Segment
+from nemo_rl_mcore.driver.rollouts.ledger import SavedLedger
+from nemo_rl_mcore.driver.rollouts.transcript import RESPONSES, WEIGHT_VERSIONS
 from nemo_rl_mcore.errors import RefusedError, code_of, folder_error
 from nemo_rl_mcore.rank.checkpoints import read_sums, require_sums, sha256, write_sums
 
@@ -41,7 +41,7 @@ _STEP, _ASIDE = "step_", "aside_step_"
 
 
 class _Group(Exactly):
-    """A group but for its tensors. entries: the keys of the batch in order; None for a tensor, or a value a row."""
+    """A group without its tensors. entries: the batch's keys in order; None for a tensor, else a value a row."""
 
     position: Count
     entries: dict[str, list[Any] | None]
@@ -57,20 +57,15 @@ def save_groups(folder: Path, groups: Mapping[int, BatchedDataDict]) -> None:
     Raises ValueError, naming group and key, for a batch with values that JSON would change, and OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    texts: list[_Group] = []
-    tensors: dict[str, torch.Tensor] = {}
-    storages = set[int]()
+    texts, tensors = list[_Group](), dict[str, torch.Tensor]()
     for position, batch in groups.items():
         entries: dict[str, list[Any] | None] = {}
         for key, value in batch.items():
             if key == RESPONSES:  # decoded again by whoever reads the group
                 continue
             if isinstance(value, torch.Tensor):
-                entries[key], tensor = None, value.detach().cpu().contiguous()
-                storage = tensor.untyped_storage().data_ptr()
-                # A file has each tensor on its own; two of one storage are refused.
-                tensors[f"{position}.{key}"] = tensor.clone() if storage in storages else tensor
-                storages.add(storage)
+                alone = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+                entries[key], tensors[f"{position}.{key}"] = None, alone  # two of one storage are refused
                 continue
             try:
                 unchanged = json.loads(json.dumps(value, allow_nan=False)) == value
@@ -92,50 +87,44 @@ def save_groups(folder: Path, groups: Mapping[int, BatchedDataDict]) -> None:
 
 
 def load_groups(folder: Path) -> dict[int, BatchedDataDict]:
-    """Return the groups of a folder by position, with the same bits; raises ValueError, naming the file, for damage."""
+    """Return a folder's groups by position, with the same bits; raises ValueError, naming the file, for damage."""
     sums = read_sums(folder)
     if sums is None:
         raise ValueError(
             f"{folder} holds no saved groups, or only a part of them: it has no list of checksums"
         )
     require_sums(folder, sums, (TENSORS_FILE, TEXTS_FILE))
+    path = folder / TEXTS_FILE
     try:
-        text = read_regular(folder / TEXTS_FILE, follow_links=False)
-        parse_json(text)  # stricter than what follows: a key that is there twice is damage, too
+        text = read_regular(path, follow_links=False)
+        parse_json(text)  # stricter than pydantic: a key that is there twice is damage, too
         texts = _Groups.model_validate_json(text).groups
-    except (OSError, ValueError) as error:
-        raise RefusedError(
-            f"{folder / TEXTS_FILE} cannot be read: {error}", code="unreadable-file"
-        ) from error
+        path = folder / TENSORS_FILE
+        tensors = load(read_regular(path, follow_links=False))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise RefusedError(f"{path} cannot be read: {error}", code="unreadable-file") from error
     if len({one.position for one in texts}) < len(texts):
         raise RefusedError(f"{folder / TEXTS_FILE} is broken: a group is there twice", code="group-twice")
-    try:
-        tensors = load(read_regular(folder / TENSORS_FILE, follow_links=False))
-    except (OSError, SafetensorError) as error:
-        raise RefusedError(
-            f"{folder / TENSORS_FILE} cannot be read: {error}", code="unreadable-file"
-        ) from error
     expected = {f"{one.position}.{key}" for one in texts for key, rows in one.entries.items() if rows is None}
     if expected != tensors.keys():
         differing = sorted(expected ^ tensors.keys())[:8]
         raise RefusedError(
-            f"{folder / TENSORS_FILE} does not go with {TEXTS_FILE}: {', '.join(differing)}",
+            f"{folder / TENSORS_FILE} does not match {TEXTS_FILE}: {', '.join(differing)}",
             code="unequal-files",
         )
     found: dict[int, BatchedDataDict] = {}
     try:
         for one in texts:
-            entries = one.entries.items()
-            found[one.position] = BatchedDataDict(
-                {key: tensors[f"{one.position}.{key}"] if rows is None else rows for key, rows in entries}
-            )
+            batch = found[one.position] = BatchedDataDict()
+            for key, rows in one.entries.items():
+                batch[key] = tensors[f"{one.position}.{key}"] if rows is None else rows
     except ValueError as error:
         raise RefusedError(f"{folder / TEXTS_FILE} is broken: {error}", code=code_of(error)) from error
     return found
 
 
 def digest_of_group(batch: BatchedDataDict) -> str:
-    """Return 16 hexadecimal digits of what was asked, answered, and how likely; the padding does not enter."""
+    """Return 16 hexadecimal digits of prompts, answers and their log-probabilities, without the padding."""
     found = hashlib.blake2b(digest_size=8)
     columns = [batch[column].contiguous().numpy() for column in ("input_ids", "generation_logprobs")]
     for row, length in enumerate(batch["input_lengths"].tolist()):
@@ -145,13 +134,15 @@ def digest_of_group(batch: BatchedDataDict) -> str:
 
 
 def versions_of(group: BatchedDataDict, version: int) -> list[Segment]:
-    """Return the segments of a group; of `version` where the ranks that train have drawn it all, or nobody a token."""
+    """Return a group's segments: one of `version` where the ranks have drawn it all, or no token was drawn."""
     if WEIGHT_VERSIONS not in group:
         return [Segment(0, version)]
-    versions_BT = sampled_versions(group)
-    nothing = torch.iinfo(versions_BT.dtype).max
-    # Of each token the oldest that sampled one of the rows' tokens there.
-    oldest = [int(one) for one in versions_BT.masked_fill(versions_BT < 0, nothing).amin(0).numpy()]
+    versions_BS = group[WEIGHT_VERSIONS]
+    nothing = torch.iinfo(versions_BS.dtype).max
+    sampled_first = (versions_BS < 0).long().argsort(dim=1, stable=True)
+    versions_BT = versions_BS.masked_fill(versions_BS < 0, nothing).gather(1, sampled_first)
+    # By decode step, the oldest version of the rows' tokens.
+    oldest = [int(one) for one in versions_BT.amin(0).numpy()]
     return [
         Segment(first, one)
         for first, one in enumerate(oldest)
@@ -160,14 +151,14 @@ def versions_of(group: BatchedDataDict, version: int) -> list[Segment]:
 
 
 class GroupArchive:
-    """Writes the groups that are kept for a replay into `<root>/step_N`, and no more of them than it may hold.
+    """Writes groups for a replay into `<root>/step_N`, up to a bound on bytes.
 
-    The oldest steps go first. A replay begins at a checkpoint: steps after the last one stay, whatever they hold. Of a
-    run without checkpoints it begins with the first step: nothing is removed, and steps that do not fit are not
-    written, nor any after them.
+    The oldest steps are removed first. A replay begins at a checkpoint: steps after the last one stay, whatever their
+    size. Without checkpoints it begins with the first step: nothing is removed, and the first step that does not fit,
+    and all after it, are not written.
 
-    root: the folder, which is made. What a resume has set aside there goes first. most_bytes: of all that it holds.
-    checkpoints: whether the run has some. step: the last one, from which the run goes on; 0 for none.
+    root: the folder, which is made; folders that a resume has set aside there are removed first. most_bytes: of all.
+    checkpoints: the run has some. step: the last checkpoint's, from which the run goes on; 0 for none.
     """
 
     def __init__(self, root: Path, most_bytes: float, *, checkpoints: bool, step: int = 0) -> None:
@@ -178,7 +169,7 @@ class GroupArchive:
         aside = sorted(name for name in names if name.startswith(_ASIDE))
         in_order = aside + sorted(steps, key=lambda name: int(name.removeprefix(_STEP)))
         self._held = {name: _bytes(root / name) for name in in_order}
-        """By folder, the ones that are removed first before the others."""
+        """Bytes by folder, in the order of removal."""
 
     def keep(self, step: int, groups: Mapping[int, BatchedDataDict]) -> None:
         """Write the groups of a finished step, by position; raises FolderError."""
@@ -188,7 +179,7 @@ class GroupArchive:
         try:
             save_groups(folder, groups)
             self._held[folder.name] = _bytes(folder)
-            self._make_room()
+            self.checkpointed(self._saved)  # makes room
             if not self._checkpoints and sum(self._held.values()) > self._most:
                 shutil.rmtree(folder)
                 del self._held[folder.name]
@@ -200,20 +191,17 @@ class GroupArchive:
             raise folder_error("logger.log_dir", self._root, error) from error
 
     def checkpointed(self, step: int) -> None:
-        """Take note that a replay may begin after this step; raises FolderError."""
+        """Remove folders beyond the bound, now that a replay may begin after this step; raises FolderError."""
         self._saved = step
         try:
-            self._make_room()
+            for name in [*self._held]:
+                if sum(self._held.values()) <= self._most:
+                    return
+                if name.startswith(_ASIDE) or int(name.removeprefix(_STEP)) <= step:
+                    shutil.rmtree(self._root / name)
+                    del self._held[name]
         except OSError as error:
             raise folder_error("logger.log_dir", self._root, error) from error
-
-    def _make_room(self) -> None:
-        for name in [*self._held]:
-            if sum(self._held.values()) <= self._most:
-                return
-            if name.startswith(_ASIDE) or int(name.removeprefix(_STEP)) <= self._saved:
-                shutil.rmtree(self._root / name)
-                del self._held[name]
 
 
 def _bytes(folder: Path) -> int:
@@ -230,7 +218,7 @@ class _LedgerFile(Exactly):
 
 @dataclass(frozen=True)
 class SavedRollouts:
-    """ledger: as `Ledger.to_json` gives it. log: what had been logged then. ready: the groups, by position."""
+    """A checkpoint's rollouts. log: the end of the log then. ready: the groups, by position."""
 
     ledger: SavedLedger
     log: LogMark
@@ -245,7 +233,7 @@ class SavedRollouts:
 
     @classmethod
     def load(cls, folder: Path, version: int) -> Self:
-        """Read what `save` wrote in the checkpoint of a version; raises ValueError, naming the file, for damage."""
+        """Read the files of `save` in a version's checkpoint; raises ValueError, naming the file, for damage."""
         path = folder / LEDGER_FILE
         try:
             file = _LedgerFile.model_validate(read_json(path, follow_links=False))
@@ -255,11 +243,11 @@ class SavedRollouts:
             ) from error
         ready = load_groups(folder / READY_FOLDER)
         if file.ledger.version != version or sorted(ready) != file.ledger.ready:
-            raise RefusedError(f"{path} does not go with the files next to it", code="unequal-files")
+            raise RefusedError(f"{path} does not match the files next to it", code="unequal-files")
         return cls(file.ledger, file.log, ready)
 
     def answered_again(self, positions: Collection[int], why: str) -> Self:
-        """Return what is left when these groups are to be generated again, which is printed."""
+        """Return the rollouts with these groups to be generated again, which is printed."""
         if not positions:
             return self
         write_line(sys.stdout, f"{len(positions)} prompts are answered again: {why}")

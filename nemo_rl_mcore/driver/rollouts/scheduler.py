@@ -1,8 +1,8 @@
-"""Decide which prompt groups are answered now, which ones the next step trains on, and how long each is kept.
+"""Schedule prompt groups, from the draw of their prompt to the optimizer.
 
-One scheduler serves every algorithm that samples. Groups wait here, from the draw of their prompt to the optimizer.
-Subclasses ask for them: `SynchronousScheduler` in the thread that trains, all groups of a step in one call before it
-trains; `AsynchronousScheduler` in a second thread, group by group, while earlier steps train.
+One scheduler serves every algorithm that samples. `SynchronousScheduler` plays a step's groups in the thread that
+trains, in one call before the step trains; `AsynchronousScheduler` plays them one by one in a second thread, while
+earlier steps train.
 """
 
 from __future__ import annotations
@@ -22,47 +22,35 @@ from nemo_rl_mcore.config import RolloutConfig
 from nemo_rl_mcore.config.algorithm import RewardScalingConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.rollouts.events import LogMark, Token
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger, SavedLedger, StepState
 from nemo_rl_mcore.driver.rollouts.player import GenerationInterface, Rollout, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.saved import GroupArchive, SavedRollouts, digest_of_group, versions_of
 from nemo_rl_mcore.driver.rollouts.transcript import EpisodeRows, Pace, concatenate_batches
-from nemo_rl_mcore.errors import RefusedError, RunStoppedError
-from nemo_rl_mcore.rank import activity
+from nemo_rl_mcore.errors import RunStoppedError
 
 EQUAL_REWARDS, SURPLUS = "equal rewards", "the step is full"
-"""Why an answered group is not trained on, and why it is answered again by the next step."""
+"""Reasons for which an answered group is not trained on, or is answered again in the next step."""
 
 
 def shape_rewards(section: RolloutConfig, batch: BatchedDataDict) -> None:
-    """Scale and penalize `rewards` [B] of scored rows as the section says, row by row.
+    """Scale and penalize `rewards` [B] of scored rows; those of the environment stay as environment_rewards [B].
 
-    What the environment gave is kept as environment_rewards [B]; overlong_filtering clears the sample_mask of responses
-    that did not end.
+    overlong_filtering clears the sample_mask of responses that did not end. DAPO's soft length penalty
+    (https://arxiv.org/abs/2503.14476) grows linearly from 0, overlong_buffer_length tokens before max_response_length,
+    through overlong_buffer_penalty at max_response_length, and keeps growing beyond it.
     """
     episodes, shaping = EpisodeRows.of(batch), section.reward_shaping
     batch["environment_rewards"] = batch["rewards"].clone()
     batch["rewards"] = scale_rewards(section.reward_scaling, batch["rewards"])
     if shaping.enabled and shaping.max_response_length is not None:
-        batch["rewards"] = penalize_overlong(
-            batch["rewards"],
-            episodes.on_rows(episodes.total(batch["token_mask"].sum(1))),
-            overlong_buffer_length=shaping.overlong_buffer_length,
-            overlong_buffer_penalty=shaping.overlong_buffer_penalty,
-            max_response_length=shaping.max_response_length,
-        )
+        lengths = episodes.on_rows(episodes.total(batch["token_mask"].sum(1)))
+        buffer = shaping.overlong_buffer_length
+        excess = (lengths - (shaping.max_response_length - buffer)).clamp(min=0)
+        batch["rewards"] = batch["rewards"] - excess / buffer * shaping.overlong_buffer_penalty
     if section.overlong_filtering:
         batch["sample_mask"] = batch["sample_mask"] * batch["finished"]
-
-
-def has_signal(section: RolloutConfig, group: BatchedDataDict) -> bool:
-    """Return whether the rewards of a group differ, so that dynamic sampling trains on it.
-
-    They are judged before the penalty of long responses, as NeMo RL does: answers that are all right or all wrong teach
-    nothing but their length. Dropped episodes stay in the group, but their rewards do not count.
-    """
-    rewards = scale_rewards(section.reward_scaling, group["rewards"])[EpisodeRows.of(group).first]
-    return bool((rewards != rewards[:1]).any())
 
 
 def scale_rewards(scaling: RewardScalingConfig, rewards: Tensor) -> Tensor:
@@ -74,32 +62,11 @@ def scale_rewards(scaling: RewardScalingConfig, rewards: Tensor) -> Tensor:
     return scaling.target_min + share * (scaling.target_max - scaling.target_min)
 
 
-def penalize_overlong(
-    rewards: Tensor,
-    response_lengths: Tensor,
-    *,
-    overlong_buffer_length: int,
-    overlong_buffer_penalty: float,
-    max_response_length: int,
-) -> Tensor:
-    """Return [B] rewards less DAPO's soft length penalty (https://arxiv.org/abs/2503.14476).
-
-    The penalty grows linearly from 0, overlong_buffer_length tokens before max_response_length, through
-    overlong_buffer_penalty at max_response_length, and keeps growing beyond it.
-    """
-    if overlong_buffer_length < 1:
-        raise RefusedError(
-            f"overlong_buffer_length must be at least 1, got {overlong_buffer_length}", code="overlong-buffer"
-        )
-    excess = (response_lengths - (max_response_length - overlong_buffer_length)).clamp(min=0)
-    return rewards - excess / overlong_buffer_length * overlong_buffer_penalty
-
-
 @dataclass(frozen=True)
 class DrawnGroup:
-    """A prompt of a step, and what an engine is asked for its group.
+    """A prompt, and the engine's input for its group.
 
-    step: that drew the prompt; with the row it keys the noise, whenever the group is answered and trained.
+    step: drew the prompt; with the row it keys the noise, whenever the group is answered and trained.
     """
 
     prompt: Prompt
@@ -109,11 +76,10 @@ class DrawnGroup:
 
 @dataclass(frozen=True)
 class Draw:
-    """Draws the prompts of steps, and makes what a step trains on of the answers to them.
+    """Draws a step's prompts, and makes its rows from the answers.
 
-    collector: plays episodes. groups_per_step: prompts of a step. samples: responses to each. section: how rewards are
-    shaped, and whether groups of equal rewards are replaced (dynamic sampling, https://arxiv.org/abs/2503.14476); None
-    does neither.
+    collector: plays episodes. groups_per_step: prompts of a step. samples: responses to each. section: shapes rewards
+    and, with dynamic sampling (https://arxiv.org/abs/2503.14476), replaces groups of equal rewards; None does neither.
     """
 
     prompts: PromptSource
@@ -127,7 +93,7 @@ class Draw:
         return [DrawnGroup(prompt, self.collector.ask([prompt], self.samples), step) for prompt in drawn]
 
     def play_now(self, groups: Sequence[DrawnGroup]) -> list[BatchedDataDict]:
-        """Return the episodes of groups of one step, answered in one call; called by the thread that trains."""
+        """Return the episodes of groups that one step drew, answered in one call, in the thread that trains."""
         pad = self.collector.tokenizer.pad_token_id
         asked = concatenate_batches([group.asked for group in groups], pad)
         batch = self.collector.play_now([group.prompt for group in groups], asked, step=groups[0].step)
@@ -136,13 +102,19 @@ class Draw:
         return [batch.slice(first, end) for first, end in zip(firsts, [*firsts[1:], batch.size], strict=True)]
 
     def unused_for(self, group: BatchedDataDict) -> str | None:
-        """Return why an answered group is not to be trained on; None for one that is."""
-        if self.section is None or not self.section.use_dynamic_sampling or has_signal(self.section, group):
+        """Return the reason for which dynamic sampling does not train on a group; None for a group that it trains on.
+
+        Rewards are compared before the penalty of long responses, as in NeMo RL: answers that are all right or all
+        wrong teach nothing but their length. Dropped episodes stay in the group, but their rewards do not count.
+        """
+        section = self.section
+        if section is None or not section.use_dynamic_sampling:
             return None
-        return EQUAL_REWARDS
+        rewards = scale_rewards(section.reward_scaling, group["rewards"])[EpisodeRows.of(group).first]
+        return None if bool((rewards != rewards[:1]).any()) else EQUAL_REWARDS
 
     def rollout_of(self, groups: Sequence[DrawnGroup], batches: Sequence[BatchedDataDict]) -> Rollout:
-        """Return the rows of answered groups, with shaped rewards, as what a step trains on."""
+        """Return the rows of answered groups, with shaped rewards."""
         batch = concatenate_batches(batches, self.collector.tokenizer.pad_token_id)
         if self.section is not None:
             shape_rewards(self.section, batch)
@@ -151,13 +123,15 @@ class Draw:
 
 @dataclass
 class DrawnGroups:
-    """Holds the groups of the steps that are asked for or trained now, by position."""
+    """Holds the groups of the steps that are played or trained now, by position."""
 
     draw: Draw
     steps: dict[int, Sequence[DrawnGroup]] = field(default_factory=dict[int, Sequence[DrawnGroup]])
 
-    def keep(self, steps: range) -> bool:
-        """Draw these steps, and forget all others; says whether any was new."""
+    def keep(self, positions: range) -> bool:
+        """Draw the steps of these positions, and forget all others; returns whether any was new."""
+        n = self.draw.groups_per_step
+        steps = range(positions.start // n + 1, -(-positions.stop // n) + 1)
         new = [step for step in steps if step not in self.steps]
         for step in new:
             self.steps[step] = self.draw.groups_of(step)
@@ -165,7 +139,7 @@ class DrawnGroups:
         return bool(new)
 
     def __getitem__(self, position: int) -> DrawnGroup:
-        """Return a group; one that is behind, which is trained again, is drawn again with its step."""
+        """Return a group; a trained one, to train it again, is drawn again with its step."""
         step, place = divmod(position, self.draw.groups_per_step)
         if step + 1 not in self.steps:
             self.steps[step + 1] = self.draw.groups_of(step + 1)
@@ -173,15 +147,15 @@ class DrawnGroups:
 
 
 type Chunk = tuple[Sequence[DrawnGroup], Sequence[BatchedDataDict]]
-"""Groups as they were drawn, and their data."""
+"""Groups as they were drawn, and their rows."""
 
 
 @dataclass
 class Step:
     """A train step as an algorithm sees it: its number and, where it samples, its groups.
 
-    draw: None where the data set gives the rows. scheduler: that has the step open; None for one that is trained
-    again, of which nothing is recorded: `known` are its chunks as they were.
+    draw: None where the data set gives the rows. scheduler: has the step open; None for a step that is trained again
+    from its `known` chunks, which records nothing.
     """
 
     number: int
@@ -191,9 +165,9 @@ class Step:
     _taken: list[Rollout] = field(default_factory=list[Rollout], init=False)
 
     def chunks(self, at_least: int) -> Iterator[Rollout]:
-        """Yield groups in their order as soon as so many more are answered, until the step is full.
+        """Yield groups in order, as soon as so many more are answered, until the step is full.
 
-        Raises RunStoppedError where too many episodes of the whole step were dropped.
+        Raises RunStoppedError where too many of the step's episodes were dropped.
         """
         draw, scheduler, answered = self.draw, self.scheduler, list[BatchedDataDict]()
         assert draw is not None
@@ -215,24 +189,23 @@ class Step:
             self.scheduler.finishing()
 
     def finish(self) -> dict[str, float]:
-        """Take note that the optimizer has stepped; returns what the step reports of how its groups came to be."""
+        """Take note that the optimizer has stepped; returns the metrics of playing the step's groups."""
         if self.scheduler is None:
             return {}
-        reported = self.scheduler.report(self.scheduler.finish(), self._taken)
-        return {**reported, **self.scheduler.draw.collector.environments.take_counts()}
+        counts = self.scheduler.draw.collector.environments.take_counts
+        return {**self.scheduler.finish(self._taken), **counts()}
 
 
 @dataclass(eq=False)
 class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[Any]"]):
-    """Keeps the ledger of groups and their data, and opens train steps.
+    """Keeps the ledger of groups and their rows, and opens train steps.
 
     For the training loop it is the engine (`GenerationInterface`): it publishes the updates of the weights.
-    A context manager: what is under way is given up at its end.
+    A context manager: groups under way are given up at its end.
 
-    groups: the data of those that are answered, by position, until nobody needs them any more. until_checkpoint:
-    whether trained ones are kept until a checkpoint holds what they taught, not only until their step is published.
-    archive: what writes trained groups down; None writes none. most_unused: groups with equal rewards after which a
-    step of dynamic sampling gives up.
+    groups: rows of answered groups, by position, as long as they are needed. until_checkpoint: trained groups are kept
+    until a checkpoint of their step, not only until the step is published. archive: writes trained groups into files;
+    None writes none. most_unused: groups with equal rewards after which a step of dynamic sampling gives up.
     """
 
     ledger: Ledger
@@ -257,13 +230,13 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
                 self._put_away(version)
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
-        """Answer prompts that are in no group, as those of a validation."""
+        """Answer prompts outside of any group, as a validation does."""
         return self.engine.generate(data, step=step, greedy=greedy)
 
     def offload(self) -> None:
         self.engine.offload()
 
-    # What the training loop asks for its steps
+    # For the training loop
 
     @contextmanager
     def open_step(self, step: int) -> Generator[Step]:
@@ -293,7 +266,7 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
             return [self.draw.rollout_of([self._drawn[position]], [group]) for position, group in unused]
 
     def checkpointed(self, step: int) -> None:
-        """Take note that the checkpoint of a step is whole: what was trained up to it is not needed any more."""
+        """Take note that a step's checkpoint is complete: groups trained up to it are not needed any more."""
         with self._changed:
             self.ledger.checkpointed(step)
             if self.archive is not None:
@@ -302,7 +275,7 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
                 self._forget(step)
 
     def saved(self, mark_log: Callable[[], LogMark]) -> SavedRollouts:
-        """Return what a checkpoint between two steps is to hold, as it is now; groups may be answered meanwhile."""
+        """Return the rollouts' part of a checkpoint between two steps; groups may be answered meanwhile."""
         with self._changed:
             ledger = SavedLedger.model_validate(self.ledger.to_json())
             ready = {position: self.groups[position] for position in ledger.ready}
@@ -311,14 +284,14 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put away a step whose weights no engine was given any more."""
+        """Put away a last step, whose weights no engine receives."""
         if self.ledger.step is StepState.COMMITTED:
             self._put_away(self.ledger.version)
 
-    # What an open step asks
+    # For an open step
 
     def leases(self, at_least: int) -> Iterator[Sequence[int]]:
-        """Yield positions of the open step's groups, as soon as so many more are answered, until it is full."""
+        """Yield positions of the open step's groups, as soon as so many more are answered, until the step is full."""
         while room := self.ledger.room():
             wanted = min(at_least, room)
             with activity.at(f"taking {wanted} groups at least"):
@@ -338,36 +311,25 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
         with self._changed:
             self.ledger.finishing()
 
-    def finish(self) -> Pace:
+    def finish(self, trained: Sequence[Rollout]) -> dict[str, float]:
+        """Take note that the optimizer has stepped; returns the metrics of playing these chunks."""
         with self._changed:
             self.ledger.finish()
             pace, self._pace = self._pace, Pace()
-            return pace
-
-    def report(self, pace: Pace, trained: Sequence[Rollout]) -> dict[str, float]:
-        """Return what a step reports of how its groups came to be. trained: its chunks."""
         if self.most_unused is None:
             return {}
         n = self.ledger.limits.groups_per_step
         rounds = {"train/dynamic_sampling_rounds": float(pace.rounds)} if pace.rounds else {}
         return {**rounds, "train/dynamic_sampling_kept": n / (n + pace.unused)}
 
-    # What subclasses do
+    # For subclasses
 
     @abstractmethod
     def _wait_for_ready(self, groups: int) -> None:
         """Return once so many groups are leasable; nothing is locked."""
 
-    def _draw_ahead(self) -> bool:
-        """Draw the prompts of all steps that may be asked for now, and forget those behind; says whether any was new.
-
-        A dropped group's place is taken by the next one, at last by one after the last step.
-        """
-        reach, n = self.ledger.reach, self.ledger.limits.groups_per_step
-        return self._drawn.keep(range(reach.start // n + 1, -(-reach.stop // n) + 1))
-
     def _commit(self, token: Token, batch: BatchedDataDict) -> None:
-        """Take an answered group; one that dynamic sampling does not train on is dropped, and the next one moves up."""
+        """Take an answered group; in place of one that dynamic sampling drops the next one moves up."""
         if not self.ledger.commit(token, versions_of(batch, self.ledger.published), digest_of_group(batch)):
             return
         if (reason := self.draw.unused_for(batch)) is None:
@@ -389,9 +351,9 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
             )
 
     def _put_away(self, step: int) -> None:
-        """Write the groups of a finished step down, and forget them, as far as that is asked for; raises FolderError.
+        """Archive and forget a finished step's groups, as far as the run wants that; raises FolderError.
 
-        Not when it is finished: only what is recorded outlives a folder that cannot be written to.
+        Called once the step is recorded: a folder that cannot be written to must not lose it.
         """
         if self.archive is not None:
             positions = sorted(position for chunk in self.ledger.chunks_of(step) for position in chunk)
@@ -407,28 +369,27 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
 
 @dataclass(eq=False)
 class SynchronousScheduler(Scheduler[GenerationInterface]):
-    """Sampling and training take turns: the groups of a step are answered in one call, then the step trains on them.
+    """Sampling and training take turns: a step's groups are answered in one call, then the step trains on them.
 
     The largest staleness is 0, and there is one thread. The engine may be the ranks themselves, or engines that share
-    their devices: it is asleep while the ranks compute.
+    their devices: it sleeps while the ranks compute.
 
-    groups_per_round: asked for at a time. Where dynamic sampling leaves some out, a further round is as large as the
-    first: ranks decode many groups in the time of a few. Those that the step then has no place for are answered again
-    by the next.
+    groups_per_round: played at a time. Where dynamic sampling leaves some out, a further round is as large as the
+    first: ranks decode many groups in the time of a few. Surplus groups are answered again in the next step.
     """
 
     groups_per_round: int = field(kw_only=True)
 
     def _wait_for_ready(self, groups: int) -> None:
         while len(self.ledger.leasable()) < groups:
-            self._draw_ahead()
+            self._drawn.keep(self.ledger.reach)
             tokens: list[Token] = []
             while len(tokens) < self.groups_per_round and self.ledger.may_dispatch():
                 tokens.append(self.ledger.dispatch())
             assert tokens, "nothing is admitted, and the step is not full"
             self._pace.rounds += 1
             try:
-                # The noise is of the step that drew a prompt: those of two steps are asked for one after the other.
+                # The step that drew a prompt keys its noise: a call for each such step.
                 for _, same_step in groupby(tokens, lambda token: self._drawn[token.position].step):
                     asked = [*same_step]
                     batches = self.draw.play_now([self._drawn[token.position] for token in asked])

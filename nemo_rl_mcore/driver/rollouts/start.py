@@ -1,9 +1,9 @@
-"""Open the scheduler of a checked recipe, with the groups of a checkpoint where the run goes on from one."""
+"""Open a checked recipe's scheduler, with the groups of the checkpoint that the run goes on from."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,7 +28,7 @@ from nemo_rl_mcore.driver.rollouts.events import (
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger, Limits, SavedLedger
 from nemo_rl_mcore.driver.rollouts.player import GenerationInterface, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.saved import GroupArchive, SavedRollouts, digest_of_group, versions_of
-from nemo_rl_mcore.driver.rollouts.scheduler import Draw, DrawnGroup, Scheduler, SynchronousScheduler
+from nemo_rl_mcore.driver.rollouts.scheduler import Draw, DrawnGroups, Scheduler, SynchronousScheduler
 from nemo_rl_mcore.driver.rollouts.transcript import dropped_rows
 from nemo_rl_mcore.driver.run_folder import changes_of_answers, read_recipe_of
 from nemo_rl_mcore.errors import RunStoppedError, code_of, folder_error
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 
 KEPT_GROUPS = "groups"
-"""Folder of the groups that a replay trains on, one of each step in it."""
+"""Folder of a replay's groups, with a folder a step."""
 
 MOST_ROUNDS = 10
 """Generation rounds after which a step of dynamic sampling gives up."""
@@ -55,8 +55,8 @@ def open_rollouts(
 ) -> Generator[Scheduler[Any]]:
     """Open the scheduler of a run that goes on after a step; its events are logged in the folder of its metrics.
 
-    engine: of asynchronous rollouts `EngineGeneration`. saved: what `read_saved` gave.
-    extra_parts: writes further parts of a checkpoint, by their folder; the rollouts are added.
+    engine: `EngineGeneration` for asynchronous rollouts. saved: the result of `read_saved`. extra_parts: writers of a
+    checkpoint's further parts, by folder; the rollouts are added.
     """
     limits, folder, groups = limits_of(config), Path(config.logger.log_dir), dict[int, BatchedDataDict]()
     draw = draw_of(config, prompts, collector)
@@ -71,7 +71,7 @@ def open_rollouts(
             groups |= saved.ready
             attempts = {group.position: group.attempt for group in saved.ledger.groups}
             for position, group in () if goes_on else saved.ready.items():
-                # In a log without what came before, how the groups were drawn is logged again.
+                # In a log without the events before, those of the kept groups are logged again.
                 token = Token(saved.ledger.incarnation, position, attempts[position])
                 segments = tuple(versions_of(group, saved.ledger.version))
                 log.append(Committed(token=token, segments=segments, digest=digest_of_group(group)))
@@ -96,12 +96,13 @@ def scheduler_of(
     draw: Draw,
 ) -> Scheduler[Any]:
     archive, most_unused, loop, per_round = None, None, config.loop, groups_per_round(config)
-    if config.keeps_groups:
+    if config.asynchronous:
         folder, checkpoints = Path(config.logger.log_dir) / KEPT_GROUPS, config.checkpointing.enabled
         archive = GroupArchive(folder, KEPT_BYTES, checkpoints=checkpoints, step=ledger.version)
     if isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling:
         most_unused = MOST_ROUNDS * per_round - loop.num_prompts_per_step
-    rest = draw, config.redoes_steps, archive, most_unused
+    redoes_steps = config.checkpointing.enabled and config.cluster.max_trainer_restarts > 0
+    rest = draw, redoes_steps, archive, most_unused
     if not config.asynchronous:
         return SynchronousScheduler(ledger, groups, engine, *rest, groups_per_round=per_round)
     engines = cast("EngineGeneration", engine)
@@ -111,9 +112,9 @@ def scheduler_of(
 
 def groups_per_round(config: RunConfig) -> int:
     loop = config.loop
-    if config.asynchronous or not isinstance(loop, RolloutConfig):
+    if config.asynchronous or not isinstance(loop, RolloutConfig) or not loop.use_dynamic_sampling:
         return config.prompts_per_step
-    return max(1, round(loop.prompts_per_round))
+    return max(1, round(loop.num_prompts_per_step * loop.batch_multiplier))
 
 
 def limits_of(config: RunConfig) -> Limits:
@@ -125,18 +126,18 @@ def limits_of(config: RunConfig) -> Limits:
         last_step=config.loop.max_num_steps,
         max_attempts=config.asynchrony.max_generation_failures + 1,
         groups_key=config.prompts_key,
-        age_key=config.age_key,
+        age_key=f"{config.asynchrony_key}.max_trajectory_age_steps",
         order=config.asynchrony.order,
         spare=groups_per_round(config) - 1 if in_rounds else 0,
     )
 
 
 def read_saved(config: RunConfig, start: Checkpoint | None) -> SavedRollouts | None:
-    """Return what a checkpoint holds of the rollouts, for a run that goes on from it; None where it holds nothing.
+    """Return a checkpoint's rollouts, for a run that goes on from it; None where it holds none.
 
-    Nothing is of use from a run whose data set gave the answers, or of other steps while no group is answered ahead.
-    Groups that are none of the run any more are to be answered again, which is printed. Raises RunStoppedError for
-    damage, naming the file, and for what the run cannot go on with.
+    Rollouts of a run whose data set gave the answers are of no use, nor those of steps of another size while no group
+    is answered ahead. Groups that the run would not draw are to be answered again, which is printed. Raises
+    RunStoppedError for damage, naming the file, and for rollouts that the run cannot go on with.
     """
     if start is None or not config.generations_per_prompt:
         return None
@@ -159,15 +160,11 @@ def read_saved(config: RunConfig, start: Checkpoint | None) -> SavedRollouts | N
 
 
 def without_strangers(saved: SavedRollouts, draw: Draw) -> SavedRollouts:
-    """Leave groups out that are not scored, or whose prompts or numbers of answers are not those of the run."""
-    of_steps: dict[int, Sequence[DrawnGroup]] = {}
-    strangers: list[int] = []
+    """Leave groups out that are not scored, or whose prompts or numbers of answers are not the run's."""
+    drawn, strangers = DrawnGroups(draw), list[int]()
     for position, group in saved.ready.items():
-        step, place = divmod(position, saved.ledger.groups_per_step)
-        if step not in of_steps:
-            of_steps[step] = draw.groups_of(step + 1)
-        same_prompts = draw.collector.is_answer_to(of_steps[step][place].asked, group)
-        # What an environment did not reply to may be replied to now.
+        same_prompts = draw.collector.is_answer_to(drawn[position].asked, group)
+        # A dropped episode may get a reply this time.
         if not same_prompts or "rewards" not in group or bool(dropped_rows(group).any()):
             strangers.append(position)
     return saved.answered_again(
@@ -176,10 +173,10 @@ def without_strangers(saved: SavedRollouts, draw: Draw) -> SavedRollouts:
 
 
 def set_aside(folder: Path, step: int, mark: LogMark | None) -> bool:
-    """Move what a folder holds of groups after a step: events into another file, kept groups to another name.
+    """Move a folder's groups after a step: events into another file, kept groups to another name.
 
-    mark: where the log stood at the checkpoint of the step; None for one that does not know it, whose log stays whole.
-    Returns whether the log goes on from there. Raises FolderError.
+    mark: the log's end at the step's checkpoint; None for a checkpoint without one, whose log stays whole. Returns
+    whether the log goes on from there. Raises FolderError.
     """
     try:
         for kept in [*(folder / KEPT_GROUPS).glob("step_*")]:

@@ -1,18 +1,17 @@
-"""What an episode leaves behind: its tokens in rows, each sampled one in the context that it was sampled in.
+"""The tokens of episodes in rows, each sampled token after the tokens that it was sampled after.
 
-An episode is one row while each prompt begins with all that stood before it. Where one does not, because a chat
-template drops earlier thoughts or an agent edits its history, another row begins with that prompt: rows fork, and no
-token is trained twice. Below are such rows read as one, and what is measured of them. Shapes: B rows, N tokens of a
-piece, S of the longest row, T turns at most; E episodes, of R rows at most.
+An episode is one row while each prompt begins with all tokens before it. Where one does not, because a chat template
+drops earlier thoughts or an agent edits its history, another row begins with that prompt: rows fork, and no token is
+trained twice. `EpisodeRows` reads such rows as one; metrics follow. Shapes: B rows, N tokens of a piece, S of the
+longest row, T turns at most; E episodes, of R rows at most.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch import Tensor
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE, digest_of_ids
 from nemo_rl_mcore.data.turns import Ending, Reply
-from nemo_rl_mcore.errors import RefusedError, RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError
 
 WEIGHT_VERSIONS = "weight_versions"
 TURN_OF_TOKEN = "turn_of_token"
@@ -37,7 +36,7 @@ _RECORDED = (WEIGHT_VERSIONS, TURN_OF_TOKEN, SAMPLED_DIGESTS, REPLIES, RESPONSES
 
 @dataclass(frozen=True)
 class Piece:
-    """A prompt, an observation or an answer of N tokens, and what is known of each, or one number for all of them.
+    """A prompt, an observation or an answer of N tokens; a column is an array, or one number for all tokens.
 
     No lists: they would have an object for each token of a step. turn: 0 where nothing was sampled.
     """
@@ -50,16 +49,15 @@ class Piece:
 
 @dataclass
 class Transcript:
-    """An episode so far. rows: at least one, each of pieces; digests: of the answers, see `data.token_digests`."""
+    """An episode so far. rows: at least one. digests: of the answers' ids. response: None for several answers."""
 
     prompt_index: int
     sample: int
     rows: list[list[Piece]]
     digests: list[int] = field(default_factory=list[int], kw_only=True)
     finished: bool = field(default=False, kw_only=True)
-    """Whether the last answer ended by itself."""
+    """The last answer ended by itself."""
     response: str | None = field(default=None, kw_only=True)
-    """The text of the only answer; None where there are several, or nobody has decoded it."""
     reward: float = field(default=0.0, kw_only=True)
     rewards: dict[str, float] = field(default_factory=dict[str, float], kw_only=True)
     replies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], kw_only=True)
@@ -71,18 +69,13 @@ class Transcript:
             self.rewards[name] = self.rewards.get(name, 0.0) + reward
         self.replies.append(reply.to_json())
 
-    @property
-    def has_versions(self) -> bool:
-        """The engine told the versions of the weights that sampled a token."""
-        return any(not isinstance(piece.versions_N, int) for row in self.rows for piece in row)
-
 
 def batch_of(
-    episodes: Sequence[Transcript], *, pad_token_id: int, turns: int, versions: bool, digests: bool
+    episodes: Sequence[Transcript], *, pad_token_id: int, turns: int, digests: bool
 ) -> BatchedDataDict:
     """Return all episodes that have ended, in their order; the columns are those of `player.Rollout`, scored.
 
-    turns: an episode may have. versions, digests: whether the engine tells them.
+    turns: an episode may have. digests: the engine gives them.
     """
     rows = [row for episode in episodes for row in episode.rows]
     places = [place for place, episode in enumerate(episodes) for _ in episode.rows]
@@ -109,7 +102,7 @@ def batch_of(
     )
     if turns > 1:
         batch[TURN_OF_TOKEN] = turn_of_token
-    if versions:
+    if any(not isinstance(piece.versions_N, int) for row in rows for piece in row):
         batch[WEIGHT_VERSIONS] = padded(rows, lambda piece: piece.versions_N, -1)
     if digests:
         batch[SAMPLED_DIGESTS] = each(lambda one: one.digests + [0] * (turns - len(one.digests))).long()
@@ -125,7 +118,7 @@ def batch_of(
 def padded(
     rows: Sequence[Sequence[Piece]], values: Callable[[Piece], NDArray[Any] | float], fill: float
 ) -> torch.Tensor:
-    """Return [B, S] of a value for each token, filled on the right: fp32 where `fill` is a float, else int64."""
+    """Return [B, S], a value for each token, filled on the right: fp32 where `fill` is a float, else int64."""
     padded_BS = torch.full((len(rows), max(map(tokens_of, rows))), fill)
     for padded_S, row in zip(padded_BS.numpy(), rows, strict=True):
         start = 0
@@ -139,18 +132,11 @@ def tokens_of(row: Sequence[Piece]) -> int:
     return sum(len(piece.ids_N) for piece in row)
 
 
-def sampled_versions(batch: BatchedDataDict) -> torch.Tensor:
-    """Return weight_versions of sampled tokens alone, int64 [B, T], row by row from the left, -1 after a row's end."""
-    versions = batch[WEIGHT_VERSIONS]
-    order = (versions < 0).long().argsort(dim=1, stable=True)
-    return versions.gather(1, order)[:, : int((versions >= 0).sum(1).max())]
-
-
 def concatenate_batches(batches: Sequence[BatchedDataDict], pad_token_id: int) -> BatchedDataDict:
-    """Return all rows of batches such as those of `Rollout`, padded to the longest.
+    """Return all rows of batches as in `Rollout`, padded to the longest.
 
-    Each is given the columns that depend on its episodes, where another one has them. Where all were dropped, no reward
-    has a name and nothing was sampled; where none has several rows, each row is one.
+    A batch gets the columns that depend on its episodes where another batch has them: a batch of dropped episodes lacks
+    rewards by name and versions, one whose episodes are single rows lacks `episode_index`.
     """
     names = dict.fromkeys(name for batch in batches for name in batch)
     equal: list[BatchedDataDict] = []
@@ -172,28 +158,27 @@ def concatenate_batches(batches: Sequence[BatchedDataDict], pad_token_id: int) -
 
 
 def trained_columns(batch: BatchedDataDict) -> BatchedDataDict:
-    """Return the batch without what is only recorded of its episodes, for the ranks."""
+    """Return the batch for the ranks, without the columns that are only recorded."""
     kept = (name for name in batch if name not in _RECORDED and not name.startswith(REWARDS_PREFIX))
     return BatchedDataDict({name: batch[name] for name in kept})
 
 
 def require_sampled_ids(batch: BatchedDataDict) -> None:
-    """Check that what is trained on was sampled: token ids against the digests that engines took of what they sampled.
+    """Check that trained tokens were sampled: their ids against the digests that engines took when they sampled.
 
-    Compared are the ids under token_mask, turn by turn, with sampled_digests int64 [B, turns], 0 where there was none.
-    batch: see `Rollout`; without turn_of_token there is one turn, and without sampled_digests, of an engine that gives
-    none, nothing is compared. An episode of several rows is compared as one. Raises RunStoppedError, naming the answer,
-    for the first one that differs.
+    Ids under token_mask are compared turn by turn with sampled_digests int64 [B, turns], 0 for no answer; without
+    turn_of_token there is one turn, and without sampled_digests, as some engines give none, nothing is compared. An
+    episode of several rows is compared as one. Raises RunStoppedError, naming the first answer that differs.
     """
     if SAMPLED_DIGESTS not in batch:
         return
     episodes = batch.samples()
     sampled_EN: NDArray[np.int64] = batch[SAMPLED_DIGESTS].numpy()[[rows.start for rows in episodes]]
-    # Of the trained ids of each turn, [E, 1 + N]; turn 0 is of observations, which nobody sampled.
+    # Turn 0 are observations, which nobody sampled.
     mask_BS: NDArray[np.bool_] = batch["token_mask"].numpy() != 0
     turns_BS: NDArray[np.int64] = batch.get(TURN_OF_TOKEN, batch["token_mask"].long()).numpy()
     episode_of_row = np.repeat(np.arange(len(episodes)), [len(rows) for rows in episodes])
-    # All trained tokens, one after the other: those of a turn together, in their order.
+    # All trained tokens, one after the other: a turn's together, in their order.
     turn_T, id_T = turns_BS[mask_BS], np.ascontiguousarray(batch["input_ids"].numpy()[mask_BS])
     turns = 1 + int(turn_T.max(initial=0))
     group_T = episode_of_row[mask_BS.nonzero()[0]] * turns + turn_T
@@ -222,17 +207,15 @@ def require_sampled_ids(batch: BatchedDataDict) -> None:
 
 
 ENDING = "ending"
-# What stands in the columns of tokens that a row did not sample.
-_NOT_SAMPLED = {"token_mask": 0, "generation_logprobs": 0, WEIGHT_VERSIONS: -1, TURN_OF_TOKEN: 0}
 
 
 def dropped_rows(batch: BatchedDataDict) -> Tensor:
-    """Return bool [B]: the rows of episodes of which the environment said nothing; none without `ending`."""
+    """Return bool [B]: rows of episodes without a reply of the environment; none without `ending`."""
     return batch[ENDING] == Ending.DROPPED if ENDING in batch else torch.zeros(batch.size, dtype=torch.bool)
 
 
 def uncounted_rows(batch: BatchedDataDict) -> Tensor:
-    """Return bool [B]: the rows of episodes that are dropped or not scored; none without `ending`."""
+    """Return bool [B]: rows of episodes that are dropped or not scored; none without `ending`."""
     return batch[ENDING] >= Ending.DROPPED if ENDING in batch else torch.zeros(batch.size, dtype=torch.bool)
 
 
@@ -242,15 +225,16 @@ def first_rows(batch: BatchedDataDict) -> list[int]:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """Says where in a batch of B `rows` the episodes stand that count: all but those dropped or not scored.
+    """The rows of episodes that count, all but those dropped or not scored, in a batch of B `rows`.
 
-    first: int64 [E], the first row of each. at: int64 [3, N], for each of their N rows the row, the episode's number
-    and the row's place in it.
+    first: int64 [E], each one's first row. at: int64 [3, N], for each of their N rows the row, the episode's number
+    and the row's place in the episode. most: R, 1 where no episode counts.
     """
 
     rows: int
     first: Tensor
     at: Tensor
+    most: int
 
     @classmethod
     def of(cls, batch: BatchedDataDict) -> Self:
@@ -264,23 +248,21 @@ class EpisodeRows:
         row = counted[of_row].nonzero().squeeze(1)
         episode = of_row[row]
         number = counted.cumsum(0)[episode] - 1
-        return cls(batch.size, first[counted], torch.stack([row, number, row - first[episode]]))
-
-    def one_each(self, values_B: Tensor) -> Tensor:
-        """Return [E, ...], what stands on the first row of each."""
-        return values_B[self.first]
+        place = row - first[episode]
+        most = int(place.max()) + 1 if place.numel() else 1
+        return cls(batch.size, first[counted], torch.stack([row, number, place]), most)
 
     def joined(self, values_BS: Tensor, fill: float = 0) -> Tensor:
-        """Return [E, R * S], the rows of each one after the other, then `fill`."""
+        """Return [E, R * S], each episode's rows one after the other, then `fill`."""
         row, number, place = self.at
-        joined = values_BS.new_full((len(self.first), self._most_rows, values_BS.shape[1]), fill)
+        joined = values_BS.new_full((len(self.first), self.most, values_BS.shape[1]), fill)
         joined[number, place] = values_BS[row]
         return joined.flatten(1)
 
     def parted(self, values_ES: Tensor) -> Tensor:
-        """Return [B, S], what `joined` has put together; 0 on the rows of episodes that do not count."""
+        """Return [B, S], the inverse of `joined`; 0 on the rows of episodes that do not count."""
         row, number, place = self.at
-        parts = values_ES.reshape(len(self.first), self._most_rows, values_ES.shape[1] // self._most_rows)
+        parts = values_ES.reshape(len(self.first), self.most, values_ES.shape[1] // self.most)
         parted = values_ES.new_zeros(self.rows, parts.shape[2])
         parted[row] = parts[number, place]
         return parted
@@ -289,53 +271,18 @@ class EpisodeRows:
         return self.joined(values_B.unsqueeze(1)).sum(1)
 
     def on_rows(self, values_E: Tensor) -> Tensor:
-        """Return [B], the value of its episode on each row; 0 where that does not count."""
+        """Return [B], its episode's value on each row; 0 where the episode does not count."""
         row, number, _place = self.at
         values_B = values_E.new_zeros(self.rows)
         values_B[row] = values_E[number]
         return values_B
 
-    @property
-    def _most_rows(self) -> int:
-        """R, 1 where no episode is left."""
-        return int(self.at[2].max()) + 1 if self.at.numel() else 1
-
-
-def as_rows(batch: BatchedDataDict, cuts: Sequence[Sequence[int]]) -> BatchedDataDict:
-    """Part each row at its own columns, in order, into rows of one episode; no cut leaves it whole.
-
-    A part repeats all tokens before it, and has as sampled those from the cut before on: each token is in one of them.
-    What else a row has of its tokens and of itself stands on all of its parts. Columns after a part's input_lengths
-    keep their ids. Raises ValueError for cuts that do not ascend inside the row.
-    """
-    bounds: list[tuple[int, int, int]] = []
-    for row, (length, columns) in enumerate(zip(batch["input_lengths"].tolist(), cuts, strict=True)):
-        ends = [*columns, length]
-        if not all(start < end for start, end in pairwise([0, *ends])):
-            raise RefusedError(
-                f"row {row} of {length} tokens cannot be cut at {list(columns)}: allowed are 1 to "
-                f"{length - 1}, ascending",
-                code="row-cuts",
-            )
-        bounds += [(row, start, end) for start, end in pairwise([0, *ends])]
-    rows, starts, ends = torch.tensor(bounds, dtype=torch.int64).view(-1, 3).t()
-    parts = batch.select_indices(rows)
-    parts.pop(RESPONSES, None)  # of the whole row
-    parts[EPISODE] = batch.get(EPISODE, torch.arange(batch.size))[rows]
-    parts["input_lengths"] = ends
-    columns = torch.arange(parts["input_ids"].shape[1])
-    own_BS = (columns >= starts.unsqueeze(1)) & (columns < ends.unsqueeze(1))
-    for key, absent in _NOT_SAMPLED.items():
-        if key in parts:
-            parts[key] = parts[key].masked_fill(~own_BS, absent)
-    return parts
-
 
 def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
-    """Return turns and how episodes ended, where there may be several turns; the means of rewards that have names.
+    """Return turns and endings, where there may be several turns; the means of named rewards.
 
-    Episodes that are dropped or not scored count in how they ended alone, and one of several rows counts once. The
-    share of those not scored is there where there are any.
+    Episodes that are dropped or not scored count in the endings alone, and one of several rows counts once. The share
+    of those not scored is left out where it is 0.
     """
     episodes, metrics = EpisodeRows.of(batch), dict[str, float]()
     if ENDING in batch:
@@ -347,7 +294,7 @@ def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
     if not len(episodes.first):
         return metrics
     metrics |= {
-        f"{name}_mean": float(episodes.one_each(column).mean())
+        f"{name}_mean": float(column[episodes.first].mean())
         for name, column in batch.items()
         if name.startswith(REWARDS_PREFIX)
     }
@@ -360,35 +307,12 @@ def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
         "episodes/turns_mean": float(turns.float().mean()),
         "episodes/turns_max": float(turns.max()),
         "episodes/observation_tokens_mean": float(observed.float().mean()),
-        "episodes/observations_cut": float(sum("cut" in reply for reply in _replies(batch))),
+        "episodes/observations_cut": float(sum("cut" in reply for reply in episode_replies(batch))),
     }
 
 
-def check_drops(
-    step: int, batches: Sequence[BatchedDataDict], limit: float, reasons: Mapping[str, int]
-) -> None:
-    """Raise RunStoppedError when more than a share `limit` of a step's episodes, in [0, 1], was dropped.
-
-    batches: all of the step. reasons: how often each one had an answer dropped, since the run began, besides those that
-    stand in the batches; the most frequent one is named.
-    """
-    of_batches = [dropped_rows(batch)[first_rows(batch)] for batch in batches]
-    dropped, episodes = sum(int(of_one.sum()) for of_one in of_batches), sum(map(len, of_batches))
-    if dropped <= limit * episodes:
-        return
-    replies = (reply for batch in batches for reply in _replies(batch))
-    reasons = {**Counter(reply["dropped"] for reply in replies if "dropped" in reply), **reasons}
-    most = max(reasons, key=lambda reason: reasons[reason], default="")
-    raise RunStoppedError(
-        f"step {step}: {dropped} of {episodes} episodes ({dropped / episodes:.1%}) were dropped, to which the "
-        f"environment gave no reply, or one that cannot be encoded; env.pool.max_drop_rate: {limit:g} is the most"
-        + (f"; most often: {most} ({reasons[most]} answers since the run began)" if most else ""),
-        code="too-many-dropped",
-    )
-
-
-def _replies(batch: BatchedDataDict) -> Iterator[dict[str, Any]]:
-    """Yield what was said to each episode, once."""
+def episode_replies(batch: BatchedDataDict) -> Iterator[dict[str, Any]]:
+    """Yield each episode's replies, once."""
     for row in first_rows(batch) if REPLIES in batch else ():
         yield from batch[REPLIES][row]
 
@@ -396,14 +320,13 @@ def _replies(batch: BatchedDataDict) -> Iterator[dict[str, Any]]:
 def age_metrics(batches: Sequence[BatchedDataDict], version: int, max_age: int) -> dict[str, float]:
     """Count the training steps by which the weights that sampled each token are behind `version`.
 
-    batches: the chunks of a step; the versions of their tokens are weight_versions [B, S].
-
-    async/age_<k> are shares of the tokens; async/mixed_versions is that of responses sampled by several versions.
+    batches: a step's chunks. async/age_<k>: shares of the tokens; async/mixed_versions: share of the responses that
+    several versions sampled.
     """
     drawn = [batch[WEIGHT_VERSIONS] for batch in batches]
     ages = torch.cat([(version - versions_BS)[versions_BS >= 0] for versions_BS in drawn])
     mixed: list[Tensor] = []
-    for batch in batches:  # bool [E], the responses that weights of several versions sampled
+    for batch in batches:
         versions_ES = EpisodeRows.of(batch).joined(batch[WEIGHT_VERSIONS], fill=-1)
         newest = torch.iinfo(versions_ES.dtype).max
         mixed.append(versions_ES.masked_fill(versions_ES < 0, newest).amin(1) < versions_ES.amax(1))
@@ -417,12 +340,12 @@ def age_metrics(batches: Sequence[BatchedDataDict], version: int, max_age: int) 
 
 @dataclass
 class Pace:
-    """Counts how the two sides of a run got on since the last step.
+    """Counts of training and sampling since the last step.
 
-    began_at: when that one ended, by the monotonic clock. requeued, dropped: groups whose attempt ended without
-    answers, by reason. trainer_idle_s: training waited for groups, to train on them or for them to end before an
-    update. engine_idle_s: no group was in flight. ready, in_flight: groups at the end of the step. engine_restarts:
-    since the run began.
+    began_at: its end, by the monotonic clock. requeued, dropped: groups whose attempt ended without answers, by reason.
+    trainer_idle_s: training waited for groups, to train on them or for them to end before an update. engine_idle_s: no
+    group was in flight. ready, in_flight: groups at the step's end. engine_restarts: since the run began. rounds:
+    times that groups were requested in one call. unused: answered groups that dynamic sampling does not train on.
     """
 
     began_at: float = field(default_factory=time.monotonic)
@@ -434,13 +357,11 @@ class Pace:
     in_flight: int = 0
     engine_restarts: int = 0
     rounds: int = 0
-    """Times that groups were asked for in one call."""
     unused: int = 0
-    """Groups that were answered and that dynamic sampling does not train on."""
 
 
 def pace_metrics(pace: Pace, now: float) -> dict[str, float]:
-    """Return the shares of the time since the last step in which one side waited, and what is under way now.
+    """Return the shares of the time since the last step in which one side waited, and the groups under way.
 
     now: by the clock of `pace.began_at`.
     """

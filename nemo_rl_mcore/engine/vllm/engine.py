@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from nemo_rl_mcore.engine.engine import (
+    Engine,
     EngineMachines,
     GenerationCancelledError,
     HeldWeights,
@@ -87,7 +88,7 @@ class EngineSettings:
 
 
 def on_this_machine() -> EngineMachines | None:
-    """Read of which machines the engine is; vLLM is reached where the others look."""
+    """Read the engine's machines from the environment; vLLM listens at the first one's address and port."""
     machines = EngineMachines.of(os.environ)
     if machines is not None:
         os.environ["VLLM_HOST_IP"] = machines.own
@@ -95,8 +96,8 @@ def on_this_machine() -> EngineMachines | None:
     return machines
 
 
-class VllmEngine:
-    """Answers a batch at a time; an `Engine`."""
+class VllmEngine(Engine):
+    """Answers one batch per call; it accepts one call at a time, so nothing can be cancelled."""
 
     def __init__(self, settings: EngineSettings) -> None:
         from vllm import LLM
@@ -127,9 +128,6 @@ class VllmEngine:
         outputs = self._llm.generate([_apart(prompt) for prompt in prompts], params, use_tqdm=False)
         return [_next_logprobs(output.outputs[0]) for output in outputs]
 
-    def cancel(self, ticket: str) -> None:
-        """Do nothing: one call at a time is heard, so that what was asked for has been answered."""
-
     def begin_refit(self, version: int) -> None:
         activity.advance("begin_refit")
         self.weights.begin(version)
@@ -158,17 +156,14 @@ class VllmEngine:
         activity.advance("wake_up")
         self._llm.wake_up([*tags])
 
-    def health(self) -> None:
-        """See `Engine.health`: the engine lives and dies with this process."""
-
     def shutdown(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-class AsyncVllmEngine:
-    """Answers requests as they come; weights can change under way; an `Engine`.
+class AsyncVllmEngine(Engine):
+    """Answers requests as they arrive; weights can change during an answer.
 
-    A refit pauses generation. Requests in flight stay, and go on with the new weights: their key-value caches are
+    A refit pauses generation. Requests in flight then continue with the new weights, and their key-value caches are
     recomputed.
     """
 
@@ -196,7 +191,7 @@ class AsyncVllmEngine:
         try:
             return list(await answers)
         except asyncio.CancelledError:
-            if ticket in self._asked:  # it is this call that was cancelled
+            if ticket in self._asked:  # this call was cancelled
                 raise
             raise GenerationCancelledError(f"{ticket} was cancelled") from None
         finally:
@@ -267,12 +262,14 @@ class AsyncVllmEngine:
         versions: list[int] = []
         finished = False
         params = _sampling_params(request, sampling)
-        params.output_kind = RequestOutputKind.DELTA  # token by token, for the version that sampled each
+        params.output_kind = (
+            RequestOutputKind.DELTA
+        )  # token by token, to record the version that sampled each
         prompt: Any = {"prompt_token_ids": list(request.prompt)}
         async for output in self._llm.generate(prompt, params, request_id=str(next(self._numbers))):
             activity.advance("a token of a response")
             [drawn] = output.outputs
-            assert self.weights.newest is not None  # before the first refit nothing is generated
+            assert self.weights.newest is not None  # nothing is generated before the first refit
             tokens += drawn.token_ids
             logprobs += _logprobs(drawn)
             versions += [self.weights.newest] * len(drawn.token_ids)
@@ -292,8 +289,8 @@ def _sampling_params(request: Request, sampling: Sampling) -> Any:
         top_p=sampling.top_p,
         # vLLM seeds torch's generators, and takes -1 for no seed: keys lose their sign.
         seed=request.seed & (1 << 63) - 1,
-        logprobs=0,  # of the drawn token alone
-        # The end-of-sequence that counts is among the stop ids, whatever config.json says.
+        logprobs=0,  # only the drawn token's
+        # The end-of-sequence that counts is among the stop ids, whatever config.json has.
         ignore_eos=True,
         stop_token_ids=list(sampling.stop_ids),
         stop=stop_strings or None,
@@ -307,14 +304,14 @@ def _sampling_params(request: Request, sampling: Sampling) -> Any:
 
 
 def _next_params(temperature: float) -> Any:
-    """Return one token, of which nothing is used but what it was drawn from."""
+    """Request one token, to get the distribution that it is drawn from."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         max_tokens=1,
         temperature=temperature,
-        seed=0,  # else it would be drawn with the noise of the whole process
+        seed=0,  # otherwise the process-wide generator would be used
         logprobs=WHOLE_VOCABULARY,
         flat_logprobs=True,
         ignore_eos=True,
@@ -341,9 +338,9 @@ def _logprobs(output: Any) -> list[float]:
 
 
 class VllmShare:
-    """Runs the processes that a `VllmEngine` has on one of its further machines.
+    """Runs a `VllmEngine`'s processes on one of its further machines.
 
-    They take their work from the engine itself, over vLLM's own queues.
+    They receive their work from the engine itself through vLLM's own queues.
     """
 
     usage: ClassVar[str] = "LLM_CLASS"
@@ -367,14 +364,14 @@ class AsyncVllmShare(VllmShare):
 
 
 def reads_back(sent: Digests) -> bool:
-    """Say that the engine is to read its weights, to compare them with what was sent."""
+    """Return whether the engine reads its weights back to compare them with the sent ones."""
     return any(digest is not None for digest in sent.values())
 
 
 def require_refit(sent: Digests, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Raise IncompleteRefitError, naming tensors, unless every process has what was sent.
+    """Raise IncompleteRefitError, naming tensors, unless every process holds all sent weights.
 
-    reports: what `RefitExtension.finish_refit` has told, of all processes.
+    reports: all processes' results of `RefitExtension.finish_refit`.
     """
     for report in reports:
         require_as_sent(sent, dict.fromkeys(report["received"]), unwritten=report["unwritten"])

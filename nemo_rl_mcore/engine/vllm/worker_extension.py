@@ -1,4 +1,4 @@
-"""Runs inside the engine's process, beside the model: loads buckets of weights, and reads those that are held.
+"""Code in the engine's process, next to the model, that loads buckets of weights and reads the loaded weights.
 
 Nothing of Megatron is here.
 
@@ -12,6 +12,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from nemo_rl_mcore.engine.receivers import Receivers
+from nemo_rl_mcore.engine.receivers import Receiver
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.refit.digests import HeldBlock, block_sum
 
@@ -45,14 +46,14 @@ _AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON
 
 
 class UnreadableError(ValueError):
-    """A parameter whose tensors are not known."""
+    """A parameter cannot be mapped to Hugging Face tensors."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """The present values of a block of a Hugging Face tensor.
+    """The current values of a block of a Hugging Face tensor.
 
-    shape: of the whole tensor. corner: row and column of it at which the block begins.
+    shape: the whole tensor's shape. corner: row and column at which the block begins.
     """
 
     name: str
@@ -84,15 +85,20 @@ class Parameter:
         """Return a tensor's rows, cut evenly: `shard` counts this one, `rows` are those of the whole."""
         return Block(name, values, (rows, *values.shape[1:]), (shard * values.shape[0], 0))
 
-    def part_names(self) -> list[str]:
+    def stacked(self, here: Sequence[int], shards: Sequence[int], whole: Sequence[int]) -> Iterator[Block]:
+        """Yield tensors that lie one above the other: of each its rows here, which shard they are, and all its rows."""
         parent, _, own = self.layer_name.rpartition(".")
-        if own not in self.packed:
+        names = self.packed.get(own)
+        if names is None:
             raise UnreadableError("packed_modules_mapping does not say what it consists of")
-        return [f"{parent}.{part}.{self.name}" for part in self.packed[own]]
+        if len(names) != len(here):
+            raise UnreadableError(f"{len(here)} parts, and packed_modules_mapping names {len(names)}")
+        for name, part, shard, rows in zip(names, self.values.split(here), shards, whole, strict=True):
+            yield self.rows(f"{parent}.{name}.{self.name}", part, shard, rows)
 
 
 def blocks(model: Any) -> Iterator[Block]:
-    """Yield the block that each parameter of a vLLM model holds here; shared ones come once.
+    """Yield the block of each vLLM model parameter in this process; shared parameters appear once.
 
     Raises UnreadableError, naming all the parameters that cannot be read and why, after the others.
     """
@@ -113,7 +119,7 @@ def blocks(model: Any) -> Iterator[Block]:
 
 
 def held_blocks(model: Any) -> tuple[list[HeldBlock], list[str]]:
-    """Return the blocks that this process holds, and the parameters that cannot be read, each with the reason."""
+    """Return this process's blocks, and the unreadable parameters, each with the reason."""
     found: list[tuple[Block, torch.Tensor]] = []
     refused: list[str] = []
     try:
@@ -145,9 +151,15 @@ def _blocks_of(layer: Any, parameter: Parameter) -> Iterable[Block]:
         shape, corner = (values.shape[0], layer.input_size), (0, layer.tp_rank * values.shape[1])
         return [Block(name, values, shape, corner)]
     if kind is MergedColumnParallelLinear:
-        return _merged(layer, parameter)
+        here = [size // layer.tp_size for size in layer.output_sizes]
+        return parameter.stacked(here, [layer.tp_rank] * len(here), layer.output_sizes)
     if kind is QKVParallelLinear:
-        return _qkv(layer, parameter)
+        heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+        total_heads = [layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads]
+        shards = [layer.tp_rank, *[layer.tp_rank // layer.num_kv_head_replicas] * 2]
+        head_sizes = [layer.head_size, layer.head_size, layer.v_head_size]
+        here, whole = ([*map(mul, counts, head_sizes)] for counts in (heads, total_heads))
+        return parameter.stacked(here, shards, whole)
     if kind in (VocabParallelEmbedding, ParallelLMHead):
         place = layer.shard_indices
         if layer.num_added_embeddings:
@@ -157,28 +169,6 @@ def _blocks_of(layer: Any, parameter: Parameter) -> Iterable[Block]:
     if kind is RoutedExperts:
         return _experts(layer, parameter)
     raise UnreadableError(f"what {kind.__name__} holds is not known")
-
-
-def _merged(layer: Any, parameter: Parameter) -> Iterator[Block]:
-    names, sizes = parameter.part_names(), layer.output_sizes
-    if len(names) != len(sizes):
-        raise UnreadableError(f"{len(sizes)} parts, and packed_modules_mapping names {len(names)}")
-    parts = parameter.values.split([size // layer.tp_size for size in sizes])
-    for name, size, part in zip(names, sizes, parts, strict=True):
-        yield parameter.rows(name, part, layer.tp_rank, size)
-
-
-def _qkv(layer: Any, parameter: Parameter) -> Iterator[Block]:
-    names = parameter.part_names()
-    if len(names) != 3:
-        raise UnreadableError(f"q, k and v, and packed_modules_mapping names {len(names)}")
-    heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
-    total_heads = [layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads]
-    shards = [layer.tp_rank, *[layer.tp_rank // layer.num_kv_head_replicas] * 2]
-    head_sizes = [layer.head_size, layer.head_size, layer.v_head_size]
-    parts = parameter.values.split([n * size for n, size in zip(heads, head_sizes, strict=True)])
-    for name, part, shard, total, size in zip(names, parts, shards, total_heads, head_sizes, strict=True):
-        yield parameter.rows(name, part, shard, total * size)
 
 
 def _experts(layer: Any, parameter: Parameter) -> Iterator[Block]:
@@ -231,7 +221,7 @@ class RefitExtension:
         self._refit_ends().join_broadcast(address, port, first_rank + self.rank, world_size, timeout_s)
 
     def begin_refit(self) -> None:
-        """Forget what an earlier refit, perhaps an abandoned one, has loaded."""
+        """Discard an earlier refit's state, even an abandoned one's."""
         self._refit_received: set[str] = set()
         self._refit_loaded: set[str] = set()
         self._refit_ends().close()
@@ -243,7 +233,7 @@ class RefitExtension:
             runner.intermediate_tensors = model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=self.device
             )
-        self._refit_quantize()  # what an abandoned refit has left
+        self._refit_quantize()  # the remainder of an abandoned refit
         self._refit_quantizes = self.vllm_config.model_config.quantization is not None
         if self._refit_quantizes:
             initialize_layerwise_reload(model)
@@ -262,40 +252,30 @@ class RefitExtension:
         accelerator.synchronize(self.device)
 
     def finish_refit(self, read_back: bool) -> dict[str, Any]:
-        """Say what this process has, in plain data, for `engine.require_refit`.
-
-        read_back: whether what the model holds is read.
-        """
+        """Report this process's weights, in plain data, for `engine.require_refit`; read_back: with their sums."""
         self._refit_ends().close()
         self._refit_quantize()
         model = self.model_runner.get_model()
         blocks, unreadable = held_blocks(model) if read_back else ([], [])
+        experts = ".routed_experts."  # which vLLM up to 0.31 leaves out of the names of experts' weights
+        loaded = {name.replace(experts, ".") for name in self._refit_loaded}
+        kept = [name for name in self._refit_parameters if name.replace(experts, ".") not in loaded]
         return {
             "received": sorted(self._refit_received),
-            "unwritten": unwritten(self._refit_parameters, self._refit_loaded),
+            "unwritten": sorted(kept),
             "blocks": [asdict(block) for block in blocks],
             "unreadable": unreadable,
         }
 
     def _refit_quantize(self) -> None:
-        """Have vLLM quantize what has been loaded and is not yet, if anything is."""
+        """Have vLLM quantize loaded weights that are not quantized yet."""
         if self.vllm_config.model_config.quantization is not None:
             with set_current_vllm_config(self.vllm_config):
                 finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
 
-    def _refit_ends(self) -> Receivers:
+    def _refit_ends(self) -> Receiver:
         # vLLM mixes this class in after it has made the worker: there is no constructor of its own.
-        return vars(self).setdefault("_refit_receivers", Receivers(self.device))
-
-
-def unwritten(parameters: Iterable[str], loaded: Iterable[str]) -> list[str]:
-    """Return those of the parameters that are not among the names that `load_weights` gave back.
-
-    Up to 0.31 vLLM leaves the layer `routed_experts` out of the names of experts' weights.
-    """
-    experts = ".routed_experts."
-    known = {name.replace(experts, ".") for name in loaded}
-    return sorted(name for name in parameters if name.replace(experts, ".") not in known)
+        return vars(self).setdefault("_refit_receivers", Receiver(self.device))
 
 
 def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
@@ -309,5 +289,5 @@ if current_platform.is_cpu():
     vllm_linear.dispatch_cpu_unquantized_gemm = _use_plain_linear
 
 if multiprocessing.parent_process() is not None:
-    # The kernel ends this process with the one that started it, however that ends: no engine is left behind.
+    # The kernel ends this process together with its parent, so no engine is left behind.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -31,12 +31,10 @@ _BLOCK = 512
 
 
 class LocalAttention(DotProductAttention):
-    """Megatron's attention without [B, N, Q, K] scores, and without dropout.
+    """Megatron's attention without [B, N, Q, K] scores and dropout; softmax_offset: attention sinks [N], or None.
 
-    softmax_offset: learned attention sinks [N], or None.
-    Memory is linear in the sequence length, on CPU too. Under context parallelism a rank gathers the keys and values of
-    all ranks for its own queries, which are processed in blocks; gradients of keys and values are summed on the ranks
-    that own them.
+    Memory is linear in the sequence length. Under context parallelism a rank gathers all keys and values for its own
+    queries, in blocks; gradients of keys and values are summed on the ranks that own them.
     """
 
     def __init__(
@@ -89,134 +87,99 @@ class LocalAttention(DotProductAttention):
         if shared:
             borders = () if packed_seq_params is None else tuple(packed_seq_params.cu_seqlens_q.tolist())
             return self._shared(query, key, value, borders)
-        scale, sinks, window = self.softmax_scale, self.softmax_offset, self._window
-        queries, keys = query.shape[0], key.shape[0]
+        queries, keys, window = len(query), len(key), self._window
         if attention_mask is not None:
             visible = ~attention_mask
             if window is not None:
-                visible = visible & _visible(queries, keys, window, query.device)
-            return _attend(query, key, value, visible, False, scale, sinks).flatten(2)
+                visible = visible & self._visible(queries, keys, query.device)
+            return self._attend(query, key, value, visible).flatten(2)
         causal = self.attn_mask_type is AttnMaskType.causal and queries > 1
         if window is None or window >= keys:
-            return _attend(query, key, value, None, causal, scale, sinks).flatten(2)
+            return self._attend(query, key, value, causal=causal).flatten(2)
         # In blocks, so that masked scores are mostly not computed. The queries are at the last positions of the keys.
         context, behind = list[torch.Tensor](), keys - queries
         for start in range(0, queries, _BLOCK):
             end = min(start + _BLOCK, queries)
             seen = slice(max(0, behind + start - window + 1), behind + end)
-            context.append(_attend_from_last(query[start:end], key[seen], value[seen], scale, sinks, window))
+            context.append(self._attend_from_last(query[start:end], key[seen], value[seen]))
         return torch.cat(context).flatten(2)
 
     def _shared(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: tuple[int, ...]
     ) -> torch.Tensor:
-        """Attend from this rank's queries to the keys of all ranks, block by block."""
         if borders:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key, value = (gather_in_order(x, borders, grad_of_every_rank_is_whole=False) for x in (key, value))
         ranks, rank = context_parallel_size(), context_parallel_rank()
-        blocks = _blocks(borders or (0, len(key)), ranks, rank, _BLOCK, self._window)
-        # A block's mask is made again in the backward pass: all of them together are as large as the scores.
-        context = [
-            checkpoint(
-                _attend_from_last,
-                *(query[block.queries], key[block.keys], value[block.keys], self.softmax_scale),
-                *(self.softmax_offset, self._window),
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for block in blocks
-        ]
+        context: list[torch.Tensor] = []
+        for queries, keys in _blocks(borders or (0, len(key)), ranks, rank, _BLOCK, self._window):
+            # A block's mask is made again in the backward pass: all of them together are as large as the scores.
+            block = query[queries], key[keys], value[keys]
+            attend = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            context.append(attend(self._attend_from_last, *block))
         joined = torch.cat(context).flatten(2)
         return joined.squeeze(1) if borders else joined
 
+    def _attend_from_last(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return causal attention [Q, B, N, D] for queries at the last Q of the keys' positions, within the window."""
+        return self._attend(query, key, value, self._visible(len(query), len(key), query.device))
 
-def _attend_from_last(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    sinks: torch.Tensor | None,
-    window: int | None,
-) -> torch.Tensor:
-    """Causal attention, [Q, B, N, D], for queries at the last Q of the keys' positions, within the window if any."""
-    visible = _visible(len(query), len(key), window, query.device)
-    return _attend(query, key, value, visible, False, scale, sinks)
+    def _visible(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+        """Return the causal mask [Q, K] for queries at the last Q positions: true where the key is visible."""
+        behind = keys - queries
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
+        return visible if self._window is None else visible.triu(behind - self._window + 1)
 
-
-def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return the causal mask [Q, K] for queries at the last Q positions: true where the key is visible."""
-    behind = keys - queries
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
-    return visible if window is None else visible.triu(behind - window + 1)
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return [Q, B, N, D] for query [Q, B, N, D], key and value [K, B, groups, D]; visible: bool, as [B, N, Q, K].
-
-    sinks: [N], or None.
-    """
-    heads = query.shape[2]
-    if heads > key.shape[2]:
-        # Each query group's head once for every query head that shares it.
-        key, value = (part.repeat_interleave(heads // part.shape[2], dim=2) for part in (key, value))
-    if sinks is not None:
-        # One more key of the value 0, whose score is the sink of its head whatever the query. Queries and keys are one
-        # channel longer: 1 in queries, 0 in keys, and the sink in the key that is added. It stands before the others,
-        # and where they are causal a query before the first does too, which nobody reads.
-        of_scores = scale or query.shape[-1] ** -0.5
-        scale, query = of_scores, pad(query, (0, 1), value=1.0)
-        key, value = (pad(part, (0, 1)) for part in (key, value))
-        sink = pad((sinks.to(key.dtype) / of_scores).unsqueeze(-1), (key.shape[-1] - 1, 0))
-        sink = sink.expand(1, *key.shape[1:])
-        key, value = torch.cat([sink, key]), torch.cat([torch.zeros_like(sink), value])
-        if causal:
-            query = torch.cat([torch.zeros_like(query[:1]), query])
-        elif visible is not None:
-            visible = pad(visible, (1, 0), value=True)
-    context_BNQD = scaled_dot_product_attention(
-        *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
-        attn_mask=visible,
-        is_causal=causal,
-        scale=scale,
-    )
-    context = context_BNQD.permute(2, 0, 1, 3)
-    if sinks is None:
-        return context
-    return context[1 if causal else 0 :, ..., :-1]
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visible: torch.Tensor | None = None,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """As `forward`, without the layer's window; visible: bool, as [B, N, Q, K]."""
+        heads, scale, sinks = query.shape[2], self.softmax_scale, self.softmax_offset
+        if heads > key.shape[2]:
+            # Each query group's head once for every query head that shares it.
+            key, value = (part.repeat_interleave(heads // part.shape[2], dim=2) for part in (key, value))
+        if sinks is not None:
+            # One more key with the value 0, whose score is its head's sink whatever the query. Queries and keys are one
+            # channel longer: 1 in queries, 0 in keys, and the sink in the added key. It stands before the others, and
+            # if they are causal a query before the first does too, which nobody reads.
+            of_scores = scale or query.shape[-1] ** -0.5
+            scale, query = of_scores, pad(query, (0, 1), value=1.0)
+            key, value = (pad(part, (0, 1)) for part in (key, value))
+            sink = pad((sinks.to(key.dtype) / of_scores).unsqueeze(-1), (key.shape[-1] - 1, 0))
+            sink = sink.expand(1, *key.shape[1:])
+            key, value = torch.cat([sink, key]), torch.cat([torch.zeros_like(sink), value])
+            if causal:
+                query = torch.cat([torch.zeros_like(query[:1]), query])
+            elif visible is not None:
+                visible = pad(visible, (1, 0), value=True)
+        of_heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        attended = scaled_dot_product_attention(*of_heads, attn_mask=visible, is_causal=causal, scale=scale)
+        context = attended.permute(2, 0, 1, 3)
+        return context if sinks is None else context[1 if causal else 0 :, ..., :-1]
 
 
-class _Block(NamedTuple):
-    """A run of consecutive positions of a sample on this rank, and the keys that it sees."""
-
-    queries: slice
-    keys: slice
-
-
-@lru_cache(maxsize=2)  # every layer, with a window or without, of a microbatch asks for the same ones
+@lru_cache(maxsize=2)  # the same for every layer of a microbatch, with a window or without
 def _blocks(
     borders: tuple[int, ...], ranks: int, rank: int, most: int, window: int | None = None
-) -> list[_Block]:
+) -> list[tuple[slice, slice]]:
+    """Return runs of at most `most` consecutive positions of a sample on this rank, each with the keys that it sees."""
     positions = zigzag(borders, ranks)[rank].tolist()
     starts = [
         column
         for column, last in enumerate([-2, *positions[:-1]])
         if positions[column] != last + 1 or positions[column] in borders
     ]
-    blocks: list[_Block] = []
+    blocks: list[tuple[slice, slice]] = []
     for first, after in pairwise([*starts, len(positions)]):
         for column in range(first, after, most):
             end = min(column + most, after)
             seen = borders[bisect_right(borders, positions[column]) - 1]
             if window is not None:
                 seen = max(seen, positions[column] - window + 1)
-            blocks.append(_Block(slice(column, end), slice(seen, positions[end - 1] + 1)))
+            blocks.append((slice(column, end), slice(seen, positions[end - 1] + 1)))
     return blocks

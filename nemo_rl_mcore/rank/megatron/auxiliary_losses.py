@@ -81,8 +81,6 @@ class _Tracker(MoEMetricsTracker):
 
 
 class AuxiliaryLosses:
-    """The auxiliary losses of this rank's model: their inputs, scales and metrics."""
-
     def __init__(self, config: TransformerConfig, chunks: Sequence[torch.nn.Module]):
         self._config = config
         self._balances = (
@@ -116,26 +114,20 @@ class AuxiliaryLosses:
         config = self._config
         if not (self._balances or config.mtp_num_layers or config.moe_router_enable_expert_bias):
             return None
-        if "input_lengths" not in microbatch.rows:
-            raise ValueError(
-                "'input_lengths' is missing from the batch: a model with experts or prediction layers needs it"
-            )
         sequences, tokens = (float(count) for count in valid_counts(microbatch.rows))
         part = tokens if loss_fn.loss_type is LossType.TOKEN_LEVEL else sequences
         predicted = float(tokens_to_train(microbatch.rows, loss_fn.rows_per_sample).sum())
-        self._microbatches += 1
-        self._trained_microbatches += predicted > 0
         real = ~microbatch.whole.padding
         # Without a real token the load-balancing loss would be 0/0; its scale is 0 anyway.
         shows_padding = self._balances and bool(real.any())
         # The number of tokens by which Megatron multiplies this rank's part of a load-balancing loss.
-        if not shows_padding:
-            routed = self._own_columns(microbatch.padding).numel()
-        elif self._counts_all_ranks:
-            routed = int(real.sum())
-        else:
-            routed = int((~self._own_columns(microbatch.padding)).sum())
+        own_padding = self._own_columns(microbatch.padding)
+        routed = own_padding.numel()
+        if shows_padding:
+            routed = int(real.sum()) if self._counts_all_ranks else int((~own_padding).sum())
         routed *= dist.get_world_size(_sequence_ranks())
+        self._microbatches += 1
+        self._trained_microbatches += predicted > 0
         self._balanced_microbatches += shows_padding
         recorded = float(shows_padding)
         if shows_padding and config.moe_router_load_balancing_type == "seq_aux_loss":
@@ -194,7 +186,6 @@ class AuxiliaryLosses:
                 tensor.register_hook(begin_backward)
 
     def reset(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Clear recorded losses and the routers' token counts of an earlier step."""
         self._microbatches = self._balanced_microbatches = self._trained_microbatches = 0
         self._router_padding = None
         # Replaced, not zeroed: its sizes are those of the first model that recorded in this process.
@@ -204,23 +195,26 @@ class AuxiliaryLosses:
         reset_model_temporary_tensors(self._config, [*chunks])
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(moe_metrics, mtp_metrics) of the microbatches since the last reset; a second call finds none.
+        """Return (moe_metrics, mtp_metrics) since the last reset, once.
 
-        The load-balancing loss is without coefficient, the mean over layers and microbatches with a token; a prediction
+        The load-balancing loss is the mean over layers and microbatches with a token, without coefficient; a prediction
         layer's cross-entropy is the mean over the microbatches that train it.
         """
         if not self._microbatches:
             return {}, {}
+        stages: Any = parallel_state.get_pipeline_model_parallel_group()
         balance: dict[str, float] = {}
         for name, entry in self._tracker.metrics.items() if self._balances else ():
             total = entry.values.sum().double().reshape(1)
-            dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
-            # Ranks that share a sequence each have a part of the loss.
-            dist.all_reduce(total, group=_sequence_ranks())
+            for ranks in (
+                stages,
+                _sequence_ranks(),
+            ):  # ranks that share a sequence each have a part of the loss
+                dist.all_reduce(total, group=ranks)
             (mean,) = self._mean_over_data_parallel(total, self._balanced_microbatches)
             if self._expert_layers is None:
                 layers = torch.tensor([self._own_expert_layers], dtype=torch.double, device=total.device)
-                dist.all_reduce(layers, group=parallel_state.get_pipeline_model_parallel_group())
+                dist.all_reduce(layers, group=stages)
                 self._expert_layers = layers.item()
             balance[name] = mean / self._expert_layers
         predictions: dict[str, float] = {}
@@ -241,11 +235,11 @@ class AuxiliaryLosses:
         return [value / max(count, 1.0) for value in sums]
 
     def _own_columns(self, mask_BS: torch.Tensor) -> torch.Tensor:
-        """Return this rank's columns of a mask under sequence parallelism."""
+        """Return this rank's columns under sequence parallelism."""
         if not self._config.sequence_parallel:
             return mask_BS
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        return mask_BS.chunk(self._config.tensor_model_parallel_size, dim=1)[rank]
+        ranks = parallel_groups.tensor_parallel_group()
+        return mask_BS.chunk(ranks.size(), dim=1)[ranks.rank()]
 
     @cached_property
     def _counts_all_ranks(self) -> bool:
@@ -273,16 +267,15 @@ def without_prediction_layers(modules: Sequence[torch.nn.Module]) -> Iterator[No
     GPTModel.forward would run them in every pass and compute their logits in full. A last stage that shares its
     embedding with another one keeps them: there the embedding of those layers is the output weight.
     """
-    wrapped: Sequence[Any] = modules
-    with_layers = [module for module in wrapped if module.config.mtp_num_layers]
-    models: list[Any] = [model for model in language_models(with_layers) if model.mtp_process]
+    models: list[Any] = [model for model in language_models(modules) if model.config.mtp_num_layers]
+    models = [model for model in models if model.mtp_process]
     if any(model.share_embeddings_and_output_weights and not model.pre_process for model in models):
         models = []
-    configs = [(model.config, model.config.mtp_num_layers) for model in models]
+    layers = [model.config.mtp_num_layers for model in models]
     try:
         for model in models:
             model.mtp_process, model.config.mtp_num_layers = False, None
         yield
     finally:
-        for model, (config, layers) in zip(models, configs, strict=True):
-            model.mtp_process, config.mtp_num_layers = True, layers
+        for model, number in zip(models, layers, strict=True):
+            model.mtp_process, model.config.mtp_num_layers = True, number

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from nemo_rl_mcore.ops.sampling import at_temperature
 from nemo_rl_mcore.rank import accelerator, activity, rendezvous
 from nemo_rl_mcore.rank.agreement import together
 from nemo_rl_mcore.rank.checkpoints import BackgroundWrite
-from nemo_rl_mcore.rank.megatron import checkpoint, generation, parallel_groups, tell_once
+from nemo_rl_mcore.rank.megatron import checkpoint, generation, parallel_groups, quiet_notices
 from nemo_rl_mcore.rank.megatron.hf_weights.adapters import save_adapters
 from nemo_rl_mcore.rank.megatron.hf_weights.export import full_tensors, save_pretrained
 from nemo_rl_mcore.rank.megatron.hf_weights.load import WholeWeightFilling
@@ -45,7 +44,7 @@ from nemo_rl_mcore.rank.policy_backend import (
 
 def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBackend:
     """Meet the other ranks and build this rank's part of the model; the device is prepared, see `accelerator`."""
-    tell_once()
+    quiet_notices()
     activity.advance("meeting the other ranks")
     parallel_groups.initialize(policy.megatron_cfg, options.seed, policy.call_timeout_s)
     activity.advance("building the model")
@@ -53,25 +52,16 @@ def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBacke
 
 
 def open_generator(policy: PolicyConfig) -> GeneratorBackend:
-    """Build the whole model in this process, with random weights until others are brought; see `open_backend`."""
+    """Build the whole model in this process, with random weights until others arrive; see `open_backend`."""
     rendezvous.join_alone()
     config = policy.megatron_cfg.model_copy(update=UNDIVIDED | {"peft": PeftConfig()})  # weights come merged
     alone = policy.model_copy(update={"megatron_cfg": config, "model_name": None})
-    options = BackendOptions(
-        seed=0,
-        role=Role.POLICY,
-        trained=False,
-        temperature=policy.generation.temperature,
-        verify_checksums=True,
-    )
-    return open_backend(alone, options)
+    temperature = policy.generation.temperature
+    return open_backend(alone, BackendOptions(0, Role.POLICY, False, temperature, verify_checksums=True))
 
 
 class MegatronBackend(MegatronTrainBackend):
-    """Implements `rank.policy_backend.PolicyBackend` for one rank. Its process groups must be initialised.
-
-    Where one rank holds the whole model it is a `GeneratorBackend` too.
-    """
+    """`PolicyBackend` for one rank with initialised groups; a `GeneratorBackend` too if it has the whole model."""
 
     def __init__(self, policy: PolicyConfig, options: BackendOptions):
         super().__init__(policy, options)
@@ -79,7 +69,9 @@ class MegatronBackend(MegatronTrainBackend):
         self._verify_checksums = options.verify_checksums
         # None also beside adapters: without them the model is its reference.
         self._reference: ReferencePolicy | None = None
-        self._base = checkpoint.Base.of(policy) if policy.megatron_cfg.peft.enabled else None
+        self._base: checkpoint.Base | None = None
+        if policy.megatron_cfg.peft.enabled:
+            self._base = checkpoint.Base(model_name=policy.model_name, init_checkpoint=policy.init_checkpoint)
         # What of the model waits in the CPU's memory, and what is on the device; None while that is being changed.
         self._weights_away, self._state_away = _Shelf(), _Shelf()
         self._present: OnDevice | None = OnDevice.EVERYTHING
@@ -98,10 +90,9 @@ class MegatronBackend(MegatronTrainBackend):
         return self._read("get_logprobs", data, micro_batch_size, kind)[0]
 
     def keep_reference(self) -> None:
-        if self._policy.megatron_cfg.peft.enabled:
-            return
-        on_device = is_kept_on_device(self._policy, self.chunks)
-        self._reference = ReferencePolicy(self.chunks, on_device=on_device)
+        if not self._policy.megatron_cfg.peft.enabled:
+            on_device = is_kept_on_device(self._policy, self.chunks)
+            self._reference = ReferencePolicy(self.chunks, on_device=on_device)
 
     def reference_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
@@ -144,24 +135,24 @@ class MegatronBackend(MegatronTrainBackend):
                 ids_1P = torch.tensor([list(prompt)], device=self.device)
                 # By the passes of a session.
                 logits_1V = generation.next_logits(self.forward, 1, len(prompt) + 1)(ids_1P)
-                logits_1V = logits_1V[:, : self._policy.model.vocab_size]
-                rows.append(at_temperature(logits_1V, temperature).log_softmax(-1).cpu())
+                logits_1V = at_temperature(logits_1V[:, : self._policy.model.vocab_size], temperature)
+                rows.append(logits_1V.log_softmax(-1).cpu())
         return torch.cat(rows)
 
     # Checkpoints and weights
 
     def keep_on_device(self, what: OnDevice) -> None:
-        """See `PolicyBackend.keep_on_device`; what a call that failed has left is moved by the next one.
+        """See `PolicyBackend.keep_on_device`; parts that a failed call has left are moved by the next one.
 
-        Megatron frees its gradient buffers itself. Its call for the optimizer gives every tensor new memory, which in
-        float32 are the weights, and that for the weights knows those of the distributed optimizer alone. So these are
-        moved here, below the tensors: whoever views a storage, such as a shard of a bucket, finds it filled again.
+        Megatron frees its gradient buffers itself. Its call for the optimizer gives every tensor new memory, also to
+        float32 weights, and that for the weights knows only those of the distributed optimizer. So these are moved
+        here, below the tensors: whoever views a storage, such as a shard of a bucket, finds it filled again.
         """
         if self._present is what:
             return
         self._present = None
         everything = what is OnDevice.EVERYTHING
-        # Megatron asks for a buffer's storage in a way that torch says it will drop.
+        # Megatron asks for a buffer's storage in a way that torch deprecates.
         quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
         if self.trained and not everything:
             self.optimizer.zero_grad()  # gradients of main weights may have memory of their own
@@ -188,15 +179,19 @@ class MegatronBackend(MegatronTrainBackend):
                 for chunk in self._wrapped:
                     chunk.restore_grad_buffers()
         else:
-            accelerator.empty_cache()  # others are to have it
+            accelerator.empty_cache()  # for other processes
         self._present = what
 
+    def _model(self) -> checkpoint.SavedModel:
+        verify = self._verify_checksums
+        return checkpoint.SavedModel(self, self._policy, self._reference, self._base, verify)
+
     def _saved(self) -> checkpoint.SavedModel:
-        """Return what a checkpoint is made of; the weights beside adapters stay, and have their digest once."""
+        """Return the parts of a checkpoint; the weights beside adapters never change, and get their digest once."""
         if self._base is not None and not self._base.digest:
             digest = checkpoint.base_digest(self.chunks, self._policy)
             self._base = self._base.model_copy(update={"digest": digest})
-        return checkpoint.SavedModel(self, self._policy, self._reference, self._base)
+        return self._model()
 
     def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
         checkpoint.save_policy(self._saved(), folder, committed_step_ids)
@@ -207,18 +202,10 @@ class MegatronBackend(MegatronTrainBackend):
         return BackgroundWrite(partial(write, group))
 
     def load(self, folder: Path) -> Sequence[str]:
-        model = checkpoint.SavedModel(self, self._policy, self._reference, self._base)
-        return checkpoint.load_policy(model, folder, verify_checksums=self._verify_checksums)
+        return checkpoint.load_policy(self._model(), folder)
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
-        base = checkpoint.load_weights_of(
-            self.chunks,
-            self._policy,
-            folder,
-            of_a_policy=of_a_policy,
-            verify_checksums=self._verify_checksums,
-        )
-        self._base = base or self._base
+        self._base = checkpoint.load_weights_of(self._model(), folder, of_a_policy=of_a_policy) or self._base
         self.weights_replaced()
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -243,33 +230,30 @@ class MegatronBackend(MegatronTrainBackend):
         rendezvous.leave()
 
 
-@dataclass
 class _Shelf:
-    """The contents of storages without memory, page-locked meanwhile; torch keeps such memory for the next time."""
+    """Storages without memory and their contents, page-locked meanwhile; torch keeps such memory for the next time."""
 
-    contents: list[tuple[torch.UntypedStorage, Tensor]] = field(
-        default_factory=list[tuple[torch.UntypedStorage, Tensor]]
-    )
+    def __init__(self) -> None:
+        self._contents: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def put_away(self, tensors: Iterable[Tensor]) -> None:
         device, pinned = accelerator.device(), accelerator.has_cuda()
         of_tensors = (tensor.untyped_storage() for tensor in tensors if tensor.device == device)
-        storages = {storage.data_ptr(): storage for storage in of_tensors}
         taken: list[tuple[torch.UntypedStorage, Tensor]] = []
-        for storage in storages.values():
+        for storage in {storage.data_ptr(): storage for storage in of_tensors}.values():
             if size := storage.nbytes():
                 contents = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 view = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
                 taken.append((storage, contents.copy_(view, non_blocking=True)))
         accelerator.synchronize(device)
-        for storage, contents in taken:
-            self.contents.append((storage, contents))
+        for storage, _ in taken:
             storage.resize_(0)
+        self._contents += taken
 
     def bring_back(self) -> None:
         device = accelerator.device()
-        while self.contents:  # for want of memory it may end half-way, and be called again
-            storage, contents = self.contents[-1]
+        while self._contents:  # for want of memory it may end half-way, and be called again
+            storage, contents = self._contents[-1]
             storage.resize_(contents.numel())
             torch.empty(0, dtype=torch.uint8, device=device).set_(storage).copy_(contents)
-            self.contents.pop()
+            self._contents.pop()

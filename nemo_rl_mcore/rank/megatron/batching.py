@@ -37,8 +37,7 @@ from nemo_rl_mcore.rank.megatron.context_parallel import (
 class Batching:
     """Splits this rank's rows into microbatches, on the CPU.
 
-    column_multiple: padded lengths are multiples of this; in a packed row the lengths of samples too, where context
-        parallelism needs it.
+    column_multiple: of padded lengths and, under context parallelism, of the samples' lengths in a packed row.
     budgets: token budgets of a microbatch; None for a fixed number of rows.
     """
 
@@ -49,10 +48,7 @@ class Batching:
     def microbatches(
         self, data: BatchedDataDict, micro_batch_size: int, rows_per_sample: int | None
     ) -> list[Microbatch]:
-        """Return the microbatches of one schedule call; a token budget overrides `micro_batch_size`.
-
-        rows_per_sample: of the loss; None for a pass without a loss, which treats each row separately.
-        """
+        """Return the microbatches of one schedule call; rows_per_sample: of the loss, None for a pass without one."""
         config, budgets, rows = self.config, self.budgets, rows_per_sample or 1
         if rows_per_sample is None:
             data = data.without(EPISODE)
@@ -84,10 +80,7 @@ class Batching:
 
 
 def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[str, Any]:
-    """Return GPTModel's keywords that restrict attention to a token's own sample.
-
-    Rows of one sample need no mask: the layers are causal, and the padding is on the right.
-    """
+    """Return GPTModel's keywords that restrict attention to a token's own sample; rows of one sample need no mask."""
     borders = microbatch.borders
     if not borders:
         return {"attention_mask": None}

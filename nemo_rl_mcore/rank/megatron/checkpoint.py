@@ -6,66 +6,32 @@ random/rank_R.pt                   the generators of one rank, of use to the sam
 state.json                         the counters of optimizer and schedule, the layout, the last committed step_ids
 SHA256SUMS                         the checksum of every file
 
-torch_dist is self-describing: what one layout wrote, another reads. All ranks must see the folder.
-`dist_checkpointing.save` and `load` are composed here from their parts: there the first rank writes alone what the
-others wait for, and what is unpickled is read without a limit.
+All ranks must see the folder.
 """
 
 from __future__ import annotations
 
 import io
-import logging
 import random
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge, nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    apply_factory_merges,
-)
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    MCoreSavePlanner,
-    TorchDistLoadShardedStrategy,
-    _replace_sharded_keys_with_state_dict_keys,
-    _replace_state_dict_keys_with_sharded_keys,
-    _restore_dict_types,
-    _unwrap_pyt_sharded_tensor,
-    mcore_to_pyt_state_dict,
-)
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from megatron.core.dist_checkpointing.validation import (
-    StrictHandling,
-    determine_global_metadata,
-    validate_integrity_and_strict_load,
-)
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.futures import Future
 
 from nemo_rl_mcore.config import MegatronConfig, PolicyConfig
 from nemo_rl_mcore.data.strict_json import read_json, read_regular
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.rank import accelerator, activity
+from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.agreement import agreed, agreed_on_first
 from nemo_rl_mcore.rank.checkpoints import (
     POLICY_FOLDER,
@@ -78,6 +44,7 @@ from nemo_rl_mcore.rank.checkpoints import (
 from nemo_rl_mcore.rank.megatron.hf_weights.export import full_tensors
 from nemo_rl_mcore.rank.megatron.hf_weights.load import OF_ADAPTERS, load_pretrained
 from nemo_rl_mcore.rank.megatron.lora import adapter_state
+from nemo_rl_mcore.rank.megatron.model_class import VALUE_HEAD
 from nemo_rl_mcore.rank.megatron.optimizer_state import (
     gather_parameters,
     load_optimizer_state,
@@ -86,28 +53,22 @@ from nemo_rl_mcore.rank.megatron.optimizer_state import (
 )
 from nemo_rl_mcore.rank.megatron.parallel_groups import rng_tracker
 from nemo_rl_mcore.rank.megatron.reference_policy import ReferencePolicy
-from nemo_rl_mcore.rank.megatron.sharded_metadata import COMMON_STATE, read_metadata
+from nemo_rl_mcore.rank.megatron.sharded_folder import PreparedState, load_sharded
 from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
-from nemo_rl_mcore.rank.megatron.value_head import VALUE_HEAD
 from nemo_rl_mcore.rank.refit import digests
 from nemo_rl_mcore.rank.rendezvous import patient_group
 
-_log = logging.getLogger(__name__)
 _WRITER = re.compile(r"(?:__|rank_)(\d+)[_.]")
 
 
 def write_sums_together(folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write the list of a folder that all ranks have filled; each reads what it wrote, which its machine still holds.
-
-    group: of all ranks; None is as in `agreement.together`. Raises OSError on all ranks when one of them cannot.
-    """
-    rank = dist.get_rank()
+    """Write the list of a folder that all ranks have filled; OSError on all ranks if one of them cannot."""
 
     def own_sums() -> dict[str, str]:
         sums: dict[str, str] = {}
         for name in _files(folder):
             match = _WRITER.match(Path(name).name)
-            if rank == (int(match[1]) if match is not None else 0):
+            if dist.get_rank() == (int(match[1]) if match is not None else 0):
                 sums[name] = sha256(folder / name)
         return sums
 
@@ -117,22 +78,16 @@ def write_sums_together(folder: Path, group: dist.ProcessGroup | None) -> None:
     agreed_on_first(lambda: write_sums(folder, together), group)
 
 
-def require_sums_together(folder: Path, part: str = "", *, required: bool) -> None:
-    """Compare the files of a folder, or those below a folder inside, with its list; each rank takes an equal share.
+def require_sums_together(folder: Path, part: str = "") -> None:
+    """Compare a folder's files, or those whose names start with `part`, with its list; each rank takes an equal share.
 
-    Raises ValueError on all ranks, naming a file that was changed, is missing or was added. A folder without a list
-    passes with a line in the log if none is required, as in those of older versions.
+    Raises ValueError on all ranks, naming a file that was changed, is missing or was added.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def compare() -> None:
         sums = read_sums(folder)
         if sums is None:
-            if required:
-                raise RefusedError(f"{folder / SUMS_FILE} is missing", code="missing-checksums")
-            if rank == 0:
-                _log.warning("%s has no %s: its files are loaded unchecked", folder, SUMS_FILE)
-            return
+            raise RefusedError(f"{folder / SUMS_FILE} is missing", code="missing-checksums")
         listed = {name for name in sums if name.startswith(part)}
         there = {name: (folder / name).lstat().st_size for name in _files(folder) if name.startswith(part)}
         if gone := sorted(listed - there.keys()):
@@ -140,13 +95,13 @@ def require_sums_together(folder: Path, part: str = "", *, required: bool) -> No
                 f"{folder / gone[0]} is missing: {folder / SUMS_FILE} lists it", code="missing-file"
             )
         largest_first = sorted(there, key=lambda name: (-there[name], name))
-        require_sums(folder, sums, largest_first[rank::ranks])
+        require_sums(folder, sums, largest_first[dist.get_rank() :: dist.get_world_size()])
 
     agreed(compare)
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Return what the list holds: every regular file but the list itself; readers refuse links and pipes."""
+    """Yield every regular file but the list itself; readers refuse links and pipes."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.is_symlink() and path != folder / SUMS_FILE:
             yield str(path.relative_to(folder))
@@ -154,19 +109,6 @@ def _files(folder: Path) -> Iterator[str]:
 
 def generators_file(folder: Path) -> Path:
     return folder / f"rank_{dist.get_rank()}.pt"
-
-
-def present_generators() -> bytes:
-    """Return the file's content, in types that are read without a pickle's reach."""
-    name, keys, position, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state())
-    state = {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), position, has_gauss, cached),
-        "device": accelerator.device_rng_states(),
-        "tracker": rng_tracker().get_states(),
-    }
-    torch.save(state, file := io.BytesIO())
-    return file.getvalue()
 
 
 def read_generators(folder: Path) -> dict[str, Any]:
@@ -197,21 +139,13 @@ STATE_FILE = "state.json"
 
 
 class Base(BaseModel):
-    """The model that adapters are beside: the key of its name, none for random weights, and a digest of the bits."""
+    """The model beside adapters: the key of its name, none for random weights, and a digest of its bits."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model_name: str | None = None
     init_checkpoint: str | None = None
     digest: str = ""
-
-    @classmethod
-    def of(cls, policy: PolicyConfig) -> Self:
-        return cls(model_name=policy.model_name, init_checkpoint=policy.init_checkpoint)
-
-    @property
-    def named(self) -> bool:
-        return self.model_name is not None or self.init_checkpoint is not None
 
 
 class _State(BaseModel):
@@ -220,27 +154,25 @@ class _State(BaseModel):
     optimizer_step: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     schedule_samples: Annotated[int, Field(ge=0)]
     layout: dict[str, int | None]
-    committed_step_ids: list[str] = []
-    has_checksums: bool = False  # as in the folders of older versions
+    committed_step_ids: list[str]
+    has_checksums: Literal[True] = True
     base: Base | None = None
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What a checkpoint is made of, and set back into.
-
-    base: None where all of the model is trained.
-    """
+    """The parts that a checkpoint saves and restores; base: None if the whole model is trained."""
 
     backend: MegatronTrainBackend
     policy: PolicyConfig
     reference: ReferencePolicy | None
-    base: Base | None = None
+    base: Base | None
+    verify_checksums: bool
 
     def parts(self) -> Iterator[tuple[str, ShardedStateDict]]:
-        """Yield the sharded state of each folder; its tensors are the model's until the next one is asked for."""
-        chunks = self.backend.chunks
-        if self.base is not None and not self.base.named:
+        """Yield the sharded state of each folder; its tensors are the model's own until the next one is yielded."""
+        chunks, base = self.backend.chunks, self.base
+        if base is not None and base.model_name is None and base.init_checkpoint is None:
             yield BASE, _model_state(chunks)
         yield WEIGHTS, self._trained_state()
         if self.reference is not None:
@@ -258,16 +190,28 @@ class SavedModel:
         return _model_state(self.backend.chunks, one_tensor_for_all_layers=one_tensor_for_all_layers)
 
     def rest(self, committed_step_ids: Sequence[str]) -> Callable[[Path, dist.ProcessGroup | None], None]:
-        """Take what is small, and return what writes it, with the checksums of all that the folder then holds."""
-        counters = _State(
+        """Copy the small parts, and return a function that writes them and the checksums of the whole folder."""
+        text = _State(
             optimizer_step=optimizer_step(self.backend.optimizer),
             schedule_samples=int(self.backend.scheduler.num_steps),
             layout=_layout(self.policy.megatron_cfg),
             committed_step_ids=[*committed_step_ids],
-            has_checksums=True,
             base=self.base,
-        )
-        generators, text = agreed(present_generators), counters.model_dump_json()
+        ).model_dump_json()
+
+        def present_generators() -> bytes:
+            # In types that torch loads with weights_only.
+            name, keys, position, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state())
+            state = {
+                "python": random.getstate(),
+                "numpy": (name, keys.tolist(), position, has_gauss, cached),
+                "device": accelerator.device_rng_states(),
+                "tracker": rng_tracker().get_states(),
+            }
+            torch.save(state, file := io.BytesIO())
+            return file.getvalue()
+
+        generators = agreed(present_generators)
 
         def write(folder: Path, group: dist.ProcessGroup | None) -> None:
             agreed_on_first((folder / RANDOM).mkdir, group)
@@ -277,12 +221,18 @@ class SavedModel:
 
         return write
 
+    def read_state(self, folder: Path, parts: Sequence[str] = ("",)) -> _State:
+        """Return a folder's counters, after comparing the files of these parts with their checksums."""
+        saved = agreed(lambda: _read_state(folder))
+        for part in parts if self.verify_checksums else ():
+            require_sums_together(folder, part)
+        return saved
+
 
 def save_policy(saved: SavedModel, folder: Path, committed_step_ids: Sequence[str] = ()) -> None:
     """Write everything that the next step depends on; every rank takes part, and returns when all have written.
 
-    Raises ValueError on all ranks, before anything is written, when the folder holds something; OSError on all ranks
-    when one of them cannot write.
+    Raises ValueError on all ranks, with nothing written, if the folder is not empty; OSError if a rank cannot write.
     """
     _require_empty(folder)
     group = patient_group()  # one rank may write for long
@@ -294,36 +244,32 @@ def save_policy(saved: SavedModel, folder: Path, committed_step_ids: Sequence[st
 def copy_policy(
     saved: SavedModel, folder: Path, committed_step_ids: Sequence[str] = ()
 ) -> Callable[[dist.ProcessGroup], None]:
-    """Copy what `save_policy` writes into the CPU's memory, and return what writes the copy; every rank takes part.
+    """Copy what `save_policy` writes into CPU memory; returns a function that writes the copy. Every rank takes part.
 
-    What is returned is to be called once on every rank, with a group of all ranks that no other thread uses; the
-    policy may be trained meanwhile. The errors are those of `save_policy`.
+    Call it once on every rank, with a group that no other thread uses; the policy may be trained meanwhile.
     """
     _require_empty(folder)
     parts = {name: PreparedState.of(state, copied=True) for name, state in saved.parts()}
     write_rest, device = saved.rest(committed_step_ids), accelerator.device()
 
     def write(group: dist.ProcessGroup) -> None:
-        accelerator.compute_on(device)  # also in a thread that has not yet
+        accelerator.compute_on(device)  # in this thread too
         for name in [*parts]:
-            parts.pop(name).write(folder / name, group)  # what is written is needed no more
+            parts.pop(name).write(folder / name, group)  # frees each part once it is written
         write_rest(folder, group)
 
     return write
 
 
-def load_policy(model: SavedModel, folder: Path, *, verify_checksums: bool = True) -> Sequence[str]:
-    """Set everything back that `save_policy` wrote, and return the step_ids that were committed; every rank takes part.
+def load_policy(model: SavedModel, folder: Path) -> Sequence[str]:
+    """Restore everything that `save_policy` wrote, and return the committed step_ids; every rank takes part.
 
-    Generators are set back only where the layout is the one that was saved. A checkpoint of a run without a reference
-    policy leaves the given one. Raises ValueError on all ranks, naming the file, when one is broken, and RefusedError
-    for adapters beside another model.
+    Generators are restored only into the layout that was saved; a checkpoint without a reference policy leaves the
+    given one. Raises ValueError on all ranks, naming the file, if one is broken, and RefusedError for adapters beside
+    another model.
     """
-    backend, config, reference = model.backend, model.policy.megatron_cfg, model.reference
-    saved = agreed(lambda: _read_state(folder))
-    if verify_checksums:
-        require_sums_together(folder, required=saved.has_checksums)
-    same_layout = saved.layout == _layout(config)
+    backend, reference, saved = model.backend, model.reference, model.read_state(folder)
+    same_layout = saved.layout == _layout(model.policy.megatron_cfg)
     generators = agreed(lambda: read_generators(folder / RANDOM) if same_layout else None)
     if reference is not None and (folder / REFERENCE).is_dir():
         load_weights(backend.chunks, folder / REFERENCE)
@@ -339,11 +285,11 @@ def load_policy(model: SavedModel, folder: Path, *, verify_checksums: bool = Tru
     else:
         if (folder / BASE).is_dir():
             load_weights(backend.chunks, folder / BASE)
-        _load_adapters(backend.chunks, model.policy, folder, saved.base)
+        _load_adapters(model, folder, saved.base)
     state = load_sharded(model.optimizer_state(loading=True), folder / OPTIMIZER)
     load_optimizer_state(backend.optimizer, state, saved.optimizer_step, folder / OPTIMIZER)
     backend.scheduler.num_steps = saved.schedule_samples
-    backend.scheduler.step(0)  # the rates of that place in the schedule
+    backend.scheduler.step(0)  # sets the rates of that place in the schedule
     if generators is not None:
         random.setstate(generators["python"])
         np.random.set_state(generators["numpy"])
@@ -352,9 +298,9 @@ def load_policy(model: SavedModel, folder: Path, *, verify_checksums: bool = Tru
     return saved.committed_step_ids
 
 
-def _load_adapters(chunks: Sequence[torch.nn.Module], policy: PolicyConfig, folder: Path, base: Base) -> None:
-    """Fill this rank's adapters; RefusedError on all ranks where the model beside them is not theirs, bit for bit."""
-    found = base_digest(chunks, policy)
+def _load_adapters(model: SavedModel, folder: Path, base: Base) -> None:
+    """Fill this rank's adapters; RefusedError on all ranks unless the model beside them is theirs, bit for bit."""
+    chunks, found = model.backend.chunks, base_digest(model.backend.chunks, model.policy)
     if found != base.digest:
         named = base.model_name or base.init_checkpoint
         origin = "random weights" if named is None else repr(named)
@@ -363,9 +309,7 @@ def _load_adapters(chunks: Sequence[torch.nn.Module], policy: PolicyConfig, fold
             "its weights are others",
             code="other-model",
         )
-    loaded = load_sharded(adapter_state(chunks, policy), folder / WEIGHTS)
-    for number, chunk in enumerate(chunks):
-        cast(MegatronModule, unwrap_model(chunk)).load_state_dict(loaded[str(number)], strict=False)
+    _fill(chunks, adapter_state(chunks, model.policy), folder / WEIGHTS)
 
 
 def base_digest(chunks: Sequence[torch.nn.Module], policy: PolicyConfig) -> str:
@@ -373,23 +317,11 @@ def base_digest(chunks: Sequence[torch.nn.Module], policy: PolicyConfig) -> str:
     return digests.of_all(digests.digests(full_tensors(chunks, policy, merged=False)))
 
 
-def load_weights_of(
-    chunks: Sequence[torch.nn.Module],
-    policy: PolicyConfig,
-    folder: Path,
-    *,
-    of_a_policy: bool = False,
-    verify_checksums: bool = True,
-) -> Base | None:
-    """`load_weights` of a folder that `save_policy` wrote; into a model with adapters, a whole one goes beside them.
-
-    Of adapters the model beside them is loaded too, where it has a name, and returned.
-    """
-    saved = agreed(lambda: _read_state(folder))
-    if verify_checksums:
-        for part in [WEIGHTS, *([BASE] if (folder / BASE).is_dir() else [])]:
-            require_sums_together(folder, f"{part}/", required=saved.has_checksums)
-    base = saved.base
+def load_weights_of(model: SavedModel, folder: Path, *, of_a_policy: bool = False) -> Base | None:
+    """Load a folder's weights, whole or adapters with the model beside them, which is returned."""
+    chunks, policy = model.backend.chunks, model.policy
+    has_base = (folder / BASE).is_dir()
+    base = model.read_state(folder, [f"{WEIGHTS}/", *([f"{BASE}/"] if has_base else [])]).base
     if base is None:
         load_weights(chunks, folder / WEIGHTS, of_a_policy=of_a_policy)
         return None
@@ -400,39 +332,40 @@ def load_weights_of(
             code="other-model",
         )
     if base.model_name is not None:
-        if policy.model_name is None:  # else it is there already
+        if policy.model_name is None:  # otherwise it is loaded already
             load_pretrained(policy.model_copy(update={"model_name": base.model_name}), chunks)
     elif base.init_checkpoint is not None:
-        of_base = Path(base.init_checkpoint) / POLICY_FOLDER
-        load_weights_of(chunks, policy, of_base, verify_checksums=verify_checksums)
+        load_weights_of(model, Path(base.init_checkpoint) / POLICY_FOLDER)
     else:
         load_weights(chunks, folder / BASE)
         base = Base(init_checkpoint=str(folder.parent), digest=base.digest)
-    _load_adapters(chunks, policy, folder, base)
+    _load_adapters(model, folder, base)
     return base
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, *, of_a_policy: bool = False) -> None:
-    """Fill this rank's weights and buffers; an optimizer with copies of its own must be told to read them again.
-
-    A critic begins with the weights of a policy (`of_a_policy`), which has no value head: its own stays as it is.
-    """
+    """Fill this rank's weights and buffers; of_a_policy: into a critic, whose value head stays as it is."""
     state = _model_state(chunks)
-    if of_a_policy:
-        state = {
-            number: {name: part for name, part in chunk.items() if not name.startswith(VALUE_HEAD)}
-            for number, chunk in state.items()
-        }
+    for part in state.values() if of_a_policy else ():
+        for name in [name for name in part if name.startswith(VALUE_HEAD)]:
+            del part[name]
+    _fill(chunks, state, folder)
+
+
+def _fill(chunks: Sequence[torch.nn.Module], state: ShardedStateDict, folder: Path) -> None:
     loaded = load_sharded(state, folder)
     for number, chunk in enumerate(chunks):
-        # What else is left out is Transformer Engine's state of FP8, see `_model_state`.
+        # Not strict: the state leaves out Transformer Engine's objects for FP8 too, see `_model_state`.
         cast(MegatronModule, unwrap_model(chunk)).load_state_dict(loaded[str(number)], strict=False)
 
 
 def _model_state(
     chunks: Sequence[torch.nn.Module], *, one_tensor_for_all_layers: bool = True
 ) -> ShardedStateDict:
-    """one_tensor_for_all_layers: false where some have no state of a weight that others have."""
+    """Return the model's weights and buffers, without adapters, by chunk and name.
+
+    one_tensor_for_all_layers: false if some layers have no optimizer state for a weight that others have.
+    """
     state: ShardedStateDict = {}
     gather_parameters(chunks)
     for number, chunk in enumerate(chunks):
@@ -458,8 +391,6 @@ def _layout(config: MegatronConfig) -> dict[str, int | None]:
 
 
 def _require_empty(folder: Path) -> None:
-    """Raise RefusedError on all ranks where the first one finds something."""
-
     def look() -> None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise RefusedError(
@@ -480,157 +411,12 @@ def _read_state(folder: Path) -> _State:
         raise ValueError(f"{path} is not the state of a policy: {place}: {details['msg']}") from error
     except FileNotFoundError as error:
         raise RefusedError(
-            f"{folder} is no checkpoint of a policy: {path} does not exist", code="no-checkpoint"
+            f"{folder} is not a checkpoint of a policy: {path} does not exist", code="no-checkpoint"
         ) from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not the state of a policy: {error}") from error
 
 
 def layout_independent() -> dict[str, Any]:
-    """Megatron's `metadata` for sharded state dicts that any layout can read.
-
-    A new one for each call: Megatron notes the process groups of the present layout in it.
-    """
+    """Return a new `metadata`, in which Megatron notes process groups, for state dicts that any layout can read."""
     return {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
-
-
-@dataclass(frozen=True)
-class PreparedState:
-    """A state dict as torch's writer takes it: of each tensor what this rank is to write."""
-
-    by_key: dict[str, Any]
-
-    @classmethod
-    def of(cls, state: ShardedStateDict, *, copied: bool) -> Self:
-        """Prepare a state dict of ShardedTensors; every rank takes part.
-
-        copied: into the CPU's memory, so that it may be written while the tensors change; else they must not.
-        """
-        part, common = save_preprocess(state)
-        sharded = cast(ShardedStateDict, part)
-        # dist_checkpointing.load reads it.
-        sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=dist.get_rank())
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-        if copied:
-            tensors = [entry for entry in nested_values(by_key) if isinstance(entry, ShardedTensor)]
-            agreed(lambda: _copy(tensors))  # one rank may lack the memory
-        return cls(mcore_to_pyt_state_dict(by_key))  # type: ignore[arg-type]  # a defaultdict of lists
-
-    def write(self, folder: Path, group: dist.ProcessGroup | None) -> None:
-        """Write it into a folder, which is made; every rank of the group takes part, which is of all ranks.
-
-        Raises OSError on all ranks, naming the folder, when one of them cannot write.
-        """
-        activity.advance(f"writing {folder}")
-        agreed_on_first(lambda: folder.mkdir(parents=True), group)
-        try:
-            # Each rank writes its own file, itself. The save of dist_checkpointing/strategies/torch.py first starts a
-            # manager process for the results of writers (filesystem_async.py): it imports the main program again,
-            # which takes seconds, and outlives a killed rank.
-            save(
-                self.by_key,
-                storage_writer=FileSystemWriter(folder, sync_files=True),
-                planner=_SavePlanner(
-                    dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
-                ),
-                process_group=group,
-            )
-        except CheckpointException as error:  # from torch, and no Exception
-            failure, _ = next(iter(error.failures.values()))
-            told = str(failure) or type(failure).__name__
-            raise OSError(f"{folder} cannot be written: {told}") from error
-        agreed_on_first(lambda: save_config(CheckpointingConfig("torch_dist"), str(folder)), group)
-
-
-def load_sharded(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
-    """Fill a state dict of ShardedTensors, in place where it can be; every rank takes part.
-
-    Raises ValueError on all ranks, naming the folder and, where one is at fault, the file, when it holds no checkpoint,
-    tensors of other names or shapes, or anything else than tensors.
-    """
-    metadata = agreed(lambda: read_metadata(folder))
-    sharded, loaded, factories = load_preprocess(state)
-    part, _ = extract_sharded_base(sharded)
-    sharded = cast(ShardedStateDict, part)
-    of_this_rank, of_all = determine_global_metadata(sharded)
-
-    def fill() -> None:
-        try:
-            described = TorchDistLoadShardedStrategy().load_tensors_metadata(folder, metadata)
-            validate_integrity_and_strict_load(
-                sharded, StrictHandling.RAISE_ALL, True, of_this_rank, of_all, described
-            )
-            merge(loaded, _read(sharded, _Reader(folder, metadata)))
-        except (CheckpointingException, CheckpointException) as error:
-            failure = error
-            if isinstance(error, CheckpointException):
-                failure, _ = next(iter(error.failures.values()))
-            told = str(failure) or type(failure).__name__
-            raise RefusedError(f"{folder} does not fit this model: {told}", code="other-model") from error
-
-    agreed(fill)
-    return cast("dict[str, Any]", apply_factory_merges(loaded, cast(ShardedStateDict, factories)))
-
-
-def _read(state: ShardedStateDict, reader: _Reader) -> ShardedStateDict:
-    """As `TorchDistLoadShardedStrategy.load` does, by a reader that unpickles nothing."""
-    tensors = [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
-    by_key, places, names = _replace_state_dict_keys_with_sharded_keys(state)
-    wanted = mcore_to_pyt_state_dict(by_key, is_loading=True)
-    planner = _LoadPlanner(
-        shapes_validation_sharded_tensors=[entry for entry in tensors if not entry.allow_shape_mismatch],
-        allow_shape_mismatch_sharded_tensors={e.key: e for e in tensors if e.allow_shape_mismatch},
-        flatten_state_dict=False,
-        flatten_sharded_tensors=False,
-    )
-    load(wanted, storage_reader=reader, planner=planner, no_dist=True)
-    found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in wanted.items()}  # type: ignore[arg-type]
-    read = _replace_sharded_keys_with_state_dict_keys(found, places, names)  # type: ignore[arg-type]
-    _restore_dict_types(read, state)
-    return cast(ShardedStateDict, read)
-
-
-def _copy(tensors: Sequence[ShardedTensor]) -> None:
-    for entry in tensors:
-        activity.advance(f"copying {entry.key}")
-        entry.data = cast(torch.Tensor, entry.data).detach().to("cpu", copy=True)
-
-
-class _SavePlanner(MCoreSavePlanner):
-    """Tells of each tensor that is written: the whole may take long."""
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        activity.advance(f"writing {write_item.index.fqn}")
-        return super().resolve_data(write_item)
-
-
-class _LoadPlanner(MCoreLoadPlanner):
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        activity.advance(f"reading {read_item.dest_index.fqn}")
-        return super().resolve_tensor(read_item)
-
-
-class _Reader(FileSystemReader):
-    """Reads by a description that was looked through before; torch's own would unpickle it, and others on failure."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self._folder, self._metadata = folder, metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read one file after another, so that an error names its file."""
-        items_of: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            items_of[self.storage_data[item.storage_index].relative_path].append(item)
-        for name, items in sorted(items_of.items()):
-            activity.advance(f"reading {self._folder / name}")
-            try:
-                super().read_data(replace(plan, items=items), planner)
-            except Exception as error:
-                raise ValueError(f"{self._folder / name} is broken: {error}") from error
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done

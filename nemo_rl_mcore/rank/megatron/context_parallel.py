@@ -30,10 +30,7 @@ from nemo_rl_mcore.rank.megatron import parallel_groups
 
 @dataclass(frozen=True)
 class ContextParallelMicrobatch(Microbatch):
-    """A microbatch of which this rank's model gets a part of each sequence.
-
-    shared: the microbatch of whole sequences. positions: int64 [L / CP], this rank's columns of its rows.
-    """
+    """A part of each sequence of `shared`; positions: int64 [L / CP], this rank's columns of its rows."""
 
     shared: Microbatch
     positions: Tensor
@@ -66,11 +63,10 @@ class ContextParallelMicrobatch(Microbatch):
 
 
 def gather_in_order(local: Tensor, borders: Sequence[int], *, grad_of_every_rank_is_whole: bool) -> Tensor:
-    """Gather the ranks' parts [L / CP, ...] of a sequence to [L, ...] in its order.
+    """Gather the ranks' parts [L / CP, ...] of a sequence to [L, ...] in its order; borders: of a packed row's samples.
 
-    borders: start and end positions of the samples of a packed row; empty for one sample.
     grad_of_every_rank_is_whole: each rank's incoming gradient is complete, and it keeps its own part; otherwise the
-        ranks' gradients are partial, and are summed.
+    ranks' gradients are partial, and are summed.
     """
     ranks = context_parallel_size()
     gathered: Tensor = gather_from_sequence_parallel_region(
@@ -84,10 +80,7 @@ def gather_in_order(local: Tensor, borders: Sequence[int], *, grad_of_every_rank
 
 @lru_cache(maxsize=64)
 def zigzag(borders: tuple[int, ...], ranks: int) -> Tensor:
-    """Return each rank's positions in a row, int64 [CP, L / CP], slice by slice of each sample.
-
-    Raises ValueError if a sample cannot be split evenly.
-    """
+    """Return each rank's positions in a row, int64 [CP, L / CP]; ValueError if a sample cannot be split evenly."""
     if ranks == 1:
         return torch.arange(borders[-1]).unsqueeze(0)
     parts: list[Tensor] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogit
     # Megatron's own Mamba layers keep their state only in Megatron's inference engine.
     stateless = accelerator.has_cuda() and config.mamba_num_heads is not None
     if divided or config.sequence_parallel or stateless:
-        return RecomputedLogits(model)
-    return CachedLogits(model, StaticInferenceContext(rows, max_length))
+        return partial(_recomputed_logits, model)
+    return partial(_cached_logits, model, StaticInferenceContext(rows, max_length))
 
 
 # Matrix products of very few rows round differently, and an answer must not depend on the other prompts in its batch.
@@ -57,83 +58,64 @@ class _Place:
     rows: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class CachedLogits:
-    """Runs only tokens that are not in the cache: each distinct prompt once, then one token per row."""
-
-    model: ForwardBackward
-    cache: StaticInferenceContext
-
-    def __call__(self, sequences_BL: torch.Tensor) -> torch.Tensor:
-        if self.cache.sequence_len_offset:
-            return self._read(sequences_BL)
-        distinct_DL, of_row_B = torch.unique(sequences_BL, dim=0, return_inverse=True)
-        if distinct_DL.numel() < _FEWEST_TOKENS:
-            return self._read(sequences_BL)
-        logits_BV = self._read(distinct_DL, of_row_B)
-        self.cache.swap_key_value_dict(of_row_B)
-        return logits_BV
-
-    def _read(self, sequences_DL: torch.Tensor, of_row_B: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the uncached tokens of sequences [D, L]; of_row_B: sequence index of each returned row, None for all."""
-        offset = self.cache.sequence_len_offset
-        unread = sequences_DL.shape[1] - offset
-        logits_BV = self.model.chunks[0](
-            *causal_inputs(sequences_DL, start=offset),
-            inference_context=self.cache,
-            output_processor=_logits_at,
-            output_processor_context=_Place(unread - 1, of_row_B),
-        )
-        self.cache.increment_sequence_len_offset(unread)
-        self.cache.enable_decode_mode()
-        return logits_BV
+def _cached_logits(
+    model: ForwardBackward, cache: StaticInferenceContext, sequences_BL: torch.Tensor
+) -> torch.Tensor:
+    """Run only tokens that are not in the cache: each distinct prompt once, then one token per row."""
+    offset, of_row_B = cache.sequence_len_offset, None
+    if not offset:
+        distinct_DL, distinct_of_row_B = torch.unique(sequences_BL, dim=0, return_inverse=True)
+        if distinct_DL.numel() >= _FEWEST_TOKENS:
+            sequences_BL, of_row_B = distinct_DL, distinct_of_row_B
+    unread = sequences_BL.shape[1] - offset
+    logits_BV = model.chunks[0](
+        *causal_inputs(sequences_BL, start=offset),
+        inference_context=cache,
+        output_processor=_logits_at,
+        output_processor_context=_Place(unread - 1, of_row_B),
+    )
+    cache.increment_sequence_len_offset(unread)
+    cache.enable_decode_mode()
+    if of_row_B is not None:
+        cache.swap_key_value_dict(of_row_B)
+    return logits_BV
 
 
-@dataclass(frozen=True)
-class RecomputedLogits:
-    """Runs all tokens through the pipeline schedule, as in training."""
+def _recomputed_logits(model: ForwardBackward, sequences_BL: torch.Tensor) -> torch.Tensor:
+    rows, length = sequences_BL.shape
+    padded = torch.nn.functional.pad(sequences_BL, (0, -length % model.batching.column_multiple))
+    input_ids, positions, mask = causal_inputs(padded)
+    of_ranks = zigzag((0, padded.shape[1]), context_parallel_size())
+    own = of_ranks[context_parallel_rank()].to(padded.device)
+    input_ids, positions = input_ids.index_select(1, own), positions.index_select(1, own)
+    owner, place = (of_ranks == length - 1).nonzero()[0].tolist()
+    guard, chunks = Guard(model.config), model.chunks
 
-    model: ForwardBackward
+    def forward_step(_data: object, chunk: Any) -> Any:
+        def run() -> tuple[torch.Tensor, Collect]:
+            hook = {"output_processor": _logits_at, "output_processor_context": _Place(place)}
+            logits_BV = chunk(input_ids, positions, mask, **hook)
+            return logits_BV, lambda output: (output.sum(), no_tokens(output), output)
 
-    def __call__(self, sequences_BL: torch.Tensor) -> torch.Tensor:
-        rows, length = sequences_BL.shape
-        padded = torch.nn.functional.pad(sequences_BL, (0, -length % self.model.batching.column_multiple))
-        input_ids, positions, mask = causal_inputs(padded)
-        of_ranks = zigzag((0, padded.shape[1]), context_parallel_size())
-        own = of_ranks[context_parallel_rank()].to(padded.device)
-        input_ids, positions = input_ids.index_select(1, own), positions.index_select(1, own)
-        owner, place = (of_ranks == length - 1).nonzero()[0].tolist()
-        guard = Guard(self.model.config)
+        return guard.forward_step(chunk, input_ids, run)
 
-        def forward_step(_data: object, chunk: Any) -> Any:
-            def run() -> tuple[torch.Tensor, Collect]:
-                logits_BV = chunk(
-                    *(input_ids, positions, mask),
-                    output_processor=_logits_at,
-                    output_processor_context=_Place(place),
-                )
-                return logits_BV, lambda output: (output.sum(), no_tokens(output), output)
-
-            return guard.forward_step(chunk, input_ids, run)
-
-        chunks = self.model.chunks
-        interleaved = len(chunks) > 1
-        parts = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(()) for _ in chunks] if interleaved else iter(()),
-            model=[*chunks] if interleaved else chunks[0],
-            # The interleaved schedule needs a multiple of the stages: the same microbatch is repeated.
-            num_microbatches=self.model.config.pipeline_model_parallel_size if interleaved else 1,
-            seq_length=padded.shape[1],
-            micro_batch_size=rows,
-            forward_only=True,
-        )
-        with together("the next token", parallel_groups.pipeline_group()):
-            guard.raise_error()
-        logits_BV = parts[0] if parts else None
-        if logits_BV is not None and context_parallel_size() > 1:
-            dist.broadcast(logits_BV, group=parallel_groups.context_parallel_group(), group_src=owner)
-        return parallel_groups.broadcast_tensor_from_last_stage(logits_BV)
+    interleaved = len(chunks) > 1
+    parts = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(()) for _ in chunks] if interleaved else iter(()),
+        model=[*chunks] if interleaved else chunks[0],
+        # The interleaved schedule needs a multiple of the stages: the same microbatch is repeated.
+        num_microbatches=model.config.pipeline_model_parallel_size if interleaved else 1,
+        seq_length=padded.shape[1],
+        micro_batch_size=rows,
+        forward_only=True,
+    )
+    with together("the next token", parallel_groups.pipeline_group()):
+        guard.raise_error()
+    logits_BV = parts[0] if parts else None
+    if logits_BV is not None and context_parallel_size() > 1:
+        dist.broadcast(logits_BV, group=parallel_groups.context_parallel_group(), group_src=owner)
+    return parallel_groups.broadcast_tensor_from_last_stage(logits_BV)
 
 
 def _logits_at(
@@ -171,44 +153,39 @@ def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedR
 
 
 class DecodingSession:
-    """Implements `rank.policy_backend.Decoding`; requests may be added between two steps.
+    """Implements `Decoding`: rows of equal prompt length together, since a batch of the KV cache has one offset.
 
-    Rows of equal prompt length are decoded together, since a batch of the KV cache has one offset; batches run one
-    after the other. All ranks of a model copy make the same calls, and ranks of an expert-parallel group the same
-    number of steps. An error in a step ends the session.
+    Batches run one after the other. Ranks of a model copy make the same calls, those of an expert-parallel group
+    the same number of steps.
     """
 
     def __init__(self, model: ForwardBackward, vocab_size: int):
         self.model, self._vocab_size = model, vocab_size
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_Batch] = deque()
         self._batch: _Batch | None = None
         self._rows = 0
 
     def add(self, request: GenerationRequest) -> range:
         first, self._rows = self._rows, self._rows + len(request.prompts)
         by_length: dict[int, list[int]] = defaultdict(list)
-        for row, prompt in enumerate(request.prompts):
-            by_length[len(prompt)].append(row)
-        for _, rows in sorted(by_length.items()):
-            size = request.batch_size or len(rows)
-            for start in range(0, len(rows), size):
-                places = rows[start : start + size]
-                of_session = {first + place: place for place in places}
-                self._waiting.append(_Waiting(request, of_session, request.bound(places[0])))
+        for place, prompt in enumerate(request.prompts):
+            by_length[len(prompt)].append(place)
+        for _, places in sorted(by_length.items()):
+            size = request.batch_size or len(places)
+            for start in range(0, len(places), size):
+                self._waiting.append(_Batch(request, places[start : start + size], first))
         return range(first, self._rows)
 
     def step(self) -> SampledTokens | None:
-        """See `Decoding.step`.
-
-        The result may have no rows, if only other ranks of the expert-parallel group still decode.
-        """
+        """Return tokens; without rows if only other ranks of the expert-parallel group still decode."""
         with evaluation_mode(self.model.chunks):
             if self._batch is None:
-                waiting = self._waiting.popleft() if self._waiting else None
-                steps = self._largest(0 if waiting is None else waiting.bound)
+                batch = self._waiting.popleft() if self._waiting else _Batch.without_rows()
+                steps = self._largest(batch.bound)
                 if not steps:
                     return None
-                self._batch = _Batch.of(self.model, waiting or _NOTHING, steps)
+                batch.start(self.model, steps)
+                self._batch = batch
             sampled = self._batch.step(self._vocab_size)
         if not self._largest(len(self._batch.open)):
             self._batch = None
@@ -216,10 +193,7 @@ class DecodingSession:
 
     def reread(self) -> None:
         if (batch := self._batch) is not None:
-            # A new, empty cache of the same size.
-            rows, length = batch.sequences_BL.shape
-            left = batch.steps - len(batch.new_tokens[0])
-            batch.next_logits = next_logits(self.model, rows, length + left)
+            batch.start(self.model, batch.steps - len(batch.new_tokens[0]))
 
     def _largest(self, number: int) -> int:
         """Return the maximum over the ranks that exchange tokens in a forward pass."""
@@ -228,65 +202,37 @@ class DecodingSession:
         return parallel_groups.largest_of_data_parallel_ranks(number)
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """Rows of a request that will be decoded together.
-
-    places: row of the session -> place in the request. bound: maximum number of tokens of each response, which is the
-    same for prompts of one length.
-    """
-
-    request: GenerationRequest
-    places: dict[int, int]
-    bound: int
-
-
-# Run by a rank without rows while others of its expert-parallel group decode: one token, whose result is dropped.
-_NOTHING = _Waiting(
-    GenerationRequest(
-        [[0]], torch.zeros(1, dtype=torch.long), 0, [StopConditions()], SamplingParams(greedy=True)
-    ),
-    places={},
-    bound=0,
-)
-
-
-@dataclass
 class _Batch:
     """Rows that are decoded together. A finished row keeps running, unreported, until all are finished.
 
-    open: row of the session -> place in the batch, for unfinished rows.
-    bound: maximum number of tokens of a response. steps: maximum number of steps, also counting other ranks' rows.
-    stops: stop conditions by place. new_tokens: sampled tokens by place.
+    places: the rows' indices in the request. first_row: the session's number of the request's first row.
     """
 
-    request: GenerationRequest
-    bound: int
-    steps: int
-    open: dict[int, int]
-    sequences_BL: torch.Tensor
-    keys_B: torch.Tensor
-    stops: list[StopConditions]
-    next_logits: NextLogits
-    new_tokens: list[list[int]]
+    def __init__(self, request: GenerationRequest, places: list[int], first_row: int):
+        self._sampling = request.sampling
+        self.bound = request.bound(places[0])
+        """Maximum number of tokens of a response."""
+        self.open = {first_row + place: number for number, place in enumerate(places)}
+        """From the session's row to the place in the batch, for unfinished rows."""
+        self.new_tokens: list[list[int]] = [[] for _ in places]
+        self._stops = [request.stops[place] for place in places]
+        self._sequences_BL = torch.tensor([list(request.prompts[place]) for place in places])
+        self._keys_B = request.keys_B[places]
 
     @classmethod
-    def of(cls, model: ForwardBackward, waiting: _Waiting, steps: int) -> _Batch:
-        request, device = waiting.request, accelerator.device()
-        places = [*waiting.places.values()] or [0]
-        prompts_BP = torch.tensor([list(request.prompts[place]) for place in places])
-        rows, length = prompts_BP.shape
-        return cls(
-            request,
-            waiting.bound,
-            steps,
-            {row: place for place, row in enumerate(waiting.places)},
-            prompts_BP.to(device),
-            request.keys_B[places].to(device),
-            [request.stops[place] for place in places],
-            next_logits(model, rows, length + steps),
-            [[] for _ in places],
-        )
+    def without_rows(cls) -> _Batch:
+        """Return a batch of one token, always dropped, for passes that only other expert-parallel ranks need."""
+        keys_B, greedy = torch.zeros(1, dtype=torch.long), SamplingParams(greedy=True)
+        batch = cls(GenerationRequest([[0]], keys_B, 0, [StopConditions()], greedy), [0], 0)
+        batch.open = {}
+        return batch
+
+    def start(self, model: ForwardBackward, steps: int) -> None:
+        """Give it a new, empty cache for `steps` more tokens, which may be more than its own bound."""
+        self.steps, device = len(self.new_tokens[0]) + steps, accelerator.device()
+        self._sequences_BL, self._keys_B = self._sequences_BL.to(device), self._keys_B.to(device)
+        rows, length = self._sequences_BL.shape
+        self._next_logits = next_logits(model, rows, length + steps)
 
     def step(self, vocab_size: int) -> SampledTokens:
         """Sample a token for each row, and close the rows that it finishes."""
@@ -294,25 +240,23 @@ class _Batch:
         activity.advance(f"token {drawn + 1} of an answer")
         tokens_B, logprobs_B = sample_tokens(
             # Without the padding rows of the embedding.
-            self.next_logits(self.sequences_BL)[:, :vocab_size],
-            keyed_uniforms(self.keys_B, drawn),
-            self.request.sampling,
+            self._next_logits(self._sequences_BL)[:, :vocab_size],
+            keyed_uniforms(self._keys_B, drawn),
+            self._sampling,
         )
-        self.sequences_BL = torch.cat([self.sequences_BL, tokens_B.unsqueeze(1)], dim=1)
+        self._sequences_BL = torch.cat([self._sequences_BL, tokens_B.unsqueeze(1)], dim=1)
         for new_tokens, token in zip(self.new_tokens, tokens_B.tolist(), strict=True):
             new_tokens.append(token)
-        running = self.open
-        stopped = [self.stops[place].met_by(self.new_tokens[place]) for place in running.values()]
+        rows, places = [*self.open], [*self.open.values()]
+        stopped = [self._stops[place].met_by(self.new_tokens[place]) for place in places]
         at_limit = drawn + 1 == self.bound
-        self.open = {
-            row: place
-            for (row, place), ends in zip(running.items(), stopped, strict=True)
-            if not (ends or at_limit)
-        }
-        places = torch.tensor([*running.values()], dtype=torch.long)
+        for row, ends in zip(rows, stopped, strict=True):
+            if ends or at_limit:
+                del self.open[row]
+        at = torch.tensor(places, dtype=torch.long)
         return SampledTokens(
-            torch.tensor([*running], dtype=torch.long),
-            tokens_B.cpu()[places],
-            logprobs_B.cpu()[places],
+            torch.tensor(rows, dtype=torch.long),
+            tokens_B.cpu()[at],
+            logprobs_B.cpu()[at],
             torch.tensor(stopped, dtype=torch.bool),
         )

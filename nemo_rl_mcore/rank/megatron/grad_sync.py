@@ -31,10 +31,7 @@ def bucket_groups(chunks: list[DistributedDataParallel]) -> list[Any]:
 
 @dataclass
 class OverlappedGradSync:
-    """For the chunks of one rank. Inside `begin`, `deferred_grad_sync` is in force around it.
-
-    order: the bucket groups as they become complete in a backward pass; the same on ranks that hold the same weights.
-    """
+    """The overlapped reduction of one rank's chunks; order: bucket groups as a backward pass completes them."""
 
     config: TransformerConfig
     chunks: list[DistributedDataParallel]
@@ -79,11 +76,12 @@ class OverlappedGradSync:
         try:
             with self._last_microbatch_counts() if first_pass else nullcontext():
                 yield
-            learned = last_come.keys() == group_of.keys() and all(
+            counted = (
                 len(group.per_param_grad_ready_counts) == len(group.params)
                 for group in groups
                 if group.is_first_batch
             )
+            learned = last_come.keys() == group_of.keys() and all(counted)
         finally:
             for hook in hooks:
                 hook.remove()

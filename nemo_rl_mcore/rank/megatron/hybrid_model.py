@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -102,10 +101,7 @@ class _Stack(HybridStack):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] | None = None, metadata: Any = None
     ) -> ShardedStateDict:
-        """Return the state dict of a TransformerBlock: by default a weight of all layers is one tensor.
-
-        Layers of different kinds are always separate tensors.
-        """
+        """Return a TransformerBlock's: by default a weight of all layers is one tensor, unless their kinds differ."""
         state: ShardedStateDict = {}
         parts = self.parts_of_a_layer
         apart = parts == 1 or (metadata or {}).get("non_homogeneous_layers")
@@ -127,36 +123,16 @@ class _Stack(HybridStack):
         return state
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Question:
-    """Request to the output layer for a processor's result instead of logits; see `output_processor`."""
+    """Request to the output layer for a processor's result; answered, it passes through upstream's steps on logits."""
 
     processor: Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """A processor's result, wrapped to pass through upstream's operations on logits."""
-
-    value: Any
+    answer: Any = None
 
 
 class _OutputLayer(ColumnParallelLinear):
-    """Output layer with upstream's weight that can return a processor's result instead of logits."""
-
-    def __init__(self, layer: ColumnParallelLinear, config: TransformerConfig):
-        drawn: Any = config.init_method
-        super().__init__(
-            *(layer.input_size, layer.output_size),
-            config=config,
-            init_method=drawn,
-            bias=False,
-            gather_output=layer.gather_output,
-            skip_bias_add=layer.skip_bias_add,
-            skip_weight_param_allocation=True,
-            tp_group=cast(dist.ProcessGroup, layer.tp_group),
-        )
-        self.weight = layer.weight  # None where it is tied to an embedding on this rank
+    """Upstream's output layer, which can also return a processor's result instead of logits."""
 
     def forward(
         self,
@@ -164,10 +140,11 @@ class _OutputLayer(ColumnParallelLinear):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | _Question | None = None,
     ) -> tuple[Any, torch.Tensor | None]:
-        if isinstance(runtime_gather_output, _Question):
-            ask = runtime_gather_output.processor
-            return _Answer(ask(hidden_states=input_, output_layer=self, output_weight=weight)), None
-        return super().forward(input_, weight, runtime_gather_output)
+        question = runtime_gather_output
+        if not isinstance(question, _Question):
+            return super().forward(input_, weight, question)
+        question.answer = question.processor(hidden_states=input_, output_layer=self, output_weight=weight)
+        return question, None
 
 
 class HybridLanguageModel(HybridModel):
@@ -176,7 +153,8 @@ class HybridLanguageModel(HybridModel):
     def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any):
         super().__init__(config, *args, **keywords)
         if self.post_process:
-            self.output_layer = _OutputLayer(self.output_layer, config)
+            assert type(self.output_layer) is ColumnParallelLinear
+            self.output_layer.__class__ = _OutputLayer  # the same layer, with one more method
 
     def forward(
         self,
@@ -201,11 +179,11 @@ class HybridLanguageModel(HybridModel):
         return super().forward(*inputs, padding_mask=padding_mask, **keywords)
 
     def compute_language_model_loss(self, labels: Any, logits: Any) -> Any:
-        """Return the processor's result, or upstream's loss where labels are given."""
+        """Return the processor's result, or upstream's loss if labels are given."""
         if not isinstance(labels, _Question):
             return super().compute_language_model_loss(labels, logits)
         # Logits here mean that the output layer got no request: `require_hook` then raises.
-        return logits.value if isinstance(logits, _Answer) else logits
+        return logits.answer if isinstance(logits, _Question) else logits
 
     def _scale_logits(self, logits: Any) -> Any:
-        return logits if isinstance(logits, _Answer) else super()._scale_logits(logits)
+        return logits if isinstance(logits, _Question) else super()._scale_logits(logits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -46,10 +45,9 @@ _NORMS = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm for the local layer spec, also under sequence parallelism.
+    """Root-mean-square norm for local layers; unlike WrappedTorchNorm it allows sequence parallelism.
 
-    WrappedTorchNorm (transformer/torch_norm.py) asserts against sequence parallelism; all that is missing there is the
-    mark on the weight that tells `finalize_model_grads` to sum its gradient over the tensor-parallel ranks.
+    A mark on its weight has `finalize_model_grads` sum the gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any):
@@ -61,7 +59,6 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension; shape and dtype are kept."""
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
 
 
@@ -98,13 +95,22 @@ def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_s
     """Return the block of multi-token prediction layers on the stage that holds them, None on others."""
     if not transformer.mtp_num_layers:
         return None
-    if not builds_prediction_layers():
+    try:
+        # megatron-core 0.20 tests each layer against its inference classes, mocks without Transformer Engine.
+        from megatron.core.tensor_parallel.inference_layers import (
+            is_inference_column_parallel_linear,  # type: ignore[attr-defined]
+        )
+
+        is_inference_column_parallel_linear(None)
+    except ImportError:  # before 0.20
+        pass
+    except TypeError as error:
         raise RefusedError(
             f"policy.model.mtp_num_layers: {transformer.mtp_num_layers}: megatron-core {megatron_version} builds "
             "prediction layers only where Transformer Engine is installed; install the extra te or megatron-core "
             "0.19, or set policy.model.mtp_num_layers: null",
             code="missing-package",
-        )
+        ) from error
     fast = use_transformer_engine(config)
     block = get_gpt_mtp_block_spec(transformer, layer_spec(config, transformer), fast, vp_stage=vp_stage)
     if block is not None and not fast:
@@ -114,28 +120,9 @@ def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_s
     return block
 
 
-def builds_prediction_layers() -> bool:
-    """Return whether the installed Megatron can build prediction layers with the installed packages.
-
-    0.20 tests each layer against its inference classes, which are mocks without Transformer Engine.
-    """
-    try:
-        from megatron.core.tensor_parallel.inference_layers import (
-            is_inference_column_parallel_linear,  # type: ignore[attr-defined]
-        )
-    except ImportError:  # before 0.20
-        return True
-    try:
-        is_inference_column_parallel_linear(None)
-    except TypeError:
-        return False
-    return True
-
-
 def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense: bool = False) -> ModuleSpec:
-    """Return the spec of one layer: attention and feed-forward or experts, with the norms before them.
+    """Return the spec of one layer; dense: without experts, in a model where other layers have them.
 
-    dense: without experts, in a model where other layers have them.
     Raises RefusedError for context parallelism on GPUs with local layers, and for layers that the installed Megatron
     cannot build.
     """
@@ -156,17 +143,17 @@ def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense:
             "are made; install megatron-core 0.19",
             code="missing-package",
         )
-    if engine:
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts,
-            moe_grouped_gemm=transformer.moe_grouped_gemm,
-            qk_layernorm=transformer.qk_layernorm,
-            multi_latent_attention=latent,
-        )
-        if latent:
-            cast(Any, layer.submodules).self_attention.module = LatentAttention
-        return layer
-    return _local_layer_spec(transformer, experts)
+    if not engine:
+        return _local_layer_spec(transformer, experts)
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts,
+        moe_grouped_gemm=transformer.moe_grouped_gemm,
+        qk_layernorm=transformer.qk_layernorm,
+        multi_latent_attention=latent,
+    )
+    if latent:
+        cast(Any, layer.submodules).self_attention.module = LatentAttention
+    return layer
 
 
 def _local_layer_spec(transformer: TransformerConfig, experts: int | None) -> ModuleSpec:
@@ -179,14 +166,17 @@ def _local_layer_spec(transformer: TransformerConfig, experts: int | None) -> Mo
         multi_latent_attention=latent,
     )
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
-    if transformer.add_bias_linear and experts is not None:
-        products = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=_ExpertOutput)
-        parts = MoESubmodules(experts=partial(SequentialMLP, submodules=products))
-        submodules.mlp = cast(Any, partial(MoELayer, submodules=parts))
     attention: Any = cast(ModuleSpec, submodules.self_attention)
     attention.submodules.core_attention = LocalAttention
     if latent:
         attention.module = LatentAttention
+    if transformer.qk_layernorm:
+        for name in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm"):
+            setattr(attention.submodules, name, RMSNorm)
+    if transformer.add_bias_linear and experts is not None:
+        products = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=_ExpertOutput)
+        parts = MoESubmodules(experts=partial(SequentialMLP, submodules=products))
+        submodules.mlp = cast(Any, partial(MoELayer, submodules=parts))
     if experts and transformer.moe_latent_size:
         builder = submodules.mlp
         if not isinstance(builder, partial) or builder.func is not MoELayer:
@@ -196,17 +186,11 @@ def _local_layer_spec(transformer: TransformerConfig, experts: int | None) -> Mo
                 code="missing-package",
             )
         submodules.mlp = cast(Any, partial(_LatentMoELayer, *builder.args, **builder.keywords))
-    if transformer.qk_layernorm:
-        for name in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm"):
-            setattr(attention.submodules, name, RMSNorm)
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 class _ExpertOutput(RowParallelLinear):
-    """Upstream's linear with a result that may be modified in place.
-
-    MLP.forward adds an expert's bias in place, and upstream's result is a view that autograd protects.
-    """
+    """Upstream's linear with a clone as its result: MLP.forward adds an expert's bias to it in place."""
 
     def forward(self, input_: torch.Tensor) -> Any:
         output, bias = super().forward(input_)
@@ -230,22 +214,16 @@ def mark_for_tensor_parallel(model: torch.nn.Module) -> None:
 class _ReplicatedLinear(torch.nn.Module):
     """A linear with a weight replicated on all ranks; under sequence parallelism each rank has its own tokens."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        inputs: int,
-        outputs: int,
-        init_method: Callable[[torch.Tensor], object] | None = None,
-    ):
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int, draw: Any = None):
         super().__init__()
         weight = torch.empty(outputs, inputs, dtype=config.params_dtype, device=accelerator.device())
         self.weight = torch.nn.Parameter(weight)
         if config.perform_initialization:
-            cast(Any, init_method or config.init_method)(self.weight)
+            cast(Any, draw or config.init_method)(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[..., outputs] for [..., inputs]; the second value is where upstream's layers have a bias."""
+        """Return [..., outputs] for [..., inputs], and no bias."""
         return torch.nn.functional.linear(hidden, self.weight), None
 
 
@@ -275,9 +253,8 @@ class LatentAttention(MLASelfAttention):
         """
         queries, keys_and_values = super()._qkv_down_projection(hidden_states)
         if not self.config.sequence_parallel:
-            latent, rotated = keys_and_values.split(
-                [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1
-            )
+            sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+            latent, rotated = keys_and_values.split(sizes, dim=-1)
             rotated = cast(torch.Tensor, copy_to_tensor_model_parallel_region(rotated))
             keys_and_values = torch.cat([latent, rotated], dim=-1)
         return queries, keys_and_values
@@ -287,7 +264,8 @@ class _LatentMoELayer(MoELayer):
     """Upstream's MoE layer, with projections to the experts' latent and back that need no Transformer Engine."""
 
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules, *args: Any, **keywords: Any):
-        assert config.moe_latent_size is not None
+        hidden, latent = config.hidden_size, config.moe_latent_size
+        assert latent is not None
         without = copy(config)
         without.moe_latent_size = None
 
@@ -297,6 +275,5 @@ class _LatentMoELayer(MoELayer):
         super().__init__(without, replace(submodules, experts=experts), *args, **keywords)
         for part in (self, self.router, self.token_dispatcher):
             cast(Any, part).config = config
-        hidden, latent = config.hidden_size, config.moe_latent_size
         self.fc1_latent_proj = _ReplicatedLinear(config, hidden, latent)
         self.fc2_latent_proj = _ReplicatedLinear(config, latent, hidden, config.output_layer_init_method)

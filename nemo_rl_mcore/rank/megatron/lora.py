@@ -39,14 +39,11 @@ from nemo_rl_mcore.rank.megatron import parallel_groups
 from nemo_rl_mcore.rank.megatron.optimizer_state import gather_parameters
 
 MODULE = "lora"
-"""What an adapter is called among the modules of its layer."""
+"""An adapter's name among its layer's modules."""
 
 
 class Adapter(torch.nn.Module):
-    """A and B beside a weight of this rank, in its number format.
-
-    weight, name: the weight of the whole model, and its linear layer there. switched_on: whether its part is added.
-    """
+    """A and B beside this rank's part of `weight`; name: of its linear layer in the whole model."""
 
     lora_A: torch.nn.Parameter
     lora_B: torch.nn.Parameter
@@ -59,7 +56,6 @@ class Adapter(torch.nn.Module):
         beside: torch.Tensor,
         own: Sequence[torch.Tensor],
     ):
-        """own: this rank's A and B."""
         super().__init__()
         peft, megatron = policy.megatron_cfg.peft, policy.megatron_cfg
         self.weight, self.name, self.switched_on = weight, name, True
@@ -78,33 +74,33 @@ class Adapter(torch.nn.Module):
             self.register_parameter(what, parameter)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the layer's output; inputs: as the layer has them, after its norm if it has one."""
+        """Return the addition to the layer's output; inputs: as the layer has them, after its norm if it has one."""
         if self._pre:
             inputs = self._dropped(inputs, parts=self._dimension == 1)
-        low = linear(inputs, self.lora_A)
-        match self._dimension, self._shares_sequences:
-            case 0, True:
-                low = gather_from_sequence_parallel_region(low)
-            case 0, False:
-                low = copy_to_tensor_model_parallel_region(low)
-            case 1, True:
-                low = reduce_scatter_to_sequence_parallel_region(low)
-            case 1, False:
-                low = reduce_from_tensor_model_parallel_region(low)
-            case _:
-                pass
-        output = linear(cast(torch.Tensor, low), self.lora_B) * self.scale
+        low: Any = linear(inputs, self.lora_A)
+        shared = self._shares_sequences
+        if self._dimension == 0:
+            gather = gather_from_sequence_parallel_region if shared else copy_to_tensor_model_parallel_region
+            low = gather(low)
+        elif self._dimension == 1:
+            sum_up = (
+                reduce_scatter_to_sequence_parallel_region
+                if shared
+                else reduce_from_tensor_model_parallel_region
+            )
+            low = sum_up(low)
+        output = linear(low, self.lora_B) * self.scale
         return output if self._pre else self._dropped(output, parts=self._dimension == 0)
 
     def _dropped(self, values: torch.Tensor, *, parts: bool) -> torch.Tensor:
-        """Apply dropout; where tensor-parallel ranks have the same values (no `parts` of them), the same one."""
+        """Apply dropout; the same on tensor-parallel ranks with the same values, that is without `parts` of them."""
         if not self.training or not self._dropout:
             return values
-        generators = parallel_groups.rng_tracker()
+        context: Any = nullcontext()
         if self.weight.expert is not None:
-            context: Any = generators.fork(get_expert_parallel_rng_tracker_name())
-        else:
-            context = generators.fork() if parts or self._shares_sequences else nullcontext()
+            context = parallel_groups.rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+        elif parts or self._shares_sequences:
+            context = parallel_groups.rng_tracker().fork()
         with context:
             return dropout(values, self._dropout)
 
@@ -133,11 +129,11 @@ def adapters_of(chunks: Sequence[torch.nn.Module]) -> dict[Weight, Adapter]:
 
 @contextmanager
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, the model is the one without adapters; they are back also after an exception."""
+    """Use the model without adapters inside the block."""
     adapters = adapters_of(chunks).values()
+    for adapter in adapters:
+        adapter.switched_on = False
     try:
-        for adapter in adapters:
-            adapter.switched_on = False
         yield
     finally:
         for adapter in adapters:
@@ -145,13 +141,12 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def adapter_state(chunks: Sequence[torch.nn.Module], policy: PolicyConfig) -> ShardedStateDict:
-    """Return the adapters as ShardedTensors by chunk and name, called as their layers are in the whole model.
+    """Return the adapters as ShardedTensors by chunk and name; any layout can read another's.
 
-    Where a layer's outputs are several parts, of each of which a rank has a share, so are those of its B: any layout
-    reads what another has written.
+    If a layer's output has several parts, of each of which a rank has a share, so has its B.
     """
     gather_parameters(chunks)
-    place, model = parallel_groups.tensor_parallel_group(), policy.model
+    ranks = parallel_groups.tensor_parallel_group()
     copy = parallel_groups.data_parallel_group().rank()
     copy_of_expert = cast(Any, parallel_state.get_expert_data_parallel_group()).rank()
     state: ShardedStateDict = {}
@@ -160,17 +155,16 @@ def adapter_state(chunks: Sequence[torch.nn.Module], policy: PolicyConfig) -> Sh
         for module, adapter in cast(torch.nn.Module, unwrap_model(chunk)).named_modules():
             if not isinstance(adapter, Adapter):
                 continue
-            weight, of_expert = adapter.weight, adapter.weight.expert is not None
-            layout = weight.slot.layout
+            layout, of_expert = adapter.weight.slot.layout, adapter.weight.expert is not None
             for what, parameter, axis in ((LORA_A, adapter.lora_A, 1), (LORA_B, adapter.lora_B, 0)):
                 cut = layout.dimension == axis and not of_expert
-                replica = (0, 0 if cut or of_expert else place.rank(), copy_of_expert if of_expert else copy)
-                offsets = ((axis, place.rank(), place.size()),) if cut else ()
+                replica = (0, 0 if cut or of_expert else ranks.rank(), copy_of_expert if of_expert else copy)
+                offsets = ((axis, ranks.rank(), ranks.size()),) if cut else ()
                 sizes: Sequence[int] = (parameter.shape[0],)
                 if axis == 0 and layout.packing is Packing.GATED:
                     sizes = (parameter.shape[0] // 2,) * 2
                 elif axis == 0 and layout.sections is not None:
-                    sizes = [size // place.size() for size in layout.sections(model)]
+                    sizes = [size // ranks.size() for size in layout.sections(policy.model)]
                 key = f"{adapter.name}.{what}"
                 of_chunk[f"{module}.{what}"] = _sharded(key, parameter, sizes, offsets, replica)
     return state
@@ -183,15 +177,14 @@ def _sharded(
     offsets: tuple[tuple[int, int, int], ...],
     replica: tuple[int, int, int],
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Return a parameter whose rows are parts of these sizes, each a tensor of the checkpoint; offsets: of each."""
+    """Return a parameter whose rows are parts of these sizes, each a tensor of the checkpoint with these offsets."""
     if len(sizes) == 1:
         return ShardedTensor.from_rank_offsets(key, parameter, *offsets, replica_id=replica)
 
     def build(key: str, whole: torch.Tensor, replica: Any, _flattened: object) -> Any:
-        parts = whole.split([*sizes])
         return [
             ShardedTensor.from_rank_offsets(f"{key}.{number}", part, *offsets, replica_id=replica)
-            for number, part in enumerate(parts)
+            for number, part in enumerate(whole.split([*sizes]))
         ]
 
     def merge(parts: Any) -> torch.Tensor:

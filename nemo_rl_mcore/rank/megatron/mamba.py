@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -92,12 +91,7 @@ class ReferenceMambaMixer(MambaMixer):
         ranks = self.tp_group.size()
         self.nheads_local_tp, self.ngroups_local_tp = self.nheads // ranks, self.ngroups // ranks
         self.d_inner_local_tp = self.d_inner // ranks
-        common: dict[str, Any] = {
-            "config": config,
-            "bias": False,
-            "is_expert": False,
-            "tp_group": self.tp_group,
-        }
+        common: Any = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = build_module(
             *(submodules.in_proj, d_model, sum(self._parts(1))),
             **common,
@@ -153,37 +147,45 @@ class ReferenceMambaMixer(MambaMixer):
 
         inference_context: holds the states of the sequences so far; hidden_states then has only the new tokens.
         """
-        borders: tuple[int, ...] = ()
+        ranks, borders = context_parallel_size(), ()
         if packed_seq_params is not None:
             borders = tuple(packed_seq_params.cu_seqlens_q.tolist())
         projected_SBX, _ = self.in_proj(hidden_states)
-        if context_parallel_size() > 1:
+        if ranks > 1:
             projected_SBX = gather_in_order(projected_SBX, borders, grad_of_every_rank_is_whole=False)
-        state = _State(self, inference_context, projected_SBX.shape[1], projected_SBX)
         samples_S = sample_of_tokens(borders) if borders else None
-        mixed_SBD = self._mix(projected_SBX.transpose(0, 1), samples_S, state).transpose(0, 1)
-        if context_parallel_size() > 1:
-            own = zigzag(borders or (0, len(mixed_SBD)), context_parallel_size())[context_parallel_rank()]
+        mixed_BSD = self._mix(projected_SBX.transpose(0, 1), samples_S, inference_context)
+        mixed_SBD = mixed_BSD.transpose(0, 1)
+        if ranks > 1:
+            own = zigzag(borders or (0, len(mixed_SBD)), ranks)[context_parallel_rank()]
             mixed_SBD = mixed_SBD.index_select(0, own.to(mixed_SBD.device))
         return self.out_proj(mixed_SBD.contiguous())
 
-    def _mix(self, projected_BSX: Tensor, samples_S: Tensor | None, state: _State) -> Tensor:
+    def _mix(self, projected_BSX: Tensor, samples_S: Tensor | None, context: Any) -> Tensor:
         """Return the input of the output projection, [B, S, heads of this rank * P]."""
         inner, _, keys, _, heads = self._parts()
         gate, convolved, steps = projected_BSX.split([inner, inner + 2 * keys, heads], dim=-1)
-        before_BWC, state_BHPN = state.take()
+        precision = torch.promote_types(convolved.dtype, torch.float32)
+        rows = len(projected_BSX)
+        # The last values [B, W - 1, C] and the state [B, H, P, N] before these tokens: those of a decoding session, or
+        # zeros. A session keeps them like keys and values, rows in the second dimension, so that it can reorder them.
+        if context is not None and context.sequence_len_offset:
+            kept = context.key_value_memory_dict[self.layer_number]
+            before, state = (x[:, :rows] for x in kept)
+            before_BWC, state_BHPN = before.transpose(0, 1), state[0]
+        else:
+            before_BWC = convolved.new_zeros(rows, MAMBA_TAPS - 1, inner + 2 * keys)
+            state_BHPN = convolved.new_zeros(rows, heads, self.headdim, self.d_state, dtype=precision)
         convolution = causal_convolution(
             *(convolved, self.conv1d_weight.squeeze(1), self.conv1d_bias),
             samples_S=samples_S,
             before_BWC=before_BWC,
         )
-        precision = torch.promote_types(convolution.dtype, torch.float32)
+        groups = self.ngroups_local_tp
         x, b, c = (
             part.unflatten(-1, (number, -1)).to(precision)
             for part, number in zip(
-                silu(convolution).split([inner, keys, keys], dim=-1),
-                (heads, self.ngroups_local_tp, self.ngroups_local_tp),
-                strict=True,
+                silu(convolution).split([inner, keys, keys], dim=-1), (heads, groups, groups), strict=True
             )
         )
         steps_BSH = softplus(steps.to(precision) + self.dt_bias.to(precision))
@@ -191,7 +193,13 @@ class ReferenceMambaMixer(MambaMixer):
         read, state_BHPN = selective_scan(
             ScanInputs(x * steps_BSH.unsqueeze(-1), log_decays, b, c, samples_S), state_BHPN
         )
-        state.keep(torch.cat([before_BWC, convolved], dim=1)[:, -before_BWC.shape[1] :], state_BHPN)
+        if context is not None:
+            last_BWC = torch.cat([before_BWC, convolved], dim=1)[:, -before_BWC.shape[1] :]
+            parts = last_BWC.transpose(0, 1), state_BHPN.unsqueeze(0)
+            room = tuple(x.new_zeros(x.shape[0], context.max_batch_size, *x.shape[2:]) for x in parts)
+            for whole, part in zip(room, parts, strict=True):
+                whole[:, :rows] = part
+            context.key_value_memory_dict[self.layer_number] = room
         mixed = (read + x * self.D.to(precision).unsqueeze(-1)).flatten(2).to(gate.dtype)
         return self.norm(mixed, gate)
 
@@ -199,45 +207,6 @@ class ReferenceMambaMixer(MambaMixer):
         """As `torch.nn.Module.train`; upstream's override clears a cache that does not exist here."""
         torch.nn.Module.train(self, mode)
         return self
-
-
-@dataclass(frozen=True)
-class _State:
-    """A mixer's state from the tokens before its input: empty, or the cached state of each row of a decoding session.
-
-    It is cached like the keys and values of attention, with rows in the second dimension, so that a session can
-    reorder them.
-    """
-
-    mixer: ReferenceMambaMixer
-    context: Any
-    rows: int
-    like: Tensor
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return the values [B, W - 1, C] before the first, and the state [B, H, P, N]."""
-        if self.context is not None and self.context.sequence_len_offset:
-            kept = self.context.key_value_memory_dict[self.mixer.layer_number]
-            before, state = (x[:, : self.rows] for x in kept)
-            return before.transpose(0, 1), state[0]
-        mixer, precision = self.mixer, torch.promote_types(self.like.dtype, torch.float32)
-        channels = mixer.d_inner_local_tp + 2 * mixer.ngroups_local_tp * mixer.d_state
-        sizes = mixer.nheads_local_tp, mixer.headdim, mixer.d_state
-        return (
-            self.like.new_zeros(self.rows, MAMBA_TAPS - 1, channels),
-            self.like.new_zeros(self.rows, *sizes, dtype=precision),
-        )
-
-    def keep(self, last_BWC: Tensor, state_BHPN: Tensor) -> None:
-        """Store both for the next token, in the session's buffer of all rows."""
-        if self.context is None:
-            return
-        parts = last_BWC.transpose(0, 1), state_BHPN.unsqueeze(0)
-        rows = self.context.max_batch_size
-        room = tuple(x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in parts)
-        for whole, part in zip(room, parts, strict=True):
-            whole[:, : self.rows] = part
-        self.context.key_value_memory_dict[self.mixer.layer_number] = room
 
 
 class GatedNorm(torch.nn.Module):
@@ -248,7 +217,6 @@ class GatedNorm(torch.nn.Module):
         self.weight, self.groups, self.tp_group = weight, groups, tensor_parallel
 
     def forward(self, values: Tensor, gate: Tensor) -> Tensor:
-        """Normalise [..., channels]; shape and dtype are kept."""
         precision = torch.promote_types(values.dtype, torch.float32)
         let_through = values.to(precision) * silu(gate.to(precision))
         grouped = let_through.unflatten(-1, (self.groups, -1))
@@ -258,7 +226,6 @@ class GatedNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the weight in upstream's checkpoint format, sharded over tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             *(self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets),
             tp_group=self.tp_group,
@@ -270,11 +237,7 @@ _KERNELS = ("mamba_ssm", "causal_conv1d", "einops")
 
 
 def mamba_layer_spec(config: MegatronConfig) -> ModuleSpec:
-    """Return the spec of a layer with its input norm; on CPU it is `ReferenceMambaLayer`.
-
-    Raises RefusedError on GPUs without the packages of Megatron's kernels, or with local layers, whose masks those
-    kernels ignore.
-    """
+    """Return a layer's spec; RefusedError on GPUs without the kernels' packages, or with local layers' masks."""
     # Upstream's annotation names no functions, and hybrid_layer_specs.py gives it this one.
     add = cast(type, get_bias_dropout_add)
     if not accelerator.has_cuda():

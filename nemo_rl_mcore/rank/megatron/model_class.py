@@ -1,7 +1,7 @@
-"""The class of a policy's model, the one place that names it: upstream means to replace GPTModel by HybridModel.
+"""The class of a policy's model, the one place that names it, and the head of a critic.
 
-GPTModel is deprecated from megatron-core 0.19 on (Megatron-LM issue 6071); HybridModel has no `output_processor` there
-(Megatron-LM pull request 7008), and `hybrid_model` adds it. Either takes the same inputs and has the same weights.
+GPTModel is deprecated from megatron-core 0.19 on, in favour of HybridModel (Megatron-LM issue 6071), which has no
+`output_processor` there (pull request 7008); `hybrid_model` adds it. Both have the same inputs and weights.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 from megatron.core import __version__ as megatron_version
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron.layer_specs import decoder_spec, prediction_spec
 
 if TYPE_CHECKING:
@@ -27,16 +29,11 @@ if TYPE_CHECKING:
 else:
     LanguageModel = LanguageModule
 
-__all__ = ["LanguageModel", "biased_routers", "language_model", "language_models"]
-
 
 def language_model(
     policy: PolicyConfig, config: TransformerConfig, *, vp_stage: int | None, **keywords: Any
 ) -> LanguageModel:
-    """Return a stage of the model on this rank; `keywords` are those that both classes have.
-
-    Raises RefusedError, on every stage, where the installed Megatron has no such class or cannot build its layers.
-    """
+    """Return a stage of the model; RefusedError, on every stage, if the installed Megatron cannot build it."""
     megatron = policy.megatron_cfg
     if policy.model_class == "gpt":
         return GPTModel(
@@ -75,3 +72,59 @@ def biased_routers(modules: Iterable[torch.nn.Module]) -> list[tuple[TopKRouter,
         for part in module.modules()
         if isinstance(part, TopKRouter) and part.expert_bias is not None
     ]
+
+
+VALUE_HEAD = "value_head"
+"""The head's name among the model's modules."""
+
+
+class ValueHead(torch.nn.Module):
+    """A linear map to one number, fp32 also in a 16-bit model and zero at the start.
+
+    Each tensor-parallel rank holds a copy; a mark on its weight has `finalize_model_grads` sum the gradient over them.
+    """
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self._sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(config.hidden_size, device=accelerator.device()))
+        self.bias = torch.nn.Parameter(torch.zeros(1, device=accelerator.device()))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        """Return the values fp32 [S, B]; hidden states [S, B, H], or [S/tp, B, H] under sequence parallelism."""
+        values_SB = hidden_SBH.float() @ self.weight + self.bias
+        if not self._sequence_parallel:
+            return values_SB
+        # Every rank computes the same loss of the same values, so the backward pass keeps its own part.
+        return gather_from_sequence_parallel_region(values_SB, tensor_parallel_output_grad=False)
+
+
+def give_value_head(model: LanguageModel) -> None:
+    """Add the head to a last stage, and take the output weight out of training.
+
+    A last stage without prediction layers gives up its copy of a shared embedding, which nothing would train or gather.
+    """
+    apart = model.pre_process is not model.post_process and not model.config.mtp_num_layers
+    if model.share_embeddings_and_output_weights and apart:
+        shared = cast(Any, model)
+        if model.pre_process:
+            # `finalize_model_grads` would sum its gradient with that of the copy.
+            shared.share_embeddings_and_output_weights = False
+        else:
+            shared.output_layer.weight = None
+            # It would look for the copy among the tensors of a checkpoint (models/common/language_module).
+            shared.tie_embeddings_and_output_weights_state_dict = lambda *_: None
+    if not model.post_process:
+        return
+    model.add_module(VALUE_HEAD, ValueHead(model.config))
+    if not model.share_embeddings_and_output_weights:
+        for parameter in model.output_layer.parameters():
+            parameter.requires_grad = False
+
+
+def value_head_of(model: torch.nn.Module) -> ValueHead | None:
+    """Return the value head of a model, wrapped or not; None if it has none."""
+    heads = [module for module in model.modules() if isinstance(module, ValueHead)]
+    return cast(ValueHead, heads[0]) if heads else None

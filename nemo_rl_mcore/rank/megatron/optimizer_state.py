@@ -33,18 +33,14 @@ from megatron.core.utils import unwrap_model
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import accelerator
-from nemo_rl_mcore.rank.agreement import agreed
+from nemo_rl_mcore.rank.agreement import together
 from nemo_rl_mcore.rank.policy_backend import DTYPES
 
 
 def build_optimizer(
     policy: PolicyConfig, chunks: list[DistributedDataParallel]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Build the optimizer over this rank's chunks, and its schedule.
-
-    It has fp32 main parameters under bf16, sharded if the config says so. The schedule is counted in samples: it
-    advances by the global batch size at each applied optimizer step.
-    """
+    """Build the optimizer over this rank's chunks, and its schedule, which is counted in samples."""
     schedule, peak = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(**optimizer_settings(policy)),
@@ -72,19 +68,21 @@ def build_optimizer(
 
 
 def optimizer_settings(policy: PolicyConfig) -> dict[str, Any]:
-    optimizer = policy.megatron_cfg.optimizer
-    return {
+    optimizer, megatron = policy.megatron_cfg.optimizer, policy.megatron_cfg
+    same = (
+        "lr",
+        "min_lr",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+        "use_distributed_optimizer",
+    )
+    return {name: getattr(optimizer, name) for name in same} | {
         "optimizer": "adam",
-        "lr": optimizer.lr,
-        "min_lr": optimizer.min_lr,
-        "weight_decay": optimizer.weight_decay,
         "bf16": policy.precision == "bfloat16",
         "params_dtype": DTYPES[policy.precision],
-        "adam_beta1": optimizer.adam_beta1,
-        "adam_beta2": optimizer.adam_beta2,
-        "adam_eps": optimizer.adam_eps,
-        "use_distributed_optimizer": optimizer.use_distributed_optimizer,
-        "overlap_param_gather": policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
+        "overlap_param_gather": megatron.distributed_data_parallel_config.overlap_param_gather,
         "clip_grad": policy.max_grad_norm,
     }
 
@@ -97,10 +95,7 @@ def weights_of(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def gather_parameters(chunks: Iterable[torch.nn.Module]) -> None:
-    """Gather now what `overlap_param_gather` leaves to the next forward pass; data-parallel ranks call it together.
-
-    Whoever reads parameters other than by a forward pass would otherwise find some of the last step's.
-    """
+    """Gather what `overlap_param_gather` leaves to the next forward pass; data-parallel ranks call it together."""
     for chunk in chunks:
         # A frozen model has no steps that leave something.
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
@@ -119,7 +114,7 @@ def sharded_optimizer_state(
 ) -> ShardedStateDict:
     """{part: {weight: {kind: ShardedTensor}}} over the model's sharded state dict; every rank takes part.
 
-    loading: a distributed optimizer's tensors are to be filled, and are without its contents.
+    loading: tensors of a distributed optimizer are only to be filled, and left uninitialised.
     """
     entries = {
         id(entry.data): entry
@@ -131,14 +126,15 @@ def sharded_optimizer_state(
         _ensure_moments(part)
         of_part = state[str(number)] = {}
         for place, (weight, main) in enumerate(_weights(part)):
-            kept = {} if main is None else _state_of(part, weight, main)
+            kept: Any = {} if main is None else _state_of(part, weight, main)
             if isinstance(part, DistributedOptimizer):
                 kinds = _MOMENTS if weight.dtype == torch.float32 else (_MAIN, *_MOMENTS)
-                if loading:
-                    empty = partial(torch.empty, weight.shape, dtype=torch.float32, device="cpu")
-                    kept = {kind: empty() for kind in kinds}
-                else:
-                    kept = {kind: _gathered(part, weight, kept.get(kind)) for kind in kinds}
+                kept = {
+                    kind: torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+                    if loading
+                    else _gathered(part, weight, kept.get(kind))
+                    for kind in kinds
+                }
             of_part[place] = {
                 kind: make_sharded_optimizer_tensor(entries[id(weight)], tensor, f"{_PREFIX}.{kind}")
                 for kind, tensor in kept.items()
@@ -151,7 +147,7 @@ def load_optimizer_state(
 ) -> None:
     """Take over the state that `folder` had for `sharded_optimizer_state`; the weights must be loaded already.
 
-    Raises RefusedError on all ranks, with nothing taken over, where an fp32 copy is not of its weight.
+    Raises RefusedError on all ranks, with nothing taken over, if an fp32 copy is not of its weight.
     """
     read = [
         (part, weight, main, kinds)
@@ -159,9 +155,8 @@ def load_optimizer_state(
         for (weight, main), kinds in zip(_weights(part), state.get(str(number), {}).values(), strict=True)
         if main is not None
     ]
-
-    def require_copies() -> None:
-        # Of what Megatron's own format, see above, has put at wrong places.
+    # Megatron's own format, see above, can put copies at wrong places.
+    with together():
         for part, weight, _, kinds in read:
             own = partial(_own_part, part, weight)
             if _MAIN in kinds and not own(kinds[_MAIN]).to(weight).equal(own(weight)):
@@ -170,8 +165,6 @@ def load_optimizer_state(
                     "lies at wrong places, or is of other weights; start from the weights alone",
                     code="optimizer-of-other-weights",
                 )
-
-    agreed(require_copies)
     with torch.no_grad():
         for part, weight, main, kinds in read:
             for kind, tensor in _state_of(part, weight, main).items():
@@ -181,10 +174,7 @@ def load_optimizer_state(
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> float:
-    """Return how many updates the moments have seen, the same for every weight; every rank takes part.
-
-    A rank whose weights are all frozen has seen none.
-    """
+    """Return the number of updates that the moments have seen; every rank takes part, also one with frozen weights."""
     steps = [
         float(holder[_STEP])
         for part in parts_of(optimizer)
@@ -211,10 +201,7 @@ def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def _ensure_moments(part: Any) -> None:
-    """Give a fresh optimizer its moments, all zero: only what exists can be saved or filled.
-
-    A step at rate 0 makes them; it moves no weight, and is not counted.
-    """
+    """Give a fresh optimizer its moments, all zero, by a step at rate 0 that is not counted."""
     inner = part.optimizer
     if inner.state:
         return
@@ -242,10 +229,7 @@ def _set_step(part: Any, step: float) -> None:
 
 
 def _weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield each weight with the tensor that this rank's optimizer updates for it.
-
-    Of a distributed optimizer that is a part of the flat weight or None, and the order is that of all who share it.
-    """
+    """Yield each weight with the tensor that this rank updates for it: of a sharded one a flat part, or None."""
 
     def paired(weights: list[list[Any]], mains: list[list[Any]]) -> dict[torch.Tensor, torch.Tensor]:
         return dict(zip(chain(*weights), chain(*mains), strict=True))
@@ -264,11 +248,10 @@ def _weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 def _state_of(part: Any, weight: torch.Tensor, main: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what is kept beside a weight: a copy where it has fewer bits, and the moments."""
-    moments = part.optimizer.state[main]
-    return ({_MAIN: main} if main.dtype != weight.dtype else {}) | {
-        kind: value for kind, value in moments.items() if kind != _STEP and value is not None
-    }
+    """Return a weight's fp32 copy, if it has fewer bits, and its moments."""
+    kept = {_MAIN: main} if main.dtype != weight.dtype else {}
+    moments = part.optimizer.state[main].items()
+    return kept | {kind: value for kind, value in moments if kind != _STEP and value is not None}
 
 
 def _gathered(part: DistributedOptimizer, weight: torch.Tensor, shard: torch.Tensor | None) -> torch.Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,11 +25,7 @@ from nemo_rl_mcore.rank.megatron.parallel_groups import tensor_parallel_group
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """Which tokens' log-probabilities the model is to return, and how.
-
-    targets_SB: the global id of the next token at each position, int64 [S, B].
-    mask_SB: true where a log-probability is wanted, bool [S, B]; elsewhere the result is exactly 0.
-    """
+    """Tokens whose log-probabilities are wanted: next ids int64 [S, B] where a bool mask [S, B] is true, else 0."""
 
     targets_SB: torch.Tensor
     mask_SB: torch.Tensor
@@ -38,7 +35,7 @@ class TokenSelection:
 
 @dataclass(frozen=True)
 class TopKSelection:
-    """How many of the most probable next tokens the model is to name, at the positions of the mask [S, B]."""
+    """Number of most probable next tokens, wanted at the positions of the mask [S, B]."""
 
     k: int
     mask_SB: torch.Tensor
@@ -47,10 +44,7 @@ class TopKSelection:
 
 @dataclass(frozen=True)
 class StudentSelection:
-    """At which ids [S, B, K] the model's log-probabilities are compared with a teacher's.
-
-    tokens: what else is asked of the batch's own tokens; None for nothing. Its mask counts for the ids too.
-    """
+    """Ids [S, B, K] where a student is compared with a teacher, and a selection of the batch's own tokens, if any."""
 
     ids_SBK: torch.Tensor
     mask_SB: torch.Tensor
@@ -68,10 +62,7 @@ def all_of(output: Outputs) -> tuple[torch.Tensor, ...]:
 
 
 def unfused_processor(vocab_size: int) -> Processor:
-    """Return a processor that calls the output layer and takes the selected log-probabilities from its logits.
-
-    Only the selected positions have logits, unless the sequence is divided over ranks: then its own gather has all.
-    """
+    """Return a processor that takes log-probabilities from the output layer's logits at the selected positions."""
 
     def process(
         *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, context: TokenSelection,
@@ -104,100 +95,65 @@ def unfused_processor(vocab_size: int) -> Processor:
 
 
 def fused_processor(options: LinearLogprobsOptions) -> Processor:
-    """Return a processor that computes the selected log-probabilities without ever holding [S, B, V] logits.
+    """Return a processor for the selected log-probabilities that never holds [S, B, V] logits."""
+    return partial(_fused_logprobs, options)
 
-    The model sets the options' `logit_scale`; the others are the caller's.
-    """
 
-    def process(*, hidden_states: torch.Tensor, context: TokenSelection, **hook: Any) -> Outputs:
-        return _fused_logprobs(hidden_states, context, _LinearHead.of(options, **hook))
-
-    return process
+def _fused_logprobs(
+    options: LinearLogprobsOptions, *, hidden_states: torch.Tensor, context: TokenSelection, **hook: Any
+) -> Outputs:
+    weight, arguments = _head(options, context, **hook)
+    return fused_linear_logprobs(
+        hidden_states, weight, context.targets_SB, with_entropy=context.with_entropy, **arguments
+    )
 
 
 def student_processor(options: LinearLogprobsOptions) -> Processor:
-    """Return a student's processor: (log-probs [S, B, K], log of the tail's mass [S, B]), then what `tokens` asks.
-
-    No [S, B, V] logits are held.
-    """
+    """Return a student's processor: log-probs [S, B, K], log of the tail's mass [S, B], then those of `tokens`."""
 
     def process(
         *, hidden_states: torch.Tensor, context: StudentSelection, **hook: Any
     ) -> tuple[torch.Tensor, ...]:
-        head = _LinearHead.of(options, **hook)
-        at_ids = linear_logprobs_at(
-            hidden_states,
-            head.weight,
-            context.ids_SBK,
-            tp_group=tensor_parallel_group(),
-            sequence_parallel=head.sequence_parallel,
-            temperature=context.temperature,
-            mask=context.mask_SB,
-            with_tail=True,
-            options=head.options,
-        )
+        weight, arguments = _head(options, context, **hook)
+        at_ids = linear_logprobs_at(hidden_states, weight, context.ids_SBK, with_tail=True, **arguments)
         assert at_ids.tail_logmass is not None
         if context.tokens is None:
             return at_ids.logprobs, at_ids.tail_logmass
         # The logits at the ids have taken the cache.
-        uncached = replace(head, options=replace(head.options, cache_bytes=0))
-        of_tokens = _fused_logprobs(hidden_states, context.tokens, uncached)
+        uncached = replace(options, cache_bytes=0)
+        of_tokens = _fused_logprobs(uncached, hidden_states=hidden_states, context=context.tokens, **hook)
         return at_ids.logprobs, at_ids.tail_logmass, *all_of(of_tokens)
 
     return process
 
 
 def topk_processor(options: LinearLogprobsOptions) -> Processor:
-    """Return a processor for a teacher: (logits, ids) [S, B, K], then their logsumexp over the vocabulary [S, B]."""
+    """Return a teacher's processor: (logits, ids) [S, B, K], then their logsumexp over the vocabulary [S, B]."""
 
     def process(
         *, hidden_states: torch.Tensor, context: TopKSelection, **hook: Any
     ) -> tuple[torch.Tensor, ...]:
-        head = _LinearHead.of(options, **hook)
-        best = linear_topk_logprobs(
-            hidden_states,
-            head.weight,
-            context.k,
-            tp_group=tensor_parallel_group(),
-            sequence_parallel=head.sequence_parallel,
-            temperature=context.temperature,
-            mask=context.mask_SB,
-            options=head.options,
-        )
+        weight, arguments = _head(options, context, **hook)
+        best = linear_topk_logprobs(hidden_states, weight, context.k, **arguments)
         return best.logits, best.indices, best.logsumexp, best.tail_logmass
 
     return process
 
 
-@dataclass(frozen=True)
-class _LinearHead:
-    """The output layer as the kernels take it: this rank's rows of the weight, and how its logits are scaled."""
-
-    weight: torch.Tensor
-    sequence_parallel: bool
-    options: LinearLogprobsOptions
-
-    @classmethod
-    def of(
-        cls, options: LinearLogprobsOptions, *, output_layer: Any, output_weight: torch.Tensor | None,
-        scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
-    ) -> Self:  # fmt: skip
-        # With tied embeddings the output layer owns no weight; the model hands over the shared one.
-        weight = output_layer.weight if output_weight is None else output_weight
-        # MuP's scaling of the logits is a multiplication, so its value at one is the factor.
-        scale = float(scale_logits(torch.ones(())))
-        return cls(weight, output_layer.sequence_parallel, replace(options, logit_scale=scale))
-
-
-def _fused_logprobs(hidden_SBH: torch.Tensor, selection: TokenSelection, head: _LinearHead) -> Outputs:
-    return fused_linear_logprobs(
-        hidden_SBH,
-        head.weight,
-        selection.targets_SB,
-        tp_group=tensor_parallel_group(),
-        sequence_parallel=head.sequence_parallel,
-        temperature=selection.temperature,
-        mask=selection.mask_SB,
-        with_entropy=selection.with_entropy,
-        options=head.options,
-    )
+def _head(
+    options: LinearLogprobsOptions, selection: TokenSelection | TopKSelection | StudentSelection, *,
+    output_layer: Any, output_weight: torch.Tensor | None,
+    scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
+) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
+    """Return this rank's rows of the output weight, and the arguments that all functions over it share."""
+    # With tied embeddings the output layer owns no weight; the model passes the shared one.
+    weight = output_layer.weight if output_weight is None else output_weight
+    # MuP's scaling of the logits is a multiplication, so its value at one is the factor.
+    scaled = replace(options, logit_scale=float(scale_logits(torch.ones(()))))
+    return weight, {
+        "tp_group": tensor_parallel_group(),
+        "sequence_parallel": output_layer.sequence_parallel,
+        "temperature": selection.temperature,
+        "mask": selection.mask_SB,
+        "options": scaled,
+    }

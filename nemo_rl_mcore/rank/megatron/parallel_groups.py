@@ -29,9 +29,9 @@ _computing_ranks: dist.ProcessGroup | None = None
 def initialize(config: MegatronConfig, seed: int, timeout_s: float) -> None:
     """Join the process group of all ranks, see `rendezvous.join`, and split it into the layout.
 
-    The layout's groups wait for `timeout_s`: their ranks compute, and so come at about the same time.
-    Whoever may be late for another reason, a file or an engine, is waited for in `rendezvous.patient_group`.
-    Raises ValueError when the world size is not a multiple of the model-parallel size.
+    The layout's groups wait for `timeout_s`: their ranks compute, and so arrive at about the same time.
+    Ranks that may be late for another reason, a file or an engine, meet in `rendezvous.patient_group`.
+    Raises ValueError if the world size is not a multiple of the model-parallel size.
     """
     global _computing_ranks
     rendezvous.join()
@@ -43,15 +43,20 @@ def initialize(config: MegatronConfig, seed: int, timeout_s: float) -> None:
             f"the world size {dist.get_world_size()} is not a multiple of the model-parallel size {model_parallel}: "
             "change the cluster's size or policy.megatron_cfg.*_parallel_size"
         )
-    dist.barrier(rendezvous.patient_group())  # whatever the ranks did before, they form the groups together
+    dist.barrier(
+        rendezvous.patient_group()
+    )  # the ranks form the groups together, however late one of them is
     timeout = timedelta(seconds=timeout_s)
+    sizes = (
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+        *(
+            "virtual_pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        ),
+    )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-        context_parallel_size=config.context_parallel_size,
-        expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        **{size: getattr(config, size) for size in sizes},
         distributed_timeout_minutes=timeout / timedelta(minutes=1),  # pyright: ignore[reportArgumentType]
     )
     # The one group that parallel_state.initialize_model_parallel makes without it.
@@ -60,11 +65,21 @@ def initialize(config: MegatronConfig, seed: int, timeout_s: float) -> None:
     _seed_everything(seed, spread_experts=config.expert_model_parallel_size > 1)
 
 
-def destroy() -> None:
-    """Leave the layout; the process group itself stays, so that another layout can follow in this process.
+def _seed_everything(seed: int, *, spread_experts: bool) -> None:
+    # As in Megatron-LM, pipeline stages draw different weights, data-parallel ranks equal ones.
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    model_parallel_cuda_manual_seed(stage_seed)
+    if spread_experts and not accelerator.has_cuda():
+        # That call ends on the seed of this rank's experts, and without a GPU it cannot set the generator back:
+        # ranks that must hold equal weights would draw different ones.
+        torch.manual_seed(stage_seed)
 
-    A gloo group has threads until nothing refers to it. The layout's own references go here; a model's go with it.
-    """
+
+def destroy() -> None:
+    """Leave the layout; another one can follow in this process, once a model's references to gloo groups are gone."""
     global _computing_ranks
     # parallel_state.destroy_model_parallel forgets them, and destroys a few.
     groups = parallel_state._global_process_group_list or ()
@@ -76,19 +91,6 @@ def destroy() -> None:
     for kind in (RotaryEmbedding, YarnRotaryEmbedding):
         kind.forward.cache_clear()  # which keeps the last models' rotary positions, with a group of each
     gc.collect()  # a former worker holds its groups in cycles
-
-
-def _seed_everything(seed: int, *, spread_experts: bool) -> None:
-    # As Megatron-LM does: pipeline stages draw different weights, data-parallel ranks equal ones.
-    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    random.seed(stage_seed)
-    np.random.seed(stage_seed)
-    torch.manual_seed(stage_seed)
-    model_parallel_cuda_manual_seed(stage_seed)
-    if spread_experts and not accelerator.has_cuda():
-        # That call ends on the seed of this rank's experts, and without a GPU it cannot set the generator back:
-        # ranks that are to hold equal weights would draw different ones.
-        torch.manual_seed(stage_seed)
 
 
 def rng_tracker() -> CudaRNGStatesTracker:
@@ -103,7 +105,6 @@ def computing_ranks() -> dist.ProcessGroup:
 
 
 def data_parallel_rank() -> int:
-    """Return the place of this rank among the ranks that hold different samples."""
     return parallel_state.get_data_parallel_rank()
 
 
@@ -112,7 +113,6 @@ def data_parallel_size() -> int:
 
 
 def tensor_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks that share each layer's weights."""
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
 
@@ -170,3 +170,8 @@ def pipeline_group() -> dist.ProcessGroup:
 
 def context_parallel_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
+
+
+def expert_parallel_group() -> dist.ProcessGroup:
+    """Return the ranks that each hold other experts of a layer."""
+    return cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())

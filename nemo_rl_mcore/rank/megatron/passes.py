@@ -30,6 +30,7 @@ from nemo_rl_mcore.losses.base import (
 )
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 from nemo_rl_mcore.rank import accelerator
+from nemo_rl_mcore.rank.megatron.model_class import ValueHead
 from nemo_rl_mcore.rank.megatron.output_processor import (
     Outputs,
     Processor,
@@ -40,7 +41,6 @@ from nemo_rl_mcore.rank.megatron.output_processor import (
     student_processor,
     topk_processor,
 )
-from nemo_rl_mcore.rank.megatron.value_head import ValueHead
 from nemo_rl_mcore.rank.sums import LocalSums
 
 # Result of a schedule's loss function: the loss, a token count (see `no_tokens`), and our own result.
@@ -51,10 +51,9 @@ LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
 class ModelPass:
     """One kind of pass.
 
-    processor: called by Megatron's hook at the end of the last stage.
-    wanted: returns a mask [B, S] of the microbatch's rows, true at positions whose next token is wanted.
-    context: returns the processor's context, from the microbatch and that mask in the model's layout.
-    collect: returns the microbatch's result, from the processor's output.
+    processor: called by Megatron's hook at the end of the last stage. wanted: a mask [B, S] of the microbatch's rows,
+    true where the next token is wanted. context: the processor's context, from the microbatch and that mask in the
+    model's layout. collect: the microbatch's result, from the processor's output.
     """
 
     processor: Processor
@@ -67,10 +66,8 @@ class ModelPass:
 class Passes:
     """The passes over one model.
 
-    token_processor: fused or unfused, for log-probabilities of the batch's own tokens.
-    temperature: divides the logits inside the softmax, in every pass alike.
-    linear_options: for passes that always use the output weight directly.
-    value_head: of a critic, on a last stage.
+    token_processor: fused or unfused, for the batch's own tokens. temperature: divides the logits, in every pass alike.
+    linear_options: for passes that always use the output weight directly. value_head: of a critic, on a last stage.
     """
 
     token_processor: Processor
@@ -116,6 +113,14 @@ class Passes:
 
     def loss(self, loss_fn: LossFunction) -> ModelPass:
         """Return the pass that computes a loss function's inputs and its sums; a result is `LocalSums`."""
+
+        def select_at_ids(microbatch: Microbatch, mask_BS: torch.Tensor) -> StudentSelection:
+            tokens = None
+            if loss_fn.needs_tokens:
+                tokens = self._select_tokens(microbatch, mask_BS, loss_fn.needs_entropy)
+            ids_BSK = microbatch.to_model(microbatch.rows["teacher_topk_indices"])
+            return StudentSelection(_by_position(ids_BSK), _by_position(mask_BS), self.temperature, tokens)
+
         match loss_fn.input_type:
             case LossInputType.LOGPROB:
                 context, processor = self._select_tokens, self.token_processor
@@ -124,8 +129,7 @@ class Passes:
                 critic = self.values()
                 context, processor = critic.context, critic.processor
             case LossInputType.DISTILLATION:
-                context, processor = self._select_at_ids, student_processor(self.linear_options)
-                context = partial(context, loss_fn)
+                context, processor = select_at_ids, student_processor(self.linear_options)
 
         def collect(microbatch: Microbatch, output: Outputs) -> LossTriple:
             named = loss_fn.custom_name
@@ -143,30 +147,15 @@ class Passes:
         targets_BS = microbatch.to_model(next_tokens(microbatch.rows))
         return TokenSelection(_by_position(targets_BS), _by_position(mask_BS), self.temperature, with_entropy)
 
-    def _select_at_ids(
-        self, loss_fn: LossFunction, microbatch: Microbatch, mask_BS: torch.Tensor
-    ) -> StudentSelection:
-        tokens = None
-        if loss_fn.needs_tokens:
-            tokens = self._select_tokens(microbatch, mask_BS, loss_fn.needs_entropy)
-        teacher_ids_BSK = microbatch.to_model(microbatch.rows["teacher_topk_indices"])
-        return StudentSelection(
-            _by_position(teacher_ids_BSK), _by_position(mask_BS), self.temperature, tokens
-        )
-
 
 def no_tokens(like: torch.Tensor) -> torch.Tensor:
-    """Return the token count of a schedule's loss function: none."""
     # The step counts valid tokens itself; with a count given here, forward_step_calc_loss
     # (pipeline_parallel/schedules.py) would divide each schedule call separately.
     return torch.zeros((), dtype=torch.int, device=like.device)
 
 
 def next_tokens(rows: BatchedDataDict) -> torch.Tensor:
-    """Return the id of each position's next token, int64 [B, S]; undefined in a row's last column.
-
-    Rows are shifted before packing, after which the next column may belong to another sample.
-    """
+    """Return the next token's id at each position, int64 [B, S]; undefined in a row's last column."""
     return rows["input_ids"].roll(-1, dims=1)
 
 
@@ -183,10 +172,7 @@ def marked_next_tokens(rows: BatchedDataDict) -> torch.Tensor:
 
 
 def tokens_to_train(rows: BatchedDataDict, rows_per_sample: int = 1) -> torch.Tensor:
-    """[B, S], true at each position whose next token enters the loss.
-
-    A sample is included if any of its rows is: the loss decides which row's mask counts.
-    """
+    """[B, S], true where the next token enters the loss; a sample counts if any of its rows does."""
     kept = rows["sample_mask"].bool().view(-1, rows_per_sample).any(dim=1).repeat_interleave(rows_per_sample)
     return marked_next_tokens(rows) & kept.unsqueeze(1)
 
@@ -211,23 +197,19 @@ def _loss_outputs(
     kind: LossInputType, microbatch: Microbatch, output: Outputs
 ) -> TokenOutputs | ValueOutputs | DistillationOutputs:
     of_next_token = [_rows(microbatch, value)[:, :-1] for value in all_of(output)]
-    match kind:
-        case LossInputType.LOGPROB:
-            return TokenOutputs(*of_next_token)
-        case LossInputType.VALUE:
-            return ValueOutputs(torch.nn.functional.pad(of_next_token[0], (1, 0)))
-        case LossInputType.DISTILLATION:
-            at_ids, tail, *of_tokens = of_next_token
-            data = microbatch.rows
-            logprobs = data["teacher_topk_logits"] - data["teacher_logsumexp"].unsqueeze(-1)
-            teacher_tail = data.get("teacher_tail_logmass")
-            return DistillationOutputs(
-                student=TopKLogprobs(at_ids, tail),
-                teacher=TopKLogprobs(
-                    logprobs[:, :-1], None if teacher_tail is None else teacher_tail[:, :-1]
-                ),
-                tokens=TokenOutputs(*of_tokens) if of_tokens else None,
-            )
+    if kind is LossInputType.LOGPROB:
+        return TokenOutputs(*of_next_token)
+    if kind is LossInputType.VALUE:
+        return ValueOutputs(torch.nn.functional.pad(of_next_token[0], (1, 0)))
+    at_ids, tail, *of_tokens = of_next_token
+    data = microbatch.rows
+    logprobs = (data["teacher_topk_logits"] - data["teacher_logsumexp"].unsqueeze(-1))[:, :-1]
+    teacher_tail = data["teacher_tail_logmass"][:, :-1] if "teacher_tail_logmass" in data else None
+    return DistillationOutputs(
+        student=TopKLogprobs(at_ids, tail),
+        teacher=TopKLogprobs(logprobs, teacher_tail),
+        tokens=TokenOutputs(*of_tokens) if of_tokens else None,
+    )
 
 
 Collect = Callable[..., LossTriple]
@@ -285,10 +267,7 @@ class Guard:
         return guarded
 
     def raise_error(self) -> None:
-        """Raise the kept error, if any, and drop it.
-
-        A reference in a frame of its own traceback would keep the error alive, and with it all activations.
-        """
+        """Raise the kept error, if any; no frame of its traceback keeps it, and with it all activations, alive."""
         error, self.error = self.error, None
         try:
             if error is not None:

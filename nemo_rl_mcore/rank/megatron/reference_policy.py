@@ -17,10 +17,7 @@ _SPARES = 2  # one is filled while the other is emptied
 
 
 class ReferencePolicy:
-    """The weights of this rank when it was made: kept on the device, or in page-locked memory of the CPU.
-
-    While they are lent the policy's own are where they were, so that nothing is kept twice.
-    """
+    """The rank's first weights, on the device or in page-locked CPU memory, swapped with the policy's own when used."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], *, on_device: bool):
         self._chunks = chunks
@@ -41,10 +38,7 @@ class ReferencePolicy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the model has the reference weights; the policy's own come back also after an exception.
-
-        Data-parallel ranks enter it together.
-        """
+        """Use the reference weights inside the block; data-parallel ranks enter it together."""
         gather_parameters(self._chunks)
         # Taken before the pass: one that ends for want of memory must not lack it on the way out.
         spares = [
@@ -57,10 +51,7 @@ class ReferencePolicy:
             self._exchange(spares)
 
     def _pieces(self) -> Iterator[torch.Tensor]:
-        """Yield the memory of all weights as uint8 [at most PIECE_BYTES]: what is copied is copied bit for bit.
-
-        In place: the parameters are views of Megatron's buckets (distributed/param_and_grad_buffer.py).
-        """
+        """Yield the memory of all weights in place, as uint8 [at most PIECE_BYTES], to be copied bit for bit."""
         for weight in weights_of(self._chunks):
             yield from weight.detach().view(-1).view(torch.uint8).split(PIECE_BYTES)
 
@@ -82,7 +73,7 @@ class ReferencePolicy:
 
 
 ON_DEVICE: bool | None = None
-"""Where the reference is kept, whatever room there is; None asks for room."""
+"""Place of the reference, whatever room there is; None depends on the room."""
 
 
 def is_kept_on_device(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> bool:

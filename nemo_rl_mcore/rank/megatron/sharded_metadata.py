@@ -50,17 +50,17 @@ _MOST_BYTES = 1 << 30
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the description of a folder, after a look at all that is in it; no code is run.
+    """Return a folder's description, after checking everything in it; no code is run.
 
-    Raises ValueError for a folder with other files than those of the format, or with links or pipes in place of
-    them, and for a description that is broken, of wrong types, or leads out of the folder or after the end of a file.
+    Raises ValueError for files that are not of the format, for links and pipes, and for a description that is broken,
+    of wrong types, or leads out of the folder or beyond the end of a file.
     """
     sizes = _sizes(folder)
     try:
         declared = read_json(folder / FORMAT_FILE, follow_links=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / FORMAT_FILE} cannot be read: {error}") from error
-    # Megatron-Core 0.18 names a format of what is not sharded besides.
+    # Megatron-Core 0.18 also names a format for entries that are not sharded.
     if not isinstance(declared, dict) or not _FORMAT.items() <= declared.items():
         raise ValueError(f"{folder / FORMAT_FILE} does not name the format {_FORMAT}")
     path = folder / METADATA_FILE
@@ -85,24 +85,25 @@ def _sizes(folder: Path) -> dict[str, int]:
         linked, found = folder.is_symlink(), {path.name: path.lstat() for path in folder.iterdir()}
     except OSError as error:
         raise RefusedError(
-            f"{folder} is no checkpoint of a policy: {error.strerror}", code="no-checkpoint"
+            f"{folder} is not a checkpoint of a policy: {error.strerror}", code="no-checkpoint"
         ) from error
     if linked:
         raise ValueError(f"{folder} is a link; a checkpoint holds its own folders")
     for name, status in found.items():
         if name not in (METADATA_FILE, FORMAT_FILE) and not _DATA_FILE.fullmatch(name):
             raise RefusedError(
-                f"{folder / shortened(name)} is no file of a checkpoint; remove it", code="foreign-file"
+                f"{folder / shortened(name)} is not a file of a checkpoint; remove it", code="foreign-file"
             )
         if not stat.S_ISREG(status.st_mode):
             raise RefusedError(
-                f"{folder / name} is no regular file, but a link, a pipe or a folder",
+                f"{folder / name} is not a regular file, but a link, a pipe or a folder",
                 code="not-a-regular-file",
             )
     for name in (METADATA_FILE, FORMAT_FILE):
         if name not in found:
             raise RefusedError(
-                f"{folder} is no checkpoint of a policy: {folder / name} does not exist", code="no-checkpoint"
+                f"{folder} is not a checkpoint of a policy: {folder / name} does not exist",
+                code="no-checkpoint",
             )
     return {name: status.st_size for name, status in found.items() if _DATA_FILE.fullmatch(name)}
 
@@ -119,20 +120,34 @@ class _Unpickler(pickle.Unpickler):
 
 def _check(metadata: Any, folder: Path, sizes: dict[str, int]) -> None:
     """Raise ValueError for a description that is not as torch writes it, or does not fit the files."""
-    _require(type(metadata) is Metadata, "it is no description")
+    _require(type(metadata) is Metadata, "it is not a description")
     tensors, places, meta = metadata.state_dict_metadata, metadata.storage_data, metadata.storage_meta
-    _require(isinstance(tensors, dict) and isinstance(places, dict), "its entries are no dictionaries")
+    _require(isinstance(tensors, dict) and isinstance(places, dict), "its entries are not dictionaries")
     _require(metadata.planner_data is None, "planner_data is not empty")
     _require(meta is None or type(meta) is StorageMeta, "storage_meta is of a wrong type")
-    if meta is not None:
-        _require(type(meta.checkpoint_id) in (type(None), str, PosixPath), "checkpoint_id is of a wrong type")
+    path_type = type(None if meta is None else meta.checkpoint_id)
+    _require(path_type in (type(None), str, PosixPath), "checkpoint_id is of a wrong type")
     found: dict[tuple[str, torch.Size | None], _StorageInfo] = {}
     for index, place in cast("dict[Any, Any]", places).items():
-        _check_place(index, place, folder, sizes)
+        well_typed = (
+            (type(index) is MetadataIndex and type(place) is _StorageInfo)
+            and (type(index.fqn) is str and type(index.offset) in (type(None), torch.Size))
+            and (type(index.index) in (type(None), int) and type(place.relative_path) is str)
+            and type(place.offset) is type(place.length) is int
+        )
+        _require(well_typed, "an entry of storage_data is of a wrong type")
+        name, end = place.relative_path, place.offset + place.length
+        _require(not place.transform_descriptors, f"{name} is to be transformed")
+        _require(_DATA_FILE.fullmatch(name) is not None, f"{quoted(name)} is not a file of this folder")
+        _require(name in sizes, f"{folder / name} does not exist")
+        _require(
+            place.offset >= 0 and place.length >= 0 and end <= sizes[name],
+            f"{folder / name} is cut short: {shortened(index.fqn)} lies after its end",
+        )
         found[index.fqn, index.offset] = place
     wanted = 0
     for name, entry in cast("dict[Any, Any]", tensors).items():
-        _require(type(name) is str, "a name is no text")
+        _require(type(name) is str, "a name is not a string")
         for offset in _parts(name, entry):
             wanted += 1
             _require((name, offset) in found, f"{name} is nowhere in the files")
@@ -140,45 +155,22 @@ def _check(metadata: Any, folder: Path, sizes: dict[str, int]) -> None:
     _require(wanted == len(found), "it has places of tensors that it does not list")
 
 
-def _check_place(index: Any, place: Any, folder: Path, sizes: dict[str, int]) -> None:
-    _require(type(index) is MetadataIndex and type(place) is _StorageInfo, "storage_data is of a wrong type")
-    _require(
-        type(index.fqn) is str and type(index.offset) in (type(None), torch.Size),
-        "an index is of a wrong type",
-    )
-    _require(type(index.index) in (type(None), int), "an index is of a wrong type")
-    name, numbers = place.relative_path, (place.offset, place.length)
-    _require(
-        type(name) is str and all(type(number) is int for number in numbers), "a place is of a wrong type"
-    )
-    _require(not place.transform_descriptors, f"{name} is to be transformed")
-    _require(_DATA_FILE.fullmatch(name) is not None, f"{quoted(name)} is no file of this folder")
-    _require(name in sizes, f"{folder / name} does not exist")
-    _require(
-        place.offset >= 0 and 0 <= place.length <= sizes[name] - place.offset,
-        f"{folder / name} is cut short: {shortened(index.fqn)} lies after its end",
-    )
-
-
 def _parts(name: Any, entry: Any) -> Iterator[torch.Size | None]:
     """Yield the offset of each part of an entry."""
     if type(entry) is BytesStorageMetadata:
-        _require(_COMMON_ENTRY.fullmatch(name) is not None, f"{name} is no tensor")
+        _require(_COMMON_ENTRY.fullmatch(name) is not None, f"{name} is not a tensor")
         yield None
         return
     _require(type(entry) is TensorStorageMetadata, f"{name} is of a wrong type")
-    _require(type(entry.properties) is TensorProperties, f"{name} has no properties")
-    _require(
-        type(entry.properties.dtype) is torch.dtype and entry.properties.layout is torch.strided,
-        f"{name} is no tensor of numbers",
-    )
+    kind = entry.properties
+    _require(type(kind) is TensorProperties, f"{name} has no properties")
+    of_numbers = type(kind.dtype) is torch.dtype and kind.layout is torch.strided
+    _require(of_numbers, f"{name} is not a tensor of numbers")
     _require(type(entry.size) is torch.Size and type(entry.chunks) is list, f"{name} has no size")
     for chunk in cast("list[Any]", entry.chunks):
         _require(type(chunk) is ChunkStorageMetadata, f"{name} has a part of a wrong type")
-        _require(
-            type(chunk.offsets) is torch.Size and type(chunk.sizes) is torch.Size,
-            f"{name} has a part without a place",
-        )
+        placed = type(chunk.offsets) is type(chunk.sizes) is torch.Size
+        _require(placed, f"{name} has a part without a place")
         fits = len(chunk.offsets) == len(chunk.sizes) == len(entry.size) and all(
             offset >= 0 and 0 <= length <= whole - offset
             for offset, length, whole in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)

@@ -33,6 +33,7 @@ from nemo_rl_mcore.rank.megatron import parallel_groups
 from nemo_rl_mcore.rank.megatron.auxiliary_losses import (
     AuxiliaryLosses,
     AuxiliaryTerms,
+    Output,
     without_prediction_layers,
 )
 from nemo_rl_mcore.rank.megatron.batching import Batching, attention_inputs
@@ -41,11 +42,10 @@ from nemo_rl_mcore.rank.megatron.grad_sync import OverlappedGradSync, bucket_gro
 from nemo_rl_mcore.rank.megatron.hf_weights.adapters import add_adapters, load_adapters
 from nemo_rl_mcore.rank.megatron.hf_weights.load import load_pretrained
 from nemo_rl_mcore.rank.megatron.model import build_model, freeze_weights, in_precision, wrap_data_parallel
-from nemo_rl_mcore.rank.megatron.model_class import LanguageModel
+from nemo_rl_mcore.rank.megatron.model_class import LanguageModel, give_value_head, value_head_of
 from nemo_rl_mcore.rank.megatron.optimizer_state import build_optimizer
 from nemo_rl_mcore.rank.megatron.output_processor import fused_processor, unfused_processor
-from nemo_rl_mcore.rank.megatron.passes import Collect, Guard, LossTriple, ModelPass, Passes
-from nemo_rl_mcore.rank.megatron.value_head import give_value_head, value_head_of
+from nemo_rl_mcore.rank.megatron.passes import Guard, ModelPass, Passes
 from nemo_rl_mcore.rank.policy_backend import BackendOptions
 from nemo_rl_mcore.rank.sums import LocalSums, StepTotals
 from nemo_rl_mcore.rank.train_step import UnequalChunksError
@@ -55,7 +55,7 @@ MicrobatchIterator = Iterator[tuple[Microbatch, AuxiliaryTerms | None]]
 
 @contextmanager
 def evaluation_mode(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, no dropout, no gradients, no layers that only training needs; all comes back also after an exception."""
+    """Turn off dropout, gradients and layers that only training needs, inside the block."""
     training = [module for module in modules if module.training]
     for module in training:
         module.eval()
@@ -69,11 +69,7 @@ def evaluation_mode(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """The model of this rank and how its outputs are taken.
-
-    passes: what can be asked of it. batching: how rows become microbatches. auxiliary: the losses that layers attach to
-    their own backward pass.
-    """
+    """A rank's model, its passes, microbatches, and the losses that layers attach to their own backward pass."""
 
     config: TransformerConfig
     chunks: list[MegatronModule]
@@ -82,7 +78,7 @@ class ForwardBackward:
     auxiliary: AuxiliaryLosses
 
     def read(self, data: BatchedDataDict, micro_batch_size: int, kind: ModelPass) -> list[torch.Tensor]:
-        """Return what a pass without gradients says of the batch, in its order; nothing off the last pipeline stage."""
+        """Return a pass's tensors in the batch's order; nothing off the last pipeline stage."""
         microbatches = self.batching.microbatches(data, micro_batch_size, None)
         with evaluation_mode(self.chunks):
             parts = self._run(microbatches, kind)
@@ -98,10 +94,7 @@ class ForwardBackward:
     def loss_sums(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int, *, forward_only: bool
     ) -> LocalSums:
-        """Return the loss sums of the rows on this rank (empty off the last pipeline stage).
-
-        Unless `forward_only`, the gradients of the un-normalised loss are added to the local gradient buckets.
-        """
+        """Return the rank's loss sums (empty off the last stage); gradients are added unless `forward_only`."""
         parts = self._run(
             self.batching.microbatches(data, micro_batch_size, loss_fn.rows_per_sample),
             self.passes.loss(loss_fn),
@@ -153,57 +146,42 @@ class ForwardBackward:
         model: Any,
         return_schedule_plan: bool = False,
     ) -> Any:
-        """One microbatch forward; or, for the schedule that overlaps expert communication, only the plan of it."""
+        """Run a microbatch forward, or for the schedule that overlaps expert communication return only its plan."""
         microbatch, terms = next(microbatches)
         activity.advance("a microbatch")
         collect = guard.loss(partial(kind.collect, microbatch))
 
-        def collect_of_plan(*outputs: torch.Tensor) -> LossTriple:
+        def inputs() -> dict[str, Any]:
+            mask_BS = microbatch.to_model(kind.wanted(microbatch.rows))
+            _, position_ids, _ = causal_inputs(microbatch.rows["input_ids"])
+            given = {
+                "input_ids": microbatch.input_ids,
+                "position_ids": microbatch.to_model(position_ids),
+                "output_processor": kind.processor,
+                "output_processor_context": kind.context(microbatch, mask_BS),
+                **attention_inputs(microbatch, self.config),
+            }
+            if terms is not None:
+                given |= self.auxiliary.model_inputs(terms, microbatch, mask_BS, model)
+            return given
+
+        def followed(output: Output) -> Output:
+            if terms is not None:
+                self.auxiliary.follow(terms, output)
+            return output
+
+        def collect_of_plan(*outputs: torch.Tensor) -> Any:
             # A plan has no output before it runs, and its outputs come one by one.
             first, *more = outputs
-            output = outputs if more else first
-            if terms is not None:
-                self.auxiliary.follow(terms, output)
-            return collect(output)
+            return collect(followed(outputs if more else first))
 
         if return_schedule_plan:
-            plan = model.build_schedule_plan(**self._model_inputs(microbatch, terms, kind, model))
-            return plan, collect_of_plan
-
-        def run() -> tuple[Any, Collect]:
-            output = model(**self._model_inputs(microbatch, terms, kind, model))
-            if terms is not None:
-                self.auxiliary.follow(terms, output)
-            return output, collect
-
-        return guard.forward_step(model, microbatch.input_ids, run)
-
-    def _model_inputs(
-        self,
-        microbatch: Microbatch,
-        terms: AuxiliaryTerms | None,
-        kind: ModelPass,
-        model: torch.nn.Module,
-    ) -> dict[str, Any]:
-        mask_BS = microbatch.to_model(kind.wanted(microbatch.rows))
-        _, position_ids, _ = causal_inputs(microbatch.rows["input_ids"])
-        inputs = {
-            "input_ids": microbatch.input_ids,
-            "position_ids": microbatch.to_model(position_ids),
-            "output_processor": kind.processor,
-            "output_processor_context": kind.context(microbatch, mask_BS),
-        }
-        inputs |= attention_inputs(microbatch, self.config)
-        if terms is not None:
-            inputs |= self.auxiliary.model_inputs(terms, microbatch, mask_BS, model)
-        return inputs
+            return model.build_schedule_plan(**inputs()), collect_of_plan
+        return guard.forward_step(model, microbatch.input_ids, lambda: (followed(model(**inputs())), collect))
 
 
 def causal_inputs(input_ids_BL: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """GPTModel's input_ids, position_ids and attention mask for the tokens from `start` on.
-
-    No mask is needed: the layers are causal, and rows are padded on the right, so that no token sees the padding.
-    """
+    """Return GPTModel's ids and positions from `start` on, and no mask: layers are causal, padding is on the right."""
     rows, length = input_ids_BL.shape
     positions = torch.arange(start, length, device=input_ids_BL.device).expand(rows, -1)
     return input_ids_BL[:, start:], positions, None
@@ -216,10 +194,9 @@ _NO_HOOK = (
 
 
 def require_hook(models: Iterable[LanguageModel]) -> None:
-    """Have the first pass of each last stage raise RuntimeError unless it calls the processor that it is handed.
+    """Have the first pass of each last stage raise RuntimeError unless it calls the processor that it is given.
 
-    models: the stages on this rank. Raises RuntimeError at once for a forward that does not take the keyword.
-    Both errors name the version to install.
+    A forward that does not take the keyword is refused at once; both errors name the version to install.
     """
     for model in models:
         try:
@@ -263,18 +240,8 @@ def _watch_first_pass(model: LanguageModel) -> None:
 _CALLS_OF_A_STEP = ("begin_train_step", "train_microbatch", "finish_train_step")
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    generators: list[torch.Tensor]
-    tracker: dict[str, torch.Tensor]
-    buffers: list[torch.Tensor]
-
-
 class MegatronTrainBackend:
-    """Implements `rank.train_step.TrainStepBackend` for one rank. Its process groups must be initialised.
-
-    Without training there is no optimizer and no schedule, and the step's methods are not called.
-    """
+    """`TrainStepBackend` for one rank with initialised process groups; without training it has no optimizer."""
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -316,20 +283,20 @@ class MegatronTrainBackend:
             AuxiliaryLosses(self.config, self.chunks),
         )
 
-    def snapshot(self) -> _Snapshot:
+    def snapshot(self) -> Any:
         """Return the random generators, which dropout draws from, and the buffers that routers count in."""
-        return _Snapshot(
-            generators=accelerator.device_rng_states(),
-            tracker=parallel_groups.rng_tracker().get_states(),
-            buffers=[buffer.clone() for chunk in self._wrapped for buffer in chunk.module.buffers()],
-        )
+        buffers = [buffer.clone() for buffer in self._buffers()]
+        return accelerator.device_rng_states(), parallel_groups.rng_tracker().get_states(), buffers
 
-    def restore(self, snapshot: _Snapshot) -> None:
-        accelerator.restore_device_rng_states(snapshot.generators)
-        parallel_groups.rng_tracker().set_states(snapshot.tracker)
-        buffers = [buffer for chunk in self._wrapped for buffer in chunk.module.buffers()]
-        for buffer, saved in zip(buffers, snapshot.buffers, strict=True):
+    def restore(self, snapshot: Any) -> None:
+        generators, tracker, buffers = snapshot
+        accelerator.restore_device_rng_states(generators)
+        parallel_groups.rng_tracker().set_states(tracker)
+        for buffer, saved in zip(self._buffers(), buffers, strict=True):
             buffer.copy_(saved)
+
+    def _buffers(self) -> Iterator[torch.Tensor]:
+        return (buffer for chunk in self._wrapped for buffer in chunk.module.buffers())
 
     def weights_replaced(self) -> None:
         if self.trained:
@@ -352,15 +319,14 @@ class MegatronTrainBackend:
         return together(f"the end of {call}", parallel_groups.computing_ranks())
 
     def zero_grad(self) -> None:
-        """Clear the gradient buckets, the optimizer's gradients and what auxiliary losses have added up.
+        """Clear all gradients, also those of auxiliary losses, after reductions in flight.
 
-        Reductions in flight are waited for: one that is left would write into cleared gradients, and make the next step
-        skip its own.
+        One that is left would write into cleared gradients, and make the next step skip its own.
         """
         for group in bucket_groups(self._wrapped):
             handle, group.grad_reduce_handle = group.grad_reduce_handle, None
             if handle is not None:
-                with suppress(RuntimeError):  # of a peer that is gone; the next meeting tells
+                with suppress(RuntimeError):  # of a lost peer, which the next meeting reports
                     handle.wait()
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
@@ -387,7 +353,6 @@ class MegatronTrainBackend:
             config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func = saved
 
     def overlapped_grad_sync(self, factor: float) -> AbstractContextManager[bool]:
-        """Let this call's gradients be reduced while they come; see `megatron.grad_sync`."""
         return self._overlapped.begin(factor)
 
     def forward_backward(
@@ -411,7 +376,6 @@ class MegatronTrainBackend:
         return self._totals(LocalSums.counts(data))
 
     def _totals(self, sums: LocalSums) -> StepTotals:
-        """Sum over data-parallel ranks on the last stage, then hand the totals to the other pipeline stages."""
         gather = parallel_groups.gather_over_data_parallel_ranks
         totals = sums.reduce(gather) if parallel_groups.is_last_stage() else None
         return parallel_groups.broadcast_from_last_stage(totals)
@@ -432,19 +396,16 @@ class MegatronTrainBackend:
         finalize_model_grads([*self._wrapped], num_tokens=None)
 
     def gradient_norm(self) -> float:
-        """Return the L2 norm of the reduced gradients over all ranks, before clipping."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     def optimizer_step(self, increment: int) -> bool:
-        """Clip, update the weights and advance the scheduler by `increment` samples if they were updated."""
         successful, _grad_norm, _zeros = cast("tuple[bool, Any, Any]", self.optimizer.step())
         if successful:
             self.scheduler.step(increment)
         return bool(successful)
 
     def learning_rate_and_weight_decay(self) -> tuple[float, float]:
-        """Return the schedule's present values (parameter groups may scale them)."""
         group = self.optimizer.param_groups[0]
         return self.scheduler.get_lr(group), self.scheduler.get_wd(group)
 

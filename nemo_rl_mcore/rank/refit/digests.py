@@ -35,11 +35,6 @@ _WORDS_AT_A_TIME = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Words per block, at eight bytes each: a core's cache, and 32 MiB on a GPU."""
 
 
-def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-    """Return the digest of a tensor's dtype, shape and bits, 0 to 2^64 - 1; `dtype`: cast to this dtype first."""
-    return sealed(int(block_sum(tensor, dtype=dtype)), dtype or tensor.dtype, tensor.shape)
-
-
 def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Return the digests of many tensors, by name."""
     digester = Digester()
@@ -49,30 +44,25 @@ def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 
 class Digester:
-    """Computes the digests of a stream of tensors, with one synchronization at the end.
-
-    held_as: name of the torch dtype that they are cast to first, except experts' biases.
-    """
+    """Computes the digests of a stream of tensors, cast to the torch dtype named `held_as`, except experts' biases."""
 
     def __init__(self, held_as: str | None = None) -> None:
-        self._dtype: torch.dtype | None = None
-        self._kept: str | None = None
-        if held_as is not None:
-            # Cast on this side: engines cast nothing, and do not know model families.
-            from nemo_rl_mcore.models.weights import EXPERT_BIAS_NAME
-
-            self._dtype, self._kept = getattr(torch, held_as), EXPERT_BIAS_NAME
+        self._held_as: torch.dtype | None = None if held_as is None else getattr(torch, held_as)
         self._sums: dict[str, torch.Tensor] = {}
         self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor, which may change afterwards."""
-        dtype = None if self._kept is not None and name.endswith(self._kept) else self._dtype
+        dtype = tensor.dtype
+        if self._held_as is not None:
+            # Cast on this side: engines cast nothing, and do not know model families.
+            from nemo_rl_mcore.models.weights import EXPERT_BIAS_NAME
+
+            dtype = dtype if name.endswith(EXPERT_BIAS_NAME) else self._held_as
         self._sums[name] = block_sum(tensor, dtype=dtype)
-        self._kinds[name] = dtype or tensor.dtype, tensor.shape
+        self._kinds[name] = dtype, tensor.shape
 
     def digests(self) -> dict[str, int]:
-        """Return the digests of all added tensors, by name."""
         return {name: sealed(total, *self._kinds[name]) for name, total in read(self._sums).items()}
 
 
@@ -81,7 +71,7 @@ def block_sum(
 ) -> torch.Tensor:
     """Return a block's contribution to the sum of its tensor, int64 [] on the block's device, signed.
 
-    first_row, first_column: position of the block in the whole tensor. dtype: see `digest`.
+    first_row, first_column: position of the block in the whole tensor. dtype: cast to this dtype first.
     """
     dtype = dtype or block.dtype
     matrix = block.detach()
@@ -140,10 +130,9 @@ class IncompleteRefitError(RuntimeError):
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """A block of a tensor held by one process of an engine.
+    """A block of a tensor held by one process of an engine; dtype, shape: of the whole tensor.
 
-    dtype, shape: of the whole tensor. corner, size: first row and column of the block, and their numbers, in the matrix
-    view of this module. total: its `block_sum`.
+    corner, size: first row and column of the block, and their numbers, in the matrix view. total: its `block_sum`.
     """
 
     name: str
@@ -162,15 +151,14 @@ class HeldBlock:
 def require_as_sent(
     sent: Digests, held: Digests, *, unwritten: Iterable[str] = (), unreadable: Iterable[str] = ()
 ) -> None:
-    """Raise IncompleteRefitError, naming the tensors, unless the engine holds exactly the tensors sent, bit for bit.
+    """Raise IncompleteRefitError, naming tensors, unless the engine holds exactly the tensors sent, bit for bit.
 
-    unwritten: weights of the engine that were not loaded. unreadable: those that could not be compared, with reasons.
+    unwritten: its weights that were not loaded. unreadable: those that could not be compared, with reasons.
     """
     both = {name: (sent[name], held[name]) for name in sent if name in held}
+    different = [name for name, pair in both.items() if None not in pair and pair[0] != pair[1]]
     found = {
-        "not as they were sent": [
-            name for name, pair in both.items() if None not in pair and pair[0] != pair[1]
-        ],
+        "not as they were sent": different,
         "sent and not found": [name for name in sent if name not in held],
         "there and not sent": [name for name in held if name not in sent],
         "without new weights": [*unwritten],
@@ -194,10 +182,7 @@ def of_all(sent: Digests) -> str:
 
 
 def joined(processes: Iterable[Iterable[HeldBlock]]) -> dict[str, int]:
-    """Return the digests of tensors from the blocks in an engine's processes; copies of a block count once.
-
-    If copies differ, or blocks do not cover their tensor, the digest is an impossible value.
-    """
+    """Return digests from an engine's blocks; an impossible one unless copies agree and cover the tensor."""
     blocks: dict[str, list[HeldBlock]] = {}
     for block in itertools.chain.from_iterable(processes):
         blocks.setdefault(block.name, []).append(block)
@@ -209,10 +194,10 @@ def joined(processes: Iterable[Iterable[HeldBlock]]) -> dict[str, int]:
         entries = sum(rows * columns for _, (rows, columns) in totals)
         whole = entries == torch.Size(first.shape).numel()
         alike = all(
-            (block.dtype, block.shape, block.total)
-            == (first.dtype, first.shape, totals[block.corner, block.size])
+            (block.dtype, block.shape) == (first.dtype, first.shape)
+            and block.total == totals[block.corner, block.size]
             for block in of_tensor
         )
-        total, dtype = sum(totals.values()), getattr(torch, first.dtype)
-        found[name] = sealed(total, dtype, first.shape) if whole and alike else _OF_NO_TENSOR
+        digest = sealed(sum(totals.values()), getattr(torch, first.dtype), first.shape)
+        found[name] = digest if whole and alike else _OF_NO_TENSOR
     return found

@@ -51,16 +51,11 @@ class Engines(Protocol):
 
     def wait(self, loading: Any, timeout_s: float) -> None:
         """Wait until all have loaded it; raises EngineLostError, naming the engine, or an engine's own error."""
-        ...
 
 
 @dataclass(frozen=True)
 class RefitSettings:
-    """Settings of a refit; `transport` is a value of policy.generation.refit_transport.
-
-    receivers: number of processes that hold a part of an engine. timeout_s: deadline of an acknowledgement. verify:
-    compute digests of the tensors. held_as: the engines' dtype, if it is not the trainer's.
-    """
+    """Settings of a refit; receivers: processes that hold a part of an engine. held_as: the engines' other dtype."""
 
     transport: str
     bucket_bytes: int
@@ -80,13 +75,11 @@ class BroadcastRendezvous:
 
 
 class WeightSender:
-    """One rank's side of all refits of a run.
+    """One rank's side of all refits of a run; rendezvous: of the engines' broadcast group, on the first rank.
 
     Every rank takes part in exporting each tensor; the first rank sends them to the engines. The others fill buffers
     only if the transport needs it, but track the buckets: when the first rank waits for the engines they wait with it,
     and not in the collectives of the next tensor, which have a short timeout.
-
-    rendezvous: of the engines' broadcast group; on the first rank, if the transport needs one.
     """
 
     def __init__(
@@ -106,8 +99,8 @@ class WeightSender:
     def send(self, tensors: NamedTensors) -> dict[str, int | None]:
         """Send every tensor and wait until all are loaded; returns their names, on the first rank with digests.
 
-        Raises EngineLostError, naming the engine, an engine's own error, or ValueError for a tensor larger than a
-        bucket: on all ranks at the same tensor, so that none waits for another in the rest of the export.
+        Raises EngineLostError, an engine's own error, or ValueError for a tensor larger than a bucket: on all ranks at
+        the same tensor, so that none waits for another in the rest of the export.
         """
         digester = Digester(self._settings.held_as) if self._settings.verify and self._is_first else None
         sent: dict[str, int | None] = {}
@@ -138,7 +131,6 @@ class WeightSender:
                 packer.clear()
 
     def close(self) -> None:
-        """Free the buffers."""
         self._packers.clear()
         self._transport.close()
 
@@ -165,27 +157,21 @@ class WeightSender:
 
 def open_sender(settings: RefitSettings, engines: Engines, device: torch.device) -> WeightSender:
     """Open this rank's sender; collective."""
-    slot_bytes = settings.bucket_bytes
+    slot_bytes, rendezvous = settings.bucket_bytes, None
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    rendezvous: BroadcastRendezvous | None = None
-    match settings.transport:
-        case "cuda_ipc":
-            transport: SendingEnd = CudaIpcSender(slot_bytes, device)
-        case _ if not is_first:
-            transport = SendingEnd(slot_bytes)
-        case "shared_memory":
-            transport = SharedMemorySender(slot_bytes)
-        case "ray":
-            transport = MessageSender(slot_bytes)
-        case "nccl":
-            address = os.environ["MASTER_ADDR"]
-            listening = listen_at(address)  # reachable for the engines, as it is for other ranks
-            world_size, timeout = 1 + settings.receivers, timedelta(seconds=settings.timeout_s)
-            rendezvous = BroadcastRendezvous(address, listening.getsockname()[1], world_size)
-            group = join_broadcast_group(
-                address, rendezvous.port, 0, world_size, timeout, device.type, listening
-            )
-            transport = BroadcastSender(slot_bytes, device, group)
-        case _:
-            raise ValueError(f"refit_transport: {settings.transport!r} is not known")
+    if settings.transport == "cuda_ipc":
+        transport: SendingEnd = CudaIpcSender(slot_bytes, device)
+    elif not is_first:
+        transport = SendingEnd(slot_bytes)
+    elif settings.transport == "shared_memory":
+        transport = SharedMemorySender(slot_bytes)
+    elif settings.transport == "ray":
+        transport = MessageSender(slot_bytes)
+    else:
+        address = os.environ["MASTER_ADDR"]
+        listening = listen_at(address)  # reachable for the engines, as it is for other ranks
+        world_size, timeout = 1 + settings.receivers, timedelta(seconds=settings.timeout_s)
+        rendezvous = BroadcastRendezvous(address, listening.getsockname()[1], world_size)
+        group = join_broadcast_group(address, rendezvous.port, 0, world_size, timeout, device.type, listening)
+        transport = BroadcastSender(slot_bytes, device, group)
     return WeightSender(settings, engines, transport, rendezvous)

@@ -50,17 +50,14 @@ class Bucket:
     tensors: tuple[PackedTensor, ...]
 
     def to_message(self) -> dict[str, Any]:
-        """Return plain data that any serializer can send."""
         return {"location": self.location, "tensors": [asdict(tensor) for tensor in self.tensors]}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Inverse of `to_message`."""
         tensors = (PackedTensor(**{**one, "shape": tuple(one["shape"])}) for one in message["tensors"])
         return cls(message["location"], tuple(tensors))
 
     def read(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names and tensors, as views of the buffer."""
         for tensor in self.tensors:
             yield tensor.name, tensor.read(buffer)
 
@@ -95,10 +92,7 @@ _IPC_ARGUMENTS = tuple(inspect.signature(rebuild_cuda_tensor).parameters)
 
 @dataclass(frozen=True)
 class IpcHandle:
-    """Handle by which another process opens a GPU tensor: torch's IPC handle as plain fields, without pickle.
-
-    The tensor is flat uint8 of `tensor_size` bytes; other fields are arguments of torch's `rebuild_cuda_tensor`.
-    """
+    """Handle by which another process opens a GPU tensor, flat uint8: torch's IPC handle as plain fields, no pickle."""
 
     tensor_size: int
     tensor_offset: int
@@ -112,20 +106,15 @@ class IpcHandle:
 
     @classmethod
     def of(cls, slot: torch.Tensor) -> Self:
-        """Return the handle of a flat uint8 tensor of this process; torch then counts one receiver."""
-        assert slot.dtype is torch.uint8
-        assert slot.is_contiguous()
         _, arguments = reduce_tensor(slot)
-        given: dict[str, Any] = dict(zip(_IPC_ARGUMENTS, arguments, strict=True)) | {
-            "tensor_size": slot.numel()
-        }
+        given: dict[str, Any] = dict(zip(_IPC_ARGUMENTS, arguments, strict=True))
+        given["tensor_size"] = slot.numel()
         return cls(**{field.name: given[field.name] for field in fields(cls)})
 
     def to_message(self) -> dict[str, bytes | int | bool]:
         """Return the fields without torch's counting of receivers.
 
-        torch would decrement its counter each time that a process opens and closes the buffer; the counter is
-        unsigned, and below zero it would keep the memory forever.
+        torch would count down each time that a process opens and closes the buffer, and below zero keep it forever.
         """
         return asdict(self) | {"ref_counter_handle": b"/uncounted"}
 
@@ -150,8 +139,7 @@ SLOTS = 2
 class SendingEnd:
     """Sending end of a transport: the buffers, uint8, on a device.
 
-    This base class, on the device "meta", is for ranks that only take part in the export: its slots need no memory, and
-    fill in step with those of the first rank.
+    On "meta", for ranks that only take part in the export, the slots need no memory, and fill in step with the others'.
     """
 
     def __init__(self, slot_bytes: int, device: str | torch.device = "meta", slots: int = SLOTS) -> None:
@@ -167,15 +155,11 @@ class SendingEnd:
         """Send the bytes, for transports where a location is not enough; the engines are already waiting for them."""
 
     def close(self) -> None:
-        """Free the buffers."""
         self.slots = ()
 
 
 class SharedMemorySender(SendingEnd):
-    """Slots in anonymous shared memory, which is freed with the last process that uses it: nothing to clean up.
-
-    Receivers of the same user and machine open it through /proc. Pages that were never written take no memory.
-    """
+    """Slots in anonymous shared memory, which receivers of the same user and machine open through /proc."""
 
     def __init__(self, slot_bytes: int, slots: int = SLOTS) -> None:
         self._slot_bytes = slot_bytes
@@ -198,7 +182,7 @@ class SharedMemorySender(SendingEnd):
 
 
 class MessageSender(SendingEnd):
-    """Slots whose bytes are part of the message, to any machine, by Ray's object store."""
+    """Slots whose bytes are part of the message, to any machine."""
 
     def __init__(self, slot_bytes: int) -> None:
         super().__init__(slot_bytes, "cpu")
@@ -210,8 +194,7 @@ class MessageSender(SendingEnd):
 class CudaIpcSender(SendingEnd):
     """Slots on this rank's GPU, which the engine process on the same GPU opens by an IPC handle.
 
-    Every rank fills its own slots for the engine process on its GPU; the handles are gathered once, by GPU, and the
-    first rank sends them all.
+    The handles are gathered once, by GPU, and the first rank sends them all.
     """
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
@@ -273,8 +256,7 @@ def join_broadcast_group(
 ) -> dist.ProcessGroup:
     """Return a process group of the trainer, as rank 0, and the engine processes, next to their default groups.
 
-    Rank 0 passes the socket that listens at this address and port. NCCL connects at the first broadcast, so that rank 0
-    does not wait here for the others.
+    Rank 0 passes the listening socket, and does not wait here: NCCL connects at the first broadcast.
     """
     store = rendezvous.store(address, port, world_size, timeout, listening)
     group = dist.ProcessGroup(store, rank, world_size)

@@ -1,4 +1,4 @@
-"""How the samples of a step divide into optimizer steps, ranks and microbatches, and how long they may be."""
+"""Rules for dividing a step's samples into optimizer steps, ranks and microbatches, and for their length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.config.base import Rule, Rules
+from nemo_rl_mcore.config.base import Rule, Rules, either
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.recipe.rules.parallelism import OF_THE_LAYOUT, VIRTUAL
 
@@ -17,7 +17,7 @@ _BATCH, _LENGTH = "policy.train_global_batch_size", "policy.max_total_sequence_l
 _PACKING, _DYNAMIC = "sequence_packing.enabled", "dynamic_batching.enabled"
 _PROMPTS, _GENERATIONS = "loop.num_prompts_per_step", "loop.num_generations_per_prompt"
 _TRIED = 1_000_000
-"""Divisors that are looked for; of a number above its square the remedy names one that is near enough."""
+"""Number of candidate divisors; for numbers above its square the remedy names an approximate one."""
 
 
 def divisor_near(wanted: int, number: int, ranks: int) -> int:
@@ -33,7 +33,7 @@ def divisor_near(wanted: int, number: int, ranks: int) -> int:
 
 
 def _batch_sizes(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield batch sizes that ranks cannot share equally; a last microbatch may hold fewer samples."""
+    """Yield rules for batch sizes that ranks cannot share equally; the last microbatch may have fewer samples."""
     batch, ranks = config.policy.train_global_batch_size, config.data_parallel_size
     of_ranks = f"{ranks} data-parallel ranks"
     if config.prompts_key == _BATCH:
@@ -44,13 +44,13 @@ def _batch_sizes(config: RunConfig) -> Iterator[Rule[RunConfig]]:
             batch % ranks,
             OF_THE_LAYOUT,
             fix,
-            says=f"{batch} does not divide among {of_ranks}",
+            says=f"{batch} cannot be divided evenly among {of_ranks}",
         )
         return
     samples, factors = config.samples_per_step, (_PROMPTS, _GENERATIONS)
     if samples % ranks:
-        says = f"{samples} samples of a step do not divide among {of_ranks}"
-        fix = f"make the samples, or {' * '.join(map(config.key, factors))}, a multiple of {ranks}"
+        says = f"a step's {samples} samples cannot be divided evenly among {of_ranks}"
+        fix = f"make {' * '.join(map(config.key, factors))} a multiple of {ranks}"
         yield Rule("not-divisible", _PROMPTS, True, (*factors, *OF_THE_LAYOUT), fix, says=says)
         return
     whole = config.streams or (config.gradient is not None and config.gradient.force_on_policy_ratio)
@@ -59,15 +59,19 @@ def _batch_sizes(config: RunConfig) -> Iterator[Rule[RunConfig]]:
         fix, why = f"set it to a divisor, such as {fits}", f"a step has {samples} samples"
         yield Rule("not-divisible", _BATCH, True, factors, fix, why)
     elif batch % ranks:
-        fix = f"set it to a multiple that divides the {samples} samples of a step, such as {fits}"
+        fix = f"set it to a multiple of {ranks} that divides the step's {samples} samples, such as {fits}"
         related = (*factors, *OF_THE_LAYOUT)
         yield Rule(
-            "not-divisible", _BATCH, True, related, fix, says=f"{batch} does not divide among {of_ranks}"
+            "not-divisible",
+            _BATCH,
+            True,
+            related,
+            fix,
+            says=f"{batch} cannot be divided evenly among {of_ranks}",
         )
 
 
 def _pair_budget(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield a token budget of training with room for the longest row and none for a sample of several."""
     budgets, rows = config.policy.token_budgets, config.rows_per_sample
     longest = config.policy.max_total_sequence_length
     if budgets is not None:
@@ -81,19 +85,8 @@ def _pair_budget(config: RunConfig) -> Iterator[Rule[RunConfig]]:
         )
 
 
-def _nothing_to_pack(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
-    """Yield a key that allows what the recipe does not do."""
-    needed = {
-        _PACKING: policy.sequence_packing.enabled,
-        "megatron_cfg.use_fused_linear_logprobs": policy.megatron_cfg.use_fused_linear_logprobs,
-    }
-    off = tuple(key for key, on in needed.items() if not on)
-    allows = policy.megatron_cfg.fused_linear_logprobs_packed
-    yield Rule("has-no-effect", "megatron_cfg.fused_linear_logprobs_packed", allows and bool(off), off)
-
-
 def _room(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield a length without room for the longest prompt and a response."""
+    """Yield rules for a sequence length without room for the longest prompt and a response."""
     policy, data = config.policy, config.data
     prompt, response, longest = (
         data.max_prompt_length or 1,
@@ -102,11 +95,11 @@ def _room(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     )
     if policy.generation.fit_to_sequence and data.max_input_seq_length:
         return  # rows that leave no token for an answer are too long, see data.overlong
-    fix = f"set it to {prompt + response}, or lower the other two"
-    # NeMo RL's recipes compute the other two from it, and then they would grow with it; positions do not.
+    fix = f"set it to {prompt + response}, or lower the other two lengths"
+    # NeMo RL's recipes compute the other two from it, so they would grow with it; the number of positions would not.
     computed = longest in (data.max_input_seq_length, response)
     if computed or prompt + response > policy.model.longest_sequence:
-        fix = f"lower the other two, which together may be {min(longest, policy.model.longest_sequence)}"
+        fix = f"lower these to a total of at most {min(longest, policy.model.longest_sequence)}"
     related = ("data.max_input_seq_length", "data.num_digits", "policy.generation.max_new_tokens")
     yield Rule(
         "too-small",
@@ -114,7 +107,7 @@ def _room(config: RunConfig) -> Iterator[Rule[RunConfig]]:
         prompt + response > longest,
         related if data.max_input_seq_length else ("data.dataset_name", *related),
         fix,
-        says=f"{longest} has no room for the longest prompt of {prompt} tokens and a response of {response}",
+        says=f"{longest} is too short for the longest prompt ({prompt} tokens) and a response ({response} tokens)",
     )
 
 
@@ -136,44 +129,26 @@ POLICY_RULES: Rules[PolicyConfig] = (
         for section in ("sequence_packing", "dynamic_batching")
         for key in ("train_mb_tokens", "logprob_mb_tokens")
     ),
-    Rule(
+    either(
         "incompatible",
-        _DYNAMIC,
-        lambda own: (
-            own.dynamic_batching.enabled and own.megatron_cfg.virtual_pipeline_model_parallel_size is not None
-        ),
-        (VIRTUAL,),
         {_DYNAMIC: False, VIRTUAL: None},
         "the interleaved schedule needs microbatches of equal shape",
     ),
-    _nothing_to_pack,
-    Rule(
+    either(
         "incompatible",
-        _PACKING,
-        lambda own: own.sequence_packing.enabled and own.dynamic_batching.enabled,
-        (_DYNAMIC,),
         {_PACKING: False, _DYNAMIC: False},
         "only one of them can set the size of a microbatch",
     ),
-    Rule(
+    either(
         "incompatible",
-        _PACKING,
-        lambda own: own.sequence_packing.enabled and own.model.mtp_num_layers,
-        ("model.mtp_num_layers",),
         {_PACKING: False, "model.mtp_num_layers": None},
         "prediction layers would predict tokens of the next sample in a row",
     ),
-    Rule(
+    either(
         "incompatible",
-        _PACKING,
-        lambda own: (
-            own.sequence_packing.enabled
-            and own.model.load_balancing_loss
-            and own.model.moe_router_load_balancing_type == "seq_aux_loss"
-        ),
-        ("model.moe_router_load_balancing_type",),
         {_PACKING: False, "model.moe_router_load_balancing_type": "aux_loss"},
         "that loss is computed per sample, and a packed row has several",
+        where=lambda own: own.model.load_balancing_loss,
     ),
 )
 RUN_RULES: Rules[RunConfig] = (

@@ -1,12 +1,11 @@
-"""What engines cannot do, with a policy and on machines, and what does not go with offloading beside them."""
+"""Rules for engines with a policy and on machines, and for offloading next to them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.config.base import Rule, Rules
-from nemo_rl_mcore.config.generation import EmbeddedConfig, VllmConfig
+from nemo_rl_mcore.config.base import Rule, Rules, either
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.models import missing_family
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from nemo_rl_mcore.config.run_config import RunConfig
 
 SMALLEST_CPU_HEAD = 32
-"""Size of a head below which vLLM's attention on CPU has no kernel."""
+"""Smallest head size for which vLLM has an attention kernel on CPUs."""
 _BACKEND, _GPUS = "policy.generation.backend", "cluster.gpus_per_node"
 _COLOCATED = "policy.generation.colocated.enabled"
 _RESOURCES = "policy.generation.colocated.resources"
@@ -23,26 +22,20 @@ _OF_VLLM, _ROUNDING = "generation.vllm_cfg", ("precision", "kv_cache_dtype")
 _TRANSPORT, _OFFLOAD = "policy.generation.refit_transport", "policy.offload"
 
 
-def _vllm(policy: PolicyConfig) -> VllmConfig | None:
-    engine = policy.generation.engine
-    return engine if isinstance(engine, VllmConfig) else None
+def _vllm(policy: PolicyConfig) -> bool:
+    return policy.generation.backend == "vllm"
 
 
-def _on_cpu(config: RunConfig) -> VllmConfig | None:
-    return _vllm(config.policy) if config.cluster.on_cpu else None
-
-
-def _named(policy: PolicyConfig) -> bool:
-    """Say whether the weights are named; of those it is the key that names them which is told."""
-    return policy.model_name is not None
+def _vllm_on_cpu(config: RunConfig) -> bool:
+    return _vllm(config.policy) and config.cluster.on_cpu
 
 
 def _rounded_by(policy: PolicyConfig) -> str | None:
-    """Return the key by which an engine holds fewer digits than it is sent."""
-    vllm = _vllm(policy)
-    if vllm is None or not vllm.rounds:
+    """Return the key that makes an engine store numbers with less precision than it receives; None if none does."""
+    vllm = policy.generation.vllm_cfg
+    if not _vllm(policy) or not (vllm.quantizes or vllm.kv_cache_dtype != "auto"):
         return None
-    return "precision" if vllm.precision == "fp8" else "kv_cache_dtype"
+    return "precision" if vllm.quantizes else "kv_cache_dtype"
 
 
 def _heads_on_cpu(config: RunConfig) -> Iterator[Rule[RunConfig]]:
@@ -51,17 +44,18 @@ def _heads_on_cpu(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     yield Rule(
         "too-small",
         f"policy.model.{'kv_channels' if model.kv_channels else 'num_attention_heads'}",
-        _on_cpu(config) is not None and model.head_dim < SMALLEST_CPU_HEAD,
+        _vllm_on_cpu(config) and model.head_dim < SMALLEST_CPU_HEAD,
         ("policy.model", _BACKEND, _GPUS),
         "set backend: embedded" if weights else own_size,
-        says=f"the head size {model.head_dim} is below {SMALLEST_CPU_HEAD}, the smallest of vLLM on CPU",
+        says=f"the head size {model.head_dim} is below {SMALLEST_CPU_HEAD}, vLLM's minimum on CPU",
     )
 
 
 def _engine_layout(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield engines that neither share a machine nor have some of their own, whole ones, or leave some over."""
+    """Yield rules for engines that neither share a machine evenly nor span whole machines, or leave GPUs unused."""
     cluster, resources = config.cluster, config.policy.generation.colocated.resources
-    if (vllm := _vllm(config.policy)) is None:
+    vllm = config.policy.generation.vllm_cfg
+    if not _vllm(config.policy):
         return
     if cluster.on_cpu:
         source, per_node, nodes = "cluster.cpu_workers_per_node", cluster.workers_per_node, cluster.num_nodes
@@ -79,20 +73,20 @@ def _engine_layout(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     stages = (f"{_VLLM}.pipeline_parallel_size",) if vllm.pipeline_parallel_size > 1 else ()
     why = f"an engine has {size} processes, tensor_parallel_size x pipeline_parallel_size"
     if per_node % size and size % per_node:
-        fix = f"make them a divisor or a multiple of {per_node}"
+        fix = f"make the number of processes a divisor or a multiple of {per_node}"
         yield Rule("not-divisible", path, True, (related[0], *stages), fix, why)
     elif whole % size:
-        fix = f"make the {whole} devices a multiple"
+        fix = f"make the number of devices ({whole}) a multiple of {size}"
         yield Rule("not-divisible", path, True, (*related, *stages), fix, why)
 
 
 def _embedded_apart(config: RunConfig) -> bool:
     generation = config.policy.generation
-    return isinstance(generation.engine, EmbeddedConfig) and not generation.decodes_on_ranks
+    return generation.backend == "embedded" and not generation.colocated.enabled
 
 
 def _embedded_engines(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield GPUs that are not those of embedded engines of their own."""
+    """Yield rules for the GPUs of separate embedded engines."""
     policy, resources = config.policy, config.policy.generation.colocated.resources
     if not _embedded_apart(config) or config.cluster.on_cpu:
         return
@@ -103,7 +97,7 @@ def _embedded_engines(config: RunConfig) -> Iterator[Rule[RunConfig]]:
         per_node is None and nodes > 1,
         (f"{_RESOURCES}.gpus_per_node",),
         "set gpus_per_node, or remove num_nodes",
-        says=f"{nodes} with gpus_per_node: null does not say how many engines each has",
+        says=f"{nodes} needs gpus_per_node, the engines' GPUs on each machine",
     )
     gpus = (per_node or 0) * nodes
     yield Rule(
@@ -112,26 +106,20 @@ def _embedded_engines(config: RunConfig) -> Iterator[Rule[RunConfig]]:
         per_node is not None and gpus != policy.generation.engines,
         (_RESOURCES,),
         f"set it to {gpus}, or remove the section resources",
-        f"each engine has one of {gpus} GPUs",
+        f"each GPU holds one engine, so there are {gpus}",
     )
 
 
-def _offloads_all(config: RunConfig, *, beside: bool) -> bool:
-    """Say whether weights leave the devices of ranks; beside: whether engines take turns with these there."""
+def _offloads(config: RunConfig, *, beside: bool) -> bool:
+    """Return whether ranks offload everything; beside: whether engines take turns with them on their devices."""
     turns = config.policy.generation.takes_turns
     return config.policy.offload == "all" and turns == beside and not config.asynchronous
 
 
 ENGINE_RULES: Rules[PolicyConfig] = (
     *(
-        Rule[PolicyConfig](
+        either(
             "incompatible",
-            f"generation.{key}",
-            lambda own, key=key, neutral=neutral: (
-                not own.generation.engine.traits.reports_before_filters
-                and getattr(own.generation, key) != neutral
-            ),
-            ("generation.backend",),
             {f"generation.{key}": neutral, "generation.backend": "embedded"},
             "vLLM reports log-probabilities after the filter, and training computes them before it",
         )
@@ -154,7 +142,7 @@ ENGINE_RULES: Rules[PolicyConfig] = (
         f"{_OF_VLLM}.expert_parallel_size",
         lambda own: (
             _vllm(own)
-            and not _named(own)
+            and own.model_name is None
             and own.model.num_moe_experts is None
             and own.generation.vllm_cfg.expert_parallel_size
             == own.generation.vllm_cfg.tensor_parallel_size
@@ -167,7 +155,7 @@ ENGINE_RULES: Rules[PolicyConfig] = (
         f"{_OF_VLLM}.pipeline_parallel_size",
         lambda own: (
             _vllm(own)
-            and not _named(own)
+            and own.model_name is None
             and own.generation.vllm_cfg.pipeline_parallel_size > own.model.num_layers
         ),
         ("model.num_layers",),
@@ -184,8 +172,8 @@ ENGINE_RULES: Rules[PolicyConfig] = (
         "generation.verify_refit",
         lambda own: _rounded_by(own) == "precision" and own.generation.verify_refit,
         (f"{_OF_VLLM}.precision",),
-        "set it to false: only names are then compared",
-        "the engine rounds the weights, so that digests differ",
+        "set it to false to compare only names",
+        "the engine rounds the weights, so digests would differ",
     ),
     *(
         Rule[PolicyConfig](
@@ -193,15 +181,15 @@ ENGINE_RULES: Rules[PolicyConfig] = (
             "generation.compare_at_start",
             lambda own, key=key: _rounded_by(own) == key and own.generation.compare_at_start,
             (f"{_OF_VLLM}.{key}",),
-            "set it to false: the mismatch is still measured in each step",
-            "there are no measured bounds for that",
+            "set it to false; each step still reports the mismatch",
+            "no bounds have been measured for this format",
         )
         for key in _ROUNDING
     ),
     Rule(
         "not-supported",
         "generation.backend",
-        lambda own: _vllm(own) and not _named(own) and missing_family(own.model),
+        lambda own: _vllm(own) and own.model_name is None and missing_family(own.model),
         ("model",),
         {"generation.backend": "embedded"},
         lambda own: missing_family(own.model),
@@ -212,12 +200,12 @@ RUN_RULES: Rules[RunConfig] = (
         "requires",
         _TRANSPORT,
         lambda run: (
-            not run.policy.generation.decodes_on_ranks
-            and run.cluster.on_cpu
+            run.cluster.on_cpu
+            and not run.policy.generation.decodes_on_ranks
             and run.policy.generation.refit_transport in ("cuda_ipc", "nccl")
         ),
         (_BACKEND, _GPUS),
-        "set it to null, which is shared_memory on one machine",
+        "set it to null, which selects shared_memory on one machine",
     ),
     Rule(
         "incompatible",
@@ -241,14 +229,14 @@ RUN_RULES: Rules[RunConfig] = (
             and run.policy.generation.refit_transport == "cuda_ipc"
         ),
         (_COLOCATED,),
-        "set it to null, which is nccl",
+        "set it to null, which selects nccl",
         "it needs engines on the ranks' GPUs",
     ),
     _heads_on_cpu,
     Rule(
         "not-supported",
         _BACKEND,
-        lambda run: _on_cpu(run) and run.policy.model.num_moe_experts is not None,
+        lambda run: _vllm_on_cpu(run) and run.policy.model.num_moe_experts is not None,
         ("policy.model.num_moe_experts", _GPUS),
         "set backend: embedded, or run on GPUs",
         "on CPU vLLM packs experts at its start and cannot update them",
@@ -259,14 +247,14 @@ RUN_RULES: Rules[RunConfig] = (
             f"{_VLLM}.{key}",
             lambda run, key=key: run.cluster.on_cpu and _rounded_by(run.policy) == key,
             (_BACKEND, _GPUS),
-            "leave it out, or run on GPUs",
+            "remove it, or run on GPUs",
         )
         for key in _ROUNDING
     ),
     Rule(
         "not-supported",
         _BACKEND,
-        lambda run: _on_cpu(run) and run.policy.model.has_mamba,
+        lambda run: _vllm_on_cpu(run) and run.policy.model.has_mamba,
         ("policy.model.hybrid_layer_pattern", _GPUS),
         "set backend: embedded, or run on GPUs",
         "vLLM has no CPU kernels for Mamba layers",
@@ -275,7 +263,9 @@ RUN_RULES: Rules[RunConfig] = (
     Rule(
         "not-supported",
         _COLOCATED,
-        lambda run: _embedded_apart(run) and not _named(run.policy) and missing_family(run.policy.model),
+        lambda run: (
+            _embedded_apart(run) and run.policy.model_name is None and missing_family(run.policy.model)
+        ),
         ("policy.model", _BACKEND),
         # An asynchronous run would send whoever sets it to true back to false.
         lambda run: (
@@ -307,26 +297,22 @@ RUN_RULES: Rules[RunConfig] = (
     Rule(
         "incompatible",
         _OFFLOAD,
-        lambda run: _offloads_all(run, beside=False),
+        lambda run: _offloads(run, beside=False),
         (_BACKEND, _COLOCATED),
         "set it to grads_optimizer, or policy.generation.backend: vllm with colocated.enabled: true",
         "no engine shares the ranks' devices",
     ),
-    Rule(
+    either(
         "incompatible",
-        _OFFLOAD,
-        lambda run: _offloads_all(run, beside=True) and run.policy.generation.compare_at_start,
-        ("policy.generation.compare_at_start",),
-        {"policy.generation.compare_at_start": False, _OFFLOAD: "grads_optimizer"},
-        "the comparison needs the ranks' weights while engines hold their caches",
+        {_OFFLOAD: "grads_optimizer", "policy.generation.compare_at_start": False},
+        "the comparison needs the ranks' weights in memory together with the engines' caches",
+        where=lambda run: _offloads(run, beside=True),
     ),
-    Rule(
+    either(
         "incompatible",
-        _OFFLOAD,
-        lambda run: _offloads_all(run, beside=True) and run.policy.generation.max_restarts,
-        ("policy.generation.max_restarts",),
-        {"policy.generation.max_restarts": 0, _OFFLOAD: "grads_optimizer"},
-        "a restarted engine is sent weights while other engines hold their caches",
+        {_OFFLOAD: "grads_optimizer", "policy.generation.max_restarts": 0},
+        "weights would be sent to a restarted engine while other engines' caches occupy the GPUs",
+        where=lambda run: _offloads(run, beside=True),
     ),
     Rule(
         "incompatible",

@@ -1,6 +1,6 @@
-"""What losses, and the estimators of their advantages, ask of the loop; what a teacher asks of its student."""
+"""Requirements of losses and advantage estimators on the loop, and of a teacher on its student."""
 
-from nemo_rl_mcore.config.base import Rule, Rules, value_at
+from nemo_rl_mcore.config.base import Rule, Rules, either, value_at
 from nemo_rl_mcore.config.master import DistillationMasterConfig, PPOMasterConfig
 from nemo_rl_mcore.config.run_config import RunConfig
 
@@ -22,7 +22,7 @@ RUN_RULES: Rules[RunConfig] = (
     Rule(
         "incompatible",
         _ON_POLICY,
-        # A batch that does not divide the samples is told in batching, with the size that serves here too.
+        # A batch that does not divide the samples is reported in batching, with a size that is valid here too.
         lambda run: (
             _as_if_on_policy(run)
             and run.samples_per_step > run.policy.train_global_batch_size
@@ -32,13 +32,11 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: {_BATCH: run.samples_per_step, _ON_POLICY: False},
         "it needs one optimizer step per rollout",
     ),
-    Rule(
+    either(
         "incompatible",
-        _ON_POLICY,
-        lambda run: _as_if_on_policy(run) and isinstance(run, PPOMasterConfig) and run.ppo.ppo_epochs > 1,
-        ("ppo.ppo_epochs",),
-        {"ppo.ppo_epochs": 1, _ON_POLICY: False},
+        {_ON_POLICY: False, "ppo.ppo_epochs": 1},
         "it needs one optimizer step per rollout",
+        where=lambda run: _as_if_on_policy(run) and isinstance(run, PPOMasterConfig),
     ),
     Rule(
         "requires",
@@ -60,7 +58,7 @@ RUN_RULES: Rules[RunConfig] = (
                 else f" with {run.key(_CORRECTION)}: true"
             )
         ),
-        "bounds apply to a truncation only",
+        "bounds have no effect without truncation",
     ),
     Rule(
         "incompatible",
@@ -70,7 +68,7 @@ RUN_RULES: Rules[RunConfig] = (
             and run.gradient.use_kl_in_reward
             and run.algorithm != "ppo"
             and value_at(run, "loop.adv_estimator.name") in ("grpo", "gdpo")
-            and run.loop.estimator_type is None
+            and value_at(run, "loop.adv_estimator.type") is None
         ),
         ("loop.adv_estimator.name",),
         {_PENALTY: False, "loop.adv_estimator.name": "reinforce_plus_plus"},
@@ -109,7 +107,7 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         ("distillation.on_policy",),
         "set rl_weight: 0 and remove loss_fn.rl, or set distillation.on_policy: true",
-        "it needs sampled answers of the student",
+        "it needs answers sampled by the student",
     ),
     Rule(
         "contradicts",

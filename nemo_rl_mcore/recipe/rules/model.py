@@ -1,11 +1,11 @@
-"""What the model's class and kernels cannot do, what its weights must fit, and keys that are written twice."""
+"""Rules for model classes and kernels, for the fit of weights, and for keys that are set twice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.config.base import Problem, Rule, Rules
+from nemo_rl_mcore.config.base import Problem, Rule, Rules, either, value_at
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.models import missing_family
 from nemo_rl_mcore.models.adapters import adapter_problems
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from nemo_rl_mcore.config.run_config import RunConfig
 
 CHAR_VOCABULARY = 32
-"""Tokens of the embedded character tokenizer."""
+"""Vocabulary size of the embedded character tokenizer."""
 OF_ENGINE = frozenset(("layernorm", "moe_act"))
-"""Parts that are computed again with Transformer Engine alone."""
+"""Parts of a layer that can be recomputed only with Transformer Engine."""
 FUSED = "megatron_cfg.use_fused_linear_logprobs"
 _FUSED_PACKED = "megatron_cfg.fused_linear_logprobs_packed"
 _FUSED_SHARED = "megatron_cfg.fused_linear_logprobs_context_parallel"
@@ -30,7 +30,7 @@ _PARTS = "megatron_cfg.recompute_modules"
 
 
 def _parts(policy: PolicyConfig) -> tuple[str, ...]:
-    """Return the parts of layers that are computed again."""
+    """Return the parts of a layer that are recomputed."""
     megatron = policy.megatron_cfg
     selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
     return megatron.recompute_modules or () if selective else ()
@@ -42,72 +42,51 @@ def _of_weights(policy: PolicyConfig) -> Iterator[Problem]:
     yield from adapter_problems(policy)
 
 
+def _allows_nothing(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
+    """Yield a rule for a key that allows a combination which the recipe does not use."""
+    fused, shared = (
+        policy.megatron_cfg.use_fused_linear_logprobs,
+        policy.megatron_cfg.context_parallel_size > 1,
+    )
+    for key, other, used in (
+        (_FUSED_PACKED, "sequence_packing.enabled", policy.sequence_packing.enabled),
+        (_FUSED_SHARED, CONTEXT, shared),
+    ):
+        off = tuple(name for name, on in ((other, used), (FUSED, fused)) if not on)
+        yield Rule("has-no-effect", key, bool(off) and value_at(policy, key) is True, off)
+
+
 def _lacks_tokens(policy: PolicyConfig) -> bool:
     return policy.tokenizer.name == "char" and policy.model.vocab_size < CHAR_VOCABULARY
 
 
 FUSED_RULES: tuple[Rule[PolicyConfig], ...] = (
-    Rule(
-        "incompatible",
-        FUSED,
-        lambda own: own.megatron_cfg.use_fused_linear_logprobs and not own.megatron_cfg.enabled,
-        ("megatron_cfg.enabled",),
-        {"megatron_cfg.enabled": True, FUSED: False},
-        "it uses a hook of Megatron",
+    either("incompatible", {FUSED: False, "megatron_cfg.enabled": True}, "it uses a hook of Megatron"),
+    *(
+        either(
+            "incompatible",
+            {FUSED: False, key: neutral},
+            "filtering needs all logits of a token at once",
+        )
+        for key, neutral in (("generation.top_k", None), ("generation.top_p", 1.0))
     ),
-    Rule(
+    either(
         "incompatible",
-        FUSED,
-        lambda own: own.megatron_cfg.use_fused_linear_logprobs and own.generation.top_k is not None,
-        ("generation.top_k",),
-        {"generation.top_k": None, FUSED: False},
-        "filtering needs all logits of a token at once",
-    ),
-    Rule(
-        "incompatible",
-        FUSED,
-        lambda own: own.megatron_cfg.use_fused_linear_logprobs and own.generation.top_p != 1,
-        ("generation.top_p",),
-        {"generation.top_p": 1.0, FUSED: False},
-        "filtering needs all logits of a token at once",
-    ),
-    Rule(
-        "incompatible",
-        FUSED,
-        lambda own: (
-            own.megatron_cfg.use_fused_linear_logprobs
-            and own.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
-        ),
-        (_GATHER,),
-        {_GATHER: False, FUSED: False},
+        {FUSED: False, _GATHER: False},
         "the output weight would be read while its gather is in flight",
     ),
-    Rule(
+    either(
         "incompatible",
-        FUSED,
-        lambda own: (
-            own.megatron_cfg.use_fused_linear_logprobs
-            and own.megatron_cfg.context_parallel_size > 1
-            and not own.megatron_cfg.fused_linear_logprobs_context_parallel
-        ),
-        (CONTEXT, _FUSED_SHARED),
-        {_FUSED_SHARED: True, CONTEXT: 1, FUSED: False},
+        {FUSED: False, CONTEXT: 1, _FUSED_SHARED: True},
         "shared sequences must be allowed explicitly",
     ),
-    Rule(
+    either(
         "incompatible",
-        FUSED,
-        lambda own: (
-            own.megatron_cfg.use_fused_linear_logprobs
-            and own.sequence_packing.enabled
-            and not own.megatron_cfg.fused_linear_logprobs_packed
-        ),
-        ("sequence_packing.enabled", _FUSED_PACKED),
-        {_FUSED_PACKED: True, "sequence_packing.enabled": False, FUSED: False},
+        {FUSED: False, "sequence_packing.enabled": False, _FUSED_PACKED: True},
         "packed rows must be allowed explicitly",
     ),
 )
-"""What the fused log-probabilities cannot honour; `check` prints how each of them stands."""
+"""Settings that fused log-probabilities cannot support; `check` prints the state of each."""
 
 MODEL_RULES: Rules[PolicyConfig] = (
     Rule(
@@ -119,12 +98,9 @@ MODEL_RULES: Rules[PolicyConfig] = (
         "prediction layers of a HybridModel exist only for Transformer Engine",
     ),
     _of_weights,
-    Rule(
+    either(
         "not-supported",
-        _PEFT,
-        lambda own: own.megatron_cfg.peft.enabled and own.model.mtp_num_layers,
-        ("model.mtp_num_layers",),
-        {"model.mtp_num_layers": None, _PEFT: False},
+        {_PEFT: False, "model.mtp_num_layers": None},
         "prediction layers have no adapters",
     ),
     Rule(
@@ -142,7 +118,7 @@ MODEL_RULES: Rules[PolicyConfig] = (
         "megatron_cfg.freeze",
         lambda own: own.megatron_cfg.peft.enabled and own.megatron_cfg.freeze,
         (_PEFT,),
-        "remove it; adapters alone are trained",
+        "remove it; only adapters are trained",
     ),
     Rule(
         "not-supported",
@@ -158,8 +134,8 @@ MODEL_RULES: Rules[PolicyConfig] = (
             "tokenizer.name",
             lambda own, weights=weights: own.weights == weights and _lacks_tokens(own),
             (weights, "model.vocab_size"),
-            "name the tokenizer of the weights",
-            f"that tokenizer has {CHAR_VOCABULARY} tokens",
+            "set it to the weights' tokenizer",
+            f"the built-in tokenizer has {CHAR_VOCABULARY} tokens",
         )
         for weights in ("model_name", "init_checkpoint")
     ),
@@ -169,7 +145,7 @@ MODEL_RULES: Rules[PolicyConfig] = (
         lambda own: own.weights is None and _lacks_tokens(own),
         ("tokenizer.name",),
         {"model.vocab_size": CHAR_VOCABULARY},
-        f"that tokenizer has {CHAR_VOCABULARY} tokens",
+        f"the built-in tokenizer has {CHAR_VOCABULARY} tokens",
     ),
     Rule(
         "too-large",
@@ -189,7 +165,7 @@ MODEL_RULES: Rules[PolicyConfig] = (
             _PARTS,
             lambda own, part=part, needed=needed: part in _parts(own) and not getattr(own.model, needed),
             (f"model.{needed}",),
-            says=f"{part} has no effect in a model without such parts",
+            says=f"{part} has no effect, because the model has no {'shared ' * (part == 'shared_experts')}experts",
         )
         for part, needed in (
             ("moe", "num_moe_experts"),
@@ -200,6 +176,7 @@ MODEL_RULES: Rules[PolicyConfig] = (
 )
 POLICY_RULES: Rules[PolicyConfig] = (
     *FUSED_RULES,
+    _allows_nothing,
     Rule(
         "too-large",
         "generation.stop_token_ids",
@@ -246,18 +223,9 @@ POLICY_RULES: Rules[PolicyConfig] = (
         )
         for key, plain, why in (
             ("kv_lora_rank", None, "a HybridModel has no layer for latent attention"),
-            *(
-                (
-                    key,
-                    plain,
-                    "not tested in a HybridModel",
-                )
-                for key, plain in (
-                    ("softmax_type", "vanilla"),
-                    ("sliding_window", None),
-                    ("add_bias_linear", False),
-                )
-            ),
+            ("softmax_type", "vanilla", "not tested in a HybridModel"),
+            ("sliding_window", None, "not tested in a HybridModel"),
+            ("add_bias_linear", False, "not tested in a HybridModel"),
         )
     ),
 )
@@ -268,8 +236,8 @@ RUN_RULES: Rules[RunConfig] = (
             f"policy.{_PARTS}",
             lambda run, part=part: run.cluster.on_cpu and part in _parts(run.policy),
             ("cluster.gpus_per_node",),
-            f"leave {part} out, or set recompute_granularity: full",
-            f"{part} is computed again on GPUs alone",
+            f"remove {part}, or set recompute_granularity: full",
+            f"{part} can only be recomputed on GPUs",
         )
         for part in sorted(OF_ENGINE)
     ),

@@ -1,4 +1,4 @@
-"""What the parallel layout asks of the machines, and of the model's sizes."""
+"""Requirements of the parallel layout on machines and on the model's sizes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.config.base import Rule, Rules
-from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.base import Rule, Rules, either
 from nemo_rl_mcore.config.policy import PolicyConfig
 
 if TYPE_CHECKING:
@@ -30,8 +29,21 @@ _PREDICTION_LAYERS = "model.mtp_num_layers"
 
 
 def _tensor_cuts(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
-    """Yield sizes that the ranks cannot share evenly; of loaded weights they are given, and the layout must change."""
-    tensor, sizes = policy.megatron_cfg.tensor_model_parallel_size, dict(_tensor_parallel_sizes(policy.model))
+    """Yield rules for sizes that ranks cannot share evenly; loaded weights fix the sizes, so the layout must change.
+
+    Each expert is whole on its rank, and the layers that produce latents are split by outputs.
+    """
+    tensor, model = policy.megatron_cfg.tensor_model_parallel_size, policy.model
+    keys = ["num_attention_heads", "num_query_groups"]
+    if model.multi_latent_attention:
+        keys += ["q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim"]
+    if model.has_mamba:
+        keys += ["mamba_num_heads", "mamba_num_groups"]
+    if model.num_moe_experts is not None:
+        keys.append("moe_shared_expert_intermediate_size")
+    sizes = {key: getattr(model, key) or 0 for key in keys}
+    if model.has_dense_layers:
+        sizes["ffn_hidden_size"] = model.ffn_size
     uneven = {key: size for key, size in sizes.items() if size % tensor}
     if uneven and policy.weights:
         yield _too_many_ranks(TENSOR, tensor, uneven, policy.weights, fits=math.gcd(*sizes.values()))
@@ -42,51 +54,38 @@ def _tensor_cuts(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
         yield Rule("not-divisible", f"model.{key}", True, related, fix)
 
 
-def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Yield what the tensor-parallel ranks share; each expert is whole on its rank."""
-    yield "num_attention_heads", model.num_attention_heads
-    if model.num_query_groups is not None:
-        yield "num_query_groups", model.num_query_groups
-    if model.has_dense_layers:
-        yield "ffn_hidden_size", model.ffn_size
-    if model.multi_latent_attention:
-        # What makes latents is cut by its outputs.
-        yield from (
-            (key, getattr(model, key) or 0) for key in ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim")
-        )
-    if model.has_mamba:
-        yield "mamba_num_heads", model.mamba_num_heads or 0
-        yield "mamba_num_groups", model.mamba_num_groups
-    if model.num_moe_experts is not None and model.moe_shared_expert_intermediate_size:
-        yield "moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size
-
-
 def _too_many_ranks(
     layout: str, ranks: int, uneven: dict[str, int], weights: str, *, fits: int
 ) -> Rule[PolicyConfig]:
-    """Return a layout that loaded weights do not allow; it has to divide `fits`."""
+    """Return the rule for a layout that loaded weights do not allow; a valid number of ranks divides `fits`."""
     largest = max(number for number in range(1, ranks) if fits % number == 0)
     sizes = " and ".join(f"{key}: {size}" for key, size in uneven.items())
     return Rule(
-        "not-divisible", layout, True, (weights,), f"set it to {largest}", f"the weights have {sizes}"
+        "not-divisible",
+        layout,
+        True,
+        (weights,),
+        f"set it to {largest}",
+        says=f"{ranks} does not divide the weights' {sizes}",
     )
 
 
 def _stage_cuts(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
-    """Yield stages that do not share the layers evenly, as far as the recipe does not share them itself."""
+    """Yield rules for pipeline stages with uneven layers, unless the recipe sets their numbers of layers."""
     model, megatron, weights = policy.model, policy.megatron_cfg, policy.weights
+    chunks = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
     if megatron.own_stages:
         yield from _own_stages(policy, weights or "model.num_layers")
-    elif model.num_layers % megatron.layer_divisor and weights:
-        why = f"the weights have num_layers: {model.num_layers}"
-        yield Rule("not-divisible", PIPELINE, True, (VIRTUAL, weights), "use fewer stages", why)
-    elif model.num_layers % megatron.layer_divisor:
-        fix = f"set num_layers to a multiple of {megatron.layer_divisor}, or use fewer stages"
+    elif model.num_layers % chunks and weights:
+        says = f"the weights' num_layers: {model.num_layers} cannot be divided among {chunks} stages"
+        yield Rule("not-divisible", PIPELINE, True, (VIRTUAL, weights), "use fewer stages", says=says)
+    elif model.num_layers % chunks:
+        fix = f"set num_layers to a multiple of {chunks}, or use fewer stages"
         yield Rule("not-divisible", "model.num_layers", True, (PIPELINE, VIRTUAL), fix)
 
 
 def _own_stages(policy: PolicyConfig, source: str) -> Iterator[Rule[PolicyConfig]]:
-    """Yield first and last stages that leave no even shares to those in between; source: what says the layers."""
+    """Yield rules for first and last stages that leave uneven shares to the others; source: key of the layers."""
     megatron, own = policy.megatron_cfg, policy.megatron_cfg.own_stages
     first, *others = (f"megatron_cfg.{key}" for key in own)
     if megatron.pipeline_model_parallel_size == 1:
@@ -100,8 +99,9 @@ def _own_stages(policy: PolicyConfig, source: str) -> Iterator[Rule[PolicyConfig
         first,
         (rest < like or rest % like) if like else rest,
         (*others, PIPELINE, source),
-        "leave an equal number of layers, at least one, to each of the other stages",
-        f"{rest} of {policy.model.num_layers} layers are left to {like} stages",
+        "leave each of the other stages the same number of layers, at least one",
+        says=f"{' + '.join(map(str, own.values()))} leaves {rest} of {policy.model.num_layers} layers for {like} "
+        "stages",
     )
 
 
@@ -114,22 +114,8 @@ def _expert_cuts(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
         yield Rule("not-divisible", "model.num_moe_experts", True, (EXPERT,), fix)
 
 
-def _nothing_to_share(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
-    """Yield a key that allows what the recipe does not do."""
-    megatron = policy.megatron_cfg
-    needed = {
-        CONTEXT: megatron.context_parallel_size > 1,
-        "megatron_cfg.use_fused_linear_logprobs": megatron.use_fused_linear_logprobs,
-    }
-    off = tuple(key for key, on in needed.items() if not on)
-    allows = megatron.fused_linear_logprobs_context_parallel
-    yield Rule(
-        "has-no-effect", "megatron_cfg.fused_linear_logprobs_context_parallel", allows and bool(off), off
-    )
-
-
 def _layout(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield ranks that do not make whole copies of the model, or whole groups of experts."""
+    """Yield rules for ranks that do not form whole copies of the model, or whole groups of experts."""
     megatron, world = config.policy.megatron_cfg, config.cluster.world_size
     needed = megatron.model_parallel_size
     if world % needed:
@@ -139,7 +125,7 @@ def _layout(config: RunConfig) -> Iterator[Rule[RunConfig]]:
             True,
             OF_THE_LAYOUT,
             f"make the number of ranks a multiple of {needed}, or lower the parallel sizes",
-            says=f"{world} ranks do not make whole copies of the model of {needed} ranks each (tensor * pipeline * "
+            says=f"{world} ranks cannot be divided into model copies of {needed} ranks each (tensor * pipeline * "
             "context parallel size)",
         )
         return
@@ -151,8 +137,8 @@ def _layout(config: RunConfig) -> Iterator[Rule[RunConfig]]:
         of_a_stage % expert,
         (*OF_THE_LAYOUT, f"policy.{EXPERT_TENSOR}"),
         "lower it",
-        says=f"expert model * expert tensor parallel size = {expert} does not divide the {of_a_stage} ranks of a "
-        "pipeline stage",
+        says=f"expert_model_parallel_size * expert_tensor_parallel_size = {expert} does not divide the number of "
+        f"ranks per pipeline stage, {of_a_stage}",
     )
 
 
@@ -212,20 +198,14 @@ MODEL_RULES: Rules[PolicyConfig] = (
         {VIRTUAL: None},
     ),
     _expert_cuts,
-    Rule(
+    either(
         "not-supported",
-        EXPERT_TENSOR,
-        lambda own: (
-            own.model.num_moe_experts is not None and own.megatron_cfg.expert_tensor_parallel_size > 1
-        ),
-        fix={EXPERT_TENSOR: 1},
-        why="only whole experts are distributed, by expert_model_parallel_size",
+        {EXPERT_TENSOR: 1},
+        "only whole experts are distributed, by expert_model_parallel_size",
+        where=lambda own: own.model.num_moe_experts is not None,
     ),
-    Rule(
+    either(
         "incompatible",
-        CONTEXT,
-        lambda own: own.megatron_cfg.context_parallel_size > 1 and own.model.mtp_num_layers,
-        (_PREDICTION_LAYERS,),
         {CONTEXT: 1, _PREDICTION_LAYERS: None},
         "prediction layers need tokens that are on other ranks",
     ),
@@ -255,22 +235,12 @@ POLICY_RULES: Rules[PolicyConfig] = (
             OVERLAP,
             lambda own, wrong=wrong: own.megatron_cfg.overlap_moe_expert_parallel_comm and wrong(own),
             (other,),
-            "set overlap_moe_expert_parallel_comm: false, or change the other key",
+            f"set overlap_moe_expert_parallel_comm: false, or change {other.rpartition('.')[2]}",
             why,
         )
         for other, wrong, why in _NO_OVERLAP
     ),
-    _nothing_to_share,
-    Rule(
-        "incompatible",
-        CONTEXT,
-        lambda own: (
-            own.megatron_cfg.context_parallel_size > 1 and own.megatron_cfg.overlap_moe_expert_parallel_comm
-        ),
-        (OVERLAP,),
-        {CONTEXT: 1, OVERLAP: False},
-        "not tested with shared sequences",
-    ),
+    either("incompatible", {CONTEXT: 1, OVERLAP: False}, "not tested with shared sequences"),
     Rule(
         "has-no-effect",
         _COMMUNICATION,
@@ -288,20 +258,16 @@ POLICY_RULES: Rules[PolicyConfig] = (
         ),
         (CONTEXT, TENSOR),
         "set it to p2p or all_gather",
-        lambda own: f"each rank has whole heads, and there are {own.model.query_groups} groups of them",
+        says=lambda own: (
+            f"a2a gives each rank whole heads, and the number of query groups, {own.model.query_groups}, cannot be "
+            f"divided among {own.megatron_cfg.context_parallel_size * own.megatron_cfg.tensor_model_parallel_size} "
+            "ranks (context * tensor parallel size)"
+        ),
     ),
 )
 RUN_RULES: Rules[RunConfig] = (
     _layout,
-    Rule(
-        "requires",
-        f"policy.{OVERLAP}",
-        lambda run: (
-            run.policy.megatron_cfg.overlap_moe_expert_parallel_comm and run.policy.precision == "float32"
-        ),
-        ("policy.precision",),
-        {f"policy.{OVERLAP}": False, "policy.precision": "bfloat16"},
-    ),
+    either("requires", {f"policy.{OVERLAP}": False, "policy.precision": "bfloat16"}),
     Rule(
         "requires",
         "policy.megatron_cfg.transformer_impl",
@@ -321,17 +287,10 @@ RUN_RULES: Rules[RunConfig] = (
         "set transformer_impl: auto or transformer_engine, or context_parallel_size: 1",
         "on GPUs only Transformer Engine's attention supports it",
     ),
-    Rule(
+    either(
         "requires",
-        f"policy.{_COMMUNICATION}",
-        lambda run: (
-            run.policy.megatron_cfg.context_parallel_size > 1
-            and not run.cluster.on_cpu
-            and run.policy.model.softmax_type != "vanilla"
-            and run.policy.megatron_cfg.cp_comm_type != "a2a"
-        ),
-        (f"policy.{CONTEXT}", "policy.model.softmax_type"),
         {f"policy.{_COMMUNICATION}": "a2a", f"policy.{CONTEXT}": 1},
         "on GPUs attention sinks need whole heads on each rank",
+        where=lambda run: not run.cluster.on_cpu and run.policy.model.softmax_type != "vanilla",
     ),
 )

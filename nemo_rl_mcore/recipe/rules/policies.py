@@ -1,4 +1,4 @@
-"""The rules of a model on its ranks, for recipes and for a worker that is built in Python."""
+"""Rules for a model on its ranks, for recipes and for workers built in Python."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,7 +8,7 @@ from nemo_rl_mcore.models.pretrained import fill_from_model_name
 from nemo_rl_mcore.recipe.rules import batching, model, parallelism
 
 MODEL_RULES: Rules[PolicyConfig] = (*parallelism.MODEL_RULES, *model.MODEL_RULES)
-"""What stops any model, one that is neither trained nor asked for answers included."""
+"""Rules for any model, including models that are neither trained nor used to generate."""
 POLICY_RULES: Rules[PolicyConfig] = (
     *MODEL_RULES,
     *parallelism.POLICY_RULES,
@@ -18,7 +18,7 @@ POLICY_RULES: Rules[PolicyConfig] = (
 
 
 def policy_problems(policy: PolicyConfig, key: Key = str, *, only_read: bool = False) -> Iterator[Problem]:
-    """Yield what does not go together in a model; only_read: it is neither trained nor asked for answers."""
+    """Yield a model's problems; only_read: whether it is neither trained nor used to generate."""
     if only_read:
         yield from broken(MODEL_RULES, policy, key)
     else:
@@ -27,10 +27,10 @@ def policy_problems(policy: PolicyConfig, key: Key = str, *, only_read: bool = F
 
 
 def checked_policy(given: PolicyConfig | Mapping[str, object], *, only_read: bool = False) -> PolicyConfig:
-    """Return a policy, or the equal mapping, that meets its rules; raises ConfigError with every one it breaks.
+    """Return a policy, or build it from a mapping, and raise ConfigError with every rule that it breaks.
 
-    A mapping is first completed by what its `model_name` says. only_read: hold it to the rules of a model that is
-    neither trained nor asked for answers.
+    A mapping is first filled from its `model_name`. only_read: apply only the rules for a model that is neither trained
+    nor used to generate.
     """
     if not isinstance(given, PolicyConfig):
         section, problems = fill_from_model_name(given)

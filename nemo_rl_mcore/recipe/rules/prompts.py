@@ -1,32 +1,31 @@
-"""What a run asks of its data set: enough prompts and rows, and answers that can be scored."""
+"""Requirements on a data set: enough prompts and rows, and answers that can be scored."""
 
 import difflib
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import Rule, Rules, join_path
-from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.config.data import DataConfig, RowKind
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import each
 
 _TASK, _DIGITS = "data.dataset_name", "data.num_digits"
 _PROMPTS, _VAL_SAMPLES = "loop.num_prompts_per_step", "loop.max_val_samples"
-_BATCH, _GOLD = "policy.train_global_batch_size", "env.math.gold"
+_GOLD = "env.math.gold"
 
 
 def _named_sets(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield names in data.validation that are none of a set of eval.sets."""
     sets = config.eval.sets if config.eval else {}
     for place, name in each(config.data.validation).items():
         if isinstance(name, str) and name not in sets:
             near = difflib.get_close_matches(name, sets, n=1, cutoff=0.5)
             known = f"known: {', '.join(sets) or 'none'}; name it in eval.sets"
-            fix, says = f"did you mean {near[0]}?" if near else known, f"{name!r} is no set of eval.sets"
+            fix, says = f"did you mean {near[0]}?" if near else known, f"{name!r} is not one of eval.sets"
             yield Rule("not-found", join_path("data.validation", place), True, ("eval.sets",), fix, says=says)
 
 
 def _gold_answers(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield a place of answers in what the rows' own place of an answer has already taken from them."""
+    """Yield rules for env.math.gold where a source's `answer` has already extracted the answer."""
     gold = config.env.math is not None and config.env.math.gold is not None
     sources = config.train_sources | config.validation_sources
     taken = [path for path, source in sources.items() if source.answer is not None] if gold else []
@@ -38,75 +37,50 @@ def _gold_answers(config: RunConfig) -> Iterator[Rule[RunConfig]]:
 
 
 def _repeated(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield held-out rows that are taken again, and answered again alike."""
+    """Yield rules for repeated held-out rows that get the same answers each time."""
     loop = config.loop
-    answers, greedy = loop.validates and loop.max_val_samples != 0, loop.validation_answers[1]
+    may_sample = isinstance(loop, RolloutConfig)
+    greedy = not may_sample or loop.val_greedy
     for path, source in config.validation_sources.items():
-        again = answers and greedy and source.repeat > 1
-        sampled = f", or {config.key('loop.val_greedy')}: false" if isinstance(loop, RolloutConfig) else ""
+        again = loop.validates and loop.max_val_samples != 0 and greedy and source.repeat > 1
+        sampled = f", or {config.key('loop.val_greedy')}: false" if may_sample else ""
         fix, why = f"set it to 1{sampled}", "greedy answers are all the same"
         yield Rule("incompatible", f"{path}.repeat", again, ("loop.val_greedy",), fix, why)
 
 
-def _streams(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield what a stream of rows does not serve: it has one order, no end that is known, and nothing held out."""
-    sources, loop = config.train_sources, config.loop
-    path = next((path for path, source in sources.items() if source.streaming), None)
-    if path is None:
-        return
-    key, uncounted = f"{path}.streaming", "its number of rows is unknown"
-    fix, why = (
-        "set it to false, or keep one source",
-        "it works with a single source, and data.train has several",
-    )
-    yield Rule("incompatible", key, len(sources) > 1, (), fix, why)
-    for one, all_rows in (("max_samples", None), ("repeat", 1)):
-        given = getattr(sources[path], one) != all_rows
-        yield Rule("incompatible", f"{path}.{one}", given, (key,), "remove one of the two", uncounted)
-    validates = config.data.validation is None and loop.validates
-    fix, why = "give data.validation, or turn validation off", "it has no rows for validation"
-    yield Rule("incompatible", key, validates, ("data.validation",), fix, why)
-    epochs = (loop.max_num_epochs or 1) > 1
-    yield Rule("has-no-effect", "loop.max_num_epochs", epochs, (key,), why=uncounted)
-    dynamic, path = isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling, "loop.use_dynamic_sampling"
-    yield Rule("incompatible", path, dynamic, (key,), {path: False, key: False}, "it draws from all rows")
-    path, why = "asynchrony.enabled", "it draws the prompts of several steps at once"
-    yield Rule("incompatible", path, config.asynchronous, (key,), {path: False, key: False}, why)
+def _prompts_there(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield a rule for a step with more prompts than an embedded task has."""
+    data, fix = config.data, "lower it, or raise data.num_digits"
+    says = f"that task has {data.train_prompts} different training prompts"
+    many = data.embedded and config.prompts_per_step > data.train_prompts
+    yield Rule("too-large", config.prompts_key, many, (_TASK, _DIGITS), fix, says=says)
+
+
+def _of_conversations(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield rules for keys of given conversations in a run without given conversations."""
+    chat, sampled = config.data.apply_chat_template, config.row_kind is RowKind.PROMPTS
+    for key in ("add_eos", "imitated"):
+        given = getattr(config.data, key) != DataConfig.model_fields[key].default
+        related, why = (
+            ((), "this algorithm samples its answers") if chat else (("data.apply_chat_template",), "")
+        )
+        yield Rule("has-no-effect", f"data.{key}", given and (sampled or not chat), related, why=why)
 
 
 RUN_RULES: Rules[RunConfig] = (
     Rule(
         "not-divisible",
         "loop.batch_multiplier",
-        lambda run: isinstance(run.loop, RolloutConfig) and run.loop.prompts_per_round % 1,
+        lambda run: (
+            isinstance(run.loop, RolloutConfig)
+            and run.loop.use_dynamic_sampling
+            and run.loop.num_prompts_per_step * run.loop.batch_multiplier % 1
+        ),
         (_PROMPTS,),
         "make the product a whole number",
         "their product is the number of prompts of a round",
     ),
-    Rule(
-        "too-large",
-        _PROMPTS,
-        lambda run: (
-            isinstance(run.loop, RolloutConfig)
-            and run.data.embedded
-            and run.loop.num_prompts_per_step > run.data.train_prompts
-        ),
-        (_TASK, _DIGITS),
-        "lower it, or raise data.num_digits",
-        lambda run: f"that task has {run.data.train_prompts} different training prompts",
-    ),
-    Rule(
-        "too-large",
-        _BATCH,
-        lambda run: (
-            not isinstance(run.loop, RolloutConfig)
-            and run.data.embedded
-            and run.policy.train_global_batch_size > run.data.train_prompts
-        ),
-        (_TASK, _DIGITS),
-        "lower it, or raise data.num_digits",
-        lambda run: f"that task has {run.data.train_prompts} different training prompts",
-    ),
+    _prompts_there,
     Rule(
         "incompatible",
         _VAL_SAMPLES,
@@ -135,7 +109,10 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         (_TASK, _DIGITS, "loop.val_period", "loop.val_at_start", "loop.val_at_end"),
         "lower it, raise data.num_digits, or turn validation off (val_period: 0, val_at_start and val_at_end: false)",
-        lambda run: f"that task has {run.data.validation_prompts} held-out prompts",
+        says=lambda run: (
+            f"{run.loop.max_val_samples} is more than the {run.data.validation_prompts} held-out prompts of "
+            f"{_TASK}: {run.data.dataset_name} with {_DIGITS}: {run.data.num_digits}"
+        ),
     ),
     _named_sets,
     Rule(
@@ -147,39 +124,19 @@ RUN_RULES: Rules[RunConfig] = (
         "its answers are single digits",
     ),
     _gold_answers,
-    *(
-        Rule[RunConfig](
-            "has-no-effect",
-            f"data.{key}",
-            lambda run, key=key, default=default: (
-                getattr(run.data, key) != default and not run.data.apply_chat_template
-            ),
-            ("data.apply_chat_template",),
-        )
-        for key, default in (("add_eos", False), ("imitated", "answer"))
-    ),
-    *(
-        Rule[RunConfig](
-            "has-no-effect",
-            f"data.{key}",
-            lambda run, key=key, default=default: (
-                getattr(run.data, key) != default
-                and run.data.apply_chat_template
-                and run.row_kind is RowKind.PROMPTS
-            ),
-            why="no answers are given",
-        )
-        for key, default in (("add_eos", False), ("imitated", "answer"))
-    ),
+    _of_conversations,
     *(
         Rule[RunConfig](
             "has-no-effect",
             f"policy.tokenizer.{key}",
-            lambda run, key=key: getattr(run.policy.tokenizer, key) and not run.shows_chats,
+            lambda run, key=key: (
+                getattr(run.policy.tokenizer, key)
+                and not run.data.apply_chat_template
+                and run.env.endpoint is None
+            ),
             ("data.apply_chat_template",),
         )
         for key in ("chat_template", "chat_template_kwargs")
     ),
     _repeated,
-    _streams,
 )

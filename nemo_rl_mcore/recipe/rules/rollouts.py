@@ -1,10 +1,10 @@
-"""What does not go with asynchronous rollouts, with episodes, with agents, and with where an environment runs."""
+"""Rules for asynchronous rollouts, episodes, agents and the processes of environments."""
 
 import math
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import EpisodesConfig, RolloutConfig
-from nemo_rl_mcore.config.base import Rule, Rules, value_at
+from nemo_rl_mcore.config.base import Rule, Rules, either, value_at
 from nemo_rl_mcore.config.data import SCORE_WITHIN_S, TURN_TASKS, RowKind
 from nemo_rl_mcore.config.environment import EnvPoolConfig
 from nemo_rl_mcore.config.master import GRPOMasterConfig
@@ -20,11 +20,11 @@ _ENDPOINT, _TASK, _TURNS = "env.endpoint", "data.dataset_name", "loop.max_rollou
 _SIZE, _TIMEOUT, _RETRIES = "env.pool.size", "env.pool.timeout_s", "env.pool.retries"
 _OF_AGENTS = ("retries", "max_drop_rate", "variables")
 _LIMITS_OF_A_SCORE = 3
-"""Math-verify reads the answer of the data, that of the response, and compares them; each has its limit."""
+"""Number of time limits per score: math-verify parses the reference, parses the response, and compares them."""
 
 
 def remarks(config: RunConfig) -> Iterator[str]:
-    """Yield what a recipe may ask for, and whoever asks should know."""
+    """Yield remarks on valid settings that have notable consequences."""
     if not config.asynchronous:
         return
     section, generation, loss = config.asynchrony, config.policy.generation, config.gradient
@@ -34,27 +34,41 @@ def remarks(config: RunConfig) -> Iterator[str]:
     if not section.in_flight_weight_updates:
         key = f"{config.asynchrony_key}.in_flight_weight_updates"
         yield f"{key}: false: each update waits until no group is in flight"
-    if generation.engine.traits.always_rereads and not section.recompute_kv_cache_after_weight_updates:
+    if generation.backend == "vllm" and not section.recompute_kv_cache_after_weight_updates:
         key = f"{config.asynchrony_key}.recompute_kv_cache_after_weight_updates"
-        yield f"{key}: false: {generation.engine.traits.noun}s recompute it all the same"
+        yield f"{key}: false: vLLM engines recompute it all the same"
     if config.streams and config.policy.model.load_balancing_loss:
         yield f"policy.model.moe_aux_loss_coeff: the loss depends on how {config.key(_STREAMING)} cuts a step"
 
 
-def _groups(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield bounds on groups that are not those of a step."""
+def _bounds_of_groups(config: RunConfig) -> Iterator[Rule[RunConfig]]:
+    """Yield rules for bounds on groups that a step's groups, or the time of their replies, exceed."""
+    if not config.asynchronous:
+        return
     least, most = config.asynchrony.min_groups_for_streaming_train, config.asynchrony.max_inflight_prompts
     groups, related = config.prompts_per_step, (config.prompts_key,)
-    if config.asynchronous:
-        fix = "lower it; null waits for the whole step"
-        yield Rule("too-large", _STREAMING, least is not None and least > groups, related, fix)
-        fix = f"set it to {groups} or more, or to null"
-        few = most is not None and most < groups
-        yield Rule("too-small", "asynchrony.max_inflight_prompts", few, related, fix)
+    fix = "lower it; null waits for the whole step"
+    yield Rule("too-large", _STREAMING, least is not None and least > groups, related, fix)
+    fix = f"set it to {groups} or more, or to null"
+    few = most is not None and most < groups
+    yield Rule("too-small", "asynchrony.max_inflight_prompts", few, related, fix)
+    env, limit_s = config.env, config.asynchrony.stall_timeout_s or math.inf
+    reply_s = env.pool.timeout_s if env.pool_size else 0
+    agent_s = 0 if env.endpoint is None else env.endpoint.timeout_s
+    for key, timeout_s, what in (
+        (_TIMEOUT, reply_s, "a reply"),
+        (f"{_ENDPOINT}.timeout_s", agent_s, "an agent"),
+    ):
+        given_up_s = timeout_s * (env.pool.retries + 1)
+        fix, why = (
+            f"set it above {given_up_s:g}, or lower the other two",
+            f"it would expire before {what} times out",
+        )
+        yield Rule("too-small", _STALL, limit_s <= given_up_s, (key, _RETRIES), fix, why)
 
 
 def _turns(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield tasks and environments of several turns without each other, or without the turns."""
+    """Yield rules for tasks and environments with several turns that do not match, or lack turns."""
     loop, task, given = config.loop, config.data.dataset_name, next(iter(config.env.given), None)
     if task in TURN_TASKS and given not in (task, "custom"):
         others, fix = (
@@ -69,30 +83,22 @@ def _turns(config: RunConfig) -> Iterator[Rule[RunConfig]]:
         fix, why = "name another task, or run grpo or ppo", f"{config.algorithm} samples one turn per prompt"
         yield Rule("incompatible", _TASK, task in TURN_TASKS, fix=fix, why=why)
         return
-    once, why = (
-        given in TURN_TASKS and loop.max_rollout_turns == 1,
-        "there every episode ends with its first answer",
-    )
+    why = "every episode would end with its first answer"
+    once = given in TURN_TASKS and loop.max_rollout_turns == 1
     yield Rule("too-small", _TURNS, once, (f"env.{given}",), why=why)
-    several, why = (
-        config.scores_one_answer and loop.max_rollout_turns > 1,
-        "there every episode ends with its first answer",
-    )
-    yield Rule("has-no-effect", _TURNS, several, (f"env.{given or 'arithmetic'}",), why=why)
+    why = "every episode ends with its first answer"
+    several = config.max_rollout_turns < loop.max_rollout_turns
+    yield Rule("has-no-effect", _TURNS, several, (f"env.{given}",) if given else (), why=why)
 
 
 def _of_sources(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield rows to drop of a source that does not end, and rows without an answer that something reads."""
-    drops = config.env.math is not None and config.env.math.unparsable == "drop"
-    for path, source in config.train_sources.items():
-        fix, key = {"env.math.unparsable": "zero"}, f"{path}.streaming"
-        yield Rule("incompatible", "env.math.unparsable", drops and source.streaming, (key,), fix)
+    """Yield rules for rows without an answer where an answer is read."""
     if config.env.rewards or config.env.custom:
         read_by = None if config.row_kind is RowKind.PROMPTS else config.algorithm
     elif config.env.endpoint is not None and not config.env.given:
         read_by = None
     else:
-        read_by = f"env.{next(iter(config.env.given), 'arithmetic')}"
+        read_by = f"env.{config.env.given[0]}" if config.env.given else "the score of embedded tasks"
     reads = read_by is not None and config.row_kind is not RowKind.PAIRS
     for path, source in (config.train_sources | config.validation_sources).items():
         fix, why = "name the column of the answer", f"{read_by} needs one"
@@ -100,21 +106,10 @@ def _of_sources(config: RunConfig) -> Iterator[Rule[RunConfig]]:
 
 
 def _weights(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield weights of rewards that have other names."""
     names = config.env.rewards or {}
     for name in config.env.reward_weights or {} if names else ():
         says = f"no such reward; env.rewards has {', '.join(names)}"
         yield Rule("not-found", f"env.reward_weights.{name}", name not in names, says=says)
-
-
-def _given_up_after(config: RunConfig) -> float:
-    """Return the seconds after which a reply of the environment that does not come is given up."""
-    return config.env.pool.timeout_s * (config.env.pool.retries + 1)
-
-
-def _agent_given_up_after(config: RunConfig) -> float:
-    endpoint = config.env.endpoint
-    return 0 if endpoint is None else endpoint.timeout_s * (config.env.pool.retries + 1)
 
 
 RUN_RULES: Rules[RunConfig] = (
@@ -127,7 +122,7 @@ RUN_RULES: Rules[RunConfig] = (
             ),
             (key,),
             {_ENABLED: False, key: value},
-            "responses come from the data set, and none are sampled",
+            "responses come from the data set instead of being sampled",
         )
         for name, key, value in (
             ("dpo", "dpo.num_generations_per_prompt", 2),
@@ -140,12 +135,12 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: run.streams and not isinstance(run, GRPOMasterConfig),
         (_ENABLED,),
         {_STREAMING: None},
-        lambda run: f"{run.algorithm} takes whole steps",
+        lambda run: f"{run.algorithm} trains whole steps only",
     ),
     Rule(
         "incompatible",
         _STREAMING,
-        # A batch that does not divide the samples is told in batching.
+        # A batch that does not divide the samples is reported in batching.
         lambda run: (
             run.streams
             and isinstance(run, GRPOMasterConfig)
@@ -166,9 +161,9 @@ RUN_RULES: Rules[RunConfig] = (
             and run.loop.batch_multiplier != 1
         ),
         (_ENABLED,),
-        why="a prompt without signal is replaced at once",
+        why="prompts with equal rewards are replaced immediately",
     ),
-    _groups,
+    _bounds_of_groups,
     Rule(
         "incompatible",
         f"{_COLOCATED}.enabled",
@@ -180,25 +175,18 @@ RUN_RULES: Rules[RunConfig] = (
     Rule(
         "incompatible",
         f"{_COLOCATED}.enabled",
-        lambda run: (
-            run.asynchronous
-            and run.policy.generation.takes_turns
-            and run.policy.generation.engine.traits.sleeps
-            and not run.cluster.on_cpu
-        ),
+        lambda run: run.asynchronous and run.policy.generation.takes_turns and not run.cluster.on_cpu,
         _OF_ENGINES,
         lambda run: (
             f"set it to false with {_COLOCATED}.resources.gpus_per_node, or {run.key(_ENABLED)}: false"
         ),
         "these engines sleep while the ranks train",
     ),
-    Rule(
+    either(
         "requires",
-        "policy.generation.vllm_cfg.async_engine",
-        lambda run: run.asynchronous and run.policy.generation.engine.required_for_groups,
-        (_ENABLED, _BACKEND),
         {"policy.generation.vllm_cfg.async_engine": True, _ENABLED: False},
         "it generates for whole batches only, not for single groups",
+        where=lambda run: run.policy.generation.backend == "vllm",
     ),
     Rule(
         "incompatible",
@@ -226,20 +214,20 @@ RUN_RULES: Rules[RunConfig] = (
     ),
     Rule(
         "incompatible",
-        "policy.generation.mismatch.action",
+        "policy.generation.mismatch_action",
         lambda run: (
             run.max_age
-            and run.policy.generation.mismatch.threshold is not None
-            and run.policy.generation.mismatch.action != "warn"
+            and run.policy.generation.mismatch_threshold is not None
+            and run.policy.generation.mismatch_action != "warn"
         ),
-        ("policy.generation.mismatch.threshold", _ENABLED, _AGE),
-        {"policy.generation.mismatch.action": "warn", "policy.generation.mismatch.threshold": None, _AGE: 0},
+        ("policy.generation.mismatch_threshold", _ENABLED, _AGE),
+        {"policy.generation.mismatch_action": "warn", "policy.generation.mismatch_threshold": None, _AGE: 0},
         "it would react to the age of the sampling weights",
     ),
     Rule(
         "missing",
         _CORRECTION,
-        # Off-policy training without correction is a choice that a recipe must make itself.
+        # Off-policy training without correction must be chosen explicitly in the recipe.
         lambda run: (
             run.max_age
             and run.gradient is not None
@@ -250,7 +238,7 @@ RUN_RULES: Rules[RunConfig] = (
             f"set {run.key(_CORRECTION)}: true, truncated_importance_sampling_type: tis and "
             "truncated_importance_sampling_ratio: 2.0; or to false, which trains as if the answers were new"
         ),
-        "responses come from older weights than those trained",
+        "responses may come from older weights",
     ),
     *(
         Rule[RunConfig](
@@ -275,31 +263,7 @@ RUN_RULES: Rules[RunConfig] = (
         ),
         ("env.math",),
         f"set it above {_LIMITS_OF_A_SCORE * SCORE_WITHIN_S}",
-        f"a score has the limit of {SCORE_WITHIN_S} s {_LIMITS_OF_A_SCORE} times",
-    ),
-    Rule(
-        "too-small",
-        _STALL,
-        lambda run: (
-            run.asynchronous
-            and run.env.pool_size
-            and (run.asynchrony.stall_timeout_s or math.inf) <= _given_up_after(run)
-        ),
-        (_TIMEOUT, _RETRIES),
-        lambda run: f"set it above {_given_up_after(run):g}, or lower the other two",
-        "it would expire before a reply times out",
-    ),
-    Rule(
-        "too-small",
-        _STALL,
-        lambda run: (
-            run.asynchronous
-            and run.env.endpoint is not None
-            and (run.asynchrony.stall_timeout_s or math.inf) <= _agent_given_up_after(run)
-        ),
-        (f"{_ENDPOINT}.timeout_s", _RETRIES),
-        lambda run: f"set it above {_agent_given_up_after(run):g}, or lower the other two",
-        "it would expire before an agent times out",
+        f"scoring one answer may take {_LIMITS_OF_A_SCORE} x {SCORE_WITHIN_S} s",
     ),
     *(
         Rule[RunConfig](
@@ -323,7 +287,7 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: run.env.reward_weights and not run.env.rewards and run.env.custom is None,
         ("env.custom",),
         "remove it",
-        "without env.rewards there is a single reward without a name",
+        says="needs named rewards, from env.rewards or env.custom",
     ),
     _of_sources,
     Rule(

@@ -1,4 +1,4 @@
-"""The rules of a recipe: of its sections, between them, and of the models beside the policy."""
+"""Rules of a recipe: within sections, between sections, and for models besides the policy."""
 
 from collections.abc import Iterator, Mapping
 
@@ -33,7 +33,7 @@ def _of_policy(path: str) -> str:
 
 
 def run_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield what does not go together within and between the sections of a recipe, of all its models."""
+    """Yield the problems within and between a recipe's sections, for all its models."""
     yield from collect_problems(config)
     yield from broken((*POLICY_RULES, *generation.ENGINE_RULES), config.policy, _of_policy)
     yield from broken(RUN_RULES, config, config.key)
@@ -43,7 +43,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _second_model_problems(config: RunConfig, plan: ModelPlan) -> Iterator[Problem]:
-    """Yield the rules of a policy that a model beside it breaks, unless the recipe's own walk tells of them."""
+    """Yield problems of a second model under a policy's rules, except those reported for its own section."""
 
     def key(path: str) -> str:
         return plan.key(_of_policy(path))
@@ -59,7 +59,7 @@ def _second_model_problems(config: RunConfig, plan: ModelPlan) -> Iterator[Probl
 
 
 def checked_run[Kind: RunConfig](kind: type[Kind], given: Mapping[str, object]) -> Kind:
-    """Return the recipe of a mapping, which meets all its rules; raises ConfigError with every one it breaks."""
+    """Build a recipe from a mapping, and raise ConfigError with every rule that it breaks."""
     config = kind.model_validate(given)
     if wrong := tuple(problem for problem in run_problems(config) if not problem.warns):
         raise ConfigError(wrong)

@@ -1,4 +1,4 @@
-"""What a run needs to survive the loss of ranks and machines, and what a checkpoint needs of the run."""
+"""Requirements for surviving the loss of ranks and machines, and for writing checkpoints."""
 
 from nemo_rl_mcore.config.base import Rule, Rules
 from nemo_rl_mcore.config.run_config import RunConfig

@@ -1,4 +1,4 @@
-"""What is learnt of a run, its files and its machines before torch, Ray or Megatron is imported."""
+"""Checks of a run, its files and its machines without importing torch, Ray or Megatron."""
 
 from nemo_rl_mcore.tools.check.plan import Plan, preflight
 

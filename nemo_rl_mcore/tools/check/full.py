@@ -1,4 +1,4 @@
-"""What `check --full` adds: the data as the model will read it, its golds, and one row scored."""
+"""`check --full`: the data as the model will read it, its golds, and one row scored."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from nemo_rl_mcore.tools.check.render import Finding
 
 
 def full_check(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    """Open the parts of the run, and yield what they tell, as findings.
+    """Open the parts of the run, and yield what is found in them.
 
-    Raises RunStoppedError for what would stop the run before its ranks start: data that cannot be fetched or read, a
-    row with too many tokens, a gold that the environment cannot read, a class of the user's own that does not import;
-    CustomCodeError for a reward function, or class, that raises or gives amiss, at which a run would stop later.
+    Raises RunStoppedError for errors that would stop the run before its ranks start: data that cannot be fetched or
+    read, a row with too many tokens, a gold that the environment cannot read, a class of the user's that does not
+    import; CustomCodeError for a reward function or class that raises or returns amiss, which would stop it later.
     """
     parts = open_parts(config)
     source = parts.prompts
@@ -81,7 +81,7 @@ def _lengths(name: str, prompts: Sequence[Prompt], parts: Parts) -> Iterator[Fin
 
 
 def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Finding]:
-    """Yield what the environment gives for the data's answer, and for none; nothing where agents give the rewards."""
+    """Yield the rewards of the data's answer, and of none; nothing where agents give the rewards."""
     env = parts.config.env
     if env.endpoint is not None and not env.given:
         return
@@ -90,16 +90,15 @@ def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Finding]:
         given, none = _replies_of_process(env, turns)
     else:
         given, none = replies_of(parts.environment, turns, env.reward_weights or {})
-    earned = f"earns {_earned(given)}, an empty response {_earned(none)}"
-    yield Finding(name, f"{shortened(prompt.imitated)} {earned}")
+    earned = list[str]()
+    for reply in (given, none):
+        rewards = ", ".join(f"{name} {value:g}" for name, value in reply.rewards.items())
+        earned.append(f"{reply.reward:g}{rewards and f' ({rewards})'}")
+    found = f"{shortened(prompt.imitated)} earns {earned[0]}, an empty response {earned[1]}"
+    yield Finding(name, found)
     if given.terminated and given.reward <= none.reward:
         what = "the answer as the data states it earns no more than none: look at env (env.math.response says where a "
         yield Finding("", f"{what}response has to state its own) and at the answer of the source")
-
-
-def _earned(reply: Reply) -> str:
-    parts = ", ".join(f"{name} {value:g}" for name, value in reply.rewards.items())
-    return f"{reply.reward:g}{parts and f' ({parts})'}"
 
 
 def _replies_of_process(env: EnvConfig, turns: Sequence[Turn]) -> Sequence[Reply]:
@@ -112,10 +111,7 @@ def _replies_of_process(env: EnvConfig, turns: Sequence[Turn]) -> Sequence[Reply
         process.start()
     there.close()
     try:
-        for limit_s, key in (
-            (PROCESS_START_S, "start"),
-            (env.pool.timeout_s, "env.pool.timeout_s"),
-        ):
+        for limit_s, key in ((PROCESS_START_S, "start"), (env.pool.timeout_s, "env.pool.timeout_s")):
             if not replies.poll(limit_s):
                 raise CustomCodeError(f"{key}: the environment has not replied within {limit_s:g} s")
             if isinstance(said := replies.recv(), RunStoppedError):
@@ -132,11 +128,11 @@ def _replies_of_process(env: EnvConfig, turns: Sequence[Turn]) -> Sequence[Reply
 
 
 def _reply(driver: Connection, env: EnvConfig, turns: Sequence[Turn]) -> None:
-    """Send None for a start, and the replies; or, in the place of either, what was raised. Runs there."""
+    """Send None for a start, and the replies; or, in the place of either, an error. Runs in that process."""
     try:
         process = EnvironmentProcess(env, {})
         driver.send(None)
         replies = process.replies(turns, env.pool.timeout_s)
         driver.send([replace(reply, metadata=None) for reply in replies])
-    except RunStoppedError as error:  # of any other one the traceback is told there, and its status here
+    except RunStoppedError as error:  # any other one leaves its traceback there, and its status here
         driver.send(error)

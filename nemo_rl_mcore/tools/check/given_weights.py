@@ -1,7 +1,7 @@
-"""The recipe of a command that trains nothing: over weights that it is given, and as an evaluation reads it.
+"""The recipe of a command that trains nothing: over given weights, and as an evaluation reads it.
 
-Weights of a checkpoint, or of a Hugging Face folder, take the place of the recipe's own, with their architecture and
-tokenizer. Only the policy is started: what the recipe says of weights to begin with, and of other models, is left out.
+A checkpoint's weights, or a Hugging Face folder's, take the place of the recipe's own, with their architecture and
+tokenizer. Only the policy is started: the recipe's initial weights and its other models are left out.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,8 +28,6 @@ from nemo_rl_mcore.recipe.sources import Recipe, read_recipe
 from nemo_rl_mcore.tools.check.data import has_template, template_problems
 from nemo_rl_mcore.tools.check.machine import import_problems, visible_gpus
 
-_OTHER_MODELS = {"value": {"optimizer": {"lr": 1.0}}, "teacher": {"init_checkpoint": "none"}}
-"""What leaves nothing of the sections of models that are not started to be wrong."""
 ONE_RANK = {
     "cluster.num_nodes": 1,
     "cluster.cpu_workers_per_node": 1,
@@ -37,7 +35,7 @@ ONE_RANK = {
 }
 """The keys of a recipe that has one rank."""
 _LONGEST = 4096
-"""Tokens of prompt and response together, where nothing but a Hugging Face folder says it."""
+"""Tokens of prompt and response together, without a recipe."""
 
 
 def load_over_given_weights(
@@ -48,43 +46,33 @@ def load_over_given_weights(
     hf: str | None = None,
     few_ranks: bool = False,
 ) -> RunConfig:
-    """Return the configuration over the weights that a command line names, or over those that its recipe begins with.
+    """Return the configuration over the weights that a command line names, or over the recipe's initial ones.
 
-    config: the recipe; without it, it is the checkpoint's, or says no more than the Hugging Face folder. checkpoint,
-    hf: folders, one of them at most. few_ranks: see `on_few_ranks`. Raises ConfigError.
+    config: the recipe; without it, the checkpoint's, or a minimal one over the Hugging Face folder. checkpoint, hf:
+    folders, one of them at most. few_ranks: see `on_few_ranks`. Raises ConfigError.
     """
     recipe = None if config is None else Path(config)
     if checkpoint is not None:
         return load_recipe_of(Path(checkpoint), overrides, recipe=recipe, few_ranks=few_ranks)
-    if hf is not None:
-        if not Path(hf).is_dir():
-            what = f"no folder {hf!r} in {Path.cwd()}"
-            raise _refused("not-found", "--hf", what, "name a Hugging Face folder")
-        if (Path(hf) / RECIPE_FILE).is_file():
-            what = f"{hf!r} is a checkpoint of a run"
-            raise _refused("wrong-kind", "--hf", what, f"write --checkpoint {hf}")
-        try:
-            pretrained_model(hf)
-        except ConfigError as error:
-            raise ConfigError(
-                [replace(one, path="--hf", related=(), where="") for one in error.problems]
-            ) from error
-        folder = str(Path(hf).absolute())
-        read = Recipe(_bare_recipe(folder), ()) if recipe is None else read_recipe(recipe)
-        _without_other_models(read.tree)
-        weights = {
-            "model": None,
-            "init_checkpoint": None,
-            "model_name": folder,
-            "tokenizer": {"name": folder},
-        }
-        _replace(read.tree, {f"policy.{key}": value for key, value in weights.items()})
-        return on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
-    if recipe is None:
-        raise _refused("missing", "--config", "missing", "name a recipe, or weights: --checkpoint DIR")
-    read = read_recipe(recipe)
-    _without_other_models(read.tree)
-    return load_recipe(read, overrides)
+    if hf is None:
+        if recipe is None:
+            raise _refused("missing", "--config", "is missing", "name a recipe, or weights: --checkpoint DIR")
+        read = read_recipe(recipe)
+        _begin_with(read.tree)
+        return load_recipe(read, overrides)
+    if not Path(hf).is_dir():
+        raise _refused("not-found", "--hf", f"no folder {hf!r} in {Path.cwd()}", "name a Hugging Face folder")
+    if (Path(hf) / RECIPE_FILE).is_file():
+        raise _refused("wrong-kind", "--hf", f"{hf!r} is a checkpoint of a run", f"write --checkpoint {hf}")
+    try:
+        pretrained_model(hf)
+    except ConfigError as error:
+        of_option = [replace(one, path="--hf", related=(), where="") for one in error.problems]
+        raise ConfigError(of_option) from error
+    folder = str(Path(hf).absolute())
+    read = Recipe(_bare_recipe(folder), ()) if recipe is None else read_recipe(recipe)
+    _begin_with(read.tree, model=None, init_checkpoint=None, model_name=folder, tokenizer={"name": folder})
+    return on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
 
 
 def load_recipe_of(
@@ -102,12 +90,11 @@ def load_recipe_of(
     read = read_recipe(recipe or path)
     section = cast("Mapping[str, object]", saved.get("policy") or {})
     if recipe is not None:
-        _replace(read.tree, {f"policy.{key}": section.get(key) for key in ("model", "tokenizer")})
+        _begin_with(read.tree, model=section.get("model"), tokenizer=section.get("tokenizer"))
         if (peft := value_at(section, "megatron_cfg.peft")) is not None:
             _replace(read.tree, {"policy.megatron_cfg.peft": peft})
-    _without_other_models(read.tree)
-    # What the run itself began with, or learned from, may be gone by now.
-    _replace(read.tree, {"policy.model_name": None, "policy.init_checkpoint": None})
+    # The weights that the run itself began with, or learned from, may be gone by now.
+    _begin_with(read.tree, model_name=None, init_checkpoint=None)
     config = on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
     own, tokenizer = folder.absolute() / TOKENIZER_FOLDER, config.policy.tokenizer
     saved_name = cast("Mapping[str, object]", section.get("tokenizer") or {}).get("name")
@@ -127,15 +114,15 @@ def load_recipe_of(
 def on_few_ranks(recipe: Recipe, overrides: Iterable[str]) -> RunConfig:
     """Return the configuration on one rank, where a rank of the recipe has room for the whole model.
 
-    What a rank that trains needs, gradients and optimizer included, tells how much memory it has. A model that is
-    larger keeps its parts, without further copies of them. Overrides come last. Raises ConfigError.
+    A rank has the memory that it needs to train, gradients and optimizer included. A larger model stays divided,
+    without further copies. Overrides come last. Raises ConfigError.
     """
     overrides = list(overrides)
     config = load_recipe(Recipe(recipe.tree.copy(), recipe.files), overrides)
     policy, cluster = config.policy, config.cluster
     whole = count_parameters(policy.model) * WEIGHT_BYTES[policy.precision]
     needed = policy.megatron_cfg.model_parallel_size
-    if whole <= estimate_memory(config).models["policy"].total:
+    if whole <= estimate_memory(config)["policy"].total:
         _replace(recipe.tree, {**ONE_RANK, "cluster.gpus_per_node": min(cluster.gpus_per_node, 1)})
     elif needed <= cluster.workers_per_node:
         workers = "cpu_workers_per_node" if cluster.on_cpu else "gpus_per_node"
@@ -144,7 +131,7 @@ def on_few_ranks(recipe: Recipe, overrides: Iterable[str]) -> RunConfig:
 
 
 def _bare_recipe(folder: str) -> DictConfig:
-    """Return a recipe that says nothing which the folder does not."""
+    """Return a minimal recipe over a Hugging Face folder."""
     model, described = pretrained_model(folder), read_hf_config(folder)
     assert model is not None
     assert described is not None
@@ -173,8 +160,11 @@ def _refused(code: Code, path: str, what: str, remedy: str) -> ConfigError:
     return ConfigError([Problem(code, path, what, remedy)])
 
 
-def _without_other_models(tree: DictConfig) -> None:
-    _replace(tree, {name: section for name, section in _OTHER_MODELS.items() if name in tree})
+def _begin_with(tree: DictConfig, **of_policy: object) -> None:
+    """Set keys of the policy, and leave nothing that could be wrong in sections of models that are not started."""
+    others = {"value": {"optimizer": {"lr": 1.0}}, "teacher": {"init_checkpoint": "none"}}
+    _replace(tree, {name: section for name, section in others.items() if name in tree})
+    _replace(tree, {f"policy.{key}": value for key, value in of_policy.items()})
 
 
 def _replace(tree: DictConfig, values: Mapping[str, object]) -> None:
@@ -201,10 +191,11 @@ def as_evaluated(config: RunConfig) -> RunConfig:
     problems += template_problems(config)
     for name, source in section.sets.items():
         if not is_fetched(source):
-            rows, wrong = read_set(f"eval.sets.{name}", source, chat=config.data.apply_chat_template)
+            path, kind, chat = f"eval.sets.{name}", RowKind.PROMPTS, config.data.apply_chat_template
+            rows, _, wrong = read_set(path, source, kind, chat=chat)
             tokens = special_tokens_of(policy.tokenizer.name)
             problems += wrong
-            problems += special_token_problems(config, {f"eval.sets.{name}": rows}, tokens, RowKind.PROMPTS)
+            problems += special_token_problems(config, {path: rows}, tokens, kind)
     paths = {key: path for key, path in config.import_paths.items() if key.startswith("env.")}
     problems += import_problems(paths)
     if problems:

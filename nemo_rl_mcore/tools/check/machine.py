@@ -1,4 +1,4 @@
-"""What a run needs of the machine that it starts on, found out without importing it: packages, code, GPUs, programs."""
+"""Packages, code, GPUs and programs that a run needs of its machine, found without importing them."""
 
 import ast
 import difflib
@@ -22,10 +22,10 @@ from nemo_rl_mcore.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Package:
-    """A package by the name under which it is imported; distribution: what is installed, where that has another name.
+    """A package by the name under which it is imported; distribution: its installed name, where that is another.
 
-    enables: what is done with it. extra: the one that brings it; none for what every installation has. tried: the
-    module of it that a run imports, where a broken installation shows.
+    enables: its purpose. extra: brings it; empty for packages of every installation. tried: the module that a run
+    imports, where a broken installation shows.
     """
 
     name: str
@@ -72,22 +72,20 @@ _LAYERS, _CONTEXT = "policy.megatron_cfg.transformer_impl", "policy.megatron_cfg
 
 
 def installed(package: str) -> bool:
-    """Return whether a package can be imported, found out without importing it."""
+    """Look for a package without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def needed_packages(config: RunConfig) -> dict[str, Package]:
-    """Return the packages that the recipe asks for besides those of every run, by the key that does."""
+    """Return the packages that keys of the recipe need besides those of every run, by the key."""
     known = {package.name: package for package in (*PACKAGES, VLLM[config.cluster.on_cpu])}
-    logger, env = config.logger, config.env
+    env, loggers = config.env, ("wandb", "mlflow", "tensorboard")
     fused = transformer_impl(config, elsewhere=False) == "transformer_engine"
     parser = env.endpoint is not None and env.endpoint.tool_parser not in OWN_TOOL_PARSERS
     wanted = {
-        "logger.wandb_enabled": "wandb" if logger.wandb_enabled else None,
-        "logger.mlflow_enabled": "mlflow" if logger.mlflow_enabled else None,
-        "logger.tensorboard_enabled": "tensorboard" if logger.tensorboard_enabled else None,
+        **{f"logger.{name}_enabled": name for name in loggers if getattr(config.logger, f"{name}_enabled")},
         _CONTEXT if _shared_on_gpus(config) else _LAYERS: "transformer_engine" if fused else None,
-        "policy.generation.backend": config.policy.generation.engine.traits.package,
+        "policy.generation.backend": "vllm" if config.policy.generation.backend == "vllm" else None,
         "env.math": "math_verify" if env.math is not None else None,
         "env.endpoint.tool_parser": "renderers" if parser else None,
     }
@@ -114,7 +112,7 @@ def transformer_impl(config: RunConfig, *, elsewhere: bool) -> str:
 
 
 def _shared_on_gpus(config: RunConfig) -> bool:
-    """Return whether ranks on GPUs share sequences, for which only Transformer Engine has an attention."""
+    """Whether ranks on GPUs share sequences, for which only Transformer Engine has an attention."""
     return config.policy.megatron_cfg.context_parallel_size > 1 and not config.cluster.on_cpu
 
 
@@ -155,7 +153,7 @@ def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _names_in(module: str) -> set[str] | None:
-    """Return the names that a module's source may bind, also inside `if`; None where only running it tells."""
+    """Return the names that a module's source may bind, also inside `if`; None where only running it binds them."""
     # The spec of a module inside a package would import the package: only its file is looked for.
     package, *inside = module.split(".")
     spec = importlib.util.find_spec(package)
@@ -181,14 +179,14 @@ def _names_in(module: str) -> set[str] | None:
 
 
 def visible_gpus() -> int:
-    """Return how many GPUs this process may use, found out without importing torch."""
+    """Count the GPUs that this process may use, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     there = len([*Path("/dev").glob("nvidia[0-9]*")])
     return there if visible is None else min(there, len([one for one in visible.split(",") if one.strip()]))
 
 
 def gpu_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield that a run which starts here wants more GPUs than there are.
+    """Yield a problem where a run that starts here needs more GPUs than there are.
 
     Machines of a Ray cluster that is joined are judged by Ray; Linux inside Windows has no device for each GPU.
     """
@@ -216,7 +214,7 @@ def agent_problems(config: RunConfig) -> Iterator[Problem]:
     gym = config.env.nemo_gym is not None
     program = gym_python(endpoint) if gym else endpoint.command[0]
     if shutil.which(program) is None:
-        what = f"{program!r} is no program that is found on PATH or by its path"
+        what = f"no executable {program!r} is found, on PATH or by its path"
         yield Problem("not-found", "env.endpoint.command", what, "correct it, or make the file executable")
     elif gym:
         looks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nemo_gym') is None)"

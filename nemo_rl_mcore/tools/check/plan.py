@@ -5,11 +5,11 @@ In the estimates of memory each figure counts numbers (weights, values), and byt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, as_yaml, value_at
-from nemo_rl_mcore.config.generation import EmbeddedConfig
 from nemo_rl_mcore.config.model import ATTENTION, EXPERTS, MAMBA, MLP
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.run_config import KEPT_BYTES, RunConfig
@@ -18,10 +18,10 @@ from nemo_rl_mcore.driver.run_folder import folder_problems, init_checkpoint_pro
 from nemo_rl_mcore.models import count_parameters, layer_slots, outside_of_layers
 from nemo_rl_mcore.models.memory import (
     WEIGHT_BYTES,
-    RunMemory,
+    MemoryEstimate,
     estimate_memory,
+    microbatch_tokens,
     refit_bucket_bytes,
-    training_tokens,
 )
 from nemo_rl_mcore.recipe.load import hidden
 from nemo_rl_mcore.recipe.rules.model import FUSED_RULES
@@ -68,7 +68,7 @@ class BatchArithmetic:
 
 @dataclass(frozen=True)
 class KeptGroups:
-    """What the driver of an asynchronous run keeps at most; a group is the answers to one prompt.
+    """The most groups that an asynchronous run's driver keeps; a group is the answers to one prompt.
 
     kept_groups: those that were trained on since the last checkpoint, where there are some. step_bytes, disk_bytes: on
     disk, for a replay: of a step, and of all at most; 0 where the run keeps none.
@@ -86,10 +86,10 @@ class KeptGroups:
         group_bytes = (
             config.generations_per_prompt * config.policy.max_total_sequence_length * _BYTES_PER_TOKEN
         )
-        step_bytes = per_step * group_bytes if config.keeps_groups else 0
+        step_bytes = per_step * group_bytes if config.asynchronous else 0
         return cls(
             kept_groups=steps * per_step,
-            driver_bytes=(steps * per_step + config.max_live_groups) * group_bytes,
+            driver_bytes=(steps * per_step + config.groups_under_way[0]) * group_bytes,
             step_bytes=step_bytes,
             disk_bytes=min(max(KEPT_BYTES, steps * step_bytes), config.loop.max_num_steps * step_bytes),
         )
@@ -123,11 +123,11 @@ class EnginesPlan:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a GPU, without what CUDA, NCCL and fragmentation take.
+    """Bytes of a GPU, without those of CUDA, NCCL and fragmentation.
 
-    activations: of the microbatches under way, of the model that has most. training: with all that the ranks keep.
-    during_generation: what the ranks keep while engines generate on their GPUs; None where none do. engine_share: of a
-    GPU, what an engine takes then. smallest: the least bytes that a GPU has to have.
+    activations: of the microbatches under way, for the model that has most. training: with everything on the ranks.
+    during_generation: kept by the ranks while engines generate on their GPUs; None where none do. engine_share: the
+    share of a GPU that an engine takes then. smallest: the least bytes that a GPU has to have.
     """
 
     tokens: int
@@ -140,10 +140,10 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved run: what `check` prints and what the launcher goes by.
+    """The resolved run, as `check` prints it.
 
-    asynchronous: None for a run that takes turns. device_memory: of a GPU; None on CPU. missing: what this machine
-    lacks, and those of the run need not. fetched: data sets that the run fetches.
+    asynchronous: None for a run that takes turns. device_memory: of a GPU; None on CPU. missing: problems of this
+    machine that those of the run need not have. fetched: data sets that the run fetches.
     """
 
     config: RunConfig
@@ -152,7 +152,7 @@ class Plan:
     engines: EnginesPlan
     asynchronous: KeptGroups | None
     guardrails: tuple[tuple[str, bool], ...]
-    memory: RunMemory
+    memory: Mapping[str, MemoryEstimate]
     device_memory: DeviceMemory | None
     data: DataPlan | None
     steps: int
@@ -171,16 +171,50 @@ def preflight(
 ) -> Plan:
     """Resolve a run on paper; raises ConfigError for files and packages that are missing.
 
-    `elsewhere` says that it is to run on other machines, which have the packages that the recipe asks for: what is
-    missing on this one, and folders that it cannot write to, are then the plan's `missing`. So are checkpoints that
-    another command may train before the run starts.
-    `starts` says that it is to start here now, on the GPUs of this machine.
-    `warnings` are those of loading the recipe, and stand in the plan before its own.
-    Without `of_a_run`, which is for a checkpoint, the data set and the classes of the user's own are not looked for.
+    elsewhere: it is to run on other machines, which have the packages; packages that this one lacks, and folders that
+    it cannot write to, are then the plan's `missing`, as are checkpoints that another command may train before the run.
+    starts: it is to start here now, on this machine's GPUs. warnings: from loading the recipe; the plan's own follow.
+    Without of_a_run, for a checkpoint, the data set and the user's classes are not looked for.
     """
     data, of_data = examine_data(config) if of_a_run else (None, [])
+    of_weights, untrained = _weight_problems(config, of_a_run=of_a_run)
+    missing, of_layers = [*missing_packages(config)], tuple(layer_warnings(config))
+    if of_a_run:
+        missing = [*folder_problems(config), *missing, *agent_problems(config)]
+    problems = [*tokenizer_problems(config.policy), *of_weights]
+    problems += [problem for problem in of_data if not problem.warns]
+    problems += import_problems(config.import_paths) if of_a_run else ()
+    problems += () if elsewhere else missing
+    problems += () if elsewhere or (of_a_run and not starts) else untrained
+    problems += gpu_problems(config) if starts else ()
+    if problems:
+        raise ConfigError(hidden(problem, config.references) for problem in problems)
+    told = [*warnings, *(problem for problem in of_data if problem.warns)]
+    told += [*(() if data is None else data.warnings), *unread_variables(config), *turn_problems(config)]
+    told += () if elsewhere else of_layers
+    memory, policy = estimate_memory(config), config.policy
+    rules = FUSED_RULES if policy.megatron_cfg.use_fused_linear_logprobs else ()
+    settings = [f"policy.{rule.related[0]}: {as_yaml(value_at(policy, rule.related[0]))}" for rule in rules]
+    return Plan(
+        config=config,
+        transformer_impl=transformer_impl(config, elsewhere=elsewhere),
+        batch=BatchArithmetic.of(config),
+        engines=plan_engines(config),
+        asynchronous=KeptGroups.of(config) if config.asynchronous else None,
+        guardrails=tuple(zip(settings, [rule.problem(policy) is None for rule in rules], strict=True)),
+        memory=memory,
+        device_memory=None if config.cluster.on_cpu else plan_device_memory(config, memory),
+        data=data,
+        steps=config.loop.max_num_steps if data is None else data.steps,
+        missing=(*untrained, *missing, *(of_layers if elsewhere else ())),
+        warnings=tuple(told),
+        fetched=tuple(fetched(config)) if of_a_run else (),
+    )
+
+
+def _weight_problems(config: RunConfig, *, of_a_run: bool) -> tuple[list[Problem], list[Problem]]:
+    """Return problems with weights that are here, and with checkpoints that are not, each once for all models."""
     started = [plan for plan in config.models.values() if of_a_run or plan.policy is config.policy]
-    # Models that start from the same folder have the same problems with it: each is told once.
     of_weights, untrained = dict[Problem, None](), dict[Problem, None]()
     for plan in started:
         there = Path(plan.policy.init_checkpoint or "/").exists()
@@ -193,56 +227,14 @@ def preflight(
         except ValueError as error:
             key, remedy = plan.key("policy.model_name"), "name a folder that holds the weights"
             of_weights[Problem("not-readable", key, str(error), remedy)] = None
-    missing = [
-        *(folder_problems(config) if of_a_run else ()),
-        *missing_packages(config),
-        *(agent_problems(config) if of_a_run else ()),
-    ]
-    of_layers = tuple(layer_warnings(config))
-    problems = [
-        *tokenizer_problems(config.policy),
-        *of_weights,
-        *(problem for problem in of_data if not problem.warns),
-        *(import_problems(config.import_paths) if of_a_run else ()),
-        *(() if elsewhere else missing),
-        *(() if elsewhere or (of_a_run and not starts) else untrained),
-        *(gpu_problems(config) if starts else ()),
-    ]
-    if problems:
-        raise ConfigError(hidden(problem, config.references) for problem in problems)
-    memory, policy = estimate_memory(config), config.policy
-    rules = FUSED_RULES if policy.megatron_cfg.use_fused_linear_logprobs else ()
-    keys = [rule.related[0] for rule in rules]
-    told = [f"policy.{key}: {as_yaml(value_at(policy, key))}" for key in keys]
-    return Plan(
-        config=config,
-        transformer_impl=transformer_impl(config, elsewhere=elsewhere),
-        batch=BatchArithmetic.of(config),
-        engines=plan_engines(config),
-        asynchronous=KeptGroups.of(config) if config.asynchronous else None,
-        guardrails=tuple(zip(told, [rule.problem(policy) is None for rule in rules], strict=True)),
-        memory=memory,
-        device_memory=None if config.cluster.on_cpu else plan_device_memory(config, memory),
-        data=data,
-        steps=config.loop.max_num_steps if data is None else data.steps,
-        missing=(*untrained, *missing, *(of_layers if elsewhere else ())),
-        warnings=(
-            *warnings,
-            *(problem for problem in of_data if problem.warns),
-            *(() if data is None else data.warnings),
-            *unread_variables(config),
-            *turn_problems(config),
-            *(() if elsewhere else of_layers),
-        ),
-        fetched=tuple(fetched(config)) if of_a_run else (),
-    )
+    return [*of_weights], [*untrained]
 
 
 # Engines
 
 
 def plan_engines(config: RunConfig) -> EnginesPlan:
-    """Say who answers; an offline run has an engine for its validation at most."""
+    """Describe the engines; an offline run has one for its validation at most."""
     generation, cluster, policy = config.policy.generation, config.cluster, config.policy
     if generation.decodes_on_ranks:
         return EnginesPlan("on the training ranks")
@@ -253,14 +245,14 @@ def plan_engines(config: RunConfig) -> EnginesPlan:
         place = "on the ranks' GPUs in turn with them"
     else:
         place = "on GPUs beside those of the ranks"
-    engine, size = generation.engine, generation.vllm_cfg.processes
-    if isinstance(engine, EmbeddedConfig) or cluster.on_cpu:
+    embedded, size = generation.backend == "embedded", generation.vllm_cfg.processes
+    if embedded or cluster.on_cpu:
         count = generation.engines
     else:
         apart = (resources.gpus_per_node or 0) * (resources.num_nodes or 1)
         count = (cluster.world_size if colocated else apart) // size
-    engines = f"{count} {engine.traits.noun}{'s' if count != 1 else ''}"
-    if isinstance(engine, EmbeddedConfig):
+    engines = f"{count} {'embedded' if embedded else 'vLLM'} engine{'s' if count != 1 else ''}"
+    if embedded:
         parameters = count_parameters(policy.model)
         weights = parameters * WEIGHT_BYTES[policy.precision]
         buckets = 2 * refit_bucket_bytes(policy)  # one is filled, one copied
@@ -274,7 +266,7 @@ def plan_engines(config: RunConfig) -> EnginesPlan:
 
 
 def _share_memory(policy: PolicyConfig) -> ProcessMemory:
-    """Estimate the fullest process of a vLLM engine; what tensor parallelism leaves whole, such as norms, is small."""
+    """Estimate the fullest process of a vLLM engine, without the small parts that tensor parallelism leaves whole."""
     model, vllm = policy.model, policy.generation.vllm_cfg
     outside, stages = outside_of_layers(model), vllm.pipeline_parallel_size
     layers = [sum(slot.count(model) for slot in layer_slots(model, at)) for at in range(model.num_layers)]
@@ -284,24 +276,24 @@ def _share_memory(policy: PolicyConfig) -> ProcessMemory:
     of_stage = -(-len(layers) // stages)
     fullest = max(sum(layers[at : at + of_stage]) for at in range(len(layers) - of_stage + 1))
     parameters = -(-(fullest + ends) // vllm.tensor_parallel_size)
-    of_each = 1 if vllm.precision == "fp8" else WEIGHT_BYTES[vllm.precision or policy.precision]
+    of_each = 1 if vllm.quantizes else WEIGHT_BYTES[vllm.precision or policy.precision]
     return ProcessMemory(parameters, parameters * of_each)
 
 
 # A GPU
 
 
-def plan_device_memory(config: RunConfig, memory: RunMemory) -> DeviceMemory:
+def plan_device_memory(config: RunConfig, memory: Mapping[str, MemoryEstimate]) -> DeviceMemory:
     """Estimate a GPU in the two halves of a step, from the estimates of the models."""
-    tokens, policy, during_generation = training_tokens(config), config.policy, None
+    tokens, policy, during_generation = microbatch_tokens(config, config.policy)[0], config.policy, None
     activations = max(
         activation_bytes(plan.policy, tokens) for plan in config.models.values() if plan.trained
     )
-    training = smallest = memory.total + activations
+    training = smallest = sum(model.total for model in memory.values()) + activations
     share = policy.generation.vllm_cfg.gpu_memory_utilization
     if policy.generation.takes_turns and not config.cluster.on_cpu:
-        during_generation = 0  # nothing is computed with what is kept, so there are no logits
-        for model in memory.models.values():
+        during_generation = 0  # nothing is computed meanwhile, so there are no logits
+        for model in memory.values():
             during_generation += model.reference
             during_generation += 0 if policy.offload == "all" else model.weights
             during_generation += model.gradients + model.optimizer if policy.offload == "none" else 0
@@ -330,7 +322,7 @@ def activation_bytes(policy: PolicyConfig, tokens: int) -> int:
         kept.append(0.0)
         whole.append(0.0)
         for kind in of_gpt if model.hybrid_layer_pattern is None else model.hybrid_layer_pattern[layer]:
-            outside = 2 * model.hidden_size / shared  # the residual and what the norm gives
+            outside = 2 * model.hidden_size / shared  # the residual and the norm's output
             of_part = outside + _inside(policy, kind)
             whole[layer] += of_part
             norm = model.hidden_size / shared if "layernorm" in again else 0
@@ -348,21 +340,21 @@ def _inside(policy: PolicyConfig, kind: str) -> float:
     tensor = megatron.tensor_model_parallel_size
     if kind == ATTENTION and model.multi_latent_attention:
         latents = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) + model.qk_pos_emb_head_dim
-        return 2 * (model.head_dim + model.value_dim) * model.num_attention_heads / tensor + 2 * latents
+        return 2 * (model.head_dim + model.v_head_dim) * model.num_attention_heads / tensor + 2 * latents
     if kind == ATTENTION:
-        # Queries, keys, values, and what attention gives.
+        # Queries, keys, values, and attention's output.
         return 2 * model.head_dim * (model.num_attention_heads + model.query_groups) / tensor
     if kind == MAMBA:
-        # What is projected, what is convolved, what the scan gives, and its norm.
+        # Projections, convolutions, the scan's output, and its norm.
         keys = model.mamba_num_groups * model.mamba_state_dim
         return (5 * model.mamba_size + 4 * keys + (model.mamba_num_heads or 0)) / tensor
-    # A gated product: both halves of its input and what it gives; unfused, copies of both besides.
+    # A gated product: both halves of its input and its output; unfused, copies of both besides.
     halves = 5 if megatron.bias_activation_fusion is False else 3
     of_each = halves if model.gated else 2
     if kind == MLP:
         return of_each * model.ffn_size / tensor
     own = of_each * (model.moe_shared_expert_intermediate_size or 0)
-    # A token's copies at its experts: what they are given, and compute.
-    of_one = model.expert_input_size + (3 if model.gated else 2) * model.expert_ffn_size
+    # A token's copies at its experts: their inputs and outputs.
+    of_one = (model.moe_latent_size or model.hidden_size) + (3 if model.gated else 2) * model.expert_ffn_size
     experts = model.moe_router_topk * of_one + (model.moe_latent_size or 0)
     return own / tensor + experts / (tensor if megatron.sequence_parallel else 1)

@@ -36,55 +36,47 @@ class Answer:
 
 
 def ask(questions: Mapping[str, Question], deadline_s: float) -> dict[str, Answer]:
-    """Return the answer to each question, after `deadline_s` at most; nothing of their processes is left."""
+    """Return the answer to each question, after `deadline_s` at most; none of their processes is left."""
     ends_at = time.monotonic() + deadline_s
-    asked: dict[str, _Child] = {}
-    try:
-        # Ctrl-C between the start of a process and its place in the table would leave it behind.
+    asked: dict[str, tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]] = {}
+    with contextlib.ExitStack() as ended:
+        # Ctrl-C between the start of a process and its registration would leave it behind.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             for key, question in questions.items():
-                asked[key] = _Child(question, deadline_s)
+                # Output goes to files, so that nobody has to read it; in memory, as the disk may be full.
+                files = (os.fdopen(os.memfd_create(name), "w+b") for name in ("out", "err"))
+                out, err = (ended.enter_context(file) for file in files)
+                # -P: a folder in the working directory that has the name of a package is not that package.
+                command = [sys.executable, "-P", __file__, str(deadline_s), *question]
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+                )
+                ended.callback(_kill, process)
+                asked[key] = process, out, err
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return {key: child.answer(ends_at, deadline_s) for key, child in asked.items()}
-    finally:
-        for child in asked.values():
-            child.end()
+        answers = dict[str, Answer]()
+        for key, (process, out, err) in asked.items():
+            try:
+                process.wait(max(0.0, ends_at - time.monotonic()))
+                facts: Facts = json.loads(_text(out))
+                answers[key] = Answer(facts, facts.pop("failure", ""))
+            except subprocess.TimeoutExpired:
+                answers[key] = Answer(failure=f"no answer within {deadline_s:g} s (--timeout)", late=True)
+            except ValueError:
+                status = process.returncode
+                how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exits with {status}"
+                last = [line.strip() for line in _text(err).splitlines() if line.strip()][-1:]
+                answers[key] = Answer(failure=": ".join([f"the process {how}", *last]))
+        return answers
 
 
-class _Child:
-    """A process that answers one question; its output goes to files, which nobody has to read while it runs."""
-
-    def __init__(self, question: Question, deadline_s: float) -> None:
-        # In memory: a full disk is among what is to be found.
-        self._out, self._err = (os.fdopen(os.memfd_create(name), "w+b") for name in ("out", "err"))
-        # -P: a folder in the working directory that has the name of a package is not that package.
-        command = [sys.executable, "-P", __file__, str(deadline_s), *question]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err, start_new_session=True
-        )
-
-    def answer(self, ends_at: float, deadline_s: float) -> Answer:
-        try:
-            status = self._process.wait(max(0.0, ends_at - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return Answer(failure=f"no answer within {deadline_s:g} s (--timeout)", late=True)
-        try:
-            facts: Facts = json.loads(_text(self._out))
-        except ValueError:
-            how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exits with {status}"
-            last = [line.strip() for line in _text(self._err).splitlines() if line.strip()][-1:]
-            return Answer(failure=": ".join([f"the process {how}", *last]))
-        return Answer(facts, facts.pop("failure", ""))
-
-    def end(self) -> None:
-        """Kill it with all that it has started."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._out.close()
-        self._err.close()
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with all that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _text(file: IO[bytes]) -> str:
@@ -101,7 +93,7 @@ def imports(module: str) -> Facts:
 
 
 def torch() -> Facts:
-    """Use each GPU that torch sees; return names and bytes of them, what torch is built for, and its collectives."""
+    """Use each GPU that torch sees; return their names and bytes, torch's build, and its collectives."""
     module: Any = importlib.import_module("torch")
     dist: Any = importlib.import_module("torch.distributed")
     facts: Facts = {"cuda": module.version.cuda, "gpus": [], "gloo": dist.is_gloo_available()}
@@ -155,7 +147,7 @@ _PROBES: dict[str, Callable[..., Facts]] = {
 
 
 if __name__ == "__main__":
-    signal.alarm(int(float(sys.argv[1])) + 2)  # also where whoever asks is killed
+    signal.alarm(int(float(sys.argv[1])) + 2)  # also where the asking process is killed
     answer = os.dup(1)
     os.dup2(2, 1)
 

@@ -1,4 +1,4 @@
-"""What `check` and `doctor` have found, line by line, and how that is laid out for the terminal."""
+"""The findings of `check` and `doctor`, and their layout for the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nemo_rl_mcore.data.examples import read_texts
 from nemo_rl_mcore.data.hub import ends_of, local_folder
 from nemo_rl_mcore.driver.output import visible
 from nemo_rl_mcore.driver.run_folder import checkpoints_on_disk, leaves
-from nemo_rl_mcore.errors import shortened
+from nemo_rl_mcore.errors import shortened, size_of
 from nemo_rl_mcore.models.adapters import adapted_weights, count_adapters
 from nemo_rl_mcore.models.memory import reference_place
 from nemo_rl_mcore.recipe.environment_values import without_values
@@ -46,9 +46,9 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at, or settled: its name, and what there is.
+    """One thing that was looked at, or settled.
 
-    mend: the command that mends it, or what to do. needed: whether a run does not go without it.
+    mend: the command that mends it, or other advice. needed: no run goes without it.
     """
 
     name: str
@@ -70,16 +70,15 @@ class Section:
     findings: Sequence[Finding]
 
 
-_NAME_WIDTH = 22
 _STYLES = {Status.MISSING: "yellow", Status.WRONG: "red", Status.UNKNOWN: "yellow"}
 
 
 def render(sections: Iterable[Section]) -> Group:
-    """Lay out sections; print them with soft_wrap: a line longer than the terminal is not broken inside a key."""
+    """Lay out sections; print them with soft_wrap, so that no line is broken inside a key."""
     lines = list[Text]()
     for section in sections:
         lines.append(Text(section.title, style="bold"))
-        width = max(_NAME_WIDTH, *(len(finding.name) for finding in section.findings))
+        width = max(22, *(len(finding.name) for finding in section.findings))
         for one in section.findings:
             line = Text(f"  {one.name:<{width}}  ")
             if one.status is not Status.OK:
@@ -94,10 +93,7 @@ def render(sections: Iterable[Section]) -> Group:
 
 
 def sections_of(plan: Plan, in_full: Iterable[Finding] = ()) -> Iterator[Section]:
-    """Yield what is trained, parallel layout, batch arithmetic, guardrails, memory.
-
-    in_full: what `check --full` has found besides.
-    """
+    """Yield a plan's sections; in_full: the findings of `check --full`."""
     config, cluster = plan.config, plan.config.cluster
     megatron, data = config.policy.megatron_cfg, plan.data
     context, padding = megatron.context_parallel_size, ""
@@ -149,10 +145,7 @@ def sections_of(plan: Plan, in_full: Iterable[Finding] = ()) -> Iterator[Section
 
 
 def subject_of(plan: Plan) -> Iterator[Finding]:
-    """Yield what is trained: models, data, environment, loss, optimizer.
-
-    References stand in place of what is from the environment.
-    """
+    """Yield models, data, environment, loss and optimizer; references stand in place of environment variables."""
     config = plan.config
     told = [("algorithm", f"{config.algorithm}{', asynchronous rollouts' if config.asynchronous else ''}")]
     for name, one in config.models.items():
@@ -173,7 +166,7 @@ def subject_of(plan: Plan) -> Iterator[Finding]:
 
 
 def _data(config: RunConfig, rows: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
-    """Yield the sources, the first rows, of files or of an embedded task, and how they are shown."""
+    """Yield the sources, the first rows, of files or of an embedded task, and the use of a chat template."""
     data, tokenizer = config.data, config.policy.tokenizer
     if data.type is not None or not data.from_files:
         yield "data", data.type or str(data.dataset_name)
@@ -186,27 +179,27 @@ def _data(config: RunConfig, rows: Sequence[Prompt]) -> Iterator[tuple[str, str]
     for number, row in enumerate(rows, start=1):
         shown = " ".join(f"[{message.role}] {message.content}" for message in row.context) or row.text
         parts = {"": shown, "answer ": row.solution or row.answer, "rejected ": row.rejected or ""}
-        told = [f"{name}{shortened(text, 100)!r}" for name, text in parts.items() if text or not name]
-        yield f"row {number}", ", ".join(told)
+        texts = (f"{name}{shortened(text, 100)!r}" for name, text in parts.items() if text or not name)
+        yield f"row {number}", ", ".join(texts)
     if not data.from_files or config.env.endpoint is not None:
         return  # a task of ours, or agents, decide how prompts are shown
     folder = local_folder(tokenizer.name) if tokenizer.name != "char" else None
     whose = "policy.tokenizer.chat_template" if tokenizer.chat_template is not None else tokenizer.name
     if data.apply_chat_template:
-        told = f"applied, that of {whose}"
+        use = f"applied, that of {whose}"
     elif tokenizer.chat_template is not None or (folder is not None and has_template(folder)):
-        told = f"not applied, though {whose} has one: data.apply_chat_template: true applies it"
+        use = f"not applied, though {whose} has one: data.apply_chat_template: true applies it"
     elif folder is not None or tokenizer.name == "char":
-        told = "not applied, the tokenizer has none"
+        use = "not applied, the tokenizer has none"
     else:
-        told = "not applied, prompts are plain text"
-    yield "chat template", told
+        use = "not applied, prompts are plain text"
+    yield "chat template", use
 
 
 def _learning(config: RunConfig) -> Iterator[tuple[str, str]]:
     env, turns = config.env, config.max_rollout_turns
-    if config.learns_from_samples or config.loop.validates:
-        named = ["arithmetic", "guess_number", "calculator", "math"]
+    if config.generations_per_prompt or config.loop.validates:
+        named = ["guess_number", "calculator", "math"]
         named = [name for name in named if getattr(env, name) is not None]
         named += [f"{name}: {path}" for name, path in (env.rewards or {}).items()]
         if env.custom is not None:
@@ -214,13 +207,17 @@ def _learning(config: RunConfig) -> Iterator[tuple[str, str]]:
         if env.endpoint is not None:
             of = ("NeMo Gym's",) if env.nemo_gym is not None else env.endpoint.command
             named.append(f"agents, {' '.join(of)}")
-        yield "environment", (", ".join(named) or "none") + (f", up to {turns} turns" if turns > 1 else "")
+        yield (
+            "environment",
+            (", ".join(named) or "share of correct characters")
+            + (f", up to {turns} turns" if turns > 1 else ""),
+        )
     if isinstance(config.loop, DPOLossConfig):
         yield "loss", _keys(config.loop, only=DPOLossConfig)
     for path, loss in config.losses.items():
         yield path, _keys(loss)
     estimator = getattr(config.loop, "adv_estimator", None)
-    if isinstance(estimator, StrictModel) and config.learns_from_samples:
+    if isinstance(estimator, StrictModel) and config.generations_per_prompt:
         yield "advantage", _keys(estimator, "name")
     for name, plan in config.models.items():
         if plan.trained:
@@ -248,10 +245,9 @@ def _batch(plan: Plan) -> Iterator[Finding]:
     per_copy = f"{batch.samples} / {config.data_parallel_size} = {batch.samples_per_rank}"
     yield Finding("samples per copy", per_copy)
     yield Finding("optimizer steps", str(batch.optimizer_steps))
-    if (budgets := policy.token_budgets) is None:
-        each = f"{batch.microbatches_per_optimizer_step} per rank and optimizer step"
-        passes = f"{batch.logprob_passes} per rank"
-    else:
+    each = f"{batch.microbatches_per_optimizer_step} per rank and optimizer step"
+    passes = f"{batch.logprob_passes} per rank"
+    if (budgets := policy.token_budgets) is not None:
         kind = f"tokens, samples {'packed' if budgets.packed else 'of like length'}"
         each = f"up to {budgets.of_training(config.rows_per_sample)} {kind}"
         passes = f"up to {budgets.logprob} {kind}"
@@ -261,28 +257,27 @@ def _batch(plan: Plan) -> Iterator[Finding]:
         yield Finding("prev_logprobs", source)
     prompt, new = config.max_prompt_length, policy.generation.max_new_tokens
     longest = policy.max_total_sequence_length
-    if prompt + new <= longest:
-        yield Finding("tokens", f"{prompt} prompt + {new} new <= {longest}")
-    else:
-        left = f"up to {new} new, as the prompt leaves them of {longest}"
-        yield Finding("tokens", f"up to {prompt} prompt, and {left}")
+    whole = f"{prompt} prompt + {new} new <= {longest}"
+    part = f"up to {prompt} prompt, and up to {new} new, as the prompt leaves them of {longest}"
+    yield Finding("tokens", whole if prompt + new <= longest else part)
 
 
 def _asynchronous(plan: Plan, kept: KeptGroups) -> Iterator[Finding]:
     config = plan.config
-    age, groups, live = config.max_age, config.prompts_per_step, config.max_live_groups
+    age, groups = config.max_age, config.prompts_per_step
+    live, answered = config.groups_under_way
     yield Finding("age", f"{age} training step(s) at most")
-    answered = f"of which {config.max_inflight_groups} are being answered at most"
-    yield Finding("groups under way", f"{age + 1} x {groups} = {live}, {answered}")
+    under_way = f"{age + 1} x {groups} = {live}, of which {answered} are being answered at most"
+    yield Finding("groups under way", under_way)
     least = config.min_groups_per_chunk
     chunks = "the whole step" if least == groups else f"at least {least} of {groups} groups"
     yield Finding("chunks of a step", chunks)
     in_flight = config.asynchrony.in_flight_weight_updates
     yield Finding("new weights", "in the midst of answers" if in_flight else "between answers")
     since = f"{kept.kept_groups} since a checkpoint + " if kept.kept_groups else ""
-    held = f"{since}{live} under way, {_bytes(kept.driver_bytes)} at most"
+    held = f"{since}{live} under way, {size_of(kept.driver_bytes)} at most"
     yield Finding("groups in the driver", held)
-    sizes = f"for a replay: {_bytes(kept.step_bytes)} a step, {_bytes(kept.disk_bytes)} at most"
+    sizes = f"for a replay: {size_of(kept.step_bytes)} a step, {size_of(kept.disk_bytes)} at most"
     yield Finding("groups on disk", sizes if kept.step_bytes else "none")
     for remark in remarks(config):
         yield Finding("note", remark)
@@ -290,7 +285,7 @@ def _asynchronous(plan: Plan, kept: KeptGroups) -> Iterator[Finding]:
 
 def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[Finding]]]:
     """Yield a section for each model, and one for all where there are several; then GPUs and engines."""
-    models = plan.memory.models
+    models = plan.memory
     for name, memory in models.items():
         of_which = f" of the {name}" if len(models) > 1 else ""
         on_rank = f"{memory.rank_parameters:,} on the fullest rank"
@@ -299,34 +294,29 @@ def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[Finding]]]:
             on_rank += f": {memory.rank_trained:,} trained, {frozen:,} frozen"
         rows = [Finding("model", f"{memory.parameters:,} weights, {on_rank}")]
         parts = ("weights", "gradients", "optimizer", "reference", "logits", "total")
-        rows += [Finding(part, _bytes(getattr(memory, part))) for part in parts]
+        rows += [Finding(part, size_of(getattr(memory, part))) for part in parts]
         yield f"Memory per rank{of_which}, without activations and key-value cache", rows
     if len(models) > 1:
-        yield "Memory per rank of all models", [Finding("total", _bytes(plan.memory.total))]
+        yield (
+            "Memory per rank of all models",
+            [Finding("total", size_of(sum(one.total for one in plan.memory.values())))],
+        )
     if (gpu := plan.device_memory) is not None:
-        rows = [Finding("activations", f"{_bytes(gpu.activations)} of {gpu.tokens} tokens")]
-        rows.append(Finding("while ranks train", _bytes(gpu.training)))
+        rows = [Finding("activations", f"{size_of(gpu.activations)} of {gpu.tokens} tokens")]
+        rows.append(Finding("while ranks train", size_of(gpu.training)))
         if gpu.during_generation is not None:
             share = f"the engines' share at gpu_memory_utilization: {gpu.engine_share:g}"
-            rows.append(Finding("while engines answer", f"{_bytes(gpu.during_generation)}, and {share}"))
-        rows.append(Finding("a GPU needs", f"{_bytes(gpu.smallest)} at least"))
+            rows.append(Finding("while engines answer", f"{size_of(gpu.during_generation)}, and {share}"))
+        rows.append(Finding("a GPU needs", f"{size_of(gpu.smallest)} at least"))
         yield "Memory of a GPU, without CUDA's own and the key-value cache of ranks", rows
     if (engine := plan.engines.memory) is not None:
         rows = [Finding("model", f"{engine.parameters:,} weights, the whole model")]
-        rows += [Finding(name, _bytes(getattr(engine, name))) for name in ("weights", "buckets", "total")]
+        rows += [Finding(name, size_of(getattr(engine, name))) for name in ("weights", "buckets", "total")]
         yield "Memory per embedded engine, without key-value cache", rows
     if (share := plan.engines.share) is not None:
         rows = [Finding("model", f"{share.parameters:,} weights on the fullest process")]
-        rows.append(Finding("weights", _bytes(share.weights)))
+        rows.append(Finding("weights", size_of(share.weights)))
         yield "Memory per process of a vLLM engine, without key-value cache", rows
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.4g} GiB"
 
 
 # Every key
@@ -341,11 +331,7 @@ def resolved_lines(config: RunConfig, recipe: str | Path, overrides: Sequence[st
     lost = taken_back(read)
     overridden = set(compute(read, overrides).overridden)
     written = {key: origin.where for key, origin in origins(read.files).items()}
-    for path, value in leaves(
-        config.model_dump(
-            mode="json",
-        )
-    ):
+    for path, value in leaves(config.model_dump(mode="json")):
         above = set(accumulate(path.split("."), join_path))
         where = COMMAND_LINE if above & overridden else written.get(path, "default")
         spelled = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)

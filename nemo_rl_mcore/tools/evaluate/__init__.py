@@ -1,1 +1,1 @@
-"""Evaluation: answers to named sets of prompts, on disk sample by sample, and what they amount to."""
+"""Evaluation: answers to named sets of prompts, on disk sample by sample, and their metrics."""

@@ -43,13 +43,10 @@ from nemo_rl_mcore.tools.evaluate.samples import (
     writing_to,
 )
 
-_NOISE_STEP = 0
-"""The step in the key of the sampling noise, which then is one of prompt and sample alone."""
-
 
 @dataclass(frozen=True)
 class SetResult:
-    """What a set amounts to."""
+    """The metrics of a set."""
 
     prompts: int
     samples: int
@@ -60,22 +57,23 @@ class SetResult:
 class Evaluator:
     """Answers sets of prompts into a folder.
 
-    samples: answers to each prompt. batch_size: prompts that the engine is asked together.
-    start: gives what answers; it is called once a prompt is left to be asked. notify: told of each batch.
+    start: opens the engine; called once a prompt is left to answer. samples: answers to each prompt. reward_weights:
+    by the rewards' names. batch_size: prompts that the engine answers together. notify: called after each batch.
     """
 
     folder: Path
     environment: Environment
     start: Callable[[], Responder]
     samples: int
+    reward_weights: Mapping[str, float]
     batch_size: int
     greedy: bool
     notify: Callable[[str], None]
 
     def evaluate(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, SetResult]:
-        """Ask what is not on disk yet, and write the results.
+        """Answer the prompts that are not on disk yet, and write the results.
 
-        Raises FolderError where the folder cannot be written to, and what engine and environment raise.
+        Raises FolderError where the folder cannot be written to; errors of engine and environment pass through.
         """
         results: dict[str, SetResult] = {}
         k_values = [k for power in range(self.samples.bit_length()) if (k := 2**power) < self.samples]
@@ -90,44 +88,43 @@ class Evaluator:
             if rows:
                 self.notify(f"{name}: {len(rows)} of {len(keys)} samples are there")
             for batch in batches[math.ceil(len(rows) / (self.batch_size * self.samples)) :]:
-                rollout = self.start().respond(batch, self.samples, step=_NOISE_STEP, greedy=self.greedy)
+                # The sampling noise depends on prompt and sample alone: its key has one step for all.
+                rollout = self.start().respond(batch, self.samples, step=0, greedy=self.greedy)
                 drawn, finished = rollout.batch, rollout.batch["finished"].tolist()
-                answers = [*zip(rollout.prompts, rollout.responses, finished, strict=True)]
-                turns = [first_turn(prompt, response, finished=ended) for prompt, response, ended in answers]
-                replies = replies_of(self.environment, turns, {})
+                turns = [
+                    first_turn(prompt, response, finished=ended)
+                    for prompt, response, ended in zip(
+                        rollout.prompts, rollout.responses, finished, strict=True
+                    )
+                ]
+                replies = replies_of(self.environment, turns, self.reward_weights)
                 of_prompts = batched(rollout.responses, self.samples)
                 votes = [vote for responses in of_prompts for vote in votes_of(self.environment, responses)]
                 new = [
                     SampleRow(
-                        index=prompt.index,
+                        index=turn.prompt.index,
                         sample=int(drawn["sample_index"][place]),
-                        prompt=prompt.text,
-                        response=response,
+                        prompt=turn.prompt.text,
+                        response=turn.answer,
                         reward=reply.reward,
                         answer=vote.answer,
-                        gold=prompt.answer,
+                        gold=turn.prompt.answer,
                         tokens=int(drawn["token_mask"][place].sum()),
-                        finished=bool(ended),
+                        finished=bool(turn.finished),
                         vote=vote.first,
                     )
-                    for place, ((prompt, response, ended), reply, vote) in enumerate(
-                        zip(answers, replies, votes, strict=True)
-                    )
+                    for place, (turn, reply, vote) in enumerate(zip(turns, replies, votes, strict=True))
                 ]
                 with writing_to(self.folder):
                     file.append(new)
                 rows += new
                 reward = math.fsum(row.reward for row in rows) / len(rows)
                 self.notify(f"{name}: {len(rows)} of {len(keys)} samples, mean reward {reward:.4g}")
-            scored = [[row.scored for row in samples] for samples in batched(rows, self.samples)]
-            results[name] = SetResult(len(scored), self.samples, set_metrics(scored, k_values))
+            metrics = set_metrics([*batched(rows, self.samples)], k_values)
+            results[name] = SetResult(len(prompts), self.samples, metrics)
         with writing_to(self.folder):
             write_json(self.folder / RESULTS_FILE, {name: asdict(result) for name, result in results.items()})
         return results
-
-
-_VERSION = 1
-"""Of the weights, which engines apart from the ranks are sent once."""
 
 
 def run_eval(config: RunConfig) -> int:
@@ -186,7 +183,7 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
             compared = partial(rows_to_compare, config, next(iter(sets.values())), tokenizer)
             opening = open_generation(config, tokenizer, policy, cluster, compared, startup)
             generation = started.enter_context(opening)
-            generation.update_weights(_VERSION)
+            generation.update_weights(1)
             return Responder(generation, tokenizer, config.max_prompt_length)
 
         evaluator = Evaluator(
@@ -194,6 +191,7 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
             environment=environment,
             start=start,
             samples=section.num_tests_per_prompt,
+            reward_weights=config.env.reward_weights or {},
             batch_size=config.loop.val_batch_size,
             greedy=section.temperature == 0,
             notify=_say,

@@ -33,7 +33,7 @@ def run_export(config: RunConfig, output: str, *, adapters: bool = False) -> int
 
 
 def export(config: RunConfig, output: Path, *, adapters: bool = False) -> None:
-    """Write the weights; raises RunStoppedError for what would fail after ranks started."""
+    """Write the weights; raises RunStoppedError for errors that would otherwise come after ranks have started."""
     policy = config.policy
     assert policy.init_checkpoint is not None
     folder = Path(policy.init_checkpoint)
@@ -54,6 +54,6 @@ def export(config: RunConfig, output: Path, *, adapters: bool = False) -> None:
     if origin is not None and local_folder(origin) is None:
         origin = None
     with open_place(config) as cluster, start_frozen(config, cluster) as ranks:
-        # Adapters say which model they are beside, wherever it lies.
+        # Adapters name their base model, wherever it lies.
         ranks.export_hf(str(output), origin=given if adapters else origin, adapters=adapters)
     write_line(sys.stdout, f"the weights are in {output}")

@@ -1,4 +1,4 @@
-"""Answers to given prompts: the recipe of the weights says which tokenizer, and how to sample."""
+"""Answers to given prompts, with the tokenizer and the sampling of the weights' recipe."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import batched
 from pathlib import Path
-from typing import TextIO, cast
+from typing import cast
 
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.data.datasets import EpochSource, Prompt
 from nemo_rl_mcore.data.rows import prompt_of, read_prompts
-from nemo_rl_mcore.data.sources import RowLimits, StreamSource, open_prompts
+from nemo_rl_mcore.data.sources import RowLimits, open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.driver.output import write_line
@@ -29,7 +29,7 @@ _HELD_OUT_PROMPTS = 8
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command asks for.
+    """The command's options.
 
     prompts, file: texts, or conversations as lists of messages, or lists of these; without any of them held-out ones
     are taken. samples: answers to each prompt. output: the JSONL file to write instead of lines.
@@ -55,7 +55,13 @@ def run_generate(config: RunConfig, asked: Asked) -> int:
                 for prompt, response in zip(answered.prompts, answered.responses, strict=True):
                     write_line(sys.stdout, f"{prompt.text}{response}")
             return
-        with _new_file(output) as file:
+        try:
+            Path(output).touch(exist_ok=False)
+        except FileExistsError as error:
+            raise RunStoppedError(f"--output {output!r} exists already; name another file") from error
+        except OSError as error:
+            raise RunStoppedError(f"--output {output!r} cannot be written: {error.strerror}") from error
+        with Path(output).open("w", encoding="utf-8", errors="backslashreplace") as file:
             for answered in answers(config, asked):
                 rows = rows_of(answered)
                 file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
@@ -77,15 +83,6 @@ def answers(config: RunConfig, asked: Asked) -> Generator[Rollout]:
         responder = Responder(EmbeddedGeneration(policy, stop_ids), tokenizer, config.max_prompt_length)
         for batch in batched(prompts, config.loop.val_batch_size):
             yield responder.respond(batch, asked.samples, step=0, greedy=asked.greedy)
-
-
-def _new_file(output: str) -> TextIO:
-    try:
-        return Path(output).open("x", encoding="utf-8", errors="backslashreplace")
-    except FileExistsError as error:
-        raise RunStoppedError(f"--output {output!r} exists already; name another file") from error
-    except OSError as error:
-        raise RunStoppedError(f"--output {output!r} cannot be written: {error.strerror}") from error
 
 
 def rows_of(answered: Rollout) -> Iterator[dict[str, object]]:
@@ -122,13 +119,13 @@ def prompts_to_answer(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> 
         place = "--prompt-file " if asked.file else ""
         raise RunStoppedError(f"{place}{error}", code=code_of(error)) from error
     if prompts:
-        numbered = [replace(prompt, index=index) for index, prompt in enumerate(prompts)]
-        return [_checked(config, prompt, tokenizer) for prompt in numbered]
+        limits = RowLimits(config, tokenizer, RowKind.PROMPTS)
+        return [_checked(limits, replace(prompt, index=index)) for index, prompt in enumerate(prompts)]
     try:
         source = open_prompts(config, tokenizer)
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
-    if isinstance(source, EpochSource | StreamSource):
+    if isinstance(source, EpochSource):
         if not source.held_out:
             raise RunStoppedError(
                 "the recipe holds no prompts out; name some: --prompt or --prompt-file", code="no-prompts"
@@ -138,16 +135,16 @@ def prompts_to_answer(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> 
     return source.validation(min(_HELD_OUT_PROMPTS, there))
 
 
-def _checked(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
+def _checked(limits: RowLimits, prompt: Prompt) -> Prompt:
+    config, tokenizer = limits.config, limits.tokenizer
     if prompt.context and not config.data.apply_chat_template:
         raise RunStoppedError(f"{prompt.place}: messages need data.apply_chat_template: true")
     try:
-        prompt = RowLimits(config, tokenizer, RowKind.PROMPTS).rendered(prompt)
+        prompt = limits.rendered(prompt)
         length = len(tokenizer.encode(prompt.text, prompt.literal))
     except ValueError as error:
         raise RunStoppedError(f"{prompt.place}: {error}") from error
     if not 0 < length <= config.max_prompt_length:
-        raise RunStoppedError(
-            f"{prompt.place}: it has {length} tokens; 1 to {config.max_prompt_length} are allowed"
-        )
+        what = f"it has {length} tokens; 1 to {config.max_prompt_length} are allowed"
+        raise RunStoppedError(f"{prompt.place}: {what}")
     return prompt

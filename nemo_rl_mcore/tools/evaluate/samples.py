@@ -11,12 +11,15 @@ import json
 import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from itertools import accumulate, repeat
 from pathlib import Path
-from typing import cast
+from statistics import fmean
+from typing import Any, cast
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from nemo_rl_mcore.config import RunConfig
@@ -30,14 +33,22 @@ from nemo_rl_mcore.rank.checkpoints import SUMS_FILE, sha256
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A sample, as far as metrics read it.
+class SampleRow:
+    """A line.
 
-    tokens: its length. finished: it ended by itself, not at the length limit. vote: the number, among the samples of
-    its prompt, of the first one that gives the same answer; None for one that gives none.
+    index: of the prompt in its set; sample: its number among the prompt's answers. answer: read from the response by
+    the environment, None where it finds none. gold: the data's answer. tokens: the response's length. finished: it
+    ended by itself, not at the length limit. vote: the number, among its prompt's samples, of the first one with the
+    same answer; None without an answer.
     """
 
+    index: int
+    sample: int
+    prompt: str
+    response: str
     reward: float
+    answer: str | None
+    gold: str
     tokens: int
     finished: bool
     vote: int | None
@@ -49,7 +60,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts and its standard error; `stderr` is None with one prompt, which tells nothing of others."""
+    """A mean over prompts and its standard error; `stderr` is None with one prompt."""
 
     mean: float
     stderr: float | None
@@ -90,24 +101,15 @@ def maj_at_k(votes: Sequence[int | None], correct: Sequence[bool], k: int) -> fl
             if not correct[first]:
                 continue
             for size in range(1, min(k, later + 1) + 1):  # of the elected answer's share of the subset
-                # Ways to fill the rest: coefficient i of a polynomial is that with i samples.
-                rest = [math.comb(silent, taken) for taken in range(silent + 1)]
+                # Ways to fill the rest: coefficient i of a polynomial is that with i samples, an exact integer.
+                rest = np.array([math.comb(silent, taken) for taken in range(silent + 1)], object)
                 for other in others:
                     behind = sum(place > first for place in other)
                     ways = [math.comb(len(other), taken) for taken in range(min(size, len(other) + 1))]
-                    rest = _product([*ways, math.comb(behind, size)], rest, k - size)
+                    rest = np.convolve(rest, np.array([*ways, math.comb(behind, size)], object))
                 if k - size < len(rest):
                     won += math.comb(later, size - 1) * rest[k - size]
     return float(Fraction(won, math.comb(samples, k)))
-
-
-def _product(one: Sequence[int], other: Sequence[int], degree: int) -> list[int]:
-    """Return the product of two polynomials up to a degree."""
-    product = [0] * (min(degree, len(one) + len(other) - 2) + 1)
-    for low, factor in enumerate(one[: degree + 1]):
-        for place, value in enumerate(other[: degree + 1 - low], start=low):
-            product[place] += factor * value
-    return product
 
 
 def _require(k: int, samples: int) -> None:
@@ -130,53 +132,45 @@ def over_prompts(values: Sequence[float]) -> Estimate:
     return Estimate(mean, math.sqrt(variance / count))
 
 
-def set_metrics(prompts: Sequence[Sequence[Scored]], k_values: Sequence[int]) -> dict[str, Estimate]:
-    """Return what a set amounts to; `prompts` has the samples of each prompt, in their order.
+def set_metrics(prompts: Sequence[Sequence[SampleRow]], k_values: Sequence[int]) -> dict[str, Estimate]:
+    """Return a set's metrics; `prompts` has each prompt's samples, in their order.
 
     reward and accuracy, the share of correct samples; pass@k and maj@k for each k; tokens, the length of a response;
     truncated, the share that ended at the length limit.
     """
+    correct = [[sample.correct for sample in samples] for samples in prompts]
+    votes = [[sample.vote for sample in samples] for samples in prompts]
     metrics = {
-        "reward": [_mean([sample.reward for sample in samples]) for samples in prompts],
-        "accuracy": [_mean([sample.correct for sample in samples]) for samples in prompts],
+        "reward": [fmean(sample.reward for sample in samples) for samples in prompts],
+        "accuracy": [fmean(one) for one in correct],
+        **{f"pass@{k}": [pass_at_k(one, k) for one in correct] for k in k_values},
+        **{f"maj@{k}": [*map(maj_at_k, votes, correct, repeat(k))] for k in k_values},
+        "tokens": [fmean(sample.tokens for sample in samples) for samples in prompts],
+        "truncated": [fmean(not sample.finished for sample in samples) for samples in prompts],
     }
-    for k in k_values:
-        metrics[f"pass@{k}"] = [pass_at_k([sample.correct for sample in samples], k) for samples in prompts]
-    for k in k_values:
-        metrics[f"maj@{k}"] = [
-            maj_at_k([sample.vote for sample in samples], [sample.correct for sample in samples], k)
-            for samples in prompts
-        ]
-    metrics["tokens"] = [_mean([sample.tokens for sample in samples]) for samples in prompts]
-    metrics["truncated"] = [_mean([not sample.finished for sample in samples]) for samples in prompts]
     return {name: over_prompts(values) for name, values in metrics.items()}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 IDENTITY_FILE = "evaluation.json"
 RESULTS_FILE = "results.json"
-ASIDE = "aside"
 _SHOWN = 5
 
 Tree = Mapping[str, object]
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 of what is asked and what is scored against, in its order."""
+    """Return the SHA-256 of prompts and answers, in their order."""
     whole = hashlib.sha256()
     for prompt in prompts:
-        told = [prompt.literal] if prompt.literal else []
-        row = json.dumps([prompt.index, prompt.text, prompt.answer, *told])
+        literal = [prompt.literal] if prompt.literal else []
+        row = json.dumps([prompt.index, prompt.text, prompt.answer, *literal])
         whole.update(f"{row}\n".encode())
     return whole.hexdigest()
 
 
 @contextmanager
 def writing_to(folder: Path) -> Generator[None]:
-    """Raise FolderError, naming the folder, for what cannot be written there."""
+    """Raise FolderError, naming the folder, where it cannot be written to."""
     try:
         yield
     except OSError as error:
@@ -184,32 +178,29 @@ def writing_to(folder: Path) -> Generator[None]:
 
 
 def enter(folder: Path, identity: Tree, notify: Callable[[str], None]) -> None:
-    """Make the folder one of this identity; `notify` is told of files that are set aside. Raises FolderError.
+    """Make the folder one of this identity; `notify` gets a line on files that are set aside. Raises FolderError.
 
     Files of other kinds, such as data or metrics, stay where they are.
     """
     current = json.loads(json.dumps(identity))
     path = folder / IDENTITY_FILE
     with writing_to(folder):
-        try:
+        saved: Any = None
+        with suppress(FileNotFoundError, ValueError):
             saved = read_json(path)
-        except FileNotFoundError:
-            saved = None
-        except ValueError:
-            saved = "broken"
         if saved == current:
             return
-        both = [cast("dict[str, object]", one) if isinstance(one, dict) else {} for one in (saved, current)]
-        sets = [one.get("sets") for one in both]
+        before = cast("dict[str, Any]", saved) if isinstance(saved, dict) else {}
+        sets = [one.get("sets") for one in (before, current)]
         names = dict.fromkeys(name for one in sets if isinstance(one, dict) for name in cast("Tree", one))
         # The identity goes last: until then a command that is killed here begins again.
         evaluated = [*(f"{name}.jsonl" for name in names), RESULTS_FILE, IDENTITY_FILE]
         if theirs := [folder / name for name in evaluated if (folder / name).is_file()]:
-            aside = next_free(folder / ASIDE)
+            aside = next_free(folder / "aside")
             aside.mkdir()
             for file in theirs:
                 file.rename(aside / file.name)
-            was, now = (dict(leaves(one)) for one in both)
+            was, now = (dict(leaves(one)) for one in (before, current))
             others = [key for key in {**now, **was} if was and was.get(key) != now.get(key)]
             notify(f"set aside: {aside}" + (f", of another {', '.join(others[:_SHOWN])}" if others else ""))
         write_json(path, current)
@@ -223,16 +214,15 @@ def write_json(path: Path, value: object) -> None:
         os.fsync(file.fileno())
 
 
-_SECTIONS = {"seed", "policy", "env", "eval", "cluster"}
 _OF_THE_PLACE = ("init_checkpoint", "model_name", "tokenizer")
-"""Keys of the policy that say where its weights lie, and not which they are."""
+"""Keys of the policy that locate its weights and do not identify them."""
 
 
 def identity_of(config: RunConfig, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, object]:
-    """Return the weights, the prompts of each set, and what of the recipe an answer and its score depend on.
+    """Identify the weights, the prompts of each set, and the parts of the recipe that answers and scores depend on.
 
-    The weights of a checkpoint are the checksum of its checksums; those of a Hugging Face folder its files by name,
-    size and time.
+    A checkpoint is identified by the checksum of its checksums, a Hugging Face folder by its files' names, sizes and
+    times.
     """
     policy = config.policy
     if policy.init_checkpoint is not None:
@@ -248,43 +238,19 @@ def identity_of(config: RunConfig, sets: Mapping[str, Sequence[Prompt]]) -> dict
             status = path.stat()
             whole.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
         weights = f"Hugging Face {whole.hexdigest()}"
-    recipe = config.model_dump(mode="json", include=_SECTIONS)
+    recipe = config.model_dump(mode="json", include={"seed", "policy", "env", "eval", "cluster"})
     recipe["policy"] = {
         key: value
         for key, value in recipe["policy"].items()
         if key not in _OF_THE_PLACE and not key.endswith("_timeout_s")
     }
-    del recipe["eval"]["sets"]  # their prompts say it
+    del recipe["eval"]["sets"]  # their prompts are compared
     return {
         "weights": weights,
         "sets": {name: digest_of(prompts) for name, prompts in sets.items()},
         "batch_size": config.loop.val_batch_size,
         **recipe,
     }
-
-
-@dataclass(frozen=True)
-class SampleRow:
-    """A line.
-
-    index: of the prompt in its set; sample: which of its answers. answer: what the environment reads of the response,
-    None where it reads nothing. gold: the answer of the data. tokens, finished, vote: see `Scored`.
-    """
-
-    index: int
-    sample: int
-    prompt: str
-    response: str
-    reward: float
-    answer: str | None
-    gold: str
-    tokens: int
-    finished: bool
-    vote: int | None
-
-    @property
-    def scored(self) -> Scored:
-        return Scored(self.reward, self.tokens, self.finished, self.vote)
 
 
 _ROW = TypeAdapter(SampleRow)
@@ -302,25 +268,18 @@ class SampleFile:
     rows: Sequence[int]
 
     def go_on(self) -> list[SampleRow]:
-        """Return the rows of the whole batches that are there; what stands after them is cut off. Raises OSError."""
+        """Return the rows of the whole batches that are there, and cut off the rest. Raises OSError."""
         os.close(open_own(self.path, os.O_RDWR))
         content = self.path.read_bytes()
-        found: list[SampleRow] = []
-        ends = [0]
-        for line, key in zip(content.split(b"\n")[:-1], self.keys, strict=False):
-            try:
+        found, ends = list[SampleRow](), [0]
+        with suppress(ValueError):  # raised by a line that is no row
+            for line, key in zip(content.split(b"\n")[:-1], self.keys, strict=False):
                 row = _ROW.validate_python(parse_json(line))
-            except ValueError:
-                break
-            if (row.index, row.sample) != key:
-                break
-            found.append(row)
-            ends.append(ends[-1] + len(line) + 1)
-        kept = 0
-        for size in self.rows:
-            if kept + size > len(found):
-                break
-            kept += size
+                if (row.index, row.sample) != key:
+                    break
+                found.append(row)
+                ends.append(ends[-1] + len(line) + 1)
+        kept = max(rows for rows in accumulate(self.rows, initial=0) if rows <= len(found))
         if ends[kept] < len(content):
             os.truncate(self.path, ends[kept])
         return found[:kept]

@@ -1,15 +1,18 @@
-"""The recipe in the making, and what is said of each change."""
+"""The recipe in the making, with notes on each change."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+import yaml
 
 from nemo_rl_mcore.config.base import Problem, Tree, value_at
 
 
 class Kind(Enum):
-    """What became of a key; the report has a group for each, in this order."""
+    """The fate of a key; the report has a group for each, in this order."""
 
     RENAMED = "under another name here"
     CHANGED = "changed, as it would mean something else here"
@@ -19,13 +22,8 @@ class Kind(Enum):
     OPEN = "left for you to settle"
 
 
-ONLY_OURS = (
-    *("data.apply_chat_template", "data.special_tokens_in_content", "data.overlong", "data.imitated"),
-    *("grpo.val_greedy", "ppo.val_greedy", "distillation.val_greedy", "loss_fn.tail_mass"),
-    *("env.math.response.regex", "env.math.unparsable", "policy.generation.fit_to_sequence"),
-    "policy.megatron_cfg.optimizer.decay_norms_and_biases",
-)
-"""Keys that a migration sets, and that no recipe of NeMo RL has."""
+KEYS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8"))
+"""Facts of NeMo RL's keys; see the file."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,8 @@ class Note:
 class Draft:
     """A recipe on its way from NeMo RL's keys to ours.
 
-    tree: the recipe, without interpolations. refused: keys that are left out, with their values and what to do.
-    dropped: those that say nothing here. problems: why keys were refused. origins: which key of theirs gave which of
-    ours. files: those of prompts that were found, by the paths of their keys.
+    tree: the recipe, without interpolations. refused: keys that are left out, with their values and advice. dropped:
+    keys without a meaning here. origins: their key by ours. files: of prompts, by the paths of their keys.
     """
 
     algorithm: str
@@ -61,8 +58,14 @@ class Draft:
     def get(self, path: str) -> object:
         return value_at(self.tree, path)
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether rollouts are asynchronous, by our key or NeMo RL's."""
+        section = self.section(f"{self.algorithm}.async_{self.algorithm}")
+        return bool(section.get("enabled") or self.section("async_rl"))
+
     def number(self, path: str) -> int | None:
-        """Return the whole number at a path; None for anything else, which is told when the recipe is checked."""
+        """Return the whole number at a path; None for anything else, which the check of the recipe reports."""
         value = self.get(path)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -82,13 +85,13 @@ class Draft:
         return self.section(parent).pop(key, None)
 
     def drop(self, path: str) -> None:
-        """Take a key out, if it is there, that says nothing here."""
+        """Take a key out, if it is there, that has no meaning here."""
         if self.has(path):
             self.pop(path)
             self.dropped.append(path)
 
     def rename(self, source: str, target: str, told: str = "") -> None:
-        """Move a key to its place here; told: what the report says that it became, if not the new key."""
+        """Move a key to its place here; told: the report's text, if not the new key."""
         self.set(target, self.pop(source))
         self.origins[target] = source
         self.note(Kind.RENAMED, source, told or target)
@@ -97,12 +100,12 @@ class Draft:
         self.notes.append(Note(kind, path, what))
 
     def change(self, path: str, value: object, why: str) -> None:
-        """Set a key to what its value, or its absence, means here; the file and the report say why.
+        """Set a key to the equivalent of its value, or of its absence, and note the reason.
 
         One that NeMo RL does not have was written for this package, and stands.
         """
         before = self.get(path)
-        if before is not None and path in ONLY_OURS:
+        if before is not None and path in KEYS["only_ours"]:
             return
         self.set(path, value)
         arrow = "" if before is None else f"{shown(before)} -> "
@@ -114,12 +117,11 @@ class Draft:
             self.change(path, value, why)
 
     def refuse(self, path: str, value: object, remedy: str, what: str = "") -> None:
-        """Leave a key out that asks for something that is missing here."""
+        """Leave out a key of a feature that is missing here."""
         self.pop(path)
         self.refused[path] = (value, remedy)
-        self.problems.append(
-            Problem("not-supported", path, what or f"{shown(value)} does not carry over", remedy)
-        )
+        what = what or f"{shown(value)} does not carry over"
+        self.problems.append(Problem("not-supported", path, what, remedy))
         self.note(Kind.REFUSED, path, f"{shown(value)}; {remedy}" if remedy else shown(value))
 
 
@@ -127,10 +129,9 @@ def put(tree: Tree, path: str, value: object) -> None:
     """Write a key of a recipe, and the sections above it."""
     *above, last = path.split(".")
     for key in above:
-        inner = tree.get(key)
-        below = cast("Tree", inner) if isinstance(inner, dict) else Tree()
-        tree[key] = below
-        tree = below
+        if not isinstance(tree.get(key), dict):
+            tree[key] = Tree()
+        tree = cast("Tree", tree[key])
     tree[last] = value
 
 

@@ -1,8 +1,7 @@
 """NeMo RL's keys that nothing reads here, by the table judgements.yaml.
 
-A row has the values that change nothing, and what is said of any other one. A migration drops neutral keys; others are
-refused or, where they cost speed or memory and nothing else, dropped with a line in the report. So a recipe moves
-over, and nothing it asks for is lost silently.
+A row lists the values that change nothing, and the judgement of any other. A migration drops neutral keys; others are
+refused or, where they cost only speed or memory, dropped with a line in the report. So nothing is lost silently.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,18 +13,17 @@ from typing import Any, cast
 import yaml
 
 from nemo_rl_mcore.config.base import Tree, join_path, value_at
-from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.recipe.of_nemo_rl import inner_sections, leaf_paths
-from nemo_rl_mcore.tools.migrate.draft import Draft, Kind, shown
+from nemo_rl_mcore.tools.migrate.draft import KEYS, Draft, Kind, shown
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is said of a known key; of one that is neither refused nor told, any value changes nothing.
+    """The judgement of a known key; if it is neither refused nor told, no value changes anything.
 
-    neutral: values that change nothing. same_as: nor does that of this key, a neighbour or a whole path. unless: nor
-    does any while the key at this path is null, false, 0 or left out. switched_off: nor does a section that is null,
-    has `enabled: false`, or leaves that out and sets nothing. refused, told: what to do about another, or its cost.
+    neutral: values that change nothing. same_as: nor does the value of this key, a neighbour or a whole path. unless:
+    nor does any value while the key at this path is null, false, 0 or left out. switched_off: nor does a section that
+    is null, has `enabled: false`, or leaves that out and sets nothing. refused, told: advice on others, or their cost.
     """
 
     neutral: Sequence[object] = ()
@@ -40,7 +38,7 @@ class Judgement:
         return not (self.refused or self.told)
 
     def accepts(self, value: object, section: Tree, recipe: Tree) -> bool:
-        """Return whether the value changes nothing, given the section it stands in and the whole recipe."""
+        """Whether the value changes nothing, given its section and the whole recipe."""
         is_neutral = any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
         if self.unread or is_neutral:
             return True
@@ -57,7 +55,7 @@ class Judgement:
 
 
 def is_known_of(path: str, recipe: Tree) -> bool:
-    """Return whether a recipe says what a key is: one of a model does with its sizes, which config.json fills in."""
+    """Whether a key's value is known: that of a model is once config.json has filled in its sizes."""
     section = path.rpartition(".")[0]
     return not section.endswith(".model") or value_at(recipe, f"{section}.num_layers") is not None
 
@@ -76,7 +74,7 @@ JUDGEMENTS = {
 
 
 def judge(draft: Draft, path: str, value: object, section: Tree, recipe: Tree, judged_as: str = "") -> bool:
-    """Sort a key out by the table, in which it may stand as another one; False for one that is not in it."""
+    """Judge a key by the table, in which it may stand as another one; False where it does not stand there."""
     known = JUDGEMENTS.get(judged_as or path)
     if known is None:
         return False
@@ -90,7 +88,7 @@ def judge(draft: Draft, path: str, value: object, section: Tree, recipe: Tree, j
 
 
 def screen(draft: Draft, recipe: Tree) -> None:
-    """Take the keys of the table out; recipe: the same one, with what config.json says of its models."""
+    """Take the table's keys out; recipe: the same one, completed from its models' config.json."""
 
     def screen_section(section: Tree, prefix: str, written: str) -> None:
         """`prefix` leads to the section in the table, and `written` in the recipe: with the places of lists."""
@@ -108,65 +106,26 @@ def screen(draft: Draft, recipe: Tree) -> None:
 _FOREIGN = "async_rl"
 _OWN = "grpo.async_grpo"
 BUFFER = "async_rl.max_buffered_rollouts"
-"""Compared with what may be under way, and read no further."""
+"""Only compared with the number of groups that may be under way."""
 _MODEL = "policy.model"
 
 _SAMPLER = "async_rl.sampler.name"
-_ORDERS = {"in_order": "in_order", "weight_fifo": "in_order", "ready_first": "as_completed"}
-"""The order of consumption that each sampler is. `windowed` answers more than it trains on, and discards by age."""
-_ASYNC: dict[str, str] = {
-    _SAMPLER: f"{_OWN}.order",
-    "async_rl.sampler.max_lookahead_versions": f"{_OWN}.max_trajectory_age_steps",
-    "async_rl.sampler.max_staleness_versions": f"{_OWN}.max_trajectory_age_steps",
-    "async_rl.in_flight_weight_updates": f"{_OWN}.in_flight_weight_updates",
-    "async_rl.recompute_kv_cache_after_weight_updates": f"{_OWN}.recompute_kv_cache_after_weight_updates",
-    "async_rl.min_groups_for_streaming_train": f"{_OWN}.min_groups_for_streaming_train",
-    "async_rl.max_inflight_prompts": f"{_OWN}.max_inflight_prompts",
-    "async_rl.rollout_timeout_s": f"{_OWN}.rollout_timeout_s",
-}
-_MOVED: dict[str, str] = {
-    # Read where the model has experts; the third, where they are balanced by a bias.
-    "policy.megatron_cfg.moe_router_dtype": "policy.model.moe_router_dtype",
-    "policy.megatron_cfg.moe_router_load_balancing_type": "policy.model.moe_router_load_balancing_type",
-    "policy.megatron_cfg.moe_router_bias_update_rate": "policy.model.moe_router_bias_update_rate",
-    "policy.megatron_cfg.moe_aux_loss_coeff": "policy.model.moe_aux_loss_coeff",
-    "ppo.policy_training_start_step": "ppo.critic_warmup_steps",
-    "env.math.num_workers": "env.pool.size",
-    **{f"{algorithm}.seed": "seed" for algorithm in RUN_CONFIGS},
-}
-_RESTATED: dict[str, str] = {
-    "policy.megatron_cfg.pipeline_dtype": "policy.precision",
-    "policy.megatron_cfg.optimizer.bf16": "policy.precision",
-    "policy.megatron_cfg.optimizer.clip_grad": "policy.max_grad_norm",
-    "policy.megatron_cfg.scheduler.start_weight_decay": "policy.megatron_cfg.optimizer.weight_decay",
-    "policy.megatron_cfg.scheduler.end_weight_decay": "policy.megatron_cfg.optimizer.weight_decay",
-    "grpo.normalize_rewards": "grpo.adv_estimator.normalize_rewards",
-    "grpo.use_leave_one_out_baseline": "grpo.adv_estimator.use_leave_one_out_baseline",
-}
-"""Keys that say once more what another one says; the steps of `meaning` and `training` take them out."""
-_OF_CRITIC = ("optimizer", "scheduler")
-"""Sections of value.megatron_cfg that stand in value here."""
-RENAMED: dict[str, str] = (
-    _ASYNC | _MOVED | _RESTATED | {f"value.megatron_cfg.{name}": f"value.{name}" for name in _OF_CRITIC}
-)
+_ASYNC: dict[str, str] = KEYS["asynchronous"]
+RENAMED: dict[str, str] = _ASYNC | KEYS["moved"] | KEYS["restated"] | KEYS["critic"]
 """The key that is read for each of NeMo RL's."""
-
-_DEFAULT_LOOKAHEAD = 1
-"""Of max_lookahead_versions there, and of max_trajectory_age_steps here."""
 
 
 def rename(draft: Draft, recipe: Tree) -> None:
-    """Move keys to the names they have here; recipe: the same one, with what config.json says of its models.
+    """Move keys to the names they have here; recipe: the same one, completed from its models' config.json.
 
-    A key of experts needs a model with experts, and one of their bias a bias. Two keys that contradict each other are
-    told.
+    Keys of experts need a model with experts, and those of their bias a bias. Contradicting keys are refused.
     """
     has_experts = bool(value_at(recipe, f"{_MODEL}.num_moe_experts"))
     biased = has_experts and bool(value_at(recipe, f"{_MODEL}.moe_router_enable_expert_bias"))
-    for source, target in _MOVED.items():
+    for source, target in KEYS["moved"].items():
         above = accumulate(target.split(".")[:-1], join_path)
         if not draft.has(source) or not all(isinstance(draft.get(path), dict | None) for path in above):
-            continue  # where a section above the key is none, that is told, and the key has no place
+            continue  # a section above the key is none, which the check of the recipe reports
         value, own = draft.get(source), draft.get(target)
         if value is None and not target.startswith(_MODEL):
             draft.drop(source)
@@ -189,7 +148,7 @@ def rename(draft: Draft, recipe: Tree) -> None:
 
 
 def _rename_asynchronous(draft: Draft) -> None:
-    """Move what async_rl asks for; a buffer without room for all groups that may be under way is refused."""
+    """Move async_rl's keys; a buffer without room for all groups that may be under way is refused."""
     if draft.get(_OWN) is None:
         draft.pop(_OWN)
     asked, given = draft.section(_FOREIGN), draft.pop(_FOREIGN)
@@ -202,10 +161,10 @@ def _rename_asynchronous(draft: Draft) -> None:
         own = f"; {draft.algorithm}.async_{draft.algorithm} asks for one here"
         remedy = f"remove it{own if draft.algorithm != 'sft' else ''}"
         draft.refuse(_FOREIGN, asked, remedy, what + draft.algorithm)
-    elif isinstance(draft.get(_OWN), dict | None):  # else that is told
+    elif isinstance(draft.get(_OWN), dict | None):  # else the check of the recipe reports it
         own = _merge(draft, asked)
         rollouts, groups = asked.get(BUFFER.rpartition(".")[2]), draft.get("grpo.num_prompts_per_step")
-        steps = own.get("max_trajectory_age_steps", _DEFAULT_LOOKAHEAD)
+        steps = own.get("max_trajectory_age_steps", 1)  # the default of both
         if rollouts is not None and isinstance(steps, int) and isinstance(groups, int):
             needed = (steps + 1) * groups
             if not isinstance(rollouts, int) or rollouts < needed:
@@ -217,7 +176,7 @@ def _rename_asynchronous(draft: Draft) -> None:
 
 
 def _merge(draft: Draft, asked: Tree) -> Tree:
-    """Return the section of our own, filled; where the two contradict each other, the foreign key is told."""
+    """Return our own section, filled; a foreign key that contradicts it is refused."""
     given = draft.section(_OWN)
     own = dict(given)
     if own.setdefault("enabled", True) is False:
@@ -230,13 +189,13 @@ def _merge(draft: Draft, asked: Tree) -> Tree:
             draft.dropped.append(path)  # which is judged by the others
         elif value == {}:
             continue
-        elif path == _SAMPLER and value not in _ORDERS:
+        elif path == _SAMPLER and value not in KEYS["orders"]:
             what = f"{shown(value)} discards answers for their age, which nothing here does"
-            draft.refuse(path, value, f"allowed: {', '.join(_ORDERS)}", what)
+            draft.refuse(path, value, f"allowed: {', '.join(KEYS['orders'])}", what)
         elif target is None:
             draft.refuse(path, value, f"known keys: {', '.join([*_ASYNC, BUFFER])}", "unknown key")
         else:
-            value = _ORDERS[str(value)] if path == _SAMPLER else value
+            value = KEYS["orders"][str(value)] if path == _SAMPLER else value
             if own.setdefault(key, value) != value:
                 what = f"{value} contradicts {target}: {own[key]}"
                 draft.refuse(path, value, "remove one of the two", what)
@@ -248,25 +207,16 @@ def _merge(draft: Draft, asked: Tree) -> Tree:
 
 # A critic and a teacher
 
-_OWN_KEYS: dict[str, tuple[str, ...]] = {
-    "value": ("optimizer", "scheduler", "max_grad_norm", "train_micro_batch_size"),
-    "teacher": ("model", "model_name", "hf_config_overrides", "init_checkpoint"),
-}
-"""Keys that these sections have here."""
-_CUT = (
-    *("micro_batch_size", "logprob_batch_size", "dynamic_batching", "sequence_packing", "parallel"),
-    *("pipeline_stage", "activation_checkpointing", "recompute_", "distributed_data_parallel_config"),
-    *("fused_linear", "_fusion"),
-)
-"""Parts of the names of keys that say how a model is cut, and nothing of what it computes."""
+_OF_CRITIC = ("optimizer", "scheduler")
+"""Sections of value.megatron_cfg that stand in value here."""
 
 
 def screen_second_models(draft: Draft, recipe: Tree) -> None:
-    """Leave of value and teacher what they hold here, and say what the rest asks for that the policy's does not.
+    """Keep the keys that value and teacher have here, and judge those of the rest that differ from the policy's.
 
     recipe: as it was before the table was applied.
     """
-    for name, own in _OWN_KEYS.items():
+    for name, own in KEYS["own_keys"].items():
         section = draft.section(name)
         if not any(value_at(recipe, f"policy.{key}") is not None for key in section if key not in own):
             continue
@@ -286,7 +236,7 @@ def screen_second_models(draft: Draft, recipe: Tree) -> None:
                 draft.dropped.append(written)
             elif judge(draft, written, value, around, recipe, f"policy.{path}"):
                 continue
-            elif any(part in path for part in _CUT):
+            elif any(part in path for part in KEYS["cut"]):
                 cost = f"it is cut as the policy is, by policy.{path}: {shown(of_policy)}"
                 draft.note(Kind.WARNED, written, f"{shown(value)} has no effect here; {cost}")
             else:

@@ -1,4 +1,4 @@
-"""Rows, answers, rewards and validations: NeMo RL's keys whose value, or whose absence, means something else here."""
+"""NeMo RL's keys of rows, answers, rewards and validations that mean something else here, present or absent."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.source import TEXT_FILES
 from nemo_rl_mcore.recipe.of_nemo_rl import inner_sections
 from nemo_rl_mcore.recipe.schema import field_at
-from nemo_rl_mcore.tools.migrate.draft import Draft, Kind
+from nemo_rl_mcore.tools.migrate.draft import KEYS, Draft, Kind
 
 # Defaults
 
@@ -30,7 +30,7 @@ _GROUPS = 32
 
 
 def write_defaults(draft: Draft) -> None:
-    """Write what NeMo RL takes where the recipe says nothing, and this package would take something else."""
+    """Write NeMo RL's defaults where this package has others."""
     loop, why = draft.algorithm, "NeMo RL's default, where a recipe leaves it out"
     given = {f"{loop}.{key}": value for key, value in _OF_LOOPS[loop].items()}
     if loop == "distillation" and draft.has("loss_fn"):
@@ -52,13 +52,6 @@ def write_defaults(draft: Draft) -> None:
 _SHOWN = ("add_bos", "add_eos", "add_generation_prompt")
 _TASKS = get_args(DataConfig.model_fields["dataset_name"].annotation)
 """Of this package, which no recipe of NeMo RL names."""
-_HELD_OUT = ("OpenMathInstruct-2", "tulu3_sft_mixture", "open_assistant")
-"""Data sets of which NeMo RL holds 5 % out where a recipe says nothing; of all others it holds out nothing."""
-_READ_BY = {
-    "repeat": ("AIME2024", "AIME2025", "AIME2026", "NemoGymDataset"),
-    "max_samples": ("Nemotron-Cascade-2-SFT-Math",),
-}
-"""Keys of a source that few of NeMo RL's data sets read; the others take them and do nothing."""
 
 
 def sources_of(draft: Draft) -> list[tuple[str, Tree]]:
@@ -73,9 +66,9 @@ def sources_of(draft: Draft) -> list[tuple[str, Tree]]:
 def use_chat_template(draft: Draft) -> None:
     """NeMo RL always applies a template, and one that shows the text alone where the key is null."""
     template = "policy.tokenizer.chat_template"
-    given, as_text = draft.get(template), False
-    if draft.has(template) and given is None:
-        as_text = True
+    given = draft.get(template)
+    as_text = draft.has(template) and given is None
+    if as_text:
         draft.pop(template)
     elif given == "default":
         draft.drop(template)
@@ -88,11 +81,11 @@ def use_chat_template(draft: Draft) -> None:
 
 
 def show_given_answers(draft: Draft) -> None:
-    """Train on what NeMo RL does of a given answer: all that the chat template adds for its turn.
+    """Train on the part of a given answer that NeMo RL trains on: all that the chat template adds for its turn.
 
-    data/llm_message_utils.py, get_formatted_message_log: what opens the answer is the prompt's with
-    add_generation_prompt, which SFT reads of the recipe, as the two others; DPO has their defaults. Neither reads the
-    prompt of a system.
+    data/llm_message_utils.py, get_formatted_message_log: the answer's opening belongs to the prompt with
+    add_generation_prompt, which SFT reads, like the other two keys; DPO has their defaults. Neither reads the system
+    prompt.
     """
     for key in _SHOWN if draft.algorithm != "sft" else ():
         draft.drop(f"data.{key}")
@@ -117,10 +110,7 @@ def show_given_answers(draft: Draft) -> None:
 
 
 def name_sources(draft: Draft) -> None:
-    """Move what older recipes say of all sources in `data` itself, and what a source calls otherwise here.
-
-    A validation has the texts of data.default, and not of data.train, as in NeMo RL.
-    """
+    """Move older recipes' keys for all sources out of `data`; a validation has data.default's texts, as in NeMo RL."""
     for key in (*TEXT_FILES, "processor"):
         value = draft.pop(f"data.{key}")
         if value is not None and not draft.has(f"data.default.{key}"):
@@ -146,7 +136,7 @@ def hold_out_as_there(draft: Draft) -> None:
         return
     train = [(place, source) for place, source in sources_of(draft) if place.startswith("data.train")]
     for place, source in train:
-        if source.get("split_validation_size") is None and source.get("dataset_name") not in _HELD_OUT:
+        if source.get("split_validation_size") is None and source.get("dataset_name") not in KEYS["held_out"]:
             source["split_validation_size"] = 0
             draft.note(Kind.CHANGED, f"{place}.split_validation_size", "0; NeMo RL holds no rows out")
     held_out = any(source.get("split_validation_size") != 0 for _, source in train)
@@ -157,16 +147,13 @@ def hold_out_as_there(draft: Draft) -> None:
 
 
 def read_sources(draft: Draft) -> None:
-    """Drop keys of a source that the class of its data set does not read there; keep pairs that are ties.
-
-    NeMo RL keeps pairs of which neither answer is better: both are the first, and count in the loss.
-    """
+    """Drop a source's keys that its data set's class does not read there; keep ties, which count in NeMo RL's loss."""
     for place, source in sources_of(draft):
         name = source.get("dataset_name")
         if draft.algorithm == "dpo" and name == "HelpSteer3" and "ties" not in source:
             source["ties"] = "keep"
             draft.note(Kind.CHANGED, f"{place}.ties", "keep; NeMo RL takes ties as pairs of one answer")
-        for key, sets in _READ_BY.items():
+        for key, sets in KEYS["read_by"].items():
             if name not in sets:
                 draft.drop(f"{place}.{key}")
 
@@ -195,16 +182,13 @@ def find_text_files(draft: Draft, recipes: Iterable[Path]) -> None:
 # Validations and checkpoints
 
 _ALL_BATCHES = -1
-_ROWS = {"AIME2024": 30, "AIME2026": 30}
-"""Data sets that a usual max_val_samples is more than."""
 _OF_SFT_AND_DPO = re.compile(r"val:(val_loss|validation-.*_loss)")
 
 
 def validate_as_there(draft: Draft) -> None:
-    """Sample the answers of a validation, which here are the likeliest; of SFT and DPO there are none in NeMo RL.
+    """Sample a validation's answers, which are the likeliest here; NeMo RL's SFT and DPO ask for none.
 
-    A null batch of validations is one of all rows, on which answers do not depend. Each number of batches below 1 is
-    all held-out rows.
+    A null val_batch_size is all rows, on which answers do not depend; val_batches below 1 is all held-out rows.
     """
     loop = draft.algorithm
     if (draft.number(f"{loop}.val_period") or 0) < 0:
@@ -212,30 +196,32 @@ def validate_as_there(draft: Draft) -> None:
     batches = draft.number(f"{loop}.val_batches")
     if batches is not None and batches < 1 and batches != _ALL_BATCHES:
         draft.change(f"{loop}.val_batches", _ALL_BATCHES, "all held-out rows")
-    validates = any(draft.get(f"{loop}.val_{key}") for key in ("period", "at_start", "at_end"))
     if loop in ("sft", "dpo"):
         why = "NeMo RL takes the loss of held-out rows alone; a number asks for answers to as many prompts"
         draft.fill(f"{loop}.max_val_samples", 0, why)
-    elif validates or (draft.number(f"{loop}.val_num_generations_per_prompt") or 1) > 1:
+    elif _validates(draft) or (draft.number(f"{loop}.val_num_generations_per_prompt") or 1) > 1:
         draft.change(f"{loop}.val_greedy", False, "NeMo RL's validation samples as training does")
-    if validates and loop not in ("sft", "dpo"):
-        _count_held_out(draft)
     if draft.get(f"{loop}.val_batch_size") is None:
         draft.drop(f"{loop}.val_batch_size")
 
 
-def _count_held_out(draft: Draft) -> None:
-    """Take the whole batches that NeMo RL takes: max_val_samples // val_batch_size, and of a distillation rounded up.
+def _validates(draft: Draft) -> bool:
+    return any(draft.get(f"{draft.algorithm}.val_{key}") for key in ("period", "at_start", "at_end"))
 
-    Its validation ends where the rows do, too.
-    """
+
+def count_held_out(draft: Draft) -> None:
+    """Take whole batches as NeMo RL does: max_val_samples // val_batch_size, rounded up for a distillation."""
+    if draft.algorithm in ("sft", "dpo") or not _validates(draft):
+        return
     path, several = f"{draft.algorithm}.max_val_samples", draft.get("data.validation")
     rows, batch = draft.number(path), draft.number(f"{draft.algorithm}.val_batch_size")
     if rows and batch and batch > 0:
         batches = -(-rows // batch) if draft.algorithm == "distillation" else rows // batch
         source = draft.section("data.validation")
         times = source.get("repeat", 1)
-        there = _ROWS.get(str(source.get("dataset_name")), 0) * (times if isinstance(times, int) else 0)
+        there = KEYS["rows"].get(str(source.get("dataset_name")), 0) * (
+            times if isinstance(times, int) else 0
+        )
         if 0 < there <= batches * batch:
             draft.change(path, None, f"all of the {there} rows, as NeMo RL takes no more than there are")
         elif batches and batches * batch != rows:
@@ -286,12 +272,10 @@ _GYM = "env.nemo_gym"
 _CALLS = 1000
 """More than an agent of a recipe makes; its own bounds, and the length of a sequence, end a session before."""
 _LONGEST_S = 7200
-_PARSERS = {"hermes": "hermes", "qwen3_coder": "qwen3.5"}
-"""vLLM's names of how calls of tools are written, and those of env.endpoint.tool_parser."""
 
 
 def use_nemo_gym(draft: Draft) -> None:
-    """Keep Gym's own configuration where a recipe uses it, and say what its agents need here."""
+    """Keep Gym's own configuration where a recipe uses it, and set the keys that its agents need here."""
     if not draft.section(_GYM):
         return
     if draft.get("env.should_use_nemo_gym") is False:
@@ -308,20 +292,17 @@ def use_nemo_gym(draft: Draft) -> None:
     parser = draft.get(path)
     if parser is None:
         draft.change(tool_parser, "none", "no parser of tools is named")
-    elif (own := _PARSERS.get(str(parser))) is not None:
+    elif (own := KEYS["tool_parsers"].get(str(parser))) is not None:
         draft.change(tool_parser, own, f"the form that vLLM calls {parser}")
     else:
-        draft.refuse(path, parser, f"{tool_parser} reads those of {', '.join(_PARSERS)}")
+        draft.refuse(path, parser, f"{tool_parser} reads those of {', '.join(KEYS['tool_parsers'])}")
     if draft.get("env.should_mask_flagged_samples") is not False:
         why = "samples that NeMo Gym masks are dropped, as many as there are"
         draft.change("env.pool.max_drop_rate", 1.0, why)
 
 
 def read_losses(draft: Draft) -> None:
-    """Take the estimator's word for what GRPO's section repeats: NeMo RL computes advantages by it alone.
-
-    A distillation's divergence is of other distributions.
-    """
+    """Drop GRPO's copies of the estimator's keys, which NeMo RL does not read; complete a distillation's divergence."""
     for key in ("normalize_rewards", "use_leave_one_out_baseline"):
         path, own = f"grpo.{key}", draft.get(f"grpo.adv_estimator.{key}")
         own = True if own is None else own  # the default of both
@@ -342,15 +323,10 @@ _VLLM = f"{_GENERATION}.vllm_cfg"
 _TOTAL = "policy.max_total_sequence_length"
 _NEW = f"{_GENERATION}.max_new_tokens"
 _SAMPLED_IN_VALIDATION = 256
-_LAYOUTS: dict[str, dict[str, str]] = {
-    "sglang": {"tp_size": "tensor_parallel_size"},
-    "trtllm": {key: key for key in ("tensor_parallel_size", "gpu_memory_utilization", "async_engine")},
-}
-"""Keys of the sections of other engines, and what they are in vllm_cfg."""
 
 
 def use_engine(draft: Draft) -> None:
-    """Name an engine, also of SFT and DPO, which ask for answers only where max_val_samples says so."""
+    """Name an engine, also for SFT and DPO, which need one only for max_val_samples."""
     given = draft.get(_BACKEND)
     if not draft.section(_GENERATION):
         total = draft.number(_TOTAL) or _SAMPLED_IN_VALIDATION
@@ -360,17 +336,14 @@ def use_engine(draft: Draft) -> None:
         draft.change(_BACKEND, "embedded", "the training model itself decodes")
     elif given not in ("vllm", "embedded"):
         draft.change(_BACKEND, "vllm", f"the engine {given} is none of this package")
-        for theirs, ours in _LAYOUTS.get(str(given), {}).items():
+        for theirs, ours in KEYS["engines"].get(str(given), {}).items():
             value, path = draft.get(f"{_GENERATION}.{given}_cfg.{theirs}"), f"{_VLLM}.{ours}"
             if value is not None and value != draft.get(path):
                 draft.change(path, value, f"as {given}_cfg.{theirs} says")
 
 
 def fit_lengths(draft: Draft) -> None:
-    """Let a response have what its prompt leaves, as max_model_len does in NeMo RL; here a whole one is reserved.
-
-    Without a bound of prompts, theirs may be as long as a sequence.
-    """
+    """Let a response have the tokens that its prompt leaves, as in NeMo RL; here max_new_tokens are reserved."""
     total, new, prompt = draft.number(_TOTAL), draft.number(_NEW), draft.number("data.max_input_seq_length")
     if total is None or new is None:
         return
@@ -381,9 +354,9 @@ def fit_lengths(draft: Draft) -> None:
 
 
 def send_weights(draft: Draft) -> None:
-    """Let weights travel as the layout says: NeMo RL's other ways, whole or as differences, bring the same bits.
+    """Send weights as the layout requires: NeMo RL's other transports, whole or as differences, bring the same bits.
 
-    The mode of log-probabilities goes where both are the same: nothing divides or filters what is sampled.
+    The mode of log-probabilities is dropped where both are the same: no temperature or filter is applied.
     """
     path, mode = f"{_GENERATION}.refit_transport", f"{_VLLM}.logprobs_mode"
     given, generation = draft.get(path), draft.section(_GENERATION)
@@ -397,12 +370,15 @@ def send_weights(draft: Draft) -> None:
 
 
 def compare_no_rounded_weights(draft: Draft) -> None:
-    """Leave out comparisons with engines that round what they are sent, as NeMo RL has none."""
+    """Leave out comparisons with engines that round their weights, as NeMo RL has none."""
     section = draft.section(_VLLM)
     weights, cache = section.get("precision") == "fp8", section.get("kv_cache_dtype") not in (None, "auto")
     if draft.get(_BACKEND) != "vllm" or not (weights or cache):
         return
     why = "engines hold and compute in fp8 what is sent in bfloat16"
+    if weights and draft.get(f"{_VLLM}.is_mx"):
+        draft.change(f"{_VLLM}.precision", "mxfp8", "is_mx: true, with a scale for each 32 numbers")
+        draft.drop(f"{_VLLM}.is_mx")
     if weights:
         draft.change(f"{_GENERATION}.verify_refit", False, why)
     draft.change(f"{_GENERATION}.compare_at_start", False, why)
@@ -429,7 +405,7 @@ def pass_on_vllm_kwargs(draft: Draft) -> None:
 
 
 def update_between_answers(draft: Draft) -> None:
-    """Say that engines take new weights between answers, where NeMo RL's default does and ours does not."""
+    """Update weights between answers, as NeMo RL does by default."""
     section = f"{draft.algorithm}.async_{draft.algorithm}"
     if draft.section(section).get("enabled") and draft.get("async_rl") is None:
         why = "NeMo RL waits for the answers in flight unless a recipe says otherwise"
@@ -438,10 +414,10 @@ def update_between_answers(draft: Draft) -> None:
 
 def mask_mismatch(draft: Draft) -> None:
     """Move the threshold of a response's log-probabilities to the key that measures the same here."""
-    loop, own = draft.algorithm, f"{_GENERATION}.mismatch"
+    loop, own, action = draft.algorithm, f"{_GENERATION}.mismatch_threshold", f"{_GENERATION}.mismatch_action"
     path = f"{loop}.seq_logprob_error_threshold"
     threshold = draft.get(path)
-    if threshold is None or draft.get(f"{own}.threshold") is not None:
+    if threshold is None or draft.get(own) is not None:
         return
     section = draft.section(f"{loop}.async_{loop}")
     ages = [section.get("max_trajectory_age_steps")] if section.get("enabled") else []
@@ -449,23 +425,20 @@ def mask_mismatch(draft: Draft) -> None:
         ages.append(draft.get("async_rl.sampler.max_lookahead_versions"))
     if any(age != 0 for age in ages):
         why = "with answers of older weights a mask would act on their age"
-        draft.refuse(path, threshold, f"{why}; {own}.action: warn tells of it")
+        draft.refuse(path, threshold, f"{why}; {action}: warn tells of it")
         return
-    draft.set(own, {"threshold": threshold, "action": "mask"})
-    draft.rename(path, f"{own}.threshold", f"{own}: the same measure, and the same mask")
+    draft.set(own, threshold)
+    draft.set(action, "mask")
+    draft.rename(path, own, f"{action}: mask has the same measure, and the same mask")
 
 
 def answer_without_end(draft: Draft) -> None:
-    """Let an asynchronous PPO go on to max_num_steps: NeMo RL's begins the rows again, and counts no passes.
-
-    vLLM answers group by group where another engine of an asynchronous run does.
-    """
+    """Let an asynchronous PPO go on to max_num_steps, as NeMo RL's does; vLLM answers group by group."""
     if draft.get("ppo.async_ppo.enabled") is True and draft.get("ppo.max_num_epochs") is not None:
         why = "NeMo RL's asynchronous PPO counts no passes; max_num_steps ends the run"
         draft.change("ppo.max_num_epochs", None, why)
-    loop, path = draft.algorithm, f"{_VLLM}.async_engine"
-    asked = draft.section(f"{loop}.async_{loop}").get("enabled") or draft.section("async_rl")
-    if asked and draft.get(_BACKEND) == "vllm" and not draft.get(path):
+    path = f"{_VLLM}.async_engine"
+    if draft.asynchronous and draft.get(_BACKEND) == "vllm" and not draft.get(path):
         draft.change(path, True, "asynchronous rollouts are asked group by group")
 
 
@@ -480,10 +453,7 @@ _ATTEMPTS, _STALL_S = 5, 600.0
 
 
 def outlast_failures(draft: Draft) -> None:
-    """Count attempts as failures in a row, and end a stalled run where NeMo RL does.
-
-    Prompts that are given up on, so that a step shrinks, are not known here; a warning of a stall is written nowhere.
-    """
+    """Count attempts as failures in a row, and end a stalled run where NeMo RL does; no stall is warned of here."""
     failure, watchdog = draft.section(_FAILURE), draft.section(_WATCHDOG)
     # Prompts that are given up on are refused by the table.
     given_up = any(failure.get(key) for key in ("max_skipped_prompts", "max_consecutive_dropped_prompts"))
@@ -509,9 +479,9 @@ def outlast_failures(draft: Draft) -> None:
 
 
 def train_within_the_window(draft: Draft) -> None:
-    """Take answers as they are completed where NeMo RL samples more than it trains on, and discards what is too old.
+    """Take answers as they are completed where NeMo RL samples more than it trains on, and discards old ones.
 
-    Within the window both take whatever is there; here no more is asked for than can be trained on in time.
+    Within the window both take any answer; here no more are requested than can be trained on in time.
     """
     if draft.algorithm != "grpo" or not draft.section(_SAMPLER):
         return
@@ -536,6 +506,7 @@ STEPS = (
     name_sources,
     hold_out_as_there,
     validate_as_there,
+    count_held_out,
     read_sources,
     use_environment,
     rank_checkpoints,

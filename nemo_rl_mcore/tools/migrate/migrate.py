@@ -1,9 +1,10 @@
-"""From a recipe of NeMo RL to one of ours, and to what is said of each key."""
+"""From a recipe of NeMo RL to one of ours, with a report on each key."""
 
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,21 +21,15 @@ from nemo_rl_mcore.recipe.schema import field_at, section_of
 from nemo_rl_mcore.recipe.sources import key_lines, read_recipe
 from nemo_rl_mcore.recipe.validate import with_pretrained_model
 from nemo_rl_mcore.tools.migrate import meaning, training
-from nemo_rl_mcore.tools.migrate.draft import Draft, Kind
+from nemo_rl_mcore.tools.migrate.draft import KEYS, Draft, Kind
 from nemo_rl_mcore.tools.migrate.judgements import rename, screen, screen_second_models
-
-_OF_OTHER_COMMANDS = {
-    "eval": "write the section `eval` of this package into a recipe of the model, for the command of that name",
-    "rm": "train the reward model elsewhere: there is no such algorithm here",
-}
-"""What leads on from recipes of NeMo RL that train no policy."""
 
 
 @dataclass(frozen=True)
 class Migrated:
-    """Our recipe, theirs as it was computed, and what was said.
+    """Our recipe, and theirs as it was computed.
 
-    config: the recipe as it is run; None where something is wrong with it. problems: what is, and what was refused.
+    config: the recipe as it is run; None where it has problems. problems: these, and refused keys.
     """
 
     draft: Draft
@@ -45,34 +40,27 @@ class Migrated:
 
     @property
     def settled(self) -> bool:
-        """Whether the recipe says all that theirs said."""
+        """Whether every key of theirs carried over."""
         return not any(note.kind in (Kind.REFUSED, Kind.OPEN) for note in self.draft.notes)
 
 
 def migrate(
     path: str | Path, overrides: Iterable[str] = (), models: Mapping[str, str] | None = None
 ) -> Migrated:
-    """Read a recipe of NeMo RL, with what its `defaults:` name, and make one of ours of it.
+    """Read a recipe of NeMo RL, with its `defaults:`, and make one of ours of it.
 
     models: the model of each section that has one, such as "policy" or "teacher", in place of the recipe's.
     Raises ConfigError for a file that cannot be read, is no such recipe, or has no such section.
     """
     read = compute(read_recipe(path), overrides)
-    algorithms = [name for name in RUN_CONFIGS if isinstance(read.tree.get(name), dict)]
-    policy, what, remedy = read.tree.get("policy"), "", "name a recipe of one algorithm"
-    if len(algorithms) > 1:
-        what = f"has the sections {' and '.join(algorithms)}"
-    elif not algorithms:
-        what = f"has none of the sections {', '.join(RUN_CONFIGS)}"
-        others = [said for key, said in _OF_OTHER_COMMANDS.items() if key in read.tree]
-        remedy = [*others, f"{remedy} that this package has"][0]
-    elif not isinstance(policy, dict) or not {"megatron_cfg", "dtensor_cfg"} & cast("Tree", policy).keys():
-        what = "is no whole recipe of NeMo RL: it has no policy.megatron_cfg and no policy.dtensor_cfg"
-        remedy = "name one, or write in `defaults:` the path of the exemplar that it changes"
-    if what:
-        raise ConfigError([Problem("wrong-kind", str(path), what, remedy)])
+    _require_recipe(path, read.tree)
     draft = Draft(kind_of(read.tree).algorithm, copy.deepcopy(read.tree))
-    _name_models(draft, models or {})
+    having = [name for name, one in draft.tree.items() if isinstance(one, dict) and "model_name" in one]
+    for section, model in (models or {}).items():
+        if section not in having:
+            what, remedy = f"the recipe has no {section}.model_name", f"name one of {', '.join(having)}"
+            raise ConfigError([Problem("not-found", "--model", what, remedy)])
+        draft.tree = _with_name(draft.tree, draft.get(f"{section}.model_name"), model)
     training.use_megatron(draft)
     for step in (*meaning.STEPS, *training.STEPS):
         step(draft)
@@ -82,52 +70,55 @@ def migrate(
     screen_second_models(draft, completed)
     rename(draft, completed)
     _leave_out_unknown(draft, draft.tree, "")
-    training.leave_out_repeats(draft)
-    config, warnings, problems = None, tuple[Problem, ...](), tuple[Problem, ...]()
+    # A critic and a teacher have been compared with the policy: one of two keys that agree is enough.
+    repeated, noted = "policy.generation.vllm_cfg.precision", {note.path for note in draft.notes}
+    if repeated not in noted and (given := draft.get(repeated)) and given == draft.get("policy.precision"):
+        draft.drop(repeated)
+    config, warnings, problems = None, tuple[Problem, ...](), list[Problem]()
     try:
         config, warnings = check(read, draft.tree)
     except ConfigError as error:
-        problems = error.problems
-    problems = tuple(
-        replace(
-            one, remedy=f"the recipe leaves it to you: `migrate --model {one.path.partition('.')[0]}=NAME`"
-        )
-        if one.code == "not-found" and one.path.endswith("model_name")
-        else one
-        for one in problems
-    )
+        for one in error.problems:
+            if one.code == "not-found" and one.path.endswith("model_name"):
+                option = f"`migrate --model {one.path.partition('.')[0]}=NAME`"
+                one = replace(one, remedy=f"the recipe leaves it to you: {option}")
+            problems.append(one)
     leave_open(draft, problems)
-    as_written = [
-        replace(problem, path=draft.origins.get(problem.path, problem.path))
-        for problem in (*draft.problems, *problems)
-    ]
+    every = (*draft.problems, *problems)
+    as_written = [replace(one, path=draft.origins.get(one.path, one.path)) for one in every]
     draft.tree = with_references(draft.tree, read.references)
     return Migrated(draft, read, config, warnings, read.located(as_written))
 
 
-def _name_models(draft: Draft, models: Mapping[str, str]) -> None:
-    """Put a model in the place of a section's own, wherever the recipe repeats its name, as for the tokenizer."""
-    having = [name for name, one in draft.tree.items() if isinstance(one, dict) and "model_name" in one]
-    for section, model in models.items():
-        if section not in having:
-            what, remedy = f"the recipe has no {section}.model_name", f"name one of {', '.join(having)}"
-            raise ConfigError([Problem("not-found", "--model", what, remedy)])
-        draft.tree = _with_name(draft.tree, draft.get(f"{section}.model_name"), model)
+def _require_recipe(path: str | Path, tree: Tree) -> None:
+    """Raise ConfigError for a file that is no whole recipe of NeMo RL, of one algorithm."""
+    algorithms = [name for name in RUN_CONFIGS if isinstance(tree.get(name), dict)]
+    policy, remedy = tree.get("policy"), "name a recipe of one algorithm"
+    if len(algorithms) > 1:
+        what = f"has the sections {' and '.join(algorithms)}"
+    elif not algorithms:
+        what = f"has none of the sections {', '.join(RUN_CONFIGS)}"
+        others = [advice for key, advice in KEYS["other_commands"].items() if key in tree]
+        remedy = [*others, f"{remedy} that this package has"][0]
+    elif isinstance(policy, dict) and {"megatron_cfg", "dtensor_cfg"} & cast("Tree", policy).keys():
+        return
+    else:
+        what = "is not a complete recipe of NeMo RL: it has no policy.megatron_cfg and no policy.dtensor_cfg"
+        remedy = "name one, or write in `defaults:` the path of the exemplar that it changes"
+    raise ConfigError([Problem("wrong-kind", str(path), what, remedy)])
 
 
-def _with_name[Value](tree: Value, name: object, model: str) -> Value:
+def _with_name(tree: Any, name: object, model: str) -> Any:
     """Return a recipe, or a part of one, in which this name stands wherever the other stood."""
     if isinstance(tree, dict):
-        return cast(
-            "Value", {key: _with_name(value, name, model) for key, value in cast("Tree", tree).items()}
-        )
+        return {key: _with_name(value, name, model) for key, value in cast("Tree", tree).items()}
     if isinstance(tree, list):
-        return cast("Value", [_with_name(value, name, model) for value in cast("list[object]", tree)])
-    return cast("Value", model) if tree == name else tree
+        return [_with_name(value, name, model) for value in cast("list[Any]", tree)]
+    return model if tree == name else tree
 
 
 def leave_open(draft: Draft, problems: Iterable[Problem]) -> None:
-    """Note what is left to settle, but for keys of which it is said already."""
+    """Note keys that are left to settle, each once."""
     said = {note.path for note in draft.notes if note.kind is Kind.OPEN}
     for problem in problems:
         if problem.path not in said:
@@ -135,10 +126,10 @@ def leave_open(draft: Draft, problems: Iterable[Problem]) -> None:
 
 
 def load_migrated(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
-    """Migrate a recipe of NeMo RL to run it; raises ConfigError for what it asks for and would not get."""
+    """Migrate a recipe of NeMo RL to run it; raises ConfigError for a key that does not carry over."""
     migrated = migrate(path, overrides)
     if not any(foreign_keys(migrated.read.tree)):
-        what = "is no recipe of NeMo RL: all of its keys are ours"
+        what = "is not a recipe of NeMo RL: all of its keys are ours"
         raise ConfigError([Problem("wrong-kind", str(path), what, "leave out --migrate")])
     if migrated.problems:
         raise ConfigError(migrated.problems)
@@ -160,8 +151,6 @@ def _leave_out_unknown(draft: Draft, section: Tree, prefix: str) -> None:
                 _leave_out_unknown(draft, inner, join_path(path, place))
 
 
-EXIT_OPEN = 2
-"""Exit status where the recipe is written and does not say all that theirs said."""
 EXIT_NO_FILE = 1
 """Exit status where no recipe is written."""
 
@@ -173,10 +162,10 @@ def run_migrate(
     models: Mapping[str, str],
     examine: Callable[[RunConfig], Iterable[Problem]],
 ) -> int:
-    """Write our recipe, copies of the prompts that it names, and the report.
+    """Write our recipe, copies of the prompts that it names, and the report; return 2 where keys are left open.
 
-    A copy has the recipe's name before its own where a file of that name says something else. Raises ConfigError for
-    what is no recipe, or would be overwritten. examine: what `check` says of a recipe beyond its keys; it is left open.
+    A copy has the recipe's name before its own where another file has that name. Raises ConfigError for a file that is
+    no recipe, or would be overwritten. examine: finds the problems beyond the keys, which are left open.
     """
     target = Path(output or f"{Path(recipe).stem}_mcore.yaml")
     _require_free(target)
@@ -205,7 +194,7 @@ def run_migrate(
         raise ConfigError([Problem("not-writable", "--output", what)]) from error
     for line in report(migrated, target):
         write_line(sys.stdout, without_values(line, migrated.read.references))
-    return 0 if migrated.settled else EXIT_OPEN
+    return 0 if migrated.settled else 2
 
 
 def _require_free(target: Path) -> None:
@@ -215,10 +204,7 @@ def _require_free(target: Path) -> None:
 
 
 def run_in_memory(recipe: str, overrides: Iterable[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
-    """Migrate a recipe to run it, and write what is not as it was; give its configuration and warnings.
-
-    Raises ConfigError for a key that does not carry over, or a recipe that has problems.
-    """
+    """Migrate a recipe to run it, print the changes, and return its configuration and warnings; raises ConfigError."""
     migrated = load_migrated(recipe, overrides)
     assert migrated.config is not None
     for line in report(migrated):
@@ -226,14 +212,10 @@ def run_in_memory(recipe: str, overrides: Iterable[str]) -> tuple[RunConfig, tup
     return migrated.config, migrated.warnings
 
 
-_IN_SHORT = (Kind.RENAMED, Kind.FILES)
-"""Groups whose keys mean in a run what they meant; files are found, or `check` says so."""
-
-
 def report(migrated: Migrated, target: Path | None = None) -> Iterator[str]:
-    """Yield what became of the keys: a line for each group, and one for each key that is not as it was.
+    """Yield a line for each group of keys, and one for each key that changed.
 
-    target: the file that was written; without one, keys that mean what they meant are counted alone.
+    target: the file that was written; without one, keys that keep their meaning are only counted.
     """
     draft = migrated.draft
     said = {note.path for note in draft.notes}
@@ -244,22 +226,26 @@ def report(migrated: Migrated, target: Path | None = None) -> Iterator[str]:
         notes = [note for note in draft.notes if note.kind is kind]
         if notes:
             yield f"{kind.value}: {len(notes)}"
-            yield from (f"  {note}" for note in notes if target or kind not in _IN_SHORT)
+            # In memory, renamed keys and files keep their meaning.
+            short = not target and kind in (Kind.RENAMED, Kind.FILES)
+            yield from (f"  {note}" for note in notes if not short)
     yield f"left out at values that change nothing here: {len(draft.dropped)}"
     if target:
         yield f"next: `{command('check', '--config', str(target))}`"
 
 
-_BEHIND_KEYS = (Kind.CHANGED, Kind.OPEN)
-
-
 def recipe_text(migrated: Migrated, source: str, overrides: Iterable[str] = ()) -> str:
-    """Return our recipe as YAML; `source` names the recipe that it was made of, with these overrides.
+    """Return our recipe as YAML; `source` names the original, which had these overrides.
 
-    What was changed, and what is left to settle, stands behind its key; what has no key in the file, at the head.
+    Notes on changed and open keys stand behind them; those without a key in the file, at the head.
     """
     draft = migrated.draft
-    text = _yaml(draft.tree, default_flow_style=False)
+    dump: Any = partial(yaml.safe_dump, width=float("inf"), sort_keys=False, allow_unicode=True)
+
+    def comment(words: str) -> str:
+        return f"# {' '.join(without_values(words, migrated.read.references).split())}\n"
+
+    text: str = dump(draft.tree, default_flow_style=False)
     lines, places = text.splitlines(keepends=True), dict[str, int]()
     for path, line, value in key_lines(yaml.SafeLoader(text).get_single_node(), ""):
         # A comment may stand behind the whole of a value in one line; else behind the name of its section.
@@ -269,22 +255,12 @@ def recipe_text(migrated: Migrated, source: str, overrides: Iterable[str] = ()) 
     head = [f"Made by `nemo-rl-mcore migrate` of NeMo RL's {' '.join([source, *overrides])}."]
     behind: dict[int, list[str]] = {}
     for note in draft.notes:
-        if note.kind in _BEHIND_KEYS and note.path in places:
+        if note.kind in (Kind.CHANGED, Kind.OPEN) and note.path in places:
             behind.setdefault(places[note.path], []).append(note.what)
         elif note.kind is Kind.OPEN:
             head.append(f"Left for you to settle, {note}")
     for path, (value, remedy) in draft.refused.items():
-        head.append(f"Refused, {_yaml({path: value}, default_flow_style=True).strip()[1:-1]}; {remedy}")
+        head.append(f"Refused, {dump({path: value}, default_flow_style=True).strip()[1:-1]}; {remedy}")
     for place, whats in behind.items():
-        lines[place] = f"{lines[place].rstrip()}  {_comment(migrated, '; '.join(whats))}"
-    return "".join([*(_comment(migrated, one) for one in head), *lines])
-
-
-def _comment(migrated: Migrated, text: str) -> str:
-    return f"# {' '.join(without_values(text, migrated.read.references).split())}\n"
-
-
-def _yaml(value: object, *, default_flow_style: bool) -> str:
-    return yaml.safe_dump(
-        value, default_flow_style=default_flow_style, width=float("inf"), sort_keys=False, allow_unicode=True
-    )
+        lines[place] = f"{lines[place].rstrip()}  {comment('; '.join(whats))}"
+    return "".join([*map(comment, head), *lines])

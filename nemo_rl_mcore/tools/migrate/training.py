@@ -1,13 +1,12 @@
-"""How a recipe is trained, and where: NeMo RL's keys whose value, or whose absence, means something else here."""
+"""NeMo RL's keys of training, models and layouts that mean something else here, present or absent."""
 
-from collections.abc import Mapping
 from typing import TypeGuard, cast
 
 from nemo_rl_mcore.config.base import Tree, value_at
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.models.pretrained import OVERRIDES
 from nemo_rl_mcore.recipe.validate import with_pretrained_model
-from nemo_rl_mcore.tools.migrate.draft import Draft, Kind, shown
+from nemo_rl_mcore.tools.migrate.draft import KEYS, Draft, Kind, shown
 from nemo_rl_mcore.tools.migrate.judgements import judge
 
 _DTENSOR = "policy.dtensor_cfg"
@@ -16,28 +15,18 @@ _DDP = f"{_MEGATRON}.distributed_data_parallel_config"
 
 # DTensor, NeMo RL's other backend of a policy
 
-_LAYOUT = {
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "context_parallel_size": "context_parallel_size",
-    "sequence_parallel": "sequence_parallel",
-    "activation_checkpointing": "activation_checkpointing",
-    "expert_parallel_size": "expert_model_parallel_size",
-}
-_TORCH: Mapping[str, object] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
-"""What torch.optim.AdamW takes where an argument is left out."""
-
 
 def use_megatron(draft: Draft) -> None:
-    """Say in the keys of Megatron what a recipe asks of DTensor, if it does.
+    """Translate DTensor's keys into Megatron's, where a recipe uses it.
 
-    Optimizers of torch are translated if their weight decay is decoupled.
+    Torch's optimizers are translated if their weight decay is decoupled.
     """
     if not draft.get(f"{_DTENSOR}.enabled"):
         return
     draft.change(f"{_MEGATRON}.enabled", True, "Megatron takes the place of DTensor, the only backend here")
-    for theirs, ours in _LAYOUT.items():
-        _take(draft, f"{_MEGATRON}.{ours}", draft.get(f"{_DTENSOR}.{theirs}"), f"{_DTENSOR}.{theirs}")
     section = draft.section(_DTENSOR)
+    for theirs, ours in KEYS["dtensor"].items():
+        _take(draft, f"{_MEGATRON}.{ours}", section.get(theirs), f"{_DTENSOR}.{theirs}")
     for key, value in [*section.items()]:
         judge(draft, f"{_DTENSOR}.{key}", value, section, draft.tree)
     draft.set(f"{_DTENSOR}.enabled", False)
@@ -46,26 +35,21 @@ def use_megatron(draft: Draft) -> None:
     draft.drop(f"{_MEGATRON}.optimizer.clip_grad")  # which DTensor does not read
     _take(draft, f"{_DDP}.grad_reduce_in_fp32", True, "DTensor, whose gradients are reduced in fp32,")
     given = draft.section("policy.optimizer")
-    if not str(given.get("name", "")).endswith(("AdamW", "FusedAdam")):
-        if given:
-            draft.refuse("policy.optimizer", given, f"set {_MEGATRON}.optimizer, which is AdamW")
+    if not given:
         return
-    kwargs = {**_TORCH, **draft.section("policy.optimizer.kwargs")}
+    if not str(given.get("name", "")).endswith(("AdamW", "FusedAdam")):
+        draft.refuse("policy.optimizer", given, f"set {_MEGATRON}.optimizer, which is AdamW")
+        return
+    kwargs = {**KEYS["adamw"], **draft.section("policy.optimizer.kwargs")}
     lr, betas = kwargs["lr"], kwargs["betas"]
     if not _is_number(lr):
-        draft.refuse("policy.optimizer.kwargs.lr", lr, f"set {_MEGATRON}.optimizer.lr", "is no number")
+        draft.refuse("policy.optimizer.kwargs.lr", lr, f"set {_MEGATRON}.optimizer.lr", "is not a number")
     if kwargs["weight_decay"]:
         why = "torch decays norms and biases too"
         draft.change(f"{_MEGATRON}.optimizer.decay_norms_and_biases", True, why)
     beta1, beta2, *_ = [*(cast("list[object]", betas) if isinstance(betas, list) else []), None, None]
-    taken = {
-        "lr": lr,
-        "min_lr": lr,  # the schedule says if it is another
-        "weight_decay": kwargs["weight_decay"],
-        "adam_beta1": beta1,
-        "adam_beta2": beta2,
-        "adam_eps": kwargs["eps"],
-    }
+    taken = {"lr": lr, "min_lr": lr, "weight_decay": kwargs["weight_decay"]}  # a schedule may lower min_lr
+    taken |= {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": kwargs["eps"]}
     for key, value in taken.items():
         _take(draft, f"{_MEGATRON}.optimizer.{key}", value, "policy.optimizer")
     # They are copies of the optimizer's there, which has just got other values.
@@ -83,15 +67,13 @@ def _use_warmup(draft: Draft, lr: object) -> None:
     given = draft.get(path)
     steps = cast("list[object]", given if isinstance(given, list) else [given] if given else [])
     schedules = [cast("Tree", one) for one in steps if isinstance(one, dict)]
-    if len(schedules) < len(steps) or not all(
-        isinstance(one.get("kwargs"), dict | None) for one in schedules
-    ):
-        draft.refuse(path, draft.get(path), f"set {place}", "is no schedule")
+    of_sections = all(isinstance(one.get("kwargs"), dict | None) for one in schedules)
+    if len(schedules) < len(steps) or not of_sections:
+        draft.refuse(path, draft.get(path), f"set {place}", "is not a schedule")
         return
     for step in schedules:
-        name = str(step.get("name", "")).rpartition(".")[2]
         kwargs = cast("Tree", step.get("kwargs") or {})
-        match name:
+        match str(step.get("name", "")).rpartition(".")[2]:
             case "LinearLR" if kwargs.get("end_factor", 1.0) == 1.0:
                 start = kwargs.get("start_factor", 1 / 3)
                 _take(draft, f"{place}.lr_warmup_iters", kwargs.get("total_iters", 5), path)
@@ -133,14 +115,12 @@ def clip_as_read(draft: Draft) -> None:
 
 
 def follow_schedules(draft: Draft) -> None:
-    """Multiply iterations by the optimizer steps of a rollout, so that the rate of a rollout is the one that it was.
+    """Multiply iterations by a rollout's optimizer steps, so that each rollout keeps its learning rate.
 
     NeMo RL advances its schedule at each call of `train`, and this package at each optimizer step. A call takes a whole
     rollout, once more for each of `ppo_epochs`; its optimizer steps follow from policy.train_global_batch_size
-    (megatron_policy_worker.py: "Step LR scheduler once per train() call").
-
-    The constant weight decay of a schedule rules there, and is to agree with the optimizer's here. One that changes is
-    told to end elsewhere: at Megatron-Bridge's train_iters, the steps of the run.
+    (megatron_policy_worker.py: "Step LR scheduler once per train() call"). A schedule's constant weight decay takes
+    precedence there, and has to agree with the optimizer's here; one that changes over the run is refused.
     """
     loop, batch = draft.algorithm, draft.number("policy.train_global_batch_size")
     prompts = draft.number(f"{loop}.num_prompts_per_step")
@@ -188,28 +168,25 @@ def read_overrides(draft: Draft) -> None:
     for name in ("policy", "teacher"):
         try:
             longest = ModelConfig.model_validate(value_at(filled, f"{name}.model")).longest_sequence
-        except ValueError:  # which is told when the recipe is checked
+        except ValueError:  # a problem that the check of the recipe reports
             continue
         if total is not None and total > longest:
             why = f"NeMo RL trains {total} tokens of a model that has been trained on {longest}"
             draft.change(f"{name}.{OVERRIDES}.max_position_embeddings", total, why)
 
 
-_PREDICTION = ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads")
-
-
 def read_prediction_layers(draft: Draft) -> None:
     """Move prediction layers and their factor to the model; where there are none, nothing reads the rest."""
-    layers = f"{_MEGATRON}.{_PREDICTION[0]}"
+    layers = f"{_MEGATRON}.mtp_num_layers"
     if not draft.has(layers):
         return  # the model's own, if it has any
     if draft.get(layers) in (None, 0):
-        for key in _PREDICTION:
-            draft.drop(f"{_MEGATRON}.{key}")
+        for key in ("num_layers", "loss_scaling_factor", "use_repeated_layer", "detach_heads"):
+            draft.drop(f"{_MEGATRON}.mtp_{key}")
         return
     filled, _ = with_pretrained_model(draft.tree)  # without its sizes no key of a model has a place
     if draft.number(layers) is not None and value_at(filled, "policy.model.num_layers") is not None:
-        for key in _PREDICTION[:2]:
+        for key in ("mtp_num_layers", "mtp_loss_scaling_factor"):
             if draft.has(f"{_MEGATRON}.{key}") and draft.get(f"policy.model.{key}") is None:
                 draft.rename(f"{_MEGATRON}.{key}", f"policy.model.{key}")
 
@@ -218,16 +195,12 @@ def read_prediction_layers(draft: Draft) -> None:
 
 
 def share_out_cluster(draft: Draft) -> None:
-    """Leave to the cluster what trains: NeMo RL takes engines out of it, and here they are beside it.
-
-    algorithms/grpo.py: `train_nodes -= inference_nodes`, or GPUs of one node.
-    """
+    """Leave the ranks' share in the cluster, beside which engines are here; NeMo RL's algorithms/grpo.py divides it."""
     resources = "policy.generation.colocated.resources"
     if draft.get("policy.generation.colocated.enabled") is not False:
-        # Engines share the ranks' GPUs, and NeMo RL reads their own no more than this package.
-        given = draft.section(resources)
-        draft.dropped += [f"{resources}.{key}" for key, value in given.items() if value is not None]
-        if given:
+        # Engines share the ranks' GPUs, and NeMo RL does not read their own either.
+        if given := draft.section(resources):
+            draft.dropped += [f"{resources}.{key}" for key, value in given.items() if value is not None]
             draft.pop(resources)
         return
     several = (draft.number("cluster.num_nodes") or 1) > 1
@@ -244,10 +217,7 @@ def share_out_cluster(draft: Draft) -> None:
 
 
 def leave_out_idle(draft: Draft) -> None:
-    """Drop what nothing reads there: the deadline of checkpoints that are not saved.
-
-    Weights are gathered when they are needed where that cannot be beside the forward pass here: speed alone.
-    """
+    """Drop the deadline of checkpoints that are not saved, and overlaps that are not possible here."""
     deadline = "checkpointing.checkpoint_must_save_by"
     if not draft.get("checkpointing.enabled") and draft.get(deadline) is not None:
         draft.drop(deadline)
@@ -265,11 +235,15 @@ def leave_out_idle(draft: Draft) -> None:
 
 
 def offload_beside_engines(draft: Draft) -> None:
-    """Offload what NeMo RL does where engines share the ranks' GPUs: gradients, optimizer and weights."""
+    """Offload gradients, optimizer and weights where engines share the ranks' GPUs, as NeMo RL does."""
     loop, offload, compare = draft.algorithm, "policy.offload", "policy.generation.compare_at_start"
     own_gpus = draft.get("policy.generation.colocated.enabled") is False
-    asynchronous = draft.section(f"{loop}.async_{loop}").get("enabled") or draft.section("async_rl")
-    if own_gpus or asynchronous or draft.get("policy.generation.backend") != "vllm" or draft.has(offload):
+    if (
+        own_gpus
+        or draft.asynchronous
+        or draft.get("policy.generation.backend") != "vllm"
+        or draft.has(offload)
+    ):
         return
     if loop in ("sft", "dpo") and draft.get(f"{loop}.max_val_samples") == 0:
         return  # no engine answers
@@ -281,44 +255,23 @@ def offload_beside_engines(draft: Draft) -> None:
     draft.fill(compare, False, f"NeMo RL has no such comparison, and {offload}: all no room for it")
 
 
-_REPEATS = {
-    "policy.generation.vllm_cfg.precision": "policy.precision",
-}
-
-
-def leave_out_repeats(draft: Draft) -> None:
-    """Drop keys that say once more what another one says, so that one of ours can be changed alone.
-
-    To be called when a critic and a teacher have been compared with the policy.
-    """
-    said = {note.path for note in draft.notes}
-    for path, other in _REPEATS.items():
-        if path not in said and draft.get(path) is not None and draft.get(path) == draft.get(other):
-            draft.drop(path)
-
-
 def state_precision(draft: Draft) -> None:
-    """Say the number format once: NeMo RL's Megatron is told it in three places."""
-    for name in ("policy", "value", "teacher"):
-        path = f"{name}.megatron_cfg.pipeline_dtype"
-        _same_precision(draft, path, draft.get(path))
-    for model in ("policy.megatron_cfg", "value.megatron_cfg"):
-        path = f"{model}.optimizer.bf16"
-        formats = {True: "bfloat16", False: "float32"}
-        given = draft.get(path)
-        _same_precision(draft, path, formats[given] if isinstance(given, bool) else given)
-
-
-def _same_precision(draft: Draft, path: str, precision: object) -> None:
-    stated = draft.get("policy.precision")
-    if precision is not None and stated is None:
-        draft.set("policy.precision", precision)
-        draft.note(Kind.RENAMED, path, "policy.precision")
-    elif precision is not None and precision != stated:
-        what = f"{shown(draft.get(path))} contradicts policy.precision: {shown(stated)}"
-        draft.refuse(path, draft.get(path), "remove one of the two", what)
-        return
-    draft.drop(path)
+    """State the number format once: NeMo RL's Megatron reads it from several keys."""
+    models = ("policy", "value", "teacher")
+    of_layers = [f"{name}.megatron_cfg.pipeline_dtype" for name in models]
+    of_optimizers = [f"{name}.megatron_cfg.optimizer.bf16" for name in models[:2]]
+    for path in (*of_layers, *of_optimizers):
+        given, stated = draft.get(path), draft.get("policy.precision")
+        if path in of_optimizers and isinstance(given, bool):
+            given = "bfloat16" if given else "float32"
+        if given is not None and stated is None:
+            draft.set("policy.precision", given)
+            draft.note(Kind.RENAMED, path, "policy.precision")
+        if given is None or stated is None or given == stated:
+            draft.drop(path)
+        else:
+            what = f"{shown(draft.get(path))} contradicts policy.precision: {shown(stated)}"
+            draft.refuse(path, draft.get(path), "remove one of the two", what)
 
 
 STEPS = (

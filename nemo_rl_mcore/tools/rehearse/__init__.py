@@ -1,1 +1,1 @@
-"""Rehearsal: a recipe, shrunk, really run on CPU in its own layout, and what that proves of it."""
+"""Rehearsal: a shrunk recipe, run on CPU in its own layout, and proofs about it."""

@@ -1,4 +1,4 @@
-"""The command `rehearse`: shrinks a recipe, runs it, and prints what that proves."""
+"""The command `rehearse`: shrinks a recipe, runs it, and compares its numbers with those of other ways to them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from nemo_rl_mcore.tools.rehearse.shrink import (
 
 
 class Verdict(Enum):
-    """What became of a proof."""
+    """The result of a proof."""
 
     PROVEN = "proven"
     REFUSED = "refused"
@@ -49,7 +49,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was to be proven: in which layout, what came of it and why, and the seconds that it took."""
+    """A proof in a layout: its verdict, the reason, and the seconds that it took."""
 
     name: str
     verdict: Verdict
@@ -69,9 +69,9 @@ ONLY_ON_GPUS = (
 
 @dataclass
 class Table:
-    """All of a rehearsal. open: keys of a recipe of NeMo RL that have no counterpart, and are left out.
+    """A rehearsal's results. open: keys of NeMo RL that have no counterpart, and are left out.
 
-    run: the first layout's, for another machine to repeat; see `portable`.
+    run: the first layout's, for another machine to repeat; see `packed`.
     """
 
     recipe: str
@@ -98,23 +98,16 @@ class Table:
         yield f"{', '.join(counts)}; {self.seconds:.0f} s"
 
     def write(self, file: Path) -> None:
-        lines: Sequence[Line] = (*self.lines, *ONLY_ON_GPUS)
-        written = {
-            "recipe": self.recipe,
-            "algorithm": self.algorithm,
-            "failed": self.failed,
-            "seconds": round(self.seconds, 1),
-            "layouts": self.layouts,
-            "open": self.open,
-            "shrinks": [vars(one) for one in self.shrinks],
-            "lines": [{**vars(line), "verdict": line.verdict.value} for line in lines],
-            **({"run": self.run} if self.run is not None else {}),
-        }
+        written = {"recipe": self.recipe, "algorithm": self.algorithm, "failed": self.failed}
+        written |= {"seconds": round(self.seconds, 1), "layouts": self.layouts, "open": self.open}
+        written["shrinks"] = [vars(one) for one in self.shrinks]
+        lines = (*self.lines, *ONLY_ON_GPUS)
+        written["lines"] = [{**vars(line), "verdict": line.verdict.value} for line in lines]
+        if self.run is not None:
+            written["run"] = self.run
         file.write_text(json.dumps(written, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-EXIT_NOT_REHEARSED = 2
-"""Exit status of a recipe that has problems, so that nothing ran."""
 OF_VLLM = ("policy.generation.vllm_cfg.", "policy.generation.vllm_kwargs.")
 """Settings that only vLLM reads."""
 _NOT_VLLM = "not supported with vLLM; the rehearsal samples with the embedded engine"
@@ -124,7 +117,7 @@ _NOT_VLLM = "not supported with vLLM; the rehearsal samples with the embedded en
 class Rehearsed:
     """A recipe to rehearse.
 
-    schedule: its learning rates, in NeMo RL's own keys for a recipe of NeMo RL. theirs: whether it is one.
+    schedule: its learning rates, from NeMo RL's own keys where it is theirs. theirs: a recipe of NeMo RL.
     open: keys that have no counterpart. of_vllm: settings of vLLM alone that are not supported.
     """
 
@@ -136,9 +129,9 @@ class Rehearsed:
 
 
 def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequence[str]) -> int:
-    """Rehearse a recipe, and return 0 where all that ran is as it is to be, 1 where something is not.
+    """Rehearse a recipe; return 0 where every proof that ran holds, else 1, and leave its files.
 
-    Raises ConfigError for a recipe that has problems. Its files are removed unless something failed.
+    Raises ConfigError for a recipe that has problems.
     """
     started = time.monotonic()
     read = read_rehearsed(recipe, overrides)
@@ -173,7 +166,7 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
 def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
     """Read a recipe of ours, or migrate one of NeMo RL, without its unsupported keys; raises ConfigError.
 
-    Where only settings of vLLM are refused, it is migrated without them, as the rehearsal samples elsewhere.
+    Refused settings of vLLM alone are left out, as the rehearsal samples with another engine.
     """
     try:
         config = load_with_warnings(recipe, overrides)[0]
@@ -197,9 +190,9 @@ def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
 def small_runs(
     read: Rehearsed, layouts: list[Sharing], folder: Path, table: Table
 ) -> tuple[list[Ran], float]:
-    """Make a recipe of each layout; return them, and what their learning rates are multiplied by.
+    """Make a recipe of each layout; return them, and the factor of their learning rates.
 
-    Raises ConfigError for what the rules, or this machine, do not allow.
+    Raises ConfigError where the rules, or this machine, do not allow one.
     """
     runs, factor = list[Ran](), 1.0
     for number, layout in enumerate(layouts):
@@ -268,8 +261,8 @@ def _prove(table: Table, ran: Ran, name: str, proof: Callable[[], str]) -> None:
     except Refused as reason:
         verdict, why = Verdict.REFUSED, str(reason)
     except Exception as error:  # noqa: BLE001  # whatever it is, it stands beside the other lines
-        # What a failure says before the tracebacks of the processes that it came from.
-        told = next(iter(str(error).splitlines()), "")
+        # The message's first line stands before the tracebacks of the processes that it came from.
+        first = next(iter(str(error).splitlines()), "")
         known = isinstance(error, Found | RunStoppedError)
-        verdict, why = Verdict.FAILED, told if known else f"{type(error).__name__}: {told}"
+        verdict, why = Verdict.FAILED, first if known else f"{type(error).__name__}: {first}"
     table.lines.append(Line(name, verdict, why, str(ran.layout), time.monotonic() - started))

@@ -9,6 +9,7 @@ from typing import cast
 
 from nemo_rl_mcore.config.base import Tree, value_at
 from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.config.environment import AnswerConfig
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.tools.migrate.draft import put
@@ -22,13 +23,13 @@ LONGEST = 24
 _KEPT = (
     *("prompt_file", "system_prompt_file", "input_key", "output_key", "columns", "answer"),
     *("chat_key", "tool_key", "prompt_key", "chosen_key", "rejected_key", "ties", "split_validation_size"),
-    *("weight", "streaming"),
+    "weight",
 )
 """Keys of a source that say how a row is read, and not where it lies."""
 
 
 def is_here(source: SourceConfig) -> bool:
-    """Return whether all of a source's rows lie in files or a folder of this machine."""
+    """Whether all of a source's rows lie in files or a folder of this machine."""
     paths = [Path(path) for path in source.paths]
     found = (path.exists() or ("*" in path.name and any(path.parent.glob(path.name))) for path in paths)
     return bool(paths) and all(found)
@@ -36,7 +37,9 @@ def is_here(source: SourceConfig) -> bool:
 
 def made_source(source: SourceConfig, kind: RowKind, file: Path, first: int = 0) -> Tree:
     """Write rows of the source's form, and return a section that reads them; first: number of the first row."""
-    lines, how = list[str](), source.answer
+    lines = list[str]()
+    how = source.answer if isinstance(source.answer, AnswerConfig) else None
+    columns = [source.output_key, source.answer if isinstance(source.answer, str) else None]
     for number in range(first, first + ROWS):
         asked, found = f"{number} + {number * 7 % 10} = ?", str(number + number * 7 % 10)
         row: Tree = dict.fromkeys(source.columns, f"{number}")
@@ -49,7 +52,7 @@ def made_source(source: SourceConfig, kind: RowKind, file: Path, first: int = 0)
             stated = f"So \\boxed{{{found}}}" if how is not None and how.boxed else found
             if how is not None and how.after is not None:
                 stated = f"It is so. {how.after} {found}"
-            for key in (source.output_key, None if how is None else how.key):
+            for key in columns:
                 if key is not None:
                     put(row, key, stated)
         lines.append(f"{json.dumps(row)}\n")

@@ -1,7 +1,6 @@
-"""What is proven of a run: each proof compares two ways to the same numbers, within docs/numerics.md.
+"""Proofs about a run: each compares two ways to the same numbers, within docs/numerics.md.
 
-One of the two is mostly the same step on one rank in this process: from a checkpoint of the run, over the rows that its
-ranks were given.
+One of them is mostly the same step on one rank in this process, from the run's checkpoint, over its ranks' rows.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from nemo_rl_mcore.config.algorithm import DPOConfig
 from nemo_rl_mcore.config.base import Tree
 from nemo_rl_mcore.config.master import GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.actors.one_process import InProcessRank, OneProcess
 from nemo_rl_mcore.driver.algorithms.mismatch import policy_loss
+from nemo_rl_mcore.losses.answers import DPOLossFn
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.losses.custom import make_loss
-from nemo_rl_mcore.losses.dpo import DPOLossFn
 from nemo_rl_mcore.models import missing_family
 from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 from nemo_rl_mcore.tools.check.given_weights import ONE_RANK
@@ -53,8 +51,7 @@ LEARNING_RATE = 1e-9
 
 
 _MOVED = 50
-"""Tolerances that a step has to move some weight by, if what it trains is to be compared."""
-
+"""Tolerances that a step has to move some weight by, so that its results can be compared."""
 
 # A step on one rank
 
@@ -71,7 +68,7 @@ class _Readable(MegatronPolicyWorker):
         return {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return copies of all weights, by Megatron's names, and of what the optimizer keeps of each."""
+        """Return copies of all weights, by Megatron's names, and of their optimizer states."""
         from nemo_rl_mcore.rank.megatron.optimizer_state import states_of_weights
 
         parameters = self._parameters()
@@ -100,15 +97,15 @@ class _Readable(MegatronPolicyWorker):
 class OneRank:
     """A model of a recipe on one rank; made by `one_rank`."""
 
-    def __init__(self, policy: PolicyConfig, group: InProcessRank, name: str) -> None:
-        self._policy, self._group, self._name = policy, group, name
+    def __init__(self, group: InProcessRank, name: str) -> None:
+        self._group, self._name = group, name
 
     def call(self, method: str, **arguments: Any) -> Any:
         return self._group.run_all(method, **arguments)[0]
 
     def load(self, checkpoint: Path, read: str = "tensors") -> Tensors:
         """Set weights, optimizer and schedule to those of a folder step_N, and read the weights, or all `states`."""
-        self._group.run_all("load_checkpoint", folder=str((checkpoint / self._name).absolute()))
+        self.call("load_checkpoint", folder=str((checkpoint / self._name).absolute()))
         return self.call(read)
 
     def train(self, calls: Sequence[TrainCall], loss_fn: LossFunction | None = None) -> list[dict[str, Any]]:
@@ -117,15 +114,6 @@ class OneRank:
             self.call("train", data=call.whole, loss_fn=loss_fn or call.loss_fn, gbs=call.gbs, mbs=call.mbs)
             for call in calls
         ]
-
-    def train_split(self, calls: Sequence[TrainCall]) -> None:
-        """Train on the same rows by the split step, in chunks of a sample first and of all others then."""
-        for call in calls:
-            for chunks in call.as_split_steps(self._policy):
-                self._group.run_all("begin_train_step", loss_fn=call.loss_fn, gbs=call.gbs, mbs=call.mbs)
-                for chunk in chunks:
-                    self._group.run_all("train_microbatch", data=chunk)
-                self._group.run_all("finish_train_step")
 
 
 @contextmanager
@@ -137,16 +125,13 @@ def one_rank(
     trained: bool = True,
     role: Role = Role.POLICY,
 ) -> Generator[OneRank]:
-    """Start a model on one rank in this process.
-
-    temperature: divides the logits, as in the run. trained: whether it has an optimizer.
-    """
+    """Start a model on one rank in this process; temperature: divides the logits. trained: it has an optimizer."""
     with OneProcess(ClusterConfig()) as place:
         options = {"seed": seed, "temperature": temperature, "trained": trained, "role": role}
         options["init_reference_model"] = False
         group = InProcessRank(_Readable, place, (policy,), options, deadline_keys="policy", name="one")
         try:
-            yield OneRank(policy, group, role.value)
+            yield OneRank(group, role.value)
         finally:
             group.shutdown()
 
@@ -161,7 +146,7 @@ def make_teacher(tree: Tree, folder: Path) -> None:
         one.call("export_hf", folder=str(folder))
 
 
-# What proofs compare
+# Comparisons
 
 
 class Refused(Exception):
@@ -232,27 +217,10 @@ def require_equal(left: Tensors, right: Tensors, what: str) -> None:
 
 
 def require_close(name: str, expected: Any, found: Any, where: str = "on one rank") -> None:
-    """Compare the numbers of a metric, within what metrics may differ by; raises Found."""
+    """Compare the numbers of a metric, within its tolerance; raises Found."""
     for left, right in zip(expected.flatten().tolist(), found.flatten().tolist(), strict=True):
         if not math.isclose(left, right, rel_tol=METRICS["rel"], abs_tol=METRICS["abs"]):
             raise Found(f"{name} is {left:.6g}, and {right:.6g} {where}")
-
-
-def transformers_logprobs(folder: Path, rows: BatchedDataDict, temperature: float) -> torch.Tensor:
-    """Return log p of each token, fp32 [B, S], in the form of `MegatronPolicyWorker.get_logprobs`.
-
-    rows: input_ids [B, S], input_lengths [B]; column 0 and right padding are 0. temperature: divides the logits.
-    """
-    from transformers import AutoModelForCausalLM  # it takes seconds to import
-
-    load: Any = AutoModelForCausalLM.from_pretrained  # pyright: ignore[reportUnknownMemberType]
-    model: Any = load(str(folder), dtype=torch.float32, attn_implementation="eager")
-    ids, lengths = rows["input_ids"], rows["input_lengths"]
-    with torch.no_grad():
-        every: torch.Tensor = (model(ids).logits / temperature).log_softmax(-1)
-    found = every[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
-    found = torch.nn.functional.pad(found, (1, 0))
-    return found.masked_fill(torch.arange(ids.shape[1]) >= lengths.unsqueeze(1), 0.0)
 
 
 # Proofs
@@ -276,11 +244,11 @@ def learning_rates(ran: Ran, schedule: Schedule, factor: float) -> str:
 
 
 def resumed(ran: Ran, rows: Sequence[Row]) -> str:
-    """Compare the last step of a run that went on from a copy with that of the run itself, bit by bit.
+    """Compare the last step of a run that resumed from a copy with the run's own, bit by bit.
 
-    Compared are its metrics, and what it saved: weights and the optimizer's state of each model.
+    Compared are its metrics, and each model's saved weights and optimizer states.
     """
-    if ran.config.asynchrony.off_policy:
+    if ran.config.max_age:
         raise Refused(
             "which weights sample what in an asynchronous run depends on time; see layout = one rank"
         )
@@ -320,10 +288,7 @@ def sampled(ran: Ran) -> str:
 
 @dataclass
 class Twins:
-    """A run's last step once more, on one rank, from the checkpoint before it.
-
-    Each check is a method; what several of them need is computed once.
-    """
+    """A run's last step once more, on one rank, from the checkpoint before it; each method is a proof."""
 
     ran: Ran
 
@@ -342,7 +307,9 @@ class Twins:
             found["results"] = one.train(calls)
             found["train"] = one.call("tensors")
             one.load(self.ran.step(1))
-            one.train_split(calls)
+            for call in calls:
+                for method, given in call.split_calls(self.ran.on_one_rank().policy):
+                    one.call(method, **given)
             found["split"] = one.call("tensors")
             found["split on all"] = one.load(self.ran.folder / SPLIT)
         return found
@@ -386,12 +353,12 @@ class Twins:
             one.load(self.ran.step(1))
             noisy = one.train([noisy or call for noisy, call in zip(changed, plain, strict=True)])
             for expected, found in zip(self._plain["results"], noisy, strict=True):
-                name = "global_loss"
-                require_close(name, expected[name], found[name], "with other numbers there")
+                losses = expected["global_loss"], found["global_loss"]
+                require_close("global_loss", *losses, "with other numbers there")
             return within(self._plain["train"], one.call("tensors"), REORDERED)
 
     def refits(self) -> str:
-        """Compare the digest of what engines were sent last with that of a checkpoint, read on one rank."""
+        """Compare the digest of the weights that engines received last with a checkpoint's, read on one rank."""
         if self.ran.config.policy.generation.decodes_on_ranks:
             raise Refused("the ranks answer themselves: no weights are sent")
         if not self.ran.digest:
@@ -439,30 +406,35 @@ class Twins:
             return within(self._plain["train"], one.call("tensors"), tolerance)
 
     def exported(self) -> str:
-        """Compare what was exported, read again, with the checkpoint, bit by bit."""
-        if reason := missing_family(self.ran.config.policy.model):
-            raise Refused(reason)
-        exported = str(self.ran.folder / EXPORTED)
+        """Compare the exported weights, read again, with the checkpoint, bit by bit."""
+        saved, exported = self._plain["saved 2"], str(self.ran.folder / EXPORTED)
         with self._one_rank(trained=False, model_name=exported, model=None) as one:
-            require_equal(self._plain["saved 2"], one.call("tensors"), "weights that were exported")
-        return f"{len(self._plain['saved 2'])} tensors equal bit by bit"
+            require_equal(saved, one.call("tensors"), "weights that were exported")
+        return f"{len(saved)} tensors equal bit by bit"
 
     def transformers(self) -> str:
         """Compare log-probabilities of the last checkpoint with those of transformers from the exported folder."""
+        from transformers import AutoModelForCausalLM  # it takes seconds to import
+
         expected, rows = self._plain["logprobs"], self.ran.calls[-1][0].whole
-        temperature = self.ran.config.logprob_temperature
-        theirs = transformers_logprobs(self.ran.folder / EXPORTED, rows, temperature)
+        load: Any = AutoModelForCausalLM.from_pretrained  # pyright: ignore[reportUnknownMemberType]
+        folder = str(self.ran.folder / EXPORTED)
+        model: Any = load(folder, dtype=torch.float32, attn_implementation="eager")
+        ids, lengths = rows["input_ids"], rows["input_lengths"]
+        with torch.no_grad():
+            every: torch.Tensor = (model(ids).logits / self.ran.config.logprob_temperature).log_softmax(-1)
+        # In the form of `get_logprobs`, [B, S]: column 0 and right padding are 0.
+        theirs = every[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+        theirs = torch.nn.functional.pad(theirs, (1, 0))
+        theirs = theirs.masked_fill(torch.arange(ids.shape[1]) >= lengths.unsqueeze(1), 0.0)
         found = float((expected - theirs).abs().max())
         if not found <= TRANSFORMERS:
             raise Found(f"a token differs by {found:.2g} nats, and {TRANSFORMERS:g} is allowed")
-        return f"{int(rows['input_lengths'].sum())} tokens within {found:.1e} of {TRANSFORMERS:g} nats"
+        return f"{int(lengths.sum())} tokens within {found:.1e} of {TRANSFORMERS:g} nats"
 
 
 def critic_on_one_rank(ran: Ran) -> str:
-    """Train the critic's last step on one rank from the checkpoint before it; compare weights, loss and gradient norm.
-
-    Raises Refused where that cannot be compared, and Found where something differs.
-    """
+    """Train the critic's last step on one rank; compare weights, loss and gradient norm. Raises Refused and Found."""
     require_several_ranks(ran.layout.ranks)
     require_comparable_balance(ran.config)
     plan = ran.on_one_rank().models["value"]

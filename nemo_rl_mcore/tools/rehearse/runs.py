@@ -81,10 +81,7 @@ _OF_TOKENS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_p
 
 @dataclass
 class TrainCall:
-    """One call of `train`, or one split step: the loss, rows of an optimizer step, and the chunks.
-
-    result: what the ranks answered.
-    """
+    """One call of `train`, or one split step: the loss, rows of an optimizer step, the chunks, the ranks' results."""
 
     loss_fn: LossFunction
     gbs: int | None
@@ -105,17 +102,22 @@ class TrainCall:
             return None
         return replace(self, chunks=[BatchedDataDict(rows, **noisy)])
 
-    def as_split_steps(self, policy: PolicyConfig, shards: int = 1) -> Iterator[list[BatchedDataDict]]:
-        """Yield the chunks of each optimizer step: a sample for each data-parallel rank, then all other samples."""
+    def split_calls(self, policy: PolicyConfig, shards: int = 1) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the calls of the split step on the same rows: each method's name and arguments.
+
+        Its chunks are a sample for each data-parallel rank, then all other samples.
+        """
         sizes = BatchSizes.of(policy, self.loss_fn, self.gbs, self.mbs)
         for batch in sizes.steps(self.whole):
             samples = batch.samples(sizes.rows_per_sample)
-            parts = [samples[:shards], samples[shards:]]
-            yield [batch.slice(part[0].start, part[-1].stop) for part in parts if part]
+            yield "begin_train_step", {"loss_fn": self.loss_fn, "gbs": self.gbs, "mbs": self.mbs}
+            for part in filter(None, (samples[:shards], samples[shards:])):
+                yield "train_microbatch", {"data": batch.slice(part[0].start, part[-1].stop)}
+            yield "finish_train_step", {}
 
 
 class Recorder(Watch):
-    """Keeps what policy and critic were trained on since it was last asked, the policy, and the engine."""
+    """Keeps the policy, the engine, and the training calls of policy and critic since `take`."""
 
     summary = False
 
@@ -136,8 +138,7 @@ class Recorder(Watch):
     def take(self, name: str) -> list[TrainCall]:
         """Return the calls of a model since the last time; none where the run has no such model."""
         calls = self._calls.get(name, [])
-        taken = [*calls]
-        calls.clear()
+        taken, calls[:] = [*calls], []
         return taken
 
 
@@ -183,11 +184,9 @@ SPLIT = "split"
 
 @dataclass
 class Ran:
-    """A recipe that ran in a layout: its metrics, and what each step trained on.
+    """A recipe that ran in a layout: its metrics, and each step's training calls, also those of PPO's critic.
 
-    critic_calls: the same of PPO's critic.
-    digest: of the weights that engines of their own were sent last. version: the step that these are said to be of.
-    folder: of all its files.
+    digest, version: of the weights that separate engines received last. folder: of all its files.
     """
 
     tree: Tree
@@ -222,10 +221,7 @@ def loaded(tree: Tree) -> RunConfig:
 
 
 def run_in(ran: Ran, session: RayCluster) -> str:
-    """Run all steps, and keep a copy of the folder as it is after the first one.
-
-    After the last one the weights are exported, and all ranks train that step once more by the split step.
-    """
+    """Run all steps; copy the folder after the first, and after the last export the weights and train it split."""
     recorder = Recorder()
     for row in train(ran.config, session=session, watch=recorder):
         ran.rows.append(row)
@@ -242,11 +238,8 @@ def run_in(ran: Ran, session: RayCluster) -> str:
             ran.version = getattr(engine, "weights_version", None)
             policy.load_checkpoint(str(ran.step(1) / "policy"))
             for call in ran.calls[-1]:
-                for chunks in call.as_split_steps(ran.config.policy, ran.layout.data):
-                    policy.begin_train_step(call.loss_fn, gbs=call.gbs, mbs=call.mbs)
-                    for chunk in chunks:
-                        policy.train_microbatch(chunk)
-                    policy.finish_train_step()
+                for method, given in call.split_calls(ran.config.policy, ran.layout.data):
+                    getattr(policy, method)(**given)
             policy.save_checkpoint(str(ran.folder / SPLIT / "policy"))
     return f"on {ran.layout.ranks} ranks"
 

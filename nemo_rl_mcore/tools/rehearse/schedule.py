@@ -36,15 +36,7 @@ class Schedule:
     @classmethod
     def of(cls, section: OptimizationConfig) -> Schedule:
         """Return that of a policy or a critic of this package."""
-        optimizer, scheduler = section.optimizer, section.scheduler
-        return cls(
-            optimizer.lr,
-            optimizer.min_lr,
-            scheduler.lr_decay_style,
-            scheduler.lr_warmup_iters,
-            scheduler.lr_warmup_init,
-            scheduler.lr_decay_iters,
-        )
+        return cls._of(section.optimizer.model_dump(), section.scheduler.model_dump())
 
     @classmethod
     def of_nemo_rl(cls, tree: Tree, steps_per_tick: int) -> Schedule | None:
@@ -54,7 +46,10 @@ class Schedule:
         optimizer, scheduler = megatron.get("optimizer"), megatron.get("scheduler")
         if not megatron.get("enabled") or not isinstance(optimizer, dict) or not isinstance(scheduler, dict):
             return None
-        peak, shape = cast("Mapping[str, Any]", optimizer), cast("Mapping[str, Any]", scheduler)
+        return cls._of(cast("Tree", optimizer), cast("Tree", scheduler), steps_per_tick)
+
+    @classmethod
+    def _of(cls, peak: Mapping[str, Any], shape: Mapping[str, Any], steps_per_tick: int = 1) -> Schedule:
         return cls(
             float(peak["lr"]),
             float(peak.get("min_lr") or 0.0),

@@ -6,11 +6,13 @@ What the recipe shares among ranks is shared in one of its layouts on a few rank
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from typing import cast
+
+import yaml
 
 from nemo_rl_mcore.config.algorithm import GivenRowsConfig, RolloutConfig
 from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path
@@ -38,7 +40,7 @@ RANKS = (4, 8)
 
 @dataclass(frozen=True)
 class Sharing:
-    """Ranks, and how many of them share what; 1 where nobody does. virtual: chunks of a pipeline stage, or None."""
+    """Numbers of ranks that share the model in each way. virtual: chunks of a pipeline stage, or None."""
 
     data: int = 1
     tensor: int = 1
@@ -72,9 +74,9 @@ class Sharing:
 
 
 def layouts_of(config: RunConfig, ranks: int) -> list[Sharing]:
-    """Return as few layouts of so many ranks as in which everything that the recipe shares is shared by two.
+    """Return the fewest layouts of so many ranks in which everything that the recipe divides is divided by two.
 
-    Copies of the model, where the recipe has several, take the places that are left.
+    Copies of the model, where the recipe has several, take the ranks that are left.
     """
     megatron = config.policy.megatron_cfg
     sizes = {
@@ -119,22 +121,27 @@ class Small:
     why: dict[str, str] = field(default_factory=dict[str, str])
 
 
+_ALWAYS: Tree = yaml.safe_load(Path(__file__).with_name("small.yaml").read_text(encoding="utf-8"))
+
+
 def shrunk(config: RunConfig, layouts: list[Sharing], number: int, folder: Path) -> Small:
     """Return the recipe in one of its layouts; folder: for its files, those of made rows among them."""
     layout, small = layouts[number], Small(copy.deepcopy(config.plain()))
-    place, lengths = _place_keys(config, layout), length_keys(config)
+    lengths = length_keys(config)
     longest = cast("int", lengths["policy.max_total_sequence_length"])
-    changes = place | _engine_keys(config) | lengths | batch_keys(config, layout, longest)
-    changes |= _loop_keys(config, folder) | data_keys(config, folder)
-    weights: Tree = {"model_name": None, "hf_config_overrides": None, "init_checkpoint": None}
-    changes |= {f"policy.{key}": value for key, value in weights.items()}
-    changes["policy.megatron_cfg.peft.pretrained_adapter"] = None
-    changes["policy.model"] = _small_model(config, layouts, longest)
+    changes = _ALWAYS | layout_keys(config, layout) | lengths | batch_keys(config, layout, longest)
+    changes |= loop_keys(config) | data_keys(config, folder)
+    changes |= {"policy.model": _small_model(config, layouts, longest), "logger.log_dir": str(folder / "run")}
+    saving = {"enabled": True, "checkpoint_dir": str(folder / "run/checkpoints"), "save_period": 1}
+    changes |= {"checkpointing": saving, "policy.megatron_cfg.peft.pretrained_adapter": None}
     if not _has_tokenizer(config):
         changes["policy.tokenizer.name"] = str(TOKENIZER)
+        filtered = getattr(config.loop, "overlong_filtering", False)
+        changes["policy.generation.stop_token_ids"] = _ENDS if filtered else None
     if config.models.get("teacher") is not None:
-        changes |= {f"teacher.{key}": value for key, value in weights.items()}
-        changes |= {"teacher.model": None, "teacher.model_name": str(folder / TEACHER)}
+        left_out = ("model", "hf_config_overrides", "init_checkpoint")
+        changes |= {f"teacher.{key}": None for key in left_out}
+        changes["teacher.model_name"] = str(folder / TEACHER)
     small.why.update(
         {f"policy.megatron_cfg.{key}": f"{layout}, on {layout.ranks} ranks" for key in layout.keys}
     )
@@ -143,61 +150,33 @@ def shrunk(config: RunConfig, layouts: list[Sharing], number: int, folder: Path)
         changes |= {"env.nemo_gym": None, "env.endpoint": None, f"{config.algorithm}.max_rollout_turns": 1}
         small.why["env.nemo_gym"] = "NeMo Gym's servers are not started: each sample is one answer"
     if config.env.nemo_gym is not None or config.env.math is not None:
-        changes |= {
-            "env.math": None,
-            "env.rewards": {"variety": "nemo_rl_mcore.tools.rehearse.data:variety"},
-        }
+        rewards = {"variety": "nemo_rl_mcore.tools.rehearse.data:variety"}
+        changes |= {"env.math": None, "env.rewards": rewards}
         small.why["env.rewards"] = "answers of random weights earn nothing else, and nothing would be trained"
     for path, value in changes.items():
-        put(small.tree, path, value)
+        put(small.tree, path, copy.deepcopy(value))
     return small
 
 
-def _place_keys(config: RunConfig, layout: Sharing) -> Tree:
-    """Have what needs a GPU, or says the same twice, as a CPU can have it; float32 is what can be compared."""
-    megatron = config.policy.megatron_cfg
+def layout_keys(config: RunConfig, layout: Sharing) -> Tree:
+    """Divide the model as the layout does; engines of its own, one for each of vLLM's, are two at most."""
+    megatron, generation = config.policy.megatron_cfg, config.policy.generation
     # Of pipeline stages with layers of their own the first has one, the last two.
     own = megatron.own_stages if layout.pipeline > 1 else {}
     first, last = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
     parts, chunk = megatron.recompute_modules, megatron.fused_linear_logprobs_chunk_size
-    keys: Tree = {
-        **layout.keys,
-        first: 1 if first in own else None,
-        last: 2 if last in own else None,
-        "transformer_impl": "auto",
-        "overlap_moe_expert_parallel_comm": False,
-        "recompute_modules": None if parts is None else [part for part in parts if part not in OF_ENGINE],
-    }
+    keys: Tree = {**layout.keys, first: 1 if first in own else None, last: 2 if last in own else None}
+    keys["recompute_modules"] = None if parts is None else [part for part in parts if part not in OF_ENGINE]
     if chunk is not None:
         keys["fused_linear_logprobs_chunk_size"] = min(chunk, 16)
-    return {
-        "cluster.num_nodes": 1,
-        "cluster.gpus_per_node": 0,
-        "cluster.cpu_workers_per_node": layout.ranks,
-        "cluster.max_trainer_restarts": 0,
-        "policy.precision": "float32",
-        "policy.offload": "none",
-        **{f"policy.megatron_cfg.{key}": value for key, value in keys.items()},
-    }
-
-
-def _engine_keys(config: RunConfig) -> Tree:
-    """Have the embedded engine: one of its own for each of vLLM's, two at most, or on the ranks where it was there."""
-    generation = config.policy.generation
-    keys: Tree = {
-        "backend": "embedded",
-        "vllm_kwargs": None,
-        "refit_transport": None,
-        "vllm_cfg": {},
-        "colocated": {"enabled": generation.decodes_on_ranks},
-    }
+    found: Tree = {f"policy.megatron_cfg.{key}": value for key, value in keys.items()}
+    found["cluster.cpu_workers_per_node"] = layout.ranks
+    found["policy.generation.colocated"] = {"enabled": generation.decodes_on_ranks}
     if not generation.decodes_on_ranks:
-        keys["engines"] = min(2, engines_of(config))
-    if not _has_tokenizer(config):
-        keys["stop_token_ids"] = _ENDS if getattr(config.loop, "overlong_filtering", False) else None
+        found["policy.generation.engines"] = min(2, engines_of(config))
     if generation.top_k is not None:
-        keys["top_k"] = min(generation.top_k, 8)
-    return {f"policy.generation.{key}": value for key, value in keys.items()}
+        found["policy.generation.top_k"] = min(generation.top_k, 8)
+    return found
 
 
 def engines_of(config: RunConfig) -> int:
@@ -210,39 +189,33 @@ def engines_of(config: RunConfig) -> int:
     return max(1, gpus // generation.vllm_cfg.processes)
 
 
-def _loop_keys(config: RunConfig, folder: Path) -> Tree:
-    """Have two steps, and after them a validation where the recipe has any; write into the folder alone."""
+_AT_MOST = {
+    "val_num_generations_per_prompt": 2,
+    "max_rollout_turns": 3,
+    "ppo_epochs": 2,
+    "critic_warmup_steps": 0,
+    "topk_logits_k": 8,
+}
+
+
+def loop_keys(config: RunConfig) -> Tree:
+    """Have two steps, and after them a validation where the recipe has any."""
     loop = config.loop
     keys: Tree = {"max_num_steps": STEPS, "val_period": STEPS if loop.validates else 0}
     keys |= {"val_at_start": False, "val_at_end": False, "val_batch_size": min(4, loop.val_batch_size)}
     keys["max_val_samples"] = 4 if loop.max_val_samples is None else min(4, loop.max_val_samples)
     if isinstance(loop, GivenRowsConfig):
         keys |= {"val_batches": 1, "val_global_batch_size": 4}
-    for key, most in (
-        ("val_num_generations_per_prompt", 2),
-        ("max_rollout_turns", 3),
-        ("ppo_epochs", 2),
-        ("critic_warmup_steps", 0),
-        ("topk_logits_k", 8),
-    ):
+    for key, most in _AT_MOST.items():
         if (given := getattr(loop, key, None)) is not None:
             keys[key] = min(most, given)
-    checkpoints: Tree = {"enabled": True, "checkpoint_dir": str(folder / "run/checkpoints"), "save_period": 1}
-    return {f"{config.algorithm}.{key}": value for key, value in keys.items()} | {
-        "eval": None,
-        "logger.wandb_enabled": False,
-        "logger.mlflow_enabled": False,
-        "logger.tensorboard_enabled": False,
-        "logger.log_dir": str(folder / "run"),
-        "logger.num_val_samples_to_print": 0,
-        "checkpointing": checkpoints,
-    }
+    return {f"{config.algorithm}.{key}": value for key, value in keys.items()}
 
 
 # Models
 
 _VOCABULARY = 384
-"""Rows of the embedding for our tokenizer; divisible by what may share it."""
+"""Rows of the embedding for our tokenizer; divisible by the ranks that may share it."""
 _ENDS = [*range(0, _VOCABULARY, 4)]
 """Tokens that end an answer where a recipe leaves out those that do not end, as nearly all of random weights."""
 _HEADS, _HEAD = 4, 8
@@ -256,18 +229,18 @@ def _has_tokenizer(config: RunConfig) -> bool:
 
 
 def _small_model(config: RunConfig, layouts: list[Sharing], longest: int) -> Tree:
-    """Return the same architecture in small: what it has it keeps, at another size.
+    """Return the same architecture with other sizes.
 
-    Of layers it has the fewest, two at least, that every one of the layouts divides; of a hybrid one of each kind.
+    It has the fewest layers, two at least, that every layout divides; a hybrid has one of each kind.
     """
     model, megatron = config.policy.model, config.policy.megatron_cfg
-    pattern, windowed = model.hybrid_layer_pattern, model.window_attn_skip_freq
+    pattern = model.hybrid_layer_pattern
     chunks = max(layout.pipeline * (layout.virtual or 1) for layout in layouts)
     fewest = max(2, len({*(pattern or "")}), chunks)
     layers = 3 if megatron.own_stages else -(-fewest // chunks) * chunks
-    own_heads = _HEAD  # heads that are not a share of the hidden size stay so
-    if (model.kv_channels or 0) * model.num_attention_heads != model.hidden_size:
-        own_heads = 2 * _HEAD
+    # Heads that are not a share of the hidden size stay so.
+    are_share = (model.kv_channels or 0) * model.num_attention_heads == model.hidden_size
+    own_heads = _HEAD if are_share else 2 * _HEAD
     sizes: Tree = {
         "num_layers": layers,
         "hidden_size": _HEADS * _HEAD,
@@ -280,13 +253,10 @@ def _small_model(config: RunConfig, layouts: list[Sharing], longest: int) -> Tre
         "init_method_std": 0.1,
     }
     if model.num_moe_experts is not None:
-        sizes |= {
-            "num_moe_experts": _EXPERTS,
-            "moe_router_topk": min(2, model.moe_router_topk),
-            "moe_ffn_hidden_size": 32,
-            "moe_latent_size": model.moe_latent_size and _HEAD,
-            "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size and 32,
-        }
+        sizes |= {"num_moe_experts": _EXPERTS, "moe_router_topk": min(2, model.moe_router_topk)}
+        sizes |= {"moe_ffn_hidden_size": 32, "moe_latent_size": model.moe_latent_size and _HEAD}
+        shared = "moe_shared_expert_intermediate_size"
+        sizes[shared] = model.moe_shared_expert_intermediate_size and 32
     if model.moe_layer_freq is not None:
         sizes["moe_layer_freq"] = [0] + [1] * (layers - 1)
     if model.moe_router_num_groups is not None:
@@ -297,9 +267,8 @@ def _small_model(config: RunConfig, layouts: list[Sharing], longest: int) -> Tre
         sizes["qk_pos_emb_head_dim"] = _HEAD // 2
     if model.mtp_num_layers:
         sizes["mtp_num_layers"] = 1
-    if model.sliding_window is not None:  # shorter than answers, in the same turns with layers without
-        turns = None if windowed is None else _in_turns(windowed, layers)
-        sizes |= {"sliding_window": min(model.sliding_window, _WINDOW), "window_attn_skip_freq": turns}
+    if model.sliding_window is not None:  # shorter than answers
+        sizes["sliding_window"] = min(model.sliding_window, _WINDOW)
     if pattern is not None:
         sizes["hybrid_layer_pattern"] = "".join(_in_turns(pattern, layers))
     if pattern is not None and model.has_mamba:
@@ -325,17 +294,16 @@ def rollout_steps(config: RunConfig) -> int:
     """Return the optimizer steps of one pass over a rollout; 1 where there is none."""
     if not isinstance(config.loop, RolloutConfig):
         return 1
-    return max(1, config.loop.samples_per_step // config.policy.train_global_batch_size)
+    return max(1, config.samples_per_step // config.policy.train_global_batch_size)
 
 
 def batch_keys(config: RunConfig, layout: Sharing, longest: int) -> Tree:
-    """Return the keys of batches; longest: tokens of a row. Token budgets hold two rows at least, maybe a pair."""
+    """Return the keys of batches; longest: tokens of a row. Token budgets hold two rows at least, for a pair."""
     policy, loop, value = config.policy, config.loop, getattr(config, "value", None)
-    keys: Tree = {
-        "policy.train_micro_batch_size": min(2, policy.train_micro_batch_size),
-        "policy.logprob_batch_size": min(2, policy.logprob_batch_size),
-        "policy.generation_batch_size": policy.generation_batch_size and min(4, policy.generation_batch_size),
-    }
+    micro, asked = policy.train_micro_batch_size, policy.generation_batch_size
+    keys: Tree = {"policy.train_micro_batch_size": min(2, micro)}
+    keys["policy.logprob_batch_size"] = min(2, policy.logprob_batch_size)
+    keys["policy.generation_batch_size"] = asked and min(4, asked)
     if value:
         own = value.train_micro_batch_size
         keys["value.train_micro_batch_size"] = own and min(2, own)
@@ -346,8 +314,8 @@ def batch_keys(config: RunConfig, layout: Sharing, longest: int) -> Tree:
             rows = given and given // policy.max_total_sequence_length
             keys[f"policy.{name}.{key}"] = given and longest * max(2, min(4, rows))
     prompts = batch = _ROWS * layout.data
-    answers = getattr(loop, "num_generations_per_prompt", None)
-    answers = answers and min(4, answers)
+    given = getattr(loop, "num_generations_per_prompt", None)
+    answers = given and min(4, given)
     if isinstance(loop, RolloutConfig):
         steps = rollout_steps(config)
         steps = steps if steps <= _STEPS else 2
@@ -357,8 +325,7 @@ def batch_keys(config: RunConfig, layout: Sharing, longest: int) -> Tree:
         batch = prompts * answers // steps
         keys[f"{config.algorithm}.num_prompts_per_step"] = prompts
         if loop.use_dynamic_sampling:
-            multiplier = float(round(max(1.0, loop.batch_multiplier)))
-            keys[f"{config.algorithm}.batch_multiplier"] = multiplier
+            keys[f"{config.algorithm}.batch_multiplier"] = float(round(max(1.0, loop.batch_multiplier)))
     keys["policy.train_global_batch_size"] = batch
     if answers:
         keys[f"{config.algorithm}.num_generations_per_prompt"] = answers
@@ -376,7 +343,7 @@ _NEW = 8
 _AROUND = 96
 """Tokens that a chat template writes, at most."""
 _OBSERVED = 16
-"""Tokens of what an environment says between two turns."""
+"""Tokens of an observation between two turns."""
 _TURNS = 3
 _LONGEST_OWN = 512
 """Tokens of a row of the recipe's own data, which is left out where it is longer."""
@@ -413,7 +380,7 @@ def length_keys(config: RunConfig) -> Tree:
     return keys
 
 
-# What changed
+# Changes
 
 
 @dataclass(frozen=True)
@@ -433,23 +400,22 @@ class Shrink:
 def shrinks(config: RunConfig, small: RunConfig, why: Mapping[str, str]) -> list[Shrink]:
     """Return every key of the recipe that has another value, but for folders; a section that is left out is one.
 
-    why: what is said of keys, or of the sections around them.
+    why: of keys, or of the sections around them.
     """
     found: list[Shrink] = []
-    for one in sorted(_changed(config.plain(), small.plain(), ""), key=lambda one: one.path):
-        if not one.path.startswith(("logger.", "checkpointing.")):
-            said = [key for key in why if f"{one.path}.".startswith(f"{key}.")]
-            found.append(replace(one, why=why[max(said, key=len)] if said else ""))
-    return found
 
+    def compare(before: Tree, after: Tree, prefix: str) -> None:
+        for key in {**before, **after}:
+            was, now, path = before.get(key), after.get(key), join_path(prefix, key)
+            if isinstance(was, dict) and isinstance(now, dict):
+                compare(cast("Tree", was), cast("Tree", now), path)
+            elif was != now and not path.startswith(("logger.", "checkpointing.")):
+                reasons = [key for key in why if f"{path}.".startswith(f"{key}.")]
+                reason = why[max(reasons, key=len)] if reasons else ""
+                found.append(Shrink(path, _shown(was), _shown(now), reason))
 
-def _changed(before: Tree, after: Tree, prefix: str) -> Iterator[Shrink]:
-    for key in {**before, **after}:
-        was, now, path = before.get(key), after.get(key), join_path(prefix, key)
-        if isinstance(was, dict) and isinstance(now, dict):
-            yield from _changed(cast("Tree", was), cast("Tree", now), path)
-        elif was != now:
-            yield Shrink(path, _shown(was), _shown(now))
+    compare(config.plain(), small.plain(), "")
+    return sorted(found, key=lambda one: one.path)
 
 
 def _shown(value: object) -> object:

@@ -1,4 +1,4 @@
-"""The page: what is known of the runs as JSON, with the script that draws it, in one file that asks for no other."""
+"""The page: the runs' data as JSON, with the script that draws it, in one file."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from nemo_rl_mcore.driver.observability.progress import REPORT_FILE, Best, best_of
-from nemo_rl_mcore.driver.observability.sinks import Row
+from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE, Row
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.events import Aborted, Cancelled, Failed, Lost, Started
 from nemo_rl_mcore.driver.run_folder import replacing, shown_value
 from nemo_rl_mcore.tools.report.run_data import WINDOW, RunData, columns_of, mean, read_run, steps_shown
 
 _PARTS = files(__package__) / "web"
-_SCRIPTS = ("script.js", "curves.js", "rollouts.js", "start.js")
 
 
 _COUNTED = {
@@ -40,16 +41,15 @@ _OF_VALIDATIONS = (
     "validation/loss",
 )
 _OF_STEPS = ("train/reward", "train/loss")
-_COMPARISON_FILE = "comparison.html"
 
 
 def run_report(folders: Sequence[str], output: str | None) -> int:
-    """Write the page and tell its name; 2 where a folder is that of no run, or the file cannot be written."""
+    """Write the page and print its name; return 2 where a folder holds no run, or the file cannot be written."""
     once: dict[Path, Path] = {}
     for folder in map(Path, folders):
         once.setdefault(folder.resolve(), folder)
     paths = [*once.values()]
-    default = paths[0] / REPORT_FILE if len(paths) == 1 else Path(_COMPARISON_FILE)
+    default = paths[0] / REPORT_FILE if len(paths) == 1 else Path("comparison.html")
     try:
         runs = [read_run(path) for path in paths]
         # Those whose folders have one name are called by their whole path.
@@ -67,10 +67,10 @@ def run_report(folders: Sequence[str], output: str | None) -> int:
 
 
 def page_of_run(folder: Path) -> None:
-    """Write the page of a run that ends; what fails is told, and changes nothing of how the run ends."""
+    """Write the page of a run that ends; a failure is printed, and does not change how the run ends."""
     try:
         write_page([read_run(folder)], folder / REPORT_FILE)
-    except Exception as error:  # noqa: BLE001 a page that cannot be made is no reason to fail what was trained
+    except Exception as error:  # noqa: BLE001 a run does not fail for its page
         write_line(sys.stderr, f"{folder / REPORT_FILE} was not written: {type(error).__name__}: {error}")
 
 
@@ -87,12 +87,13 @@ def write_page(runs: Sequence[RunData], path: Path) -> Path:
         "differences": differences(runs) if len(runs) > 1 else [],
     }
     data = json.dumps(whole, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    scripts = ("script", "curves", "rollouts", "start")
     parts = {
         "title": " and ".join(run.name for run in runs).translate(_HTML),
         "style": (_PARTS / "style.css").read_text("utf-8"),
         "plotly": (files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8"),
         "data": data.translate(_JSON_IN_HTML),  # no text of an answer ends the script element
-        "script": "\n".join((_PARTS / name).read_text("utf-8") for name in _SCRIPTS),
+        "script": "\n".join((_PARTS / f"{name}.js").read_text("utf-8") for name in scripts),
     }
     # One pass over the template, so that nothing that was put in is taken for a place.
     page, *pieces = (_PARTS / "page.html").read_text("utf-8").split("{{")
@@ -109,7 +110,7 @@ def write_page(runs: Sequence[RunData], path: Path) -> Path:
 
 
 def content_of(run: RunData) -> dict[str, Any]:
-    """Return what the script shows of a run, as JSON's values."""
+    """Return a run's data for the script, as JSON's values."""
     steps, unread = steps_shown(run.folder)
     findings = [*(Hint("warning", line) for line in unread), *findings_of(run)]
     return {
@@ -122,12 +123,12 @@ def content_of(run: RunData) -> dict[str, Any]:
         "steps": steps,
         "evaluations": run.evaluations,
         "faults": faults(run),
-        "recipe": run.recipe_text,
+        "recipe": "" if run.recipe is None else yaml.safe_dump(run.recipe, sort_keys=False),
     }
 
 
 def summary(run: RunData) -> list[list[str]]:
-    """Return a name and a text for each line of what a run came to."""
+    """Return a run's results: a name and a text for each line."""
     lines: list[list[str]] = []
     if run.algorithm is not None:
         lines.append(["algorithm", run.algorithm])
@@ -152,7 +153,7 @@ def summary(run: RunData) -> list[list[str]]:
 
 
 def faults(run: RunData) -> list[list[str]]:
-    """Return a place in the run, and what happened there that it survived."""
+    """Return the faults that a run survived: a place, and a text."""
     reasons: Counter[tuple[str, str]] = Counter()
     found = [
         [f"step {int(step)}", f"{value - before:.0f} {what}"]
@@ -190,7 +191,7 @@ def differences(runs: Sequence[RunData]) -> list[list[str]]:
     ]
 
 
-# What a reader of a run should look at first, in words: a rule says nothing where its metric is not logged.
+# Hints on where to look first; a rule gives none where its metric is not logged.
 
 # Of its first value, since nats depend on vocabulary and task. From 1 nat on, a tenth is a choice of two at 98 to 2.
 _COLLAPSED_ENTROPY = 0.1
@@ -198,7 +199,7 @@ _COLLAPSED_ENTROPY = 0.1
 _LEARNT = 0.9
 # Mean of exp|engine - training| over tokens, 1 where they agree: 5 % a token multiply to 130 over 100 tokens at worst.
 _LARGE_MISMATCH = 1.05
-# Effective sample size, a share of the tokens: below a half, most of what was sampled is not trained on.
+# Effective sample size, a share of the tokens: below a half, most samples are not trained on.
 _SMALL_SAMPLE = 0.5
 # A share of the answers: from a quarter on, a group of four has one that is judged by its length, on average.
 _MANY_TRUNCATED = 0.25
@@ -225,9 +226,12 @@ def _values(rows: Iterable[Row], name: str) -> list[float]:
 
 def findings_of(run: RunData) -> list[Hint]:
     """Return all of them, by eight rules."""
-    total, last, at, found = run.total_steps, run.last_step, run.written_at, list[Hint]()
-    if (run.rows or at) and total is not None and last < total:
-        when = f"; its last row was written on {at:%Y-%m-%d at %H:%M}" if run.rows and at else ""
+    total, last, found = run.total_steps, run.last_step, list[Hint]()
+    log, when = run.folder / METRICS_FILE, ""
+    if (run.rows or log.is_file()) and total is not None and last < total:
+        if run.rows and log.is_file():
+            at = datetime.fromtimestamp(log.stat().st_mtime)
+            when = f"; its last row was written on {at:%Y-%m-%d at %H:%M}"
         found.append(Hint(f"The run has {last} of {total} steps{when}. Is it still at work?"))
     found += [Hint(line) for line in run.unread]
     for name in ("train/loss", "train/grad_norm"):
@@ -239,9 +243,9 @@ def findings_of(run: RunData) -> list[Hint]:
             found.append(Hint(what, name))
             break
     else:
-        skipped = _values(run.rows, "train/skipped_steps")[-1:]
-        if skipped and skipped[0]:
-            what = f"{skipped[0]:.0f} steps had no update: their gradient was not finite."
+        skipped = [0.0, *_values(run.rows, "train/skipped_steps")][-1]
+        if skipped:
+            what = f"{skipped:.0f} steps had no update: their gradient was not finite."
             found.append(Hint(what, "train/grad_norm"))
     return [*found, *_not_learning(run.rows), *_going_wrong(run.rows)]
 
@@ -274,14 +278,14 @@ def _not_learning(rows: Sequence[Row]) -> Iterator[Hint]:
 
 
 def _going_wrong(rows: Sequence[Row]) -> Iterator[Hint]:
-    # Answers of older weights differ rightly: their effective sample tells of them.
+    # Answers of older weights differ rightly; the rule for their effective sample covers them.
     name = "train/token_mult_prob_error"
     errors = _values([row for row in rows if not row.get("async/age_max")], name)
     if errors and max(errors) >= _LARGE_MISMATCH:
         above = sum(error >= _LARGE_MISMATCH for error in errors)
         yield Hint(
             f"Engine and training disagree: by a factor of {max(errors):.4g} a token at worst, and by "
-            f"{_LARGE_MISMATCH} or more in {above} of {len(errors)} steps. See policy.generation.mismatch.",
+            f"{_LARGE_MISMATCH} or more in {above} of {len(errors)} steps. See policy.generation.mismatch_threshold.",
             name,
         )
     # A reward that was higher: of validations where there are some, else of means of windows.

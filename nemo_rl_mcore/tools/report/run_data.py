@@ -1,4 +1,4 @@
-"""What the folder of a run holds, read as far as it is there: a run may be at work, or have been killed."""
+"""A run's folder, read as far as it is there: the run may be at work, or have been killed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data.strict_json import read_json
@@ -33,8 +30,6 @@ WINDOW = 10
 """Steps whose mean stands for the beginning and the end of a run."""
 _MOST_EVENT_BYTES = 64 << 20
 """Of a log, which takes seconds to read: a run that ends is not to wait longer for its page."""
-
-
 _STEPS = 12
 _ANSWERS = 24
 _LONGEST_TEXT = 20_000
@@ -45,7 +40,6 @@ _MOST_BYTES = 256 << 20
 _NUMBERS = re.compile(r"(\D*)(\d*)")
 _ROLLOUTS_NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 _ALWAYS = ("prompt", "response")
-_TEXTS = (*_ALWAYS, "answer")
 _MOST_POINTS = 1000
 """Of a curve; of longer ones the lowest and the highest of each stretch are kept, so that no spike is lost."""
 _DIGITS = 6
@@ -53,11 +47,10 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class RunData:
-    """A run as its folder tells it.
+    """A run, read from its folder.
 
-    recipe: the resolved one; None where there is none. events: of an asynchronous run. evaluations: the results of
-    `eval`, by the folder below this one. unread: what is there and could not be read, in words. called: its name, where
-    it is not the folder's.
+    recipe: the resolved one, if any. events: of an asynchronous run. evaluations: the results of `eval`, by the folder
+    below this one. unread: messages on files that could not be read. called: a name other than the folder's.
     """
 
     folder: Path
@@ -89,15 +82,6 @@ class RunData:
     def keys(self) -> dict[str, Any]:
         return dict(leaves(self.recipe)) if self.recipe is not None else {}
 
-    @property
-    def recipe_text(self) -> str:
-        return yaml.safe_dump(self.recipe, sort_keys=False) if self.recipe is not None else ""
-
-    @property
-    def written_at(self) -> datetime | None:
-        path = self.folder / METRICS_FILE
-        return datetime.fromtimestamp(path.stat().st_mtime) if path.is_file() else None
-
 
 def mean(values: Sequence[float]) -> float:
     """Return the mean, also where the sum is too large for a float."""
@@ -105,7 +89,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a folder; raises ValueError where it is that of no run and no evaluation."""
+    """Read a folder; raises ValueError where it holds neither a run nor an evaluation."""
     unread: list[str] = []
 
     def tried[Found](read: Callable[[Path], Found], path: Path, default: Found) -> Found:
@@ -122,13 +106,21 @@ def read_run(folder: Path) -> RunData:
     )
     evaluations: dict[str, Tree] = {}
     for path in (folder / RESULTS_FILE, *below):
-        if (results := tried(_results, path, None)) is not None:
+        results: Any = tried(read_json, path, None)
+        if results is None:
+            continue
+        try:
+            means = [found["mean"] for of_set in results.values() for found in of_set["metrics"].values()]
+        except (AttributeError, KeyError, TypeError):
+            means = [None]
+        if all(isinstance(mean, int | float) for mean in means):
             evaluations[str(path.parent.relative_to(folder))] = results
+        else:
+            unread.append(f"{path} holds no results of an evaluation")
     if not (folder / METRICS_FILE).is_file() and not evaluations:
+        advice = "give the folder of a run (its logger.log_dir), or that of an evaluation"
         raise RefusedError(
-            f"{folder} holds neither {METRICS_FILE} nor {RESULTS_FILE}; give the folder of a run (its logger.log_dir), "
-            "or that of an evaluation",
-            code="no-run",
+            f"{folder} holds neither {METRICS_FILE} nor {RESULTS_FILE}; {advice}", code="no-run"
         )
     damaged: list[ValueError] = []
     rows = tried(lambda path: read_history(path.parent, damaged.append), folder / METRICS_FILE, [])
@@ -136,27 +128,12 @@ def read_run(folder: Path) -> RunData:
         more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
         unread.append(f"{damaged[0]}{more}")
     recipe = tried(lambda path: read_recipe_of(path.parent), folder / RECIPE_FILE, None)
-    events = tried(_events, folder / EVENTS_FILE, [])
+    log, events = folder / EVENTS_FILE, list[Event]()
+    if log.is_file() and (size := log.stat().st_size) > _MOST_EVENT_BYTES:
+        unread.append(f"{log} has {size >> 20} MiB, which the page does not read: it tells no faults of it")
+    else:
+        events = tried(read_events, log, events)
     return RunData(folder, rows, recipe, events, evaluations, unread)
-
-
-def _results(path: Path) -> Tree | None:
-    results: Any = read_json(path)
-    try:
-        means = [found["mean"] for of_set in results.values() for found in of_set["metrics"].values()]
-    except (AttributeError, KeyError, TypeError):
-        means = [None]
-    if not all(isinstance(mean, int | float) for mean in means):
-        raise ValueError(f"{path} holds no results of an evaluation")
-    return results
-
-
-def _events(path: Path) -> list[Event]:
-    if (size := path.stat().st_size) > _MOST_EVENT_BYTES:
-        raise ValueError(
-            f"{path} has {size >> 20} MiB, which the page does not read: it tells no faults of it"
-        )
-    return read_events(path)
 
 
 def columns_of(rows: Sequence[dict[str, float]]) -> dict[str, list[float | str | None]]:
@@ -165,11 +142,8 @@ def columns_of(rows: Sequence[dict[str, float]]) -> dict[str, list[float | str |
     Of many rows each stretch keeps two: in order, the lowest and the highest value of a metric; of times, whose parts
     add up, those of its first and its last row. CPU seconds, and those of the start, are left out.
     """
-    names = [
-        name
-        for name in dict.fromkeys(name for row in rows for name in row)
-        if not (name.endswith("_cpu") or name.startswith("timing/startup/"))
-    ]
+    every = dict.fromkeys(name for row in rows for name in row)
+    names = [one for one in every if not (one.endswith("_cpu") or one.startswith("timing/startup/"))]
     width = math.ceil(2 * len(rows) / _MOST_POINTS)
     if width <= 2:
         return {name: [_rounded(row.get(name)) for row in rows] for name in names}
@@ -178,11 +152,8 @@ def columns_of(rows: Sequence[dict[str, float]]) -> dict[str, list[float | str |
     for stretch in stretches:
         for name in names:
             values = [row.get(name) for row in stretch]
-            finite = [
-                (value, place)
-                for place, value in enumerate(values)
-                if value is not None and math.isfinite(value)
-            ]
+            known = ((value, place) for place, value in enumerate(values) if value is not None)
+            finite = [(value, place) for value, place in known if math.isfinite(value)]
             ends = [0, len(stretch) - 1]
             if finite and name != "step" and not name.startswith("timing/"):
                 ends = sorted([min(finite)[1], max(finite)[1]])
@@ -197,7 +168,7 @@ def _rounded(value: float | None) -> float | str | None:
 
 
 def steps_shown(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the steps of a run with answers, {step, kind, total, answers}, and what could not be read, in words.
+    """Return the steps of a run with answers, {step, kind, total, answers}, and messages on unread files.
 
     At most 12 training steps and 12 validations, the first and the last among them, and at most 24 answers of each.
     """
@@ -212,10 +183,10 @@ def steps_shown(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
             try:
                 answers: list[Any] = [*read_rollouts(path, _MOST_BYTES)]
                 for line, one in enumerate(answers, 1):
-                    if not (
-                        isinstance(one, dict) and all(isinstance(one.get(name), str) for name in _ALWAYS)
+                    if not isinstance(one, dict) or not all(
+                        isinstance(one.get(name), str) for name in _ALWAYS
                     ):
-                        raise ValueError(f"line {line} is no answer")
+                        raise ValueError(f"line {line} is not an answer")
                 some = [_shortened(answer) for answer in some_of(answers)]
                 json.dumps(some, allow_nan=False)
             except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
@@ -243,7 +214,7 @@ def _shortened(answer: dict[str, Any]) -> dict[str, Any]:
     Turns share the room of one text. Of tokens the first ones stay, and how many `more` there are.
     """
     found = {**answer, "turns": None, "tokens": None}
-    found |= {name: _cut(answer[name]) for name in _TEXTS if isinstance(answer.get(name), str)}
+    found |= {name: _cut(answer[name]) for name in (*_ALWAYS, "answer") if isinstance(answer.get(name), str)}
     try:
         if turns := answer.get("turns"):
             found["turns"], left = list[dict[str, Any]](), _LONGEST_TEXT

@@ -15,7 +15,7 @@ from nemo_rl_mcore.agents.app import make_app
 from nemo_rl_mcore.agents.server import HEADER_BYTES, ServerLimits, served, within_descriptors
 from nemo_rl_mcore.agents.session import NoRoomError, SessionLimits, Sessions
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.driver.loop_thread import LoopThread
+from nemo_rl_mcore.driver.activity import LoopThread
 
 pytestmark = pytest.mark.stage("processes")
 

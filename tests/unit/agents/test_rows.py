@@ -70,7 +70,7 @@ async def played(seed):
 
 def batch_from(*sessions):
     episodes = [transcript_of(one, Reply(0.5), Ending.TERMINATED, [1, 2]) for one in sessions]
-    return batch_of(episodes, pad_token_id=0, turns=CALLS, versions=True, digests=True)
+    return batch_of(episodes, pad_token_id=0, turns=CALLS, digests=True)
 
 
 @given(st.integers(0, 2**32))
@@ -149,7 +149,7 @@ async def test_a_session_without_a_call_is_its_prompt():
         Ending.DROPPED,
         [5, 6],
     )
-    batch = batch_of([episode], pad_token_id=0, turns=CALLS, versions=True, digests=True)
+    batch = batch_of([episode], pad_token_id=0, turns=CALLS, digests=True)
     assert batch["input_ids"].tolist() == [[5, 6]]
     assert batch["sample_mask"].tolist() == [0.0]
     require_sampled_ids(batch)

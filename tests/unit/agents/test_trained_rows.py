@@ -108,7 +108,7 @@ def test_what_is_trained_is_what_was_drawn_and_recorded(tokenizer, count):
     episodes = [
         transcript_of(one, Reply(one.reward), Ending.TERMINATED, [tokenizer.eos_token_id]) for one in sessions
     ]
-    batch = batch_of(episodes, pad_token_id=tokenizer.pad_token_id, turns=CALLS, versions=True, digests=True)
+    batch = batch_of(episodes, pad_token_id=tokenizer.pad_token_id, turns=CALLS, digests=True)
     require_sampled_ids(batch)
     assert len(batch.samples()) == count < batch.size
     for session, rows in zip(sessions, batch.samples(), strict=True):

@@ -274,9 +274,9 @@ def test_what_is_wrong_with_a_source_names_its_argument(tmp_path):
 
 
 def test_a_recipe_may_say_how_answers_are_scored(tmp_path):
-    assert grpo(tmp_path, reward=None, overrides=["env.arithmetic={}"]).config.env.arithmetic is not None
-    given = {"policy": MODEL, "env": {"arithmetic": {}}}
-    assert grpo(tmp_path, reward=None, recipe=given).config.env.arithmetic is not None
+    assert grpo(tmp_path, reward=None, overrides=["env.unscored=drop"]).config.env.unscored == "drop"
+    given = {"policy": MODEL, "env": {"unscored": "drop"}}
+    assert grpo(tmp_path, reward=None, recipe=given).config.env.unscored == "drop"
 
 
 def test_a_validation_of_distillation_needs_what_scores_it(tmp_path):

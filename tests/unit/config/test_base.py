@@ -108,18 +108,18 @@ def test_problems_are_collected_from_all_sections_with_full_paths():
     ("rule", "told"),
     [
         (Rule("not-allowed", "count", True), "count: 1 is not allowed"),
-        (Rule("missing", "ids", True, ("switch",)), "ids: missing with switch: false; set it"),
+        (Rule("missing", "ids", True, ("switch",)), "ids: is required with switch: false; set it"),
         (
             Rule("incompatible", "switch", True, ("inner", "count", "ids"), "drop it", "as all do"),
-            "switch: false does not go with inner, count: 1 and ids: null (as all do); drop it",
+            "switch: false cannot be combined with inner, count: 1 and ids: null (as all do); drop it",
         ),
         (
             Rule("requires", "inner", True, ("inner", "number"), lambda own: {"number": own.number + 1}),
-            "inner: the section is not possible with number: 1.0; set number: 2.0",
+            "inner: this section is not allowed with number: 1.0; set number: 2.0",
         ),
         (
             Rule("no-signal", "number", True, why=lambda own: f"{own.count} of them"),
-            "number: 1.0 leaves nothing to learn from (1 of them)",
+            "number: 1.0 leaves nothing to learn (1 of them)",
         ),
         (Rule("not-supported", "inner.low", True, says="of one's own"), "inner.low: of one's own; remove it"),
     ],
@@ -132,5 +132,5 @@ def test_the_message_of_a_rule_is_made_of_values(rule, told):
 def test_rules_name_keys_where_the_recipe_has_them():
     rule = Rule("incompatible", "switch", True, ("count",), {"count": 2})
     (problem,) = broken((rule, lambda own: [Rule("missing", "ids", own.switch)]), Outer(), "policy.{}".format)
-    assert str(problem) == "policy.switch: false does not go with policy.count: 1; set policy.count: 2"
+    assert str(problem) == "policy.switch: false cannot be combined with policy.count: 1; set policy.count: 2"
     assert problem.related == ("policy.count",)

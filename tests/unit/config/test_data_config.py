@@ -141,7 +141,7 @@ def test_classes_that_are_not_there(plan):
     found = problems(
         plan,
         rows(100),
-        env={"arithmetic": None, "custom": {"type": "gone.env:Env"}},
+        env={"custom": {"type": "gone.env:Env"}},
         loss_fn={"type": "gone.loss:Loss"},
     )
     assert [problem.partition(":")[0] for problem in found] == ["loss_fn.type", "env.custom.type"]

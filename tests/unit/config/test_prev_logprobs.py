@@ -13,7 +13,7 @@ from nemo_rl_mcore.tools.check.render import render, sections_of
 EXAMPLES = "examples/configs"
 GRPO, PPO = f"{EXAMPLES}/grpo_copy_cpu.yaml", f"{EXAMPLES}/ppo_cpu.yaml"
 ONE_STEP = ["ppo.ppo_epochs=1", "policy.train_global_batch_size=256"]
-THRESHOLD = "policy.generation.mismatch.threshold=1.5"
+THRESHOLD = "policy.generation.mismatch_threshold=1.5"
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ THRESHOLD = "policy.generation.mismatch.threshold=1.5"
         (GRPO, [THRESHOLD], None),
         (
             GRPO,
-            [THRESHOLD, "policy.generation.mismatch.action=mask"],
-            "policy.generation.mismatch.action: mask",
+            [THRESHOLD, "policy.generation.mismatch_action=mask"],
+            "policy.generation.mismatch_action: mask",
         ),
         (
             GRPO,
-            [THRESHOLD, "policy.generation.mismatch.action=stop"],
-            "policy.generation.mismatch.action: stop",
+            [THRESHOLD, "policy.generation.mismatch_action=stop"],
+            "policy.generation.mismatch_action: stop",
         ),
         (GRPO, ["loss_fn.type=custom_parts:Loss"], "loss_fn.type: custom_parts:Loss"),
         (PPO, [*ONE_STEP, "value_loss_fn.type=custom_parts:Loss"], "value_loss_fn.type: custom_parts:Loss"),

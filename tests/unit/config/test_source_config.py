@@ -88,7 +88,7 @@ def test_a_mistake_is_told_once_with_its_path(recipe, data, evaluation, message)
 def test_an_override_reaches_into_a_list(recipe):
     path = recipe(data=train(A, B), eval={"sets": SETS})
     config = load_config(path, ["data.train.1.input_key=question", "eval.sets.gsm8k.split=train"])
-    assert config.data.train_sources["train.1"].input_key == "question"
+    assert config.train_sources["data.train.1"].input_key == "question"
     assert config.eval.sets["gsm8k"].split == "train"
     assert is_known("data.train.0.split")
     assert not is_known("data.train.0.spit")
@@ -123,7 +123,7 @@ def test_defaults_and_what_validation_takes_from_train(recipe):
     (one,) = config.validation_sources.values()
     assert (one.input_key, one.output_key, one.split, one.paths) == ("q", "answer", "test", ("openai/gsm8k",))
     assert {one.prompt_file, config.eval.sets["math500"].prompt_file} == {"p.txt"}
-    assert config.eval.sets["math500"].answer.key == "answer"
+    assert config.eval.sets["math500"].answer == "answer"
     data["validation"] = ["math500", {"data_path": "rows.csv"}]
     config = load_config(recipe(data=data, eval={"sets": {"math500": {"dataset_name": "MATH-500"}}}))
     assert list(config.validation_sources) == ["eval.sets.math500", "data.validation.1"]
@@ -131,9 +131,9 @@ def test_defaults_and_what_validation_takes_from_train(recipe):
 
 def test_files_beside_the_recipe_are_found_from_anywhere(recipe, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"input": "a", "output": "b"}\n')
-    data = load_config(recipe(data=train(A, B))).data.train_sources
-    assert data["train.0"].data_path == str(tmp_path / "a.jsonl")
-    assert data["train.1"].data_path == "b.jsonl"
+    data = load_config(recipe(data=train(A, B))).train_sources
+    assert data["data.train.0"].data_path == str(tmp_path / "a.jsonl")
+    assert data["data.train.1"].data_path == "b.jsonl"
 
 
 def test_a_recipe_written_out_reads_back_alike(recipe, tmp_path):

@@ -8,7 +8,7 @@ from nemo_rl_mcore.config.base import collect_problems
 MODEL, MEGATRON = "policy.model", "policy.megatron_cfg"
 GPT_OSS = (
     *(f"{MODEL}.num_layers=2", f"{MODEL}.softmax_type=learnable", f"{MODEL}.add_bias_linear=true"),
-    *(f"{MODEL}.sliding_window=8", f"{MODEL}.window_attn_skip_freq=[1,0]"),
+    f"{MODEL}.sliding_window=8",
     *(f"{MODEL}.activation_func=quick_gelu", f"{MODEL}.activation_func_clamp_value=7.0"),
     f"{MODEL}.num_moe_experts=4",
 )

@@ -2,7 +2,9 @@ import json
 
 import pytest
 
+from nemo_rl_mcore.config.base import join_path
 from nemo_rl_mcore.config.data import DataConfig, RowKind
+from nemo_rl_mcore.config.source import each
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.examples import hash_fraction, read_examples
 from nemo_rl_mcore.data.messages import Message
@@ -26,7 +28,8 @@ def read(tmp_path):
 def read_data(given, kind=RowKind.PROMPTS, *, chat=False):
     data = DataConfig.model_validate({"dataset_name": "jsonl", **given})
     validation = {} if data.validation is None else {"validation": data.validation}
-    return read_examples(data.train_sources, validation, kind, chat=chat)
+    train = {join_path("train", place): one for place, one in each(data.train).items()}
+    return read_examples(train, validation, kind, chat=chat)
 
 
 def write(path, lines):
@@ -96,11 +99,11 @@ def test_pairs(read):
         ({"messages": TALK[1:]}, RowKind.ANSWERS, "messages begins with an assistant's message"),
         ({"messages": []}, RowKind.ANSWERS, "messages is [], and must be a list of messages"),
         ({"messages": "hello"}, RowKind.ANSWERS, 'messages is "hello", and must be a list'),
-        ({"messages": [{"role": "user"}]}, RowKind.ANSWERS, 'holds {"role": "user"}, which is no message'),
-        ({"messages": ["hi"]}, RowKind.ANSWERS, 'holds "hi", which is no message'),
+        ({"messages": [{"role": "user"}]}, RowKind.ANSWERS, 'holds {"role": "user"}, which is not a message'),
+        ({"messages": ["hi"]}, RowKind.ANSWERS, 'holds "hi", which is not a message'),
         ({"prompt": "a", "chosen": "b"}, RowKind.PAIRS, "no key 'rejected'"),
         ("[" * 100_000, RowKind.PROMPTS, "nested too deeply"),
-        ('{"input": "a", "output": NaN}', RowKind.PROMPTS, "not JSON: NaN is no number"),
+        ('{"input": "a", "output": NaN}', RowKind.PROMPTS, "not JSON: NaN is not a number"),
         ('{"input": "a", "output": "b", "output": "c"}', RowKind.PROMPTS, "the key 'output' is there twice"),
     ],
 )

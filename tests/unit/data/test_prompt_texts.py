@@ -1,6 +1,7 @@
 import pytest
 from refusals import assert_holds, brief, briefs
 
+from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.examples import read_set, read_texts
@@ -58,7 +59,7 @@ def test_a_text_has_one_place_for_the_prompt_and_nothing_that_is_evaluated(tmp_p
     path.write_text(text)
     source = SourceConfig(data_path=str(tmp_path / "rows.jsonl"), prompt_file=str(path))
     (tmp_path / "rows.jsonl").write_text('{"input": "2+2?", "output": "4"}\n')
-    (example,), (problem,) = read_set("train", source, chat=False)
+    (example,), _, (problem,) = read_set("train", source, RowKind.PROMPTS, chat=False)
     assert example.text == "2+2?"
     assert brief(problem) == "train.prompt_file: not-allowed"
     assert_holds(problem.what, path)

@@ -13,7 +13,7 @@ from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.examples import read_examples
-from nemo_rl_mcore.data.rows import is_fetched, read_rows, read_stream
+from nemo_rl_mcore.data.rows import is_fetched, read_rows
 
 ROWS = [{"input": f"question {number}", "output": str(number)} for number in range(10)]
 
@@ -117,14 +117,11 @@ def test_a_bad_row_is_named_by_its_number(folder):
     ]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_cells_of_csv_are_text_as_it_is_written(folder, streaming):
+def test_cells_of_csv_are_text_as_it_is_written(folder):
     (folder / "cells.csv").write_text(
         ",input,output\n0,None,007\n1,NA,72\n2,true,1.5\n3,False,\n4,1e400,True\n"
     )
-    source = SourceConfig(data_path="cells.csv")
-    read = [row for _, row in read_stream(source, None)] if streaming else read_rows(source)
-    rows = [row.values for row in read]
+    rows = [row.values for row in read_rows(SourceConfig(data_path="cells.csv"))]
     assert [(row["input"], row["output"]) for row in rows] == [
         ("None", "007"),
         ("NA", "72"),
@@ -221,7 +218,6 @@ except ConfigError as error:
     run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     assert run.stdout.startswith("data_path: ")
     assert "huge.jsonl" in run.stdout
-    assert "streaming" in run.stdout
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
-from nemo_rl_mcore.data.sources import open_pairs, open_prompts, open_set
+from nemo_rl_mcore.data.sources import open_pairs, open_prompts, open_sets
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.errors import CustomCodeError
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check.data import examine_data
+from nemo_rl_mcore.tools.evaluate.generate import Asked, prompts_to_answer
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
 GAME = "examples/configs/grpo_guess_number_cpu.yaml"
@@ -170,7 +171,7 @@ def test_sets_are_prompts_whatever_is_trained_on(recipe, tmp_path, algorithm):
     )
     config = recipe(algorithm=algorithm, data={"overlong": "drop"})
     config = config.model_copy(update={"eval": EvalConfig(sets={"one": SourceConfig(data_path=str(path))})})
-    assert [len(prompt.answer) for prompt in open_set(config, "one", CHAR)] == [40, 1, 1, 1]
+    assert [len(prompt.answer) for prompt in open_sets(config, CHAR)["one"]] == [40, 1, 1, 1]
 
 
 def test_too_few_rows_that_fit(recipe):
@@ -355,3 +356,14 @@ def test_what_is_far_too_long_is_not_encoded_to_be_counted(recipe, algorithm, ou
     config = recipe([{"input": prompt, "output": output}, *short], algorithm)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .* 1000000 characters"):
         open_prompts(config, Failing())
+
+
+def test_generate_takes_the_held_out_prompts_that_there_are(recipe, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text('{"input": "7>", "output": 7}\n' * 3)
+    validation = {"data_path": str(tmp_path / "held_out.jsonl")}
+    config = recipe(rows(20), data={"validation": validation})
+    assert len(prompts_to_answer(config, Asked(), CHAR)) == 3
+    assert len(open_prompts(config, CHAR).validation(8)) == 3
+    train = {"data_path": str(tmp_path / "rows.jsonl"), "split_validation_size": 0}
+    with refused("no-prompts", "--prompt"):
+        prompts_to_answer(recipe(rows(20), data={"train": train}), Asked(), CHAR)

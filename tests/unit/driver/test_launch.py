@@ -13,7 +13,6 @@ from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_sig
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.evaluate import export
-from nemo_rl_mcore.tools.report.page import page_of_run
 
 RECIPE = "examples/configs/grpo_copy_cpu.yaml"
 
@@ -139,11 +138,11 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_is_brought_to_its_end(
     (saved / "tmp_step_3").mkdir()
     log.mkdir()
     (log / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n{"step": 2, "train/reward": 0.5}\n')
-    assert launch.run(finished, page_of_run) == 0
+    assert launch.run(finished) == 0
     assert {path.name for path in saved.iterdir()} == {"step_2", ".lock"}
-    assert {path.name for path in log.iterdir()} == {"metrics.jsonl", "report.html", ".lock"}
-    assert f"{log}/report.html" in capsys.readouterr().out.splitlines()
-    assert launch.run(finished, page_of_run) == 0
+    assert {path.name for path in log.iterdir()} == {"metrics.jsonl", ".lock"}
+    capsys.readouterr()
+    assert launch.run(finished) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1, "there is nothing left to do"
 
 
@@ -161,23 +160,16 @@ def test_what_ends_before_a_step_says_so(finished, monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize("written", [True, False])
-def test_an_export_that_is_interrupted_tells_what_is_there(tmp_path, monkeypatch, capsys, written):
-    def write(_config, folder, **_options):
-        if written:
+@pytest.mark.parametrize("case", ["written", "not written", "there before"])
+def test_an_export_that_is_interrupted_tells_what_is_there(tmp_path, monkeypatch, capsys, case):
+    folder = tmp_path if case == "there before" else tmp_path / "hf"
+
+    def write(*_, **_options):
+        if case == "written":
             folder.mkdir()
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(export, "export", write)
-    folder = tmp_path / "hf"
     assert export.run_export(None, str(folder)) == 130
-    left = f"the weights are in {folder}" if written else f"'{folder}' was not written"
+    left = f"the weights are in {folder}" if case == "written" else f"'{folder}' was not written"
     assert capsys.readouterr().err == f"interrupted; {left}\n"
-
-
-def test_an_interrupted_export_does_not_take_a_folder_that_was_there_for_its_own(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(export, "export", lambda *_, **_options: signal.raise_signal(signal.SIGINT))
-    assert export.run_export(None, str(tmp_path)) == 130
-    assert capsys.readouterr().err == f"interrupted; '{tmp_path}' was not written\n"

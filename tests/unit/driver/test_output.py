@@ -8,8 +8,6 @@ import sys
 import pytest
 
 from nemo_rl_mcore.cli import main
-from nemo_rl_mcore.driver.observability.progress import sample_table
-from nemo_rl_mcore.driver.observability.sinks import Sample
 from nemo_rl_mcore.driver.output import open_console, visible, write_line
 
 # Sets the title, clears the screen, writes to the clipboard, colours, turns the direction; C1, DEL, a lone surrogate.
@@ -27,11 +25,6 @@ def run():
     signal.raise_signal(signal.SIGINT)
 sys.exit(exit_status(run))
 """
-
-
-def test_a_line_is_written_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    write_line(sys.stdout, "a line")
-    assert capfd.readouterr().out == "a line\n"
 
 
 def obeyed(text: str) -> set[str]:
@@ -83,15 +76,6 @@ def test_a_console_has_its_own_colours_and_no_others(terminal: bool) -> None:
     assert ("\x1b[31m" in console.file.getvalue()) == terminal
 
 
-def test_a_table_of_samples_shows_what_they_hold() -> None:
-    from rich.console import Console
-
-    sample = Sample(1, 0, 0, FOREIGN, FOREIGN, FOREIGN, "", 1.0, 1.0, 1, 1, False, 0, 0)
-    console = Console(file=io.StringIO(), width=300)
-    console.print(sample_table([sample]))
-    assert not obeyed(console.file.getvalue())
-
-
 def test_a_key_of_a_recipe_is_shown(tmp_path, request, capfd: pytest.CaptureFixture[str]) -> None:
     exemplar = request.config.rootpath / "examples/configs/grpo_copy_cpu.yaml"
     recipe = tmp_path / "recipe.yaml"
@@ -100,12 +84,6 @@ def test_a_key_of_a_recipe_is_shown(tmp_path, request, capfd: pytest.CaptureFixt
     told = capfd.readouterr().err
     assert r"\x1b[2Jkey" in told
     assert not obeyed(told)
-
-
-def test_a_command_line_is_quoted_as_it_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["recipes", "\x1b[2J"])
-    assert not obeyed(capfd.readouterr().err)
 
 
 @pytest.mark.stage("processes")

@@ -68,7 +68,7 @@ def test_a_critic_refuses_a_template_that_rewrites_earlier_turns(tmp_path):
             f"policy.model.vocab_size={tokenizer.vocab_size}",
             "policy.model.max_position_embeddings=64",
             "policy.max_total_sequence_length=64",
-            *("ppo.max_rollout_turns=2", "env.arithmetic=null"),
+            "ppo.max_rollout_turns=2",
             "+env.custom.type=custom_parts:Steps",
             *("data.dataset_name=jsonl", "+data.apply_chat_template=true"),
             f"+data.train={{data_path: {rows}}}",

@@ -168,16 +168,32 @@ def inputs_changed(before, after):
     return [one.path for one in changes_since(yaml.safe_load(recipe_text(before)), after)]
 
 
-@pytest.mark.parametrize("place", ["rows.jsonl", "rows*.jsonl", "folder"])
-def test_rows_that_were_changed_under_the_same_name_are_reported(load, here, place):
-    file = here / ("rows.jsonl" if place != "folder" else "folder/rows.jsonl")
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(ROWS)
-    config = load("data.dataset_name=files", f"++data.train={{data_path: '{place}'}}")
+@pytest.mark.parametrize(
+    ("overrides", "changed", "key"),
+    [
+        (OF_FILES, "rows.jsonl", "data.train.data_path"),
+        ([*OF_FILES, "data.train.data_path='rows*.jsonl'"], "rows.jsonl", "data.train.data_path"),
+        ([*OF_FILES, "data.train.data_path=folder"], "folder/rows.jsonl", "data.train.data_path"),
+        ([*OF_FILES, "+data.train.prompt_file=ask.txt"], "ask.txt", "data.train.prompt_file"),
+        (["env.endpoint.command=[python, HERE/agent.py]"], "agent.py", "env.endpoint.command"),
+    ],
+    ids=["file", "pattern", "folder", "prompt file", "agent"],
+)
+def test_a_file_that_was_changed_under_the_same_name_is_reported(exemplar, here, overrides, changed, key):
+    (here / "folder").mkdir()
+    for name, text in {
+        "rows.jsonl": ROWS,
+        "folder/rows.jsonl": ROWS,
+        "ask.txt": "{}",
+        "agent.py": "",
+    }.items():
+        (here / name).write_text(text)
+    recipe = exemplar.with_name("grpo_agents_cpu.yaml") if key.startswith("env") else exemplar
+    config = load_config(recipe, [one.replace("HERE", str(here)) for one in overrides])
     before = with_inputs(config)
     assert inputs_changed(before, with_inputs(config)) == []
-    file.write_text(ROWS.replace("7", "9"))
-    assert inputs_changed(before, with_inputs(config)) == ["data.train.data_path"]
+    (here / changed).write_text(f"{(here / changed).read_text().replace('7', '9')} ")
+    assert inputs_changed(before, with_inputs(config)) == [key]
     assert inputs_changed(config, with_inputs(config)) == []  # saved by an earlier version
 
 
@@ -205,24 +221,6 @@ def test_rows_that_were_moved_are_the_same(load, here):
     before = with_inputs(load(*OF_FILES))
     (here / "rows.jsonl").rename(here / "moved.jsonl")
     assert inputs_changed(before, with_inputs(load(*OF_FILES, "data.train.data_path=moved.jsonl"))) == []
-
-
-def test_a_prompt_file_that_was_changed_is_reported(load, here):
-    (here / "rows.jsonl").write_text(ROWS)
-    (here / "ask.txt").write_text("Say {}")
-    config = load(*OF_FILES, "+data.train.prompt_file=ask.txt")
-    before = with_inputs(config)
-    (here / "ask.txt").write_text("Repeat {}")
-    assert inputs_changed(before, with_inputs(config)) == ["data.train.prompt_file"]
-
-
-def test_an_agent_that_was_changed_is_reported(exemplar, here):
-    (here / "agent.py").write_text("ask()")
-    command = f"env.endpoint.command=[python, {here / 'agent.py'}]"
-    config = load_config(exemplar.with_name("grpo_agents_cpu.yaml"), [command])
-    before = with_inputs(config)
-    (here / "agent.py").write_text("ask_again()")
-    assert inputs_changed(before, with_inputs(config)) == ["env.endpoint.command"]
 
 
 MODULE = """
@@ -267,34 +265,33 @@ def code(load, here, monkeypatch):
             (here / f"{name}.py").write_text(text.replace(old, new) if old else text)
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
-        return with_inputs(load("env.arithmetic=null", f"++env.{env}"))
+        return with_inputs(load(f"++env.{env}"))
 
     return write
 
 
+REWARD, JUDGE = "rewards={right: 'own_rewards:right'}", "custom={type: 'own_rewards:Judge'}"
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "seen"),
+    ("env", "old", "new", "seen"),
     [
-        ("", "", False),
-        ("float(short", "1 - float(short", True),
-        ("len(text) < MOST", "len(text) <= MOST", True),
-        ("MOST, NUMBER = 3", "MOST, NUMBER = 5", True),
-        ("[0-9]+", "[0-9]*", True),
-        ("text.strip()", "text.lower()", True),
-        ("return 1\n", "return 2\n", False),
-        ("import re\n", "import re\n\n\n", False),
+        (REWARD, "", "", False),
+        (REWARD, "float(short", "1 - float(short", True),
+        (REWARD, "len(text) < MOST", "len(text) <= MOST", True),
+        (REWARD, "MOST, NUMBER = 3", "MOST, NUMBER = 5", True),
+        (REWARD, "[0-9]+", "[0-9]*", True),
+        (REWARD, "text.strip()", "text.lower()", True),
+        (REWARD, "return 1\n", "return 2\n", False),
+        (REWARD, "import re\n", "import re\n\n\n", False),
+        (JUDGE, "most = 4", "most = 5", True),
+        (JUDGE, "answers):", "x):", True),
+        (JUDGE, "< MOST", "> MOST", True),
     ],
 )
-def test_a_reward_is_what_its_source_and_all_that_it_calls_say(code, old, new, seen):
-    assert inputs_changed(code(), code(old, new)) == (["env.rewards.right"] if seen else [])
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [("most = 4", "most = 5"), ("answers):", "x):"), ("< MOST", "> MOST")]
-)
-def test_an_environment_is_what_its_class_and_all_that_it_calls_say(code, old, new):
-    own = "custom={type: 'own_rewards:Judge'}"
-    assert inputs_changed(code(env=own), code(old, new, own)) == ["env.custom.type"]
+def test_a_reward_is_its_source_and_all_that_it_calls(code, env, old, new, seen):
+    key = "env.rewards.right" if env == REWARD else "env.custom.type"
+    assert inputs_changed(code(env=env), code(old, new, env)) == ([key] if seen else [])
 
 
 def of_scale(scale):
@@ -316,13 +313,6 @@ class Scorer:
         return [self.by] * len(responses)
 
 
-def typed_in(text):
-    """A function without a file, as of a prompt."""
-    names = {}
-    exec(text, names)
-    return names["f"]
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -332,12 +322,10 @@ def typed_in(text):
         (Scorer(1).__call__, Scorer(2).__call__),
         (lambda responses: [1.0 for _ in responses], lambda responses: [2.0 for _ in responses]),
         (cache(of_scale(1.0)), cache(of_scale(2.0))),
-        (typed_in("def f(r): return [1.0]"), typed_in("def f(r): return [2.0]")),
-        (typed_in("def f(r, by=1): return [by]"), typed_in("def f(r, by=2): return [by]")),
     ],
 )
 def test_what_can_be_called_is_also_what_it_holds(load, before, after):
-    config = load("env.arithmetic=null", "++env.rewards={own: '__main__:own'}")
+    config = load("++env.rewards={own: '__main__:own'}")
 
     def found(function):
         with handed({"__main__:own": function}):

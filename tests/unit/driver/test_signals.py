@@ -118,13 +118,6 @@ def test_a_second_signal_does_not_wait_and_later_ones_change_nothing(number: int
     assert signals.exit_status == 128 + number
 
 
-def test_a_second_signal_breaks_through_a_block_that_began_after_the_first() -> None:
-    with stop_signals():
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        assert not waits_for_a_block(signal.SIGINT)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_is_sent_twice_at_once_is_one(number: int) -> None:
     with stop_signals() as signals:
@@ -187,15 +180,6 @@ def test_a_signal_that_was_swallowed_is_not_forgotten() -> None:
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             current_stop_signals().stop_if_asked()
-
-
-def test_a_library_that_takes_a_handler_loses_it_when_the_block_is_entered_again() -> None:
-    with stop_signals() as outer:
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        with stop_signals() as inner:
-            assert inner is outer
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGTERM)
 
 
 def test_replaced_handlers_come_back() -> None:
@@ -325,22 +309,6 @@ def test_what_another_thread_says_has_failed_ends_a_wait_inside_a_block_that_def
             pass
 
 
-def test_a_failure_waits_for_a_block_that_must_not_be_cut() -> None:
-    reached: list[str] = []
-    with stop_signals() as signals:
-        thread = fails_soon(signals, RuntimeError("nothing moves"))
-
-        def block() -> None:
-            with deferred_stop_signals(hold=True):
-                time.sleep(0.3)
-                reached.append("held")
-
-        with pytest.raises(FailedFromOutsideError):
-            block()
-        thread.join()
-    assert reached == ["held"]
-
-
 def test_a_failure_while_a_signal_waits_ends_the_wait_and_is_told_as_its_cause() -> None:
     error = RuntimeError("nothing moves")
     with stop_signals() as signals:
@@ -357,7 +325,3 @@ def test_a_failure_while_a_signal_waits_ends_the_wait_and_is_told_as_its_cause()
         assert caught.value.__cause__ is error
         assert signals.exit_status == 143
         thread.join()
-
-
-def test_nobody_hears_of_a_failure_where_nobody_listens() -> None:
-    assert not current_stop_signals().fail(RuntimeError("nothing moves"))

@@ -85,7 +85,11 @@ def test_a_run_starts_its_models(exemplar, overrides, models, tmp_path, monkeypa
     recorder = RunRecorder(config.logger, 1)
     with ExitStack() as stack:
         parts = launch.open_parts(config)
-        [*launch._train(parts, NoCluster(config.cluster), RunCheckpoints(), recorder, stack)]
+        [
+            *launch._train(
+                parts, NoCluster(config.cluster), RunCheckpoints(), recorder, stack, None, launch.Watch()
+            )
+        ]
     options = [one.options for one in built]
     assert [(o["role"], o["trained"], o["init_reference_model"]) for o in options] == models
     assert [o["colocated_with"] for o in options] == [None, *[built[0]] * (len(models) - 1)]

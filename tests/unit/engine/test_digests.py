@@ -11,12 +11,17 @@ from nemo_rl_mcore.rank.refit.digests import (
     HeldBlock,
     IncompleteRefitError,
     block_sum,
-    digest,
     digests,
     joined,
     require_as_sent,
     sealed,
 )
+
+
+def digest(tensor, dtype=None):
+    """Of one tensor, cast to a dtype first."""
+    return sealed(int(block_sum(tensor, dtype=dtype)), dtype or tensor.dtype, tensor.shape)
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 SHAPES = [(), (1,), (7,), (5, 3), (3, 5), (2, 3, 4), (0, 4), (4, 0), (1, 300)]

@@ -9,7 +9,7 @@ import msgpack
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from nemo_rl_mcore.engine.receivers import BroadcastReceiver
+from nemo_rl_mcore.engine.receivers import Receiver
 from nemo_rl_mcore.rank.refit.transports import (
     BroadcastSender,
     Bucket,
@@ -47,7 +47,7 @@ def test_engines_outside_the_trainers_group_get_what_its_first_rank_broadcasts()
                 sender.transmit(slot, used)
             else:
                 bucket = Bucket.from_message(message)
-                received[rank] = dict(bucket.read(BroadcastReceiver(CPU, groups[rank]).open(bucket.location)))
+                received[rank] = dict(bucket.read(Receiver(CPU, groups[rank]).open(bucket.location)))
 
         in_threads(take_part, range(3))
         assert [torch.equal(received[rank]["weight"], tensor + shift) for rank in (1, 2)] == [True, True]

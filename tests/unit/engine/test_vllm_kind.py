@@ -18,7 +18,7 @@ RECIPES = Path(__file__).parents[3] / "examples/configs"
     ("overrides", "reads_texts"),
     [
         (["seed=1"], False),
-        (["grpo.max_rollout_turns=2", "env.arithmetic=null", "+env.custom.type=mine:Env"], True),
+        (["grpo.max_rollout_turns=2", "+env.custom.type=mine:Env"], True),
         (["policy.generation.stop_strings=['5']"], True),
     ],
 )
@@ -71,7 +71,7 @@ def test_arguments_that_give_other_answers_are_refused_by_name(key):
     assert [problem.path for problem in caught.value.problems] == [f"policy.generation.vllm_kwargs.{key}"]
 
 
-ON_GPUS = ("cluster.gpus_per_node=2", "policy.precision=bfloat16", "policy.generation.mismatch.threshold=2")
+ON_GPUS = ("cluster.gpus_per_node=2", "policy.precision=bfloat16", "policy.generation.mismatch_threshold=2")
 UNCOMPARED = ("policy.generation.verify_refit=false", "policy.generation.compare_at_start=false")
 
 
@@ -79,7 +79,7 @@ UNCOMPARED = ("policy.generation.verify_refit=false", "policy.generation.compare
     ("keys", "quantization", "ignored"),
     [
         ({}, "fp8_per_block", None),
-        ({"is_mx": "true"}, "mxfp8", None),
+        ({"precision": "mxfp8"}, "mxfp8", None),
         (
             {"quantization_ignored_layer_kws": "[o_proj, .layers.1.]"},
             "fp8_per_block",

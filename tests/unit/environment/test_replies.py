@@ -37,8 +37,8 @@ def test_what_is_right_is_a_reply():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"observations": [{"role": "user", "content": None}]}, "an observation: None is no text"),
-        ({"observations": [{"role": 1, "content": "a"}]}, "an observation's role: 1 is no text"),
+        ({"observations": [{"role": "user", "content": None}]}, "an observation: None is not a string"),
+        ({"observations": [{"role": 1, "content": "a"}]}, "an observation's role: 1 is not a string"),
         ({"observations": [{"role": "r" * 101, "content": "a"}]}, "role has 101 characters"),
         ({"observations": [{"role": "user", "content": "\ud83d"}]}, "surrogates not allowed"),
         ({"next_stop_strings": ["</call>"]}, "next_stop_strings: '</call>' is one text"),

@@ -7,13 +7,10 @@ from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import (
-    LossType,
     Masks,
     MetricKind,
     MetricSum,
-    denominator,
     divide,
-    gradient_kind,
     masked_sum,
     normalize,
     require,
@@ -51,27 +48,6 @@ def test_masks_are_read_in_the_next_token_frame():
     assert EXAMPLE.keep(VALUES, "values").tolist() == [[1, 2], [0, 8], [0, 0]]
 
 
-def test_reductions_by_hand():
-    assert EXAMPLE.token_sum(VALUES).item() == 1 + 2 + 8
-    assert EXAMPLE.sequence_mean(VALUES).tolist() == pytest.approx([1.5, 8, 24])
-    assert EXAMPLE.reduce(VALUES, LossType.TOKEN_LEVEL).item() == 11
-    assert EXAMPLE.reduce(VALUES, LossType.SEQUENCE_LEVEL).item() == pytest.approx(9.5)
-    assert [value.item() for value in EXAMPLE.extrema(VALUES)] == [1, 8]
-
-
-def test_a_row_without_tokens_has_mean_zero():
-    empty = masks([[1, 0, 0]], [1])
-    assert empty.sequence_mean(VALUES[:1]).tolist() == [0]
-
-
-def test_extrema_of_nothing_change_nothing():
-    empty = masks([[1, 0, 0]], [1])
-    assert [value.item() for value in empty.extrema(VALUES[:1])] == [math.inf, -math.inf]
-    no_columns = masks([[1]], [1])
-    nothing = torch.zeros(1, 0, dtype=torch.float64)
-    assert [value.item() for value in no_columns.extrema(nothing)] == [math.inf, -math.inf]
-
-
 def test_counts_are_those_of_the_loss(make_batch: BatchMaker):
     _, data = make_batch()
     seqs, toks = valid_counts(data)
@@ -102,40 +78,10 @@ def test_counts_add_up_over_parts_and_are_exact_beyond_fp32():
     ],
 )
 def test_each_kind_names_its_denominator(kind: MetricKind, expected: float):
-    assert denominator(kind, 3, 7) == expected
     total = torch.tensor(5.0, dtype=torch.float64)
     assert normalize(total, kind, torch.tensor(3), torch.tensor(7)).item() == pytest.approx(5 / expected)
-
-
-def test_dividing_keeps_the_dtype_of_the_sum():
-    total = torch.tensor(5.0)
-    count = torch.tensor(2.0, dtype=torch.float64)
-    assert normalize(total, MetricKind.TOKENS, count, count).dtype is torch.float32
-
-
-def test_the_gradient_is_divided_by_the_level_of_the_loss():
-    assert gradient_kind(LossType.TOKEN_LEVEL) is MetricKind.TOKENS
-    assert gradient_kind(LossType.SEQUENCE_LEVEL) is MetricKind.SEQUENCES
 
 
 def test_a_missing_key_is_named_with_its_reason_and_what_there_is():
     with refused("missing-column", "'values'", "the critic", ["a", "b"]):
         require({"b": VALUES, "a": VALUES}, "values", "the critic")
-
-
-def test_floats_keep_names_and_order():
-    values = {"z": torch.tensor(1.5), "a": torch.tensor(2, dtype=torch.float64), "m": torch.tensor(math.inf)}
-    floats = divide({name: MetricSum(value, MetricKind.NONE) for name, value in values.items()}, 3, 7)
-    assert floats == {"z": 1.5, "a": 2.0, "m": math.inf}
-    assert list(floats) == ["z", "a", "m"]
-    assert divide({}, 3, 7) == {}
-
-
-def test_each_sum_is_divided_by_the_count_of_its_kind():
-    twelve = torch.tensor(12.0)
-    found = divide({kind.value: MetricSum(twelve, kind) for kind in MetricKind}, 3, torch.tensor(6.0))
-    assert found == {"tokens": 2, "sequences": 4, "none": 12, "min": 12, "max": 12}
-
-
-def test_the_mean_of_nothing_is_zero():
-    assert divide({"loss": MetricSum(torch.tensor(0.0), MetricKind.TOKENS)}, 0, 0) == {"loss": 0}

@@ -1,4 +1,3 @@
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,19 +22,19 @@ def pairs(make_batch: BatchMaker) -> tuple[torch.Tensor, BatchedDataDict]:
     return c, data
 
 
-def textbook(c: torch.Tensor, data: BatchedDataDict, cfg: dict[str, Any], n_seq: float) -> dict[str, float]:
-    """Sentence by sentence from the paper, in Python floats."""
+def textbook(c: torch.Tensor, data: BatchedDataDict, cfg: dict[str, Any], n_seq: float) -> dict[str, Any]:
+    """Sentence by sentence from the paper."""
     beta = cfg.get("reference_policy_kl_penalty", 0.05)
     names = ("preference_loss", "sft_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean")
     sums = dict.fromkeys(names, 0.0)
     count = 0
 
     def of_row(row: int, *, likelihood: bool, average: bool) -> float:
-        total, tokens = 0.0, 0
+        total, tokens = c.new_zeros(()), 0
         for t in range(c.shape[1]):
             if data["token_mask"][row, t + 1]:
                 ref = 0.0 if likelihood else data["reference_policy_logprobs"][row, t].item()
-                total, tokens = total + c[row, t].item() - ref, tokens + 1
+                total, tokens = total + c[row, t] - ref, tokens + 1
         return total / tokens if average else total
 
     for pair in range(len(c) // 2):
@@ -44,8 +43,8 @@ def textbook(c: torch.Tensor, data: BatchedDataDict, cfg: dict[str, Any], n_seq:
         count += 1
         average = cfg.get("preference_average_log_probs", False)
         chosen, rejected = (of_row(2 * pair + i, likelihood=False, average=average) for i in (0, 1))
-        sums["preference_loss"] += math.log1p(math.exp(-beta * (chosen - rejected)))
-        sums["accuracy"] += chosen > rejected
+        sums["preference_loss"] += torch.nn.functional.softplus(-beta * (chosen - rejected))
+        sums["accuracy"] += float(chosen > rejected)
         sums["rewards_chosen_mean"] += chosen
         sums["rewards_rejected_mean"] += rejected
         if cfg.get("sft_loss_weight", 0):
@@ -75,38 +74,18 @@ def test_the_textbook(cfg: dict[str, Any], pairs: tuple[torch.Tensor, BatchedDat
     c, data = pairs
     loss, metrics = DPOLossFn(cfg)(c, data, 4, 23)
     expected = textbook(c, data, cfg, 4)
+    (gradient,) = torch.autograd.grad(loss, c)
+    (expected_gradient,) = torch.autograd.grad(expected["loss"], c)
+    torch.testing.assert_close(gradient, expected_gradient)
+    expected = {name: float(torch.as_tensor(value).detach()) for name, value in expected.items()}
     assert metrics == pytest.approx(expected, abs=1e-7)
     assert loss.item() == pytest.approx(expected["loss"], abs=1e-7)
-
-
-@pytest.mark.parametrize("cfg", SETTINGS, ids=str)
-def test_the_gradient_is_that_of_the_textbook(
-    cfg: dict[str, Any], pairs: tuple[torch.Tensor, BatchedDataDict]
-):
-    c, data = pairs
-    gradient = torch.autograd.grad(DPOLossFn(cfg)(c, data, 4, 23)[0], c)[0]
-    step = 1e-6
-    for place in [(0, 1), (1, 1), (2, 1), (4, 3), (5, 1)]:
-        moved = [c.detach().clone() for _ in range(2)]
-        moved[0][place] += step
-        moved[1][place] -= step
-        up, down = (textbook(m, data, cfg, 4)["loss"] for m in moved)
-        assert gradient[place].item() == pytest.approx((up - down) / (2 * step), abs=1e-7)
 
 
 def test_an_odd_number_of_rows_is_refused(pairs: tuple[torch.Tensor, BatchedDataDict]):
     c, data = pairs
     with refused("rows-per-sample", 5):
         DPOLossFn({})(c[:5], data.slice(0, 5), 4, 23)
-
-
-def test_masked_positions_never_matter(pairs: tuple[torch.Tensor, BatchedDataDict]):
-    c, data = pairs
-    off = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:] == 0
-    poisoned = c.detach().masked_fill(off, math.nan).requires_grad_()
-    loss, metrics = DPOLossFn({"sft_loss_weight": 1.0})(poisoned, data, 4, 9)
-    assert metrics == DPOLossFn({"sft_loss_weight": 1.0})(c, data, 4, 9)[1]
-    assert not torch.autograd.grad(loss, poisoned)[0][off].any()
 
 
 def test_what_it_says_of_itself(pairs: tuple[torch.Tensor, BatchedDataDict]):

@@ -1,5 +1,4 @@
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -7,7 +6,7 @@ import torch
 from nemo_rl_mcore.config import ClippedPGLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import Masks, MetricKind
-from nemo_rl_mcore.losses.clipped_pg import ImportanceWeights, importance_weights
+from nemo_rl_mcore.losses.clipped_pg import importance_weights
 
 RATIOS = [[2.0, 1.0, 0.25], [1.1, 0.9, 5.0], [8.0, 8.0, 8.0]]
 MASKS = Masks.of(
@@ -19,38 +18,29 @@ MASKS = Masks.of(
 )
 
 
-def weights(**keys: Any) -> ImportanceWeights:
-    cfg = ClippedPGLossConfig(use_importance_sampling_correction=True, **keys)
-    log_ratio = MASKS.keep(torch.tensor(RATIOS, dtype=torch.float64).log(), "ratios")
-    return importance_weights(cfg, log_ratio, MASKS)
-
-
-def bounded(kind: str, low: float | None, high: float, **keys: Any) -> ImportanceWeights:
-    return weights(
-        truncated_importance_sampling_type=kind,
-        truncated_importance_sampling_ratio=high,
-        truncated_importance_sampling_ratio_min=low,
-        **keys,
-    )
-
-
-def check(found: ImportanceWeights, valid: list[list[float]], outside: float, kind: MetricKind) -> None:
-    shown = [found.weights[b, t].item() for b, t in MASKS.valid.nonzero().tolist()]
-    assert shown == pytest.approx([w for row in valid for w in row], rel=1e-7)
-    assert found.out_of_bounds is not None
-    assert (found.out_of_bounds.value.item(), found.out_of_bounds.kind) == (outside, kind)
-
-
-@pytest.mark.parametrize("kind", ["tis", "icepop"])
-def test_bounds_are_inclusive(kind: str):
+@pytest.mark.parametrize(
+    ("low", "high", "tis", "icepop"),
+    [
+        (1.0, 9.0, [[2, 1, 1], [1.1, 1]], [[2, 1, 0], [1.1, 0]]),
+        (0.0, 1.0, [[1, 1, 0.25], [1, 0.9]], [[0, 1, 0.25], [0, 0.9]]),
+    ],
+)
+def test_bounds_are_inclusive(low: float, high: float, tis: list[list[float]], icepop: list[list[float]]):
     # exp(log x) may round; 0 and its weight of 1 do not.
-    low = bounded(kind, 1.0, 9.0)
-    high = bounded(kind, 0.0, 1.0)
-    assert (low.weights[0, 1].item(), high.weights[0, 1].item()) == (1, 1)
-    check(low, [[2, 1, 1 if kind == "tis" else 0], [1.1, 1 if kind == "tis" else 0]], 2, MetricKind.TOKENS)
-    check(
-        high, [[1 if kind == "tis" else 0, 1, 0.25], [1 if kind == "tis" else 0, 0.9]], 2, MetricKind.TOKENS
-    )
+    log_ratio = MASKS.keep(torch.tensor(RATIOS, dtype=torch.float64).log(), "ratios")
+    for kind, expected in (("tis", tis), ("icepop", icepop)):
+        cfg = ClippedPGLossConfig(
+            use_importance_sampling_correction=True,
+            truncated_importance_sampling_type=kind,
+            truncated_importance_sampling_ratio=high,
+            truncated_importance_sampling_ratio_min=low,
+        )
+        found = importance_weights(cfg, log_ratio, MASKS)
+        shown = [found.weights[b, t].item() for b, t in MASKS.valid.nonzero().tolist()]
+        assert shown == pytest.approx([w for row in expected for w in row], rel=1e-7)
+        assert found.weights[0, 1].item() == 1
+        assert found.out_of_bounds is not None
+        assert (found.out_of_bounds.value.item(), found.out_of_bounds.kind) == (2, MetricKind.TOKENS)
 
 
 def test_a_weight_that_is_not_finite_is_zero_before_the_bounds():

@@ -1,8 +1,11 @@
-"""Every loss is a sum over samples: however a batch is cut, the parts add up to the whole, metrics and gradients too.
+"""Properties of every loss.
 
-And an episode whose tokens are in several rows has the sums of the one row that has them all.
+However a batch is cut, the parts add up to the whole, metrics and gradients too; an episode whose tokens are in
+several rows has the sums of the one row that has them all; masked positions never matter; sums read no value.
 """
 
+import math
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -11,11 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parted_rows import as_rows
 from torch import Tensor
 
 from nemo_rl_mcore.config import DistillationLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.rollouts.transcript import as_rows
 from nemo_rl_mcore.losses import (
     ClippedPGLossFn,
     DistillationLossFn,
@@ -50,6 +53,8 @@ CLIPPED: dict[str, dict[str, Any]] = {
     "REINFORCE": {"disable_ppo_ratio": True},
     "on policy, with entropy": {"force_on_policy_ratio": True, "entropy_coef": 0.1},
     "icepop": BOUNDED | {"truncated_importance_sampling_type": "icepop"},
+    "KL to the sampler, clamped": {"use_on_policy_kl_approximation": True, "kl_output_clamp_value": 0.1}
+    | {"kl_input_clamp_value": 0.3, "reference_policy_kl_penalty": 0.5},
     "seq-mask-tis by rows": PER_ROW | BOUNDED | {"truncated_importance_sampling_type": "seq-mask-tis"},
 }
 LOSSES: dict[str, LossFunction] = {
@@ -184,3 +189,59 @@ def assert_the_same(parts: list[LossSums], whole: LossSums, case: Case) -> None:
     for metric, value in whole.metrics.items():
         pieces = [part.metrics[metric].value.item() for part in parts]
         assert combine.get(value.kind, sum)(pieces) == pytest.approx(value.value.item(), abs=1e-12), metric
+
+
+def poisoned(outputs: Any, off: Tensor, poison: float) -> Any:
+    """Outputs [B,C,..] for masks [B,S], in the next-token frame unless they have as many columns."""
+    if is_dataclass(outputs):
+        return type(outputs)(
+            *(poisoned(getattr(outputs, field.name), off, poison) for field in fields(outputs))
+        )
+    if outputs is None:
+        return None
+    mask = off[:, -outputs.shape[1] :]
+    return outputs.masked_fill(mask.reshape(*mask.shape, *[1] * (outputs.ndim - 2)), poison)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", LOSSES)
+def test_masked_positions_never_matter(name: str, poison: float, make_batch: BatchMaker):
+    loss_fn = LOSSES[name]
+    case = case_of(loss_fn, make_batch, 3)
+    off = case.data["token_mask"] * case.data["sample_mask"][:, None] == 0
+    data = BatchedDataDict(case.data)
+    for column in loss_fn.columns:
+        if column.key in data:
+            shown = off.roll(-1, dims=1) if column.of_next_token else off
+            data[column.key] = data[column.key].masked_fill(shown, poison)
+    clean, found = (
+        loss_fn.sums(case.outputs, case.data),
+        loss_fn.sums(poisoned(case.outputs, off, poison), data),
+    )
+    assert torch.equal(found.loss, clean.loss)
+    values = [{key: metric.value.item() for key, metric in sums.metrics.items()} for sums in (found, clean)]
+    assert values[0] == values[1]
+    for got, expected in zip(
+        gradients(found.loss, case.leaves), gradients(clean.loss, case.leaves), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_sums_neither_wait_for_the_device_nor_name_one(name: str, make_batch: BatchMaker):
+    # A tensor on "meta" has no values: reading one, or indexing by a mask, raises. The loss travels to the ranks.
+    loss_fn = pickle.loads(pickle.dumps(LOSSES[name]))
+    case = case_of(loss_fn, make_batch, 0)
+
+    def on_meta(outputs: Any) -> Any:
+        if is_dataclass(outputs):
+            return type(outputs)(*(on_meta(getattr(outputs, field.name)) for field in fields(outputs)))
+        return outputs if outputs is None else outputs.to("meta")
+
+    sums = loss_fn.sums(on_meta(case.outputs), case.data.to("meta"))
+    assert sums.loss.requires_grad
+    assert {
+        (metric.value.device.type, metric.value.ndim, metric.value.requires_grad)
+        for metric in sums.metrics.values()
+    } == {("meta", 0, False)}

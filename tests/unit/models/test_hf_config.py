@@ -169,7 +169,7 @@ def test_a_written_config_is_read_back_by_us_and_by_transformers(model_type):
     theirs = transformers_config(**written)
     assert theirs.model_type == model_type
     assert theirs.architectures == [FAMILIES[model_type].architecture]
-    assert not FAMILIES[model_type].rotary or theirs.rope_parameters == rope
+    assert FAMILIES[model_type].hybrid or theirs.rope_parameters == rope
     saved = json.loads(theirs.to_json_string())
     assert explicit_fields(model_config_from_hf(saved)) == explicit_fields(model)
 
@@ -194,7 +194,7 @@ def test_yarn_is_written_and_read_back():
     model = model_config_from_hf(given)
     assert model.longest_sequence == 4 * 32768
     assert model.rope_scaling is not None
-    assert model.rope_scaling.slow_and_fast == (1.0, 32.0)
+    assert model.rope_scaling.rope_type == "yarn"
     written = hf_config_of(model, origin=given)
     theirs = transformers_config(**written)
     whole = {"rope_theta": 77.0, **YARN, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -251,7 +251,7 @@ def test_an_overridden_stretch_has_its_own_original_context():
         (HYBRID | OF_EXPERTS, "nemotron_h"),
         (HYBRID | OF_EXPERTS | {"moe_latent_size": 32}, "nemotron_h"),
         (OF_GPT_OSS, "gpt_oss"),
-        (OF_GPT_OSS | {"sliding_window": 8, "window_attn_skip_freq": (0, 1)}, "gpt_oss"),
+        (OF_GPT_OSS | {"sliding_window": 8}, "gpt_oss"),
     ],
 )
 def test_the_family_follows_from_the_architecture(model, family):
@@ -264,11 +264,11 @@ def test_the_family_follows_from_the_architecture(model, family):
     [
         (
             {"qk_layernorm": True, "add_qkv_bias": True},
-            "add_qkv_bias: True with qk",
+            "add_qkv_bias: true with qk",
         ),
         (
             {"num_moe_experts": 4, "moe_router_pre_softmax": True},
-            "num_moe_experts: 4 with moe_router_pre_softmax: True",
+            "num_moe_experts: 4 with moe_router_pre_softmax: true",
         ),
         ({"mtp_num_layers": 1}, "mtp_num_layers: 1"),
         (
@@ -483,22 +483,28 @@ def test_every_problem_is_given_at_once():
 
 
 @pytest.mark.parametrize(
-    ("kinds", "window", "layers"),
+    ("kinds", "window"),
     [
-        (["sliding_attention", "full_attention"], 8, (1, 0)),
-        (["full_attention", "sliding_attention"], 8, (0, 1)),
-        (["sliding_attention"] * 2, 8, None),
-        (["full_attention"] * 2, None, None),
-        (None, 8, (1, 0)),
+        (["sliding_attention", "full_attention"], 8),
+        (["full_attention"] * 2, None),
+        (None, 8),
     ],
 )
-def test_kinds_of_layers_say_which_have_the_window(kinds, window, layers):
+def test_kinds_of_layers_say_which_have_the_window(kinds, window):
     given = config_of("gpt_oss", sliding_window=8, layer_types=kinds, num_key_value_heads=2)
     model = model_config_from_hf(given)
-    assert (model.sliding_window, model.window_attn_skip_freq) == (window, layers)
+    assert model.sliding_window == window
     written = hf_config_of(model, origin=given)
     assert written["sliding_window"] == 8
+    assert written["layer_types"] == (kinds or ["sliding_attention", "full_attention"])
     assert explicit_fields(model_config_from_hf(written)) == explicit_fields(model)
+
+
+@pytest.mark.parametrize("kinds", [["full_attention", "sliding_attention"], ["sliding_attention"] * 2])
+def test_windows_of_other_layers_are_refused(kinds):
+    config = config_of("gpt_oss", sliding_window=8, layer_types=kinds, num_key_value_heads=2)
+    (problem,) = refusal_of(config)
+    assert problem.startswith("layer_types: not-supported")
 
 
 def test_layers_in_words_are_those_in_characters():

@@ -170,8 +170,3 @@ def test_frozen_head_in_16_bit_is_no_worse_than_unfused():
         grads[name] = leaf.grad.double()
     errors = {name: float((grad - grads["exact"]).norm()) for name, grad in grads.items()}
     assert 0 < errors["fused"] <= 1.1 * errors["unfused"]
-
-
-def test_cache_budget_must_not_be_negative():
-    with pytest.raises(ValueError, match="cache_bytes"):
-        LinearLogprobsOptions(cache_bytes=-1)

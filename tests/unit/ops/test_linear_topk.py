@@ -19,7 +19,7 @@ TILINGS = {
     "three rows": LinearLogprobsOptions(chunk_size=3),
     "panels": LinearLogprobsOptions(chunk_bytes=4 * 256 * 5),
 }
-FLOATS = ("logits", "logsumexp", "tail_logmass", "entropy", "logprobs")
+FLOATS = ("logits", "logsumexp", "tail_logmass", "logprobs")
 
 
 def problem(seq: int, batch: int, hidden: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,6 @@ def test_float32_matches_float64(tiling, temperature, masked, k):
     kwargs = {
         "temperature": temperature,
         "mask": torch.arange(21).view(7, 3) % 4 > 0 if masked else None,
-        "with_entropy": True,
     }
     expected = plain_linear_topk_logprobs(hidden.double(), weight.double(), k, **kwargs)
     actual = linear_topk_logprobs(hidden, weight, k, options=TILINGS[tiling], **kwargs)
@@ -77,7 +76,6 @@ def test_any_shape_mask_and_tiling(data: st.DataObject):
     kwargs = {
         "temperature": data.draw(st.floats(0.3, 2)),
         "mask": None if bits is None else torch.tensor(bits).view(seq, batch),
-        "with_entropy": data.draw(st.booleans()),
         "options": LinearLogprobsOptions(
             chunk_bytes=data.draw(st.sampled_from([1, 8 * 256 * 3, 64 << 20])),
             chunk_size=data.draw(st.none() | st.integers(1, 40)),
@@ -116,32 +114,26 @@ def test_a_tail_of_tiny_mass_is_exact(gap, tiling, dtype):
     logits = torch.randint(-8, 9, (5, 2, 300), generator=noise).double() / 8 - gap / 2
     logits[..., [4, 150, 299]] += gap + torch.tensor([0.0, 4.0, 8.0], dtype=torch.float64)
     eye = torch.eye(300, dtype=torch.float64)
-    expected = plain_linear_topk_logprobs(logits, eye, 3, with_entropy=True)
-    actual = linear_topk_logprobs(
-        logits.to(dtype), eye.to(dtype), 3, with_entropy=True, options=TILINGS[tiling]
-    )
+    expected = plain_linear_topk_logprobs(logits, eye, 3)
+    actual = linear_topk_logprobs(logits.to(dtype), eye.to(dtype), 3, options=TILINGS[tiling])
     assert float(expected.tail_logmass.max()) < 6 - gap
     assert torch.equal(actual.indices, expected.indices)
     torch.testing.assert_close(actual.tail_logmass.double(), expected.tail_logmass, rtol=1e-7, atol=1e-12)
-    assert actual.entropy is not None
-    torch.testing.assert_close(actual.entropy.double(), expected.entropy, rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_the_whole_vocabulary_leaves_an_empty_tail(tiling):
-    out = linear_topk_logprobs(*problem(3, 2, 6, 300), 300, with_entropy=True, options=TILINGS[tiling])
+    out = linear_topk_logprobs(*problem(3, 2, 6, 300), 300, options=TILINGS[tiling])
     assert bool((out.tail_logmass == -math.inf).all())
-    assert out.entropy is not None
-    assert bool(out.entropy.isfinite().all())
     torch.testing.assert_close(out.logprobs.exp().sum(-1), torch.ones(3, 2, dtype=torch.float64))
 
 
 def test_16_bit_error_is_no_worse_than_unfused():
     hidden, weight = (x.bfloat16() for x in problem(64, 2, 32, 2000))
-    exact = plain_linear_topk_logprobs(hidden.double(), weight.double(), 10, with_entropy=True)
+    exact = plain_linear_topk_logprobs(hidden.double(), weight.double(), 10)
     errors = {}
     for function in (linear_topk_logprobs, plain_linear_topk_logprobs):
-        out = function(hidden, weight, 10, with_entropy=True)
+        out = function(hidden, weight, 10)
         errors[function] = [float((getattr(out, x) - getattr(exact, x)).norm()) for x in FLOATS]
     fused, plain = errors[linear_topk_logprobs], errors[plain_linear_topk_logprobs]
     assert all(f <= 1.02 * p for f, p in zip(fused, plain, strict=True)), errors
@@ -152,16 +144,16 @@ def test_nearly_empty_masks(kept):
     hidden, weight = problem(5, 2, 6, 40)
     mask = torch.zeros(10, dtype=torch.bool)
     mask[kept] = True
-    expected = plain_linear_topk_logprobs(hidden, weight, 3, mask=mask.view(5, 2), with_entropy=True)
+    expected = plain_linear_topk_logprobs(hidden, weight, 3, mask=mask.view(5, 2))
     hidden.view(10, 6)[~mask] = math.nan
-    actual = linear_topk_logprobs(hidden, weight, 3, mask=mask.view(5, 2), with_entropy=True)
+    actual = linear_topk_logprobs(hidden, weight, 3, mask=mask.view(5, 2))
     assert_matches(actual, expected, 1e-12)
     for name in (*FLOATS, "indices"):
         assert not getattr(actual, name).flatten(0, 1)[~mask].any(), name
 
 
 def test_no_rows_at_all():
-    out = linear_topk_logprobs(*problem(0, 2, 6, 40), 3, with_entropy=True)
+    out = linear_topk_logprobs(*problem(0, 2, 6, 40), 3)
     assert out.logprobs.shape == out.indices.shape == (0, 2, 3)
     assert out.tail_logmass.shape == (0, 2)
 
@@ -171,7 +163,7 @@ def test_holds_neither_gradients_nor_all_logits():
     hidden, weight = (x.float().requires_grad_() for x in problem(tokens, 1, 16, vocab))
     with Recorder() as seen:
         out = linear_topk_logprobs(hidden, weight, 8, options=LinearLogprobsOptions(chunk_bytes=64 << 10))
-    assert not any(getattr(out, name).requires_grad for name in FLOATS if name != "entropy")
+    assert not any(getattr(out, name).requires_grad for name in FLOATS)
     assert seen.largest <= vocab * 16
 
 

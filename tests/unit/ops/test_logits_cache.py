@@ -28,12 +28,12 @@ def head_outputs(options, dtype, mask=None, at_ids=False) -> tuple[list[Tensor],
     hidden = torch.randn(TOKENS, 1, HIDDEN, generator=noise).to(dtype).requires_grad_()
     weight = torch.randn(VOCAB, HIDDEN, generator=noise).to(dtype).requires_grad_()
     ids = torch.rand(TOKENS, 1, VOCAB, generator=noise).argsort(-1)[..., :K]
-    arguments = {"temperature": 0.7, "mask": mask, "with_entropy": True, "options": options}
+    arguments = {"temperature": 0.7, "mask": mask, "options": options}
     if at_ids:
         out = linear_logprobs_at(hidden, weight, ids, with_tail=True, **arguments)
     else:
-        out = fused_linear_logprobs(hidden, weight, ids[..., 0], **arguments)
-    return [x for x in out if x is not None], [hidden, weight]
+        out = fused_linear_logprobs(hidden, weight, ids[..., 0], with_entropy=True, **arguments)
+    return [*out], [hidden, weight]
 
 
 def gradients(options, dtype, at_ids=False) -> list[Tensor]:
@@ -100,8 +100,3 @@ def test_rows_without_gradient_are_left_out_without_a_copy_of_the_panel():
     with Recorder() as seen:
         torch.autograd.grad(outputs[0], leaves, grad)
     assert max(shape.numel() for shape in seen.new if shape[-1:] == (VOCAB,)) == 4 * VOCAB
-
-
-def test_a_negative_budget_is_refused():
-    with pytest.raises(ValueError, match="cache_bytes_per_logit"):
-        LinearLogprobsOptions(cache_bytes_per_logit=-1)

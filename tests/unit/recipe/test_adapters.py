@@ -81,9 +81,9 @@ def test_the_spelling_of_nemo_rl_for_no_format_of_their_own(load):
 
 
 def test_gradients_and_optimizer_are_of_adapters_alone(load):
-    whole = estimate_memory(load()).models["policy"]
+    whole = estimate_memory(load())["policy"]
     found = estimate_memory(load(ENABLED, f"+{PEFT}.dim=4", "loss_fn.reference_policy_kl_penalty=0.1"))
-    adapters = found.models["policy"]
+    adapters = found["policy"]
     # A [4, inputs] and B [outputs, 4] of four layers, twice.
     hidden, ffn = 64, 128
     of_layer = 4 * (hidden + 3 * hidden + 2 * hidden + hidden + 2 * ffn + ffn + hidden)

@@ -26,7 +26,7 @@ VLLM = (f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2")
 def test_it_is_off_unless_a_recipe_asks_for_it(load):
     config = load()
     assert not config.asynchronous
-    assert not config.grpo.async_grpo.off_policy
+    assert config.max_age == 0
     assert not config.streams
 
 
@@ -34,7 +34,7 @@ def test_defaults_are_one_step_of_age_and_whole_steps(load):
     config = load(*RUN)
     assert config.grpo.async_grpo == config.asynchrony == AsyncRolloutsConfig(enabled=True)
     assert config.asynchrony.in_flight_weight_updates
-    assert (config.max_live_groups, config.max_inflight_groups, config.min_groups_per_chunk) == (32, 32, 16)
+    assert (*config.groups_under_way, config.min_groups_per_chunk) == (32, 32, 16)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_defaults_are_one_step_of_age_and_whole_steps(load):
 )
 def test_what_is_under_way(load, overrides, live, inflight, chunk, streams):
     config = load(*RUN, *(f"{ASYNC}.{override}" for override in overrides))
-    assert (config.max_live_groups, config.max_inflight_groups) == (live, inflight)
+    assert config.groups_under_way == (live, inflight)
     assert (config.min_groups_per_chunk, config.streams) == (chunk, streams)
 
 
@@ -63,7 +63,8 @@ def test_nothing_of_it_holds_of_a_run_that_takes_turns(load):
         "grpo.use_dynamic_sampling=true",
         f"{ASYNC}.min_groups_for_streaming_train=99",
         f"{ASYNC}.max_inflight_prompts=1",
-        f"{GENERATION}.mismatch={{threshold: 1.1, action: stop}}",
+        f"{GENERATION}.mismatch_threshold=1.1",
+        f"{GENERATION}.mismatch_action=stop",
     )
 
 
@@ -82,7 +83,7 @@ class TestCorrection:
 
     def test_on_policy_there_is_nothing_to_choose(self, load):
         config = load(*self.LEFT_OUT, f"{ASYNC}.max_trajectory_age_steps=0")
-        assert not config.grpo.async_grpo.off_policy
+        assert config.max_age == 0
         assert not any(remarks(config))
 
     def test_a_wrong_choice_is_told_as_such(self, refusals):
@@ -122,7 +123,7 @@ def test_every_algorithm_that_samples_has_it(ask, algorithm):
     config = ask(algorithm, f"{algorithm}.async_{algorithm}.max_trajectory_age_steps=2")
     assert config.asynchronous
     assert config.asynchrony_key == f"{algorithm}.async_{algorithm}"
-    assert (config.max_age, config.prompts_per_step, config.max_live_groups) == (2, 64, 3 * 64)
+    assert (config.max_age, config.prompts_per_step, config.groups_under_way[0]) == (2, 64, 3 * 64)
     assert not config.streams
     assert not any(remarks(config))
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from nemo_rl_mcore.config import EmbeddedConfig
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.rules.runs import run_problems
 
@@ -14,7 +13,7 @@ FOREIGN = ("+policy.model.qk_layernorm=true", "+policy.model.add_qkv_bias=true")
 def test_the_ranks_answer_unless_a_recipe_asks_for_engines(load):
     generation = load().policy.generation
     assert generation.decodes_on_ranks
-    assert generation.engine == EmbeddedConfig()
+    assert generation.backend == "embedded"
     assert not load(APART).policy.generation.decodes_on_ranks
     vllm = load(f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2").policy.generation
     assert not vllm.decodes_on_ranks

@@ -7,7 +7,7 @@ RECIPE = "examples/configs/grpo_agents_cpu.yaml"
 
 
 def test_several_calls_go_with_an_environment_that_scores_one_answer():
-    config = load_config(RECIPE, ["env.arithmetic={}", "grpo.max_rollout_turns=5"])
+    config = load_config(RECIPE, ["env.math={}", "grpo.max_rollout_turns=5"])
     assert config.max_rollout_turns == 5
 
 

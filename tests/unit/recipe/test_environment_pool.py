@@ -11,7 +11,6 @@ from nemo_rl_mcore.tools.migrate.migrate import migrate
     ("section", "size"),
     [
         ({}, 0),
-        ({"arithmetic": {}}, 0),
         ({"math": {}}, 1),
         ({"custom": {"type": "mine:Env"}}, 1),
         ({"math": {}, "pool": {"size": 0}}, 0),
@@ -24,9 +23,8 @@ def test_what_is_not_ours_to_trust_runs_apart(section, size):
 
 def test_nemo_rl_s_number_of_workers_is_the_size(tmp_path, exemplar):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"defaults: {exemplar}\nenv: {{arithmetic: null, math: {{num_workers: 8}}}}\n")
+    recipe.write_text(f"defaults: {exemplar}\nenv: {{math: {{num_workers: 8}}}}\n")
     assert value_at(migrate(recipe).draft.tree, "env") == {
         "pool": {"size": 8},
         "math": {"unparsable": "zero"},
-        "arithmetic": None,
     }

@@ -22,7 +22,7 @@ def write(tmp_path, exemplar, monkeypatch):
 
     def recipe(args, more=""):
         path = tmp_path / "recipe.yaml"
-        custom = f"env:\n  arithmetic: null\n  custom:\n    type: my:Judge\n    args: {args}\n"
+        custom = f"env:\n  custom:\n    type: my:Judge\n    args: {args}\n"
         path.write_text(f"defaults: {exemplar}\n{custom}{more}")
         return path
 

@@ -47,7 +47,7 @@ def test_routers_are_frozen_by_name_or_by_their_own_key(load):
     ],
 )
 def test_memory_has_neither_gradients_nor_moments_of_them(load, patterns, trained):
-    memory = estimate_memory(load(frozen(*patterns))).models["policy"]
+    memory = estimate_memory(load(frozen(*patterns)))["policy"]
     assert (memory.rank_parameters, memory.weights) == (86_336, 86_336 * 4)
     assert (memory.gradients, memory.optimizer) == (trained * 4, 2 * trained * 4 // 2)
 
@@ -55,7 +55,7 @@ def test_memory_has_neither_gradients_nor_moments_of_them(load, patterns, traine
 def test_memory_has_the_biases_of_experts_in_fp32_and_trains_none(load):
     model = [*EXPERTS, "policy.model.moe_router_score_function=sigmoid", "policy.precision=bfloat16"]
     plain, biased = (
-        estimate_memory(load(*model, f"policy.model.moe_router_enable_expert_bias={has}")).models["policy"]
+        estimate_memory(load(*model, f"policy.model.moe_router_enable_expert_bias={has}"))["policy"]
         for has in ("false", "true")
     )
     assert biased.rank_parameters == plain.rank_parameters + 2 * 4

@@ -12,7 +12,7 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.driver.run_folder import recipe_text
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.of_nemo_rl import foreign_keys, listed_keys
-from nemo_rl_mcore.tools.migrate.draft import ONLY_OURS
+from nemo_rl_mcore.tools.migrate.draft import KEYS
 from nemo_rl_mcore.tools.migrate.migrate import load_migrated
 
 FOLDER = Path(__file__).parents[2] / "fixtures/nemo_rl"
@@ -151,7 +151,7 @@ def test_a_key_of_ours_alone_stands():
 
 
 def test_keys_of_ours_alone_are_none_of_theirs():
-    assert not {*ONLY_OURS} & {*listed_keys()}
+    assert not {*KEYS["only_ours"]} & {*listed_keys()}
 
 
 def test_what_does_not_carry_over_ends_the_command_unless_an_override_settles_it(capsys):

@@ -1,7 +1,7 @@
-"""Adapters given to a sharded model, and as a folder of the library peft, which vLLM loads too: written, and read.
+"""Adapters added to a sharded model, and written to or read from a folder of the library peft, which vLLM loads too.
 
 A layer of Megatron that is several modules there, such as queries, keys and values, has one A: each module is written
-with it, and can be read only where they have the same one.
+with it, and a folder is read only if they all have the same one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from nemo_rl_mcore.config import ModelConfig, PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data.strict_json import read_json
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.models import all_weights
@@ -26,9 +26,8 @@ from nemo_rl_mcore.models.adapters import KEY, LORA_A, LORA_B, adapted_weights, 
 from nemo_rl_mcore.models.weights import Weight
 from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.agreement import agreed, agreed_on_first
-from nemo_rl_mcore.rank.megatron.hf_weights.export import adapter_tensors
-from nemo_rl_mcore.rank.megatron.hf_weights.load import local_parameters, this_place
-from nemo_rl_mcore.rank.megatron.hf_weights.packing import pack
+from nemo_rl_mcore.rank.megatron.hf_weights.export import adapter_tensors, make_room
+from nemo_rl_mcore.rank.megatron.hf_weights.load import local_parameters, own_part
 from nemo_rl_mcore.rank.megatron.lora import MODULE, Adapter, adapters_of, add_adapter
 from nemo_rl_mcore.rank.megatron.model_class import LanguageModel
 
@@ -40,20 +39,33 @@ _PLAIN = {
     "use_rslora": False,
     "modules_to_save": None,
 }
-"""Keys of adapter_config.json with the values that are read; a key that is left out has its value."""
+"""Keys of adapter_config.json with the only values that are read; a key that is left out has its value."""
 
 
 def add_adapters(policy: PolicyConfig, models: Sequence[LanguageModel], seed: int) -> None:
-    """Give the linear layers that the config names their adapters; nothing unless `peft.enabled`.
-
-    Raises RefusedError for a layer that holds several weights, as experts of Transformer Engine.
-    """
+    """Give the linear layers that the config names their adapters; RefusedError for a layer with several weights."""
     adapted, peft = adapted_weights(policy), policy.megatron_cfg.peft
     if not adapted:
         return
-    methods = peft.lora_A_init_method, peft.lora_B_init_method
+
+    def drawn(part: Weight, method: str, key: str) -> torch.Tensor:
+        """Return this rank's part of a start that is the same on every layout. Source: Megatron-Bridge."""
+        tensors: list[torch.Tensor] = []
+        for number, shape in enumerate(part.slot.shapes(policy.model)):
+            tensor = torch.zeros(*shape, device="cpu")
+            digest = hashlib.blake2b(f"{key} {number}".encode(), digest_size=7).digest()
+            generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest))
+            if method == "xavier":
+                torch.nn.init.xavier_normal_(tensor, generator=generator)
+            elif method == "normal":
+                torch.nn.init.normal_(tensor, std=0.2, generator=generator)
+            elif method == "kaiming":
+                torch.nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+            tensors.append(tensor)
+        return own_part(part, policy.model, lambda number, cut: tensors[number][cut])
+
     layers = {id(getattr(part, "weight", None)): part for model in models for part in model.modules()}
-    for weight, parameter in [*local_parameters(models, policy.model, this_place())]:
+    for weight, parameter in [*local_parameters(models, policy.model)]:
         if weight not in adapted:
             continue
         layer, name = layers.get(id(parameter)), adapted[weight]
@@ -64,63 +76,31 @@ def add_adapters(policy: PolicyConfig, models: Sequence[LanguageModel], seed: in
                 "policy.megatron_cfg.transformer_impl: local",
                 code="not-supported",
             )
-        own: list[torch.Tensor] = []
-        for part, method in zip(adapter_weights(weight, peft.dim), methods, strict=True):
-            shapes, what = part.slot.shapes(policy.model), (LORA_A, LORA_B)[len(own)]
-            keys = (f"{seed} {name} {what} {number}" for number in range(len(shapes)))
-            drawn = [_drawn(method, shape, key) for shape, key in zip(shapes, keys, strict=True)]
-            own.append(own_part(part, drawn, policy.model))
-        layer.add_module(MODULE, Adapter(weight, name, policy, parameter, own))
+        a, b = adapter_weights(weight, peft.dim)
+        own_a = drawn(a, peft.lora_A_init_method, f"{seed} {name} {LORA_A}")
+        own_b = drawn(b, peft.lora_B_init_method, f"{seed} {name} {LORA_B}")
+        layer.add_module(MODULE, Adapter(weight, name, policy, parameter, [own_a, own_b]))
         layer.register_forward_hook(add_adapter)
-
-
-def _drawn(method: str, shape: Sequence[int], key: str) -> torch.Tensor:
-    """Return the start of a whole tensor, the same on every layout. Source: Megatron-Bridge, ParallelLinearAdapter."""
-    tensor = torch.zeros(*shape, device="cpu")
-    digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest))
-    match method:
-        case "xavier":
-            torch.nn.init.xavier_normal_(tensor, generator=generator)
-        case "normal":
-            torch.nn.init.normal_(tensor, std=0.2, generator=generator)
-        case "kaiming":
-            torch.nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
-        case _:
-            pass
-    return tensor
-
-
-def own_part(weight: Weight, tensors: Sequence[torch.Tensor], model: ModelConfig) -> torch.Tensor:
-    """Return what this rank holds of a weight that the whole tensors make up."""
-    layout, tensor = weight.slot.layout, this_place().tensor
-    rank, ranks = (0, 1) if weight.expert is not None else (tensor.rank(), tensor.size())
-    parts: list[torch.Tensor] = []
-    for whole in tensors:
-        cuts = [whole[cut] for cut in layout.cuts(whole.shape, rank, ranks, model)]
-        parts.append(torch.cat(cuts, layout.dimension or 0))
-    return pack(layout.packing, parts, model)
 
 
 def save_adapters(
     chunks: Sequence[torch.nn.Module], policy: PolicyConfig, folder: Path, *, origin: str | None
 ) -> None:
-    """Write a new folder; every rank takes part. origin: the model that the adapters are beside.
-
-    Raises ValueError on all ranks when the folder exists.
-    """
-
-    def make_room() -> None:
-        if folder.exists():
-            raise ValueError(f"the folder {str(folder)!r} exists already; name another one")
-        folder.mkdir(parents=True)
-
-    agreed_on_first(make_room)
+    """Write a new folder; every rank takes part, and raises ValueError if it exists. origin: the model beside."""
+    make_room(folder, folder)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in adapter_tensors(chunks, policy):
         activity.advance(f"exporting {name}")
         if dist.get_rank() == 0:
             tensors[name] = tensor.to("cpu", copy=True).contiguous()
+
+    def modules(weights: Iterable[Weight]) -> set[str]:
+        return {name.removesuffix(".weight") for weight in weights for name in weight.names}
+
+    # Modules are named by the last part of their names, unless a module without adapters has the same.
+    adapted = modules(adapted_weights(policy))
+    others = modules(weight for weight in all_weights(policy.model) if linear_name(weight)) - adapted
+    short, short_others = ({name.rpartition(".")[2] for name in names} for names in (adapted, others))
     peft = policy.megatron_cfg.peft
     config = _PLAIN | {
         "base_model_name_or_path": origin,
@@ -129,7 +109,7 @@ def save_adapters(
         "r": peft.dim,
         "lora_alpha": int(peft.alpha) if peft.alpha.is_integer() else peft.alpha,
         "lora_dropout": peft.dropout,
-        "target_modules": _target_modules(policy),
+        "target_modules": sorted(adapted if short & short_others else short),
     }
 
     def write() -> None:
@@ -139,25 +119,11 @@ def save_adapters(
     agreed_on_first(write)
 
 
-def _target_modules(policy: PolicyConfig) -> list[str]:
-    """Return the modules with adapters: by the last part of their names where it says which, else by the whole."""
-
-    def modules(weights: Any) -> set[str]:
-        return {name.removesuffix(".weight") for weight in weights for name in weight.names}
-
-    def last(names: set[str]) -> set[str]:
-        return {name.rpartition(".")[2] for name in names}
-
-    adapted = modules(adapted_weights(policy))
-    others = modules(weight for weight in all_weights(policy.model) if linear_name(weight)) - adapted
-    return sorted(adapted if last(adapted) & last(others) else last(adapted))
-
-
 def load_adapters(chunks: Sequence[torch.nn.Module], policy: PolicyConfig, folder: Path) -> None:
     """Fill this rank's adapters; every rank takes part.
 
-    Raises RefusedError on all ranks for adapters of another kind, of another rank or scale, of other layers, and for
-    those of queries, keys and values, or of gate and up, with different As.
+    Raises RefusedError on all ranks for adapters of another kind, rank, scale or set of layers, and for different As
+    within queries, keys and values, or within gate and up.
     """
 
     def fill() -> None:
@@ -176,14 +142,15 @@ def load_adapters(chunks: Sequence[torch.nn.Module], policy: PolicyConfig, folde
                 shapes = own.slot.shapes(policy.model)
                 if tuple(tuple(tensor.shape) for tensor in whole) != shapes:
                     raise _refused(folder, f"has {own.names[0]} of another shape than {shapes[0]}")
+                part = own_part(own, policy.model, lambda number, cut, whole=whole: whole[number][cut])
                 with torch.no_grad():
-                    parameter.copy_(own_part(own, whole, policy.model))
+                    parameter.copy_(part)
 
     agreed(fill)
 
 
 def _read(folder: Path, policy: PolicyConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors of a folder, which are those of the policy's adapters by name, rank and scale."""
+    """Return the folder's tensors, which are the policy's adapters by name, rank and scale."""
     peft = policy.megatron_cfg.peft
     try:
         config: Any = read_json(folder / CONFIG)

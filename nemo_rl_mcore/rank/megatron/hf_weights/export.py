@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,9 @@ from nemo_rl_mcore.models.pretrained import read_hf_config, read_object
 from nemo_rl_mcore.models.weights import Weight
 from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.agreement import agreed_on_first, together
+from nemo_rl_mcore.rank.megatron import parallel_groups
 from nemo_rl_mcore.rank.megatron.hf_weights.files import ShardWriter
-from nemo_rl_mcore.rank.megatron.hf_weights.load import Place, local_parameters, this_place
+from nemo_rl_mcore.rank.megatron.hf_weights.load import local_parameters
 from nemo_rl_mcore.rank.megatron.hf_weights.packing import whole
 from nemo_rl_mcore.rank.megatron.lora import adapters_of
 from nemo_rl_mcore.rank.megatron.optimizer_state import gather_parameters
@@ -39,21 +41,20 @@ def full_tensors(
     """Yield each tensor of the Hugging Face model, whole and on the device, on every rank, in the order of the layers.
 
     Every rank must iterate to the end: the steps are collective. One tensor is in memory at a time, with one weight
-    beside it where a tensor holds those of all experts; a tensor may share memory with a parameter, so that what is to
-    outlast the iteration must be copied. Adapters are in the weights that they are beside, unless `merged` is false.
+    beside it where a tensor holds those of all experts; it may share memory with a parameter, so copy what must outlast
+    the iteration. Adapters are merged into their weights, unless `merged` is false.
     Raises ValueError for an architecture that no supported Hugging Face family has.
     """
-    model, device = policy.model, accelerator.device()
+    model = policy.model
     family_of(model)
     gather_parameters(chunks)
-    place = this_place()
-    own = {weight: parameter.detach() for weight, parameter in local_parameters(chunks, model, place)}
+    own = {weight: parameter.detach() for weight, parameter in local_parameters(chunks, model)}
     adapters = adapters_of(chunks) if merged else {}
 
     def part_of(weight: Weight) -> torch.Tensor:
         return adapters[weight].merged(own[weight]) if weight in adapters else own[weight]
 
-    whole_of = _whole_weights(own.keys(), part_of, policy, place)
+    whole_of = _whole_weights(own.keys(), part_of, policy)
     for names, of_names in groupby(all_weights(model), key=lambda weight: weight.names):
         weights = [*of_names]
         first = weights[0]
@@ -61,8 +62,7 @@ def full_tensors(
             yield from zip(names, whole_of(first), strict=True)
             continue
         # One tensor holds those of all experts of a layer.
-        dtype, shapes = _dtype(first, policy), first.slot.tensor_shapes(model)
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        tensors = _empty(first.slot.tensor_shapes(model), first, policy)
         for number, weight in enumerate(weights):
             for tensor, part in zip(tensors, whole_of(weight), strict=True):
                 tensor[number].copy_(part)
@@ -72,17 +72,13 @@ def full_tensors(
 def adapter_tensors(
     chunks: Sequence[torch.nn.Module], policy: PolicyConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of adapters as the library peft names them, in the way of `full_tensors`.
-
-    Of a layer that is several there, such as queries, keys and values, each has the same A.
-    """
+    """Yield adapters under the names of peft, as `full_tensors` does; the modules of one layer have the same A."""
     gather_parameters(chunks)
     dim, own = policy.megatron_cfg.peft.dim, dict[Weight, torch.Tensor]()
     for weight, adapter in adapters_of(chunks).items():
-        own |= zip(
-            adapter_weights(weight, dim), (adapter.lora_A.detach(), adapter.lora_B.detach()), strict=True
-        )
-    whole_of = _whole_weights(own.keys(), own.__getitem__, policy, this_place())
+        a, b = adapter_weights(weight, dim)
+        own |= {a: adapter.lora_A.detach(), b: adapter.lora_B.detach()}
+    whole_of = _whole_weights(own.keys(), own.__getitem__, policy)
     for weight in adapted_weights(policy):
         a, b = adapter_weights(weight, dim)
         (whole_a,) = whole_of(a)
@@ -92,35 +88,30 @@ def adapter_tensors(
 
 
 def _whole_weights(
-    own: Collection[Weight], part_of: Callable[[Weight], torch.Tensor], policy: PolicyConfig, place: Place
+    own: Collection[Weight], part_of: Callable[[Weight], torch.Tensor], policy: PolicyConfig
 ) -> Callable[[Weight], list[torch.Tensor]]:
-    """Return what makes the tensors of a weight from the ranks' parts; all ranks call both, and alike.
-
-    own: the weights of which this rank has a part, `part_of` each.
-    """
-    model, device = policy.model, accelerator.device()
+    """Return a function from a weight to its whole tensors, collective too; own: weights that the rank has parts of."""
+    model, pipeline = policy.model, parallel_groups.pipeline_group()
+    experts = parallel_groups.expert_parallel_group()
     # The pipeline stage that holds each weight; the first one, where tied embeddings are on two.
     keys = sorted({_stage_key(weight) for weight in own})
-    of_stages: list[list[str]] = [keys] * place.pipeline.size()
-    if place.pipeline.size() > 1:
-        dist.all_gather_object(of_stages, keys, group=place.pipeline)
+    of_stages: list[list[str]] = [keys] * pipeline.size()
+    if pipeline.size() > 1:
+        dist.all_gather_object(of_stages, keys, group=pipeline)
     stage_of = {key: stage for stage, keys in reversed([*enumerate(of_stages)]) for key in keys}
 
     def whole_of(weight: Weight) -> list[torch.Tensor]:
-        stage = stage_of[_stage_key(weight)]
-        if stage == place.pipeline.rank() and (weight.expert is None or weight in own):
-            layout = weight.slot.layout
+        stage, layout = stage_of[_stage_key(weight)], weight.slot.layout
+        shapes, is_here = weight.slot.shapes(model), stage == pipeline.rank()
+        if is_here and (weight.expert is None or weight in own):
             cut = weight.expert is None and layout.dimension is not None
-            tensors = whole(
-                layout, _all_shards(part_of(weight), place, cut=cut), weight.slot.shapes(model), model
-            )
+            tensors = whole(layout, _all_shards(part_of(weight), cut=cut), shapes, model)
         else:
-            dtype = _dtype(weight, policy)
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in weight.slot.shapes(model)]
-        if stage == place.pipeline.rank() and weight.expert is not None:
-            owner = weight.expert // ((model.num_moe_experts or 0) // place.expert.size())
-            _broadcast(tensors, owner, place.expert)
-        _broadcast(tensors, stage, place.pipeline)
+            tensors = _empty(shapes, weight, policy)
+        if is_here and weight.expert is not None:
+            owner = weight.expert // ((model.num_moe_experts or 0) // experts.size())
+            _broadcast(tensors, owner, experts)
+        _broadcast(tensors, stage, pipeline)
         return tensors
 
     return whole_of
@@ -134,21 +125,13 @@ def save_pretrained(
     origin: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder that transformers and vLLM load: weights, config.json and tokenizer; every rank takes part.
+    """Write a folder that transformers and vLLM load; every rank takes part, and raises ValueError if it exists.
 
-    The first rank writes, to a folder beside it that is renamed at the end. `origin` names the model that training
-    started from, whose family, special tokens and generation_config.json are kept.
-    Raises ValueError when the folder exists, and OSError where it cannot be written: on all ranks.
+    The first rank writes, to a folder beside it that is renamed at the end. `origin` is the model that training
+    started from; its family, special tokens and generation_config.json are kept.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-
-    def make_room() -> None:
-        if folder.exists():
-            raise ValueError(f"the folder {str(folder)!r} exists already; name another one")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-
-    agreed_on_first(make_room)
+    make_room(folder, partial)
     writes = dist.get_rank() == 0
     bytes_of = {
         name: math.prod(shape) * _dtype(weight, policy).itemsize
@@ -169,8 +152,20 @@ def save_pretrained(
             partial.rename(folder)
 
 
+def make_room(folder: Path, written: Path) -> None:
+    """Make the folder `written`, empty; ValueError on all ranks if `folder`, its name in the end, is taken."""
+
+    def make() -> None:
+        if folder.exists():
+            raise ValueError(f"the folder {str(folder)!r} exists already; name another one")
+        shutil.rmtree(written, ignore_errors=True)
+        written.mkdir(parents=True)
+
+    agreed_on_first(make)
+
+
 def _write_surroundings(policy: PolicyConfig, folder: Path, origin: str | None) -> None:
-    """config.json and the tokenizer; generation_config.json where the weights had one, or answers have several ends."""
+    """Write config.json, the tokenizer and, if the origin has one or answers have several ends, generation_config."""
     name = policy.tokenizer.name
     tokenizer = load_tokenizer(
         name,
@@ -179,21 +174,24 @@ def _write_surroundings(policy: PolicyConfig, folder: Path, origin: str | None) 
         stops=policy.generation.stop_token_ids or (),
     )
     tokenizer.save_as_hugging_face(folder)
+
+    def write(file: str, content: Any) -> None:
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
     origin_config = read_hf_config(origin) if origin else None
     config = hf_config_of(policy.model, dtype=policy.precision, origin=origin_config)
     for key, token in (("eos_token_id", tokenizer.eos_token_id), ("pad_token_id", tokenizer.pad_token_id)):
         if config[key] is None:
             config[key] = token
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write("config.json", config)
     source = local_folder(origin) if origin else None
     if source is not None and (source / GENERATION).is_file():
         ends = tokenizer.ends if len(tokenizer.ends) > 1 else tokenizer.eos_token_id
-        given = {**read_object(source / GENERATION, "policy.model_name"), EOS: ends}
-        (folder / GENERATION).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+        write(GENERATION, {**read_object(source / GENERATION, "policy.model_name"), EOS: ends})
 
 
 def _stage_key(weight: Weight) -> str:
-    """Experts of a layer are in its stage, though each on one rank of several."""
+    """Return a key for the weight's stage; a layer's experts share it, though each is on one rank of several."""
     return weight.names[0] if weight.expert is None else f"experts of layer {weight.layer}"
 
 
@@ -201,11 +199,17 @@ def _dtype(weight: Weight, policy: PolicyConfig) -> torch.dtype:
     return torch.float32 if weight.slot.buffer else DTYPES[policy.precision]
 
 
-def _all_shards(own: torch.Tensor, place: Place, *, cut: bool) -> list[torch.Tensor]:
-    if not cut or place.tensor.size() == 1:
+def _empty(shapes: Sequence[Sequence[int]], weight: Weight, policy: PolicyConfig) -> list[torch.Tensor]:
+    dtype, device = _dtype(weight, policy), accelerator.device()
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def _all_shards(own: torch.Tensor, *, cut: bool) -> list[torch.Tensor]:
+    group = parallel_groups.tensor_parallel_group()
+    if not cut or group.size() == 1:
         return [own]
-    shards = [torch.empty_like(own) for _ in range(place.tensor.size())]
-    dist.all_gather(shards, own.contiguous(), group=place.tensor)
+    shards = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(shards, own.contiguous(), group=group)
     return shards
 
 

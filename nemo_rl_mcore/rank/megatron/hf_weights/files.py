@@ -24,10 +24,7 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)])
 
 
 def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[E, 32 * G, R] in bfloat16, which holds every such number.
-
-    blocks: uint8 [E, R, G, 16]. scales: uint8 [E, R, G].
-    """
+    """Return bfloat16 [E, 32 * G, R], exact, for blocks uint8 [E, R, G, 16] and scales uint8 [E, R, G]."""
     codes = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(-2)
     exponents = scales.to(torch.int32) - _EXPONENT_OF_0
     values = torch.ldexp(_VALUES[codes.long()], exponents.unsqueeze(-1))
@@ -38,9 +35,8 @@ _READABLE = ("F64", "F32", "F16", "BF16")
 
 
 class TensorFiles(ExitStack):
-    """The tensors of a folder by name; files are opened when first read, and closed on leaving the context.
+    """The tensors of a folder by name; MXFP4 (`..._blocks` and `..._scales`) is read as one tensor, in bfloat16.
 
-    Tensors in MXFP4 (`..._blocks` and `..._scales`) are read as the one tensor that they make, in bfloat16.
     Raises ValueError for a folder without weights, for files that are missing or broken, and for unknown names.
     """
 
@@ -100,10 +96,7 @@ class TensorFiles(ExitStack):
 
 
 class ShardWriter:
-    """Writes tensors, whose names and sizes are known before, to files of at most `shard_bytes` each (or one tensor).
-
-    At most one shard is in memory.
-    """
+    """Writes tensors in order to files of at most `shard_bytes` each (or one tensor), one of them in memory."""
 
     def __init__(self, folder: Path, bytes_of: Mapping[str, int], shard_bytes: int) -> None:
         self._folder = folder

@@ -26,10 +26,9 @@ Parts = Sequence[torch.Tensor]
 
 
 def find_weight(name: str, layers: Sequence[int], first_expert: int, model: ModelConfig) -> Weight:
-    """Return the weight behind a parameter of one rank's stage.
+    """Return the weight behind a parameter of one rank's stage; RefusedError for an unknown one.
 
     layers: the numbers, over the whole model, of the stage's layers. first_expert: that of this rank's first expert.
-    Raises ValueError for a parameter that the table does not know.
     """
     outside = outside_of_layers(model)
     slots: Sequence[Slot] = outside
@@ -53,7 +52,6 @@ def find_weight(name: str, layers: Sequence[int], first_expert: int, model: Mode
 
 
 def pack(packing: Packing, parts: Parts, model: ModelConfig) -> torch.Tensor:
-    """Return the parameter that holds the tensors."""
     if packing is Packing.QKV:
         # [q], [k], [v] to [q..q, k, v] for each query group; rows of weights, or entries of biases.
         groups, rest = parts[1].shape[0] // model.head_dim, parts[0].shape[1:]
@@ -70,7 +68,6 @@ def pack(packing: Packing, parts: Parts, model: ModelConfig) -> torch.Tensor:
 
 
 def unpack(packing: Packing, parameter: torch.Tensor, model: ModelConfig) -> Parts:
-    """Return the tensors that a parameter holds."""
     if packing is Packing.QKV:
         queries, rest = model.num_attention_heads // model.query_groups, parameter.shape[1:]
         grouped = parameter.reshape(-1, queries + 2, model.head_dim, *rest)

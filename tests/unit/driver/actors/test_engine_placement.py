@@ -18,7 +18,7 @@ def generation(**keys):
 def kind(engines=1, processes=1):
     return EngineKind(
         name="tiny", engine=object, settings=None, environment={"ENGINES_OWN": "1"}, engines=engines,
-        processes=processes, sleeps=False, bucket_bytes=64, section="", call_timeout_s=1,
+        processes=processes, sleeps=False, bucket_bytes=64, call_timeout_s=1,
         max_restarts=0,
     )  # fmt: skip
 

@@ -215,9 +215,7 @@ def test_with_no_restart_left_a_death_ends_the_run(cluster):
         with pytest.raises(WorkerError, match=r"fake engine 0 \(host .*died") as caught:
             asked(dies())
         assert caught.value.group == "fake"
-        assert caught.value.__notes__ == [
-            "policy.generation.fake.max_restarts: 0 in a run, of which none is left"
-        ]
+        assert caught.value.__notes__ == ["policy.generation.max_restarts: 0 in a run, of which none is left"]
         assert engines.joining, "whoever waits hears of it"
         with pytest.raises(WorkerError, match="fake engine 0"):
             engines.rejoin()

@@ -27,13 +27,13 @@ def test_engines_have_every_place_once(per_node, nodes):
         if per_node % size and size % per_node:
             continue
         shares = [shares_of(engine, size, per_node) for engine in range(places // size)]
-        assert {sum(share.count for share in of_engine) for of_engine in shares} == {size}
-        assert {share.count for of_engine in shares for share in of_engine} == {min(size, per_node)}
+        assert {sum(count for _, _, count in of_engine) for of_engine in shares} == {size}
+        assert {count for of_engine in shares for _, _, count in of_engine} == {min(size, per_node)}
         held = [
-            (share.node, share.first + at)
+            (node, first + at)
             for of_engine in shares
-            for share in of_engine
-            for at in range(share.count)
+            for node, first, count in of_engine
+            for at in range(count)
         ]
         assert held == [divmod(place, per_node) for place in range(places)], size
 

@@ -224,39 +224,6 @@ def test_a_variable_that_is_not_there_is_named_at_once(cluster):
         EnvironmentPool(config(variables=("NO_SUCH_KEY",)), cluster)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("how", "limit_s", "message"),
-    [
-        ("raise", 60.0, "raised OSError: no tool"),
-        ("hang", 3.0, "did not start within 3 s"),
-    ],
-    ids=["raise", "hang"],
-)
-def test_actors_that_do_not_start_end_the_run(cluster, monkeypatch, how, limit_s, message):
-    monkeypatch.setattr(f"{EnvironmentPool.__module__}.PROCESS_START_S", limit_s)
-    told = rf"environment actor 0 .*as 2 in a row \(env\.pool\.retries: 1\).*{message}"
-    with (
-        pool_of(cluster, "fragile_parts:NeverStarts", {"how": how}, retries=1) as pool,
-        pytest.raises(RunStoppedError, match=told),
-    ):
-        pool.replies(turns(4))
-
-
-@pytest.mark.exhaustive
-def test_a_killed_and_a_stopped_actor_are_replaced(cluster):
-    with pool_of(cluster, size=2, timeout_s=2.0) as pool:
-        pool.replies(turns(8))
-        before = processes(pool)
-        os.kill(before[0], signal.SIGKILL)
-        os.kill(before[1], signal.SIGSTOP)
-        assert rewards(pool.replies(turns(16))) == [float(n % 7) for n in range(16)]
-        assert gone(before)
-        counts = pool.take_counts()
-        assert counts["env/restarts"] >= 1
-        assert counts["env/dropped"] == 0
-
-
 def test_the_end_of_the_pool_leaves_no_process_also_of_hung_ones(cluster):
     with pool_of(cluster, "fragile_parts:Bad", {"how": "hang", "index": 0}, size=2, timeout_s=60.0) as pool:
         pool.replies(turns(4, 1))
@@ -295,37 +262,6 @@ def test_a_stop_signal_is_heard_while_replies_are_waited_for(cluster):
                 pool.replies(turns(1))
         assert signals.exit_status == 143
         assert time.monotonic() - began < 3
-
-
-class LosesRay:
-    """The cluster, whose servers are said to have died at some time."""
-
-    def __init__(self, cluster):
-        self._cluster, self.what = cluster, None
-
-    def lost(self):
-        return self.what
-
-    def __getattr__(self, name):
-        return getattr(self._cluster, name)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("soon", [False, True])
-def test_a_ray_that_died_ends_every_wait(cluster, soon):
-    loses = LosesRay(cluster)
-    with pool_of(loses, "fragile_parts:Bad", {"how": "hang", "index": 0}, timeout_s=60.0, retries=0) as pool:
-        pool.replies(turns(1, 1))
-        threading.Timer(0.3, lambda: setattr(loses, "what", "Ray's raylet (pid 1) died")).start()
-        with pytest.raises(RunStoppedError, match="Ray's raylet"):
-            asyncio.run(pool.replies_soon(turns(1))) if soon else pool.replies(turns(1))
-
-
-def test_the_start_of_the_actors_is_waited_for_by_nobody(cluster):
-    began = time.monotonic()
-    with pool_of(cluster, "fragile_parts:NeverStarts", {"how": "hang"}) as pool:
-        pool.start()
-        assert time.monotonic() - began < 1
 
 
 @pytest.mark.exhaustive

@@ -204,12 +204,6 @@ def test_when_every_rank_raises_the_group_stays_usable(steady: RayWorkerGroup) -
     assert steady.run_all("fail", on=[]) == [0, 1]
 
 
-def test_when_some_ranks_raise_and_all_answer_the_group_stays_usable(steady: RayWorkerGroup) -> None:
-    error, _ = timed_error(lambda: steady.run_all("fail", on=[1]))
-    assert error.rank == 1
-    assert steady.run_all("fail", on=[]) == [0, 1]
-
-
 def test_one_rank_raises_while_its_peer_waits_in_a_collective(make_group: Any) -> None:
     group = make_group(GlooRank)
     assert group.run_all("all_reduce") == [3.0, 3.0]
@@ -264,12 +258,6 @@ def test_a_call_may_take_longer_than_its_deadline_while_it_makes_progress(steady
     assert steady.run_all("work", pieces=12, pause_s=0.3, timeout_s=1.5) == [0, 1]
 
 
-@pytest.mark.nightly
-def test_a_start_may_take_longer_than_its_deadline_while_it_makes_progress(cluster: RayCluster) -> None:
-    with RayWorkerGroup(Rank, cluster, (), {"work_s": 36}, start_timeout_s=START_S) as group:
-        assert group.run_all("combine", timeout_s=5) == [(0, (), {}), (1, (), {})]
-
-
 def test_a_stopped_rank_is_named_and_ended(make_group: Any) -> None:
     group = make_group(Rank)
     pid = group.identities[1].pid
@@ -297,12 +285,6 @@ def test_a_constructor_that_fails_names_its_rank(cluster: RayCluster) -> None:
     assert error.host == "127.0.0.1"
     assert isinstance(error.cause, ValueError)
     assert error.method == "Rank()"
-
-
-@pytest.mark.nightly
-def test_a_constructor_that_hangs_meets_a_deadline(cluster: RayCluster) -> None:
-    error, _ = timed_error(lambda: RayWorkerGroup(Rank, cluster, (), {"hang_on": 0}, start_timeout_s=START_S))
-    assert_refused(error, "no-progress", "Rank()", START_S, "rank 0 (host 127.0.0.1, pid ", "time.sleep(600)")
 
 
 def test_a_second_group_has_its_own_rendezvous_and_its_own_end(

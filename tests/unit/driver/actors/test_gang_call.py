@@ -76,9 +76,9 @@ def test_a_call_returns_while_the_ranks_work_and_is_done_when_they_have_answered
 ) -> None:
     began = time.monotonic()
     call = policy.call("pause", 1.5, context="call 1")
-    assert not call.done()
+    assert not call.look()
     assert time.monotonic() - began < 1.0
-    assert polled(call.done) > 0.4
+    assert polled(call.look) > 0.4
     assert call.result() == call.result() == [0, 1]
 
 
@@ -90,7 +90,7 @@ def test_one_thread_waits_for_calls_to_several_groups(
     order: list[str] = []
 
     def all_done() -> bool:
-        order.extend(name for name, call in calls.items() if name not in order and call.done())
+        order.extend(name for name, call in calls.items() if name not in order and call.look())
         return len(order) == 2
 
     polled(all_done)
@@ -101,20 +101,20 @@ def test_one_thread_waits_for_calls_to_several_groups(
 
 def test_a_pending_call_tells_what_each_rank_said_last(policy: RayWorkerGroup) -> None:
     call = policy.call("work", 8, timeout_s=4)
-    assert (call.timeout_s, call.progress) == (4, {})
-    polled(lambda: call.done() or len(call.progress) == 2)
-    said = {rank: told.doing for rank, told in call.progress.items()}
+    assert (call.timeout_s, call.watch.progress) == (4, {})
+    polled(lambda: call.look() or len(call.watch.progress) == 2)
+    said = {rank: told.doing for rank, told in call.watch.progress.items()}
     assert set(said) == {0, 1}
     assert all(doing.startswith("piece ") for doing in said.values())
     call.result()
-    assert call.progress[0].count >= 1
+    assert call.watch.progress[0].count >= 1
 
 
 def test_deadlines_do_not_pass_while_nobody_asks(policy: RayWorkerGroup) -> None:
     call = policy.call("pause", 3.5, timeout_s=2)
-    assert not call.done()
+    assert not call.look()
     time.sleep(2.5)
-    assert not call.done(), "2.5 s have passed in which nobody could hear of progress"
+    assert not call.look(), "2.5 s have passed in which nobody could hear of progress"
     assert call.result() == [0, 1]
 
 
@@ -122,7 +122,7 @@ def test_a_second_call_while_one_is_pending_is_refused_by_both_names(policy: Ray
     call = policy.call("pause", 0.5, context="call 1")
     with pytest.raises(GroupInUseError, match=r"^fail \(call 2\) .* policy is at pause \(call 1\)"):
         policy.run_all("fail", on=0, context="call 2")
-    polled(call.done)
+    polled(call.look)
     with pytest.raises(GroupInUseError, match="pause"):
         policy.call("pause", 0)
     assert call.result() == [0, 1]
@@ -139,23 +139,11 @@ def test_a_second_thread_is_told_whose_call_it_meets(policy: RayWorkerGroup) -> 
     assert policy.run_all("pause", 0) == [0, 1]
 
 
-def test_two_threads_do_not_ask_for_one_result(policy: RayWorkerGroup) -> None:
-    call = policy.call("pause", 1.5, context="shared")
-    waiting = threading.Thread(target=call.result)
-    waiting.start()
-    time.sleep(0.5)
-    for ask in (call.done, call.result):
-        with pytest.raises(GroupInUseError, match=r"^pause \(shared\): "):
-            ask()
-    waiting.join()
-    assert call.result() == [0, 1]
-
-
 def test_a_failure_says_which_group_and_that_it_can_be_called_again(
     policy: RayWorkerGroup, teacher: RayWorkerGroup
 ) -> None:
     failing, well = policy.call("fail", on=1), teacher.call("pause", 0.1)
-    polled(failing.done)
+    polled(failing.look)
     with pytest.raises(WorkerError, match=r"^policy rank 1 \(") as caught:
         failing.result()
     failure = caught.value
@@ -172,7 +160,7 @@ def test_polling_never_waits_for_the_grace_of_the_other_ranks_and_a_lost_group_s
 ) -> None:
     with RayWorkerGroup(Rank, cluster, name="value") as group:
         call = group.call("fail", on=0, hang=1)
-        assert 4.5 < polled(call.done) < 30
+        assert 4.5 < polled(call.look) < 30
         with pytest.raises(WorkerError, match=r"^value rank 0 ") as caught:
             call.result()
         assert (caught.value.group, caught.value.usable) == ("value", False)
@@ -241,6 +229,6 @@ def test_answers_that_are_there_are_taken_in_two_looks_however_many_they_are(
     monkeypatch.setattr(ray, "wait", counted)
     refs = {ray.put(10 * rank): rank for rank in range(20)}
     call = PendingCall(WorkerCall("pause", timeout_s=60), (), refs)
-    assert call.done()
+    assert call.look()
     assert call.result() == [10 * rank for rank in range(20)]
     assert looks == [20, 19]

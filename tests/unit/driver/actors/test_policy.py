@@ -207,11 +207,6 @@ def test_train_and_chunks_balance_tokens_alike():
     assert [sum(lengths[row] for row in shard) for shard in whole] == [20, 20]
 
 
-def test_totals_of_a_finished_step_are_those_of_the_first_rank():
-    policy, _ = policy_over([0, 0, 1, 1])
-    assert policy.finish_train_step() == {"rank": 0, "row_table": torch.tensor([[0]])}
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_rows_of_a_loss_that_tells_them_are_those_of_every_shard(whole):
     policy, _ = policy_over([0, 0, 1, 1])

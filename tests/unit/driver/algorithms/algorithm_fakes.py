@@ -4,6 +4,7 @@ All fakes of a run write into one list of calls, so that a test reads what happe
 """
 
 import math
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -304,14 +305,15 @@ def scheduled(algorithm, after=0):
 def train(algorithm, checkpoints=None, **others):
     """Run an algorithm; `others` are the models that are trained beside the policy."""
     algorithm = scheduled(algorithm, (checkpoints and checkpoints.resumed_step) or 0)
-    TrainingLoop(
+    loop = TrainingLoop(
         algorithm.config,
         algorithm,
         {"policy": algorithm.policy} | others,
         algorithm.collector.generation,
         algorithm.observer,
         checkpoints or RunCheckpoints(),
-    ).run()
+    )
+    deque(loop.steps(), maxlen=0)  # to its end
 
 
 def train_step(algorithm, number):

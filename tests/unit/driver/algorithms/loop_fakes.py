@@ -1,5 +1,6 @@
 """The loop over fakes of an algorithm, its models and the engine; something may happen in the middle of a step."""
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,7 +94,8 @@ class LoopRun:
 
     def go(self):
         engine = FakeEngine(self.calls)
-        TrainingLoop(self.config, self.algorithm, self.models, engine, self.notes, self.checkpoints).run()
+        loop = TrainingLoop(self.config, self.algorithm, self.models, engine, self.notes, self.checkpoints)
+        deque(loop.steps(), maxlen=0)  # to its end
 
 
 def loop_run(loop=None, checkpoints=None, reasons=None, events=None, algorithm="grpo", **top):

@@ -13,7 +13,6 @@ from refusals import refused
 from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.advantages import (
-    AdvantageEstimator,
     GDPOAdvantageEstimator,
     GeneralizedAdvantageEstimator,
     GRPOAdvantageEstimator,
@@ -63,15 +62,12 @@ def plain_kl(loss: ClippedPGLossConfig, c: float, r: float) -> float:
     return kl if limit is None else min(max(kl, -limit), limit)
 
 
-def made(name: str) -> AdvantageEstimator:
-    return make_advantage_estimator(AdvantageEstimatorConfig(name=name), ClippedPGLossConfig(**KL_IN_REWARD))
-
-
-def rollout_batch() -> BatchedDataDict:
-    """Two answers to each of two prompts; the last one is dropped."""
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus", "gae"])
+def test_a_batch_is_given_the_advantages_of_its_tensors(name: str):
+    """Of two answers to each of two prompts; the last one is dropped."""
     generator = torch.Generator().manual_seed(3)
     values, policy, reference = torch.randn(3, 4, 5, generator=generator)
-    return BatchedDataDict(
+    batch = BatchedDataDict(
         prompt_index=torch.tensor([7, 7, 9, 9]),
         rewards=torch.tensor([0.0, 1.0, 0.25, 0.5]),
         token_mask=torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1]]).float(),
@@ -80,38 +76,21 @@ def rollout_batch() -> BatchedDataDict:
         prev_logprobs=policy,
         reference_policy_logprobs=reference,
     )
-
-
-@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
-def test_a_batch_is_given_the_advantages_of_its_tensors(name):
-    batch = rollout_batch()
-    made(name).add_to(batch)
+    config, loss = AdvantageEstimatorConfig(name=name), ClippedPGLossConfig(**KL_IN_REWARD)
+    make_advantage_estimator(config, loss).add_to(batch)
+    given = {"values": values, "logprobs": policy, "reference_logprobs": reference}
+    if name != "gae":
+        given = {"logprobs_policy": policy, "logprobs_reference": reference}
     expected = estimator(name, KL_IN_REWARD).compute_advantage(
-        batch["prompt_index"],
-        batch["rewards"],
-        batch["token_mask"] * batch["sample_mask"][:, None],
-        logprobs_policy=batch["prev_logprobs"],
-        logprobs_reference=batch["reference_policy_logprobs"],
+        batch["prompt_index"], batch["rewards"], batch["token_mask"] * batch["sample_mask"][:, None], **given
     )
-    assert torch.equal(batch["advantages"], expected)
-
-
-def test_gae_gives_a_batch_advantages_and_returns_and_needs_the_values():
-    batch = rollout_batch()
-    made("gae").add_to(batch)
-    advantages, returns = estimator("gae", KL_IN_REWARD).compute_advantage(
-        None,
-        batch["rewards"],
-        batch["token_mask"] * batch["sample_mask"][:, None],
-        values=batch["values"],
-        logprobs=batch["prev_logprobs"],
-        reference_logprobs=batch["reference_policy_logprobs"],
-    )
+    advantages, *returns = expected if name == "gae" else (expected,)
     assert torch.equal(batch["advantages"], advantages)
-    assert torch.equal(batch["returns"], returns)
-    del batch["values"]
-    with refused("missing-column", "'values'", "adv_estimator.name: gae"):
-        made("gae").add_to(batch)
+    if name == "gae":
+        assert torch.equal(batch["returns"], *returns)
+        del batch["values"]
+        with refused("missing-column", "'values'", "adv_estimator.name: gae"):
+            make_advantage_estimator(config, loss).add_to(batch)
 
 
 # --- GRPO ---------------------------------------------------------------------------------------------------

@@ -53,13 +53,6 @@ def test_steps_go_on_while_a_copy_is_written(tmp_path):
     assert saved(tmp_path) == run.notes.saved == [2, 4, 5]
 
 
-def test_one_model_may_be_written_in_the_background_and_another_at_once(tmp_path):
-    run = run_with(tmp_path, {("update", 3): lambda: run.models["policy"].trained.append("step 3")}, looks=9)
-    run.go()
-    assert (tmp_path / "step_2/policy/weights").read_text() == "0", "the copy of step 2"
-    assert (tmp_path / "step_4/policy/weights").read_text() == "1"
-
-
 @pytest.mark.parametrize("looks", [0, 1, 9])
 def test_a_save_waits_for_the_one_before_and_the_run_for_the_last(tmp_path, looks):
     run = run_with(tmp_path, looks=looks, period=1)
@@ -82,31 +75,6 @@ def test_a_second_signal_does_not_wait(tmp_path):
         run.go()
     assert saved(tmp_path) == []
     assert_holds(run.checkpoints.standing(), "steps 1 to 3 are lost", "second signal")
-
-
-def test_ranks_that_die_take_the_copy_with_them_and_it_is_made_up_for(tmp_path):
-    dies = Strikes()
-    run = run_with(tmp_path, {("update", 5): dies}, looks=9)
-    dies.first = strike(run)
-    run.go()
-    expected = ["step 1", "step 2", "step 3", "step 4", "step 5", "redo 3", "redo 4", "step 5"]
-    assert steps_of(run.calls) == expected
-    assert saved(tmp_path) == [2, 5]
-
-
-def test_a_copy_is_completed_before_ranks_that_answer_go_back(tmp_path):
-    run = run_with(tmp_path, {("update", 5): Strikes(usable=True)}, looks=9)
-    run.go()
-    assert steps_of(run.calls)[-2:] == ["step 5", "step 5"], "step 4 was complete"
-    assert saved(tmp_path) == [2, 4, 5]
-
-
-def test_what_could_not_be_written_is_saved_after_the_next_step(tmp_path):
-    run = run_with(tmp_path, looks=1)
-    run.models["policy"].on_written = Strikes(usable=True)
-    run.go()
-    assert saved(tmp_path) == [3, 4, 5]
-    assert steps_of(run.calls) == [f"step {step}" for step in range(1, 6)]
 
 
 @pytest.mark.parametrize("usable", [True, False])

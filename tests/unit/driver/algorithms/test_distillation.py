@@ -2,7 +2,6 @@
 
 import torch
 from algorithm_fakes import (
-    LARGE_REWARDS,
     TOKENIZER,
     FakeModel,
     FakePolicy,
@@ -108,18 +107,6 @@ def test_the_policy_gradient_beside_it_has_its_log_probabilities_and_advantages(
         assert not batch["prev_logprobs"].any()
     assert "train/advantages_mean" in notes.steps[1]
     assert policy.loss_fns[0].needs_tokens
-
-
-def test_large_advantages_of_the_policy_gradient_are_told(capsys):
-    keys = {
-        "adv_estimator": {"normalize_rewards": False},
-        "num_prompts_per_step": 12,
-        "reward_scaling": LARGE_REWARDS,
-    }
-    run(keys, RL)
-    written = capsys.readouterr().err.splitlines()
-    assert [line.partition(":")[0] for line in written] == ["step 1", "step 2"]
-    assert all(" 100 " in line for line in written)
 
 
 def test_its_penalty_asks_the_reference():

@@ -7,7 +7,6 @@ from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, sou
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
-from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.driver.algorithms.dpo import DPOTrainer, best_against_worst
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.losses import DPOLossFn
@@ -134,15 +133,6 @@ def test_equal_rewards_make_no_pair():
     batch, with_signal = pairs_of([1.0, 1.0], [0.0, 0.0], [0.0, 0.5])
     assert batch["sample_mask"].tolist() == [0, 0, 0, 0, 1, 1]
     assert with_signal == pytest.approx(1 / 3)
-
-
-def test_a_dropped_answer_is_neither_the_best_nor_the_worst():
-    given = [[0.5, 1.0, -1.0], [0.25, 0.0, 0.5], [0.0, 0.0, 0.0]]
-    endings = [Ending.DROPPED if row in (1, 5, 7, 8) else Ending.TERMINATED for row in range(9)]
-    batch, with_signal = pairs_of(*given, ending=torch.tensor(endings))
-    assert batch["row"][:4].tolist() == [0, 2, 3, 4]
-    assert batch["sample_mask"].tolist() == [1, 1, 1, 1, 0, 0]
-    assert with_signal == pytest.approx(2 / 3)
 
 
 def test_the_reference_of_given_answers_is_asked_for_once():

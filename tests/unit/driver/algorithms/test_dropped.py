@@ -1,5 +1,7 @@
 """Dropped episodes: how many a run bears, and that they count in no mean."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from algorithm_fakes import TOKENIZER
@@ -17,9 +19,8 @@ from nemo_rl_mcore.driver.algorithms.advantages import (
 from nemo_rl_mcore.driver.algorithms.algorithm import rollout_metrics
 from nemo_rl_mcore.driver.algorithms.dpo import best_against_worst
 from nemo_rl_mcore.driver.rollouts.player import RolloutCollector
-from nemo_rl_mcore.driver.rollouts.scheduler import has_signal
+from nemo_rl_mcore.driver.rollouts.scheduler import EQUAL_REWARDS, Draw
 from nemo_rl_mcore.driver.rollouts.transcript import (
-    check_drops,
     concatenate_batches,
     dropped_rows,
     episode_metrics,
@@ -40,15 +41,17 @@ def batch_of(*dropped, **columns):
 )
 def test_a_run_bears_as_many_as_it_is_told(dropped, limit, ends):
     batch = batch_of(*[True] * dropped, *[False] * (4 - dropped))
+    environments = SimpleNamespace(drop_reasons={"it died": 1, "it hung": 3, "it raised": 2})
+    player = RolloutCollector(None, None, 0, environments, max_drop_rate=limit)
     if not ends:
-        check_drops(3, [batch], limit, {})
+        player.check_drops(3, [batch])
         return
     message = (
         rf"step 3: {dropped} of 4 episodes \({dropped * 25}\.0%\) were dropped.*env\.pool\.max_drop_rate: {limit:g} is"
         r" the most; most often: it hung \(3 answers since the run began\)"
     )
     with pytest.raises(RunStoppedError, match=message):
-        check_drops(3, [batch], limit, {"it died": 1, "it hung": 3, "it raised": 2})
+        player.check_drops(3, [batch])
 
 
 def test_a_batch_without_endings_has_dropped_none():
@@ -140,7 +143,9 @@ def test_an_answer_that_is_not_scored_is_nothing_to_the_others(estimator, loo):
 def test_a_group_with_fewer_than_two_scores_teaches_nothing(scores, signal):
     rollout = scored(*scores)
     section = load_config("examples/configs/grpo_copy_cpu.yaml").grpo
-    assert has_signal(section, rollout.batch.slice(0, len(scores))) is signal
+    sampling = section.model_copy(update={"use_dynamic_sampling": True})
+    unused = Draw(None, None, 1, len(scores), sampling).unused_for(rollout.batch.slice(0, len(scores)))
+    assert unused == (None if signal else EQUAL_REWARDS)
     GRPOAdvantageEstimator(AdvantageEstimatorConfig(), ClippedPGLossConfig()).add_to(rollout.batch)
     assert bool(rollout.batch["advantages"].any()) is signal
     _, differing = best_against_worst(rollout, len(scores))

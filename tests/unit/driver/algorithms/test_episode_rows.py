@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from algorithm_fakes import FakePolicy, Notes, collector, recipe, source, train
+from parted_rows import as_rows
 from refusals import refused
 from test_ppo import FakeCritic
 
-from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
-from nemo_rl_mcore.config.generation import MismatchConfig
+from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig, GenerationConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.data.turns import Ending
@@ -21,7 +21,7 @@ from nemo_rl_mcore.driver.algorithms.mismatch import Mismatch, compare_with_engi
 from nemo_rl_mcore.driver.algorithms.ppo import PPOTrainer, shuffled
 from nemo_rl_mcore.driver.rollouts.player import Rollout, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.scheduler import shape_rewards
-from nemo_rl_mcore.driver.rollouts.transcript import as_rows, check_drops, require_sampled_ids
+from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
 from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 
@@ -149,11 +149,6 @@ def test_a_dropped_episode_is_nothing_to_the_others(name):
     assert not with_it["advantages"][others].any()
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_batch_of_dropped_episodes_alone_has_no_advantages(name):
-    assert not judged(name, as_rows(one_row_each(range(6)), CUTS))["advantages"].any()
-
-
 # --- metrics, rewards, mismatch ---------------------------------------------------------------------------
 
 
@@ -175,19 +170,6 @@ def test_metrics_leave_dropped_episodes_out():
     differing = {name for name in kept if found[name] != pytest.approx(kept[name], abs=1e-6)}
     assert differing == {"train/total_num_tokens", "episodes/dropped_rate", "episodes/terminated_rate"}
     assert found["episodes/dropped_rate"] == pytest.approx(2 / 6)
-
-
-def test_a_dropped_episode_of_several_rows_is_one_of_those_that_a_run_bears():
-    _, parts = whole_and_parts(dropped=(2,))
-    check_drops(1, [parts], 1 / 6, {})
-    with pytest.raises(RunStoppedError, match=r"1 of 6 episodes \(16\.7%\)"):
-        check_drops(1, [parts], 0.1, {})
-
-
-def test_a_step_of_dropped_episodes_alone_tells_how_many():
-    found = metrics_of(one_row_each(range(6)))
-    assert found["episodes/dropped_rate"] == 1
-    assert "train/reward" not in found
 
 
 def test_the_length_that_is_penalised_is_that_of_the_episode():
@@ -213,8 +195,14 @@ def test_training_and_generation_are_compared_by_episode():
     found, wanted = (Mismatch.of(batch, table_of_batch(batch)) for batch in (parts, whole))
     assert torch.allclose(found.per_sequence, wanted.per_sequence)
     assert len(found.per_sequence) == 5
-    config = MismatchConfig(threshold=float(wanted.per_sequence.median()), action="mask")
-    assert found.metrics(config.threshold) == pytest.approx(wanted.metrics(config.threshold))
+    config = GenerationConfig(
+        max_new_tokens=1,
+        mismatch_threshold=float(wanted.per_sequence.median()),
+        mismatch_action="mask",
+    )
+    assert found.metrics(config.mismatch_threshold) == pytest.approx(
+        wanted.metrics(config.mismatch_threshold)
+    )
     for batch in (parts, whole):
         compare_with_engine(5, batch, table_of_batch(batch), config)
     assert torch.equal(parts["sample_mask"], whole["sample_mask"][parts["episode_index"]])
@@ -234,13 +222,6 @@ def test_what_was_sampled_is_compared_over_all_rows():
     parts["input_ids"][6, 6] += 1
     with refused("ids-differ", "prompt_index 7, sample_index 2: answer 2 ", by=RunStoppedError):
         require_sampled_ids(parts)
-
-
-def test_nothing_is_compared_where_all_are_dropped():
-    batch = one_row_each(range(6))
-    found = Mismatch.of(batch, table_of_batch(batch)).metrics(1.5)
-    assert found["mismatch/max_seq_mult_prob_error"] == 1
-    assert found["mismatch/seqs_above_threshold"] == 0
 
 
 def test_pairs_are_not_made_of_dropped_answers_nor_of_several_rows():

@@ -16,12 +16,11 @@ from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
 from nemo_rl_mcore.driver.algorithms.algorithm import samples_of
+from nemo_rl_mcore.driver.rollouts.events import Segment
 from nemo_rl_mcore.driver.rollouts.player import ONE_ANSWER, EpisodeForm, Episodes, Rollout, RolloutCollector
+from nemo_rl_mcore.driver.rollouts.saved import versions_of
 from nemo_rl_mcore.driver.rollouts.transcript import (
-    as_rows,
-    concatenate_batches,
     episode_metrics,
-    sampled_versions,
     trained_columns,
 )
 from nemo_rl_mcore.errors import RunStoppedError
@@ -244,34 +243,9 @@ def test_texts_lengths_and_metrics_of_episodes():
     assert episode_metrics(select(joined, range(1, 5)).batch) == metrics
 
 
-def test_an_answer_is_decoded_once_also_beside_episodes_without_its_text():
-    class Counting:
-        """The tokenizer, which counts."""
-
-        decoded = 0
-
-        def __getattr__(self, name):
-            return getattr(TOKENIZER, name)
-
-        def decode(self, ids):
-            self.decoded += 1
-            return TOKENIZER.decode(ids)
-
-    script, texts = {(4, 0): ["56$"], (4, 1): ["9$"], (8, 0): ["0$"], (8, 1): ["1"]}, ["56", "9", "0", "1"]
-    playing = replace(collector(script, lambda _: Reply(1.0)), tokenizer=Counting())
-    rollout = playing.collect(PROMPTS, 2, step=1)
-    assert (rollout.responses, playing.tokenizer.decoded) == (texts, 4)
-    without = BatchedDataDict({name: column for name, column in rollout.batch.items() if name != "responses"})
-    joined = concatenate_batches([without, rollout.batch], TOKENIZER.pad_token_id)
-    assert playing.as_rollout([*PROMPTS, *PROMPTS], joined).responses == texts * 2
-    assert playing.tokenizer.decoded == 8
-    assert "responses" not in as_rows(rollout.batch, [[], [], [], []])
-    assert "responses" not in trained_columns(rollout.batch)
-
-
 def test_the_versions_of_sampled_tokens_stand_together():
     batch = BatchedDataDict(weight_versions=torch.tensor([[-1, 3, -1, 4], [2, -1, -1, -1]]))
-    assert sampled_versions(batch).tolist() == [[3, 4], [2, -1]]
+    assert versions_of(batch, 9) == [Segment(0, 2), Segment(1, 4)]
 
 
 def test_rows_of_any_lengths_are_the_tokens_of_prompt_and_answer_one_by_one():
@@ -331,8 +305,7 @@ def drawn(rows, prompt, new, noise, ragged=True):
 def played_once(asked, answered):
     prompts = [Prompt(row, "1>", "1") for row in range(asked.size)]
     episodes = Episodes(prompts, asked, TOKENIZER, ONE_ANSWER)
-    episodes.answer(answered)
-    episodes.hear([Reply(1.0) for _ in episodes.turns()])
+    episodes.hear([Reply(1.0) for _ in episodes.answer(answered)])
     return episodes.batch()
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from refusals import assert_holds
 
-from nemo_rl_mcore.config.generation import MismatchConfig
+from nemo_rl_mcore.config import GenerationConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.algorithms.mismatch import (
     Mismatch,
@@ -37,7 +37,7 @@ def measured(batch):
 
 def check(step, batch, config):
     found = compare_with_engine(step, batch, table_of_batch(batch), config)
-    return found.metrics(config.threshold)
+    return found.metrics(config.mismatch_threshold)
 
 
 def means(found):
@@ -80,7 +80,7 @@ MISMATCHED = [[0.0, 0.0], [0.0, DOUBLE], [0.0, math.nan], [0.0, 0.1]]
 
 def test_without_a_threshold_it_only_reports():
     rollout = batch(MISMATCHED[:2])
-    metrics = check(3, rollout, MismatchConfig())
+    metrics = check(3, rollout, GenerationConfig(max_new_tokens=1))
     assert metrics["mismatch/max_seq_mult_prob_error"] == pytest.approx(2.0)
     assert "mismatch/seqs_above_threshold" not in metrics
     assert rollout["sample_mask"].tolist() == [1, 1]
@@ -88,21 +88,27 @@ def test_without_a_threshold_it_only_reports():
 
 def test_mask_leaves_out_the_responses_above_the_threshold_and_those_that_are_not_a_number():
     rollout = batch(MISMATCHED, sample_mask=[1.0, 1.0, 1.0, 0.5])
-    metrics = check(3, rollout, MismatchConfig(threshold=1.5, action="mask"))
+    metrics = check(
+        3, rollout, GenerationConfig(max_new_tokens=1, mismatch_threshold=1.5, mismatch_action="mask")
+    )
     assert rollout["sample_mask"].tolist() == [1.0, 0.0, 0.0, 0.5]
     assert metrics["mismatch/seqs_above_threshold"] == 0.5
 
 
 def test_stop_ends_the_run_and_names_step_key_and_samples():
     with pytest.raises(MismatchError) as caught:
-        check(7, batch(MISMATCHED), MismatchConfig(threshold=1.5, action="stop"))
+        check(
+            7,
+            batch(MISMATCHED),
+            GenerationConfig(max_new_tokens=1, mismatch_threshold=1.5, mismatch_action="stop"),
+        )
     named = "prompt 11 sample 1: 2", "prompt 12 sample 2: nan"
-    assert_holds(str(caught.value), "step 7: ", "2 of 4", "policy.generation.mismatch.threshold: 1.5", *named)
+    assert_holds(str(caught.value), "step 7: ", "2 of 4", "policy.generation.mismatch_threshold: 1.5", *named)
 
 
 def test_warn_says_so_and_trains_on_everything(capsys):
     rollout = batch(MISMATCHED)
-    check(7, rollout, MismatchConfig(threshold=1.5, action="warn"))
+    check(7, rollout, GenerationConfig(max_new_tokens=1, mismatch_threshold=1.5, mismatch_action="warn"))
     assert capsys.readouterr().err.startswith(
         "step 7: training and generation disagree about 2 of 4 responses"
     )
@@ -112,7 +118,7 @@ def test_warn_says_so_and_trains_on_everything(capsys):
 @pytest.mark.parametrize("action", ["warn", "mask", "stop"])
 def test_agreement_below_the_threshold_changes_nothing(action, capsys):
     rollout = batch([[5.0, 0.0], [5.0, 0.1]])
-    check(1, rollout, MismatchConfig(threshold=1.2, action=action))
+    check(1, rollout, GenerationConfig(max_new_tokens=1, mismatch_threshold=1.2, mismatch_action=action))
     assert rollout["sample_mask"].tolist() == [1, 1]
     assert capsys.readouterr().err == ""
 

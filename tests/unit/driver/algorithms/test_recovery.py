@@ -9,7 +9,6 @@ from loop_fakes import loop_run
 from refusals import assert_holds
 
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
-from nemo_rl_mcore.driver.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 from nemo_rl_mcore.driver.signals import current_stop_signals, stop_signals
@@ -78,14 +77,6 @@ def test_what_is_raised_three_times_in_a_row_ends_the_run(tmp_path):
     assert not any(call.startswith("restart") for call in run.calls)
 
 
-def test_another_part_may_raise_as_often(tmp_path):
-    events = {(part, 3): Strikes(2, usable=True) for part in ("update", "validate")}
-    run = run_with(tmp_path, events, one_model=True, loop={"val_period": 3})
-    run.go()
-    assert run.calls.count("step 3") == 3
-    assert run.calls.count("validate 3") == 3
-
-
 def test_an_update_that_an_abort_does_not_undo_goes_back_to_the_checkpoint_on_the_same_ranks(tmp_path):
     run = run_with(tmp_path, {("update", 4): Strikes(usable=True)})
     run.go()
@@ -93,12 +84,6 @@ def test_an_update_that_an_abort_does_not_undo_goes_back_to_the_checkpoint_on_th
     assert run.calls[at : at + 4] == ["load policy", "load value", "redo 3", "weights 3"]
     assert steps_of(run.calls) == ["step 1", "step 2", "step 3", "step 4", "redo 3", "step 4", "step 5"]
     assert not any(call.startswith("restart") for call in run.calls)
-
-
-def test_before_its_update_a_step_of_two_models_is_only_tried_again(tmp_path):
-    run = run_with(tmp_path, {("prepare", 4): Strikes(usable=True)}, restarts=0)
-    run.go()
-    assert steps_of(run.calls)[3:] == ["step 4", "step 4", "step 5"]
 
 
 @pytest.mark.parametrize(("model", "other"), [("policy", "value"), ("value", "policy")])
@@ -112,55 +97,6 @@ def test_only_the_model_that_lost_ranks_gets_new_ones_and_both_go_back(tmp_path,
     assert run.calls.count("load policy") == run.calls.count("load value") == 1
     assert run.calls.index(f"restart {model}") < run.calls.index("load policy") < run.calls.index("redo 3")
     assert run.notes.steps[LAST]["recovery/redone_steps"] == 1
-
-
-def test_a_frozen_model_that_lost_ranks_gets_new_ones(tmp_path):
-    dies = Strikes(group="teacher")
-    run = run_with(tmp_path, {("prepare", 4): dies})
-    teacher = type(run.models["policy"])(run.calls, "teacher")
-    dies.first = lambda: setattr(teacher, "alive", False)
-    parts = run.models, NoEngine(), run.notes, run.checkpoints, {"teacher": teacher}
-    TrainingLoop(run.config, run.algorithm, *parts).run()
-    assert run.calls.count("restart teacher") == 1
-    assert "load teacher" not in run.calls
-
-
-class NoEngine:
-    def update_weights(self, version): ...
-
-    def offload(self): ...
-
-
-def test_before_the_first_checkpoint_all_trained_models_start_anew(tmp_path):
-    dies = Strikes()
-    run = run_with(tmp_path, {("update", 3): dies}, period=99)
-    dies.first = strike(run)
-    run.go()
-    assert {"restart policy", "restart value"} <= {*run.calls}
-    assert not any(call.startswith("load") for call in run.calls)
-    assert steps_of(run.calls)[3:] == ["redo 1", "redo 2", "step 3", "step 4", "step 5"]
-
-
-def test_a_resumed_run_goes_back_to_where_it_began(tmp_path):
-    run_with(tmp_path, {}).go()
-    start = next(one for one in CheckpointStore(tmp_path).checkpoints() if one.step == 2)
-    CheckpointStore(tmp_path).begin_after(2)
-    dies = Strikes()
-    run = run_with(tmp_path, {("update", 4): dies}, period=99)
-    run.checkpoints.start = start
-    dies.first = strike(run)
-    run.go()
-    assert steps_of(run.calls) == ["step 3", "step 4", "redo 3", "step 4", "step 5"]
-    assert run.calls.count("load policy") == 2
-
-
-def test_a_death_while_steps_are_done_again_takes_another_restart(tmp_path):
-    dies, again = Strikes(), Strikes()
-    run = run_with(tmp_path, {("update", 4): dies, ("redo", 3): again}, restarts=2)
-    dies.first = again.first = strike(run)
-    run.go()
-    assert steps_of(run.calls)[3:] == ["step 4", "redo 3", "redo 3", "step 4", "step 5"]
-    assert run.notes.steps[LAST]["recovery/restarts"] == 2
 
 
 @pytest.mark.parametrize("part", ["validate", "save"])
@@ -182,13 +118,6 @@ def test_ranks_that_die_after_a_step_do_not_have_it_recorded_twice(tmp_path, par
     assert steps_of(run.calls) == ["step 1", "step 2", "step 3", "step 4", "redo 3", "redo 4", "step 5"]
     assert [*run.notes.steps] == [1, 2, 3, 4, 5]
     assert [one.step for one in CheckpointStore(tmp_path).checkpoints()] == [2, 4, 5]
-
-
-def test_what_is_raised_while_steps_are_done_again_takes_another_restart(tmp_path):
-    run = run_with(tmp_path, {("update", 4): Strikes(usable=True), ("redo", 3): Strikes(usable=True)})
-    run.go()
-    assert steps_of(run.calls)[4:] == ["redo 3", "redo 3", "step 4", "step 5"]
-    assert run.notes.steps[LAST]["recovery/restarts"] == 2
 
 
 @pytest.mark.parametrize("restarts", [1, 3])
@@ -313,20 +242,6 @@ def train_steps(algorithm, steps):
         algorithm.rollouts.update_weights(step)
 
 
-def test_a_step_that_is_done_again_has_the_same_rows_and_asks_nobody():
-    policy, notes = FakePolicy(), Notes()
-    algorithm = grpo_of(policy, notes)
-    train_steps(algorithm, (1, 2))
-    asked = policy.calls.count("generate")
-    with notes.redoing():
-        algorithm.redo(1)
-    assert policy.calls.count("generate") == asked
-    first, _, again = policy.batches
-    assert first.keys() == again.keys()
-    assert all(first[name].equal(again[name]) for name in first)
-    assert len({id(first[name]) for name in first} & {id(again[name]) for name in again}) == 0
-
-
 def test_rows_are_kept_until_a_checkpoint_or_for_the_step_alone():
     algorithm = grpo_of(FakePolicy(), Notes())
     groups = algorithm.config.grpo.num_prompts_per_step
@@ -351,22 +266,6 @@ def test_what_a_step_does_to_rows_is_not_kept():
             batch["rewards"] += 1
             batch["new"] = batch["rewards"]
             raise KeyError(attempt)
-
-
-def test_an_update_of_which_a_rank_has_not_told_is_not_taken_for_undone(tmp_path):
-    strikes = Strikes(usable=True)
-    run = run_with(tmp_path, {("update", 4): strikes}, one_model=True)
-    policy = run.models["policy"]
-    strikes.first = lambda: setattr(policy, "unknown_update", True)
-    load = policy.load_checkpoint
-
-    def load_and_know(folder):
-        load(folder)
-        policy.unknown_update = False
-
-    policy.load_checkpoint = load_and_know
-    run.go()
-    assert steps_of(run.calls)[3:] == ["step 4", "redo 3", "step 4", "step 5"]
 
 
 def test_weights_of_a_step_that_is_not_finished_are_not_saved_as_those_of_the_one_before(tmp_path):

@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from refusals import refused
+from pydantic import ValidationError
 
 from nemo_rl_mcore.config.algorithm import GRPOConfig, RewardScalingConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.advantages import group_statistics, rows_with_signal
-from nemo_rl_mcore.driver.rollouts.scheduler import has_signal, penalize_overlong, scale_rewards
+from nemo_rl_mcore.driver.algorithms.advantages import group_statistics
+from nemo_rl_mcore.driver.rollouts.scheduler import EQUAL_REWARDS, Draw, scale_rewards, shape_rewards
 
 
 def doubles(values: list[float]) -> torch.Tensor:
@@ -29,29 +29,33 @@ def test_scaling_maps_the_interval_and_clamps_outside_of_it():
 
 def test_the_overlong_penalty_by_hand():
     # max 10, buffer 4: free up to 6, then a quarter of 2.0 per token, and on beyond 10.
+    section = shaping(overlong_buffer_length=4, overlong_buffer_penalty=2.0, max_response_length=10)
     lengths = torch.tensor([0, 6, 7, 8, 10, 12])
-    keys = {"overlong_buffer_length": 4, "overlong_buffer_penalty": 2.0, "max_response_length": 10}
-    shaped = penalize_overlong(torch.ones(6), lengths, **keys)
-    assert shaped.tolist() == [1, 1, 0.5, 0, -1, -2]
+    batch = BatchedDataDict(
+        rewards=torch.ones(6),
+        token_mask=(torch.arange(12) < lengths.unsqueeze(1)).float(),
+        sample_mask=torch.ones(6),
+        finished=torch.ones(6),
+    )
+    shape_rewards(section, batch)
+    assert batch["rewards"].tolist() == [1, 1, 0.5, 0, -1, -2]
+
+
+def shaping(**keys):
+    return GRPOConfig.model_validate(
+        {
+            "num_prompts_per_step": 1,
+            "num_generations_per_prompt": 2,
+            "max_num_steps": 1,
+            "use_dynamic_sampling": True,
+            "reward_shaping": {"enabled": True, **keys},
+        }
+    )
 
 
 def test_an_overlong_buffer_needs_a_length():
-    with refused("overlong-buffer", "overlong_buffer_length", 1, 0):
-        penalize_overlong(
-            torch.ones(1),
-            torch.ones(1),
-            overlong_buffer_length=0,
-            overlong_buffer_penalty=1.0,
-            max_response_length=4,
-        )
-
-
-@given(st.floats(-1e4, 1e4, width=32), st.integers(1, 32), st.booleans())
-def test_equal_rewards_have_exactly_no_deviation(reward: float, members: int, leave_one_out: bool):
-    rewards = torch.full((members,), reward)
-    found = group_statistics(torch.zeros(members), rewards, leave_one_out=leave_one_out)
-    assert not found.std.any()
-    assert torch.equal(found.baseline.float(), rewards)
+    with pytest.raises(ValidationError, match=r"reward_shaping\.overlong_buffer_length"):
+        shaping(overlong_buffer_length=0, max_response_length=4)
 
 
 def exact_statistics(peers: list[Fraction]) -> tuple[Fraction, Fraction]:
@@ -107,16 +111,20 @@ def test_a_group_is_the_rows_with_equal_prompt_tokens():
     assert group_statistics(tokens, rewards, leave_one_out=True).baseline.tolist() == [3, 9, 1, 5]
 
 
+def deviates(groups, rewards):
+    return group_statistics(groups, rewards, leave_one_out=False).std != 0
+
+
 @given(GROUPS)
 def test_only_groups_with_two_different_rewards_have_a_signal(rows: list[tuple[int, int]]):
-    found = rows_with_signal(torch.tensor([g for g, _ in rows]), doubles([r for _, r in rows]))
+    found = deviates(torch.tensor([g for g, _ in rows]), doubles([r for _, r in rows]))
     assert found.tolist() == [len({r for g, r in rows if g == group}) > 1 for group, _ in rows]
 
 
 def test_a_signal_is_not_a_matter_of_rounding():
     rewards = torch.tensor([0.1] * 7 + [0.1, math.nextafter(0.1, 1)], dtype=torch.float64)
-    assert not rows_with_signal(torch.zeros(8), rewards[:8]).any()
-    assert rows_with_signal(torch.zeros(9), rewards).all()
+    assert not deviates(torch.zeros(8), rewards[:8]).any()
+    assert deviates(torch.zeros(9), rewards).all()
 
 
 @pytest.mark.parametrize(
@@ -124,14 +132,7 @@ def test_a_signal_is_not_a_matter_of_rounding():
 )
 def test_dynamic_sampling_judges_what_the_environment_gave_and_not_the_length(rewards, signal):
     """NeMo RL's unshaped_total_reward: the second answer is longer, and is penalised for it."""
-    section = GRPOConfig.model_validate(
-        {
-            "num_prompts_per_step": 1,
-            "num_generations_per_prompt": 2,
-            "max_num_steps": 1,
-            "reward_shaping": {"enabled": True, "overlong_buffer_length": 2, "max_response_length": 4},
-        }
-    )
+    section = shaping(overlong_buffer_length=2, max_response_length=4)
     mask = torch.tensor([[0.0, 1, 0, 0, 0], [0, 1, 1, 1, 1]])
     batch = BatchedDataDict(
         rewards=torch.tensor(rewards),
@@ -141,4 +142,4 @@ def test_dynamic_sampling_judges_what_the_environment_gave_and_not_the_length(re
         prompt_index=torch.zeros(2, dtype=torch.long),
         sample_index=torch.arange(2),
     )
-    assert has_signal(section, batch) is signal
+    assert Draw(None, None, 1, 2, section).unused_for(batch) == (None if signal else EQUAL_REWARDS)

@@ -83,12 +83,6 @@ def test_a_run_goes_on_after_the_latest_with_its_counters(tmp_path):
     assert said == [f"resuming after step 4 from {tmp_path / 'step_4'}"]
 
 
-def test_the_saved_recipe_is_the_one_that_ran(tmp_path):
-    run_to(tmp_path, 1, overrides=("grpo.max_num_steps=9",))
-    again = load_config(tmp_path / "step_1" / "config.yaml")
-    assert again == configure(tmp_path, "grpo.max_num_steps=9")
-
-
 def test_never_and_a_folder_set_later_checkpoints_aside(tmp_path):
     run_to(tmp_path, 2, 4)
     checkpoints, said = opened(tmp_path, f"checkpointing.resume={tmp_path / 'step_2'}")
@@ -109,24 +103,19 @@ def test_a_folder_that_is_no_checkpoint_stops_the_run(tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("override", "told"),
     [
-        (("policy.megatron_cfg.optimizer.lr=0.5",), "policy.megatron_cfg.optimizer.lr: 0.5 (was 0.001)"),
-        (("cluster.cpu_workers_per_node=1",), "cluster.cpu_workers_per_node: 1 (was 2)"),
-        (("policy.model.init_method_std=0.3",), "policy.model.init_method_std: 0.3 (was 0.05)"),
+        ("policy.megatron_cfg.optimizer.lr=0.5", "policy.megatron_cfg.optimizer.lr: 0.5 (was 0.001)"),
+        ("cluster.cpu_workers_per_node=1", "cluster.cpu_workers_per_node: 1 (was 2)"),
+        ("policy.model.init_method_std=0.3", "policy.model.init_method_std: 0.3 (was 0.05)"),
+        ("logger.log_dir=elsewhere", ""),
+        ("checkpointing.save_period=3", ""),
     ],
 )
-def test_what_has_changed_is_told_in_one_line(tmp_path, overrides, told):
-    run_to(tmp_path, 1)
-    _, said = opened(tmp_path, *overrides)
-    assert said == [f"resuming after step 1 from {tmp_path / 'step_1'}, with changes: {told}"]
-
-
-@pytest.mark.parametrize("override", ["logger.log_dir=elsewhere", "checkpointing.save_period=3"])
-def test_what_changes_no_result_is_not_told(tmp_path, override):
+def test_a_change_that_may_change_results_is_told_in_one_line(tmp_path, override, told):
     run_to(tmp_path, 1)
     _, said = opened(tmp_path, override)
-    assert said == [f"resuming after step 1 from {tmp_path / 'step_1'}"]
+    assert said == [f"resuming after step 1 from {tmp_path / 'step_1'}{told and f', with changes: {told}'}"]
 
 
 @pytest.mark.parametrize(
@@ -161,21 +150,6 @@ def test_a_checkpoint_of_another_algorithm_stops_the_run(tmp_path, resume):
     assert open_checkpoints(load_config(sft, given), lambda line: None).resumed_step == 1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["policy.precision=bfloat16"], "policy.precision: bfloat16 (was float32)"),
-        (["policy.model.num_layers=3"], "policy.model.num_layers: 3 (was 2)"),
-    ],
-)
-def test_another_critic_stops_the_run(tmp_path, overrides, told):
-    given = [f"checkpointing.checkpoint_dir={tmp_path}", "checkpointing.enabled=true"]
-    before = open_checkpoints(load_config(PPO, given), lambda line: None)
-    save(before, 1, {"policy": FakePolicy(), "value": FakePolicy()}, {}, {})
-    with refused("other-run", told, by=RunStoppedError):
-        open_checkpoints(load_config(PPO, [*given, *overrides]), lambda line: None)
-
-
 def test_a_teacher_that_is_no_checkpoint_stops_the_run(tmp_path):
     distillation = RECIPE.with_name("distillation_cpu.yaml")
     given = [f"teacher.init_checkpoint={tmp_path}"]
@@ -197,16 +171,6 @@ def test_a_recipe_that_cannot_be_read_stops_the_run(tmp_path):
     sums.write_text(sums.read_text().replace(before, sha256(recipe.read_bytes()).hexdigest()))
     with pytest.raises(RunStoppedError, match=r"config\.yaml"):
         opened(tmp_path)
-
-
-def test_a_recipe_that_was_changed_is_not_gone_on_from(tmp_path):
-    run_to(tmp_path, 1, 2)
-    recipe = tmp_path / "step_2" / "config.yaml"
-    recipe.write_text(recipe.read_text().replace("seed: 42", "seed: 43"))
-    checkpoints, said = opened(tmp_path)
-    assert checkpoints.resumed_step == 1
-    assert said[-1].startswith(f"set aside: {tmp_path}/aside_step_2 (")
-    assert "config.yaml" in said[-1]
 
 
 @pytest.mark.parametrize(
@@ -304,9 +268,3 @@ def test_bounds_and_what_is_saved_may_change(tmp_path, bound):
 def test_a_run_that_must_resume_does_not_begin_anew(tmp_path):
     with refused("nothing-to-resume", "checkpointing.resume: ", tmp_path, by=RunStoppedError):
         opened(tmp_path, "checkpointing.resume=must")
-
-
-def test_a_run_with_steps_left_is_not_finished(tmp_path):
-    assert not opened(tmp_path)[0].nothing_left
-    run_to(tmp_path, 3)
-    assert not opened(tmp_path)[0].nothing_left

@@ -16,6 +16,7 @@ from algorithm_fakes import (
     train,
     train_result,
 )
+from parted_rows import as_rows
 from test_episodes import PROMPTS, SCRIPT, until
 from test_episodes import collector as several_turns
 from test_rollout import collect
@@ -28,9 +29,8 @@ from nemo_rl_mcore.driver.algorithms.algorithm import samples_of
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.start import draw_of
-from nemo_rl_mcore.driver.rollouts.transcript import as_rows
 
-ALL = {"rollouts": {"answers_with_tokens": 99}}
+ALL = {"answers_with_tokens": 99}
 NUMBERS = ("generation_logprobs", "prev_logprobs", "advantages")
 
 
@@ -147,11 +147,6 @@ def test_an_answer_of_several_turns_may_be_empty_and_the_last_may_have_no_reply(
     assert dropped.tokens["mask"] == [0, 0]
 
 
-def test_one_answer_has_no_turns():
-    rollout, _ = collect(["527$"], [Prompt(4, "527>", "527")], 1)
-    assert samples_of(rollout, 6, TOKENIZER)[0].turns is None
-
-
 def test_each_row_of_an_episode_has_its_own_turns_and_tokens():
     player = several_turns(SCRIPT, until("9"))
     batch = player.collect(PROMPTS[:1], 2, step=5).batch
@@ -240,20 +235,10 @@ def test_a_validation_has_tables_of_its_own_that_are_not_trained_on(make):
     [({"answers_with_tokens": 2}, 2), ({"answers_with_tokens": 0}, 0), ({"answers_with_tokens": None}, 0)],
 )
 def test_the_recipe_says_of_how_many_answers(section, tables):
-    config, policy, notes = recipe("grpo", logger={"rollouts": section}), FakePolicy(), Notes()
+    config, policy, notes = recipe("grpo", logger=section), FakePolicy(), Notes()
     train(GRPOTrainer(config, policy, collector(config, policy), source(config), notes))
     of_step = [sample.tokens for sample in notes.sampled if sample.step == 1]
     assert [table is not None for table in of_step] == [row < tables for row in range(12)]
-
-
-def test_dynamic_sampling_tells_tokens_of_what_is_trained_on():
-    _, algorithm = grpo(use_dynamic_sampling=True)
-    notes = ran(algorithm)
-    of_step = [sample for sample in notes.sampled if sample.step == 1 and not sample.of_validation]
-    assert any(sample.sample_mask == 0 for sample in of_step)
-    told = [sample for sample in of_step if sample.tokens is not None]
-    assert told == [sample for sample in of_step if sample.sample_mask][:8]
-    assert all(sample.tokens["advantages"] for sample in told)
 
 
 ONE_STEP = {"train_global_batch_size": 12, "recompute_prev_logprobs": "always"}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.advantages import make_advantage_estimator, rows_with_signal
-from nemo_rl_mcore.driver.rollouts.scheduler import penalize_overlong
+from nemo_rl_mcore.driver.algorithms.advantages import group_statistics, make_advantage_estimator
+from nemo_rl_mcore.driver.rollouts.scheduler import shape_rewards
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.models.memory import reference_place
 from nemo_rl_mcore.recipe.load import load_config
@@ -194,10 +194,12 @@ def test_the_preflight_accepts_it(name):
     assert config.policy.megatron_cfg.scheduler.lr_decay_iters == plan.steps * plan.batch.optimizer_steps
     assert bool(reference_place(config)) is (name == "reinforce_plus_plus")
     assert config.logger.log_dir == f"results/{name}_cpu"
+    assert config.grpo.use_dynamic_sampling is (name == "dapo")
 
 
 def test_the_reward_of_dapo_falls_off_as_in_its_equation_13():
-    shaping = load_config(RECIPES["dapo"]).grpo.reward_shaping
+    section = load_config(RECIPES["dapo"]).grpo
+    shaping = section.reward_shaping
     longest, cache = shaping.max_response_length, shaping.overlong_buffer_length
 
     def paper(length):
@@ -206,18 +208,19 @@ def test_the_reward_of_dapo_falls_off_as_in_its_equation_13():
         return ((longest - cache) - length) / cache if length <= longest else -1.0
 
     lengths = list(range(1, longest + 1))
-    found = penalize_overlong(
-        torch.zeros(len(lengths)),
-        torch.tensor(lengths),
-        overlong_buffer_length=cache,
-        overlong_buffer_penalty=shaping.overlong_buffer_penalty,
-        max_response_length=longest,
+    batch = BatchedDataDict(
+        rewards=torch.zeros(longest),
+        token_mask=torch.ones(longest, longest).tril(),
+        sample_mask=torch.ones(longest),
+        finished=torch.ones(longest),
     )
-    assert found.tolist() == [paper(length) for length in lengths] == [0, 0, 0, 0, 0, -1]
+    shape_rewards(section, batch)
+    assert batch["rewards"].tolist() == [paper(length) for length in lengths] == [0, 0, 0, 0, 0, -1]
 
 
 def test_dapo_keeps_the_groups_whose_answers_are_not_all_equally_good(x):
     config = load_config(RECIPES["dapo"])
     assert config.grpo.use_dynamic_sampling
     groups = torch.arange(GROUPS).repeat_interleave(SAMPLES)
-    assert rows_with_signal(groups, x.rewards).tolist() == [True] * 8 + [False] * 4
+    std = group_statistics(groups, x.rewards, leave_one_out=False).std
+    assert (std != 0).tolist() == [True] * 8 + [False] * 4

@@ -36,7 +36,7 @@ class FakeService:
         self._called("open")
 
     def log(self, step, metrics, tables) -> None:
-        self._called("log", step, metrics["train/reward"], [table.name for table in tables])
+        self._called("log", step, metrics["train/reward"], [*tables])
 
     def finish(self, exit_status: int) -> None:
         self._called("finish", exit_status)
@@ -136,11 +136,12 @@ def test_the_end_of_a_run_is_that_of_its_process() -> None:
 def test_tables_have_the_first_answer_of_each_prompt_and_so_many_rows() -> None:
     trained = [sample(1, index, prompt=prompt) for prompt in "abc" for index in range(2)]
     judged = [sample(1, prompt="v\ud800", of_validation=True)]
-    (train, validation) = tables_of(trained + judged, 2, of_training=True)
-    assert [row[train.columns.index("prompt")] for row in train.rows] == ["a", "b"]
-    assert [row[validation.columns.index("prompt")] for row in validation.rows] == ["v\\ud800"]
-    assert list(tables_of(trained, 2, of_training=False)) == []
-    assert list(tables_of(trained + judged, 0, of_training=True)) == []
+    train, validation = tables_of(trained + judged, 2, of_training=True).values()
+    prompt = loggers.SAMPLE_COLUMNS.index("prompt")
+    assert [row[prompt] for row in train] == ["a", "b"]
+    assert [row[prompt] for row in validation] == ["v\\ud800"]
+    assert tables_of(trained, 2, of_training=False) == {}
+    assert tables_of(trained + judged, 0, of_training=True) == {}
 
 
 def test_a_run_keeps_its_id_only_when_it_goes_on(tmp_path) -> None:
@@ -175,7 +176,7 @@ def test_tensorboard_has_scalars_recipe_and_answers_on_disk_at_once(tmp_path: Pa
     logger = tensorboard(tmp_path)
     answers = [sample(2, response="``` *not* \n# Markdown ä\ud800", of_validation=True)]
     for step in (1, 2):
-        tables = list(tables_of(answers, 4, of_training=True)) if step == 2 else []
+        tables = tables_of(answers, 4, of_training=True) if step == 2 else {}
         logger.log(step, {"train/reward": step / 4, "train/loss": math.nan}, tables)
     events = read(tmp_path / "tensorboard")
     assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, 0.25), (2, 0.5)]
@@ -191,11 +192,11 @@ def test_tensorboard_has_scalars_recipe_and_answers_on_disk_at_once(tmp_path: Pa
 
 def test_tensorboard_drops_what_a_resumed_run_writes_anew(tmp_path: Path) -> None:
     for resumed_step, steps in ((None, (1, 2, 3)), (1, (2,))):
-        logger = tensorboard(tmp_path, resumed_step, tensorboard={"log_dir": "events"})
+        logger = tensorboard(tmp_path, resumed_step)
         for step in steps:
-            logger.log(step, {"train/reward": step if resumed_step is None else 9.0}, [])
+            logger.log(step, {"train/reward": step if resumed_step is None else 9.0}, {})
         logger.finish(0)
-    events = read(tmp_path / "events")
+    events = read(tmp_path / "tensorboard")
     assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, 1.0), (2, 9.0)]
 
 
@@ -204,5 +205,5 @@ def test_a_full_disk_is_an_error_of_tensorboards_step(tmp_path: Path) -> None:
     logger._file.close()
     logger._file = logger._records._writer = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     with pytest.raises(OSError, match="No space"):
-        logger.log(1, {"train/reward": 0.5}, [])
+        logger.log(1, {"train/reward": 0.5}, {})
     logger.finish(1)

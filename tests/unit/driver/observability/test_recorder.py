@@ -15,6 +15,7 @@ from written_samples import sample
 
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder, read_rollouts
+from nemo_rl_mcore.driver.output import open_console
 from nemo_rl_mcore.driver.signals import stop_signals
 from nemo_rl_mcore.errors import FolderError
 
@@ -145,15 +146,6 @@ def test_the_start_is_told_part_by_part_and_is_no_time_of_the_first_step(tmp_pat
     assert "startup" not in "".join(told[3:])
 
 
-@pytest.mark.parametrize("rewards_teach", [True, False])
-def test_equal_rewards_are_told_of_where_rewards_teach(tmp_path: Path, rewards_teach: bool) -> None:
-    console = Console(file=io.StringIO(), width=100)
-    facts = RunFacts("distillation", rewards_teach=rewards_teach)
-    with RunRecorder(LoggerConfig(log_dir=str(tmp_path)), 1, console=console, run=facts) as recorder:
-        recorder.log(1, {"train/reward_min": 0.0, "train/reward_max": 0.0})
-    assert ("have had the reward 0" in console.file.getvalue()) is rewards_teach  # type: ignore[attr-defined]
-
-
 def test_engines_that_start_anew_are_a_part_of_their_step(tmp_path: Path) -> None:
     recorder = make(tmp_path)
     with recorder:
@@ -173,7 +165,7 @@ def test_the_report_of_a_resumed_run_is_about_the_whole_run(tmp_path: Path) -> N
             for step in steps:
                 recorder.log(step, {"train/reward": 0.5})
     output = recorder._console.file.getvalue()  # type: ignore[attr-defined]
-    assert "4 steps; " in output
+    assert rows_of(tmp_path) == [1, 2, 3, 4]
     assert "step 3/10" in output, "the first line of the resumed run"
 
 
@@ -181,38 +173,27 @@ def rows_of(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_deleted_folder_ends_the_run_and_every_row_is_written_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["before a step", "behind the last step", "half of a row"])
+def test_every_row_that_is_lost_is_written_anew_at_the_end(lost: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
     def run() -> None:
         with make(folder) as recorder:
             for step in (1, 2, 3):
-                if step == 3:
+                if step == 3 and lost == "before a step":
                     shutil.rmtree(folder)
                 recorder.log(step, {"train/reward": 0.5})
+            if lost == "behind the last step":
+                shutil.rmtree(folder)
+            elif lost == "half of a row":
+                path = folder / "metrics.jsonl"
+                path.write_bytes(path.read_bytes()[:-5])
 
-    with pytest.raises(FolderError, match=rf"^logger\.log_dir: {folder} .*gone"):
+    ends = lost == "before a step"
+    with pytest.raises(FolderError, match=rf"^logger\.log_dir: {folder} .*gone") if ends else nullcontext():
         run()
     assert rows_of(folder) == [1, 2, 3]
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl"}
-
-
-def test_a_folder_that_was_deleted_behind_the_last_step_loses_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with make(folder) as recorder:
-        for step in (1, 2):
-            recorder.log(step, {"train/reward": 0.5})
-        shutil.rmtree(folder)
-    assert rows_of(folder) == [1, 2]
-
-
-def test_a_row_that_was_cut_off_by_a_full_disk_is_written_whole_at_the_end(tmp_path: Path) -> None:
-    with make(tmp_path) as recorder:
-        recorder.log(1, {"train/reward": 0.5})
-        recorder.log(2, {"train/reward": 0.5})
-        path = tmp_path / "metrics.jsonl"
-        path.write_bytes(path.read_bytes()[:-5])
-    assert rows_of(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
@@ -275,7 +256,7 @@ def test_a_console_that_is_gone_loses_nothing_and_is_no_error_of_the_folder(
     stream = Gone(number)
 
     def run() -> None:
-        with RunRecorder(LoggerConfig(log_dir=str(tmp_path)), 10, console=Console(file=stream)) as recorder:
+        with RunRecorder(LoggerConfig(log_dir=str(tmp_path)), 10, console=open_console(stream)) as recorder:
             recorder.add_samples([sample()])
             for step in (1, 2):
                 recorder.log(step, {"train/reward": 0.5})

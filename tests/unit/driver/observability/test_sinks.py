@@ -2,10 +2,9 @@ import json
 import math
 from pathlib import Path
 
-import pytest
 from refusals import refused
 
-from nemo_rl_mcore.driver.observability.sinks import EqualRewardsSink, JsonlSink, read_history
+from nemo_rl_mcore.driver.observability.sinks import JsonlSink, read_history
 
 
 def test_jsonl_has_one_object_a_step_on_disk_at_once(tmp_path: Path) -> None:
@@ -63,23 +62,6 @@ def test_a_resumed_run_goes_on_with_the_file_and_keeps_later_rows_aside(tmp_path
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_resumed_run_with_nothing_to_put_aside_only_goes_on(tmp_path: Path) -> None:
-    for step in (1, 2):
-        sink = JsonlSink(tmp_path, resumed_step=step - 1)
-        sink.log(step, {})
-        sink.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-def test_what_is_read_again_is_what_was_logged(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.log(1, {"train/reward": 0.5, "train/loss": math.nan})
-    sink.close()
-    [row] = read_history(tmp_path)
-    assert (row["step"], row["train/reward"], math.isnan(row["train/loss"])) == (1.0, 0.5, True)
-
-
 def test_a_cut_last_line_is_left_out_and_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 2}\n{"step": 2, "a"')
@@ -92,34 +74,3 @@ def test_a_cut_last_line_is_left_out_and_a_bad_line_is_named(tmp_path: Path) -> 
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
     with refused("no-run", tmp_path / "nowhere/metrics.jsonl", "logger.log_dir"):
         read_history(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("spreads", "told_of"),
-    [
-        ([0.0] * 9, [9]),
-        ([0.0] * 10, [10]),
-        ([0.0] * 25, [10]),
-        ([0.5] + [0.0] * 9, []),
-        ([0.5] + [0.0] * 10 + [0.5] + [0.0] * 10, [10, 10]),
-        ([0.5] * 12, []),
-        ([], []),
-    ],
-)
-def test_steps_that_teach_nothing_are_told_of(spreads, told_of):
-    lines = []
-    sink = EqualRewardsSink(lines.append)
-    for step, spread in enumerate(spreads, start=1):
-        sink.log(step, {"train/reward_min": 0.25, "train/reward_max": 0.25 + spread})
-    sink.close()
-    sink.close()
-    assert [int(line.split("last ")[1].split()[0]) for line in lines] == told_of
-    assert all("the reward 0.25" in line for line in lines)
-
-
-def test_a_run_without_answers_is_none_of_its_concern():
-    lines = []
-    sink = EqualRewardsSink(lines.append)
-    sink.log(1, {"train/loss": 1.0})
-    sink.close()
-    assert lines == []

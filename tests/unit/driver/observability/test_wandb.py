@@ -88,18 +88,6 @@ def test_recipe_metrics_answers_and_the_end_are_there(tmp_path, monkeypatch) -> 
     assert f"wandb sync {folder}\n" in told(run)
 
 
-@pytest.mark.parametrize(("error", "code"), [(RuntimeError, 1), (KeyboardInterrupt, 130)])
-def test_how_a_run_ends_is_told(error, code, tmp_path) -> None:
-    def run() -> None:
-        with recorder(tmp_path) as begun:
-            begun.log(1, {"train/reward": 0.5})
-            raise error
-
-    with pytest.raises(error):
-        run()
-    assert exit_code_of(runs(tmp_path)[0]) == code
-
-
 OUTLIVES_WANDB = """
 import sys
 import psutil

@@ -10,7 +10,7 @@ LIVE = (GroupState.INFLIGHT, GroupState.READY, GroupState.LEASED)
 def check(ledger: Ledger) -> None:
     """Fail, naming all that is wrong, when the state cannot be."""
     problems = [*_problems(ledger)]
-    assert not problems, f"{'; '.join(problems)}: {ledger._summary()}"
+    assert not problems, f"{'; '.join(problems)}"
 
 
 def _problems(ledger: Ledger) -> Iterator[str]:

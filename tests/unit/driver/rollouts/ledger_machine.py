@@ -47,8 +47,6 @@ class LedgerMachine(RuleBasedStateMachine):
     """Each event is a method that is told two numbers: which of the attempts, and which of the ways."""
 
     ledger_class = Ledger
-    admission_is_compared = True
-    """With the model's, and not by what comes of it alone."""
     orders = tuple(ORDERS)
 
     def __init__(self):
@@ -95,7 +93,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def dispatch(self, _which, how):
         for _ in range(how % 4 + 1):
             allowed = self.ledger.may_dispatch()
-            assert allowed == self.model.may_dispatch() or not self.admission_is_compared
+            assert allowed == self.model.may_dispatch()
             if not allowed:
                 self._refused(self.ledger.dispatch)
                 return
@@ -393,13 +391,12 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (self._seen(), len(self.log)) == (before, logged)
 
 
-def run_machine(ledger_class, examples, steps, *, admission_is_compared=True, orders=tuple(ORDERS)):
+def run_machine(ledger_class, examples, steps, *, orders=tuple(ORDERS)):
     """Run the machine on a class; raises what the first example that fails raises."""
 
     def machine():
         made = LedgerMachine()
-        made.ledger_class, made.admission_is_compared = ledger_class, admission_is_compared
-        made.orders = orders
+        made.ledger_class, made.orders = ledger_class, orders
         return made
 
     run_state_machine_as_test(

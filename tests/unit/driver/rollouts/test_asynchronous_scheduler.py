@@ -42,12 +42,14 @@ def started(engines, *, last_step=6, version=0, kept=(), **keys):
 
 
 def train_a_step(rollouts, at_least=N):
-    """The chunks, the oldest version of a token, and what `finish` gives."""
+    """The chunks, the oldest version of a token, and the step's pace."""
     rollouts.ledger.begin()
     chunks = [*rollouts.leases(at_least)]
     groups = [rollouts.groups.get(position) for chunk in chunks for position in chunk]
     rollouts.finishing()
-    return chunks, min(int(group[WEIGHT_VERSIONS].min()) for group in groups), rollouts.finish()
+    pace = rollouts._pace
+    rollouts.finish([rollouts.draw.rollout_of([], [group]) for group in groups])
+    return chunks, min(int(group[WEIGHT_VERSIONS].min()) for group in groups), pace
 
 
 def becomes_true(condition, within_s=30.0):
@@ -299,15 +301,6 @@ def test_the_start_of_engines_is_no_stall():
         train_a_step(rollouts)
 
 
-def test_a_stall_is_told_with_its_key():
-    with started(FakeEngines(hold=lambda ticket: 60.0), stall_timeout_s=0.2) as rollouts:
-        rollouts.ledger.begin()
-        began = time.monotonic()
-        with refused("stalled", "0.2 s (grpo.async_grpo.stall_timeout_s)", "3 groups", "0 ready"):
-            next(rollouts.leases(N))
-        assert time.monotonic() - began < 30
-
-
 class AnswersWithOldWeights(FakeEngines):
     async def respond(self, data, *, step, ticket):
         answered = await super().respond(data, step=step, ticket=ticket)
@@ -342,16 +335,6 @@ def test_the_end_gives_up_what_is_in_flight():
     assert time.monotonic() - began < 30
     assert engines.in_flight == 0
     assert rollouts.ledger.count(GroupState.INFLIGHT) == N, "the log says that they were not answered"
-
-
-def test_a_run_that_never_gave_weights_ends_without_a_thread():
-    limits = Limits(N, 0, 5, 1)
-    with AsynchronousScheduler(
-        *(Ledger(limits, print), {}, FakeEngines(), FakeDraw(N)),
-        section=AsyncRolloutsConfig(),
-        key="grpo.async_grpo",
-    ):
-        assert "rollouts" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_data_and_prompts_of_trained_steps_are_forgotten():

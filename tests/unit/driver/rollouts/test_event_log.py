@@ -52,18 +52,6 @@ def test_every_event_is_read_as_it_was_written(path):
     assert len(path.read_bytes().splitlines()) == len(ONE_OF_EACH)
 
 
-def test_an_event_is_in_the_file_at_once(path):
-    with EventLog(path) as log:
-        log.append(ONE_OF_EACH[0])
-        assert read_events(path) == ONE_OF_EACH[:1]
-
-
-def test_a_log_goes_on_where_it_ended(path):
-    write(path, *ONE_OF_EACH[:2])
-    write(path, *ONE_OF_EACH[2:])
-    assert read_events(path) == ONE_OF_EACH
-
-
 @pytest.mark.parametrize("length", [1, 7, -2, -1])
 def test_a_last_line_that_is_torn_is_cut(path, length):
     """-1: all of the line but its end."""

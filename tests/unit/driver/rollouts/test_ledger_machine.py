@@ -24,11 +24,6 @@ def test_any_long_order_of_events():
     run_machine(Ledger, examples=300, steps=200)
 
 
-class DispatchesWithoutEnd(Ledger):
-    def may_dispatch(self):
-        return self.live + self.trained < self.limits.last_step * self.limits.groups_per_step
-
-
 class CountsLiveAlone(Ledger):
     """n * (max_age + 1) live groups and one more, whatever the version."""
 
@@ -67,14 +62,6 @@ class TakesInsteadOfLeasing(Ledger):
         self.step = StepState.IDLE
 
 
-class GeneratesAbortedGroupsAgain(Ledger):
-    def _return_leases(self):
-        leased = [*self._leased()]
-        super()._return_leases()
-        for position in leased:
-            self._return_to_pending(self._groups[position])
-
-
 class CountsALostStepAsDone(Ledger):
     def lost(self, reason):
         self.finish()
@@ -85,14 +72,6 @@ class HasNoFence(Ledger):
     def _under_way(self, token):
         group = self._groups.get(token.position)
         return group if group is not None and group.state is GroupState.INFLIGHT else None
-
-
-class FencesByAttemptAlone(Ledger):
-    def _under_way(self, token):
-        group = super()._under_way(token)
-        if group is not None:
-            return group
-        return Ledger._under_way(self, type(token)(self.incarnation, token.position, token.attempt))
 
 
 class TakesAnswersTwice(Ledger):
@@ -117,17 +96,6 @@ class CountsLiveWithoutLeased(Ledger):
         return super().live - self.count(GroupState.LEASED)
 
 
-class CountsDroppedAsLive(Ledger):
-    @property
-    def live(self):
-        return super().live + self.dropped.total()
-
-
-class LeasesWhateverIsReady(Ledger):
-    def leasable(self):
-        return [g.position for g in self._groups.values() if g.state is GroupState.READY][: self.room()]
-
-
 class LeavesAGroupOutAndKeepsIt(Ledger):
     """It is told, and trained all the same."""
 
@@ -136,14 +104,6 @@ class LeavesAGroupOutAndKeepsIt(Ledger):
         super().unused(position, reason)
         self._groups = groups
         self.dropped[reason] -= 1
-
-
-class AsksForSpareGroupsAtAnyTime(Ledger):
-    @property
-    def _admitted(self):
-        limits = self.limits
-        steps = min(limits.max_age + self.published + 1, limits.last_step)
-        return steps * limits.groups_per_step + limits.spare
 
 
 class ForgetsSpareGroups(Ledger):
@@ -163,14 +123,6 @@ class BelievesTheNewestToken(Ledger):
         return taken
 
 
-class TakesOlderTokens(Ledger):
-    def commit(self, token, segments):
-        group = self._under_way(token)
-        if group is not None and segments:
-            group.min_version = min(group.min_version, *(one.version for one in segments))
-        return super().commit(token, segments)
-
-
 class LogsAfterwards(Ledger):
     def publish(self):
         log, told = self._log, []
@@ -181,38 +133,12 @@ class LogsAfterwards(Ledger):
             log(event)
 
 
-class ForgetsTheLog(Ledger):
-    def abort(self, reason):
-        log, self._log = self._log, lambda event: None
-        super().abort(reason)
-        self._log = log
-
-
-class CountsRequeuesAsFailures(Ledger):
-    def requeue(self, token, reason):
-        group = self._under_way(token)
-        if group is not None:
-            group.failures += 1
-        return super().requeue(token, reason)
-
-
 class NeverDrops(Ledger):
     def fail(self, token, reason):
         group = self._under_way(token)
         if group is not None:
             group.failures = -1
         return super().fail(token, reason)
-
-
-class GeneratesNewGroupsFirst(Ledger):
-    """Those that have to wait again do so until there is nothing else."""
-
-    def dispatch(self):
-        pending, self._pending = self._pending, []
-        try:
-            return super().dispatch()
-        finally:
-            self._pending = pending
 
 
 class ForgetsAStepTooMany(Ledger):
@@ -228,18 +154,6 @@ class ForgetsReadyGroupsInASave(Ledger):
         return saved
 
 
-class SavesAttemptsUnderWay(Ledger):
-    """A resumed run would wait for them for ever."""
-
-    @classmethod
-    def from_json(cls, saved, limits, log, *, incarnation=None):
-        ledger = super().from_json(saved, limits, log, incarnation=incarnation)
-        for position in ledger._pending:
-            ledger._groups[position].state = GroupState.INFLIGHT
-        ledger._pending = []
-        return ledger
-
-
 class FinishesAStepThatIsNotFull(Ledger):
     def finishing(self):
         room = self.room
@@ -251,34 +165,23 @@ class FinishesAStepThatIsNotFull(Ledger):
 
 
 MISTAKES = [
-    DispatchesWithoutEnd,
     CountsLiveAlone,
     AdmitsByUnpublishedVersion,
     DispatchesBeyondTheLastStep,
     StartsAtUnpublishedVersion,
     TakesInsteadOfLeasing,
-    GeneratesAbortedGroupsAgain,
     CountsALostStepAsDone,
     HasNoFence,
-    FencesByAttemptAlone,
     TakesAnswersTwice,
     ResumesAsTheSameIncarnation,
     CountsLiveWithoutLeased,
-    CountsDroppedAsLive,
-    LeasesWhateverIsReady,
     LeavesAGroupOutAndKeepsIt,
-    AsksForSpareGroupsAtAnyTime,
     ForgetsSpareGroups,
     BelievesTheNewestToken,
-    TakesOlderTokens,
     LogsAfterwards,
-    ForgetsTheLog,
-    CountsRequeuesAsFailures,
     NeverDrops,
-    GeneratesNewGroupsFirst,
     ForgetsAStepTooMany,
     ForgetsReadyGroupsInASave,
-    SavesAttemptsUnderWay,
     FinishesAStepThatIsNotFull,
 ]
 
@@ -311,26 +214,3 @@ def test_a_mistake_in_an_order_breaks_the_bound(mistake, monkeypatch):
     monkeypatch.setattr(ledger_module, "ORDERS", {"as_completed": mistake()})
     with pytest.raises((AssertionError, LedgerError)):
         run_machine(Ledger, examples=300, steps=100, orders=("as_completed",))
-
-
-ADMISSION = [
-    DispatchesWithoutEnd,
-    CountsLiveAlone,
-    AdmitsByUnpublishedVersion,
-    CountsLiveWithoutLeased,
-    CountsDroppedAsLive,
-    AsksForSpareGroupsAtAnyTime,
-]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mistake", ADMISSION, ids=lambda mistake: mistake.__name__)
-def test_a_mistake_in_the_admission_breaks_a_promise(mistake, monkeypatch):
-    """Groups get too old or too many, or a run gets stuck, whatever the formula is."""
-    monkeypatch.setattr(ledger_machine, "check", lambda ledger: None)
-    with pytest.raises((AssertionError, LedgerError)):
-        run_machine(mistake, examples=300, steps=100, admission_is_compared=False)
-
-
-def test_the_admission_keeps_the_promises():
-    run_machine(Ledger, examples=20, steps=50, admission_is_compared=False)

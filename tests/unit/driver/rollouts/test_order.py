@@ -17,9 +17,9 @@ from nemo_rl_mcore.driver.rollouts.ledger import (
 )
 
 
-def a_ledger(order, *, n=1, max_age, events=None):
+def a_ledger(order, *, n=1, max_age):
     limits = Limits(n, max_age, last_step=20, max_attempts=1, order=order)
-    return Ledger(limits, (events if events is not None else []).append)
+    return Ledger(limits, lambda event: None)
 
 
 def dispatched(ledger):
@@ -61,79 +61,6 @@ def test_in_order_a_step_waits_for_the_first_group_and_as_completed_it_takes_the
         ledger.begin()
         assert ledger.leasable()[:2] == (taken or [1])
         assert ledger.room() == 2
-
-
-def test_a_group_at_the_largest_age_is_waited_for():
-    ledger = a_ledger("as_completed", n=2, max_age=1)
-    tokens = dispatched(ledger)
-    answer(ledger, tokens[1], tokens[2])
-    assert train(ledger) == [1, 2]
-    later = dispatched(ledger)
-    answer(ledger, *later.values())
-    ledger.begin()
-    assert ledger.leasable() == []  # both places are those of 0 and 3, which no later step could train
-    answer(ledger, tokens[3])
-    assert ledger.leasable() == [3]
-    ledger.requeue(tokens[0], "engine lost")
-    assert ledger.leasable() == [3, 4]  # one that is asked for again is as new as the weights
-
-
-def two_slow_groups(max_age=2):
-    """Answers come at once, but for the first two prompts."""
-    ledger = a_ledger("as_completed", max_age=max_age)
-    slow = dispatched(ledger)
-    answer(ledger, slow.pop(2))
-    assert train(ledger) == [2]
-    answer(ledger, *dispatched(ledger).values())
-    return ledger, slow
-
-
-def test_groups_that_will_reach_the_largest_age_together_are_waited_for_in_time():
-    ledger, slow = two_slow_groups()
-    ledger.begin()
-    assert ledger.leasable() == []
-    answer(ledger, slow[1])
-    assert ledger.leasable() == [1]
-
-
-def test_a_saved_run_as_completed_goes_on_with_groups_that_have_overtaken_others():
-    ledger = a_ledger("as_completed", max_age=1)
-    tokens = dispatched(ledger)
-    answer(ledger, tokens[1])
-    assert train(ledger) == [1]
-    answer(ledger, dispatched(ledger)[2])
-    saved = SavedLedger.parse(ledger.to_json(), ledger.limits)
-    assert saved.ready == [2]
-    again = Ledger.from_json(saved.model_dump(), ledger.limits, lambda event: None)
-    assert train(again) == [2]
-    assert dispatched(again).keys() == {0, 3}
-
-
-def test_groups_left_out_make_room_for_the_next():
-    events = []
-    ledger = a_ledger("in_order", n=2, max_age=0, events=events)
-    tokens = dispatched(ledger)
-    answer(ledger, *tokens.values())
-    ledger.unused(0, "equal rewards")
-    assert ledger.reach == range(1, 3)
-    more = dispatched(ledger)
-    assert [*more] == [2]
-    answer(ledger, more[2])
-    assert train(ledger) == [1, 2]
-    assert ledger.to_json()["dropped"] == {"equal rewards": 1}
-    assert [event.reason for event in events if event.kind == "unused"] == ["equal rewards"]
-
-
-def test_spare_groups_are_asked_for_ahead():
-    ledger = Ledger(Limits(2, 0, last_step=3, max_attempts=1, spare=2), lambda event: None)
-    assert ledger.reach == range(4)
-    tokens = dispatched(ledger)
-    assert [*tokens] == [0, 1, 2, 3]
-    answer(ledger, *[tokens[position] for position in (0, 1, 2)])
-    ledger.unused(1, "equal rewards")
-    ledger.requeue(tokens[3], "the step is full")
-    assert train(ledger) == [0, 2]
-    assert [*dispatched(ledger)] == [3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("order", ORDERS)

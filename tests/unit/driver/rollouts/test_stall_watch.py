@@ -10,11 +10,11 @@ from fake_engines import FakeDraw, FakeEngines
 from refusals import assert_refused
 
 from nemo_rl_mcore.config.algorithm import AsyncRolloutsConfig
+from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
 from nemo_rl_mcore.driver.rollouts.ledger import Ledger, Limits
 from nemo_rl_mcore.driver.signals import deferred_stop_signals, stop_signals
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.rank import activity
 
 N, LIMIT_S, NEVER_S = 2, 0.3, 60.0
 
@@ -166,10 +166,10 @@ def test_a_group_or_a_step_at_a_time_is_no_stall():
     with stop_signals(), started(engines) as rollouts:
         for step in (1, 2):
             rollouts.ledger.begin()
-            assert [*rollouts.leases(N)]
+            groups = [rollouts.groups[position] for chunk in rollouts.leases(N) for position in chunk]
             time.sleep(0.5 * LIMIT_S)
             rollouts.finishing()
-            rollouts.finish()
+            rollouts.finish([rollouts.draw.rollout_of([], groups)])
             time.sleep(0.5 * LIMIT_S)
             rollouts.update_weights(step)
 

@@ -117,13 +117,13 @@ def test_the_section_eval_says_how_answers_are_drawn(recipe):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("eval", "--config: missing; name a recipe with a section eval"),
-        ("eval --hf {hf}", "--config: missing"),
+        ("eval", "--config: is missing; name a recipe with a section eval"),
+        ("eval --hf {hf}", "--config: is missing"),
         ("eval --config {bare}", "eval: missing; say what to evaluate on"),
         ("eval --config {recipe} --hf {hf}x", "--hf: no folder"),
         ("eval --config {recipe} --hf {tmp}", "holds no config.json"),
         ("eval --config {recipe} --checkpoint {hf}", "is a Hugging Face folder, and no checkpoint of a run"),
-        ("eval --config {recipe} --checkpoint {tmp}", "is no whole checkpoint"),
+        ("eval --config {recipe} --checkpoint {tmp}", "is not a complete checkpoint"),
         ("eval --config {recipe} eval.sets.rows.data_path=none.jsonl", "eval.sets.rows.data_path: "),
         ("generate --hf {hf}", "--prompt: missing"),
     ],

@@ -105,7 +105,7 @@ def test_unfused_has_no_guardrails(load):
 
 
 def test_memory_of_the_whole_model_on_one_rank(load):
-    memory = estimate_memory(load()).models["policy"]
+    memory = estimate_memory(load())["policy"]
     weights = 86_336 * 4
     assert memory.rank_parameters == 86_336
     assert (memory.weights, memory.gradients, memory.reference) == (weights, weights, 0)
@@ -205,7 +205,7 @@ ATTENTION, MLP = 41_088 - 3 * 64 * 128 - 64, 2 * 64 * 128 + 64
     ],
 )
 def test_memory_follows_the_recipe(load, overrides, field, expected):
-    assert getattr(estimate_memory(load(*overrides)).models["policy"], field) == expected
+    assert getattr(estimate_memory(load(*overrides))["policy"], field) == expected
 
 
 KL = "loss_fn.reference_policy_kl_penalty=0.1"
@@ -231,7 +231,7 @@ def test_where_the_reference_is_kept(load, monkeypatch, overrides, place, kept):
     monkeypatch.setattr("nemo_rl_mcore.tools.check.machine.installed", lambda package: True)
     plan = preflight(load(KL, *overrides))
     assert f"reference policy        {place}" in shown(plan)
-    assert plan.memory.models["policy"].reference == 86_336 * 4 * kept
+    assert plan.memory["policy"].reference == 86_336 * 4 * kept
 
 
 def test_missing_tokenizer_folder(load, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.driver.rollouts.player import Responder
 from nemo_rl_mcore.environment.games import ArithmeticEnvironment
 from nemo_rl_mcore.errors import FolderError
+from nemo_rl_mcore.tools.check.given_weights import as_evaluated, load_over_given_weights
+from nemo_rl_mcore.tools.evaluate import evaluate as evaluation
 from nemo_rl_mcore.tools.evaluate.evaluate import Evaluator
 from nemo_rl_mcore.tools.evaluate.samples import digest_of, enter
 
+RECIPE = Path(__file__).parents[4] / "examples/configs/grpo_copy_cpu.yaml"
 TOKENIZER = load_tokenizer("char")
 SAMPLES = 3
 SETS = {
@@ -54,7 +58,7 @@ def evaluate(folder, engine, sets=SETS, **changes):
     told = []
     settings = {
         "folder": folder, "environment": ArithmeticEnvironment(), "start": lambda: responder, "samples": SAMPLES,
-        "batch_size": 2, "greedy": False, "notify": told.append, **changes,
+        "reward_weights": {}, "batch_size": 2, "greedy": False, "notify": told.append, **changes,
     }  # fmt: skip
     return Evaluator(**settings).evaluate(sets), told
 
@@ -78,6 +82,26 @@ def test_a_line_holds_what_was_asked_answered_and_scored(tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["other"]["metrics"]["tokens"] == {"mean": 2.0, "stderr": 0.0}
     assert told[-1].startswith("other: 6 of 6 samples")
+
+
+def test_rewards_are_weighted_as_the_recipe_weighs_them(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"input": "1>", "output": "1"}\n')
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    overrides = [
+        "+env.rewards={one: 'reward_functions:one', half: 'reward_functions:half'}",
+        "+env.reward_weights={one: 2.0, half: 4.0}",
+        f"+eval={{sets: {{rows: {{data_path: {tmp_path}/rows.jsonl}}}}}}",
+        f"logger.log_dir={tmp_path}",
+    ]
+    (tmp_path / "eval").mkdir()
+    config = as_evaluated(load_over_given_weights(overrides, config=str(RECIPE)))
+    responder = Responder(Engine(), TOKENIZER, 8)
+
+    def with_engine(**settings):
+        return Evaluator(**settings | {"start": lambda: responder})
+
+    monkeypatch.setattr(evaluation, "Evaluator", with_engine)
+    assert evaluation.evaluate(config)["rows"].metrics["reward"].mean == 2.0 * 1.0 + 4.0 * 0.5
 
 
 @pytest.mark.parametrize("dies_at", [1, 2, 4, 5])

@@ -12,7 +12,7 @@ from refusals import refused
 
 from nemo_rl_mcore.tools.evaluate.samples import (
     Estimate,
-    Scored,
+    SampleRow,
     maj_at_k,
     over_prompts,
     pass_at_k,
@@ -20,6 +20,10 @@ from nemo_rl_mcore.tools.evaluate.samples import (
 )
 
 SAMPLES = st.lists(st.tuples(st.sampled_from([None, 0, 1, 2, 3]), st.booleans()), min_size=1, max_size=8)
+
+
+def scored(reward, tokens, finished, vote):
+    return SampleRow(0, 0, "", "", reward, None, "", tokens, finished, vote)
 
 
 def elected(subset, votes):
@@ -88,8 +92,8 @@ def test_the_error_is_of_means_of_prompts():
 
 
 def test_a_set_by_hand():
-    one = [Scored(1.0, 4, True, 0), Scored(0.5, 8, False, 1)]
-    other = [Scored(0.0, 2, True, 0), Scored(0.0, 2, True, 0)]
+    one = [scored(1.0, 4, True, 0), scored(0.5, 8, False, 1)]
+    other = [scored(0.0, 2, True, 0), scored(0.0, 2, True, 0)]
     found = {name: estimate.mean for name, estimate in set_metrics([one, other], [1, 2]).items()}
     assert found == {
         "reward": 0.375,

@@ -6,7 +6,7 @@ import pytest
 from run_folder import rows, write_run
 from written_samples import sample
 
-from nemo_rl_mcore.config.logger import RolloutsConfig
+from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.driver.observability import RolloutSink
 from nemo_rl_mcore.tools.report import run_data
 from nemo_rl_mcore.tools.report.run_data import some_of, steps_shown
@@ -20,7 +20,7 @@ def test_steps_are_spread_over_the_run(tmp_path):
 
 
 def test_validations_stand_behind_training(tmp_path):
-    sink = RolloutSink(tmp_path, RolloutsConfig(), None, print)
+    sink = RolloutSink(tmp_path, LoggerConfig(), None)
     sink.log(5, [sample(5), sample(5, of_validation=True)])
     assert [(one["kind"], one["total"]) for one in steps_shown(tmp_path)[0]] == [
         ("training", 1),

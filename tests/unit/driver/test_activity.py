@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from nemo_rl_mcore.driver.loop_thread import LoopThread
+from nemo_rl_mcore.driver.activity import LoopThread
 from nemo_rl_mcore.errors import RunStoppedError
 
 
@@ -58,7 +58,7 @@ def test_what_was_begun_just_before_the_end_is_cancelled():
 
 
 def test_an_end_that_is_not_reached_is_named(monkeypatch):
-    monkeypatch.setattr("nemo_rl_mcore.driver.loop_thread._END_WITHIN_S", 0.1)
+    monkeypatch.setattr("nemo_rl_mcore.driver.activity._END_WITHIN_S", 0.1)
     thread, goes_on = LoopThread("test", print), threading.Event()
 
     async def blocks():

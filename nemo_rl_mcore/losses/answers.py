@@ -1,6 +1,6 @@
-"""Direct preference optimization, https://arxiv.org/abs/2305.18290, with an optional likelihood term.
+"""Losses of given answers: negative log-likelihood, and DPO, https://arxiv.org/abs/2305.18290.
 
-Rows interleave pairs: even rows are chosen answers, odd rows the rejected ones. P = B / 2 pairs.
+In DPO rows interleave pairs: even rows are chosen answers, odd rows the rejected ones. P = B / 2 pairs.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nemo_rl_mcore.config import checked
-from nemo_rl_mcore.config.loss import DPOLossConfig
+from nemo_rl_mcore.config.loss import DPOLossConfig, NLLLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column
 from nemo_rl_mcore.errors import RefusedError
@@ -23,6 +23,29 @@ from nemo_rl_mcore.losses.base import (
     TokenOutputs,
     require,
 )
+
+
+class NLLLossFn(TokenLossFunction):
+    """Minus the mean log-probability over the valid tokens."""
+
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __init__(
+        self, cfg: NLLLossConfig | Mapping[str, object] | None = None, use_fused_linear_logprobs: bool = False
+    ) -> None:
+        self.cfg = checked(NLLLossConfig, cfg or NLLLossConfig())
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+
+    def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
+        masks = Masks.of(data, outputs.logprobs.dtype)
+        loss = -masks.token_sum(masks.keep(outputs.logprobs, "logprobs"))
+        metrics = {
+            "loss": MetricSum(loss.detach(), MetricKind.TOKENS),
+            "num_unmasked_tokens": MetricSum(masks.valid.sum(), MetricKind.NONE),
+            "num_valid_samples": MetricSum(masks.sequences.sum(), MetricKind.NONE),
+        }
+        return LossSums(loss, metrics)
+
 
 _ROWS_PER_PAIR = 2
 _REFERENCE = Column("reference_policy_logprobs", "DPO", of_next_token=True)
@@ -84,7 +107,6 @@ class DPOLossFn(TokenLossFunction):
 
 
 def _of_rows(values: Tensor, masks: Masks, *, mean: bool) -> Tensor:
-    """Return [B] the sum of [B,S-1] values over each row's token mask, or their mean."""
     if mean:
         return masks.sequence_mean(values)
     return (values * masks.tokens).sum(dim=-1)
