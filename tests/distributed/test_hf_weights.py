@@ -291,7 +291,7 @@ def test_a_config_that_is_no_longer_the_recipes_is_refused(ranks, saved, tmp_pat
     [
         ({"qk_layernorm": True, "add_qkv_bias": True}, "no supported Hugging Face family has"),
         ({"mtp_num_layers": 1}, "mtp_num_layers: 1"),
-        ({"num_moe_experts": 4, "moe_router_pre_softmax": True}, "moe_router_pre_softmax: True"),
+        ({"num_moe_experts": 4, "moe_router_pre_softmax": True}, "moe_router_pre_softmax: true"),
     ],
 )
 def test_architectures_without_a_family_are_not_exported(ranks, model, message):
