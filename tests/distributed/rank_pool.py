@@ -133,8 +133,11 @@ class RankPool:
 
 
 def _free_port() -> int:
-    """Below those that the system gives to connections: nothing else takes it before rank 0 does."""
-    for port in random.sample(range(20_000, 32_000), 100):
+    """Return a port below those that the system gives to connections; an idle pool does not hold its own.
+
+    From the system's randomness: building a model seeds `random`, and two sessions side by side would draw one port.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
