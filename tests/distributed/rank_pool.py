@@ -166,7 +166,7 @@ def _serve(rank: int, pipe: Connection, prepare: Callable[[int], None]) -> None:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test shows it
             pipe.send((False, (traceback.format_exc(), getattr(error, "code", ""))))
         if not stay and (tiny := sys.modules.get("tiny")) is not None:
-            tiny.leave()  # an idle pool holds no groups, whose threads would slow the others down
+            tiny.leave_call()  # an idle pool holds no groups, whose threads would slow the others down
 
 
 def _enter(world_size: int, port: int) -> None:

@@ -28,24 +28,18 @@ def policy_config(
     """Two layers, hidden 32; every section can be overridden.
 
     Constants of the ranks are given as if they were keys: reference_on_device, sequence_length_round, and of megatron
-    fused_linear_logprobs_cache_bytes, and bucket_size of its buckets. They hold until the next call.
+    fused_linear_logprobs_cache_bytes, and bucket_size of its buckets. They hold until the next call, or `leave_call`.
     """
     megatron = dict(megatron or {})
     ddp = dict(megatron.get("distributed_data_parallel_config", {}))
-    policies.SEQUENCE_LENGTH_ROUND = 64
+    length_round = None
     for name in ("sequence_packing", "dynamic_batching"):
         if "sequence_length_round" in policy.get(name, {}):
             policy[name] = dict(policy[name])
-            policies.SEQUENCE_LENGTH_ROUND = policy[name].pop("sequence_length_round")
+            length_round = policy[name].pop("sequence_length_round")
     on_device, bucket_size = policy.pop("reference_on_device", None), ddp.pop("bucket_size", None)
     cached = megatron.pop("fused_linear_logprobs_cache_bytes", None)
-    # Importing Megatron takes seconds, and whoever only collects tests or compares answers does without.
-    if (on_device, bucket_size, cached) != (None,) * 3 or "nemo_rl_mcore.rank.megatron" in sys.modules:
-        from nemo_rl_mcore.rank.megatron import model as built
-        from nemo_rl_mcore.rank.megatron import reference_policy, train_backend
-
-        reference_policy.ON_DEVICE, built.BUCKET_SIZE = on_device, bucket_size
-        train_backend.LOGITS_CACHE = LOGITS_CACHE if cached is None else LogitsCache(cached)
+    _set_constants(length_round, on_device, bucket_size, cached)
     if ddp or "distributed_data_parallel_config" in megatron:
         megatron["distributed_data_parallel_config"] = ddp
     model_section = {
@@ -67,10 +61,33 @@ def policy_config(
     )
 
 
+def _set_constants(
+    length_round: int | None = None,
+    on_device: bool | None = None,
+    bucket_size: int | None = None,
+    cached: int | None = None,
+) -> None:
+    """Set the constants of this process; None is the package's own value."""
+    policies.SEQUENCE_LENGTH_ROUND = length_round or 64
+    # Importing Megatron takes seconds, and whoever only collects tests or compares answers does without.
+    if (on_device, bucket_size, cached) != (None,) * 3 or "nemo_rl_mcore.rank.megatron" in sys.modules:
+        from nemo_rl_mcore.rank.megatron import model as built
+        from nemo_rl_mcore.rank.megatron import reference_policy, train_backend
+
+        reference_policy.ON_DEVICE, built.BUCKET_SIZE = on_device, bucket_size
+        train_backend.LOGITS_CACHE = LOGITS_CACHE if cached is None else LogitsCache(cached)
+
+
 def worker(config: PolicyConfig, **options: Any) -> MegatronPolicyWorker:
     """A worker in this rank's process; a former worker's layout is left first, the process group stays."""
     leave()
     return MegatronPolicyWorker(config, **options)
+
+
+def leave_call() -> None:
+    """Leave nothing of a call to the next one, which may be on other ranks: neither a layout nor constants."""
+    leave()
+    _set_constants()
 
 
 def leave() -> None:
