@@ -4,8 +4,10 @@ import contextlib
 import functools
 import itertools
 import json
+import sys
 from unittest.mock import patch
 
+import cloudpickle
 import engine_process as tiny
 import torch
 from engine_contract import messages
@@ -15,6 +17,9 @@ from nemo_rl_mcore.models import all_weights
 from nemo_rl_mcore.models.config_json import hf_config_of
 from nemo_rl_mcore.rank.refit import transports
 from nemo_rl_mcore.rank.refit.digests import Digester, IncompleteRefitError, digests
+
+# What the functions below change is in vLLM's processes, which do not import this file.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 TRANSPORTS = ["SharedMemorySender", "MessageSender"]
 BOTH = (0, 1)
