@@ -1,7 +1,8 @@
-"""Advantage estimators: [B] rewards in, [B,S] advantages out.
+"""Estimate advantages [B,S] from rewards [B].
 
-GRPO https://arxiv.org/abs/2402.03300, leave-one-out 2402.14740, REINFORCE++ 2501.03262, GAE 1506.02438,
-a lambda per length (VAPO) 2504.05118, GDPO 2601.05242. KL type, clamps and coefficient are the loss's.
+Sources: GRPO https://arxiv.org/abs/2402.03300, leave-one-out baseline 2402.14740, REINFORCE++ 2501.03262,
+GAE 1506.02438, length-adaptive lambda (VAPO) 2504.05118, GDPO 2601.05242. The loss section sets KL type, clamps and
+coefficient.
 """
 
 from __future__ import annotations
@@ -36,34 +37,34 @@ _SHOWN_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Per row, in fp64: mean and unbiased standard deviation of the rewards that it is compared with."""
+    """Mean and unbiased standard deviation of the rewards that each row is compared with, in fp64."""
 
     baseline: Tensor
     std: Tensor
 
 
 def group_statistics(prompt_ids: Tensor, rewards: Tensor, *, leave_one_out: bool) -> GroupStatistics:
-    """Return the statistics of each row's group, without the row itself when `leave_one_out`.
+    """Return the statistics of each row's group, excluding the row itself if `leave_one_out`.
 
-    A group of one has its reward as baseline; an undefined deviation is 0. Computed in fp64 from the other rows alone:
-    the group's sums less the row's share would cancel, and leave a deviation of rounding errors to divide by where the
-    others are equal.
+    A group of one has its own reward as baseline; an undefined deviation is 0. Leave-one-out statistics are computed
+    from the other rows directly: subtracting the row from the group's sums would leave rounding errors as the
+    deviation if the other rows are equal.
     """
     rewards = rewards.to(torch.float64)
     baseline, std = rewards.clone(), torch.zeros_like(rewards)
-    rows = None if prompt_ids.ndim == 1 else 0  # numbers are sorted, rows compared one by one
+    rows = None if prompt_ids.ndim == 1 else 0  # compares single numbers or whole rows
     _, groups = cast("tuple[Tensor, Tensor]", torch.unique(prompt_ids, dim=rows, return_inverse=True))  # pyright: ignore[reportUnknownMemberType]
     order = groups.argsort(stable=True)
     sizes = groups.bincount()[groups[order]]
     for size in sorted(set(cast("list[int]", sizes.tolist()))):  # pyright: ignore[reportUnknownMemberType]
         rows_GN = order[sizes == size].view(-1, size)
         compared = rewards[rows_GN].unsqueeze(1)
-        if leave_one_out:  # [G,N,N-1]: for each member those before it, and those after
+        if leave_one_out:  # [G,N,N-1]: for each member, all other members
             members = torch.arange(size, device=rewards.device)
             compared = rewards[rows_GN][:, members[:-1] + (members[:-1] >= members.unsqueeze(1))]
         if compared.shape[-1]:
             first = compared[..., :1]
-            shifted = compared - first  # exactly 0 where all are equal, whatever the rounding of their sum
+            shifted = compared - first  # exactly 0 if all are equal, without rounding errors of a sum
             mean = shifted.mean(-1, keepdim=True)
             squares = (shifted - mean).square().sum(-1)
             baseline[rows_GN] = (first + mean).squeeze(-1).expand_as(rows_GN)
@@ -73,24 +74,24 @@ def group_statistics(prompt_ids: Tensor, rewards: Tensor, *, leave_one_out: bool
 
 @dataclass(eq=False)
 class AdvantageEstimator(ABC):
-    """Judges a rollout's tokens; `add_to` passes `compute_advantage` its columns by name."""
+    """Computes the advantages of a rollout's tokens; `add_to` passes columns to `compute_advantage` by name."""
 
     with_critic = False
-    """It takes a critic's values, and also gives returns."""
+    """Whether the estimator needs a critic's values and also computes returns."""
     cfg: AdvantageEstimatorConfig
     loss_cfg: ClippedPGLossConfig
     reward_weights: Mapping[str, float] = field(default_factory=dict[str, float], init=False)
 
     @abstractmethod
     def compute_advantage(self, *args: Any, **columns: Any) -> Any:
-        """Return [B,S] advantages of (prompt_ids, rewards, mask) and log-probabilities; with a critic returns too."""
+        """Return advantages [B,S], or (advantages, returns) with a critic; args: prompt_ids, rewards and mask."""
 
     def add_to(self, batch: BatchedDataDict) -> None:
-        """Add advantages [B,S], and returns [B,S] where a critic learns them.
+        """Add advantages [B,S] and, with a critic, returns [B,S].
 
-        Reads prompt_index [B], rewards [B], the masks, prev_logprobs and reference_policy_logprobs, values [B,S]. An
-        episode is judged as one row, its rows one after the other; a dropped one has advantages of 0, and no part in
-        the others'. Raises ValueError for a missing column.
+        Reads prompt_index [B], rewards [B], both masks, and [B,S] prev_logprobs, reference_policy_logprobs and values.
+        Each episode's rows are joined into one row. A dropped episode has advantages of 0 and does not affect other
+        episodes. Raises ValueError for a missing column.
         """
         episodes = EpisodeRows.of(batch)
         rewards = batch["rewards"][episodes.first]
@@ -119,17 +120,17 @@ class AdvantageEstimator(ABC):
 
 
 class GRPOAdvantageEstimator(AdvantageEstimator):
-    """The reward of a row against those of the other answers to its prompt, the same on every column."""
+    """Compares a row's reward with the rewards of all answers to its prompt; all columns get the same advantage."""
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **_logprobs: Any
     ) -> Tensor:
-        """Return [B,S] advantages, masked columns filled too; prompt_ids ([B] or [B,P]) group rows."""
+        """Return advantages [B,S], masked columns included; prompt_ids ([B] or [B,P]) define the groups."""
         advantages = self.against_group(prompt_ids, rewards).to(rewards.dtype)
         return advantages[:, None].expand(mask.shape).clone()
 
     def against_group(self, prompt_ids: Tensor, rewards: Tensor) -> Tensor:
-        """Return fp64 [B]: rewards [B] minus the group's mean and, if configured, divided by its deviation."""
+        """Return fp64 [B]: rewards [B] minus the group's mean, divided by its deviation if `normalize_rewards`."""
         group = group_statistics(prompt_ids, rewards, leave_one_out=self.cfg.use_leave_one_out_baseline)
         advantages = rewards - group.baseline
         if self.cfg.normalize_rewards:
@@ -139,7 +140,7 @@ class GRPOAdvantageEstimator(AdvantageEstimator):
 
 
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
-    """GRPO's advantage for each reward by itself; their weighted sum, whitened over the rows of the batch."""
+    """Computes GRPO's advantage for each named reward separately, then whitens their weighted sum over all rows."""
 
     def compute_advantage(
         self,
@@ -150,7 +151,7 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
         rewards_by_name: Mapping[str, Tensor] | None = None,
         **_logprobs: Any,
     ) -> Tensor:
-        """Return [B,S] advantages, masked columns filled too; rewards_by_name: [B] each.
+        """Return advantages [B,S], masked columns included; rewards_by_name: one tensor [B] per reward.
 
         Raises ValueError for fewer than two rewards.
         """
@@ -171,7 +172,7 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
 
 
 class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
-    """The reward less the group's mean and the KL penalty, whitened over the tokens of the batch."""
+    """Subtracts the group's mean and the KL penalty from the reward, then whitens over all tokens of the batch."""
 
     def compute_advantage(
         self,
@@ -182,7 +183,7 @@ class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
         logprobs_policy: Tensor | None = None,
         logprobs_reference: Tensor | None = None,
     ) -> Tensor:
-        """Return [B,S] advantages, masked columns too; ValueError where use_kl_in_reward lacks log-probabilities."""
+        """Return advantages [B,S], masked columns included; raise ValueError if the KL penalty's inputs are missing."""
         advantages = rewards
         if self.cfg.minus_baseline:
             group = group_statistics(prompt_ids, rewards, leave_one_out=False)
@@ -195,7 +196,7 @@ class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
 
 
 class GeneralizedAdvantageEstimator(AdvantageEstimator):
-    """GAE over the tokens of each row, with separate lambdas for the policy and for the critic's targets."""
+    """Computes GAE over each row's tokens, with separate lambdas for the policy and the critic's targets."""
 
     with_critic = True
 
@@ -209,15 +210,15 @@ class GeneralizedAdvantageEstimator(AdvantageEstimator):
         logprobs: Tensor | None = None,
         reference_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (advantages, returns), both [B,S]; advantages are 0 on masked columns, prompt_ids is not read.
+        """Return (advantages, returns), both [B,S]; advantages are 0 on masked columns, and prompt_ids is ignored.
 
-        values and log-probabilities: [B,S]. Raises ValueError when use_kl_in_reward lacks log-probabilities.
+        values and log-probabilities: [B,S]. Raises ValueError if use_kl_in_reward is set without log-probabilities.
         """
         penalty = kl_penalty(self.loss_cfg, logprobs=logprobs, reference_logprobs=reference_logprobs)
         dtype = values.dtype
-        # The sum of errors telescopes: in fp32, returns that do not vary would vary by its rounding.
+        # The sum of errors telescopes: in fp32, its rounding errors would make constant returns vary.
         values = values.to(torch.float64)
-        # Minus the penalty on each mask token, plus the row's reward on the last of them.
+        # Each mask token gets the negative penalty; the row's last mask token also gets the reward.
         counts = mask != 0
         later = counts.flip(1).cumsum(1).flip(1)  # mask tokens from here to the end of the row
         token_rewards = torch.where(counts & (later == 1), rewards.to(torch.float64)[:, None], 0.0)
@@ -240,10 +241,9 @@ class GeneralizedAdvantageEstimator(AdvantageEstimator):
 def discounted_errors(
     token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor
 ) -> Tensor:
-    """Return [B,S]: at each token the (gamma * lambda)-discounted sum of its and the later TD errors.
+    """Return [B,S]: for each token, the (gamma * lambda)-discounted sum of its own and all later TD errors.
 
-    Masked columns are stepped over: they repeat the result of the next token that counts. `lam` is one number
-    or one per row.
+    Masked columns are skipped: they repeat the result of the next unmasked token. lam: one number, or one per row.
     """
     next_value = values.new_zeros(values.shape[0])
     error_sum = values.new_zeros(values.shape[0])
@@ -258,9 +258,9 @@ def discounted_errors(
 
 
 def whiten(values: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
-    """Return (values - mean) / std on every column; the statistics are those of the mask tokens.
+    """Return (values - mean) / std for every column, with mean and std taken over the mask tokens.
 
-    In fp64: the floor of the variance multiplies an error of the mean by 10,000.
+    The computation is in fp64, because the variance floor can multiply an error in the mean by 10,000.
     """
     wide, counted = values.to(torch.float64), mask != 0
     total = counted.sum()
@@ -271,9 +271,9 @@ def whiten(values: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
 
 
 def kl_penalty(loss_cfg: ClippedPGLossConfig, **logprobs: Tensor | None) -> Tensor | None:
-    """Return the KL penalty on each reward, None where the loss has it; logprobs: the policy's, the reference's.
+    """Return the KL penalty on rewards, or None if they get none. logprobs: the policy's, then the reference's.
 
-    Raises ValueError, naming a column that is not given.
+    Raises ValueError, naming the missing columns.
     """
     if not loss_cfg.use_kl_in_reward or loss_cfg.reference_policy_kl_penalty == 0:
         return None
@@ -295,7 +295,7 @@ def kl_penalty(loss_cfg: ClippedPGLossConfig, **logprobs: Tensor | None) -> Tens
 
 
 class _Own(AdvantageEstimator):
-    """A user's class, whose `compute_advantage` has a built-in one's signature."""
+    """Wraps a user's class, whose `compute_advantage` must have the signature of a built-in estimator."""
 
     def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig, key: str) -> None:
         super().__init__(cfg, loss_cfg)
@@ -335,10 +335,10 @@ _ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
 def make_advantage_estimator(
     cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig, key: str = "adv_estimator.type"
 ) -> AdvantageEstimator:
-    """Return a section's estimator: the one that it names, or a user's class, called with `args` too.
+    """Return the estimator that a section names, or an instance of a user's class, which also receives `args`.
 
-    It is built again in every step, so that a run can resume: nothing may be kept in it. Raises ValueError, naming the
-    key, for a class that is not there or has no `compute_advantage`.
+    The estimator is rebuilt in every step, so that runs can resume; it must not keep any state. Raises ValueError,
+    naming the key, if the class does not exist or has no `compute_advantage`.
     """
     return _ESTIMATORS[cfg.name](cfg, loss_cfg) if cfg.type is None else _Own(cfg, loss_cfg, key)
 
@@ -356,7 +356,7 @@ def check_estimator(config: RunConfig) -> None:
 
 
 def warn_of_large_advantages(step: int, rollout: Rollout) -> None:
-    """Write one line to standard error if a trained token has an advantage above 100 in absolute value."""
+    """Write a line to standard error if any trained token's advantage exceeds 100 in absolute value."""
     batch = rollout.batch
     trained = batch["token_mask"] * batch["sample_mask"].unsqueeze(1) > 0
     episodes = EpisodeRows.of(batch)

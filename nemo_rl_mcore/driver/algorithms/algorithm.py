@@ -1,4 +1,4 @@
-"""Every algorithm: a step and a validation over a run's parts, and the numbers of both."""
+"""Define the base class of all algorithms: their steps, validations, and the metrics of both."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _DECIMALS = 4
 def samples_of(
     rollout: Rollout, step: int, tokenizer: Tokenizer, *, tables: int = 0, of_validation: bool = False
 ) -> list[Sample]:
-    """Return every row of a step or a validation; the first `tables` of them token by token."""
+    """Return a Sample for every row of a step or a validation; the first `tables` Samples include token tables."""
     batch = rollout.batch
     current = (
         step if of_validation else step - 1
-    )  # it has drawn all tokens of an engine that names no versions
+    )  # the version of all tokens if the engine does not report versions
     versions = batch.get(WEIGHT_VERSIONS, torch.full((batch.size, 1), current))
     newest = versions.amax(1)
     columns = {
@@ -70,11 +70,11 @@ def samples_of(
         columns["sample_mask"] = batch["sample_mask"]
     if "advantages" in batch:
         mask, advantages = batch["token_mask"], batch["advantages"]
-        # A response without a token has a mean of nothing, which is not finite.
+        # A response without tokens has a mean that is not finite.
         columns["advantage"] = (advantages * mask).sum(1) / mask.sum(1)
         columns["advantage_first"] = advantages.gather(1, mask.argmax(1, keepdim=True)).squeeze(1)
     values: list[list[Any]] = [column.tolist() for column in columns.values()]  # pyright: ignore[reportUnknownMemberType]
-    by_name = {  # None where a reward is more than a float32 holds
+    by_name = {  # None for a reward that overflows float32
         name.removeprefix(REWARDS_PREFIX): [r if math.isfinite(r) else None for r in column.tolist()]
         for name, column in batch.items()
         if name.startswith(REWARDS_PREFIX)
@@ -104,7 +104,7 @@ def _turns(batch: BatchedDataDict, row: int, tokenizer: Tokenizer) -> Iterator[T
     if EPISODE in batch:
         turns = [turn for turn in turns if turn in turn_S]
     for place, turn in enumerate(turns):
-        # The observation before the answer; the model is not shown the one after its last answer.
+        # Record the observation before each answer; the model never sees one after its last answer.
         for role, content in replies[turn - 2].get("observation", ()) if place else ():
             yield TurnRecord(role=role, content=content)
         reply = replies[turn - 1]
@@ -123,7 +123,7 @@ def _token_table(batch: BatchedDataDict, tokenizer: Tokenizer, of_validation: bo
         if name not in batch:
             return None
         values = zip(batch[name][0, own].tolist(), sampled, strict=True)
-        # A value that rounds to -0.0 is 0.
+        # Turn -0.0 into 0.0.
         return [
             (round(value, _DECIMALS) or 0.0) if drawn and math.isfinite(value) else None
             for value, drawn in values
@@ -140,10 +140,10 @@ def _token_table(batch: BatchedDataDict, tokenizer: Tokenizer, of_validation: bo
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Measure rewards and lengths of the answers, and advantages where the batch has them.
+    """Return metrics of the answers' rewards and lengths, and of their advantages if the batch has any.
 
-    An answer is an episode, whose prompt is in its first row. Dropped ones count by their tokens, which ran through
-    the model, and by their number; where all are dropped, there is no other metric.
+    An answer is an episode, whose prompt is in its first row. Dropped episodes contribute only their number and their
+    tokens, which ran through the model; if all episodes are dropped, there are no other metrics.
     """
     batch, episodes = rollout.batch, EpisodeRows.of(rollout.batch)
     metrics = {"train/total_num_tokens": float(batch["input_lengths"].sum())} | episode_metrics(batch)
@@ -175,7 +175,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str, float]:
-    """Return one number a metric for all optimizer steps of a rollout; extrema over no tokens are left out."""
+    """Return one number per metric for all optimizer steps of a rollout; extrema over no tokens are left out."""
     per_step: Mapping[str, list[float]] = result["all_mb_metrics"]
     counts = per_step["global_valid_seqs"], per_step["global_valid_toks"]
     combined = {
@@ -200,13 +200,13 @@ def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str,
 
 
 def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the results of several calls of `train` into one, for `train_metrics`."""
+    """Join the results of several calls to `Policy.train` into one, for `train_metrics`."""
     names = dict.fromkeys(name for result in results for name in result["all_mb_metrics"])
     kinds = {name: kind for result in results for name, kind in result["metric_kinds"].items()}
     per_step: dict[str, list[float]] = {name: [] for name in names}
     for result in results:
         for name, values in per_step.items():
-            # A step may lack a metric that others have, such as extrema over no tokens.
+            # A call may lack a metric that other calls returned, such as extrema over no tokens.
             missing = [neutral_value(kinds[name])] * len(result["skip_reasons"]) if name in kinds else []
             values += result["all_mb_metrics"].get(name, missing)
     row_tables = [result["row_table"] for result in results if "row_table" in result]
@@ -222,21 +222,21 @@ def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class StepObserver(Protocol):
-    """Watches a step, as `RunRecorder` does; a subclass without methods keeps nothing."""
+    """Observes a step, as `RunRecorder` does; the methods defined here do nothing."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
-        """Take answers of the step, which are written down when it is logged."""
+        """Add answers, to be written when the step is logged."""
 
 
 @dataclass(frozen=True)
 class Judged:
     """Rows to train on, with all columns that the loss needs.
 
-    rollout: the answers among them, None where the data set gives the rows. mismatch: each chunk's comparison with the
-    engine, where a pass before training makes it. metrics: on the choice of the rows.
+    rollout: the sampled answers; None if the rows come from the data set. mismatch: each chunk's comparison with the
+    engine, if a pass before training makes one. metrics: metrics about the choice of rows.
     """
 
     batch: BatchedDataDict
@@ -247,7 +247,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The numbers of a step, why each optimizer step was skipped (None: it was not), and what it trained on."""
+    """A step's metrics, each optimizer step's skip reason (None if it was not skipped), and the rows trained on."""
 
     metrics: dict[str, float]
     skip_reasons: Sequence[str | None]
@@ -256,11 +256,11 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class Algorithm[Config: RunConfig](ABC):
-    """An algorithm over its parts; `TrainingLoop` runs it.
+    """An algorithm, run by `TrainingLoop`.
 
-    A subclass writes `judge` and `loss_fn`, `update` too where the policy does not train once on the rows, and extends
-    `validate` where there is more to judge than the policy's answers. rollouts: gives a step its groups; None where the
-    data set gives answers.
+    A subclass defines `judge` and `loss_fn`. It overrides `update` unless the policy trains exactly once on the rows,
+    and extends `validate` if more than the policy's answers is evaluated. rollouts: supplies a step's groups; None if
+    the data set contains the answers.
     """
 
     config: Config
@@ -273,17 +273,17 @@ class Algorithm[Config: RunConfig](ABC):
     @cached_property
     @abstractmethod
     def loss_fn(self) -> LossFunction:
-        """The policy's loss."""
+        """The loss function that the policy is trained with."""
 
     @abstractmethod
     def judge(self, step: Step) -> Judged:
-        """Take a step's rows, and add the columns that the loss needs: log-probabilities, values, advantages.
+        """Get a step's rows and add the columns that the loss needs: log-probabilities, values, advantages.
 
-        No weight changes: the step may be dropped. An engine in the ranks' memory sleeps when its answers are there.
+        Must not change any weights, as the step may still be dropped.
         """
 
     def update(self, step: Step, judged: Judged) -> StepOutcome:
-        """Train the models; `step.finish` is called after the last change of a weight."""
+        """Train the models, and call `step.finish` after the last weight change."""
         batch = judged.batch
         with self.training(step.number, judged.rollout) as metrics:
             result = self.policy.train(trained_columns(batch), self.loss_fn)
@@ -294,7 +294,7 @@ class Algorithm[Config: RunConfig](ABC):
 
     @contextmanager
     def open_step(self, number: int) -> Generator[Step]:
-        """Open a step; where the block fails its groups can be trained again, else unused groups are recorded."""
+        """Open a step; if the block fails, its groups can be trained again, otherwise unused groups are recorded."""
         if self.rollouts is None:
             yield Step(number)
             return
@@ -305,7 +305,7 @@ class Algorithm[Config: RunConfig](ABC):
                 self.observer.add_samples(samples_of(rollout, number, self.collector.tokenizer))
 
     def redo(self, number: int) -> StepOutcome:
-        """Train a finished step again, from the same answers, on models that are as they were before it."""
+        """Train a finished step again from the same answers; the models must be as they were before the step."""
         step = Step(number) if self.rollouts is None else self.rollouts.known_step(number)
         return self.update(step, self.judge(step))
 
@@ -315,10 +315,10 @@ class Algorithm[Config: RunConfig](ABC):
 
     @contextmanager
     def training(self, step: int, rollout: Rollout | None) -> Generator[dict[str, float]]:
-        """Time a block as the phase `train`, and meanwhile record the answers that it trains on, if any.
+        """Time a block as the phase `train`, and record the rollout that it trains on, if there is one.
 
-        Yields a dict, filled with the answers' metrics once the block has ended. A second thread makes the records
-        while the block waits for the ranks; neither of the two changes the batch.
+        Yields a dict that is filled with the rollout's metrics once the block has ended. A second thread prepares the
+        records while the block waits for the ranks; neither thread may change the batch.
         """
         metrics = dict[str, float]()
         with self.observer.phase("train"):
@@ -334,10 +334,10 @@ class Algorithm[Config: RunConfig](ABC):
         metrics |= counted.result()
 
     def validate(self, step: int) -> dict[str, float]:
-        """Answer the held-out prompts: mean reward and share of full marks, by source too; the engine then sleeps.
+        """Answer the held-out prompts, offload the engine, and return mean reward and accuracy, overall and by source.
 
-        The likeliest answers, or as many sampled ones to a prompt as the recipe sets, with pass_k. Episodes that are
-        dropped or not scored do not count.
+        The answers are greedy, or sampled if the recipe requests it; with several answers per prompt, the metrics
+        include pass_k. Episodes that are dropped or not scored do not count.
         """
         loop = self.config.loop
         answers, greedy = 1, True
@@ -356,7 +356,7 @@ class Algorithm[Config: RunConfig](ABC):
             judged += [of_rows[row] for row in first]
             kept += map(bool, ~uncounted_rows(rollout.batch)[first])
         self.collector.generation.offload()
-        self.observer.add_samples(samples)  # of a validation that is whole
+        self.observer.add_samples(samples)  # only after the whole validation has succeeded
         by_source: dict[str, list[float]] = {"validation": []}
         answered = [prompt for prompt in prompts for _ in range(answers)]
         for prompt, sample in compress(zip(answered, judged, strict=True), kept):
@@ -369,7 +369,7 @@ class Algorithm[Config: RunConfig](ABC):
                 metrics[f"{name}/reward"] = sum(rewards) / len(rewards)
                 metrics[f"{name}/accuracy"] = sum(reward >= 1.0 for reward in rewards) / len(rewards)
         if answers > 1 and prompts:
-            # The share of prompts with at least one rewarded answer, counted as in NeMo RL; dropped ones have none.
+            # The share of prompts with at least one rewarded answer, as in NeMo RL; dropped answers earn no reward.
             given = [one.reward > 0 and counts for one, counts in zip(judged, kept, strict=True)]
             passed = [any(given[first : first + answers]) for first in range(0, len(given), answers)]
             metrics["validation/pass_k"] = sum(passed) / len(passed)
@@ -378,7 +378,7 @@ class Algorithm[Config: RunConfig](ABC):
     def evaluate(
         self, loop: GivenRowsConfig, rows: Callable[[Sequence[Prompt]], BatchedDataDict]
     ) -> dict[str, float]:
-        """Measure the loss of held-out samples as if they were one batch; rows: makes the loss's columns of prompts."""
+        """Return the loss metrics of held-out samples, treated as one batch; rows: builds the batch from prompts."""
         held_out = self.prompts.validation(self.config.val_loss_samples)
         size = loop.val_global_batch_size or self.config.policy.train_global_batch_size
         results: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
-"""Distillation: a student learns how probable its teacher finds each token.
+"""Distillation: a student learns the probabilities that its teacher assigns to each token.
 
-On policy the answers are the student's own (https://arxiv.org/abs/2306.13649), off policy those of the data set.
+The answers are the student's own (on policy, https://arxiv.org/abs/2306.13649) or the data set's (off policy).
 """
 
 from __future__ import annotations

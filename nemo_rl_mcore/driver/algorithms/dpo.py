@@ -1,7 +1,7 @@
-"""Direct preference optimization: of two answers to a prompt, move towards the better one.
+"""Direct preference optimization: learn to prefer the better of two answers to a prompt.
 
-Offline the pairs are given; online they are the best and the worst of several answers to a prompt. P pairs are 2 P
-rows: chosen, rejected, chosen, ...
+Offline, the data set contains the pairs; online, a pair is the best and the worst of several answers to a prompt. P
+pairs are 2 P rows: chosen, rejected, chosen, ...
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _ROWS_PER_PAIR = DPOLossFn.rows_per_sample
 
 
 KEPT_BYTES = 2**30
-"""Memory of the driver, at 4 bytes a token: 131,000 pairs of two answers of 1,024 tokens."""
+"""Bound on cached bytes in the driver; at 4 bytes per token, it holds 131,000 pairs with two rows of 1,024 tokens."""
 
 Block = dict[int, list[torch.Tensor]]
-"""Each pair's two rows by its prompt_index, [tokens of the row] each."""
+"""Each pair's two rows of log-probabilities, by prompt_index; a row has one value per token."""
 
 
 @dataclass
 class ReferenceBlocks:
-    """The reference's log-probabilities of given answers, which come again with every pass over the data set.
+    """Caches the reference's log-probabilities of given answers, which recur in every pass over the data set.
 
-    The last bits of a row's numbers depend on the rows that pass through the model with it. So a row is always computed
-    in the same block, and a resumed run, which computes it again, has the same numbers. A pair's block is the batch of
-    the step that draws it first, as long as KEPT_BYTES hold the blocks up to it. Other pairs, and those of a source
-    without passes, are computed in every step, in its batch.
+    The last bits of a row's values depend on the other rows in the same forward pass. So each row is always computed in
+    the same block, and a resumed run, which recomputes it, gets the same values. A pair's block is the batch of the
+    step that first draws it, if KEPT_BYTES can hold all blocks up to that one. All other pairs, and pairs from a source
+    without passes, are computed in the batch of every step that draws them.
 
-    ask: returns a batch's [B, S], 0 where token_mask is. count: pairs of a step. longest: most tokens of a row.
+    ask: returns log-probabilities [B, S], 0 where token_mask is 0. count: pairs per step. longest: tokens per row.
     """
 
     pairs: PreferenceSource
@@ -83,7 +83,7 @@ class ReferenceBlocks:
         return found
 
     def of_validation(self, batch: BatchedDataDict) -> torch.Tensor:
-        """Return [B, S] of held-out pairs, which are the same ones at every validation."""
+        """Return log-probabilities [B, S] of held-out pairs, which are the same in every validation."""
         pairs = tuple[int, ...](batch["prompt_index"].tolist())
         if pairs in self._held_out:
             return self._held_out[pairs]
@@ -95,7 +95,7 @@ class ReferenceBlocks:
 
 @dataclass(frozen=True)
 class DPOTrainer(Algorithm[DPOMasterConfig]):
-    """Direct preference optimization, https://arxiv.org/abs/2305.18290. pairs: None where they are made online."""
+    """Direct preference optimization, https://arxiv.org/abs/2305.18290. pairs: None if pairs are formed online."""
 
     pairs: PreferenceSource | None
 
@@ -111,7 +111,7 @@ class DPOTrainer(Algorithm[DPOMasterConfig]):
         with self.observer.phase("reference"):
             known = self._reference
             logprobs = self._ask_reference(batch) if known is None else known.of_step(step.number, batch)
-        batch["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)  # column i is log p of token i + 1
+        batch["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)  # column i: log p of token i + 1
         require_sampled_ids(batch)
         return Judged(batch, rollout, metrics=paired)
 
@@ -120,7 +120,7 @@ class DPOTrainer(Algorithm[DPOMasterConfig]):
         return replace(outcome, metrics=outcome.metrics | preference_metrics(outcome.metrics, "train"))
 
     def validate(self, step: int) -> dict[str, float]:
-        """Measure the loss of held-out pairs, where pairs are given, and the policy's answers."""
+        """Evaluate the policy's answers and, if pairs are given, the loss of held-out pairs."""
         judged = super().validate(step)
         pairs, reference = self.pairs, self._reference
         if pairs is None or reference is None:
@@ -153,7 +153,7 @@ class DPOTrainer(Algorithm[DPOMasterConfig]):
 
 
 def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Name the loss's metrics of pairs: `accuracy` elsewhere is that of answers; the margin is chosen less rejected."""
+    """Return the loss's pair metrics under distinct names, as `accuracy` means answer accuracy in other algorithms."""
     chosen, rejected = (metrics[f"{prefix}/rewards_{side}_mean"] for side in ("chosen", "rejected"))
     return {
         f"{prefix}/preference_accuracy": metrics[f"{prefix}/accuracy"],
@@ -164,10 +164,10 @@ def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, f
 
 
 def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict, float]:
-    """Pair each prompt's best and worst answer; returns the share of pairs whose rewards differ, too.
+    """Pair each prompt's best and worst answer; return the pairs and the share of pairs whose rewards differ.
 
-    Pairs of equal rewards have a sample_mask of 0, and the rollout's is 1 on answers of other pairs alone. Answers that
-    were dropped or not scored are left out. Raises ValueError for answers of several rows.
+    A pair with equal rewards gets a sample_mask of 0; the rollout's sample_mask becomes 1 on answers in other pairs and
+    0 elsewhere. Answers that were dropped or not scored are left out. Raises ValueError for answers of several rows.
     """
     if EPISODE in rollout.batch:
         raise RefusedError(

@@ -1,7 +1,7 @@
-"""Compare engines with training: log-probabilities of the next token over the whole vocabulary, after a few prompts.
+"""Compare the engines' next-token log-probabilities with training's, over the whole vocabulary, for a few prompts.
 
-A refit proves that an engine holds training's weights; this comparison also covers how the engine uses them: rotary
-embedding, norms, heads, temperature, number format. Shapes: N prompts, V vocabulary.
+A verified refit proves that an engine holds training's weights; this comparison also covers how the engine uses them:
+rotary embedding, norms, heads, temperature, number format. Shapes: N prompts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class Bounds(NamedTuple):
-    """Differences that number formats explain: of a log-probability, and a divergence after a prompt, nats."""
+    """The largest log-probability difference and KL divergence, in nats, that a number format explains."""
 
     difference: float
     kl: float
 
 
-# Measured on CPU with random weights, engines against ranks. In float32 a difference is up to 2e-6 embedded, 9e-6 with
-# vLLM (2e-4 where the logits are large), and an epsilon of 1e-6 in place of 1e-5 makes 1e-3. In bfloat16 vLLM rounds
-# its logits: unlikely tokens differ by up to 0.16, but the divergence stays below 1e-3; another temperature makes 0.05.
+# Measured on CPU with random weights, comparing engines with ranks. In float32, differences reach 2e-6 for the embedded
+# engine and 9e-6 for vLLM (2e-4 with large logits); an epsilon of 1e-6 instead of 1e-5 causes 1e-3. In bfloat16, vLLM
+# rounds its logits: unlikely tokens differ by up to 0.16, but KL stays below 1e-3; a wrong temperature causes 0.05.
 BOUNDS: Mapping[str, Bounds] = {"float32": Bounds(1e-3, 1e-4), "bfloat16": Bounds(1.0, 0.02)}
-"""By the coarser number format."""
+"""Bounds by the coarser of both sides' number formats."""
 
 _WHERE_TO_LOOK = (
     "Unless policy.generation.verify_refit is false the engine holds the weights of training: look at what it makes of "
@@ -44,19 +44,19 @@ _WHERE_TO_LOOK = (
 )
 _PROMPTS = 4
 _LOGITS = 1 << 25
-"""Most of a prompt, over its tokens and the vocabulary: training computes them all, 12 bytes each."""
+"""Limit on a prompt's tokens times the vocabulary size: training computes all these logits, at 12 bytes each."""
 
 
 class EnginesDifferError(RunStoppedError):
-    """An engine computes other log-probabilities than training, by more than the number format explains."""
+    """An engine's log-probabilities differ from training's by more than the number format explains."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The engine that differs most from training, after prompt `row` of `length` tokens, at `token`.
+    """The largest difference between an engine and training: after prompt `row` of `length` tokens, at `token`.
 
-    largest: difference of a log-probability, infinite where one is not a number. kl: the largest divergence of training
-    from any engine, nats.
+    largest: absolute difference of log-probabilities, infinite if either is NaN. kl: largest KL divergence between
+    training and any engine, in nats.
     """
 
     rows: int
@@ -97,12 +97,12 @@ def compare(
     vocabulary: int,
     temperature: float,
 ) -> Comparison:
-    """Compare engines that hold the policy's weights with it after each prompt, over the whole vocabulary.
+    """Compare the policy with engines that hold its weights, after each prompt, over the whole vocabulary.
 
-    temperature: of the policy's log-probabilities, `RunConfig.logprob_temperature`; both sides divide by it. Neither
-    side changes, and no noise is drawn. Raises EnginesDifferError for an engine with another vocabulary.
+    temperature: `RunConfig.logprob_temperature`, by which both sides divide their logits. The comparison changes
+    neither side and draws no noise. Raises EnginesDifferError for an engine with a different vocabulary size.
     """
-    # Training has logits only where a real token follows: any will do, as none sees the next.
+    # Training computes logits only where a token follows; any token works, as positions do not see later tokens.
     trained_NV = torch.full((len(prompts), vocabulary), torch.nan, dtype=torch.float64)
     for row, prompt in enumerate(prompts):
         ids = torch.tensor([[*prompt, prompt[-1]]])
@@ -122,7 +122,7 @@ def compare(
         answered_NV = torch.tensor(np.stack(answered), dtype=torch.float64)
         difference_NV = (answered_NV - trained_NV).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         row, token = divmod(int(difference_NV.argmax()), vocabulary)
-        # In fp32 the probabilities of a large vocabulary do not add up to one: small divergences would be lost in that.
+        # Renormalize: fp32 probabilities over a large vocabulary do not sum to one, which would hide small divergences.
         p_NV, q_NV = trained_NV.log_softmax(-1), answered_NV.log_softmax(-1)
         divergence_N = (p_NV.exp() * (p_NV - q_NV)).sum(-1)
         found.append(
@@ -161,7 +161,7 @@ def bounds_of(policy: PolicyConfig) -> Bounds:
 
 
 def rows_to_compare(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the first few prompts, each with as many of its tokens as both sides take."""
+    """Return the token ids of the first few prompts, each cut to the length that both sides support."""
     longest = min(
         config.policy.max_total_sequence_length - 1, max(1, _LOGITS // config.policy.model.vocab_size)
     )

@@ -1,4 +1,4 @@
-"""GRPO: answer prompts, score the answers, compare them within their group, train."""
+"""GRPO: answer prompts, score the answers, compare the scores within each prompt's group, and train."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from nemo_rl_mcore.losses import LossFunction
 class GRPOTrainer(Algorithm[GRPOMasterConfig]):
     """Group relative policy optimization, https://arxiv.org/abs/2402.03300.
 
-    The weights that train compute log-probabilities and advantages: the policy gradient's ratio is 1 in the first
-    optimizer step, and importance sampling corrects for samples of older weights. A step may begin before its last
-    group is answered (`config.streams`); it is then one optimizer step, to which groups are added in chunks.
+    The previous log-probabilities come from the weights that train, so the policy gradient's ratio is 1 in the first
+    optimizer step, and importance sampling corrects for samples from older weights. If `config.streams` is set, a step
+    begins before its last group is answered; it is then a single optimizer step that receives its groups in chunks.
     """
 
     def judge(self, step: Step) -> Judged:
@@ -58,7 +58,7 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
         return Judged(whole.batch, whole, mismatch)
 
     def _answered(self, step: Step) -> Iterator[Rollout]:
-        """Yield the whole step, or its chunks as they are answered; the waits are the phase `generation`."""
+        """Yield the whole step, or its chunks as they are answered; waiting is timed as the phase `generation`."""
         if not self.config.streams:
             with self.observer.phase("generation"):
                 whole = step.whole()
@@ -99,7 +99,7 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
                 try:
                     self.policy.abort_train_step()
                 except RunStoppedError as also:
-                    # Where the ranks are gone, the error that is raised has the rest.
+                    # Keep only the first part of this error: if the ranks are gone, `error` has the details.
                     error.add_note(f"the open step was not aborted: {str(also).partition(': ')[0]}")
             raise
 

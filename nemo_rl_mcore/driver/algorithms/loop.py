@@ -1,8 +1,8 @@
-"""The training loop: the parts of a run's steps, in order.
+"""Run a training run's steps, each part in order.
 
-A step draws and plays its prompts and judges the answers (`Algorithm.judge`), trains on them (`Algorithm.update`), and
-is validated, recorded, published and saved. Every part goes through `Recovery.surviving`: where ranks are lost
-meanwhile, others take their place, and the part is tried again.
+A step draws and plays its prompts, judges the answers (`Algorithm.judge`), trains on them (`Algorithm.update`), and
+is then validated, recorded, published and saved. Every part runs inside `Recovery.surviving`: if ranks are lost, they
+are replaced, and the part is tried again.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _SECOND_SIGNAL = "a second signal came before they were saved"
 
 @dataclass
 class TrainingLoop:
-    """The loop over its parts.
+    """The training loop.
 
-    models: trained, saved and restored, by the name of their folder. engine: samples with the policy's weights; it
-    receives them, and wakes, before a step that samples and before a validation. frozen: models that are not trained.
+    models: models that are trained, saved and restored, by folder name. engine: samples with the policy's weights,
+    which it receives before each step that samples and before each validation. frozen: models that are not trained.
     """
 
     config: RunConfig
@@ -67,20 +67,20 @@ class TrainingLoop:
         self._guard = SkipGuard(self.config.max_consecutive_skips)
         self._limit = TimeLimit(self.config.checkpointing.must_save_by_s)
         self._awake = True
-        """The engine has the last step's weights, and the memory that it may share with the ranks."""
+        """Whether the engine holds the last step's weights and occupies any memory that it shares with the ranks."""
 
     def steps(self) -> Generator[int]:
-        """Train up to the loop's `max_num_steps`, from the first step or from the checkpoint to go on from.
+        """Train from the first step, or from the checkpoint to resume from, up to the loop's `max_num_steps`.
 
-        Yields each step when it is logged, and saved where a checkpoint is due. Where a signal, unless a second one
-        follows, `checkpoint_must_save_by`, a RunStoppedError or the generator's end stops the run, the last finished
-        step is saved before the run ends, if the ranks still hold its weights. A save that fails then is the cause of a
-        stop that was no failure. Raises TooManySkippedStepsError, and saves nothing, after `max_consecutive_skips`
-        skipped optimizer steps.
+        Yields each step number once the step is logged and, if a checkpoint is due, saved. If the run is stopped by a
+        signal, the time limit `checkpoint_must_save_by`, a RunStoppedError or the generator's end, the last finished
+        step is saved first, provided that the ranks still hold its weights; a second signal prevents this save. If the
+        save fails after a KeyboardInterrupt, its error becomes that interrupt's cause. Raises TooManySkippedStepsError,
+        without this save, after `max_consecutive_skips` skipped optimizer steps.
         """
         loop, surviving, phase = self.config.loop, self._recovery.surviving, self.observer.phase
         gc.collect()
-        gc.freeze()  # objects of the start stay out of the collector's full passes, each of a fifth of a second
+        gc.freeze()  # keeps startup objects out of full garbage collections, which take 0.2 s each
         try:
             with self._limit:
                 behind = self.checkpoints.resumed_step
@@ -99,7 +99,7 @@ class TrainingLoop:
                     outcome = self._step(step)
                     self._limit.took(step=time.monotonic() - began)
                     self._guard.stop_if_too_many(step, outcome.batch)
-                    if self.config.asynchronous:  # engines at work are not to wait for the save
+                    if self.config.asynchronous:  # busy engines should not wait for the save
                         surviving(partial(self._publish, step))
                     self._save_if_due(step)
                     yield step
@@ -117,11 +117,11 @@ class TrainingLoop:
             gc.unfreeze()
 
     def _step(self, step: int) -> StepOutcome:
-        """Draw, play, judge, train, validate and record; a step that was trained is recorded however it ends."""
+        """Run and record one step; a step that was trained is recorded even if its validation fails."""
         loop, surviving, row = self.config.loop, self._recovery.surviving, dict[str, float]()
 
         def train() -> StepOutcome:
-            until_recorded.close()  # a stop that has waited for ranks to be brought back waits no longer
+            until_recorded.close()  # let through a stop that was deferred while ranks were brought back
             samples = self.config.row_kind is RowKind.PROMPTS
             if samples and not self._awake:
                 self._publish(step - 1)
@@ -129,7 +129,7 @@ class TrainingLoop:
                 self.engine.offload()
             with self.algorithm.open_step(step) as opened:
                 judged = self.algorithm.judge(opened)
-                # Up to here the step may be dropped: no weight has changed. From here on a stop waits for the record.
+                # No weight has changed yet, so the step may still be dropped. From here on, stops wait for the record.
                 until_recorded.enter_context(deferred_stop_signals())
                 self.checkpoints.updating = True
                 opened.finishing()
@@ -166,7 +166,7 @@ class TrainingLoop:
     def _save_if_due(self, step: int) -> None:
         last = step == self.config.loop.max_num_steps
         with deferred_stop_signals():
-            if self.checkpoints.begun is not None:  # of an earlier step, in the background
+            if self.checkpoints.begun is not None:  # an earlier step's, being written in the background
                 self._save(wait=self.checkpoints.due(step))
             if self.checkpoints.due(step):
                 self._save(wait=last, begin=True)
@@ -174,15 +174,15 @@ class TrainingLoop:
             self._limit.stop_if_the_next_step_does_not_fit()
 
     def _save(self, *, wait: bool, begin: bool = False) -> None:
-        """Go on with the checkpoint that is being written, or begin one; wait: until it is complete."""
+        """Continue the checkpoint that is being written, or begin one. wait: whether to wait until it is complete."""
         checkpoints, models = self.checkpoints, self.models
 
         def save() -> StepCheckpoint | None:
-            if begin and checkpoints.unsaved:  # else it was begun before ranks were lost
+            if begin and checkpoints.unsaved:  # a retry after lost ranks may find it already begun
                 checkpoints.save_finished(models)
             return checkpoints.complete(models, wait=wait)
 
-        with self.observer.phase("checkpoint"):  # counts in the step that follows
+        with self.observer.phase("checkpoint"):  # its time counts toward the next step
             completed = self._recovery.surviving(save)
         if completed is not None:
             for listener in (self.algorithm, self.observer):
@@ -192,14 +192,14 @@ class TrainingLoop:
 
 
 class Recovery:
-    """Brings a loop's models back to the last finished step, whenever ranks fail and the recipe allows it.
+    """Brings a loop's models back to the last finished step after ranks fail, if the recipe allows it.
 
-    Ranks that raised have the step undone and are called again, twice in a row at most. In place of ranks that died or
-    hang there are new ones, `cluster.max_trainer_restarts` times in a run: all models go back to the last checkpoint,
-    and the steps since then are trained again from the same answers. On CPU that gives the same bits.
+    If ranks raised, the step is undone and tried again on the same ranks, at most twice in a row. If ranks died or
+    hang, they are replaced, at most `cluster.max_trainer_restarts` times per run: all models return to the last
+    checkpoint, and the steps since then are trained again from the same answers. On CPU, the result is bit-identical.
 
-    retries: parts of a step that were tried again on ranks that had raised. restarts: times that models went back to a
-    checkpoint. redone: steps that were trained again.
+    retries: number of times that part of a step was tried again on ranks that had raised. restarts: number of times
+    that models returned to a checkpoint. redone: number of steps that were trained again.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
@@ -208,13 +208,13 @@ class Recovery:
         self._models = {**loop.models, **loop.frozen}
         one_step = config.samples_per_step == config.policy.train_global_batch_size
         self._undone_by_abort = one_step and len(loop.models) == 1
-        """To abort an update takes all of it back."""
+        """Whether aborting an update undoes all of it."""
         self._updates: dict[str, int] = {}
-        """By model, when the last step was finished."""
+        """Each model's number of updates at the end of the last finished step."""
         self._outcomes: dict[int, Mapping[str, float]] = {}
 
     def surviving[Result](self, part: Callable[[], Result]) -> Result:
-        """Return the result of a part of a step, tried again after each failure that the run survives."""
+        """Return the result of a part of a step, trying again after each failure that the run can survive."""
         raised, checkpoints = 0, self.loop.checkpoints
         while True:
             try:
@@ -225,7 +225,7 @@ class Recovery:
                     raise
                 if error.usable and raised == _RETRIES:
                     raise
-                undone = False  # stays so where an abort does not take back all
+                undone = False  # stays False if an abort does not undo everything
                 if error.usable and (self._undone_by_abort or not checkpoints.updating):
                     with suppress(RanksFailedError):
                         undone = self._undone()
@@ -239,7 +239,7 @@ class Recovery:
                 write_line(sys.stderr, f"{_first_line(error)}; {told}")
 
     def finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take note of a step, until a checkpoint has it: no step before that will be trained again."""
+        """Remember a finished step's results until a checkpoint contains the step."""
         saved = self.loop.checkpoints.resumed_step or 0
         self._outcomes = {one: outcome for one, outcome in self._outcomes.items() if one > saved}
         self._outcomes[step] = {name: metrics[name] for name in _COMPARED if name in metrics}
@@ -250,7 +250,7 @@ class Recovery:
         return {f"recovery/{name}": count for name, count in counted.items()} if any(counted.values()) else {}
 
     def _undone(self) -> bool:
-        """Abort what is open; returns whether the models are as the last finished step has left them."""
+        """Abort the open step; return whether the models are in the state that the last finished step left."""
         models = self.loop.models
         for model in models.values():
             model.abort_train_step()
@@ -260,7 +260,7 @@ class Recovery:
         )
 
     def _go_back(self, error: RanksFailedError) -> None:
-        """Bring all models to the last finished step by way of the last checkpoint, with new ranks where need be."""
+        """Bring all models to the last finished step from the last checkpoint, with new ranks where necessary."""
         checkpoints, left = self.loop.checkpoints, self.loop.config.cluster.max_trainer_restarts
         while True:
             if self.restarts >= left:
@@ -268,7 +268,7 @@ class Recovery:
                     error.add_note(f"{RESTARTS_KEY}: {self.restarts} were used up")
                 raise error
             self.restarts += 1
-            with deferred_stop_signals():  # a first one waits for what is being written
+            with deferred_stop_signals():  # a first signal waits for the checkpoint that is being written
                 checkpoints.settle(self.loop.models)
             saved = checkpoints.resumed_step
             where = "its start" if saved is None else f"the checkpoint of step {saved}"
@@ -286,11 +286,11 @@ class Recovery:
 
     def _bring_back(self) -> None:
         loop, checkpoints = self.loop, self.loop.checkpoints
-        checkpoints.going_back = True  # to the end: however this fails, nobody saves what it leaves
-        loop.engine.offload()  # it may have the memory that new ranks need
+        checkpoints.going_back = True  # stays set after a failure: such models must not be saved
+        loop.engine.offload()  # it may occupy memory that new ranks need
         saved = checkpoints.resumed_step
         for name, model in self._models.items():
-            # Those that train are all new where no checkpoint holds them, the others that lack ranks or are stuck.
+            # Restart models that lack ranks or are stuck and, if there is no checkpoint, all trained models.
             lost = (saved is None and name in loop.models) or not model.serves()
             if not lost:
                 try:
@@ -308,7 +308,7 @@ class Recovery:
             again = loop.algorithm.redo(step).metrics
             for name, before in self._outcomes[step].items():
                 now = again.get(name)
-                # NaN is equal to NaN, as the loss of a skipped step.
+                # NaN, as in the loss of a skipped step, counts as equal to NaN.
                 if now != before and not (now is not None and math.isnan(now) and math.isnan(before)):
                     unequal.append(step)
                     break
@@ -323,9 +323,9 @@ class Recovery:
     # The end of a run that was stopped
 
     def save_at_the_end(self, stop: BaseException) -> RunStoppedError | None:
-        """Save the last finished step, unless that was tried; returns the error of a save that failed.
+        """Save the last finished step, unless a save was already tried; return the error if the save fails.
 
-        Why nothing is saved goes into `RunCheckpoints.failure`.
+        If nothing is saved, sets `RunCheckpoints.failure` to the reason.
         """
         loop, checkpoints, reason = self.loop, self.loop.checkpoints, run_stopped_by(stop)
         checkpoints.failure = _first_line(reason)
@@ -350,7 +350,7 @@ class Recovery:
                         return None
                     reason = None
                     if loop.config.policy.offload != "none":
-                        with suppress(RunStoppedError):  # lost ones have left the room that the ranks need
+                        with suppress(RunStoppedError):  # lost engines have already freed the memory
                             loop.engine.offload()
                     checkpoints.save_finished(loop.models)
                     checkpoints.complete(loop.models, wait=True)
@@ -363,7 +363,7 @@ class Recovery:
             raise
 
     def settle(self) -> RunStoppedError | None:
-        """Complete the checkpoint that was begun, at the end; returns why its folder cannot be written to."""
+        """Complete the checkpoint that was begun; return an error if its folder cannot be written to."""
         with deferred_stop_signals():
             try:
                 self.loop.checkpoints.settle(self.loop.models)
@@ -374,10 +374,10 @@ class Recovery:
 
 
 class TimeLimit:
-    """Ends a run, inside the block, while its last step can still be saved, as long as steps and saves have taken.
+    """Ends a run early enough to save its last step, judging by how long steps and saves have taken so far.
 
-    seconds: from the start of the process's command to the end of the save; None: no limit. Until a save has been
-    timed it is taken to be as long as the longest step.
+    seconds: time from the start of the process's command to the end of the save; None for no limit. Until a save has
+    been timed, it is assumed to take as long as the longest step.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -392,10 +392,9 @@ class TimeLimit:
         self._signals.limit_time(None)
 
     def took(self, *, step: float = 0.0, save: float | None = None, saving: bool | None = None) -> None:
-        """Take note of the seconds of a step, validation included, and of a save, in the background or not.
+        """Record the seconds that a step, including its validation, or a save has taken, and adjust the limit.
 
-        saving: a save goes on, which must end before another one begins. A step that takes longer than those before is
-        stopped in time.
+        saving: whether a save is in progress, which must end before another one can begin.
         """
         self._longest_step = max(self._longest_step, step)
         if save is not None:

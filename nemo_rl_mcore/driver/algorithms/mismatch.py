@@ -1,8 +1,8 @@
-"""A rollout's log-probabilities, and their distance from the engine's.
+"""Compute a rollout's log-probabilities and compare them with the engine's.
 
-Every step is checked, also the first one of a run or a resume, which would show weights that reached the engine wrong.
-For `mask` and `stop` a pass before training gives the log-probabilities; else the training pass may give them, see
-`reader_of_prev_logprobs`. Either way the comparison is one table, of `losses.kl`.
+Every step is checked. The first step after a start or resume would reveal weights that were corrupted on their way to
+the engine. For `mask` and `stop`, a pass before training computes the log-probabilities; otherwise, the training pass
+may compute them (see `reader_of_prev_logprobs`). Both yield the same kind of table, defined in `losses.kl`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nemo_rl_mcore.losses.kl import COLUMNS, ROW_NUMBER, sampler_table
 
 _NAMED_SAMPLES = 4
 _ROWS_AT_A_TIME = 64
-"""Double precision of a whole batch would be several times the batch."""
+"""Limits memory: intermediates in double precision for a whole batch would take several times its size."""
 _COMPARED = ("token_mask", "sample_mask", "generation_logprobs", "prev_logprobs")
 
 
@@ -38,12 +38,12 @@ class MismatchError(RunStoppedError):
 
 
 def model_inputs(batch: BatchedDataDict, *more: str) -> BatchedDataDict:
-    """Return the columns for a pass without a loss; a pass over the trained tokens alone needs `token_mask` more."""
+    """Return the columns for a pass without a loss; a pass over trained tokens alone also needs `token_mask`."""
     return BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths", *more)})
 
 
 def policy_loss(config: GRPOMasterConfig | PPOMasterConfig) -> LossFunction:
-    """Return the policy's loss; one without prev_logprobs where no pass before training gives them."""
+    """Return the policy's loss; it works without prev_logprobs if no pass before training computes them."""
     fused = config.policy.megatron_cfg.use_fused_linear_logprobs
     if reader_of_prev_logprobs(config) is not None:
         return make_loss(config.loss_fn, fused)
@@ -53,7 +53,7 @@ def policy_loss(config: GRPOMasterConfig | PPOMasterConfig) -> LossFunction:
 def add_logprobs(
     batch: BatchedDataDict, policy: Policy, loss: ClippedPGLossConfig, *, previous: bool = True
 ) -> None:
-    """Add prev_logprobs and, for a KL penalty, reference_policy_logprobs, fp32 [B, S], 0 where token_mask is."""
+    """Add fp32 [B, S] prev_logprobs and, for a KL penalty, reference_policy_logprobs; 0 where token_mask is 0."""
     inputs = model_inputs(batch, "token_mask")
     if previous:
         batch["prev_logprobs"] = policy.get_logprobs(inputs, trained_only=True)["logprobs"]
@@ -63,7 +63,7 @@ def add_logprobs(
 
 
 def table_of_batch(batch: BatchedDataDict, kl_type: KLType = "k3") -> Tensor:
-    """Return the `sampler_table` of prev_logprobs, where token_mask and sample_mask are set."""
+    """Return the `sampler_table` of prev_logprobs, over tokens whose token_mask and sample_mask are set."""
     compared = BatchedDataDict({name: batch[name] for name in _COMPARED})
     parts = [torch.zeros(0, len(COLUMNS), dtype=torch.float64)]
     for start in range(0, batch.size, _ROWS_AT_A_TIME):
@@ -75,28 +75,28 @@ def table_of_batch(batch: BatchedDataDict, kl_type: KLType = "k3") -> Tensor:
 
 
 def table_of_training(result: Mapping[str, Any], rows: int) -> Tensor:
-    """Return that table of a step's training pass, for a batch of `rows` that were sent with their `row_number`."""
+    """Return the same table from a step's training pass; `rows` is the batch size, and rows carried `row_number`."""
     table = torch.zeros(rows, len(COLUMNS), dtype=torch.float64)
     if (found := result.get("row_table")) is not None:
         real = found[
             found[:, 1] > 0
-        ]  # rows that fill up a microbatch have no token, and another row's number
+        ]  # padding rows of a microbatch have no tokens and repeat another row's number
         table[real[:, 0].long()] = real[:, 1:]
     return table
 
 
 def with_row_numbers(columns: BatchedDataDict, first: int = 0) -> BatchedDataDict:
-    """Return the columns and each row's number in the step's table, from `first` on."""
+    """Return the columns with each row's number in the step's table added, counting from `first`."""
     return BatchedDataDict(columns | {ROW_NUMBER: torch.arange(first, first + columns.size)})
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The disagreement about a batch's responses.
+    """How far engine and training disagree about a batch's responses.
 
-    table: of its B rows. rows: bool [B], the compared ones, all rows of a response or none. episodes: the E responses
-    that were not dropped. per_sequence: [E], each one's mean of exp|generation - training| over its tokens; 1, which is
-    agreement, without trained tokens.
+    table: `sampler_table` of the B rows. rows: bool [B], which rows are compared; a response's rows are all equal here.
+    episodes: the E responses that were not dropped. per_sequence: [E], each response's mean of exp|generation -
+    training| over its tokens; 1, meaning agreement, for a response without trained tokens.
     """
 
     table: Tensor
@@ -114,7 +114,7 @@ class Mismatch:
         return cls(table, rows, episodes, per_sequence)
 
     def metrics(self, threshold: float | None) -> dict[str, float]:
-        """Return means over tokens, and the largest value of a response, 1 where nothing is trained on."""
+        """Return means over tokens and the responses' maximum; errors are 1 if nothing is trained on."""
         tokens, error, divergence = (self.table[self.rows, column].sum() for column in range(3))
         compared = self.rows[self.episodes.first]
         responses = self.per_sequence[compared]
@@ -129,12 +129,12 @@ class Mismatch:
         return metrics
 
     def above(self, threshold: float) -> Tensor:
-        """Return bool [E], the compared responses that disagree by more, or by a value that is not a number."""
+        """Return bool [E]: which compared responses disagree by more than the threshold or by NaN."""
         return ~(self.per_sequence <= threshold) & self.rows[self.episodes.first]
 
 
 def drawn_by(version: int, batch: BatchedDataDict) -> Tensor:
-    """Return bool [B], the rows of responses that this version alone has drawn; all where no versions are known."""
+    """Return bool [B]: which rows' responses this version alone has sampled; all rows if versions are unknown."""
     if WEIGHT_VERSIONS not in batch:
         return torch.ones(batch.size, dtype=torch.bool)
     versions_BS = batch[WEIGHT_VERSIONS]
@@ -147,7 +147,7 @@ def drawn_by(version: int, batch: BatchedDataDict) -> Tensor:
 def add_compared_logprobs(
     config: GRPOMasterConfig | PPOMasterConfig, policy: Policy, step: int, batch: BatchedDataDict
 ) -> list[Mismatch]:
-    """Add the loss's log-probabilities; returns the comparison, if a pass before training makes it."""
+    """Add the log-probabilities that the loss needs; return the comparison if a pass before training makes one."""
     passes_before = reader_of_prev_logprobs(config) is not None
     add_logprobs(batch, policy, config.loss_fn, previous=passes_before)
     if not passes_before:
@@ -159,10 +159,10 @@ def add_compared_logprobs(
 def compare_with_engine(
     step: int, batch: BatchedDataDict, table: Tensor, config: GenerationConfig
 ) -> Mismatch:
-    """Compare a step's responses of its own weights, and act on those above the threshold.
+    """Compare the responses that a step's own weights sampled, and act on those above the threshold.
 
-    Responses of older weights differ by their age. `warn` writes a line to standard error; `mask` sets the sample_mask
-    to 0; `stop` raises MismatchError.
+    Responses from older weights are not compared, as they differ because of their age. `warn` writes a line to standard
+    error; `mask` sets sample_mask to 0; `stop` raises MismatchError.
     """
     found = Mismatch.of(batch, table, drawn_by(step - 1, batch))
     if config.mismatch_threshold is None:
@@ -198,9 +198,9 @@ def comparison_metrics(
     compared: Sequence[Mismatch],
     result: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Return a step's metrics of the engine's log-probabilities and, in asynchronous runs, of older weights'.
+    """Return a step's metrics of the mismatch with the engine and, in asynchronous runs, with older weights.
 
-    compared: each chunk's comparison before training; without one the training pass, with this result, is compared.
+    compared: each chunk's comparison before training; if empty, `result` of the training pass is compared.
     """
     settings = config.policy.generation
     match compared:
@@ -208,7 +208,7 @@ def comparison_metrics(
             found = compare_with_engine(step, batch, table_of_training(result, batch.size), settings)
         case [found]:
             pass
-        case chunks:  # each was acted on
+        case chunks:  # each chunk's mismatches have been acted on
             found = Mismatch.of(batch, torch.cat([one.table for one in chunks]), drawn_by(step - 1, batch))
     if not config.asynchronous:
         return found.metrics(settings.mismatch_threshold)
@@ -217,9 +217,9 @@ def comparison_metrics(
 
 
 def correction_metrics(table: Tensor) -> dict[str, float]:
-    """Measure the distance of the weights that train from those that sampled, by the trained rows' `sampler_table`.
+    """Measure how far the trained weights are from the weights that sampled; table: `sampler_table` of trained rows.
 
-    async/ess: effective sample size of the importance weights, as a share of the tokens; NaN where all of them are 0.
+    async/ess: effective sample size of the importance weights, as a share of the tokens; NaN if all weights are 0.
     async/behaviour_kl: k3 estimate (https://joschu.net/blog/kl-approx.html) of the divergence.
     """
     tokens, _, _, ratio, ratio_squares, behaviour_kl = (float(total) for total in table[:, :-1].sum(0))

@@ -1,6 +1,6 @@
-"""PPO: sample, judge every token with a critic, train both over the rollout several times.
+"""PPO: sample answers, estimate every token's value with a critic, and train both models on them several times.
 
-https://arxiv.org/abs/1707.06347; advantages are those of https://arxiv.org/abs/1506.02438.
+Sources: PPO https://arxiv.org/abs/1707.06347, advantages https://arxiv.org/abs/1506.02438.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PPOTrainer(Algorithm[PPOMasterConfig]):
         return Judged(batch, rollout, mismatch)
 
     def update(self, step: Step, judged: Judged) -> StepOutcome:
-        """Train `ppo_epochs` times; the policy once the critic is warm."""
+        """Train both models `ppo_epochs` times; the policy only after `critic_warmup_steps` steps."""
         batch, config = judged.batch, self.config
         value_loss = make_loss(config.value_loss_fn, section="value_loss_fn")
         policy_epochs, critic_epochs = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
@@ -74,7 +74,7 @@ class PPOTrainer(Algorithm[PPOMasterConfig]):
         reasons, of_policy = of_critic["skip_reasons"], join_results(policy_epochs) if policy_epochs else {}
         if of_policy:
             metrics |= train_metrics(of_policy)
-            # A minibatch that either model skipped counts: a run ends where one of them is stuck.
+            # A minibatch counts as skipped if either model skipped it, so that a run ends if one model is stuck.
             reasons = [
                 next(
                     (one for one in pair if one not in (None, EMPTY_STEP)),
@@ -88,7 +88,7 @@ class PPOTrainer(Algorithm[PPOMasterConfig]):
 
 
 def shuffled(batch: BatchedDataDict, seed: int, step: int, epoch: int) -> BatchedDataDict:
-    """Return the episodes in an epoch's order: other minibatches each time, the same in every run."""
+    """Return the episodes in an order that differs between epochs but is the same in every run with this seed."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + epoch)
     samples = batch.samples()
     order: list[int] = torch.randperm(len(samples), generator=generator).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -96,10 +96,10 @@ def shuffled(batch: BatchedDataDict, seed: int, step: int, epoch: int) -> Batche
 
 
 def explained_variance(batch: BatchedDataDict) -> float:
-    """Return the share of the returns' variance that the critic explains; 0 where they do not vary."""
+    """Return the share of the returns' variance that the critic explains; 0 if the returns do not vary."""
     counts = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) != 0
     returns, values = batch["returns"][counts].double(), batch["values"][counts].double()
-    # The variance of equal numbers need not come out as 0.
+    # Because of rounding, the computed variance of equal numbers may not be 0.
     if bool((returns == returns[:1]).all()):
         return 0.0
     return 1 - float((returns - values).var() / returns.var())

@@ -1,4 +1,4 @@
-"""A run's checkpoints: where it begins, and when and how it saves, by the section `checkpointing`."""
+"""Handle a run's checkpoints: find the one to resume from, and save steps as the section `checkpointing` specifies."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
 _NAMED_SAMPLES = 8
 _LOGARITHMS_OF_NOTHING = ("teacher_tail_logmass",)
-"""Columns in which -inf is a value: a teacher that names the whole vocabulary leaves no mass."""
+"""Columns in which -inf is valid: a teacher's top k leaves no mass if it covers the whole vocabulary."""
 NOT_WRITTEN = "checkpoint-not-written"
-"""Code for a checkpoint folder that cannot be written to."""
+"""Error code for a checkpoint folder that cannot be written to."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_FOLDERS = {
     *(*_FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTDIR),
 }
 _FULL_BELOW = 1 << 20
-# A traceback's last line, with the path if it has one.
+# Matches an OSError in the last line of a traceback, including its path if there is one.
 _ERRNO = re.compile(r"^(?:[\w.]+: |rank \d+: )+\[Errno (\d+)\][^\n']*(?:'([^'\n]+)')?", re.MULTILINE)
 
 
@@ -63,9 +63,9 @@ class TooManySkippedStepsError(RunStoppedError):
 
 @dataclass
 class SkipGuard:
-    """Counts skipped optimizer steps; a run stops after `limit` in a row whose loss or gradient was not finite.
+    """Counts skipped optimizer steps, to stop a run after `limit` consecutive steps with a non-finite loss or gradient.
 
-    total: all such steps. empty: steps without a token to train on, which are no sign of the run's health.
+    total: all skipped steps except empty ones. empty: steps without tokens to train on, which are harmless.
     """
 
     limit: int
@@ -76,7 +76,7 @@ class SkipGuard:
 
     @classmethod
     def accepts(cls, counters: Mapping[str, object]) -> bool:
-        """Check whether the constructor takes these counters, which were read from a file."""
+        """Return whether counters that were read from a file have the constructor's names, types and ranges."""
         kinds = {name: type(value) for name, value in cls(limit=1).counters().items()}
         return all(
             type(value) is kinds.get(name) and (not isinstance(value, int) or value >= 0)
@@ -100,7 +100,7 @@ class SkipGuard:
                 self.last_reason = reason
 
     def stop_if_too_many(self, step: int, batch: BatchedDataDict) -> None:
-        """Raise TooManySkippedStepsError at the limit, naming the samples with values that are not finite, or all."""
+        """Raise TooManySkippedStepsError at the limit, naming samples with non-finite values or, if none, prompts."""
         if self.in_a_row < self.limit:
             return
         prompts, samples = batch["prompt_index"].tolist(), batch["sample_index"].tolist()
@@ -130,7 +130,7 @@ class SkipGuard:
 
 @dataclass
 class StepCheckpoint:
-    """A finished step and, from its save on, the seconds that its checkpoint took, in the background too."""
+    """A finished step and, once it is saved, its checkpoint's duration in seconds, including background writing."""
 
     step: int
     metrics: Mapping[str, float]
@@ -141,11 +141,11 @@ class StepCheckpoint:
 
 @dataclass
 class RunCheckpoints:
-    """A run's checkpoints; without a store the run starts at its first step and leaves none.
+    """A run's checkpoints; without a store, the run starts at its first step and saves nothing.
 
-    recipe: the text of config.yaml. start: the checkpoint to go on from, in the end the run's last one. resume: the key
-    of that name. tokenizer: saved with each checkpoint; None for the built-in one. extra_parts: writers of further
-    parts, by the name of the folder, which they make. in_background: models that a save copies first.
+    recipe: text of config.yaml. start: the checkpoint to resume from, replaced by each new one. resume: the recipe's
+    key `checkpointing.resume`. tokenizer: saved with each checkpoint; None for the built-in tokenizer. extra_parts:
+    writers of further parts, by folder name; each creates its folder. in_background: models saved in the background.
     """
 
     store: CheckpointStore | None = None
@@ -163,13 +163,13 @@ class RunCheckpoints:
     """The step whose checkpoint is being written."""
     _tried: int | None = field(default=None, init=False)
     _overdue: bool = field(default=False, init=False)
-    """A checkpoint was due, and its save failed."""
+    """Whether a checkpoint was due but its save failed."""
     updating: bool = field(default=False, init=False)
-    """A step that is not finished may have changed weights."""
+    """Whether an unfinished step may have changed weights."""
     going_back: bool = field(default=False, init=False)
-    """The weights may be those of a step before the last finished one, which is trained again."""
+    """Whether the weights may be older than the last finished step, because steps are being trained again."""
     failure: str = field(default="", init=False)
-    """The reason for which the last finished step is not saved."""
+    """The reason why the last finished step is not saved."""
 
     @property
     def resumed_step(self) -> int | None:
@@ -181,11 +181,11 @@ class RunCheckpoints:
 
     @property
     def unsaved(self) -> bool:
-        """Whether a finished step has a place, and its save was not tried, or met a full disk."""
+        """Whether there is a store and the last finished step still needs a save, for example after a full disk."""
         return self.store is not None and self.finished is not None and self.finished.step != self._tried
 
     def restore(self, models: Mapping[str, Policy]) -> Mapping[str, Any]:
-        """Set the models back to the last checkpoint; returns its counters."""
+        """Load the last checkpoint into the models; return its counters."""
         if self.start is None:
             return {}
         for name, model in models.items():
@@ -201,10 +201,10 @@ class RunCheckpoints:
         self.updating = False
 
     def save_finished(self, models: Mapping[str, Policy]) -> None:
-        """Begin the last finished step's checkpoint, which `complete` completes; prompts go by (seed, step).
+        """Begin the last finished step's checkpoint, which `complete` finishes.
 
-        Models `in_background` are copied. Raises RunStoppedError, naming the folder and the reason, where it cannot be
-        written to; nothing of the checkpoint is left then.
+        Models `in_background` are copied and written later. If the folder cannot be written to, removes the checkpoint
+        and raises RunStoppedError, naming the folder and the reason.
         """
         assert self.store is not None
         assert self.finished is not None
@@ -223,7 +223,7 @@ class RunCheckpoints:
             begun.seconds = time.monotonic() - began
 
     def complete(self, models: Mapping[str, Policy], *, wait: bool) -> StepCheckpoint | None:
-        """Complete the checkpoint that was begun, once it is written; wait: until then. None: none, or not yet."""
+        """Complete and return the begun checkpoint; without `wait`, return None while it is still being written."""
         if (begun := self.begun) is None:
             return None
         assert self.store is not None
@@ -241,23 +241,23 @@ class RunCheckpoints:
         return begun
 
     def settle(self, models: Mapping[str, Policy]) -> None:
-        """Complete the checkpoint that was begun, or drop it where ranks that write it are lost."""
+        """Complete the checkpoint that was begun, or drop it if ranks that write it are lost."""
         with suppress(RanksFailedError):
             self.complete(models, wait=True)
 
     @contextmanager
     def _whole_or_nothing(self, models: Mapping[str, Policy]) -> Generator[None]:
-        """Leave nothing of the checkpoint when the block raises, and have it made up for; see `save_finished`."""
+        """Remove the checkpoint and mark it as overdue if the block raises; raise as `save_finished` does."""
         assert self.store is not None
         assert self.begun is not None
         step = self.begun.step
         try:
             yield
         except BaseException as error:
-            # Before anything is removed: the disk is as full as it was.
+            # Find the reason before anything is removed, while the disk is still as full as it was.
             of_folder = isinstance(error, (OSError, RunStoppedError))
             reason = error_of_the_folder(error, self.store.root) if of_folder else None
-            for name in self.in_background & models.keys():  # none may write on, into the next one
+            for name in self.in_background & models.keys():  # end writes before the next checkpoint
                 with suppress(RunStoppedError):
                     if models[name].serves() and not current_stop_signals().insisted:
                         models[name].checkpoint_written(wait=True)
@@ -272,7 +272,7 @@ class RunCheckpoints:
             raise RunStoppedError(f"{failure}; saving step {step} failed", code=NOT_WRITTEN) from error
 
     def standing(self) -> str:
-        """Describe, at the end of a run, which weights are kept, which are lost, and how the run goes on."""
+        """Describe, at the end of a run, which weights are saved, which are lost, and how to resume the run."""
         saved = self.resumed_step
         parts: list[str] = []
         if self.finished is None:
@@ -291,9 +291,9 @@ class RunCheckpoints:
 
 
 def error_of_the_folder(error: BaseException, folder: Path) -> OSError | None:
-    """Return the OSError behind an error, also one that a rank raised: a disk that is full, a folder that is missing.
+    """Return the OSError behind an error, such as a full disk or a missing folder, even if a rank raised it.
 
-    A rank that died, or did not return, has raised none.
+    Returns None if a rank died or did not return, because it raised nothing.
     """
     if isinstance(error, OSError):
         return error
@@ -317,12 +317,11 @@ def open_checkpoints(
     refuse_changes: bool = False,
     ended_by: Sequence[str] = (),
 ) -> RunCheckpoints:
-    """Find where the run begins and prepare the folder for its checkpoints; `notify` is called in whole lines.
+    """Find where the run begins and prepare its checkpoint folder; `notify` receives whole lines.
 
-    tokenizer: saved if the recipe names a folder or a model of the hub. refuse_changes: raise ChangedRunError where
-    `auto` would go on under another recipe, code or data, or has nothing left to do. ended_by: paths of the keys that
-    set the last step. Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is missing or
-    of another model.
+    tokenizer: saved unless it is built in. refuse_changes: whether to raise ChangedRunError if `auto` finds that the
+    recipe, code or data has changed since the checkpoint. ended_by: paths of the keys that set the last step. Raises
+    RunStoppedError if a checkpoint to resume from or to take initial weights from is missing or cannot be used.
     """
     section = config.checkpointing
     for plan in config.models.values():
@@ -399,7 +398,7 @@ def _find_start(section: CheckpointingConfig, store: CheckpointStore) -> Checkpo
 
 
 def _standing(start: Checkpoint, config: RunConfig, refuse_changes: bool, ended_by: Sequence[str]) -> str:
-    """Describe where the run begins, or that it is finished, and the changes; raises for a run that cannot go on."""
+    """Describe where the run resumes, or that it is finished, and its changes; raise if the run cannot resume."""
     try:
         saved = read_recipe_of(start.folder)
     except ValueError as error:
@@ -407,7 +406,7 @@ def _standing(start: Checkpoint, config: RunConfig, refuse_changes: bool, ended_
     if reason := cannot_resume(saved, config):
         raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}", code="other-run")
     changes = changes_since(saved, config)
-    # A run's length changes nothing in the steps that are behind it.
+    # A run's length does not affect steps that are already done.
     bounds = [f"{config.algorithm}.{key}" for key in ("max_num_steps", "max_num_epochs")]
     of_the_result = [change for change in changes if change.path not in bounds]
     if refuse_changes and of_the_result:

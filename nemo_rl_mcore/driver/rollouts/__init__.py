@@ -1,1 +1,1 @@
-"""An asynchronous run: what became of every prompt group, the log of it, its data, and the thread of the trainer."""
+"""Play rollouts: schedule prompt groups, play their episodes, and track, log and save them."""

@@ -1,8 +1,7 @@
-"""Asynchronous rollouts: groups are played one by one ahead of training, while earlier steps train.
+"""Asynchronous rollouts: play groups one by one, ahead of training, while earlier steps train.
 
-The thread that trains calls the public methods; a second one, with an asyncio loop, plays the groups (the methods under
-"The thread that plays"); a third one watches for a stall. The ledger is read and changed under one condition, on which
-the trainer waits.
+The training thread calls the public methods. A second thread runs an asyncio loop that plays the groups (the methods
+under "The thread that plays"), and a third thread watches for stalls. A single condition guards the ledger.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 
 type Engines = EngineGeneration
-"""Apart from the ranks."""
+"""Engines that run separately from the ranks."""
 
 _LOOK_EVERY_S, _END_WITHIN_S = 1.0, 5.0
 _GROUPS_SHOWN = 8
@@ -41,9 +40,9 @@ _GROUPS_SHOWN = 8
 
 @dataclass(eq=False)
 class AsynchronousScheduler(Scheduler[Engines]):
-    """Has engines apart from the ranks play groups as soon as the ledger admits them; see `Scheduler`.
+    """Plays groups on engines separate from the ranks, as soon as the ledger admits them; see `Scheduler`.
 
-    section: the keys of asynchronous rollouts. key: their path in a recipe, for messages.
+    section: settings of asynchronous rollouts. key: the section's path in a recipe, for messages.
     """
 
     section: AsyncRolloutsConfig = field(kw_only=True)
@@ -58,23 +57,23 @@ class AsynchronousScheduler(Scheduler[Engines]):
         self._refitting, self._halts = False, 0
         self._idle_since: float | None = None
         self._paused, self._ended = False, threading.Event()
-        self._in_flight: dict[str, float] = {}  # by ticket, since when
-        self._moves = 0  # groups that were answered and steps that ended
+        self._in_flight: dict[str, float] = {}  # start times by ticket
+        self._moves = 0  # counts progress: answered groups, finished steps, and engine starts
         self._stall: RunStoppedError | None = None
         self._watchdog: threading.Thread | None = None
         self._thread = LoopThread("rollouts", self._wake_trainer)
         self.engine.listen(self._wake_trainer)
 
     def update_weights(self, version: int) -> None:
-        """Give the engines the policy's weights; groups in flight go on with them, unless they are to end before.
+        """Give the engines the policy's weights, and start to play every group that may be dispatched.
 
-        The first call begins to play groups. A call with weights that the engines hold waits for nothing.
+        Groups in flight continue with the new weights; without `in_flight_weight_updates`, they end before the update.
         """
         if self.ledger.step is StepState.COMMITTED and not self.section.in_flight_weight_updates:
             with self._changed:  # the next groups are played with the new weights
                 self._paused = True
                 self._wait(lambda: not self.ledger.count(GroupState.INFLIGHT), "groups in flight to end")
-        # A refit that breaks off leaves the engines waiting for the next, maybe of new ranks.
+        # After an interrupted refit, engines wait for the next refit, possibly from new ranks.
         broke_off, self._refitting = self._refitting, True
         self.engine.update_weights(version)
         self._halts += broke_off
@@ -94,7 +93,7 @@ class AsynchronousScheduler(Scheduler[Engines]):
         self._dispatch()
 
     def offload(self) -> None:
-        """Leave the engines at work: they have separate memory."""
+        """Do nothing: the engines have separate memory and continue to work."""
 
     def finish(self, trained: Sequence[Rollout]) -> dict[str, float]:
         ledger, batches = self.ledger, [rollout.batch for rollout in trained]
@@ -123,21 +122,21 @@ class AsynchronousScheduler(Scheduler[Engines]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give up groups in flight, end the threads; raises the RunStoppedError of a stall that ended the block."""
+        """Give up groups in flight and end the threads; raise RunStoppedError if a stall ended the block."""
         self._ended.set()
         if self._watchdog is not None:
             self._watchdog.join(_END_WITHIN_S)
         self._thread.close()
         super().__exit__(kind, error, trace)
-        # Only for the stall's own interrupt, and no other signal.
+        # Raise only if the stall itself, and no other signal, caused the interrupt.
         interrupted = isinstance(error, KeyboardInterrupt) and not current_stop_signals().asked
         if self._stall is not None and interrupted:
             raise self._stall from error
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait, with the condition, until a predicate holds, and count the time; signals interrupt the wait.
+        """Wait on the condition until `ready` returns True, and count the time; signals interrupt the wait.
 
-        Raises the error that ended the thread that plays. A wait that does not end is a stall.
+        Raises the error that ended the playing thread. The watchdog treats a wait without progress as a stall.
         """
         began_at, answered = time.monotonic(), 0
         with activity.at(lambda: f"waiting for {what}, {answered} ready"):
@@ -145,7 +144,7 @@ class AsynchronousScheduler(Scheduler[Engines]):
                 if self._error is not None:
                     raise self._error
                 if self._drawn.keep(self.ledger.reach):
-                    self._dispatch()  # in place of a dropped group
+                    self._dispatch()  # to replace a dropped group
                 answered = self.ledger.count(GroupState.READY)
                 self._changed.wait()
         self._pace.trainer_idle_s += time.monotonic() - began_at
@@ -172,14 +171,14 @@ class AsynchronousScheduler(Scheduler[Engines]):
         halts = self._halts
 
         async def respond(asked: BatchedDataDict) -> BatchedDataDict:
-            async with asyncio.timeout(self.section.rollout_timeout_s):  # environments have their own
+            async with asyncio.timeout(self.section.rollout_timeout_s):  # without environments' time
                 return await self.engine.respond(asked, step=group.step, ticket=ticket)
 
         self._in_flight[ticket] = time.monotonic()
         try:
             batch = await self.draw.collector.play([group.prompt], group.asked, respond)
         except TimeoutError:
-            if self._refitting or halts != self._halts:  # its engine could not answer
+            if self._refitting or halts != self._halts:  # the engine was waiting for weights
                 self._play_again(token, "timeout")
                 return
             limit = f"{self.section.rollout_timeout_s:g} s ({self.key}.rollout_timeout_s)"
@@ -187,7 +186,7 @@ class AsynchronousScheduler(Scheduler[Engines]):
             self._play_again(token, "timeout", late)
         except EngineDiedError as error:
             self._play_again(token, type(error).__name__)
-        except Exception as error:  # noqa: BLE001  # raised by the thread that trains, once it is one too many
+        except Exception as error:  # noqa: BLE001  # the training thread raises it after too many failures
             ends = isinstance(error, RunStoppedError) and not isinstance(error, EngineFailedError)
             if ends:
                 self._wake_trainer(error)  # before the group may be played again
@@ -203,15 +202,16 @@ class AsynchronousScheduler(Scheduler[Engines]):
             self._dispatch()
 
     def _wake_trainer(self, error: BaseException | None = None) -> None:
-        """Have the thread that trains look again, or raise this when it next waits."""
+        """Wake the training thread if it is waiting; with an error, make its current or next wait raise it."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def _play_again(self, token: Token, reason: str, failure: Exception | None = None) -> None:
-        """Return a group to the queue; a failure counts against it, and ends the run after too many in a row.
+        """Return a group to the queue, or drop it after too many failures of its own.
 
-        Without a failure the group's engine is gone, or waits for weights.
+        failure: the error, which counts as a failure and ends the run after too many in a row; None if the engine died,
+        waited for weights, or raised an error that ends the run anyway.
         """
         with self._changed:
             dropped = False
@@ -239,10 +239,10 @@ class AsynchronousScheduler(Scheduler[Engines]):
     # The thread that watches
 
     def _watch(self, trainer: threading.Thread, limit_s: float) -> None:
-        """End a run in which no group is answered and no step ends for so long.
+        """End the run if no group is answered and no step ends for `limit_s` seconds.
 
-        The clock stands still while the thread that trains does something that is not timed, see `activity.at`, and
-        while the whole process does. The error reaches that thread as an interrupt, or when it next waits.
+        The clock restarts whenever the training thread does something untimed (see `activity.at`), and it pauses while
+        the whole process is suspended. The error reaches the training thread as an interrupt or in its next wait.
         """
         every_s, thread = min(_LOOK_EVERY_S, limit_s / 20), trainer.ident or 0
         seen, still_s = self._moves, 0.0
@@ -252,7 +252,7 @@ class AsynchronousScheduler(Scheduler[Engines]):
             if seen != self._moves or not activity.is_timed(thread):
                 seen, still_s = self._moves, 0.0
             else:
-                still_s += every_s  # as far as this process ran meanwhile
+                still_s += every_s  # not clock time, which includes suspensions of this process
         now, flights = time.monotonic(), [*self._in_flight.items()]
         engines = "no group is in flight: none may be asked for before a step ends, or no engine has weights"
         if flights:

@@ -1,22 +1,21 @@
-"""Keep the state of every prompt group of a run: pure bookkeeping without a lock; callers hold the scheduler's.
+"""Track the state of a run's prompt groups. The ledger has no lock: callers hold the scheduler's.
 
-Groups are trained in the order in which their prompts were drawn, or in another of `ORDERS`, n a step, and are
-dispatched while
+By default, groups are trained in the order in which their prompts were drawn, n per step. They are dispatched while
 
     live + trained < (max_age + published + 1) * n.
 
-So a group that is trained at version `rank // n` was dispatched when at least version `rank // n - max_age` was
-published: none is ever too old to be trained, and nothing is discarded for its age. `published`, not `version`: between
-a step's end and its publication engines still answer with the weights before. A group's rank is its place among those
-that have not been dropped, so a drop lowers the ranks, and with them the ages, of all later groups. In other orders
-it makes a safe choice possible: a version's groups and those before need no more steps than are left to them.
+A group that is trained at version `rank // n` was therefore dispatched when version `rank // n - max_age` or a later
+one was published, so no group becomes too old to be trained. The formula uses `published` rather than `version`
+because engines keep answering with the old weights between a step's end and its publication. A group's rank is its
+place among the groups that have not been dropped, so a drop lowers the rank and age of every later group. In other
+orders, the formula ensures that enough steps are left to train every group in time.
 
-Orders are pure functions of the ledger's groups, and never take one that is too old. To add one: a class here, and its
-name in `ORDERS`. `taken`: the READY groups that the open step may take now, at most `room.groups`, of all that are
-neither leased nor done, in the order of their draw. No choice may leave a group that a later step would have to train
-when it is more than `max_age` versions old. With nothing under way it takes all READY groups up to the room, or the
-step would wait for ever. `fits`: all READY groups of a saved run can be trained in time; room: of a step that has
-none yet.
+An order is a pure function of the ledger's groups. To add an order, write a class and list it in `ORDERS`. `taken`
+receives all groups that are neither leased nor done, in draw order, and returns the READY groups that the open step
+may take now, at most `room.groups`. It must not take a group that is too old, or leave one that would be more than
+`max_age` versions old when a later step trains it. If no attempt is under way, it must take all READY groups that fit,
+or the step would wait forever. `fits` returns whether all READY groups of a saved run can be trained in time; its
+`room` belongs to a step that has not taken any groups.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from nemo_rl_mcore.errors import CodedError, RefusedError
 
 
 class GroupState(Enum):
-    """A group is live while INFLIGHT, READY or LEASED; TRAINED and DROPPED (unanswerable or unused) are for good."""
+    """A group is live while INFLIGHT, READY or LEASED; TRAINED and DROPPED (unanswerable or unused) are final."""
 
     PENDING = "pending"
     INFLIGHT = "inflight"
@@ -49,7 +48,7 @@ class GroupState(Enum):
 
 
 class StepState(Enum):
-    """A train step is IDLE, OPEN, FINISHING, COMMITTED until its weights are published, IDLE again."""
+    """A train step goes from IDLE to OPEN, FINISHING, COMMITTED and, once its weights are published, IDLE again."""
 
     IDLE = "idle"
     OPEN = "open"
@@ -58,15 +57,16 @@ class StepState(Enum):
 
 
 class LedgerError(CodedError, RuntimeError):
-    """An event that the state does not allow, or an impossible state: a mistake of the controller or an engine."""
+    """The state is impossible or does not allow an event, because of a bug in the controller or an engine."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A run's limits. max_age: versions that a group may be behind when it is trained. max_attempts: may fail.
+    """A run's limits.
 
-    spare: groups beyond those of the steps, for dynamic sampling to leave some out. order: a name in `ORDERS`.
-    groups_key, age_key: a recipe's keys of the first two, for messages.
+    max_age: versions that a group may be behind when it is trained. max_attempts: failures that drop a group. spare:
+    extra groups from which dynamic sampling may choose. order: a name in `ORDERS`. groups_key, age_key: recipe keys of
+    groups_per_step and max_age, for messages.
     """
 
     groups_per_step: int
@@ -88,7 +88,7 @@ class Limits:
 
 @dataclass
 class Group:
-    """A group that is neither trained nor dropped. min_version: a lower bound of its tokens' versions."""
+    """A group that is neither trained nor dropped. min_version: a lower bound on its tokens' weight versions."""
 
     position: int
     attempt: int = 0
@@ -99,7 +99,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Room:
-    """The open step's room for further groups. version: of the weights that it trains."""
+    """The number of groups that the open step can still take. version: the version of the weights that it trains."""
 
     groups: int
     groups_per_step: int
@@ -107,14 +107,14 @@ class Room:
     max_age: int
 
     def steps_left(self, group: Group) -> int:
-        """Return the steps that a group can wait; below 0, it is too old already."""
+        """Return how many steps a group can still wait; a negative number means that it is already too old."""
         return group.min_version + self.max_age - self.version
 
 
 class InOrder:
-    """Takes groups in the order of their draw; the step waits for each of them.
+    """Takes groups in draw order; the step waits for each group.
 
-    A step's composition depends on nothing but the recipe. None gets too old, by the admission above.
+    The recipe alone determines which groups a step trains on. The dispatch condition keeps groups from getting too old.
     """
 
     def taken(self, groups: Sequence[Group], room: Room) -> list[Group]:
@@ -122,7 +122,7 @@ class InOrder:
 
     def fits(self, groups: Sequence[Group], room: Room) -> bool:
         for rank, group in enumerate(groups):
-            # The later step that trains it, by its place in the order of the draw; 0 is the open one.
+            # The number of steps from the open one to the one that trains this group.
             ahead = max(0, 1 + (rank - room.groups) // room.groups_per_step)
             if group.state is GroupState.READY and ahead > room.steps_left(group):
                 return False
@@ -130,21 +130,21 @@ class InOrder:
 
 
 class AsCompleted:
-    """Takes whatever is answered, those first that must be trained soonest; the step waits for groups at `max_age`.
+    """Takes answered groups, the most urgent first; the step waits for groups that have reached `max_age`.
 
-    A group must be trained at version `min_version + max_age` at the latest. A choice is safe while, up to every later
-    version, the steps have room for all groups that must be trained by then (Hall's condition for unit jobs). To take
-    a group at `max_age` first is not enough above `max_age` 1: several could reach it together.
+    A group must be trained at version `min_version + max_age` at the latest. A choice is safe if, for every later
+    version, the steps up to it have room for all groups that must be trained by then (Hall's condition for unit jobs).
+    Taking groups at `max_age` first is not enough if `max_age` is above 1, because several could reach it together.
     """
 
     def taken(self, groups: Sequence[Group], room: Room) -> list[Group]:
         free, chosen = self._free_places(groups, room), list[Group]()
         ready = (group for group in groups if group.state is GroupState.READY)
         for group in sorted(ready, key=lambda one: (one.min_version, one.position)):
-            # Steps in which it uses up a place that a more urgent group may need.
+            # In these steps, the group takes a place that a more urgent group may need.
             steps = range(room.steps_left(group))
             if len(chosen) == room.groups or any(free[ahead] < 1 for ahead in steps):
-                break  # as would all later ones, which can wait as long or longer
+                break  # later groups can wait at least as long, so they would not fit either
             for ahead in steps:
                 free[ahead] -= 1
             chosen.append(group)
@@ -156,7 +156,7 @@ class AsCompleted:
         return in_time and min(self._free_places(ready, room)) >= 0
 
     def _free_places(self, groups: Sequence[Group], room: Room) -> list[int]:
-        """Return [max_age + 1], of the open step and so many later ones together: places that no group must have."""
+        """Return, for each number of steps ahead from 0 to max_age, the unreserved places in all steps up to then."""
         due = Counter(room.steps_left(group) for group in groups if group.state is not GroupState.PENDING)
         free, left = list[int](), room.groups
         for ahead in range(room.max_age + 1):
@@ -169,11 +169,11 @@ class AsCompleted:
 ORDERS: Mapping[str, InOrder | AsCompleted] = MappingProxyType(
     {"in_order": InOrder(), "as_completed": AsCompleted()}
 )
-"""By the key `order` of asynchronous rollouts."""
+"""Orders by the value of the key `order` of asynchronous rollouts."""
 
 
 class SavedGroup(Exactly):
-    """A group that is neither trained nor dropped. min_version: of a ready one; the others are to be generated."""
+    """A group that is neither trained nor dropped. min_version: None for a group that is not ready."""
 
     position: Count
     attempt: Count
@@ -188,7 +188,7 @@ class SavedGroup(Exactly):
 
 
 class SavedLedger(Exactly):
-    """A ledger between two steps. groups: by position, upwards. dropped: how many, by the reason."""
+    """A ledger between two steps. groups: sorted by position. dropped: numbers of dropped groups, by reason."""
 
     groups_per_step: Annotated[int, Field(ge=1)]
     incarnation: Count
@@ -203,7 +203,7 @@ class SavedLedger(Exactly):
 
     @classmethod
     def parse(cls, saved: object, limits: Limits) -> Self:
-        """Read the result of `model_dump`, for a run with these limits; raises ValueError, naming the fault."""
+        """Read the result of `model_dump` for a run with these limits; raise ValueError, naming the fault."""
         try:
             ledger = cls.model_validate(saved)
         except ValidationError as error:
@@ -229,7 +229,7 @@ class SavedLedger(Exactly):
                 "which prompts are left would not be known; set it back",
                 code="groups-per-step",
             )
-        # Spare ones that the step does not take are put away at its end.
+        # Spare groups that the step does not take are put away at its end.
         room = Room(groups_per_step + limits.spare, groups_per_step, ledger.version, max_age)
         if not ORDERS[limits.order].fits([group.as_group() for group in groups], room):
             raise RefusedError(
@@ -243,12 +243,12 @@ class SavedLedger(Exactly):
 class Ledger:
     """Keeps the state of every group and of the train step.
 
-    Each event goes to `log`, in order, before anything here changes: when `log` raises, it has not happened. Calls
-    that the state does not allow raise LedgerError and change nothing. Only groups that still matter are kept, so that
-    a call costs the same at any step of a long run.
+    Each event is passed to `log`, in order, before the state changes; if `log` raises, the state stays as it was. A
+    call that the state does not allow raises LedgerError and changes nothing. Only groups that are still needed are
+    kept, so a call costs the same at any step of a long run.
 
-    version: of the weights at the start; the groups of all steps up to it are trained, and `from_json` restores those
-    that were dropped. incarnation: how often the driver has been resumed; attempts of an earlier one are void.
+    version: version of the weights at the start; all groups of the steps up to it are trained. incarnation: number of
+    times that the driver has been resumed; attempts of an earlier incarnation are void.
     """
 
     def __init__(
@@ -257,24 +257,24 @@ class Ledger:
         self.limits = limits
         self.incarnation = incarnation
         self.version = version
-        """Steps finished."""
+        """Number of finished steps."""
         self.step = StepState.IDLE
         self.cursor = version * limits.groups_per_step
         """The next position that has never been dispatched."""
         self.dropped = Counter[str]()
-        """Groups that have been dropped or left out, by the reason."""
+        """Numbers of groups that have been dropped or not used, by reason."""
         self._order = ORDERS[limits.order]
         self._log = log
-        self._groups: dict[int, Group] = {}  # by position, upwards
+        self._groups: dict[int, Group] = {}  # by position, in ascending order
         self._pending: list[int] = []  # a heap
         self._chunks: list[tuple[int, ...]] = []
-        self._steps: dict[int, tuple[tuple[int, ...], ...]] = {}  # of the steps that may have to be redone
+        self._steps: dict[int, tuple[tuple[int, ...], ...]] = {}  # chunks of steps that may have to be redone
         self._forgotten = version
         log(events.Started(incarnation=incarnation, version=version))
 
     @property
     def published(self) -> int:
-        """The version that engines hold: `version`, or one less while the step is COMMITTED."""
+        """The weight version that engines hold: `version`, or `version - 1` while the step is COMMITTED."""
         return self.version - (self.step is StepState.COMMITTED)
 
     @property
@@ -299,7 +299,7 @@ class Ledger:
 
     @property
     def reach(self) -> range:
-        """The positions from the first that is not done to the last that may be dispatched within a step."""
+        """The positions from the first unfinished group to the last one that may be dispatched before the step ends."""
         more = max(0, self._admitted - self.trained - len(self._groups))
         return range(next(iter(self._groups), self.cursor), self.cursor + more)
 
@@ -308,7 +308,7 @@ class Ledger:
         return self._pending[0] if self._pending else self.cursor
 
     def dispatch(self) -> Token:
-        """Begin an attempt at the first group that has none; raises LedgerError unless `may_dispatch`."""
+        """Begin an attempt at the first group that needs one; raise LedgerError unless `may_dispatch`."""
         if not self.may_dispatch():
             states = ", ".join(
                 f"{self.count(state)} {state.value}" for state in GroupState if self.count(state)
@@ -331,10 +331,10 @@ class Ledger:
         return token
 
     def commit(self, token: Token, segments: Sequence[Segment], digest: str = "") -> bool:
-        """Take a generated group as READY; False, and nothing changes, for an attempt that is not under way any more.
+        """Mark a generated group as READY; do nothing and return False if the attempt is no longer under way.
 
-        Raises LedgerError for tokens older than the version published at the dispatch or newer than the trainer's, and
-        for segments that do not begin at 0 and go upwards: the engine is broken.
+        Raises LedgerError, because the engine is broken, if tokens are older than the version published at the dispatch
+        or newer than the trainer's version, or if the segments do not begin at 0 in ascending order.
         """
         group = self._under_way(token)
         if group is None:
@@ -353,9 +353,9 @@ class Ledger:
         return True
 
     def fail(self, token: Token, reason: str) -> bool:
-        """Count a failed attempt: the group is to be generated again, or is DROPPED when `max_attempts` have failed.
+        """Count a failed attempt; the group is generated again, or DROPPED after `max_attempts` failures.
 
-        False, and nothing changes, for an attempt that is not under way any more.
+        Does nothing and returns False if the attempt is no longer under way.
         """
         group = self._under_way(token)
         if group is None:
@@ -371,9 +371,9 @@ class Ledger:
         return True
 
     def requeue(self, token: Token, reason: str) -> bool:
-        """Have the group played again, from its first turn; the attempt, as when its engine dies, is no failure.
+        """Schedule the group to be played again from its first turn, without counting a failure.
 
-        False, and nothing changes, for an attempt that is not under way any more.
+        Does nothing and returns False if the attempt is no longer under way.
         """
         group = self._under_way(token)
         if group is None:
@@ -393,7 +393,7 @@ class Ledger:
     # The train step
 
     def begin(self) -> int:
-        """Open the next step and give its number; raises LedgerError unless IDLE, or after the last step."""
+        """Open the next step and return its number; raise LedgerError unless IDLE, or after the last step."""
         self._require(StepState.IDLE)
         if self.version >= self.limits.last_step:
             raise LedgerError(f"step {self.version} was the last one")
@@ -402,19 +402,19 @@ class Ledger:
         return self.version + 1
 
     def room(self) -> int:
-        """Count the groups that the open step still takes; 0 when none is open."""
+        """Return the number of groups that the open step can still take; 0 if no step is open."""
         if self.step is not StepState.OPEN:
             return 0
         return self.limits.groups_per_step - sum(len(chunk) for chunk in self._chunks)
 
     def leasable(self) -> list[int]:
-        """Return the READY groups that the open step may take now, see `order`."""
+        """Return the positions of the READY groups that the open step may take now, according to `Limits.order`."""
         others = [group for group in self._groups.values() if group.state is not GroupState.LEASED]
         room = Room(self.room(), self.limits.groups_per_step, self.version, self.limits.max_age)
         return [group.position for group in self._order.taken(others, room)]
 
     def lease(self, positions: Sequence[int]) -> None:
-        """Give these groups to the open step as its next chunk; raises LedgerError for any that is not leasable."""
+        """Give these groups to the open step as its next chunk; raise LedgerError if any of them is not leasable."""
         self._require(StepState.OPEN)
         if not positions or len({*positions}) < len(positions) or not {*positions} <= {*self.leasable()}:
             raise LedgerError(
@@ -426,7 +426,7 @@ class Ledger:
         self._chunks.append(tuple(positions))
 
     def finishing(self) -> None:
-        """Record that the optimizer is about to step; raises LedgerError unless the step is full."""
+        """Record that the optimizer is about to step; raise LedgerError unless the step is full."""
         self._require(StepState.OPEN)
         if self.room():
             raise LedgerError(f"step {self.version + 1} still takes {self.room()} groups")
@@ -438,7 +438,7 @@ class Ledger:
         self.step = StepState.FINISHING
 
     def finish(self) -> None:
-        """Record that the optimizer has stepped: the step's groups are TRAINED, the version is one higher."""
+        """Record that the optimizer has stepped: mark the step's groups as TRAINED and increment the version."""
         self._require(StepState.FINISHING)
         chunks = tuple(self._chunks)
         self._log(events.Finished(step=self.version + 1, chunks=chunks))
@@ -450,7 +450,7 @@ class Ledger:
         self.step = StepState.COMMITTED
 
     def lost(self, reason: str) -> None:
-        """Record that the optimizer may have stepped or not: the step counts as aborted."""
+        """Record that it is unknown whether the optimizer has stepped, and treat the step as aborted."""
         self._require(StepState.FINISHING)
         self._log(events.Lost(step=self.version + 1, reason=reason))
         self._return_leases()
@@ -475,9 +475,9 @@ class Ledger:
         return [[*chunk] for chunk in self._steps[step]]
 
     def retained(self, checkpoint_step: int) -> set[int]:
-        """Return the groups whose rows a redo of the steps after this one needs: theirs, READY and LEASED ones.
+        """Return the positions of groups that are READY, LEASED or needed to redo the steps after `checkpoint_step`.
 
-        Raises LedgerError when a step after it is forgotten.
+        Raises LedgerError if a step after `checkpoint_step` is forgotten.
         """
         if checkpoint_step < self._forgotten:
             raise LedgerError(
@@ -495,15 +495,15 @@ class Ledger:
         self.forget(step)
 
     def forget(self, step: int) -> None:
-        """Forget the groups of the steps up to this one, which are never redone."""
+        """Forget the groups of all steps up to and including this one, as these steps are never redone."""
         self._require_finished(step)
         self._forgotten = max(step, self._forgotten)
         self._steps = {one: chunks for one, chunks in self._steps.items() if one > step}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state for a resume from the checkpoint of `version`; raises LedgerError while a step is open.
+        """Return the state for resuming from the checkpoint of `version`; raise LedgerError while a step is open.
 
-        Attempts under way are left out: they end with the process. Engines of a resumed run begin with `version`.
+        Attempts under way are left out, as they end with the process. A resumed run's engines start with `version`.
         """
         if self.step not in (StepState.IDLE, StepState.COMMITTED):
             raise LedgerError(f"a step is {self.step.value}")
@@ -528,10 +528,10 @@ class Ledger:
     def from_json(
         cls, saved: object, limits: Limits, log: Callable[[Event], None], *, incarnation: int | None = None
     ) -> Self:
-        """Return a resumed run's ledger; READY groups are READY, attempts that were under way are not.
+        """Return a resumed run's ledger; groups that were READY stay so, and all others are PENDING.
 
-        incarnation: a new one; None: the next after the save. Raises ValueError for a state that `to_json` cannot have
-        given, and for limits and an incarnation that it cannot go on with.
+        incarnation: a new number; None for the saved number plus one. Raises ValueError if `to_json` cannot have
+        returned this state, or if the state does not match the limits or the incarnation.
         """
         was = SavedLedger.parse(saved, limits)
         incarnation = was.incarnation + 1 if incarnation is None else incarnation
@@ -551,7 +551,7 @@ class Ledger:
 
     @property
     def _admitted(self) -> int:
-        """The groups that may be live or trained now; spare ones only until the next optimizer step."""
+        """The number of groups that may be live or trained now; spare groups count until the next optimizer step."""
         limits = self.limits
         steps = min(limits.max_age + self.published + 1, limits.last_step)
         early = self.step in (StepState.IDLE, StepState.OPEN) and self.version < limits.last_step
@@ -559,7 +559,7 @@ class Ledger:
         return steps * limits.groups_per_step + spare
 
     def _too_old_at(self, version: int, *states: GroupState) -> list[int]:
-        """Return the groups in these states that this version may not be given any more."""
+        """Return the positions of groups in these states that are too old to be trained at this version."""
         oldest = version - self.limits.max_age
         return [g.position for g in self._groups.values() if g.state in states and g.min_version < oldest]
 

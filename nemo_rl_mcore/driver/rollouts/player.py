@@ -1,6 +1,6 @@
-"""Play episodes: from prompts to scored rows that can be trained on.
+"""Play episodes, turning prompts into scored rows for training.
 
-Shapes: B rows (prompts x samples), P longest prompt, T new tokens, S = longest prompt with its response.
+Shapes: B rows (prompts x samples), P longest prompt, T new tokens, S longest prompt with its response.
 """
 
 from __future__ import annotations
@@ -44,50 +44,50 @@ class GenerationInterface(Protocol):
     """An engine that answers prompts."""
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
-        """Answer prompts: tokens int64 [B, T], logprobs fp32 [B, T], lengths [B], finished bool [B].
+        """Answer prompts; return tokens int64 [B, T], logprobs fp32 [B, T], lengths [B], finished bool [B].
 
-        Optional: digests int64 [B] of each row's tokens, taken where they were drawn; weight_versions int64 [B, T].
+        Optional results: digests int64 [B] of each row's tokens, taken where they were sampled; weight_versions int64
+        [B, T]. A row's noise depends only on (seed, step, prompt_index, sample_index, turn_index).
 
-        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]; optional: turn_index int64
-        [B], 0 for an episode's first answer, and stop_strings, a list with a tuple a row, which end a row as the
-        recipe's do. A row's noise depends on (seed, step, prompt_index, sample_index, turn_index) alone.
+        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]; optionally turn_index int64
+        [B], 0 for an episode's first answer, and stop_strings, a list with one tuple per row, added to the recipe's.
         """
         ...
 
     def update_weights(self, version: int) -> None:
-        """Wake, and answer with the policy's weights as they are now, named by this version; versions never fall."""
+        """Wake and load the policy's current weights under this version number, which never decreases."""
 
     def offload(self) -> None:
-        """Sleep until the next `update_weights`: where the two share memory, training has it."""
+        """Sleep until the next `update_weights`, leaving any shared memory to training."""
 
 
 class Environments(Protocol):
-    """A run's environments, wherever they run: each turn has a reply, or is dropped, even where they die."""
+    """A run's environments; each turn gets a reply or is dropped, even if an environment dies."""
 
     async def replies_soon(self, turns: Sequence[Turn]) -> Sequence[Reply]:
-        """Return the reply to each turn, in their order, without blocking the loop; raises errors that end the run."""
+        """Return a reply to each turn, in order, without blocking the event loop; any error raised ends the run."""
         ...
 
     def replies(self, turns: Sequence[Turn]) -> Sequence[Reply]:
-        """Do as `replies_soon`, for the thread that trains, which waits."""
+        """Return the same replies as `replies_soon`, but block the calling thread until they arrive."""
         ...
 
     def take_counts(self) -> Mapping[str, float]:
-        """Return counts since the last call, as `env/NAME`: turns dropped and retried, environments restarted."""
+        """Return counts since the last call, named `env/NAME`: turns dropped and retried, environments restarted."""
         ...
 
     @property
     def drop_reasons(self) -> Mapping[str, int]:
-        """Dropped turns since the run began, by the reason."""
+        """The numbers of turns dropped since the run began, by reason."""
         ...
 
 
 @dataclass(frozen=True)
 class EpisodeForm:
-    """Bounds on an episode, and its observations' template.
+    """An episode's bounds and the encoder of its observations.
 
-    turns: answers at most. tokens: most in a sequence; new_tokens: room that an answer needs. observer: None where
-    there is one answer.
+    turns: maximum number of answers. tokens: maximum sequence length. new_tokens: room that each answer needs.
+    observer: encodes observations; None for episodes of one answer.
     """
 
     turns: int
@@ -110,12 +110,12 @@ class _Episode(Transcript):
 
 
 class Episodes:
-    """Episodes that advance together, a turn at a time: `asked`, `answer`, `hear`, and so on to `batch`."""
+    """Episodes that advance together: call `asked`, `answer` and `hear` once per turn, then `batch`."""
 
     def __init__(
         self, prompts: Sequence[Prompt], asked: BatchedDataDict, tokenizer: Tokenizer, form: EpisodeForm
     ) -> None:
-        """prompts: each with as many rows of `asked`: input_ids [B, P], input_lengths, prompt_index, sample_index."""
+        """Begin an episode for each row of `asked`, the result of `Responder.ask` for these prompts."""
         self._first, self._tokenizer, self._form = asked, tokenizer, form
         self._digests, self._turn = False, 0
         samples = asked.size // len(prompts)
@@ -125,10 +125,10 @@ class Episodes:
             prompt, shown = prompts[row // samples], Piece(ids_P[:length])
             self._rows.append(_Episode(prompt.index, int(sample), [[shown]], prompt, [*conversation(prompt)]))
         self._open = self._rows
-        """Those that go on."""
+        """Episodes that have not ended."""
 
     def asked(self) -> BatchedDataDict | None:
-        """Return the input of `GenerationInterface.generate` for the rows that go on; None when all have ended."""
+        """Return the input for `GenerationInterface.generate` for all open episodes; None once all have ended."""
         if not self._turn:
             return self._first
         if not (rows := self._open):
@@ -146,7 +146,7 @@ class Episodes:
         return asked
 
     def answer(self, answered: BatchedDataDict) -> list[Turn]:
-        """Take the answers to `asked`; returns the turns that the environment is to reply to."""
+        """Add the answers to `asked`; return the turns that need a reply from the environment."""
         self._turn += 1
         self._digests = DIGESTS in answered
         given: dict[str, NDArray[Any]] = {name: column.numpy() for name, column in answered.items()}
@@ -163,9 +163,9 @@ class Episodes:
         return [Turn(row.prompt, tuple(row.messages), row.finished, row.metadata) for row in self._open]
 
     def hear(self, replies: Sequence[Reply]) -> None:
-        """Take the replies, in the order of the turns; raises ValueError when they are not as many.
+        """Add the replies, in the order of the turns; raise ValueError if their numbers differ.
 
-        An episode whose observation cannot be encoded is dropped, with the reason in its last reply.
+        An episode is dropped if its observation cannot be encoded; its last reply then contains the reason.
         """
         for row, reply in zip(self._open, replies, strict=True):
             row.take(reply)
@@ -185,8 +185,8 @@ class Episodes:
         self._open = [row for row in self._open if row.ending is None]
 
     def _observe(self, row: _Episode, observation: tuple[Message, ...]) -> None:
-        """Go on after the observation, in a new row where the template rewrites the tokens before it."""
-        assert self._form.observer is not None  # an episode of one answer has ended
+        """Append the observation, or begin a new row if the template rewrites the tokens before it."""
+        assert self._form.observer is not None  # episodes of one answer have already ended
         try:
             whole = self._form.observer.whole_prompt(row.prompt, row.messages, observation)
             ids = whole or self._form.observer.ids_of(row.rows[-1][-1].ids_N.tolist(), observation)
@@ -211,13 +211,13 @@ class Episodes:
 class Rollout:
     """Answered and scored prompts, row by row.
 
-    batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on sampled tokens), sample_mask [B] (0 for a
-    dropped episode), generation_logprobs [B, S], prompt_index and sample_index [B], rewards [B], ending int64 [B]
-    (`data.turns.Ending`), finished bool [B] (it was terminated), replies, a list of `data.turns.Reply.to_json` a row.
-    Optional: weight_versions int64 [B, S], -1 where none sampled the token; sampled_digests int64 [B, turns];
-    turn_of_token int64 [B, S] with several turns, from 1 on, 0 on tokens that were not sampled; `rewards/NAME` [B];
-    responses with one answer, texts or None where they are still to be decoded; episode_index int64 [B]: rows of equal
-    numbers are one episode, in the order in which they were played, with equal columns of the episode.
+    batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on sampled tokens), sample_mask [B] (0 for an
+    episode that is dropped or not scored), generation_logprobs [B, S], prompt_index and sample_index [B], rewards [B],
+    ending int64 [B] (`data.turns.Ending`), finished bool [B] (whether the episode was terminated), replies (for each
+    row, a list of `data.turns.Reply.to_json` results). Optional columns: weight_versions int64 [B, S] (-1 on tokens
+    that were not sampled), sampled_digests int64 [B, turns], turn_of_token int64 [B, S] (counted from 1; 0 on tokens
+    that were not sampled), `rewards/NAME` [B], responses (texts, or None if not yet decoded), episode_index int64 [B]
+    (rows with the same number form one episode, in the order in which they were played).
     """
 
     batch: BatchedDataDict
@@ -248,7 +248,7 @@ def prompt_lengths(batch: BatchedDataDict) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Responder:
-    """Prompts a generation engine."""
+    """Sends prompts to a generation engine."""
 
     generation: GenerationInterface
     tokenizer: Tokenizer
@@ -256,16 +256,16 @@ class Responder:
     form: EpisodeForm = field(default=ONE_ANSWER, kw_only=True)
 
     def respond(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
-        """Answer each prompt `samples` times, with one answer and no reward; raises as `ask`."""
+        """Answer each prompt `samples` times, in a single turn without reward; raise as `ask` does."""
         asked = self.ask(prompts, samples)
         episodes = Episodes(prompts, asked, self.tokenizer, self.form)
         episodes.answer(self.generation.generate(asked, step=step, greedy=greedy))
         return self.as_rollout(prompts, episodes.batch())
 
     def ask(self, prompts: Sequence[Prompt], samples: int) -> BatchedDataDict:
-        """Return the input of `GenerationInterface.generate` for `samples` answers to each prompt, in adjacent rows.
+        """Return the input for `GenerationInterface.generate` for `samples` answers to each prompt, in adjacent rows.
 
-        Raises ValueError, naming the prompt and the key, when a prompt is longer than the maximum.
+        Raises ValueError, naming the prompt and the key, if a prompt is empty or longer than the maximum.
         """
         ids: list[list[int]] = []
         for prompt in prompts:
@@ -288,17 +288,17 @@ class Responder:
         return asked
 
     def is_answer_to(self, asked: BatchedDataDict, batch: BatchedDataDict) -> bool:
-        """Check that episodes begin with the prompts, row by row."""
+        """Return whether each episode in `batch` begins with the prompt in the same row of `asked`."""
         shown = asked["input_ids"]
         first = [rows.start for rows in batch.samples()]
         return torch.equal(batch["input_ids"][first, : shown.shape[1]], shown)
 
     def as_rollout(self, prompts: Sequence[Prompt], batch: BatchedDataDict) -> Rollout:
-        """Read the responses' texts, as many to each prompt."""
+        """Return a batch as a rollout, with its responses' texts; each prompt must have equally many episodes."""
         episodes = batch.samples()
         samples = len(episodes) // len(prompts)
         of_rows = [prompts[number // samples] for number, rows in enumerate(episodes) for _ in rows]
-        # Each row's answer, or all tokens after its prompt, where observations are in between.
+        # Decode each row from its first to its last sampled token, including observations in between.
         ids_BS, sampled_BS = batch["input_ids"].numpy(), batch["token_mask"].numpy() != 0
         first_B, end_B = sampled_BS.argmax(1), sampled_BS.shape[1] - sampled_BS[:, ::-1].argmax(1)
         counts = sampled_BS.sum(1).tolist()
@@ -316,14 +316,14 @@ class Responder:
 class RolloutCollector(Responder):
     """Plays episodes between a generation engine and an environment.
 
-    max_drop_rate: share of episodes that may be dropped, of a step or a call of `collect`.
+    max_drop_rate: share of a step's or `collect` call's episodes that may be dropped.
     """
 
     environments: Environments
     max_drop_rate: float = field(default=0.0, kw_only=True)
 
     def collect(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
-        """Play an episode from each prompt `samples` times, scored; RunStoppedError where too many were dropped."""
+        """Play and score `samples` episodes per prompt; raise RunStoppedError if too many are dropped."""
         batch = self.play_now(prompts, self.ask(prompts, samples), step=step, greedy=greedy)
         self.check_drops(step, [batch])
         return self.as_rollout(prompts, batch)
@@ -331,11 +331,11 @@ class RolloutCollector(Responder):
     def play_now(
         self, prompts: Sequence[Prompt], asked: BatchedDataDict, *, step: int, greedy: bool = False
     ) -> BatchedDataDict:
-        """Play episodes that begin with `asked` in this thread, a turn's answers in one call; see `play`."""
+        """Play episodes that begin with `asked` in the calling thread, with one engine call per turn; see `play`."""
         episodes = Episodes(prompts, asked, self.tokenizer, self.form)
         while (asking := episodes.asked()) is not None:
             turns = episodes.answer(self.generation.generate(asking, step=step, greedy=greedy))
-            # An environment is anybody's code: its time counts, also in a validation, whose own does not.
+            # Environments run user code, so their time counts toward a stall, even in an untimed validation.
             with activity.at(f"scoring {len(turns)} responses", timed=True):
                 heard = self.environments.replies(turns)
             episodes.hear(heard)
@@ -347,20 +347,20 @@ class RolloutCollector(Responder):
         asked: BatchedDataDict,
         respond: Callable[[BatchedDataDict], Awaitable[BatchedDataDict]],
     ) -> BatchedDataDict:
-        """Play episodes that begin with `asked`, turn by turn; `respond` gives a turn's answers."""
+        """Play episodes that begin with `asked`, turn by turn; `respond` returns a turn's answers."""
         episodes = Episodes(prompts, asked, self.tokenizer, self.form)
         while (asking := episodes.asked()) is not None:
             heard = await self.environments.replies_soon(episodes.answer(await respond(asking)))
             if self.form.observer is None:
                 episodes.hear(heard)
-            else:  # encoding observations may take seconds that an event loop does not have
+            else:  # encoding observations may take seconds and must not block the event loop
                 await asyncio.to_thread(episodes.hear, heard)
         return episodes.batch()
 
     def check_drops(self, step: int, batches: Sequence[BatchedDataDict]) -> None:
-        """Raise RunStoppedError when more than `max_drop_rate` of a step's episodes were dropped.
+        """Raise RunStoppedError, naming the most frequent reason, if too many of a step's episodes were dropped.
 
-        batches: all of the step. The most frequent reason is named, of those in the batches and the environments'.
+        batches: all batches of the step.
         """
         of_batches = [dropped_rows(batch)[first_rows(batch)] for batch in batches]
         dropped, episodes = sum(int(of_one.sum()) for of_one in of_batches), sum(map(len, of_batches))

@@ -1,7 +1,7 @@
-"""Files of a run's rollouts: groups in a folder, for a checkpoint or a replay, and the ledger.
+"""Save and load a run's rollouts: the ledger, and folders of groups for a checkpoint or a replay.
 
-A checkpoint has `step_N/rollouts` with `ledger.json`, the ledger between two steps with a mark in the log, and
-`ready/`, the groups that were ready. Files are checked when they are read, and nothing in them is executed.
+A checkpoint's folder `step_N/rollouts` contains `ledger.json`, with the ledger and a mark in the log, and `ready/`,
+with the groups that were ready. Files are checked when they are read, and nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ READY_FOLDER = "ready"
 _STEP, _ASIDE = "step_", "aside_step_"
 
 
-# Groups: tensors, named POSITION.KEY, in a safetensors file, all else in JSON, and the checksums of both
+# Groups: a safetensors file of tensors named POSITION.KEY, a JSON file for everything else, and both files' checksums
 
 
 class _Group(Exactly):
-    """A group without its tensors. entries: the batch's keys in order; None for a tensor, else a value a row."""
+    """A group without its tensors. entries: the batch's columns in order; None for a tensor, else one value per row."""
 
     position: Count
     entries: dict[str, list[Any] | None]
@@ -52,20 +52,20 @@ class _Groups(Exactly):
 
 
 def save_groups(folder: Path, groups: Mapping[int, BatchedDataDict]) -> None:
-    """Write groups by position into a folder, which is made.
+    """Write groups, given by position, into a folder, which is created if necessary.
 
-    Raises ValueError, naming group and key, for a batch with values that JSON would change, and OSError.
+    Raises OSError, and ValueError, naming group and key, for a batch with values that JSON would change.
     """
     folder.mkdir(parents=True, exist_ok=True)
     texts, tensors = list[_Group](), dict[str, torch.Tensor]()
     for position, batch in groups.items():
         entries: dict[str, list[Any] | None] = {}
         for key, value in batch.items():
-            if key == RESPONSES:  # decoded again by whoever reads the group
+            if key == RESPONSES:  # decoded again when the group is read
                 continue
             if isinstance(value, torch.Tensor):
                 alone = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-                entries[key], tensors[f"{position}.{key}"] = None, alone  # two of one storage are refused
+                entries[key], tensors[f"{position}.{key}"] = None, alone  # shared storage is refused
                 continue
             try:
                 unchanged = json.loads(json.dumps(value, allow_nan=False)) == value
@@ -80,14 +80,14 @@ def save_groups(folder: Path, groups: Mapping[int, BatchedDataDict]) -> None:
         texts.append(_Group(position=position, entries=entries))
     try:
         save_file(tensors, folder / TENSORS_FILE)
-    except SafetensorError as error:  # of the operating system, in words alone
+    except SafetensorError as error:  # wraps an operating system error as text
         raise OSError(errno.EIO, str(error), str(folder / TENSORS_FILE)) from error
     (folder / TEXTS_FILE).write_text(_Groups(groups=texts).model_dump_json(), encoding="utf-8")
     write_sums(folder, {name: sha256(folder / name) for name in (TENSORS_FILE, TEXTS_FILE)})
 
 
 def load_groups(folder: Path) -> dict[int, BatchedDataDict]:
-    """Return a folder's groups by position, with the same bits; raises ValueError, naming the file, for damage."""
+    """Return a folder's groups by position, bit-identical; raise ValueError, naming the file, for damage."""
     sums = read_sums(folder)
     if sums is None:
         raise ValueError(
@@ -97,7 +97,7 @@ def load_groups(folder: Path) -> dict[int, BatchedDataDict]:
     path = folder / TEXTS_FILE
     try:
         text = read_regular(path, follow_links=False)
-        parse_json(text)  # stricter than pydantic: a key that is there twice is damage, too
+        parse_json(text)  # stricter than pydantic: rejects duplicate keys
         texts = _Groups.model_validate_json(text).groups
         path = folder / TENSORS_FILE
         tensors = load(read_regular(path, follow_links=False))
@@ -124,7 +124,7 @@ def load_groups(folder: Path) -> dict[int, BatchedDataDict]:
 
 
 def digest_of_group(batch: BatchedDataDict) -> str:
-    """Return 16 hexadecimal digits of prompts, answers and their log-probabilities, without the padding."""
+    """Return a hash, as 16 hexadecimal digits, of prompts, answers and log-probabilities, without padding."""
     found = hashlib.blake2b(digest_size=8)
     columns = [batch[column].contiguous().numpy() for column in ("input_ids", "generation_logprobs")]
     for row, length in enumerate(batch["input_lengths"].tolist()):
@@ -134,14 +134,14 @@ def digest_of_group(batch: BatchedDataDict) -> str:
 
 
 def versions_of(group: BatchedDataDict, version: int) -> list[Segment]:
-    """Return a group's segments: one of `version` where the ranks have drawn it all, or no token was drawn."""
+    """Return a group's segments; a single one of `version` if the ranks sampled everything or nothing was sampled."""
     if WEIGHT_VERSIONS not in group:
         return [Segment(0, version)]
     versions_BS = group[WEIGHT_VERSIONS]
     nothing = torch.iinfo(versions_BS.dtype).max
     sampled_first = (versions_BS < 0).long().argsort(dim=1, stable=True)
     versions_BT = versions_BS.masked_fill(versions_BS < 0, nothing).gather(1, sampled_first)
-    # By decode step, the oldest version of the rows' tokens.
+    # For each decode step, the oldest version among all rows' tokens.
     oldest = [int(one) for one in versions_BT.amin(0).numpy()]
     return [
         Segment(first, one)
@@ -151,14 +151,14 @@ def versions_of(group: BatchedDataDict, version: int) -> list[Segment]:
 
 
 class GroupArchive:
-    """Writes groups for a replay into `<root>/step_N`, up to a bound on bytes.
+    """Writes groups for a replay into `<root>/step_N`, up to a limit on total bytes.
 
-    The oldest steps are removed first. A replay begins at a checkpoint: steps after the last one stay, whatever their
-    size. Without checkpoints it begins with the first step: nothing is removed, and the first step that does not fit,
-    and all after it, are not written.
+    If there are checkpoints, a replay begins at one: the oldest steps are removed first, but steps after the last
+    checkpoint are kept, whatever their size. Without checkpoints, a replay begins at the first step: no step is
+    removed, and once a step does not fit, neither it nor any later step is written.
 
-    root: the folder, which is made; folders that a resume has set aside there are removed first. most_bytes: of all.
-    checkpoints: the run has some. step: the last checkpoint's, from which the run goes on; 0 for none.
+    root: folder, which is created; folders that a resume has set aside in it are removed first. most_bytes: limit on
+    total bytes. checkpoints: whether the run has checkpoints. step: the last checkpoint's step; 0 for none.
     """
 
     def __init__(self, root: Path, most_bytes: float, *, checkpoints: bool, step: int = 0) -> None:
@@ -169,17 +169,17 @@ class GroupArchive:
         aside = sorted(name for name in names if name.startswith(_ASIDE))
         in_order = aside + sorted(steps, key=lambda name: int(name.removeprefix(_STEP)))
         self._held = {name: _bytes(root / name) for name in in_order}
-        """Bytes by folder, in the order of removal."""
+        """Each folder's size in bytes, in the order in which folders are removed."""
 
     def keep(self, step: int, groups: Mapping[int, BatchedDataDict]) -> None:
-        """Write the groups of a finished step, by position; raises FolderError."""
+        """Write a finished step's groups, given by position; raise FolderError on failure."""
         if self._full:
             return
         folder = self._root / f"{_STEP}{step}"
         try:
             save_groups(folder, groups)
             self._held[folder.name] = _bytes(folder)
-            self.checkpointed(self._saved)  # makes room
+            self.checkpointed(self._saved)  # to free space
             if not self._checkpoints and sum(self._held.values()) > self._most:
                 shutil.rmtree(folder)
                 del self._held[folder.name]
@@ -191,7 +191,7 @@ class GroupArchive:
             raise folder_error("logger.log_dir", self._root, error) from error
 
     def checkpointed(self, step: int) -> None:
-        """Remove folders beyond the bound, now that a replay may begin after this step; raises FolderError."""
+        """Remove folders beyond the limit, as a replay may now begin after this step; raise FolderError on failure."""
         self._saved = step
         try:
             for name in [*self._held]:
@@ -218,14 +218,14 @@ class _LedgerFile(Exactly):
 
 @dataclass(frozen=True)
 class SavedRollouts:
-    """A checkpoint's rollouts. log: the end of the log then. ready: the groups, by position."""
+    """A checkpoint's rollouts. log: the log's end when they were saved. ready: the READY groups, by position."""
 
     ledger: SavedLedger
     log: LogMark
     ready: Mapping[int, BatchedDataDict]
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder, which is made; raises OSError, and ValueError as `save_groups` does."""
+        """Write the rollouts into a new folder; raise OSError, and ValueError as `save_groups` does."""
         folder.mkdir()
         text = _LedgerFile(ledger=self.ledger, log=self.log).model_dump_json()
         (folder / LEDGER_FILE).write_text(text, encoding="utf-8")
@@ -233,7 +233,7 @@ class SavedRollouts:
 
     @classmethod
     def load(cls, folder: Path, version: int) -> Self:
-        """Read the files of `save` in a version's checkpoint; raises ValueError, naming the file, for damage."""
+        """Load the files that `save` wrote into this version's checkpoint; raise ValueError, naming a damaged file."""
         path = folder / LEDGER_FILE
         try:
             file = _LedgerFile.model_validate(read_json(path, follow_links=False))
@@ -247,7 +247,7 @@ class SavedRollouts:
         return cls(file.ledger, file.log, ready)
 
     def answered_again(self, positions: Collection[int], why: str) -> Self:
-        """Return the rollouts with these groups to be generated again, which is printed."""
+        """Return the rollouts without the answers at these positions, and print why they are generated again."""
         if not positions:
             return self
         write_line(sys.stdout, f"{len(positions)} prompts are answered again: {why}")

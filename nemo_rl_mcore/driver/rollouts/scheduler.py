@@ -1,7 +1,7 @@
-"""Schedule prompt groups, from the draw of their prompt to the optimizer.
+"""Schedule prompt groups, from drawing their prompts to training on them.
 
-One scheduler serves every algorithm that samples. `SynchronousScheduler` plays a step's groups in the thread that
-trains, in one call before the step trains; `AsynchronousScheduler` plays them one by one in a second thread, while
+All algorithms that sample use one of two schedulers. `SynchronousScheduler` plays a step's groups together, in the
+training thread, before the step trains. `AsynchronousScheduler` plays them one by one, in a second thread, while
 earlier steps train.
 """
 
@@ -31,13 +31,13 @@ from nemo_rl_mcore.driver.rollouts.transcript import EpisodeRows, Pace, concaten
 from nemo_rl_mcore.errors import RunStoppedError
 
 EQUAL_REWARDS, SURPLUS = "equal rewards", "the step is full"
-"""Reasons for which an answered group is not trained on, or is answered again in the next step."""
+"""Reasons why an answered group is not trained on, or is answered again in the next step."""
 
 
 def shape_rewards(section: RolloutConfig, batch: BatchedDataDict) -> None:
-    """Scale and penalize `rewards` [B] of scored rows; those of the environment stay as environment_rewards [B].
+    """Scale and penalize `rewards` [B] of scored rows; the original rewards are kept as environment_rewards [B].
 
-    overlong_filtering clears the sample_mask of responses that did not end. DAPO's soft length penalty
+    overlong_filtering clears the sample_mask of unfinished responses. DAPO's soft length penalty
     (https://arxiv.org/abs/2503.14476) grows linearly from 0, overlong_buffer_length tokens before max_response_length,
     through overlong_buffer_penalty at max_response_length, and keeps growing beyond it.
     """
@@ -54,7 +54,7 @@ def shape_rewards(section: RolloutConfig, batch: BatchedDataDict) -> None:
 
 
 def scale_rewards(scaling: RewardScalingConfig, rewards: Tensor) -> Tensor:
-    """Return [B] rewards clamped to the source interval and mapped linearly onto the target interval, where enabled."""
+    """Return rewards [B], clamped to the source interval and mapped linearly to the target interval if enabled."""
     if not scaling.enabled:
         return rewards
     low, high = scaling.source_min, scaling.source_max
@@ -64,9 +64,9 @@ def scale_rewards(scaling: RewardScalingConfig, rewards: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DrawnGroup:
-    """A prompt, and the engine's input for its group.
+    """A prompt and the engine's input for its group.
 
-    step: drew the prompt; with the row it keys the noise, whenever the group is answered and trained.
+    step: the step that drew the prompt; the noise depends on this step, even if a later one trains on the group.
     """
 
     prompt: Prompt
@@ -76,10 +76,10 @@ class DrawnGroup:
 
 @dataclass(frozen=True)
 class Draw:
-    """Draws a step's prompts, and makes its rows from the answers.
+    """Draws a step's prompts and turns the answers into rows.
 
-    collector: plays episodes. groups_per_step: prompts of a step. samples: responses to each. section: shapes rewards
-    and, with dynamic sampling (https://arxiv.org/abs/2503.14476), replaces groups of equal rewards; None does neither.
+    collector: plays episodes. groups_per_step: prompts per step. samples: responses per prompt. section: settings of
+    reward shaping and dynamic sampling (https://arxiv.org/abs/2503.14476); None disables both.
     """
 
     prompts: PromptSource
@@ -93,7 +93,7 @@ class Draw:
         return [DrawnGroup(prompt, self.collector.ask([prompt], self.samples), step) for prompt in drawn]
 
     def play_now(self, groups: Sequence[DrawnGroup]) -> list[BatchedDataDict]:
-        """Return the episodes of groups that one step drew, answered in one call, in the thread that trains."""
+        """Play groups that the same step drew, all in one call and in the training thread; return each group's rows."""
         pad = self.collector.tokenizer.pad_token_id
         asked = concatenate_batches([group.asked for group in groups], pad)
         batch = self.collector.play_now([group.prompt for group in groups], asked, step=groups[0].step)
@@ -102,10 +102,10 @@ class Draw:
         return [batch.slice(first, end) for first, end in zip(firsts, [*firsts[1:], batch.size], strict=True)]
 
     def unused_for(self, group: BatchedDataDict) -> str | None:
-        """Return the reason for which dynamic sampling does not train on a group; None for a group that it trains on.
+        """Return the reason why dynamic sampling discards a group, or None if the group is trained on.
 
-        Rewards are compared before the penalty of long responses, as in NeMo RL: answers that are all right or all
-        wrong teach nothing but their length. Dropped episodes stay in the group, but their rewards do not count.
+        As in NeMo RL, rewards are compared before the length penalty: answers that are all right or all wrong would
+        teach only length. A group keeps its dropped episodes, but their rewards do not count.
         """
         section = self.section
         if section is None or not section.use_dynamic_sampling:
@@ -123,13 +123,13 @@ class Draw:
 
 @dataclass
 class DrawnGroups:
-    """Holds the groups of the steps that are played or trained now, by position."""
+    """Holds the drawn groups of the steps that are being played or trained, by position."""
 
     draw: Draw
     steps: dict[int, Sequence[DrawnGroup]] = field(default_factory=dict[int, Sequence[DrawnGroup]])
 
     def keep(self, positions: range) -> bool:
-        """Draw the steps of these positions, and forget all others; returns whether any was new."""
+        """Draw the steps that contain these positions and forget all others; return whether any step was new."""
         n = self.draw.groups_per_step
         steps = range(positions.start // n + 1, -(-positions.stop // n) + 1)
         new = [step for step in steps if step not in self.steps]
@@ -139,7 +139,7 @@ class DrawnGroups:
         return bool(new)
 
     def __getitem__(self, position: int) -> DrawnGroup:
-        """Return a group; a trained one, to train it again, is drawn again with its step."""
+        """Return a group; draw its step again if it was forgotten, as when the group is trained again."""
         step, place = divmod(position, self.draw.groups_per_step)
         if step + 1 not in self.steps:
             self.steps[step + 1] = self.draw.groups_of(step + 1)
@@ -147,15 +147,15 @@ class DrawnGroups:
 
 
 type Chunk = tuple[Sequence[DrawnGroup], Sequence[BatchedDataDict]]
-"""Groups as they were drawn, and their rows."""
+"""Drawn groups and each group's rows."""
 
 
 @dataclass
 class Step:
-    """A train step as an algorithm sees it: its number and, where it samples, its groups.
+    """A train step as an algorithm sees it: its number and, if the algorithm samples, its groups.
 
-    draw: None where the data set gives the rows. scheduler: has the step open; None for a step that is trained again
-    from its `known` chunks, which records nothing.
+    draw: None if the rows come from the data set. scheduler: the scheduler that opened the step; None for a step that
+    is trained again from its `known` chunks and not recorded.
     """
 
     number: int
@@ -165,15 +165,15 @@ class Step:
     _taken: list[Rollout] = field(default_factory=list[Rollout], init=False)
 
     def chunks(self, at_least: int) -> Iterator[Rollout]:
-        """Yield groups in order, as soon as so many more are answered, until the step is full.
+        """Yield a chunk whenever at least this many further groups are answered, until the step is full.
 
-        Raises RunStoppedError where too many of the step's episodes were dropped.
+        Raises RunStoppedError if too many of the step's episodes were dropped.
         """
         draw, scheduler, answered = self.draw, self.scheduler, list[BatchedDataDict]()
         assert draw is not None
         leased = self.known if scheduler is None else map(scheduler.groups_at, scheduler.leases(at_least))
         for groups, batches in leased:
-            answered += batches  # as they are: a chunk that is trained on has more columns than the next one
+            answered += batches  # not the rollouts: training adds columns that later chunks lack
             self._taken.append(draw.rollout_of(groups, batches))
             if scheduler is not None and not scheduler.ledger.room():
                 draw.collector.check_drops(self.number, answered)
@@ -189,7 +189,7 @@ class Step:
             self.scheduler.finishing()
 
     def finish(self) -> dict[str, float]:
-        """Take note that the optimizer has stepped; returns the metrics of playing the step's groups."""
+        """Record that the optimizer has stepped; return metrics about how the step's groups were played."""
         if self.scheduler is None:
             return {}
         counts = self.scheduler.draw.collector.environments.take_counts
@@ -200,12 +200,12 @@ class Step:
 class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[Any]"]):
     """Keeps the ledger of groups and their rows, and opens train steps.
 
-    For the training loop it is the engine (`GenerationInterface`): it publishes the updates of the weights.
-    A context manager: groups under way are given up at its end.
+    The training loop uses the scheduler as its engine (`GenerationInterface`), so the scheduler can record weight
+    updates. Leaving its context gives up all groups under way.
 
-    groups: rows of answered groups, by position, as long as they are needed. until_checkpoint: trained groups are kept
-    until a checkpoint of their step, not only until the step is published. archive: writes trained groups into files;
-    None writes none. most_unused: groups with equal rewards after which a step of dynamic sampling gives up.
+    groups: rows of answered groups that are still needed, by position. until_checkpoint: whether to keep trained groups
+    until their step has a checkpoint, rather than until it is published. archive: writes trained groups to files; None
+    for no files. most_unused: number of groups with equal rewards after which a dynamic sampling step gives up.
     """
 
     ledger: Ledger
@@ -230,7 +230,7 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
                 self._put_away(version)
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
-        """Answer prompts outside of any group, as a validation does."""
+        """Answer prompts that belong to no group, for example in a validation."""
         return self.engine.generate(data, step=step, greedy=greedy)
 
     def offload(self) -> None:
@@ -240,7 +240,7 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
 
     @contextmanager
     def open_step(self, step: int) -> Generator[Step]:
-        """Open the next step; where the block fails it leaves no trace, and its groups can be trained again."""
+        """Open the next step; if the block fails, the step is aborted, and its groups can be trained again."""
         with self._changed:
             assert self.ledger.begin() == step
         try:
@@ -254,28 +254,28 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
             raise
 
     def known_step(self, step: int) -> Step:
-        """Return a finished step, to train it again; raises LedgerError once it is forgotten."""
+        """Return a finished step so that it can be trained again; raise LedgerError if it is forgotten."""
         with self._changed:
             chunks = [self.groups_at(positions) for positions in self.ledger.chunks_of(step)]
         return Step(step, self.draw, chunks)
 
     def take_unused(self) -> list[Rollout]:
-        """Return groups that were answered since the last call and that no step trains on."""
+        """Return the groups that were answered but not used for training since the last call."""
         with self._changed:
             unused, self._unused = self._unused, []
             return [self.draw.rollout_of([self._drawn[position]], [group]) for position, group in unused]
 
     def checkpointed(self, step: int) -> None:
-        """Take note that a step's checkpoint is complete: groups trained up to it are not needed any more."""
+        """Record that a step's checkpoint is complete, so groups trained up to this step are no longer needed."""
         with self._changed:
             self.ledger.checkpointed(step)
             if self.archive is not None:
                 self.archive.checkpointed(step)
-            if self.until_checkpoint:  # else later steps may be forgotten by then
+            if self.until_checkpoint:  # otherwise, later steps may already be forgotten
                 self._forget(step)
 
     def saved(self, mark_log: Callable[[], LogMark]) -> SavedRollouts:
-        """Return the rollouts' part of a checkpoint between two steps; groups may be answered meanwhile."""
+        """Return the rollouts' part of a checkpoint between two steps, even while groups are being answered."""
         with self._changed:
             ledger = SavedLedger.model_validate(self.ledger.to_json())
             ready = {position: self.groups[position] for position in ledger.ready}
@@ -284,14 +284,14 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put away a last step, whose weights no engine receives."""
+        """Put away the last step, whose weights are never published to engines."""
         if self.ledger.step is StepState.COMMITTED:
             self._put_away(self.ledger.version)
 
     # For an open step
 
     def leases(self, at_least: int) -> Iterator[Sequence[int]]:
-        """Yield positions of the open step's groups, as soon as so many more are answered, until the step is full."""
+        """Lease groups to the open step and yield their positions, at least `at_least` at a time, until it is full."""
         while room := self.ledger.room():
             wanted = min(at_least, room)
             with activity.at(f"taking {wanted} groups at least"):
@@ -312,7 +312,7 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
             self.ledger.finishing()
 
     def finish(self, trained: Sequence[Rollout]) -> dict[str, float]:
-        """Take note that the optimizer has stepped; returns the metrics of playing these chunks."""
+        """Record that the optimizer has stepped; return metrics about how these chunks were played."""
         with self._changed:
             self.ledger.finish()
             pace, self._pace = self._pace, Pace()
@@ -326,10 +326,10 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
 
     @abstractmethod
     def _wait_for_ready(self, groups: int) -> None:
-        """Return once so many groups are leasable; nothing is locked."""
+        """Return once this many groups are leasable; called without the lock."""
 
     def _commit(self, token: Token, batch: BatchedDataDict) -> None:
-        """Take an answered group; in place of one that dynamic sampling drops the next one moves up."""
+        """Commit an answered group; if dynamic sampling discards it, the next group takes its place."""
         if not self.ledger.commit(token, versions_of(batch, self.ledger.published), digest_of_group(batch)):
             return
         if (reason := self.draw.unused_for(batch)) is None:
@@ -339,7 +339,7 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
         self.ledger.unused(token.position, reason)
         self._pace.unused += 1
         self._unused.append((token.position, batch))
-        ahead = self.ledger.limits.max_age + 1  # steps whose groups may be answered between two
+        ahead = self.ledger.limits.max_age + 1  # steps whose groups may be answered between two steps
         if self.most_unused is not None and self._pace.unused > self.most_unused * ahead:
             step, ready = self.ledger.version + 1, len(self.ledger.leasable())
             raise RunStoppedError(
@@ -351,9 +351,9 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
             )
 
     def _put_away(self, step: int) -> None:
-        """Archive and forget a finished step's groups, as far as the run wants that; raises FolderError.
+        """Archive a finished step's groups if there is an archive, and forget them unless they are kept for a redo.
 
-        Called once the step is recorded: a folder that cannot be written to must not lose it.
+        Call this only after the step is recorded, because it raises FolderError if the folder cannot be written to.
         """
         if self.archive is not None:
             positions = sorted(position for chunk in self.ledger.chunks_of(step) for position in chunk)
@@ -369,13 +369,13 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
 
 @dataclass(eq=False)
 class SynchronousScheduler(Scheduler[GenerationInterface]):
-    """Sampling and training take turns: a step's groups are answered in one call, then the step trains on them.
+    """Alternates between sampling and training: answers a step's groups in one call, then the step trains on them.
 
-    The largest staleness is 0, and there is one thread. The engine may be the ranks themselves, or engines that share
-    their devices: it sleeps while the ranks compute.
+    Groups are never stale, and there is only one thread. The engine may be the ranks themselves, or share their
+    devices: it sleeps while the ranks train.
 
-    groups_per_round: played at a time. Where dynamic sampling leaves some out, a further round is as large as the
-    first: ranks decode many groups in the time of a few. Surplus groups are answered again in the next step.
+    groups_per_round: groups played together. If dynamic sampling discards some, a further round is as large as the
+    first, because ranks decode many groups as fast as a few. Surplus groups are answered again in the next step.
     """
 
     groups_per_round: int = field(kw_only=True)
@@ -389,7 +389,7 @@ class SynchronousScheduler(Scheduler[GenerationInterface]):
             assert tokens, "nothing is admitted, and the step is not full"
             self._pace.rounds += 1
             try:
-                # The step that drew a prompt keys its noise: a call for each such step.
+                # A group's noise depends on the step that drew its prompt, so make one call per such step.
                 for _, same_step in groupby(tokens, lambda token: self._drawn[token.position].step):
                     asked = [*same_step]
                     batches = self.draw.play_now([self._drawn[token.position] for token in asked])

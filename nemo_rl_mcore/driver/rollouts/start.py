@@ -1,4 +1,4 @@
-"""Open a checked recipe's scheduler, with the groups of the checkpoint that the run goes on from."""
+"""Open the scheduler of a checked recipe, including groups saved in the checkpoint that the run resumes from."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 
 KEPT_GROUPS = "groups"
-"""Folder of a replay's groups, with a folder a step."""
+"""Folder that keeps groups for a replay, with one subfolder per step."""
 
 MOST_ROUNDS = 10
-"""Generation rounds after which a step of dynamic sampling gives up."""
+"""Number of generation rounds after which a dynamic sampling step gives up."""
 
 
 @contextmanager
@@ -53,10 +53,10 @@ def open_rollouts(
     saved: SavedRollouts | None,
     extra_parts: MutableMapping[str, Callable[[Path], None]],
 ) -> Generator[Scheduler[Any]]:
-    """Open the scheduler of a run that goes on after a step; its events are logged in the folder of its metrics.
+    """Open the scheduler of a run that continues after `step`; events are logged in the folder of the run's metrics.
 
-    engine: `EngineGeneration` for asynchronous rollouts. saved: the result of `read_saved`. extra_parts: writers of a
-    checkpoint's further parts, by folder; the rollouts are added.
+    engine: an `EngineGeneration` for asynchronous rollouts. saved: result of `read_saved`. extra_parts: writers of a
+    checkpoint's further parts, by folder name; this function adds a writer for the rollouts.
     """
     limits, folder, groups = limits_of(config), Path(config.logger.log_dir), dict[int, BatchedDataDict]()
     draw = draw_of(config, prompts, collector)
@@ -71,7 +71,7 @@ def open_rollouts(
             groups |= saved.ready
             attempts = {group.position: group.attempt for group in saved.ledger.groups}
             for position, group in () if goes_on else saved.ready.items():
-                # In a log without the events before, those of the kept groups are logged again.
+                # If the log lacks the earlier events, log the saved groups again.
                 token = Token(saved.ledger.incarnation, position, attempts[position])
                 segments = tuple(versions_of(group, saved.ledger.version))
                 log.append(Committed(token=token, segments=segments, digest=digest_of_group(group)))
@@ -133,11 +133,11 @@ def limits_of(config: RunConfig) -> Limits:
 
 
 def read_saved(config: RunConfig, start: Checkpoint | None) -> SavedRollouts | None:
-    """Return a checkpoint's rollouts, for a run that goes on from it; None where it holds none.
+    """Return a checkpoint's rollouts for a run that resumes from it; None if it has none that the run can use.
 
-    Rollouts of a run whose data set gave the answers are of no use, nor those of steps of another size while no group
-    is answered ahead. Groups that the run would not draw are to be answered again, which is printed. Raises
-    RunStoppedError for damage, naming the file, and for rollouts that the run cannot go on with.
+    Saved rollouts are ignored if the run does not sample, or if its step size differs and no groups were saved. Saved
+    answers that the run would not have sampled itself are discarded, which is printed. Raises RunStoppedError for
+    damage, naming the file, and for rollouts from which the run cannot resume.
     """
     if start is None or not config.generations_per_prompt:
         return None
@@ -160,11 +160,11 @@ def read_saved(config: RunConfig, start: Checkpoint | None) -> SavedRollouts | N
 
 
 def without_strangers(saved: SavedRollouts, draw: Draw) -> SavedRollouts:
-    """Leave groups out that are not scored, or whose prompts or numbers of answers are not the run's."""
+    """Discard answers that are not fully scored, or that do not match the run's prompts and numbers of answers."""
     drawn, strangers = DrawnGroups(draw), list[int]()
     for position, group in saved.ready.items():
         same_prompts = draw.collector.is_answer_to(drawn[position].asked, group)
-        # A dropped episode may get a reply this time.
+        # A dropped episode may get a reply when it is played again.
         if not same_prompts or "rewards" not in group or bool(dropped_rows(group).any()):
             strangers.append(position)
     return saved.answered_again(
@@ -173,10 +173,10 @@ def without_strangers(saved: SavedRollouts, draw: Draw) -> SavedRollouts:
 
 
 def set_aside(folder: Path, step: int, mark: LogMark | None) -> bool:
-    """Move a folder's groups after a step: events into another file, kept groups to another name.
+    """Set aside a folder's data from after a step: move later events to another file and rename later groups' folders.
 
-    mark: the log's end at the step's checkpoint; None for a checkpoint without one, whose log stays whole. Returns
-    whether the log goes on from there. Raises FolderError.
+    mark: the log's end at the step's checkpoint; None if the checkpoint has no mark, in which case the log stays whole.
+    Returns whether the log continues from the mark. Raises FolderError.
     """
     try:
         for kept in [*(folder / KEPT_GROUPS).glob("step_*")]:

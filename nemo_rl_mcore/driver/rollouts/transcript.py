@@ -1,9 +1,9 @@
-"""The tokens of episodes in rows, each sampled token after the tokens that it was sampled after.
+"""Arrange episodes' tokens in rows, so that each sampled token follows the tokens that the engine sampled it from.
 
-An episode is one row while each prompt begins with all tokens before it. Where one does not, because a chat template
-drops earlier thoughts or an agent edits its history, another row begins with that prompt: rows fork, and no token is
-trained twice. `EpisodeRows` reads such rows as one; metrics follow. Shapes: B rows, N tokens of a piece, S of the
-longest row, T turns at most; E episodes, of R rows at most.
+An episode is a single row as long as each prompt begins with all earlier tokens. If a prompt does not, because a chat
+template drops earlier thoughts or an agent edits its history, a new row begins with that prompt. No token is trained
+twice. `EpisodeRows` joins an episode's rows. Shapes: B rows, N tokens of a piece, S tokens of the longest row, T turns
+at most, E episodes, R rows per episode at most.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _RECORDED = (WEIGHT_VERSIONS, TURN_OF_TOKEN, SAMPLED_DIGESTS, REPLIES, RESPONSES
 
 @dataclass(frozen=True)
 class Piece:
-    """A prompt, an observation or an answer of N tokens; a column is an array, or one number for all tokens.
+    """A prompt, an observation or an answer of N tokens; each column is an array, or one number for all tokens.
 
-    No lists: they would have an object for each token of a step. turn: 0 where nothing was sampled.
+    Arrays, unlike lists, need no object per token. turn: 0 for a prompt or an observation.
     """
 
     ids_N: NDArray[Any]
@@ -49,14 +49,14 @@ class Piece:
 
 @dataclass
 class Transcript:
-    """An episode so far. rows: at least one. digests: of the answers' ids. response: None for several answers."""
+    """An episode so far. rows: at least one. digests: one per answer. response: text of an episode's only answer."""
 
     prompt_index: int
     sample: int
     rows: list[list[Piece]]
     digests: list[int] = field(default_factory=list[int], kw_only=True)
     finished: bool = field(default=False, kw_only=True)
-    """The last answer ended by itself."""
+    """Whether the last answer ended by itself."""
     response: str | None = field(default=None, kw_only=True)
     reward: float = field(default=0.0, kw_only=True)
     rewards: dict[str, float] = field(default_factory=dict[str, float], kw_only=True)
@@ -73,9 +73,9 @@ class Transcript:
 def batch_of(
     episodes: Sequence[Transcript], *, pad_token_id: int, turns: int, digests: bool
 ) -> BatchedDataDict:
-    """Return all episodes that have ended, in their order; the columns are those of `player.Rollout`, scored.
+    """Return the rows of all episodes, in order, with the columns of `player.Rollout`.
 
-    turns: an episode may have. digests: the engine gives them.
+    turns: maximum number of turns per episode. digests: whether the engine returns digests.
     """
     rows = [row for episode in episodes for row in episode.rows]
     places = [place for place, episode in enumerate(episodes) for _ in episode.rows]
@@ -118,7 +118,7 @@ def batch_of(
 def padded(
     rows: Sequence[Sequence[Piece]], values: Callable[[Piece], NDArray[Any] | float], fill: float
 ) -> torch.Tensor:
-    """Return [B, S], a value for each token, filled on the right: fp32 where `fill` is a float, else int64."""
+    """Return [B, S], one value per token, padded on the right with `fill`: fp32 if `fill` is a float, else int64."""
     padded_BS = torch.full((len(rows), max(map(tokens_of, rows))), fill)
     for padded_S, row in zip(padded_BS.numpy(), rows, strict=True):
         start = 0
@@ -133,10 +133,10 @@ def tokens_of(row: Sequence[Piece]) -> int:
 
 
 def concatenate_batches(batches: Sequence[BatchedDataDict], pad_token_id: int) -> BatchedDataDict:
-    """Return all rows of batches as in `Rollout`, padded to the longest.
+    """Return all rows of several rollouts' batches, padded to the longest row.
 
-    A batch gets the columns that depend on its episodes where another batch has them: a batch of dropped episodes lacks
-    rewards by name and versions, one whose episodes are single rows lacks `episode_index`.
+    Optional columns that only some batches have are added to the others. For example, a batch of dropped episodes lacks
+    named rewards and weight versions, and a batch of single-row episodes lacks `episode_index`.
     """
     names = dict.fromkeys(name for batch in batches for name in batch)
     equal: list[BatchedDataDict] = []
@@ -158,27 +158,27 @@ def concatenate_batches(batches: Sequence[BatchedDataDict], pad_token_id: int) -
 
 
 def trained_columns(batch: BatchedDataDict) -> BatchedDataDict:
-    """Return the batch for the ranks, without the columns that are only recorded."""
+    """Return the batch without columns that are only recorded, to be sent to the ranks."""
     kept = (name for name in batch if name not in _RECORDED and not name.startswith(REWARDS_PREFIX))
     return BatchedDataDict({name: batch[name] for name in kept})
 
 
 def require_sampled_ids(batch: BatchedDataDict) -> None:
-    """Check that trained tokens were sampled: their ids against the digests that engines took when they sampled.
+    """Check that trained tokens were sampled, by comparing their ids with the digests that engines took when sampling.
 
-    Ids under token_mask are compared turn by turn with sampled_digests int64 [B, turns], 0 for no answer; without
-    turn_of_token there is one turn, and without sampled_digests, as some engines give none, nothing is compared. An
-    episode of several rows is compared as one. Raises RunStoppedError, naming the first answer that differs.
+    Ids under token_mask are compared turn by turn with sampled_digests int64 [B, turns], which are 0 for no answer.
+    Without turn_of_token, there is one turn; without sampled_digests, nothing is compared, as some engines return none.
+    An episode's rows are compared together. Raises RunStoppedError, naming the first answer that differs.
     """
     if SAMPLED_DIGESTS not in batch:
         return
     episodes = batch.samples()
     sampled_EN: NDArray[np.int64] = batch[SAMPLED_DIGESTS].numpy()[[rows.start for rows in episodes]]
-    # Turn 0 are observations, which nobody sampled.
+    # Turn 0 marks observations, which were not sampled.
     mask_BS: NDArray[np.bool_] = batch["token_mask"].numpy() != 0
     turns_BS: NDArray[np.int64] = batch.get(TURN_OF_TOKEN, batch["token_mask"].long()).numpy()
     episode_of_row = np.repeat(np.arange(len(episodes)), [len(rows) for rows in episodes])
-    # All trained tokens, one after the other: a turn's together, in their order.
+    # Group all trained tokens by episode and turn, keeping their order.
     turn_T, id_T = turns_BS[mask_BS], np.ascontiguousarray(batch["input_ids"].numpy()[mask_BS])
     turns = 1 + int(turn_T.max(initial=0))
     group_T = episode_of_row[mask_BS.nonzero()[0]] * turns + turn_T
@@ -210,12 +210,12 @@ ENDING = "ending"
 
 
 def dropped_rows(batch: BatchedDataDict) -> Tensor:
-    """Return bool [B]: rows of episodes without a reply of the environment; none without `ending`."""
+    """Return bool [B]: which rows belong to dropped episodes; none if the batch has no `ending`."""
     return batch[ENDING] == Ending.DROPPED if ENDING in batch else torch.zeros(batch.size, dtype=torch.bool)
 
 
 def uncounted_rows(batch: BatchedDataDict) -> Tensor:
-    """Return bool [B]: rows of episodes that are dropped or not scored; none without `ending`."""
+    """Return bool [B]: which rows belong to episodes that are dropped or not scored; none if there is no `ending`."""
     return batch[ENDING] >= Ending.DROPPED if ENDING in batch else torch.zeros(batch.size, dtype=torch.bool)
 
 
@@ -225,10 +225,10 @@ def first_rows(batch: BatchedDataDict) -> list[int]:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """The rows of episodes that count, all but those dropped or not scored, in a batch of B `rows`.
+    """The rows of counted episodes, which are neither dropped nor unscored, in a batch of B `rows`.
 
-    first: int64 [E], each one's first row. at: int64 [3, N], for each of their N rows the row, the episode's number
-    and the row's place in the episode. most: R, 1 where no episode counts.
+    first: int64 [E], each counted episode's first row. at: int64 [3, N], for each of their N rows, the row's index in
+    the batch, its episode's number and its place in the episode. most: R, or 1 if no episode counts.
     """
 
     rows: int
@@ -238,9 +238,9 @@ class EpisodeRows:
 
     @classmethod
     def of(cls, batch: BatchedDataDict) -> Self:
-        """Read `episode_index` and `ending` [B]; without them each row is an episode, and all count.
+        """Read `episode_index` and `ending` [B]; without them, each row is an episode, and all episodes count.
 
-        Raises ValueError for rows of an episode that stand apart.
+        Raises ValueError if an episode's rows are not adjacent.
         """
         first = torch.tensor(first_rows(batch), dtype=torch.int64)
         counted = ~uncounted_rows(batch)[first]
@@ -253,14 +253,14 @@ class EpisodeRows:
         return cls(batch.size, first[counted], torch.stack([row, number, place]), most)
 
     def joined(self, values_BS: Tensor, fill: float = 0) -> Tensor:
-        """Return [E, R * S], each episode's rows one after the other, then `fill`."""
+        """Return [E, R * S]: each episode's rows joined end to end and padded with `fill`."""
         row, number, place = self.at
         joined = values_BS.new_full((len(self.first), self.most, values_BS.shape[1]), fill)
         joined[number, place] = values_BS[row]
         return joined.flatten(1)
 
     def parted(self, values_ES: Tensor) -> Tensor:
-        """Return [B, S], the inverse of `joined`; 0 on the rows of episodes that do not count."""
+        """Return [B, S], the inverse of `joined`; rows of episodes that do not count are 0."""
         row, number, place = self.at
         parts = values_ES.reshape(len(self.first), self.most, values_ES.shape[1] // self.most)
         parted = values_ES.new_zeros(self.rows, parts.shape[2])
@@ -271,7 +271,7 @@ class EpisodeRows:
         return self.joined(values_B.unsqueeze(1)).sum(1)
 
     def on_rows(self, values_E: Tensor) -> Tensor:
-        """Return [B], its episode's value on each row; 0 where the episode does not count."""
+        """Return [B]: each row gets its episode's value, or 0 if the episode does not count."""
         row, number, _place = self.at
         values_B = values_E.new_zeros(self.rows)
         values_B[row] = values_E[number]
@@ -279,10 +279,10 @@ class EpisodeRows:
 
 
 def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
-    """Return turns and endings, where there may be several turns; the means of named rewards.
+    """Return mean named rewards and, if episodes may have several turns, metrics of turns and endings.
 
-    Episodes that are dropped or not scored count in the endings alone, and one of several rows counts once. The share
-    of those not scored is left out where it is 0.
+    Episodes that are dropped or not scored count only in the endings' rates, and an episode with several rows counts
+    once. A nonzero rate of unscored episodes is returned even for single-turn episodes.
     """
     episodes, metrics = EpisodeRows.of(batch), dict[str, float]()
     if ENDING in batch:
@@ -312,16 +312,16 @@ def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
 
 
 def episode_replies(batch: BatchedDataDict) -> Iterator[dict[str, Any]]:
-    """Yield each episode's replies, once."""
+    """Yield all replies, without repeating those of episodes with several rows."""
     for row in first_rows(batch) if REPLIES in batch else ():
         yield from batch[REPLIES][row]
 
 
 def age_metrics(batches: Sequence[BatchedDataDict], version: int, max_age: int) -> dict[str, float]:
-    """Count the training steps by which the weights that sampled each token are behind `version`.
+    """Return metrics of token ages: the number of steps by which the weights that sampled a token are behind `version`.
 
-    batches: a step's chunks. async/age_<k>: shares of the tokens; async/mixed_versions: share of the responses that
-    several versions sampled.
+    batches: a step's chunks. async/age_<k>: share of tokens with age k. async/mixed_versions: share of responses that
+    were sampled by several versions.
     """
     drawn = [batch[WEIGHT_VERSIONS] for batch in batches]
     ages = torch.cat([(version - versions_BS)[versions_BS >= 0] for versions_BS in drawn])
@@ -340,12 +340,12 @@ def age_metrics(batches: Sequence[BatchedDataDict], version: int, max_age: int) 
 
 @dataclass
 class Pace:
-    """Counts of training and sampling since the last step.
+    """Measurements of training and sampling since the last step.
 
-    began_at: its end, by the monotonic clock. requeued, dropped: groups whose attempt ended without answers, by reason.
-    trainer_idle_s: training waited for groups, to train on them or for them to end before an update. engine_idle_s: no
-    group was in flight. ready, in_flight: groups at the step's end. engine_restarts: since the run began. rounds:
-    times that groups were requested in one call. unused: answered groups that dynamic sampling does not train on.
+    began_at: monotonic time of the last step's end. requeued, dropped: attempts without answers, by reason.
+    trainer_idle_s: seconds for which training waited for groups, to train on them or to update weights.
+    engine_idle_s: seconds without a group in flight. ready, in_flight: groups at the step's end. engine_restarts:
+    restarts since the run began. rounds: synchronous generation rounds. unused: groups that dynamic sampling discarded.
     """
 
     began_at: float = field(default_factory=time.monotonic)
@@ -361,10 +361,7 @@ class Pace:
 
 
 def pace_metrics(pace: Pace, now: float) -> dict[str, float]:
-    """Return the shares of the time since the last step in which one side waited, and the groups under way.
-
-    now: by the clock of `pace.began_at`.
-    """
+    """Return each side's share of idle time since the last step, and counts of groups. now: monotonic time."""
     step_s = now - pace.began_at
     return {
         "async/trainer_idle": pace.trainer_idle_s / step_s,
