@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
+from nemo_rl_mcore.data.batched_data_dict import digest_of_ids, digests_of_rows
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.hub import CHAR_EOS, CHAR_VOCABULARY
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
@@ -55,9 +55,9 @@ class Rank:
 
     def respond(self, requests: Sequence[Request], version: int) -> list[Response]:
         tokens = [*(number % 10 for number in range(self._new_tokens - 1)), EOS]
-        versions = [version] * len(tokens)
+        versions, digest = [version] * len(tokens), digest_of_ids(tokens)
         return [
-            Response.of([*tokens], [-3.0 - row / (1 + place) for place in range(len(tokens))], versions, finished=True)
+            Response([*tokens], [-3.0 - row / (1 + at) for at in range(len(tokens))], True, versions, digest)
             for row, _ in enumerate(requests)
         ]  # fmt: skip
 

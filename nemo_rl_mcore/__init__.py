@@ -56,14 +56,8 @@ _MODULES = {
     "data.batched_data_dict": ("BatchedDataDict",),
     "errors": ("ChangedRunError", "RunStoppedError"),
     "losses": (
-        *(
-            "ClippedPGLossFn",
-            "DPOLossFn",
-            "DistillationLossFn",
-            "LossFunction",
-            "MseValueLossFn",
-            "NLLLossFn",
-        ),
+        *("ClippedPGLossFn", "DPOLossFn", "DistillationLossFn"),
+        *("LossFunction", "MseValueLossFn", "NLLLossFn"),
     ),
     "driver.actors.cluster": ("RayCluster",),
     "driver.policy": ("Policy",),

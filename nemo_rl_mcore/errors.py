@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 class CodedError(Exception):
-    """An error with a stable kebab-case `code`, which is empty where the error's type is enough.
+    """An error with a stable kebab-case `code`, which is empty if the error's type is enough.
 
-    No class sets `code`: Ray's wrapper around a worker's error would find the class value before the error's own.
+    No class sets `code`: Ray's wrapper around a worker's error would return the class value before the error's own.
     """
 
     code: str
@@ -33,8 +33,8 @@ class PeerLostError(RunStoppedError):
 class RanksFailedError(RunStoppedError):
     """A model's ranks or engines raised an error, died or hang.
 
-    group: the group's name, such as "policy". usable: whether every member responded, even with an error, and can be
-    called again. final: whether no replacement can be started. lost_node: the lost machine, if that is the cause.
+    group: the group's name, such as "policy". usable: every member responded, even with an error, and can be called
+    again. final: no replacement can be started. lost_node: the lost machine, if that is the cause.
     """
 
     group: str = ""
@@ -80,7 +80,8 @@ def folder_error(key: str, folder: Path, error: OSError, remedy: str = "") -> Fo
     """Return the error for a failed write, with the key, the folder and the reason."""
     reason = error.strerror or str(error)
     if not folder.is_dir():
-        reason = f"the folder is gone ({reason})" if isinstance(error, FileNotFoundError) else reason
+        if isinstance(error, FileNotFoundError):
+            reason = f"the folder is gone ({reason})"
     elif os.access(folder, os.R_OK):
         reason = f"{reason} ({size_of(shutil.disk_usage(folder).free)} free)"
     return FolderError(f"{key}: {folder} cannot be written to: {reason}{remedy and '; '}{remedy}")

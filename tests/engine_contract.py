@@ -25,7 +25,7 @@ def messages(tensors, sender):
     for name, tensor in tensors:
         if not packer.add(name, tensor):
             yield Bucket(sender.locate(0, packer.used), packer.tensors).to_message()
-            packer.clear()
+            packer = Packer(sender.slots[0])
             assert packer.add(name, tensor)
     yield Bucket(sender.locate(0, packer.used), packer.tensors).to_message()
 

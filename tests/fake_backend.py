@@ -83,7 +83,7 @@ class FakeBackend:
 
     def reduce_counts(self, data):
         with self._call("counts"):
-            return LocalSums.counts(data).reduce(lambda numbers: numbers[None])
+            return LocalSums.of(None, data).reduce(lambda numbers: numbers[None])
 
     @contextmanager
     def overlapped_grad_sync(self, factor):

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import torch
 
+from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.engine.engine import GenerationCancelledError, HeldWeights, Response
 from nemo_rl_mcore.engine.receivers import MessageRelay, Receiver
 from nemo_rl_mcore.rank.refit.digests import digests, require_as_sent
@@ -45,7 +46,7 @@ class FakeEngine:
                 if growing[row]["tokens"][-1] in sampling.stop_ids:
                     growing[row]["finished"] = True
                     del open_rows[row]
-        return [Response.of(**answer) for answer in growing]
+        return [Response(**answer, digest=digest_of_ids(answer["tokens"])) for answer in growing]
 
     def _draw(self, answer, request, position):
         token = (31 * request.seed + 7 * position + sum(request.prompt)) % VOCABULARY
@@ -83,13 +84,14 @@ class FakeEngine:
         require_as_sent(sent, digests(self._tensors.items()))
         self._scale = sum(float(tensor.sum()) for tensor in self._tensors.values())
         self._may_generate.set()
-        return self.weights.finish(version)
+        self.weights.newest = self.weights.version = version
+        return version
 
     async def join_broadcast(self, **rendezvous):
         raise NotImplementedError
 
     async def sleep(self):
-        self.weights.whole = False
+        self.weights.version = None
         self._awake = False
 
     async def wake_up(self, tags):

@@ -90,7 +90,7 @@ def generation(cluster, source, transport=None, keys=None, check=None, offload="
 
 def engine_of(engines, number):
     """The engine of this number, once it runs."""
-    return until(lambda: {one.number: one for one in engines._fleet.live}.get(number))
+    return until(lambda: {one.number: one for one in engines.fleet.live}.get(number))
 
 
 def kill(engines, number, how=signal.SIGKILL):

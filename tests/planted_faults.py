@@ -8,8 +8,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from nemo_rl_mcore.driver.algorithms.loop import Recovery
 from nemo_rl_mcore.losses.base import Masks
-from nemo_rl_mcore.rank.megatron import attention, parallel_groups
 from nemo_rl_mcore.rank.megatron import backend as megatron_backend
+from nemo_rl_mcore.rank.megatron import layer_specs, parallel_groups
 from nemo_rl_mcore.rank.megatron.hf_weights import export
 from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.rank.refit.sender import WeightSender
@@ -69,7 +69,7 @@ def gradients_are_divided_by_the_ranks_once_more() -> None:
     scale = MegatronTrainBackend.scale_gradients
 
     def smaller(self: Any, factor: float) -> None:
-        scale(self, factor / parallel_groups.data_parallel_group().size())
+        scale(self, factor / parallel_groups.group("data_context").size())
 
     MegatronTrainBackend.scale_gradients = smaller
 
@@ -79,12 +79,12 @@ def gradients_of_values_are_divided_by_the_ranks_once_more() -> None:
 
 
 def gradients_are_not_summed_over_context_ranks() -> None:
-    gather = attention.gather_in_order
+    gather = layer_specs.gather_in_order
 
     def keeps_its_own(local: torch.Tensor, borders: Any, **_: bool) -> torch.Tensor:
         return gather(local, borders, grad_of_every_rank_is_whole=True)
 
-    attention.gather_in_order = keeps_its_own
+    layer_specs.gather_in_order = keeps_its_own
 
 
 def masks_are_ignored() -> None:
@@ -112,7 +112,7 @@ def experts_are_in_the_wrong_order_in_export() -> None:
     local = export.local_parameters
 
     def rotated(chunks: Any, model: Any) -> Any:
-        found, group = [*local(chunks, model)], parallel_groups.expert_parallel_group()
+        found, group = [*local(chunks, model)], parallel_groups.group("expert")
         if group.size() == 1:
             return found
         by_weight = dict(found)
@@ -153,7 +153,7 @@ def other_ranks_train_on_their_first_chunk_again() -> None:
 
     def stale(self: Any, data: Any, *rest: Any, **more: Any) -> None:
         first = vars(self._step).setdefault("first_chunk", data)
-        alone = parallel_groups.data_parallel_group().rank() == 0
+        alone = parallel_groups.group("data_context").rank() == 0
         microbatch(self, data if alone else first, *rest, **more)
 
     TrainStep.microbatch = stale

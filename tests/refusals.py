@@ -1,12 +1,12 @@
 """What a test says of a refusal: its code, and the keys, paths and numbers in its message, not the words."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
 
-from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.config import ConfigError, RunConfig
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.errors import CodedError
 
@@ -25,6 +25,16 @@ def assert_refused(error: object, code: str, *parts: object) -> None:
     """The same of an error, or a part of one, that is there."""
     assert getattr(error, "code", "") == code, f"{error!r}"
     assert_holds(str(error), *parts)
+
+
+def checked_run[Kind: RunConfig](kind: type[Kind], given: Mapping[str, object]) -> Kind:
+    """Build a recipe from a mapping, and raise ConfigError with every rule that it breaks."""
+    from nemo_rl_mcore.recipe.rules.runs import run_problems
+
+    config = kind.model_validate(given)
+    if wrong := tuple(problem for problem in run_problems(config) if not problem.warns):
+        raise ConfigError(wrong)
+    return config
 
 
 @contextmanager

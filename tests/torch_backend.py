@@ -1,4 +1,4 @@
-"""A `PolicyBackend` on a plain torch model of one rank: what a framework has to bring, in as few lines as will do."""
+"""A worker's backend on a plain torch model of one rank: what a framework has to bring, in as few lines as will do."""
 
 import copy
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ class TorchBackend:
     """Each token's logits come from the sum of the embeddings so far. The learning rate falls with the samples."""
 
     device = torch.device("cpu")
-    data_parallel_rank, data_parallel_size = staticmethod(lambda: 0), staticmethod(lambda: 1)
+    data_parallel_rank, data_parallel_size = 0, 1
     called_together = done_together = staticmethod(lambda _call: nullcontext())
     deferred_grad_sync = staticmethod(nullcontext)
     overlaps_grad_sync = False
@@ -40,16 +40,14 @@ class TorchBackend:
         return model[1](model[0](ids_BS).cumsum(1)) / self.temperature
 
     @torch.no_grad()
-    def logprobs(self, data, micro_batch_size, *, trained_only=False, model=None):
+    def logprobs(self, data, micro_batch_size, *, trained_only=False, of_reference=False):
+        model = self.reference if of_reference else self.model
         every = self._scaled_logits(data["input_ids"], model).log_softmax(-1)
         found = _from_second(_of_next(every, data), data)
         return found * data["token_mask"] if trained_only else found
 
     def keep_reference(self):
         self.reference = copy.deepcopy(self.model)
-
-    def reference_logprobs(self, data, micro_batch_size, *, trained_only=False):
-        return self.logprobs(data, micro_batch_size, trained_only=trained_only, model=self.reference)
 
     @torch.no_grad()
     def topk_logits(self, data, k, micro_batch_size, *, trained_only=False):
@@ -118,19 +116,16 @@ class TorchBackend:
     def learning_rate_and_weight_decay(self):
         return self.policy.megatron_cfg.optimizer.lr / (1 + self.samples), 0.01
 
-    def save(self, folder, committed_step_ids):
-        self._prepared(folder, committed_step_ids)()
-
-    def save_in_background(self, folder, committed_step_ids):
-        return BackgroundWrite(self._prepared(folder, committed_step_ids))
-
-    def _prepared(self, folder, committed_step_ids):
+    def save(self, folder, committed_step_ids, *, wait=True):
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty")
         folder.mkdir(exist_ok=True)
         parts = [copy.deepcopy(part.state_dict()) for part in (self.model, self.reference, self.optimizer)]
         state = (*parts, self.samples, torch.get_rng_state(), [*committed_step_ids])
-        return lambda: torch.save(state, folder / "state.pt")
+        if not wait:
+            return BackgroundWrite(lambda: torch.save(state, folder / "state.pt"))
+        torch.save(state, folder / "state.pt")
+        return None
 
     def load(self, folder):
         _, reference, moments, self.samples, generator, ids = self.load_weights(folder)
@@ -149,10 +144,8 @@ class TorchBackend:
     def full_tensors(self):
         yield from ((name, weight.detach()) for name, weight in self.model.named_parameters())
 
-    def export_adapters(self, folder, origin):
-        raise NotImplementedError
-
-    def export_hf(self, folder, origin):
+    def export_hf(self, folder, origin, *, adapters=False):
+        assert not adapters
         if folder.exists():
             raise ValueError(f"{folder} exists already")
         folder.mkdir()

@@ -1,9 +1,8 @@
-"""Agents: a process of the user's for each session, which calls the model until it has done its task, or NeMo Gym.
+"""Agents: a user's process per session, which calls the model until its task is done, or NeMo Gym.
 
-Runs in the endpoint's asyncio loop. An agent gets its task on its standard input, and where to call from its
-environment. Gym has an environment of its own, with another Ray; `gym_servers` runs there, and lines of JSON go to and
-fro. It passes on what is in the metadata of a row as fields of its calls of the model, where the endpoint finds the
-session.
+Runs in the endpoint's asyncio loop. An agent reads its task from standard input and the endpoint's URL from its
+environment. Gym has its own Python environment, with another Ray: `gym_servers` runs there, and the two processes
+exchange lines of JSON. Gym copies a row's metadata into its calls of the model, where the endpoint finds the session.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from nemo_rl_mcore.data.rows import GYM_COLUMN
 from nemo_rl_mcore.errors import RunStoppedError
 
 START_WITHIN_S = 1800.0
-"""Of NeMo Gym's servers, for which it may install packages."""
+"""Time for NeMo Gym's servers to start; Gym may install packages for them."""
 _GRACE_S = 2.0
-"""For an agent that has closed its session to exit by itself."""
+"""Time for an agent to exit after it has closed its session."""
 _DIES_WITHIN_S = 1.0
 _ROUNDS = 10
 SESSION_URL = "NEMO_RL_SESSION_URL"
-"""The variable by which what an agent has started is found."""
+"""The environment variable that marks an agent's processes."""
 _SHOWN_BYTES = 200
 PROGRAM = Path(__file__).with_name("gym_servers.py")
 LOG_FILE, SESSIONS_FILE = "nemo_gym.log", "nemo_gym_sessions.jsonl"
@@ -45,9 +44,9 @@ _LINE_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """The end of an agent: why is empty for one that exited with 0 or closed its session. said: its last output.
+    """The outcome of an agent's process.
 
-    for_good: another try would end alike.
+    why: empty after exit code 0 or a closed session. said: the last output. for_good: True if a retry would fail too.
     """
 
     why: str = ""
@@ -56,9 +55,9 @@ class AgentEnd:
 
 
 class Agents:
-    """Runs `command` for sessions, `processes` at once.
+    """Runs `command` once per session, with at most `processes` running at a time.
 
-    environment: of their processes, besides what is of a session. timeout_s: of each, from its start.
+    environment: the variables that all processes get. timeout_s: limit for each process, counted from its start.
     """
 
     def __init__(
@@ -68,11 +67,11 @@ class Agents:
         self._room = asyncio.Semaphore(processes)
 
     async def run(self, session: Session, url: str, task: Mapping[str, Any]) -> AgentEnd:
-        """Run an agent until its session is closed or it exits, and end all that it has started.
+        """Run an agent until its session is closed or it exits, then end all processes that it has started.
 
-        url: of the endpoint. task: what it is told. Raises RunStoppedError where the program cannot be started.
+        url: the endpoint's URL. task: the agent's input. Raises RunStoppedError if the program does not start.
         """
-        # Files, not pipes: nobody has to read on for it to go on, and nothing of it holds the loop's end up.
+        # Files, not pipes: the agent never waits for a reader, and its output never delays the loop's end.
         async with self._room:
             with TemporaryFile() as told, TemporaryFile() as said:
                 told.write(json.dumps(task, default=str).encode() + b"\n")
@@ -122,7 +121,7 @@ async def _ended(session: Session, process: Process) -> str:
 
 
 async def _to_its_end(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Wait for a coroutine that cancellation does not interrupt."""
+    """Wait for a coroutine without passing on a cancellation; raise CancelledError afterwards instead."""
     task, cancelled = asyncio.ensure_future(coroutine), False
     while not task.done():
         try:
@@ -135,26 +134,26 @@ async def _to_its_end(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 async def _kill(starting: asyncio.Task[Process], token: str) -> None:
-    """End an agent with all that it has started; one that is just being started, too."""
-    with suppress(RunStoppedError):  # it never was
+    """Wait until an agent has started, then end it and all processes that it has started."""
+    with suppress(RunStoppedError):  # it never started
         process = await starting
         await asyncio.to_thread(end_family, process.pid, token)
         await process.wait()
 
 
 def end_family(agent: int, token: str) -> None:
-    """End an agent, what is below it, and what has its token in its environment, in whatever group or session it is.
+    """End an agent, its descendants, and all processes with its token in their environment.
 
-    A shell of an agent puts a command into a session of its own, where the end of the agent's group does not reach it.
+    An agent's shell may start commands in a new session; killing the agent's process group does not reach those.
     """
     family = set[psutil.Process]()
     with suppress(psutil.Error):
         family |= {*psutil.Process(agent).children(recursive=True)}
-    with suppress(ProcessLookupError):  # it and all of its group have ended
+    with suppress(ProcessLookupError):  # the whole group has ended
         os.killpg(agent, signal.SIGKILL)
-    for _ in range(_ROUNDS):  # a killed process may just have started another
+    for _ in range(_ROUNDS):  # a process may start another just before it is killed
         for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):  # it has ended or belongs to another user
+            with suppress(psutil.Error, OSError):  # ended, or another user's
                 if token in process.environ().get(SESSION_URL, ""):
                     family.add(process)
         running: list[psutil.Process] = []
@@ -173,10 +172,10 @@ def end_family(agent: int, token: str) -> None:
 
 @dataclass(frozen=True)
 class GymSetup:
-    """Arguments of Gym's servers.
+    """Arguments for Gym's servers.
 
-    python: of the environment that has Gym. config: Gym's own. sampling: of the run. environment: of its processes.
-    model: what it calls the policy. timeout_s: of a session. log_dir: of the run.
+    python: the interpreter in Gym's environment. config: Gym's configuration. sampling, log_dir: as in the run.
+    environment: variables for Gym's processes. model: Gym's name for the policy. timeout_s: limit for a session.
     """
 
     python: str
@@ -190,7 +189,7 @@ class GymSetup:
 
 
 class NemoGym:
-    """Plays sessions, all at once; see `nemo_gym`, which opens one."""
+    """Plays sessions, all at once; opened by `nemo_gym`."""
 
     def __init__(self, setup: GymSetup, process: Process) -> None:
         self.setup, self.process = setup, process
@@ -199,9 +198,9 @@ class NemoGym:
         self._ended: RunStoppedError | None = None
 
     async def run(self, session: Session, url: str, task: Mapping[str, Any]) -> AgentEnd:
-        """Have an agent of Gym's play the row of a session, and close that with its reward.
+        """Let Gym's agent play a session's row, and close the session with the reward.
 
-        task: with the row in `columns`. Raises RunStoppedError where the servers have ended.
+        task: holds the row in `columns`. Raises RunStoppedError once the servers have ended.
         """
         row, sampling = dict(cast("Mapping[str, Any]", task["columns"])), self.setup.sampling
         number, heard = next(self._numbers), asyncio.get_running_loop().create_future()
@@ -222,7 +221,7 @@ class NemoGym:
             return AgentEnd(f"had no end within {self.setup.timeout_s:g} s (env.endpoint.timeout_s)")
         finally:
             del self._asked[number]
-            # Where the servers have ended there is nothing to give up, and a cancellation stays one.
+            # Once the servers have ended there is no row to give up.
             if self._ended is None and (not heard.done() or heard.cancelled()):
                 self._write({"number": number})
         if "error" in answer:
@@ -254,7 +253,7 @@ class NemoGym:
             raise self._stopped("did not start")
 
     async def hear(self) -> None:
-        """Hand on answers until the program ends; then whoever waits is told."""
+        """Pass on answers until the program ends, then raise an error in all waiting sessions."""
 
         async def read() -> None:
             assert self.process.stdout is not None
@@ -285,10 +284,7 @@ class NemoGym:
 
 @asynccontextmanager
 async def nemo_gym(setup: GymSetup, url: str) -> AsyncGenerator[NemoGym]:
-    """Run Gym's servers for as long as the block is open. url: of the endpoint.
-
-    Raises RunStoppedError where they do not start.
-    """
+    """Run Gym's servers inside the block. url: the endpoint's URL. Raises RunStoppedError if they do not start."""
     setup.log_dir.mkdir(parents=True, exist_ok=True)
     mark = f"{url}/nemo-gym"
     with (setup.log_dir / LOG_FILE).open("ab") as log:
@@ -326,7 +322,7 @@ async def nemo_gym(setup: GymSetup, url: str) -> AsyncGenerator[NemoGym]:
 
 
 async def _exit(process: Process) -> None:
-    """Wait for the program alone; `Process.wait` goes on while something it has started holds its output open."""
+    """Wait for the program alone; `Process.wait` also waits for descendants that hold its output open."""
     while process.returncode is None:
         await asyncio.sleep(_LOOKS_EVERY_S)
 
@@ -339,7 +335,7 @@ async def _end(process: Process, mark: str, within_s: float) -> None:
         async with asyncio.timeout(within_s):
             await _exit(process)
     if process.returncode is None:
-        with suppress(ProcessLookupError):  # it has just ended, and asyncio tells its status a turn later
+        with suppress(ProcessLookupError):  # it has just ended; asyncio sets the status later
             os.kill(process.pid, signal.SIGTERM)
     await asyncio.to_thread(end_family, process.pid, mark)
     await process.wait()

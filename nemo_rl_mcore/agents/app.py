@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby
 from typing import Any, cast
@@ -18,15 +19,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nemo_rl_mcore.agents import requests
-from nemo_rl_mcore.agents.chat import ChatPrompt, History, calls_of
-from nemo_rl_mcore.agents.requests import (
-    Body,
-    EndpointOptions,
-    RefusedCallError,
-    Wishes,
-    busy,
-    refusal_of,
-)
+from nemo_rl_mcore.agents.chat import ChatPrompt, History, calls_of, flaws_of
+from nemo_rl_mcore.agents.requests import Body, EndpointOptions, RefusedCallError, Wishes, busy, refusal_of
 from nemo_rl_mcore.agents.server import CONNECTION, HEADER_BYTES, Connection
 from nemo_rl_mcore.agents.session import Call, ClosedSessionError, Session, Sessions, UnknownSessionError
 from nemo_rl_mcore.data.chat import ASSISTANT
@@ -49,8 +43,8 @@ class _ClientGoneError(Exception):
 class Answer:
     """A model call, with its response in each client's format.
 
-    ids, logprobs: exact values of the sampled tokens. spoken_ids: ids without a final stop token. versions: weight
-    versions with their token ranges, in vLLM's format. version: the last token's weight version. name: id of the call.
+    ids, logprobs: of the sampled tokens. spoken_ids: ids without a final stop token. versions: weight versions with
+    their token ranges, in vLLM's format. version: the last token's weight version. name: the call's id.
     """
 
     def __init__(self, call: Call, wishes: Wishes, options: EndpointOptions) -> None:
@@ -61,6 +55,11 @@ class Answer:
         self.spoken_ids = self.ids[:-1] if ended else self.ids
         self.finish_reason = "stop" if call.finished else "length"
         self.name = f"{call.digest & (1 << 64) - 1:016x}-{call.number}"
+        self.token_names = list[str]()
+        if wishes.logprobs and wishes.names_ids:
+            self.token_names = [f"token_id:{token}" for token in self.ids]
+        elif wishes.logprobs:
+            self.token_names = token_texts(options.tokenizer, self.ids)
         self.versions: list[dict[str, Any]] = []
         newest = str(options.version())
         if call.versions_N is None:
@@ -80,7 +79,7 @@ class Answer:
         return text[: min((text.find(stop) for stop in self.wishes.stop if stop in text), default=len(text))]
 
     def of_chat(self, message: Message) -> dict[str, Any]:
-        calls = [call.fields(parsed=False) for call in message.tool_calls]
+        calls = message.fields(parsed=False).get("tool_calls", [])
         said: dict[str, Any] = {
             "role": "assistant",
             "content": message.content if message.content or not calls else None,
@@ -94,24 +93,23 @@ class Answer:
         shown = None
         if self.wishes.logprobs:
             content, spelt = list[dict[str, Any]](), not self.wishes.names_ids
-            for name, one in zip(self._token_names(), self.logprobs, strict=True):
+            for name, one in zip(self.token_names, self.logprobs, strict=True):
                 spelling = {"bytes": [*name.encode()] if spelt else None, "top_logprobs": []}
                 content.append({"token": name, "logprob": one, **spelling})
             shown = {"content": content}
-        return self._whole("chatcmpl", "chat.completion", self._choice(reason, shown) | {"message": said})
+        return self._whole("chatcmpl", "chat.completion", reason, shown, {"message": said})
 
     def of_completion(self) -> dict[str, Any]:
         shown = None
         if self.wishes.logprobs:
-            names = self._token_names()
+            names = self.token_names
             shown = {
                 "tokens": names,
                 "token_logprobs": self.logprobs,
                 "text_offset": [*accumulate(map(len, names[:-1]), initial=0)] if names else [],
                 "top_logprobs": [{name: one} for name, one in zip(names, self.logprobs, strict=True)],
             }
-        choice = self._choice(self.finish_reason, shown) | {"text": self.text}
-        return self._whole("cmpl", "text_completion", choice)
+        return self._whole("cmpl", "text_completion", self.finish_reason, shown, {"text": self.text})
 
     def of_generation(self) -> dict[str, Any]:
         """Return a response of token ids, with the field names that vLLM and verifiers use."""
@@ -119,15 +117,16 @@ class Answer:
         for token, one in zip(self.ids, self.logprobs, strict=True):
             name = {"token": f"token_id:{token}", "token_id": token}
             content.append({**name, "logprob": one, "bytes": None, "top_logprobs": []})
-        choice = self._choice(self.finish_reason, {"content": content}) | {"token_ids": self.ids}
+        choice = {"index": 0, "finish_reason": self.finish_reason, "logprobs": {"content": content}}
+        choice |= {"weight_versions": self.versions, "token_ids": self.ids}
         return {"request_id": f"gen-{self.name}", "choices": [choice], "weight_version": self.version}
 
-    def _choice(self, reason: str, shown: dict[str, Any] | None) -> dict[str, Any]:
-        choice = {"index": 0, "finish_reason": reason, "logprobs": shown, "weight_versions": self.versions}
-        return choice | ({"token_ids": self.ids} if self.wishes.token_ids else {})
-
-    def _whole(self, prefix: str, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    def _whole(
+        self, prefix: str, kind: str, reason: str, shown: dict[str, Any] | None, said: dict[str, Any]
+    ) -> dict[str, Any]:
         asked = self.call.prompt_P.tolist()
+        choice = {"index": 0, "finish_reason": reason, "logprobs": shown, "weight_versions": self.versions}
+        choice |= ({"token_ids": self.ids} if self.wishes.token_ids else {}) | said
         return {
             "id": f"{prefix}-{self.name}",
             "object": kind,
@@ -142,14 +141,9 @@ class Answer:
             **({"prompt_token_ids": asked} if self.wishes.token_ids else {}),
         }
 
-    def _token_names(self) -> list[str]:
-        if self.wishes.names_ids:
-            return [f"token_id:{token}" for token in self.ids]
-        return token_texts(self.options.tokenizer, self.ids)
-
 
 def events_of(whole: dict[str, Any], *, include_usage: bool) -> Iterator[bytes]:
-    """Yield an answer as a stream: one chunk of all that it says, an end, and the usage where it is asked for."""
+    """Yield an answer as a stream: one chunk with the whole answer, a final chunk, and the usage if requested."""
     [choice] = whole["choices"]
     kind = whole["object"]
     base = {key: whole[key] for key in ("id", "created", "model")}
@@ -173,7 +167,7 @@ def events_of(whole: dict[str, Any], *, include_usage: bool) -> Iterator[bytes]:
 
 
 def to_json(value: object) -> bytes:
-    """Return JSON that any client reads: numbers are finite, and letters beyond ASCII are spelt as escapes."""
+    """Return JSON for any client: finite numbers, and escapes for characters beyond ASCII."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -245,12 +239,14 @@ def make_app(sessions: Sessions, options: EndpointOptions) -> ASGIApp:
     return checked
 
 
+@dataclass(eq=False)
 class _Endpoint:
     """Serves the routes in one asyncio loop; worker threads parse bodies and encode texts."""
 
-    def __init__(self, sessions: Sessions, options: EndpointOptions) -> None:
-        self._sessions, self._options = sessions, options
-        self._reading = 0  # bytes held by unfinished request bodies
+    _sessions: Sessions
+    _options: EndpointOptions
+    _reading: int = field(default=0, init=False)
+    """Bytes held by unfinished request bodies."""
 
     def routes(self) -> list[BaseRoute]:
         posts = {
@@ -261,7 +257,8 @@ class _Endpoint:
             "/tokenize": self._tokenize,
             "/v1/tokenize": self._tokenize,
         }
-        gets = {"/v1/models": self._models, "/health": self._health, "/v1/health": self._health}
+        health = partial(self._about, health=True)
+        gets = {"/v1/models": partial(self._about, health=False), "/health": health, "/v1/health": health}
         found: list[BaseRoute] = []
         for prefix in _PREFIXES:
             for method, served in (("POST", posts), ("GET", gets)):
@@ -291,7 +288,9 @@ class _Endpoint:
         return endpoint
 
     async def _chat(self, request: Request) -> Response:
-        body, session = await self._opened(request)
+        body = await self._body(request)
+        session = self._session(request, body)
+        session.require_open()
         history = History.of(session)
 
         def read() -> tuple[Wishes, requests.Chat, ChatPrompt]:
@@ -307,11 +306,14 @@ class _Endpoint:
             said, functions = self._options.tool_parser(said, answer.spoken_ids)
         message = Message(ASSISTANT, said, tool_calls=calls_of(call, functions))
         history.keep(prompt, call, message)
+        call.flaws.update(flaws_of(message))
         return self._delivery(session, answer, answer.of_chat(message))
 
     async def _of_ids(self, request: Request, *, generation: bool) -> Response:
         """Answer a prompt of ids; ids after the longest earlier call that it extends count as a new message."""
-        body, session = await self._opened(request)
+        body = await self._body(request)
+        session = self._session(request, body)
+        session.require_open()
         options, room = self._options, session.require_room
 
         def read() -> tuple[Wishes, list[int], Message]:
@@ -334,12 +336,6 @@ class _Endpoint:
         whole = answer.of_generation() if generation else answer.of_completion()
         return self._delivery(session, answer, whole)
 
-    async def _opened(self, request: Request) -> tuple[Body, Session]:
-        body = await self._body(request)
-        session = self._session(request, body)
-        session.require_open()
-        return body, session
-
     def _prompt(self, history: History, chat: requests.Chat, session: Session) -> ChatPrompt:
         try:
             return history.prompt(chat, self._options.tokenizer, session.require_room)
@@ -360,19 +356,17 @@ class _Endpoint:
         ids = await asyncio.to_thread(read)
         return Delivery(to_json({"count": len(ids), "max_model_len": self._options.context, "tokens": ids}))
 
-    async def _models(self, request: Request) -> Response:
+    async def _about(self, request: Request, *, health: bool) -> Response:
+        """Return the list of models, or the endpoint's health; a token in the path has to be valid."""
+        options = self._options
         if "token" in request.path_params:
             self._session(request, {})
-        card = {"id": self._options.model, "object": "model", "created": 0, "owned_by": "nemo_rl_mcore"}
-        card |= {"max_model_len": self._options.context}
+        if health:
+            told = {"status": "ok", "weight_version": str(options.version()), "sessions": len(self._sessions)}
+            return Delivery(to_json(told | {**options.health()}))
+        card = {"id": options.model, "object": "model", "created": 0, "owned_by": "nemo_rl_mcore"}
+        card |= {"max_model_len": options.context}
         return Delivery(to_json({"object": "list", "data": [card]}))
-
-    async def _health(self, request: Request) -> Response:
-        if "token" in request.path_params:
-            self._session(request, {})
-        version = str(self._options.version())
-        told = {"status": "ok", "weight_version": version, "sessions": len(self._sessions)}
-        return Delivery(to_json(told | {**self._options.health()}))
 
     async def _state(self, request: Request) -> Response:
         session = self._session(request, {})
@@ -383,7 +377,7 @@ class _Endpoint:
             "answer": prompt.answer,
             "messages": [one.fields(parsed=False) for one in prompt.context],
             "tools": [*prompt.tools],
-            # Convert dates and similar values to text, NaN and infinities to null.
+            # Dates and the like become text, NaN and infinities null.
             "columns": json.loads(json.dumps({**prompt.columns}, default=str), parse_constant=lambda _: None),
         }
         state = {"state": "closed" if session.closed.is_set() else "open", "calls": len(session.calls)}
@@ -418,7 +412,7 @@ class _Endpoint:
         raise closed or UnknownSessionError
 
     async def _body(self, request: Request, *, empty: bool = False) -> Body:
-        """Return a request's JSON object. empty: whether the body may be empty. Raises RefusedCallError."""
+        """Return a request's JSON object; raises RefusedCallError. empty: an empty body is allowed."""
         options, chunks, length = self._options, list[bytes](), 0
         what = f"a body may have {options.body_limit} bytes"
         too_large = RefusedCallError(what, code="body_too_large", status=413)

@@ -1,7 +1,7 @@
-"""From messages to the ids of a prompt, with the session's answers as they were sampled.
+"""Encode messages as a prompt's ids, with the session's earlier answers exactly as sampled.
 
-An assistant's message that comes back is recognized by the conversation before it, and by its ids or its text; neither
-ids nor texts that come back are trained on.
+A returned assistant message is recognized by the conversation before it and by its ids or text. Returned ids and texts
+are only compared, never trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class Claim:
-    """The ids that an assistant's message brings along; they are compared with those of the session's calls."""
+    """The ids in a returned assistant message, for comparison with the session's calls."""
 
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
@@ -36,10 +36,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as a client sends it. claims: one for each message, None where it brings no ids.
+    """A client's conversation. claims: one per message, or None if the message has no ids.
 
-    variables: of the chat template, besides those of the run. goes_on: the client says that the answer goes on with
-    the last message.
+    variables: chat template variables besides the run's. goes_on: True if the client asks to continue the last message.
     """
 
     messages: tuple[Message, ...]
@@ -51,9 +50,9 @@ class Chat:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """The prompt that a conversation is. state: stands for all of it; heard: what is said after the last answer.
+    """A conversation as a prompt. state: the conversation's digest. heard: the messages after the last answer.
 
-    begun: what it ends with of the answer; before: stands for all before that.
+    begun: an unfinished answer at the end of the prompt, if any. before: the digest of the messages before it.
     """
 
     ids: list[int]
@@ -66,29 +65,29 @@ class ChatPrompt:
 @dataclass(frozen=True)
 class _Answered:
     call: Call
-    message: Message  # as it was returned
+    message: Message  # as sent to the client
 
 
 @dataclass
 class History:
-    """The chat calls of a session, by the conversation that each has answered."""
+    """A session's chat calls, by the digest of the conversation that each answers."""
 
     _calls: dict[bytes, list[_Answered]] = field(default_factory=dict[bytes, list[_Answered]])
     _contents: dict[_Said, str] = field(default_factory=dict[_Said, str])
-    """Of all answers: clients take thoughts apart from what is said, where a template may show them together."""
+    """Each answer's original content: clients separate the thoughts, which a template may show inside the content."""
 
     @classmethod
     def of(cls, session: Session) -> History:
         return session.memory.setdefault(_MEMORY, cls())
 
     def prompt(self, chat: Chat, tokenizer: Tokenizer, room: Room) -> ChatPrompt:
-        """Encode what the template shows of a conversation, after the longest beginning that was sampled.
+        """Encode a conversation, reusing the ids of its longest sampled prefix.
 
-        Raises ValueError for what the template or the tokenizer does not take, and NoRoomError for a text that is too
-        long by its length alone: it is not encoded.
+        Raises ValueError for messages that the template or the tokenizer rejects, and NoRoomError, without encoding,
+        for a text whose number of characters alone shows that it is too long.
         """
         fewest = tokenizer.fewest_tokens
-        # Of an answer a template may leave the thoughts out; all else it shows.
+        # Templates may leave out an answer's thoughts, but nothing else.
         room(fewest(sum(len(message.content) for message in chat.messages if message.role != ASSISTANT)))
         messages, answered = [*chat.messages], dict[int, Call]()
         if chat.variables:
@@ -120,7 +119,7 @@ class History:
         return ChatPrompt(ids, state, heard, *((last.content, before) if begun else ("", None)))
 
     def keep(self, prompt: ChatPrompt, call: Call, message: Message) -> None:
-        """Take note of how an answer is returned, and of a whole one that began in its prompt; once for each call."""
+        """Record an answer's message as sent, joined with any part already in the prompt; once per call."""
         kept = [(prompt.state, message)]
         if prompt.before is not None:
             kept.append((prompt.before, replace(message, content=prompt.begun + message.content)))
@@ -131,7 +130,7 @@ class History:
                 self._contents[_said(said)] = said.content
 
     def _find(self, state: bytes, message: Message, claim: Claim | None) -> _Answered | None:
-        """Return the answer to a conversation that a message is; of equal ones that to the last repetition."""
+        """Return the call that produced a returned message; if several match, the last one."""
         known = sorted(self._calls.get(state, ()), key=lambda answered: -answered.call.repetition)
         if claim is not None:
             for one in known:
@@ -145,7 +144,7 @@ class History:
 
 
 def _said(message: Message) -> _Said:
-    """Return thought, words and calls, however a client has arranged them, but for the ids that it calls them by."""
+    """Return the thoughts, text and calls (without ids), however the client arranged them."""
     thought, end, words = message.content.partition(_THOUGHT_ENDS)
     if message.reasoning or not end:
         thought, words = message.reasoning, message.content
@@ -154,19 +153,38 @@ def _said(message: Message) -> _Said:
     return thought, words.strip(), calls
 
 
+def flaws_of(message: Message) -> list[str]:
+    """Return an answer's flaws, as NeMo RL's nemo_gym environment defines them; its calls are already parsed.
+
+    invalid_tool_call: a call's tag in the text, or in the thought if there is neither text nor call.
+    malformed_thinking: a thinking tag in the text, or two of a kind in a thought without text and call.
+    """
+    thought, words, calls = _said(message)
+    if not thought and words.startswith(_THOUGHT_BEGINS):  # cut off within the thought
+        thought, words = words.removeprefix(_THOUGHT_BEGINS), ""
+    alone = "" if words or calls else thought
+    thinking = (_THOUGHT_BEGINS, _THOUGHT_ENDS)
+    found = {
+        "invalid_tool_call": any(tag in words or tag in alone for tag in _CALL_TAGS),
+        "malformed_thinking": any(tag in words or alone.count(tag) > 1 for tag in thinking),
+    }
+    return [flaw for flaw, is_found in found.items() if is_found]
+
+
 def _digest(before: bytes, *parts: Any) -> bytes:
     text = json.dumps([before.hex(), *parts])
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
+_CALL_TAGS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _ID_LENGTH = 9
-"""Some templates, such as Mistral's, take ids of nine letters and digits alone."""
+"""Some templates, such as Mistral's, accept only ids of nine letters and digits."""
 
 type Function = tuple[str, str]
 """A name, and the arguments as JSON."""
 type ToolParser = Callable[[str, Sequence[int]], tuple[str, list[Function]]]
-"""From an answer's text and ids, without the token that ended it, to its text besides calls, and its calls in order."""
+"""From an answer's text and ids, without its end token, to the text outside of calls, and the calls in order."""
 
 
 def no_tools(text: str, _ids: Sequence[int]) -> tuple[str, list[Function]]:
@@ -174,9 +192,9 @@ def no_tools(text: str, _ids: Sequence[int]) -> tuple[str, list[Function]]:
 
 
 def hermes(text: str, _ids: Sequence[int]) -> tuple[str, list[Function]]:
-    """Read calls as Hermes and Qwen write them: a JSON object between `<tool_call>` and `</tool_call>`.
+    """Parse the calls of Hermes and Qwen: a JSON object between `<tool_call>` and `</tool_call>`.
 
-    What is no object with a name, and arguments that are an object, stays text; so does a call that is not ended.
+    Anything but an object with a name and an object of arguments stays text, as does an unfinished call.
     """
     calls: list[tuple[re.Match[str], Function]] = []
     for match in _CALL.finditer(text):
@@ -197,9 +215,9 @@ def hermes(text: str, _ids: Sequence[int]) -> tuple[str, list[Function]]:
 
 
 def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
-    """Return a parser by its name: `hermes`, `none`, or one of the library `renderers` (the extra `tool-parsers`).
+    """Return a parser by name: `hermes`, `none`, or one of the library `renderers` (extra `tool-parsers`).
 
-    Raises ImportError where that is not installed, RefusedError for an unknown name.
+    Raises ImportError without that library, RefusedError for an unknown name.
     """
     own: dict[str, ToolParser] = {"hermes": hermes, "none": no_tools}
     if name in own:
@@ -214,7 +232,7 @@ def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
         ids = tokenizer.encode(token)
         return ids[0] if len(ids) == 1 else None
 
-    # The few methods of a tokenizer of transformers that the library's parsers call.
+    # The few methods of a transformers tokenizer that the library's parsers call.
     asked = SimpleNamespace(
         unk_token_id=None,
         convert_tokens_to_ids=id_of,
@@ -234,13 +252,11 @@ def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
 
 
 def calls_of(call: Call, functions: Sequence[Function]) -> tuple[ToolCall, ...]:
-    """Return the functions that an answer calls, with ids that are the same whenever the same tokens are drawn."""
-    drawn = f"{_hash_of(call.prompt_P.tobytes())}.{_hash_of(call.answer_N.tobytes())}.{call.repetition}"
-    return tuple(
-        ToolCall(_hash_of(f"{drawn}.{place}".encode())[:_ID_LENGTH], *function)
-        for place, function in enumerate(functions)
-    )
-
-
-def _hash_of(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    """Return an answer's calls of functions, with ids that depend on the sampled tokens alone."""
+    drawn, calls = "", list[ToolCall]()
+    for ids in (call.prompt_P, call.answer_N):
+        drawn += f"{hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()}."
+    for place, function in enumerate(functions):
+        name = f"{drawn}{call.repetition}.{place}".encode()
+        calls.append(ToolCall(hashlib.blake2b(name, digest_size=16).hexdigest()[:_ID_LENGTH], *function))
+    return tuple(calls)

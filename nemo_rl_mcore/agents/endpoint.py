@@ -1,7 +1,7 @@
-"""The endpoint of a run: a server on the loopback interface, its sessions, and the agents that play them.
+"""A run's endpoint: a server on the loopback interface, its sessions, and the agents that play them.
 
-`Endpoint` is in one thread, with an asyncio loop. The threads that train or ask engines begin episodes there, see
-`AgentCollector`; answers come from them.
+`Endpoint` runs in its own thread, with an asyncio loop. The threads that train or call engines start episodes there and
+sample the answers, see `AgentCollector`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +35,7 @@ from nemo_rl_mcore.agents.session import (
     Sessions,
 )
 from nemo_rl_mcore.config import RunConfig
-from nemo_rl_mcore.config.environment import gym_python
+from nemo_rl_mcore.config.environment import RETRIES
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.data.datasets import Prompt
@@ -49,16 +50,16 @@ from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS, Piece, Tra
 
 
 def in_order(calls: Sequence[Call]) -> list[Call]:
-    """Return calls in an order that does not depend on time; one that goes on with another has the longer prompt."""
+    """Return calls in an order independent of time; a call that continues another has the longer prompt."""
     return sorted(calls, key=lambda call: (len(call.prompt_P), digest_of_ids(call.prompt_P), call.repetition))
 
 
 def chains_of(calls: Sequence[Call]) -> list[list[Call]]:
-    """Return the calls of each row that is trained on, in order.
+    """Return the calls of each training row, in order.
 
-    A call whose prompt begins with all tokens of a row, sampled ones included, goes on with it; any other one begins a
-    row, with its whole prompt as context. So each sampled token is in one row, after the tokens that it was sampled
-    after, whatever a harness edits, compacts, retries or asks at the same time.
+    A call continues a row if its prompt begins with all of the row's tokens, sampled ones included; else it begins a
+    row, with its whole prompt as context. So each sampled token is in one row, behind the tokens it was sampled after,
+    whatever a harness edits, compacts, retries or requests in parallel.
     """
     chains: list[list[Call]] = []
     for call in calls:
@@ -79,7 +80,7 @@ def chains_of(calls: Sequence[Call]) -> list[list[Call]]:
 
 
 def last_turn(session: Session, tokenizer: Tokenizer) -> Turn:
-    """Return the conversation that ends with the session's last answer, for who scores it."""
+    """Return the conversation that ends with the session's last answer, for scoring."""
     calls, last = in_order(session.calls), session.last
     assert last is not None
     [chain] = [chain for chain in chains_of(calls) if last in chain]
@@ -90,7 +91,7 @@ def last_turn(session: Session, tokenizer: Tokenizer) -> Turn:
 
 
 def transcript_of(session: Session, reply: Reply, ending: Ending, shown: Sequence[int]) -> Transcript:
-    """Return a session's record. shown: ids of the prompt, for a session without calls. reply: to the last call."""
+    """Return a session's record. shown: the prompt's ids, for a session without calls. reply: to the last call."""
     calls = in_order(session.calls)
     turns = {call: turn for turn, call in enumerate(calls, start=1)}
     rows: list[list[Piece]] = []
@@ -110,24 +111,25 @@ def transcript_of(session: Session, reply: Reply, ending: Ending, shown: Sequenc
         finished=session.last is not None and session.last.finished,
         ending=ending,
     )
-    for following in calls[1:]:
-        episode.take(Reply(0.0, terminated=False, observation=following.heard))
-    episode.take(reply)
+    for call, following in pairwise(calls):
+        flaws = tuple(sorted(call.flaws))
+        episode.take(Reply(0.0, terminated=False, observation=following.heard, flaws=flaws))
+    episode.take(replace(reply, flaws=tuple(sorted(calls[-1].flaws))) if calls else reply)
     return episode
 
 
 MODEL = "policy"
-"""The model's name for clients; another one is refused, as what is said to a judge is not to be trained on."""
+"""The model's name for clients. Others are refused: calls meant for a judge must not be trained on."""
 _START_WITHIN_S, _END_WITHIN_S = 30.0, 60.0
 
 type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]
-"""See `driver.rollouts.player.Environments.replies_soon`."""
+"""As `driver.rollouts.player.Environments.replies_soon`."""
 
 
 class Endpoint:
     """A context manager: the server listens inside the block, and all agents have ended after it.
 
-    stop_ids: end an answer. variables: of the agents' environment. Raises RunStoppedError for a port that is taken.
+    stop_ids: end an answer. variables: the agents' environment. Raises RunStoppedError for a port in use.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class Endpoint:
         section = config.env.endpoint
         assert section is not None
         policy = config.policy
-        self._section, self._retries = section, config.env.pool.retries
+        self._section = section
         self._limits = SessionLimits(
             policy.max_total_sequence_length, config.max_rollout_turns, policy.reserved_tokens
         )
@@ -165,7 +167,7 @@ class Endpoint:
         self._agents: Agents | NemoGym = Agents(
             section.command, variables, section.processes, section.timeout_s
         )
-        self._thread = LoopThread("endpoint", self._tell_error)
+        self.thread = LoopThread("endpoint", self._tell_error)
         self._server = AsyncExitStack()
         self._opening: asyncio.Task[Any] | None = None
         self._reported = set[str]()
@@ -173,9 +175,9 @@ class Endpoint:
         self.url = ""  # of the server, without a path
 
     def __enter__(self) -> Self:
-        """Start to listen, and NeMo Gym where its agents play."""
+        """Start the server, and NeMo Gym if the recipe has it."""
         of_gym = 0.0 if self._gym is None else START_WITHIN_S
-        starting = self._thread.call(self._open())
+        starting = self.thread.call(self._open())
         try:
             starting.result(_START_WITHIN_S + of_gym)
         except BaseException:
@@ -185,13 +187,10 @@ class Endpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.call(self._end()).result(_END_WITHIN_S)
-        self._thread.close()
+        self.thread.call(self._end()).result(_END_WITHIN_S)
+        self.thread.close()
 
-    def begin[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        return self._thread.call(coroutine)
-
-    # The thread of the endpoint
+    # In the endpoint's thread
 
     async def _open(self) -> None:
         self._opening = asyncio.current_task()
@@ -199,7 +198,7 @@ class Endpoint:
         self.url = address.url
         if self._gym is not None:
             setup = GymSetup(
-                gym_python(self._section),
+                self._section.command[0] if self._section.command else "python",
                 self._section.processes == 1,
                 self._gym,
                 self._options.sampling,
@@ -214,13 +213,13 @@ class Endpoint:
         playing = [*self._playing]
         for episode in playing:
             episode.cancel()
-        # An opening that was given up ends what it began.
+        # A cancelled opening ends whatever it has started.
         opening = () if self._opening is None else (self._opening,)
         await asyncio.gather(*playing, *opening, return_exceptions=True)
         await self._server.aclose()
 
     async def play(self, episodes: Sequence[Coroutine[Any, Any, Transcript]]) -> list[Transcript]:
-        """Play episodes at the same time; one that fails ends the others, and its error is raised."""
+        """Play episodes concurrently; the first error cancels the others and is raised."""
         playing = [asyncio.ensure_future(episode) for episode in episodes]
         self._playing.update(playing)
         try:
@@ -234,10 +233,10 @@ class Endpoint:
     async def episode(
         self, prompt: Prompt, sample: int, respond: Respond, judge: Judge | None, shown: Sequence[int]
     ) -> Transcript:
-        """Have agents play a sample, one after the other until one has done its task, or as often as allowed.
+        """Let agents play a sample, one after the other, until one succeeds or all tries are used.
 
-        judge: scores the last answer where the agent gives no reward; None drops the episode then. shown: ids of the
-        prompt. Raises what the engine has raised.
+        judge: scores the last answer if the agent gives no reward; without one the episode is then dropped. shown: the
+        prompt's ids. Raises the engine's errors.
         """
 
         async def noted(asked: BatchedDataDict) -> BatchedDataDict:
@@ -247,7 +246,7 @@ class Endpoint:
             return answered
 
         messages = [{"role": message.role, "content": message.content} for message in conversation(prompt)]
-        for last in (*[False] * self._retries, True):
+        for last in (*[False] * RETRIES, True):
             session = self._sessions.open(prompt, sample, self._limits, noted)
             task = {
                 "messages": messages,
@@ -266,7 +265,7 @@ class Endpoint:
                 raise session.error
             reply = await self._reply(session, ended, judge)
             if reply.dropped is not None and reply.dropped not in self._reported:
-                self._reported.add(reply.dropped)  # each reason is told once, with what the agent said last
+                self._reported.add(reply.dropped)  # each reason is printed once, with an agent's last output
                 said = [f"env.endpoint: {reply.dropped}", ended.said]
                 write_line(sys.stderr, "\n".join(filter(None, said)))
             if reply.dropped is None or last or ended.for_good:
@@ -306,22 +305,22 @@ def _ending(session: Session, reply: Reply) -> Ending:
             return Ending.TERMINATED if ended else Ending.ANSWER_LIMIT
 
 
-# Python hears of signals between two waits.
+# Python handles signals between two waits.
 _WAKE_EVERY_S = 0.2
 
 
 @dataclass(frozen=True)
 class AgentCollector(RolloutCollector):
-    """Has agents play each sample of a prompt; see `agents.endpoint.Endpoint`."""
+    """Lets agents play each sample of a prompt."""
 
     endpoint: Endpoint = field(kw_only=True)
     judges: bool = field(kw_only=True)
-    """The environment scores the last answer where an agent gives no reward."""
+    """The environment scores the last answer if an agent gives no reward."""
 
     def play_now(
         self, prompts: Sequence[Prompt], asked: BatchedDataDict, *, step: int, greedy: bool = False
     ) -> BatchedDataDict:
-        """See `RolloutCollector.play_now`; this thread answers in one batch what waits at the same time."""
+        """As `RolloutCollector.play_now`; this thread answers all calls that wait as one batch."""
         waiting = queue.SimpleQueue[tuple[BatchedDataDict, asyncio.Future[BatchedDataDict]] | None]()
 
         async def respond(row: BatchedDataDict) -> BatchedDataDict:
@@ -330,10 +329,10 @@ class AgentCollector(RolloutCollector):
             return await answer
 
         def give(answer: asyncio.Future[BatchedDataDict], row: BatchedDataDict) -> None:
-            if not answer.done():  # nobody waits for one that was cancelled
+            if not answer.done():  # a cancelled one has no reader
                 answer.set_result(row)
 
-        playing = self.endpoint.begin(self._episodes(prompts, asked, respond))
+        playing = self.endpoint.thread.call(self._episodes(prompts, asked, respond))
         playing.add_done_callback(lambda _: waiting.put(None))  # ends the wait below
         try:
             with activity.at(f"waiting for the agents of {asked.size} sessions", timed=False):
@@ -360,7 +359,7 @@ class AgentCollector(RolloutCollector):
             playing.cancel()
 
     def is_answer_to(self, asked: BatchedDataDict, batch: BatchedDataDict) -> bool:
-        """See `RolloutCollector.is_answer_to`: an agent shows the prompt to the model in its own way."""
+        """Compare prompts by index: an agent shows the model the prompt in its own way."""
         first = [rows.start for rows in batch.samples()]
         return torch.equal(batch["prompt_index"][first], asked["prompt_index"])
 
@@ -373,7 +372,7 @@ class AgentCollector(RolloutCollector):
         *,
         apart: Callable[..., Awaitable[object]] = asyncio.to_thread,
     ) -> BatchedDataDict:
-        """See `RolloutCollector.play`; `respond` is called in the loop of the caller."""
+        """As `RolloutCollector.play`; `respond` runs in the caller's loop."""
         loop = asyncio.get_running_loop()
 
         async def call(row: BatchedDataDict) -> BatchedDataDict:
@@ -382,13 +381,13 @@ class AgentCollector(RolloutCollector):
         async def crossing(row: BatchedDataDict) -> BatchedDataDict:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(row), loop))
 
-        playing: Future[BatchedDataDict] = self.endpoint.begin(self._episodes(prompts, asked, crossing))
+        playing: Future[BatchedDataDict] = self.endpoint.thread.call(self._episodes(prompts, asked, crossing))
         return await asyncio.wrap_future(playing)
 
     async def _episodes(
         self, prompts: Sequence[Prompt], asked: BatchedDataDict, respond: Respond
     ) -> BatchedDataDict:
-        """Play all samples at once; where an engine fails, the other samples are given up."""
+        """Play all samples at once; an engine's failure cancels the other samples."""
         samples = asked.size // len(prompts)
         of_rows = [(prompt, sample) for prompt in prompts for sample in range(samples)]
         shown = zip(asked["input_ids"].tolist(), asked["input_lengths"].tolist(), strict=True)
@@ -400,8 +399,5 @@ class AgentCollector(RolloutCollector):
             ]
         )
         return batch_of(
-            episodes,
-            pad_token_id=self.tokenizer.pad_token_id,
-            turns=self.form.turns,
-            digests=True,
+            episodes, pad_token_id=self.tokenizer.pad_token_id, turns=self.form.turns, digests=True
         )

@@ -1,9 +1,9 @@
-"""NeMo Gym's servers, and the rows that its agents play: a program for Gym's own Python, see `nemo_gym`.
+"""NeMo Gym's servers, and the rows that its agents play: a program for Gym's own Python, started by `nemo_gym`.
 
     PYTHON -P gym_servers.py
 
-The first line of standard input is the settings; each later one a row to play, or the number of one that is given up.
-Standard output answers with a line when the servers are ready, and with one for each row. Both are JSON. The end of the
+The first line of standard input holds the settings; each later one a row to play, or the number of a row to give up.
+Standard output gets a line once the servers are ready, and one for each played row. All lines are JSON. The end of the
 input ends the servers.
 """
 
@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, TextIO
+from typing import Any
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 
@@ -32,7 +32,7 @@ _SHOWN = 400
 
 
 def _parser(settings: dict[str, Any]) -> global_config.GlobalConfigDictParserConfig:
-    """Return Gym's configuration as the recipe has it, with the policy's address in it."""
+    """Return the recipe's configuration for Gym, with the policy's address."""
     with socket.socket() as one:
         one.bind((_HOST, 0))
         free_port = one.getsockname()[1]
@@ -99,7 +99,7 @@ def _serving(app: Any, host: str, port: int) -> uvicorn.Server:
 
 @asynccontextmanager
 async def _in_processes(settings: dict[str, Any]) -> AsyncGenerator[server_utils.ServerClient]:
-    """Have Gym start Ray, and each server in a process and an environment of its own; one that dies ends this one."""
+    """Let Gym start Ray, and each server in its own process and environment; a server's death ends this program."""
     from nemo_gym.cli.env import RunHelper
 
     helper = RunHelper()
@@ -110,7 +110,7 @@ async def _in_processes(settings: dict[str, Any]) -> AsyncGenerator[server_utils
             while True:
                 helper.poll()
                 await asyncio.sleep(_POLLED_EVERY_S)
-        except Exception as error:  # noqa: BLE001 whatever it is ends this program
+        except Exception as error:  # noqa: BLE001 any error ends this program
             sys.stderr.write(f"{error}\n")
             sys.stderr.flush()
             os._exit(1)
@@ -125,10 +125,10 @@ async def _in_processes(settings: dict[str, Any]) -> AsyncGenerator[server_utils
 
 
 async def _play(client: server_utils.ServerClient, row: dict[str, Any]) -> dict[str, Any]:
-    """Have the agent of a row play it; return its reward, and what Gym counts of its calls."""
+    """Let a row's agent play it; return the reward, and Gym's counts of calls and tokens."""
     try:
         agent = (row.get("agent_ref") or {}).get("name")
-        if not agent:  # the only one that there is
+        if not agent:  # the only one
             servers = _servers(client.global_config_dict)
             [agent] = [name for name, kind, _ in servers if kind.startswith(_AGENTS)]
         response = await client.post(server_name=agent, url_path="/run", json=row)
@@ -144,13 +144,16 @@ async def _play(client: server_utils.ServerClient, row: dict[str, Any]) -> dict[
             "tokens": sum(map(len, drawn)),
             "tool_calls": sum(item["type"] == "function_call" for item in output),
         }
-    except Exception as error:  # noqa: BLE001 whatever it is ends this row alone
+    except Exception as error:  # noqa: BLE001 any error ends this row alone
         said = getattr(error, "response_content", b"").decode(errors="replace") or str(error)
         return {"error": type(error).__name__, "said": said[-_SHOWN:]}
 
 
-async def run(settings: dict[str, Any], answers: TextIO) -> None:
-    playing = dict[int, asyncio.Task[None]]()
+async def main() -> None:
+    """Read the settings, and play rows. The servers' own prints go to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    settings, playing = json.loads(sys.stdin.readline()), dict[int, asyncio.Task[None]]()
 
     def tell(answer: dict[str, Any]) -> None:
         answers.write(f"{json.dumps(answer)}\n")
@@ -175,12 +178,5 @@ async def run(settings: dict[str, Any], answers: TextIO) -> None:
             task.cancel()
 
 
-def main() -> None:
-    """Read the settings, and run. What servers print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    asyncio.run(run(json.loads(sys.stdin.readline()), answers))
-
-
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

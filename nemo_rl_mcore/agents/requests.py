@@ -1,4 +1,4 @@
-"""A request's body: fields that are left out are the run's, and those that would draw otherwise are refused by name."""
+"""A request's body: missing fields take the run's values; fields that would sample differently are refused by name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from nemo_rl_mcore.errors import RunStoppedError
 
 @dataclass(frozen=True)
 class RunSampling:
-    """Sampling of the run; a call may say the same, or nothing.
+    """The run's sampling; a call may repeat these values or leave them out.
 
-    top_k: None where all tokens are kept. max_new_tokens: of an answer. stop_strings, stop_ids: end an answer and
-    belong to it; among the ids is the end of sequence.
+    top_k: None keeps all tokens. max_new_tokens: per answer. stop_strings, stop_ids: end an answer and belong to it;
+    the ids include the end of sequence.
     """
 
     temperature: float
@@ -36,11 +36,11 @@ class RunSampling:
 
 @dataclass(frozen=True)
 class EndpointOptions:
-    """model: its name. context: tokens of prompt and answer together at most.
+    """model: its name. context: most tokens of prompt and answer together.
 
-    version: of the weights, now. health: what `/health` tells besides. failed: is told what the endpoint itself has
-    raised. body_limit: bytes of a request; body_seconds: within which it has to come;
-    bodies_limit: bytes of all requests that are being read. write_seconds: within which a client has to take an answer.
+    version: returns the current weight version. health: returns further fields of `/health`. failed: called with the
+    endpoint's own errors. body_limit, body_seconds: bytes of a request, and the time to receive them. bodies_limit:
+    bytes of all requests being read. write_seconds: time for a client to accept an answer.
     """
 
     model: str
@@ -58,7 +58,7 @@ class EndpointOptions:
 
 
 class RefusedCallError(Exception):
-    """A request that cannot be taken, by its HTTP status. param: the field at fault; code: for clients."""
+    """A refused request, with its HTTP status. param: the field at fault; code: for clients."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RefusedCallError(Exception):
 
 
 def refusal_of(error: BaseException) -> RefusedCallError | None:
-    """Return the answer to an error; None for a fault of ours."""
+    """Return the refusal for an error; None for the endpoint's own fault."""
     match error:
         case RefusedCallError():
             return error
@@ -114,14 +114,14 @@ _NEUTRAL: dict[str, Sequence[object]] = {
     "suffix": ("",),
     "add_generation_prompt": (True,),
 }
-"""The allowed values, besides null, of fields that would change how answers are drawn."""
+"""Allowed values, besides null, of fields that would change the sampling."""
 _OF_BEGUN = {"continue_final_message": (True,), "add_generation_prompt": (False,)}
-"""The same, of a conversation that ends with the beginning of its answer."""
+"""The same, for a conversation that ends with the beginning of its answer."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 class _Read(BaseModel):
-    """A body's known fields; null is not there."""
+    """A body's known fields; null counts as missing."""
 
     model_config = ConfigDict(strict=True)
 
@@ -173,7 +173,7 @@ class Rewards(_Read):
 
 
 def read_as[Model: _Read](model: type[Model], body: object) -> Model:
-    """Read a body; raises RefusedCallError with the first field that is wrong."""
+    """Validate a body; raises RefusedCallError with the first wrong field."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -184,10 +184,10 @@ def read_as[Model: _Read](model: type[Model], body: object) -> Model:
 
 @dataclass(frozen=True)
 class Wishes:
-    """A request but for its prompt.
+    """A request without its prompt.
 
-    max_tokens: None where it is the run's. stop, stop_ids: end the answer besides those of the run. logprobs: of the
-    answer; names_ids: in them tokens are called `token_id:N`. token_ids: of prompt and answer, wherever they stand.
+    max_tokens: None for the run's. stop, stop_ids: end the answer in addition to the run's. logprobs: return the
+    answer's; names_ids: name tokens `token_id:N` in them. token_ids: return those of prompt and answer.
     """
 
     max_tokens: int | None
@@ -201,7 +201,7 @@ class Wishes:
 
 
 def wishes_of(body: Body, options: EndpointOptions, sampling: Body | None = None) -> Wishes:
-    """Read a body; sampling: where values of sampling are, if not in the body itself. Raises RefusedCallError."""
+    """Read a body; sampling: the object with the sampling values, if not the body. Raises RefusedCallError."""
     values, run = body if sampling is None else sampling, options.sampling
     if body.get("model") not in (None, options.model):
         what = f"there is no model {body['model']!r:.100}; this endpoint has {options.model!r}"
@@ -212,7 +212,7 @@ def wishes_of(body: Body, options: EndpointOptions, sampling: Body | None = None
         begun = isinstance(last, dict) and cast("Body", last).get("role") == ASSISTANT
         for name, allowed in (_NEUTRAL | _OF_BEGUN if begun else _NEUTRAL).items():
             said = place.get(name)
-            # True is 1 to Python.
+            # In Python, True == 1.
             alike = (isinstance(said, bool) == isinstance(value, bool) and said == value for value in allowed)
             if said is not None and not any(alike):
                 only = " or ".join(json.dumps(value) for value in (*allowed, None))
@@ -246,9 +246,9 @@ def wishes_of(body: Body, options: EndpointOptions, sampling: Body | None = None
 
 
 def chat_of(body: Body, room: Room) -> Chat:
-    """Read the conversation of a body, of which each message is a token or more; raises as `prompt_of`.
+    """Read a body's conversation; raises as `prompt_of`. Each message counts as one token or more.
 
-    Of a message the template gets the fields that OpenAI knows alone, and the ids that it claims.
+    Messages keep only OpenAI's fields and their claims of ids.
     """
     asked = read_as(_ChatBody, body)
     if not asked.messages:
@@ -264,7 +264,7 @@ def chat_of(body: Body, room: Room) -> Chat:
         if message.role not in _ROLES:
             what = f"{path}.role is {message.role!r:.100}; known roles are {', '.join(_ROLES)}"
             raise RefusedCallError(what, param=f"{path}.role")
-        claim, reasoning = None, ""  # what is no list of ids claims nothing
+        claim, reasoning = None, ""  # anything but lists of ids claims nothing
         if message.role == ASSISTANT:
             said = cast("dict[str, Any]", given)
             reasoning = message.reasoning or said.get("reasoning") or ""
@@ -291,9 +291,9 @@ def chat_of(body: Body, room: Room) -> Chat:
 
 
 def prompt_of(body: Body, options: EndpointOptions, room: Room) -> list[int]:
-    """Return the ids of the prompt of a completion: one text, or one list of ids, also as the only one of a list.
+    """Return the ids of a completion's prompt: a text or a list of ids, or a list with one of these.
 
-    Raises RefusedCallError, and NoRoomError for what is too long by its length alone: it is not encoded.
+    Raises RefusedCallError, and NoRoomError, without encoding, for a text whose length alone is too large.
     """
     given = cast("object", body.get("prompt"))
     several = cast("list[object]", given) if isinstance(given, list) else []
@@ -303,7 +303,7 @@ def prompt_of(body: Body, options: EndpointOptions, room: Room) -> list[int]:
         return ids_of(cast("object", given), "prompt", options, room)
     room(options.tokenizer.fewest_tokens(len(given)))
     try:
-        return options.tokenizer.encode(given)  # special tokens are those tokens; nothing is put before it
+        return options.tokenizer.encode(given)  # special tokens are parsed; no begin of sequence is added
     except (ValueError, TypeError) as error:
         raise RefusedCallError(f"prompt cannot be encoded: {error}", param="prompt") from error
 

@@ -1,6 +1,6 @@
-"""Serves an ASGI application in the asyncio loop that is running, on sockets whose clients are not trusted.
+"""Serves an ASGI application in the running asyncio loop, to untrusted clients.
 
-That is uvicorn's server, which handles no signals here; a deadline for the head of a request is ours.
+The server is uvicorn's, without its signal handlers and with a deadline for a request's head.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 CONNECTION = "connection"
-"""Where the state of a request has its `Connection`."""
+"""The key of a request's `Connection` in its state."""
 HEADER_BYTES = 32 << 10
 _UNREAD_BYTES = 128 << 10
-"""That the kernel may hold of an answer: else one that nobody reads would count as delivered up to some megabytes."""
+"""An answer's bytes in the kernel's buffer: a larger one would make unread answers count as delivered."""
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """connections: at once; for one more the one that has asked nothing for the longest is closed.
+    """connections: most at once; one more closes the one that has been idle longest.
 
-    header_seconds: within which the head of a request has to come. idle_seconds: until a connection without request is
-    closed. stop_seconds: that requests have to end in when the server stops; then they are cancelled.
+    header_seconds: time for a request's head. idle_seconds: time until a connection without a request is closed.
+    stop_seconds: time for requests to end once the server stops; then they are cancelled.
     """
 
     connections: int = 2048
@@ -44,14 +44,11 @@ class ServerLimits:
 class Address:
     host: str
     port: int
-
-    @property
-    def url(self) -> str:
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+    url: str
 
 
 class Connection(H11Protocol):
-    """A connection of a client, which is cut where the next request, or the rest of one, does not come in time."""
+    """A client's connection, cut if the next request or the rest of one is late."""
 
     def __init__(self, *args: Any, limits: ServerLimits, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -59,14 +56,14 @@ class Connection(H11Protocol):
         self.app_state = {**self.app_state, CONNECTION: self}
         self._deadline: asyncio.TimerHandle | None = None
         self._awaited = ""
-        self.used = 0.0  # when it sent or got something, by the clock of the loop
+        self.used = 0.0  # the loop's time at the last bytes sent or received
 
     @property
     def idle(self) -> bool:
         return not self.cycle or self.cycle.response_complete
 
     async def drained(self) -> bool:
-        """Wait until the kernel has all that was written; return whether the client was there until then."""
+        """Wait until the kernel has accepted everything; return False if the client left before."""
         if not self.transport.is_closing():
             await self.flow.drain()
         return not self.transport.is_closing()
@@ -94,13 +91,13 @@ class Connection(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Set the deadline of what the client has to send next; nobody waits while a request is answered."""
+        """Set the deadline for the client's next bytes; there is none while a request is answered."""
         self.used = self.loop.time()
         between = self.cycle and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
         awaited = "request" if between else "head"
         awaited = awaited if self.idle and not self.transport.is_closing() else ""
         if awaited == self._awaited:
-            return  # a head that comes byte by byte has no more time
+            return  # a head that comes byte by byte gets no extra time
         if self._deadline is not None:
             self._deadline.cancel()
         limits = self._limits
@@ -109,7 +106,7 @@ class Connection(H11Protocol):
         self._deadline = self.loop.call_later(within, self.transport.abort) if awaited else None
 
     def send_400_response(self, msg: str) -> None:
-        """See `H11Protocol`; for what is no HTTP, of which some comes behind the beginning of an answer."""
+        """As in `H11Protocol`, for bytes that are not HTTP; behind a begun answer, close instead."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:
@@ -117,7 +114,7 @@ class Connection(H11Protocol):
 
 
 def within_descriptors(connections: int) -> int:
-    """Leave half of the descriptors that this process may open to the rest of it."""
+    """Cap connections at half of the process's file descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return connections if soft == resource.RLIM_INFINITY else max(1, min(connections, soft // 2))
 
@@ -125,7 +122,7 @@ def within_descriptors(connections: int) -> int:
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """See `uvicorn.Server`; signals are for the run."""
+        """Do nothing: the run handles signals."""
         yield
 
 
@@ -133,14 +130,11 @@ class _Server(uvicorn.Server):
 async def served(
     app: ASGIApp, host: str = "127.0.0.1", port: int = 0, limits: ServerLimits | None = None
 ) -> AsyncGenerator[Address]:
-    """Serve an application until the block ends; port 0: one that the kernel chooses.
-
-    Raises OSError where the address cannot be had.
-    """
+    """Serve an application until the block ends; port 0: a free one. Raises OSError for an unavailable address."""
     limits = limits or ServerLimits()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)  # connections have it of it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)  # connections inherit it
         config = uvicorn.Config(
             app,
             http=partial(Connection, limits=limits),  # pyright: ignore[reportArgumentType]
@@ -161,19 +155,19 @@ async def served(
         server = _Server(config)
         serving = asyncio.ensure_future(server.serve([listener]))
         try:
-            name = listener.getsockname()
-            yield Address(name[0], name[1])
+            name, number, *_ = listener.getsockname()
+            yield Address(name, number, f"http://{f'[{name}]' if ':' in name else name}:{number}")
         finally:
             server.should_exit = True
             await asyncio.shield(_stopped(server, serving, limits.stop_seconds))
 
 
 async def _stopped(server: uvicorn.Server, serving: asyncio.Future[None], seconds: float) -> None:
-    """Wait for the server's end, and for that of the requests which it has cancelled."""
+    """Wait for the server's end, and for the requests that it has cancelled."""
     await serving
     if tasks := {*server.server_state.tasks}:
         await asyncio.wait(tasks, timeout=seconds)
     for connection in [*server.server_state.connections]:
         connection.transport.abort()
-    for _ in range(4):  # the loop closes what was aborted
+    for _ in range(4):  # the loop closes aborted connections
         await asyncio.sleep(0)

@@ -1,6 +1,6 @@
-"""A session: the calls that one agent makes for one sample of a prompt, each with its sampled tokens.
+"""A session: an agent's model calls for one sample of a prompt, with the sampled tokens.
 
-All of it runs in the endpoint's asyncio loop. Shapes: P tokens of a prompt, N of an answer.
+Runs in the endpoint's asyncio loop. Shapes: P tokens of a prompt, N of an answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.driver.rollouts.transcript import DIGESTS, WEIGHT_VERSIONS
 
 type Respond = Callable[[BatchedDataDict], Awaitable[BatchedDataDict]]
-"""Answers one row, see `GenerationInterface.generate`; cancelling the task abandons the answer."""
+"""Answers one row, as `GenerationInterface.generate` does; cancelling the task abandons the answer."""
 type Room = Callable[[int], None]
 """Raises NoRoomError if a prompt of at least this many tokens is too long."""
 
@@ -63,13 +63,13 @@ class SessionLimits:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A model answer as it was sampled.
+    """A sampled answer.
 
     number: position in the order of answers, from 1. prompt_P, answer_N: int64 ids. logprobs_N: fp32, at the run's
-    temperature. versions_N: int64 weight version for each token, None if the engine does not report it.
-    digest: digest of the answer, see `data.token_digests`. finished: whether it ended before its length limit.
-    repetition: number of equal prompts that the session sent earlier. heard: the prompt's messages after the answer
-    that it continues, or all its messages.
+    temperature. versions_N: each token's weight version, int64; None if the engine does not report it. digest: the
+    answer's `digest_of_ids`. finished: the answer ended before its length limit. repetition: number of earlier equal
+    prompts in the session. heard: the prompt's messages after the answer that it continues, else all of them.
+    flaws: see `chat.flaws_of`, once the answer has been read.
     """
 
     number: int
@@ -81,6 +81,7 @@ class Call:
     finished: bool
     repetition: int
     heard: tuple[Message, ...] = ()
+    flaws: set[str] = field(default_factory=set[str], init=False)
 
     @property
     def ids(self) -> list[int]:
@@ -257,12 +258,12 @@ def noise_of(prompt: Sequence[int], repetition: int) -> int:
 _REMEMBERED = 10_000
 
 
+@dataclass(eq=False)
 class Sessions:
     """A run's sessions by token; the tokens of recently ended sessions are remembered."""
 
-    def __init__(self) -> None:
-        self._open: dict[str, Session] = {}
-        self._ended: dict[str, None] = {}
+    _open: dict[str, Session] = field(default_factory=dict[str, Session], init=False)
+    _ended: dict[str, None] = field(default_factory=dict[str, None], init=False)
 
     def __len__(self) -> int:
         return len(self._open)

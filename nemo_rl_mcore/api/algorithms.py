@@ -52,14 +52,10 @@ class Arguments(TypedDict, total=False):
 
 
 class GivenArguments(Arguments, total=False):
-    """Arguments of an algorithm that learns from given answers."""
-
     batch_size: int
 
 
 class SamplingArguments(Arguments, total=False):
-    """Arguments of an algorithm that samples answers."""
-
     reward: Rewards | None
     prompts_per_step: int
     generations: int
@@ -67,14 +63,10 @@ class SamplingArguments(Arguments, total=False):
 
 
 class RewardedArguments(SamplingArguments, total=False):
-    """Arguments of an algorithm that learns from rewards."""
-
     reward_weights: Weights | None
 
 
 class PPOArguments(RewardedArguments, total=False):
-    """Arguments of PPO, which has a critic."""
-
     critic_lr: float
 
 
@@ -113,18 +105,17 @@ class _Algorithm(Run):
 
     def __init_subclass__(cls, arguments: type, **defaults: object) -> None:
         """Build the signature of arguments and defaults for `help` and inspection."""
-        shared = {"steps": None, "epochs": 1, "lora": None, "max_length": None, "gpus": None}
-        shared |= {"seed": 42, "recipe": None}
-        shared |= {"out": f"results/{cls.__name__.lower()}", "resume": "auto", "overrides": ()}
+        shared = {"steps": None, "epochs": 1, "lora": None, "max_length": None, "gpus": None, "recipe": None}
+        shared |= {"seed": 42, "out": f"results/{cls.__name__.lower()}", "resume": "auto", "overrides": ()}
         named = dict.fromkeys([*arguments.__annotations__, *defaults], None)
         cls._defaults = {**named, **shared, **defaults}
-        parameters = [Parameter("model", Parameter.POSITIONAL_OR_KEYWORD)]
-        for name, default in cls._defaults.items():
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
-        cls.__signature__ = Signature(parameters)
+        keywords = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in cls._defaults.items()
+        ]
+        cls.__signature__ = Signature([Parameter("model", Parameter.POSITIONAL_OR_KEYWORD), *keywords])
 
     def _begin(self, model: str | Path | None, given: Mapping[str, Any]) -> None:
-        """Build and check a recipe from arguments; unknown arguments are reported together with all other problems."""
+        """Build and check a recipe from arguments; unknown arguments are reported with all other problems."""
         algorithm = type(self).__name__.lower()
         asked, unknown = {**self._defaults, **given}, list[Problem]()
         for name in given:
@@ -162,7 +153,9 @@ def _fill(draft: Draft, model: str | Path | None, asked: Mapping[str, Any]) -> N
     gpus = visible_gpus() if asked["gpus"] is None else asked["gpus"]
     draft.set("seed", {"seed": asked["seed"]})
     draft.set("lr", {"policy.megatron_cfg.optimizer.lr": asked["lr"]})
-    draft.adapters(asked["lora"])
+    if (lora := asked["lora"]) is not None:
+        peft = {"enabled": True, **(lora if isinstance(lora, Mapping) else {"dim": lora, "alpha": 2 * lora})}
+        draft.set("lora", {f"policy.megatron_cfg.peft.{key}": value for key, value in peft.items()})
     draft.set("gpus", {"cluster.gpus_per_node": gpus, "policy.precision": "bfloat16" if gpus else "float32"})
     if samples:
         answers, rows, of = asked["generations"], asked["prompts_per_step"], "prompts_per_step"
@@ -191,9 +184,12 @@ def _fill(draft: Draft, model: str | Path | None, asked: Mapping[str, Any]) -> N
     new = {"max_new_tokens": new_tokens or longest, "fit_to_sequence": new_tokens is None}
     draft.set("max_new_tokens", {f"policy.generation.{key}": value for key, value in new.items()})
     if samples:
-        draft.rewards(asked["reward"], asked.get("reward_weights"))
-        if validated or "teacher" not in asked:
-            draft.require_rewards(asked["recipe"], asked["overrides"])
+        given = {
+            *(asked["recipe"] or ()),
+            *(text.lstrip("+").partition(".")[0] for text in asked["overrides"]),
+        }
+        required = "env" not in given and (validated or "teacher" not in asked)
+        draft.rewards(asked["reward"], asked.get("reward_weights"), required=required)
     out, steps = Path(asked["out"]), asked["steps"]
     draft.data(asked["train"], asked["validation"], out / "data")
     draft.set("steps", {f"{name}.max_num_steps": _NO_END if steps is None else steps})

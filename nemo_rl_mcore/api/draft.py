@@ -33,7 +33,7 @@ type Data = str | Path | Mapping[str, object] | Iterable[Mapping[str, object]]
 
 @dataclass(frozen=True)
 class Source:
-    """A source's section; columns: columns available to reward functions, None if unknown before the data is read."""
+    """A source's section; columns: those available to reward functions, None if unknown before the data is read."""
 
     section: Tree
     columns: Collection[str] | None = None
@@ -200,13 +200,6 @@ class Draft:
             raise ConfigError([Problem("wrong-kind", path, what, remedy, where=f"argument {argument}")])
         self.set(argument, {path: str(name)})
 
-    def adapters(self, given: int | Mapping[str, object] | None) -> None:
-        """Set adapters by rank, with an alpha of twice the rank, or by the keys of their section."""
-        if given is not None:
-            keys = given if isinstance(given, Mapping) else {"dim": given, "alpha": 2 * given}
-            peft = {"enabled": True, **keys}
-            self.set("lora", {f"policy.megatron_cfg.peft.{key}": value for key, value in peft.items()})
-
     def data(self, train: Data | None, validation: Data | None, folder: Path) -> None:
         """Set the sources, with the columns of the reward functions, which must be set before."""
         functions = self._functions
@@ -233,28 +226,22 @@ class Draft:
         else:
             self.set("train", {"data.dataset_name": "files"})
 
-    def require_rewards(self, recipe: Mapping[str, object] | None, overrides: Sequence[str]) -> None:
-        """Record a problem if nothing scores answers, since a recipe without `env` scores sums."""
-        given = [*(recipe or {}), *(override.lstrip("+").partition(".")[0] for override in overrides)]
-        if "env" not in self.tree and "env" not in given:
-            remedy = "give a function, or recipe={'env': ...}"
-            self.problems.append(
-                Problem("missing", "env", "nothing scores the answers", remedy, where="argument reward")
-            )
-
-    def rewards(self, given: Rewards | None, weights: Weights | None = None) -> None:
+    def rewards(self, given: Rewards | None, weights: Weights | None, *, required: bool) -> None:
+        """Set what scores answers; required: record a problem for nothing, since recipes without `env` score sums."""
         if isinstance(given, type):
             self.set("reward", {"env.custom": {"type": given}})
         elif given is not None:
             self._functions = _by_name(given)
             self.set("reward", {"env.rewards": dict(self._functions)})
+        elif required:
+            what, remedy = "nothing scores the answers", "give a function, or recipe={'env': ...}"
+            self.problems.append(Problem("missing", "env", what, remedy, where="argument reward"))
         if weights is None:
             return
         if not isinstance(weights, Mapping):
             if len(weights) != len(self._functions):
                 what = f"{len(weights)} weights of {len(self._functions)} reward functions"
-                remedy = "give one of each, or a dict by name"
-                where = "argument reward_weights"
+                remedy, where = "give one of each, or a dict by name", "argument reward_weights"
                 self.problems.append(Problem("not-allowed", "env.reward_weights", what, remedy, where=where))
             weights = dict(zip(self._functions, weights, strict=False))
         self.set("reward_weights", {"env.reward_weights": dict(weights)})
@@ -298,10 +285,7 @@ def _columns_of(reward: Reward, *, needed: bool = False) -> list[str]:
         named = signature(reward).parameters.items()
     except ValueError:  # a function in C, checked by its first call
         return []
-    return [
-        name
-        for name, one in named
-        if one.kind in kinds
-        and name not in GIVEN_TO_REWARDS
-        and not (needed and one.default is not Parameter.empty)
+    columns = [
+        (name, one.default) for name, one in named if one.kind in kinds and name not in GIVEN_TO_REWARDS
     ]
+    return [name for name, default in columns if not needed or default is Parameter.empty]

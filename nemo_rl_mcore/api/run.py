@@ -21,7 +21,7 @@ from nemo_rl_mcore.driver.output import open_console
 from nemo_rl_mcore.driver.run_folder import RECIPE_FILE, recipe_text
 from nemo_rl_mcore.driver.signals import stop_signals
 from nemo_rl_mcore.errors import RunStoppedError, shortened
-from nemo_rl_mcore.recipe.load import Computed, check_computed, compute
+from nemo_rl_mcore.recipe.load import Computed, check, compute
 from nemo_rl_mcore.recipe.sources import COMMAND_LINE, Recipe, places
 from nemo_rl_mcore.tools.check.given_weights import as_evaluated, load_over_given_weights
 from nemo_rl_mcore.tools.check.plan import Plan, preflight
@@ -31,7 +31,7 @@ Metrics = Mapping[str, float]
 _SHOWN = 400
 """Maximum characters of a prompt that a plan shows."""
 type Asking = str | Sequence[Mapping[str, object]]
-"""A prompt: a text, or a conversation of messages with `role` and `content`."""
+"""A prompt: a text, or a conversation of messages with `role` and `content`; lists of prompts are accepted, too."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,15 @@ class RunPlan:
     """
 
     plan: Plan
+    warnings: tuple[Problem, ...]
     first_prompt: str | None = None
-
-    @property
-    def warnings(self) -> tuple[Problem, ...]:
-        return tuple(self.plan.warnings)
 
     def __repr__(self) -> str:
         from nemo_rl_mcore.tools.check.render import Finding, render, sections_of
 
-        text, shown = StringIO(), self.first_prompt
-        in_full = [] if shown is None else [Finding("first prompt", shortened(shown, _SHOWN))]
+        text, in_full = StringIO(), list[Finding]()
+        if self.first_prompt is not None:
+            in_full.append(Finding("first prompt", shortened(self.first_prompt, _SHOWN)))
         open_console(text, highlight=False).print(render(sections_of(self.plan, in_full)), soft_wrap=True)
         return text.getvalue()
 
@@ -60,8 +58,7 @@ class RunPlan:
 class Run:
     """A checked recipe, with methods to train, evaluate and export.
 
-    config: the checked recipe with all defaults. folder: the run's folder, `logger.log_dir`, with metrics, answers and
-    report.
+    config: the checked recipe with all defaults. folder: `logger.log_dir`, with metrics, answers and report.
 
     Iterating trains, and yields each step's metrics when the step ends. If the loop is left early, by `break`, an error
     or Ctrl-C, the last finished step is saved, and the next iteration continues after it. A process trains one run at
@@ -90,7 +87,7 @@ class Run:
         self._read: Computed | None = None
         with self._told(problems):
             self._read = compute(recipe, overrides)
-            self.config, self._warnings = check_computed(self._read)
+            self.config, self._warnings = check(self._read)
         self.folder = Path(self.config.logger.log_dir)
 
     def recipe(self) -> str:
@@ -107,14 +104,13 @@ class Run:
                 self.config, elsewhere=False, of_a_run=True, starts=True, warnings=self._warnings
             )
             if not has_tokenizer(self.config.policy.tokenizer.name):
-                return RunPlan(plan)
-            from nemo_rl_mcore.driver.parts import (  # imports torch through transformers
-                first_prompt,
-                open_tokenizer,
-            )
+                return RunPlan(plan, tuple(plan.warnings))
+            # Imports torch through transformers.
+            from nemo_rl_mcore.driver.parts import first_prompt, open_tokenizer
 
             tokenizer = open_tokenizer(self.config.policy, self.config.data)
-            return RunPlan(plan, first_prompt(self.config, plan.data.first if plan.data else (), tokenizer))
+            first = first_prompt(self.config, plan.data.first if plan.data else (), tokenizer)
+            return RunPlan(plan, tuple(plan.warnings), first)
 
     def __iter__(self) -> Iterator[Metrics]:
         """Train; raises ConfigError, RunStoppedError, or KeyboardInterrupt if a signal ends the run."""
@@ -148,7 +144,7 @@ class Run:
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write the run's report, by default `report.html` in its folder, and return its path."""
-        from nemo_rl_mcore.driver.observability.progress import REPORT_FILE
+        from nemo_rl_mcore.driver.observability.recorder import REPORT_FILE
         from nemo_rl_mcore.tools.report.page import write_page
         from nemo_rl_mcore.tools.report.run_data import read_run
 
@@ -163,8 +159,6 @@ class Run:
     ) -> list[dict[str, object]]:
         """Answer the given prompts, or else held-out prompts, with the newest checkpoint's weights.
 
-        A prompt is a text or a conversation; lists of prompts are accepted, too.
-
         Returns a dict for each answer: prompt, response, tokens, finished, index, sample.
         """
         from nemo_rl_mcore.tools.evaluate.generate import Asked, answers, rows_of
@@ -177,12 +171,11 @@ class Run:
         """Score the newest checkpoint on the recipe's sets in `eval`, and return each metric's mean by set."""
         from nemo_rl_mcore.tools.evaluate.evaluate import evaluate
 
+        means = dict[str, dict[str, float]]()
         with self._over_weights(checkpoint) as config:
-            found = evaluate(as_evaluated(config))
-        return {
-            name: {key: estimate.mean for key, estimate in result.metrics.items()}
-            for name, result in found.items()
-        }
+            for name, result in evaluate(as_evaluated(config)).items():
+                means[name] = {key: estimate.mean for key, estimate in result.metrics.items()}
+        return means
 
     def export(self, output: str | Path, *, checkpoint: str | Path | None = None) -> Path:
         """Write the newest checkpoint as a Hugging Face folder, which must not exist, and return its path."""
@@ -207,7 +200,7 @@ class Run:
                 try:
                     yield metrics
                 except GeneratorExit:
-                    interrupted = signals.asked
+                    interrupted = bool(signals.arrived)
                     try:
                         steps.close()
                     except KeyboardInterrupt:  # a second signal during shutdown is ignored
@@ -223,7 +216,8 @@ class Run:
         from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 
         _end_open_run()
-        saved = CheckpointStore(Path(self.config.checkpointing.checkpoint_dir)).latest()
+        store = CheckpointStore(Path(self.config.checkpointing.checkpoint_dir))
+        saved = next(store.newest_first(), None)
         folder = checkpoint or (saved and saved.folder)
         with TemporaryDirectory() as place, handed(self._code.objects), stop_signals(), self._told():
             recipe = Path(place) / RECIPE_FILE

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from nemo_rl_mcore.driver.output import write_line
-from nemo_rl_mcore.driver.signals import stop_signals
+from nemo_rl_mcore.driver.signals import STOPPED_BY, exit_status_of, stop_signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,12 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from nemo_rl_mcore.cli.commands import run_command
 
             return run_command(arguments)
-        except KeyboardInterrupt:  # while the libraries load: later the run itself handles it
-            write_line(sys.stderr, f"{signals.word} before the run began")
-            return signals.exit_status
+        except KeyboardInterrupt as stop:  # while the libraries load: later the run itself handles it
+            status = exit_status_of(stop, signals)
+            write_line(sys.stderr, f"{STOPPED_BY[status]} before the run began")
+            return status
         finally:
             gc.enable()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -155,7 +155,7 @@ def _without_a_plan(options: argparse.Namespace, overrides: Sequence[str]) -> in
 
         return run_report(options.runs, options.output)
     if options.command == "recipes":
-        from nemo_rl_mcore.recipe.copy_recipes import copy_recipes, list_recipes
+        from nemo_rl_mcore.recipe.shipped import copy_recipes, list_recipes
 
         copies = options.action == "copy"
         for line in map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes():

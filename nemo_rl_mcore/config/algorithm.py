@@ -25,17 +25,17 @@ class AsyncRolloutsConfig(Switched):
     """Engines answer prompts for later steps while the ranks train; a group is the set of answers to one prompt."""
 
     max_trajectory_age_steps: NonNegativeInt = 1
-    """Maximum age of a group, in steps, relative to the weights that it trains; 0 samples and trains in turn (ours)."""
+    """Maximum age of a group, in steps, relative to the weights being trained; 0 samples and trains in turn (ours)."""
     order: Literal["in_order", "as_completed"] = "in_order"
     """Order in which groups are trained on: as drawn, or as answered within the allowed age (ours)."""
     max_generation_failures: NonNegativeInt = 0
-    """Maximum consecutive failures, over all groups, after which a group is retried; one more ends the run."""
+    """Maximum consecutive failures, over all groups, that are retried; one more ends the run."""
     in_flight_weight_updates: bool = True
     """Update the engines' weights while they answer; false waits until no group is in flight."""
     recompute_kv_cache_after_weight_updates: bool = False
     """Recompute the key-value cache of unfinished answers after a weight update; vLLM always does."""
     min_groups_for_streaming_train: PositiveInt | None = None
-    """Number of ready groups with which a step starts to train; null waits for all groups of the step."""
+    """Number of ready groups needed for a step to start training; null waits for all groups of the step."""
     max_inflight_prompts: PositiveInt | None = None
     """Maximum groups in flight at a time; null means (max_trajectory_age_steps + 1) * num_prompts_per_step."""
     rollout_timeout_s: Seconds | None = None
@@ -146,7 +146,7 @@ class LoopConfig(StrictModel):
     """Keys of every algorithm's loop: its length and its validations."""
 
     max_num_steps: PositiveInt
-    """Steps after which the run ends."""
+    """Number of steps after which the run ends."""
     max_num_epochs: PositiveInt | None = 1
     """Passes over a data set on disk after which the run ends; null means no limit. Embedded tasks have no passes."""
     val_period: NonNegativeInt = 0
@@ -156,13 +156,13 @@ class LoopConfig(StrictModel):
     val_at_end: bool = False
     """Validate after the last step."""
     max_val_samples: NonNegativeInt | None = 64
-    """Maximum held-out prompts to answer in a validation; null means all. In SFT and DPO, 0 generates no answers."""
+    """Maximum held-out prompts to answer per validation; null means all. In SFT and DPO, 0 generates no answers."""
     val_batch_size: PositiveInt = 64
-    """Number of prompts answered at a time in a validation."""
+    """Number of validation prompts answered at a time."""
 
     @property
     def validates(self) -> bool:
-        """Return whether the run has any validation."""
+        """True if the run has any validation."""
         return bool(self.val_period) or self.val_at_start or self.val_at_end
 
 
@@ -176,13 +176,13 @@ class RolloutConfig(LoopConfig):
     overlong_filtering: bool = False
     """Exclude from the loss responses that reach the maximum length without ending."""
     use_dynamic_sampling: bool = False
-    """Replace groups with all rewards equal by groups of new prompts (DAPO)."""
+    """Replace groups whose rewards are all equal with groups for new prompts (DAPO)."""
     batch_multiplier: PositiveFloat = 1.0
     """Prompts per generation round of dynamic sampling, as a multiple of num_prompts_per_step."""
     val_greedy: bool = True
-    """Decode greedily in validations; false samples with the settings of policy.generation, as in training (ours)."""
+    """Decode greedily in validation; false samples with the settings of policy.generation, as in training (ours)."""
     val_num_generations_per_prompt: PositiveInt = 1
-    """Answers per prompt in a validation; above 1 adds pass_k, the share of prompts with a rewarded answer."""
+    """Answers per validation prompt; above 1 adds pass_k, the share of prompts with a rewarded answer."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     """The penalty for long responses."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
@@ -231,8 +231,12 @@ class GRPOConfig(EpisodesConfig):
     """Lower bound on advantages; null means no bound."""
     advantage_clip_high: Float | None = None
     """Upper bound on advantages; null means no bound."""
+    invalid_tool_call_advantage: Float | None = None
+    """Advantage for all tokens of an agent's answer with a tool call that cannot be read; null leaves it unchanged."""
+    malformed_thinking_advantage: Float | None = None
+    """Advantage for all tokens of an agent's answer with a misplaced thinking tag; null leaves it unchanged."""
     async_grpo: AsyncSection = AsyncRolloutsConfig()
-    """Asynchronous rollouts: engines sample later steps during training."""
+    """Asynchronous rollouts: engines sample for later steps during training."""
 
     rules = (
         Rule(
@@ -280,7 +284,7 @@ class PPOConfig(EpisodesConfig):
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig(name="gae")
     """The advantage estimator, which can also read the critic's values."""
     async_ppo: AsyncSection = AsyncRolloutsConfig()
-    """Asynchronous rollouts: engines sample later steps during training."""
+    """Asynchronous rollouts: engines sample for later steps during training."""
 
     rules = (
         *EpisodesConfig.rules,
@@ -302,7 +306,7 @@ class DistillationConfig(RolloutConfig):
     topk_logits_k: PositiveInt | None = 64
     """Number of the teacher's most probable tokens to learn at each position; null means the whole vocabulary."""
     async_distillation: AsyncSection = AsyncRolloutsConfig()
-    """Asynchronous rollouts: engines sample later steps' answers during training; only with on_policy (ours)."""
+    """Asynchronous rollouts: engines answer later steps' prompts during training; only with on_policy (ours)."""
 
     rules = (
         *RolloutConfig.rules,
@@ -325,7 +329,7 @@ class GivenRowsConfig(LoopConfig):
     """Keys of loops that learn from given rows; a sample is a row, or a pair."""
 
     val_batches: Literal[-1] | PositiveInt = 1
-    """Number of batches of held-out samples in a validation's loss; -1 means all."""
+    """Number of held-out batches in the validation loss; -1 means all."""
     val_global_batch_size: PositiveInt | None = None
     """Samples per validation batch, except perhaps the last; null means policy.train_global_batch_size."""
 
@@ -335,17 +339,12 @@ class SFTConfig(GivenRowsConfig):
 
 
 class DPOConfig(GivenRowsConfig, DPOLossConfig):
-    """The direct preference optimization loop, with the loss's keys; a step is policy.train_global_batch_size pairs."""
+    """The direct preference optimization loop and loss; a step has policy.train_global_batch_size pairs."""
 
     num_generations_per_prompt: PositiveInt | None = None
     """Number of sampled answers whose best and worst form a pair (online DPO); null uses the data set's pairs."""
     async_dpo: AsyncSection = AsyncRolloutsConfig()
-    """Asynchronous rollouts: engines sample later steps' answers during training; only for online DPO (ours)."""
-
-    @property
-    def online(self) -> bool:
-        """Return whether pairs are formed from the policy's own answers."""
-        return self.num_generations_per_prompt is not None
+    """Asynchronous rollouts: engines answer later steps' prompts during training; only for online DPO (ours)."""
 
     rules = (
         *DPOLossConfig.rules,
@@ -359,14 +358,11 @@ class DPOConfig(GivenRowsConfig, DPOLossConfig):
         Rule(
             "too-small",
             "max_val_samples",
-            lambda own: own.online and own.validates and own.max_val_samples == 0,
+            lambda own: (
+                own.num_generations_per_prompt is not None and own.validates and own.max_val_samples == 0
+            ),
             ("num_generations_per_prompt",),
             "set it to 1 or more, or turn validation off (val_period: 0)",
             "a validation has nothing to do",
         ),
     )
-
-    @property
-    def loss(self) -> DPOLossConfig:
-        """Return the loss's keys only."""
-        return DPOLossConfig(**{name: getattr(self, name) for name in DPOLossConfig.model_fields})

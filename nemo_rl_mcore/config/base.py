@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def warns(self) -> bool:
-        """Return whether the problem is only a warning, as for a key that nothing reads."""
+        """True if the problem is only a warning, such as a key that nothing reads."""
         return self.code == "has-no-effect"
 
     def below(self, prefix: str) -> "Problem":
@@ -88,7 +88,7 @@ class Rule[S]:
 
     The message is built from the values at `path` and `related`, and names their keys as mapped by `Key`.
     fix: keys with values, any of which solves the problem, or text. why: a reason, added in brackets. says: a message
-    in place of the one built from the values.
+    that replaces the one built from the values.
     """
 
     code: Code
@@ -133,15 +133,20 @@ def either(
 ) -> Rule[Any]:
     """Return a rule that at least one of the settings must hold, in sections for which `where` is true.
 
-    The way out is any of the settings.
+    The proposed fix is any of the settings.
     """
-
-    def broken_by(section: object) -> object:
-        unmet = all(value_at(section, key) != value for key, value in settings.items())
-        return unmet and (where is None or where(section))
-
     path, *others = settings
-    return Rule(code, path, broken_by, tuple(others), settings, why)
+    return Rule(
+        code,
+        path,
+        lambda section: (
+            all(value_at(section, key) != value for key, value in settings.items())
+            and (where is None or where(section))
+        ),
+        tuple(others),
+        settings,
+        why,
+    )
 
 
 _SENTENCES: Mapping[Code, tuple[str, str]] = {
@@ -240,14 +245,14 @@ class Switched(StrictModel):
     """A section that does nothing unless it is enabled."""
 
     enabled: bool = False
-    """Whether the section takes effect."""
+    """Turn the section on."""
 
 
 class SwitchedOn(StrictModel):
     """A section that is enabled unless a recipe turns it off."""
 
     enabled: bool = True
-    """Whether the section takes effect; see the section's description."""
+    """Turn the section on; the section's description explains the effect of false."""
 
 
 def collect_problems(value: object, key: Key = str) -> Iterator[Problem]:
@@ -293,17 +298,6 @@ def value_at(tree: object, path: str) -> object:
         else:
             tree = cast("Tree", tree).get(key) if isinstance(tree, dict) else getattr(tree, key, None)
     return tree
-
-
-def with_other_spellings(given: object, *spellings: tuple[str, str]) -> object:
-    """Return a section in which each missing key takes its value from an alternative path in the section."""
-    if not isinstance(given, Mapping):
-        return given
-    section = dict(cast("Mapping[str, object]", given))
-    for key, other in spellings:
-        if section.get(key) is None and (value := value_at(section, other)) is not None:
-            section[key] = value
-    return section
 
 
 def join_path(prefix: str, key: str) -> str:

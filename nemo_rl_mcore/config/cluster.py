@@ -15,7 +15,10 @@ from nemo_rl_mcore.config.base import (
 )
 
 
-def _seconds(duration: str) -> float:
+def seconds_of(duration: str | None) -> float | None:
+    """Return a duration "DD:HH:MM:SS" in seconds."""
+    if duration is None:
+        return None
     days, hours, minutes, seconds = map(int, duration.split(":"))
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
@@ -25,7 +28,7 @@ def _checked(duration: object) -> object:
     if (
         not isinstance(duration, str)
         or not re.fullmatch(r"\d+:\d+:\d+:\d+", duration)
-        or not _seconds(duration)
+        or not seconds_of(duration)
     ):
         raise ValueError(
             f"{duration!r} is not a duration above zero; write days, hours, minutes and seconds in quotes, as in "
@@ -52,7 +55,7 @@ class ClusterConfig(StrictModel):
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether the ranks run on CPUs with gloo."""
+        """True if the ranks run on CPUs with gloo."""
         return self.gpus_per_node == 0
 
     @property
@@ -66,7 +69,8 @@ class ClusterConfig(StrictModel):
         return self.num_nodes * self.workers_per_node
 
 
-_METRIC_SOURCES = {"val": "validation", "train": "train"}
+METRIC_SOURCES = {"val": "validation", "train": "train"}
+"""Prefixes of metrics in a recipe, with their prefixes in the log."""
 
 
 class CheckpointingConfig(Switched):
@@ -80,7 +84,7 @@ class CheckpointingConfig(Switched):
     metric_name: str | None = None
     """Metric that ranks checkpoints, such as val:accuracy or train:reward; null ranks them by step."""
     higher_is_better: bool = True
-    """Whether a higher metric is better."""
+    """Prefer higher values of the metric; false prefers lower ones."""
     keep_top_k: PositiveInt | None = None
     """Number of best checkpoints to keep, besides the newest; null keeps all."""
     save_period: PositiveInt = 10
@@ -88,26 +92,13 @@ class CheckpointingConfig(Switched):
     checkpoint_must_save_by: Duration | None = None
     """Time since the start, "DD:HH:MM:SS", after which the run saves its last step and ends; null means no limit."""
 
-    @property
-    def logged_metric(self) -> str | None:
-        """Return the ranking metric's name in the run's log."""
-        if self.metric_name is None:
-            return None
-        source, _, name = self.metric_name.partition(":")
-        return f"{_METRIC_SOURCES.get(source, source)}/{name}"
-
-    @property
-    def must_save_by_s(self) -> float | None:
-        """Return checkpoint_must_save_by in seconds."""
-        return None if self.checkpoint_must_save_by is None else _seconds(self.checkpoint_must_save_by)
-
     rules = (
         Rule(
             "not-allowed",
             "metric_name",
             lambda own: (
                 own.metric_name
-                and not re.match(f"({'|'.join(_METRIC_SOURCES)}):.", own.metric_name, re.DOTALL)
+                and not re.match(f"({'|'.join(METRIC_SOURCES)}):.", own.metric_name, re.DOTALL)
             ),
             fix="write val: or train: before its name, such as val:accuracy",
         ),

@@ -54,12 +54,14 @@ class OwnClassConfig(StrictModel):
 
 
 _OURS = str(Path(__file__).parents[1])
-_LIBRARIES = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
+LIBRARIES = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
+"""Prefixes of file names that are no user code: this package, Python, and installed packages."""
 
 
 RAISED = "custom-code-raised"
 """Error code for an exception in user code, which may not recur; invalid return values have other codes."""
-_HANDED: dict[str, object] = {}
+HANDED: dict[str, object] = {}
+"""This process's functions and classes that cannot be imported, by import path; other processes receive a copy."""
 
 
 @contextmanager
@@ -68,31 +70,16 @@ def handed(objects: Mapping[str, object]) -> Generator[None]:
 
     On exit, restore the previous mapping and module search path.
     """
-    before, here = dict(_HANDED), os.getcwd()
+    before, here = dict(HANDED), os.getcwd()
     seen = here in sys.path
-    _HANDED.update(objects)
+    HANDED.update(objects)
     try:
         yield
     finally:
-        _HANDED.clear()
-        _HANDED.update(before)
+        HANDED.clear()
+        HANDED.update(before)
         if not seen and here in sys.path:
             sys.path.remove(here)
-
-
-def handed_objects() -> dict[str, object]:
-    """Return this process's mapping of import paths to objects, for `hand_over` in another process."""
-    return dict(_HANDED)
-
-
-def hand_over(objects: Mapping[str, object]) -> None:
-    """Map import paths to these functions and classes in this process from now on."""
-    _HANDED.update(objects)
-
-
-def is_library(file: str) -> bool:
-    """Return whether a file belongs to this package, Python or an installed package, rather than to user code."""
-    return file.startswith(_LIBRARIES)
 
 
 class custom_code:  # a context manager; contextlib's would let a StopIteration through
@@ -110,7 +97,6 @@ class custom_code:  # a context manager; contextlib's would let a StopIteration 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raise CustomCodeError from an error in user code."""
         if isinstance(error, Exception | SystemExit) and not isinstance(error, CustomCodeError):
             raise CustomCodeError(f"{self._name} raised {_told(error)}", code=RAISED) from error
 
@@ -118,7 +104,7 @@ class custom_code:  # a context manager; contextlib's would let a StopIteration 
 def _told(error: BaseException) -> str:
     """Return the error message, the user's line, and the traceback from the start of user code."""
     what, trace = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, None
-    for others in (_LIBRARIES, (_OURS,)):
+    for others in (LIBRARIES, (_OURS,)):
         if trace is None:
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename.startswith(others):
@@ -126,7 +112,7 @@ def _told(error: BaseException) -> str:
     if trace is None:
         return what
     frames = traceback.extract_tb(trace)
-    line = next((one for one in reversed(frames) if not is_library(one.filename)), frames[-1])
+    line = next((one for one in reversed(frames) if not one.filename.startswith(LIBRARIES)), frames[-1])
     shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     return f"{what} ({line.filename}:{line.lineno})\n{shown}"
 
@@ -144,9 +130,7 @@ def build(
     kind, arguments = imported(path, key), arguments or {}
     if not isinstance(kind, type):
         module, _, name = path.partition(":")
-        raise ValueError(
-            f"{key}: {path}: the module {module} holds something else than a class under the name {name}"
-        )
+        raise ValueError(f"{key}: {path}: {name} in the module {module} is not a class")
     abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
 
     there = {name for name in dir(kind) if name not in abstract}
@@ -175,8 +159,8 @@ def function_at(path: str, key: str) -> Callable[..., Any]:
 
 def imported(path: str, key: str) -> object:
     """Return the object at an import path; raises as `build` does for a missing object. key: the key of `path`."""
-    if path in _HANDED:
-        return _HANDED[path]
+    if path in HANDED:
+        return HANDED[path]
     module_name, _, name = path.partition(":")
     see_working_directory()
     with custom_code(f"{key}: {path}: its module"):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Literal, cast
 
@@ -44,29 +45,28 @@ class RowKind(Enum):
     PAIRS = "a prompt, a better answer and a worse one"
 
 
-def _of_data_sets(key: str, reader: str, example: str) -> "Iterator[Rule[DataConfig]]":
-    """Yield the rules for a key that only one kind of data set reads; example: a value to set if it is required."""
+_READERS = {
+    "train": ("files", "set train: {data_path: train.jsonl}"),
+    "default": ("files", ""),
+    "validation": ("files", ""),
+    "shuffle": ("files", ""),
+    "type": ("custom", "set type: my_pkg.my_mod:MyData"),
+    "args": ("custom", ""),
+}
+"""Keys that only one dataset_name reads, with an example for each key that it requires."""
 
-    def is_given(data: "DataConfig") -> bool:
-        # Embedded tasks with several turns also read `default`.
-        default = DataConfig.model_fields[key].default
-        return getattr(data, key) not in (default, {}) and not (key == "default" and data.has_turns)
 
-    yield Rule(
-        "incompatible",
-        key,
-        lambda own: is_given(own) and own.dataset_name != reader,
-        ("dataset_name",),
-        f"remove it, or set dataset_name: {reader}",
-    )
-    if example:
-        yield Rule(
-            "missing",
-            key,
-            lambda own: not is_given(own) and own.dataset_name == reader,
-            ("dataset_name",),
-            example,
-        )
+def _reader_rules(data: "DataConfig") -> "Iterator[Rule[DataConfig]]":
+    """Yield rules for keys that dataset_name does not read, and for missing keys that it requires."""
+    for key, (reader, example) in _READERS.items():
+        given = getattr(data, key) not in (DataConfig.model_fields[key].default, {})
+        if key == "default" and data.dataset_name in TURN_TASKS:
+            continue  # tasks with several turns read it, too
+        if given and data.dataset_name != reader:
+            fix = f"remove it, or set dataset_name: {reader}"
+            yield Rule("incompatible", key, True, ("dataset_name",), fix)
+        elif example and not given and data.dataset_name == reader:
+            yield Rule("missing", key, True, ("dataset_name",), example)
 
 
 def _weight_rules(data: "DataConfig") -> "Iterator[Rule[DataConfig]]":
@@ -87,6 +87,15 @@ def _weight_rules(data: "DataConfig") -> "Iterator[Rule[DataConfig]]":
         yield Rule("has-no-effect", f"{path}.weight", weighs, why=why)
 
 
+@dataclass(frozen=True)
+class EmbeddedTask:
+    """An embedded task's tokens per prompt, and lower bounds on its distinct prompts, since a hash splits them."""
+
+    prompt_length: int
+    train_prompts: int
+    validation_prompts: int
+
+
 class DataConfig(OwnClassConfig):
     """The prompts: an embedded task over strings of digits, sources of data rows, or a class of your own."""
 
@@ -96,13 +105,13 @@ class DataConfig(OwnClassConfig):
     """Embedded task (answer with the digits unchanged, reversed, sorted, or each incremented), files, or custom.
 
     Tasks with several turns: guess_number, find a number between two bounds; calculator, add two numbers with a tool.
-    If omitted, it follows from data.train or data.type; jsonl is an older name for files."""
+    If omitted, it is inferred from data.train or data.type; jsonl is an older name for files."""
     num_digits: Annotated[int, Field(ge=1, le=9)] = 3
     """Number of digits in an embedded task's prompt, which also has a final `>` and, for calculator, a `+`."""
     max_input_seq_length: PositiveInt | None = None
-    """Maximum prompt tokens; null means an embedded task's length, or all tokens that the response leaves."""
+    """Maximum prompt tokens; null means an embedded task's length, or all tokens not reserved for the response."""
     default: SourceDefaults | None = None
-    """Default keys for all sources; embedded tasks with several turns use these texts, too. Null sets no defaults."""
+    """Default keys for all sources; its prompt texts also apply to embedded multi-turn tasks. Null sets no defaults."""
     train: Sources | None = None
     """Training rows of files, as a source or a list of sources; null for any other dataset_name."""
     validation: SourcesOrNames | None = None
@@ -119,12 +128,12 @@ class DataConfig(OwnClassConfig):
     """Add the end-of-sequence token to given conversations (SFT, DPO) whose chat template does not add it; plain text
     always ends with it."""
     imitated: Literal["answer", "to_turn_end", "turn"] = "answer"
-    """Tokens of a given conversation to train on (ours): answer, each answer and its end of sequence; to_turn_end, also
-    the template's text after the answer; turn, also the template's text before the answer."""
+    """Part of each assistant turn to train on in given conversations (ours): the answer and its end of sequence
+    (answer), also the template's text after it (to_turn_end), or the whole turn (turn)."""
     special_tokens_in_content: Literal["text", "parse"] | None = None
-    """Reading of special tokens spelled out in data rows, such as `<|im_end|>` (ours): text, as plain characters;
-    parse, as the special token, which may end a turn; null refuses data with such rows. An environment's output is
-    text unless this is parse; prompt files, system prompts and chat templates are always parsed."""
+    """Read special tokens spelled out in data rows, such as `<|im_end|>`, as plain characters (text) or as special
+    tokens, which may end a turn (parse); null refuses data with such rows (ours). Environment output is text unless
+    this is parse; prompt files, system prompts and chat templates are always parsed."""
     overlong: Literal["error", "drop"] = "error"
     """Handling of data rows with too many tokens: error ends the run, drop leaves the row out (ours)."""
 
@@ -152,79 +161,41 @@ class DataConfig(OwnClassConfig):
         return section
 
     @property
-    def from_files(self) -> bool:
-        """Return whether the prompts come from data.train."""
-        return self.dataset_name == "files"
-
-    @property
-    def parses_content(self) -> bool:
-        """Return whether special tokens spelled out in rows and environment output are parsed."""
-        return self.special_tokens_in_content == "parse"
-
-    @property
     def embedded(self) -> bool:
-        """Return whether the prompts come from an embedded task."""
+        """True if the prompts come from an embedded task."""
         return self.dataset_name not in ("files", "custom")
 
     @property
-    def has_turns(self) -> bool:
-        """Return whether the prompts come from an embedded task with several turns."""
-        return self.dataset_name in TURN_TASKS
-
-    @property
-    def shown_in_texts(self) -> bool:
-        """Return whether a chat template or a text file adds text to the prompt."""
-        return self.apply_chat_template or self.default is not None
-
-    @property
-    def prompt_length(self) -> int:
-        """Return an embedded task's prompt length: the digits, the final `>` and, for calculator, a sign."""
-        return self.num_digits + 1 + (self.dataset_name == "calculator")
-
-    @property
-    def train_prompts(self) -> int:
-        """Return a lower bound on an embedded task's distinct training prompts; a hash decides the exact share."""
-        return 87 * self._all_prompts // 100
-
-    @property
-    def validation_prompts(self) -> int:
-        """Return a lower bound on an embedded task's held-out prompts; a hash decides the exact share."""
-        return 9 * self._all_prompts // 100
-
-    @property
-    def _all_prompts(self) -> int:
-        """Return the number of all prompts; guess_number has one for each number between each pair of bounds."""
-        bounds = 10 ** (self.num_digits // 2)
-        pairs = bounds * (bounds + 1) * (bounds + 2) // 6 - bounds
-        return pairs if self.dataset_name == "guess_number" else 10**self.num_digits
+    def task(self) -> EmbeddedTask:
+        """Return the sizes of the embedded task."""
+        prompts = 10**self.num_digits
+        if self.dataset_name == "guess_number":  # a prompt for each number between each pair of bounds
+            bounds = 10 ** (self.num_digits // 2)
+            prompts = bounds * (bounds + 1) * (bounds + 2) // 6 - bounds
+        return EmbeddedTask(
+            # The digits, the final `>` and, for calculator, a sign.
+            prompt_length=self.num_digits + 1 + (self.dataset_name == "calculator"),
+            train_prompts=87 * prompts // 100,
+            validation_prompts=9 * prompts // 100,
+        )
 
     @property
     def max_prompt_length(self) -> int | None:
-        """Return the tokens to reserve for the prompt; None if the prompt gets all tokens that the response leaves."""
-        if self.max_input_seq_length is None and self.embedded and not self.shown_in_texts:
-            return self.prompt_length
+        """Return the tokens to reserve for the prompt; None if it gets all tokens not reserved for the response."""
+        has_text_around = self.apply_chat_template or self.default is not None
+        if self.max_input_seq_length is None and self.embedded and not has_text_around:
+            return self.task.prompt_length
         return self.max_input_seq_length
 
     read_unless = ()
 
     rules = (
-        *(
-            row
-            for key, reader, example in (
-                ("train", "files", "set train: {data_path: train.jsonl}"),
-                ("default", "files", ""),
-                ("validation", "files", ""),
-                ("shuffle", "files", ""),
-                ("type", "custom", "set type: my_pkg.my_mod:MyData"),
-                ("args", "custom", ""),
-            )
-            for row in _of_data_sets(key, reader, example)
-        ),
-        lambda own: _weight_rules(own),
+        _reader_rules,
+        _weight_rules,
         Rule(
             "not-divisible",
             "num_digits",
-            lambda own: own.has_turns and own.num_digits % 2,
+            lambda own: own.dataset_name in TURN_TASKS and own.num_digits % 2,
             ("dataset_name",),
             "make it even",
             says=lambda own: (
@@ -235,7 +206,7 @@ class DataConfig(OwnClassConfig):
         Rule(
             "incompatible",
             "apply_chat_template",
-            lambda own: own.embedded and not own.has_turns and own.apply_chat_template,
+            lambda own: own.embedded and own.dataset_name not in TURN_TASKS and own.apply_chat_template,
             ("dataset_name",),
             "set it to false, or use conversations in data.train",
             "its prompts are not conversations",
@@ -243,10 +214,10 @@ class DataConfig(OwnClassConfig):
         Rule(
             "too-small",
             "max_input_seq_length",
-            lambda own: own.embedded and (own.max_input_seq_length or math.inf) < own.prompt_length,
+            lambda own: own.embedded and (own.max_input_seq_length or math.inf) < own.task.prompt_length,
             ("num_digits",),
-            lambda own: f"set it to {own.prompt_length} or more, or lower num_digits",
-            lambda own: f"prompts of {own.dataset_name} have {own.prompt_length} tokens",
+            lambda own: f"set it to {own.task.prompt_length} or more, or lower num_digits",
+            lambda own: f"prompts of {own.dataset_name} have {own.task.prompt_length} tokens",
         ),
     )
 

@@ -1,6 +1,7 @@
-"""Location of the answer within a solution or a response."""
+"""The environments' processes, the agents' endpoint, and the answer's location within a solution or a response."""
 
 import re
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -35,6 +36,19 @@ def _pattern(text: str) -> str:
     return text
 
 
+def _one_way(answer: "AnswerConfig") -> "Iterator[Rule[AnswerConfig]]":
+    ways = {"after": answer.after is not None, "regex": answer.regex is not None, "boxed": answer.boxed}
+    given = " and ".join(key for key, there in ways.items() if there)
+    yield Rule(
+        "one-of",
+        "",
+        sum(ways.values()) != 1,
+        tuple(ways),
+        'set one of after: "####" (in quotes), regex: ... or boxed: true',
+        says=f"exactly one way to find an answer is needed; given: {given or 'none'}",
+    )
+
+
 class AnswerConfig(StrictModel):
     """Location of the answer within a text; exactly one key must be set."""
 
@@ -45,35 +59,20 @@ class AnswerConfig(StrictModel):
     boxed: bool = False
     r"""Take the content of the last \boxed{...}, \fbox{...} or \framebox{...} as the answer, as in MATH (ours)."""
 
-    rules = (
-        Rule(
-            "one-of",
-            "",
-            lambda own: len(own.given) != 1,
-            ("after", "regex", "boxed"),
-            'set one of after: "####" (in quotes), regex: ... or boxed: true',
-            says=lambda own: (
-                f"exactly one way to find an answer is needed; given: {' and '.join(own.given) or 'none'}"
-            ),
-        ),
-    )
-
-    @property
-    def given(self) -> list[str]:
-        """Return the names of the keys that are set."""
-        ways = {"after": self.after is not None, "regex": self.regex is not None, "boxed": self.boxed}
-        return [key for key, there in ways.items() if there]
+    rules = (_one_way,)
 
     def extract(self, text: str) -> str | None:
         """Return the answer in the text; None if there is none."""
+        found = None
         if self.boxed:
             found = last_boxed(text)
         elif self.after is not None:
-            found = _behind(text, self.after)
+            _, marker, rest = text.rpartition(self.after)
+            found = rest.strip().partition("\n")[0] if marker else None
         else:
             assert self.regex is not None
-            last = _last(re.compile(self.regex), text)
-            found = None if last is None else last[1]
+            for match in re.finditer(self.regex, text):
+                found = match[1]
         return (found or "").strip() or None
 
     @property
@@ -92,10 +91,11 @@ _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{...}, \fbox, \framebox or \boxed 5; None if missing or not closed."""
-    last = _last(_BOX, text)
-    if last is None:
+    start = None
+    for box in _BOX.finditer(text):
+        start = box.end()
+    if start is None:
         return None
-    start = last.end()
     if not text.startswith("{", start):
         token = re.compile(r"[^\s$\\{}]+").match(text, start)
         return token[0] if token else None
@@ -107,31 +107,26 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _behind(text: str, marker: str) -> str | None:
-    _, found, rest = text.rpartition(marker)
-    return rest.strip().partition("\n")[0] if found else None
-
-
 _ANSWER_IS = re.compile(r"answer(?:\s+is|\s*:)+", re.IGNORECASE)
 
 
 def stated_answer(response: str) -> str:
     """Return a response's likely answer without a box: the text after #### or "answer is", else the whole response."""
-    if (marked := _behind(response, "####")) is not None:
-        return marked
-    last = _last(_ANSWER_IS, response)
-    return response if last is None else response[last.end() :].strip().partition("\n")[0]
-
-
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    last = None
-    for match in pattern.finditer(text):
-        last = match
-    return last
+    _, marker, stated = response.rpartition("####")
+    if not marker:
+        for match in _ANSWER_IS.finditer(response):
+            marker, stated = match[0], response[match.end() :]
+    if not marker:
+        return response
+    return stated.strip().partition("\n")[0]
 
 
 PROCESS_START_S = 300.0
 """Deadline, in seconds, for an environment process to start."""
+
+
+RETRIES = 2
+"""Further attempts to score an answer without a reply, or starts of an agent, before an episode is dropped."""
 
 
 class EnvPoolConfig(StrictModel):
@@ -140,12 +135,10 @@ class EnvPoolConfig(StrictModel):
     size: NonNegativeInt | None = None
     """Number of processes; 0 uses the driver; null means 1 for env.math, env.rewards and env.custom, else 0."""
     timeout_s: Seconds = 120.0
-    """Seconds allowed for scoring up to 8 answers in one call; a process that exceeds them is killed and replaced."""
+    """Seconds allowed for scoring up to 8 answers in one call; a slower process is killed and replaced."""
     num_gpus: NonNegativeFloat = 0.0
     """GPUs that Ray reserves for each process, for example for a reward model, in addition to the ranks' and engines'
     GPUs: a fraction of one GPU, or whole GPUs; 0 hides all GPUs."""
-    retries: NonNegativeInt = 2
-    """Further attempts, each on its own, to score an answer that got no reply, before its episode is dropped."""
     max_drop_rate: Fraction = 0.0
     """Maximum share of dropped episodes in a step or a validation batch; above it the run ends."""
     variables: StrTuple = ()
@@ -174,12 +167,7 @@ class EndpointConfig(StrictModel):
     which suits servers that use no Ray tasks; more starts Ray and builds an environment for each server."""
     timeout_s: Seconds = 600.0
     """Seconds allowed for an agent from its start to the end of its session; a late agent is killed, and restarted up
-    to env.pool.retries times."""
+    to 2 times."""
     tool_parser: str = "hermes"
     """Format of tool calls in an answer: hermes (also Qwen's), JSON between <tool_call> and </tool_call>; none, no tool
     calls; any other name, a parser of the library renderers (extra tool-parsers)."""
-
-
-def gym_python(section: EndpointConfig) -> str:
-    """Return the interpreter that runs the servers of env.nemo_gym."""
-    return section.command[0] if section.command else "python"

@@ -1,18 +1,8 @@
 """Configuration of evaluations: named sets of prompts, and sampling of answers."""
 
-from typing import Annotated, cast
-
-from pydantic import BeforeValidator
-
 from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveInt, Rule
 from nemo_rl_mcore.config.generation import SamplingFiltersConfig
 from nemo_rl_mcore.config.source import SourceConfig
-
-
-def _without_removed(sets: object) -> object:
-    if not isinstance(sets, dict):
-        return sets
-    return {name: source for name, source in cast("dict[object, object]", sets).items() if source is not None}
 
 
 class EvalConfig(SamplingFiltersConfig):
@@ -21,7 +11,7 @@ class EvalConfig(SamplingFiltersConfig):
     Results are written to the folder `eval` in logger.log_dir.
     """
 
-    sets: Annotated[dict[str, SourceConfig], BeforeValidator(_without_removed)]
+    sets: dict[str, SourceConfig]
     """Sources of prompts by names of your choice, with data.train's keys; `NAME: null` removes an inherited set."""
     num_tests_per_prompt: PositiveInt = 1
     """Number n of answers per prompt; pass@k and maj@k are computed for k = 1, each power of two below n, and n."""
@@ -34,14 +24,14 @@ class EvalConfig(SamplingFiltersConfig):
             "sets",
             lambda own: not own.sets,
             fix="name one, such as gsm8k: {dataset_name: gsm8k, split: test}",
-            says="holds no set",
+            says="has no sets",
         ),
         lambda own: (
             Rule(
                 "not-allowed",
                 f"sets.{name}",
                 when=not name.replace("-", "_").isidentifier(),
-                fix="take letters, digits, - and _, and no digit first",
+                fix="use letters, digits, - and _, and no digit as the first character",
                 says="is not a valid set name",
             )
             for name in own.sets
@@ -52,7 +42,7 @@ class EvalConfig(SamplingFiltersConfig):
                 f"sets.{name}.repeat",
                 when=source.repeat > 1,
                 fix="remove it, and set num_tests_per_prompt",
-                why="it takes each prompt for another one as often",
+                why="each repeated row would count as another prompt",
             )
             for name, source in own.sets.items()
         ),

@@ -47,6 +47,8 @@ _OTHER_ANSWERS = (
 """Engine arguments that change the sampled distribution, or add weights that a refit does not send."""
 _OTHER_LAYOUTS = ("data_parallel_size", "decode_context_parallel_size", "enable_eplb")
 """Engine arguments that spread an engine over more devices than it has."""
+NOT_PASSED_ON = frozenset((*_SET_HERE, *_OTHER_ANSWERS, *_OTHER_LAYOUTS))
+"""Engine arguments that a recipe may not set."""
 
 
 def argument_rules(given: Mapping[str, object] | None) -> Iterator[Rule[Any]]:
@@ -64,11 +66,6 @@ def argument_rules(given: Mapping[str, object] | None) -> Iterator[Rule[Any]]:
                 "it spreads an engine over devices that it is not given; vllm_cfg has the sizes of its layout"
             )
             yield Rule("not-supported", path, True, why=why)
-
-
-def is_passed_on(name: str) -> bool:
-    """Return whether an argument of this name is passed on to vLLM unchanged."""
-    return name not in {*_SET_HERE, *_OTHER_ANSWERS, *_OTHER_LAYOUTS}
 
 
 class VllmConfig(StrictModel):
@@ -106,7 +103,7 @@ class VllmConfig(StrictModel):
 
     @property
     def quantizes(self) -> bool:
-        """Return whether the engine quantizes the weights that it receives."""
+        """True if the engine quantizes the weights that it receives."""
         return self.precision in ("fp8", "mxfp8")
 
     rules = (
@@ -132,11 +129,11 @@ class ColocatedConfig(SwitchedOn):
     """Sharing of devices: vLLM engines sleep while the ranks train; embedded generation runs in the ranks themselves.
 
     With enabled: false, engines have their own devices. vLLM engines on CPUs are always separate processes. On shared
-    GPUs, policy.offload sets which of the ranks' memory is released while engines generate.
+    GPUs, policy.offload selects the memory that ranks release while engines generate.
     """
 
     resources: ColocatedResourcesConfig = ColocatedResourcesConfig()
-    """The engines' own GPUs if enabled is false."""
+    """GPUs dedicated to the engines; only with enabled: false."""
 
     rules = (
         Rule(
@@ -175,7 +172,7 @@ class GenerationConfig(SamplingFiltersConfig):
     max_new_tokens: PositiveInt
     """Maximum tokens in a response, end-of-sequence included."""
     fit_to_sequence: bool = False
-    """Allow a response all tokens of policy.max_total_sequence_length that its prompt leaves; false reserves
+    """Allow a response all tokens left in policy.max_total_sequence_length after its prompt; false reserves
     max_new_tokens for each response and limits prompts to the rest (ours)."""
     temperature: Annotated[Float, Field(ge=0.01)] = 1.0
     """Divisor of the logits, in sampling and in all log-probabilities of sampled answers.
@@ -212,16 +209,17 @@ class GenerationConfig(SamplingFiltersConfig):
     """A response is mismatched if the mean of exp|generation - training| over its log-probabilities exceeds this; 1 is
     perfect agreement, and null only reports the means (ours)."""
     mismatch_action: Literal["warn", "mask", "stop"] = "warn"
-    """Handling of mismatched responses: warn, mask them in the loss, or stop the run before training on them (ours)."""
+    """Handling of mismatched responses: warn, mask them in the loss, or stop the run before training on them (ours). In
+    asynchronous runs, `mask` also applies to responses from older weights, as in NeMo RL, and so to their age."""
 
     @property
     def decodes_on_ranks(self) -> bool:
-        """Return whether the training ranks generate answers themselves, instead of separate engines."""
+        """True if the training ranks generate answers themselves, instead of separate engines."""
         return self.backend == "embedded" and self.colocated.enabled
 
     @property
     def takes_turns(self) -> bool:
-        """Return whether separate engines take turns with the ranks on the same devices."""
+        """True if separate engines take turns with the ranks on the same devices."""
         return self.backend == "vllm" and self.colocated.enabled
 
     rules = (

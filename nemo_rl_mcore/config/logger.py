@@ -1,4 +1,4 @@
-"""Configurations of a run's records: its own files, and external loggers."""
+"""Configuration of a run's records: files in its log folder, and external loggers."""
 
 from nemo_rl_mcore.config.base import FolderName, NonNegativeInt, StrictModel
 

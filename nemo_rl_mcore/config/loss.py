@@ -32,7 +32,7 @@ class DPOLossConfig(StrictModel):
     preference_loss_weight: NonNegativeFloat = 1.0
     """Weight of the preference loss."""
     sft_loss_weight: NonNegativeFloat = 0.0
-    """Weight of the chosen answers' negative log-likelihood; 0 does not compute it."""
+    """Weight of the chosen answers' negative log-likelihood; 0 skips its computation."""
     preference_average_log_probs: bool = False
     """Preference loss: average log-probabilities over an answer's tokens; false sums them."""
     sft_average_log_probs: bool = False
@@ -82,7 +82,7 @@ class ClippedPGLossConfig(CustomLossConfig):
     use_importance_sampling_correction: bool = False
     """Weight tokens by the probability ratio of the previous to the generating policy."""
     truncated_importance_sampling_type: TruncationType | None = None
-    """Truncation of importance weights: clamp (tis), drop tokens (icepop), drop rows (seq-mask-tis); null does none."""
+    """Truncation of importance weights: clamp (tis), drop tokens (icepop) or drop rows (seq-mask-tis); null: none."""
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """Upper bound on importance weights."""
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None

@@ -94,7 +94,7 @@ def kind_of(tree: Mapping[str, object]) -> type[RunConfig]:
 
 
 def source_of_prev_logprobs(config: RunConfig) -> str | None:
-    """Return where prev_logprobs come from and why, for `check`; None if no loss uses them."""
+    """Return the source of prev_logprobs, with the reason, for `check`; None if no loss uses them."""
     if isinstance(config, DistillationMasterConfig) and config.loss_fn.rl_weight:
         return "a pass before training, for loss_fn.rl_weight"
     if not isinstance(config, GRPOMasterConfig | PPOMasterConfig):
@@ -122,7 +122,7 @@ def reader_of_prev_logprobs(config: GRPOMasterConfig | PPOMasterConfig) -> str |
         f"{steps} optimizer steps over each rollout": steps > 1,
         **{f"{name}.type: {one.type}": one.type is not None for name, one in config.losses.items()},
         estimator: estimator in config.import_paths,
-        "loss_fn.use_kl_in_reward: true": loss.use_kl_in_reward and config.needs_reference,
+        "loss_fn.use_kl_in_reward: true": loss.use_kl_in_reward and config.models["policy"].reference,
         f"policy.generation.mismatch_action: {generation.mismatch_action}": generation.mismatch_threshold
         is not None
         and generation.mismatch_action != "warn",

@@ -33,10 +33,6 @@ class LogitsCache:
     limit: int
     bytes_per_logit: int | None = None
 
-    def most(self, logits: int) -> int:
-        """Return the byte budget of a microbatch with `logits` logits, which may exceed their size."""
-        return self.limit if self.bytes_per_logit is None else min(self.limit, logits * self.bytes_per_logit)
-
 
 LOGITS_CACHE = LogitsCache(2**30, 1)
 """One byte per logit of a microbatch, at most 1 GiB: a quarter of the float32 logits, whereas the unfused path holds
@@ -130,10 +126,21 @@ class DistributedDataParallelConfig(StrictModel):
 
 
 class MegatronCheckpointConfig(StrictModel):
-    """Writing of a model's part of a checkpoint."""
+    """Settings for writing a model's part of a checkpoint."""
 
     async_save: bool = False
     """Write from a copy in CPU memory while training continues; false makes training wait until the write ends."""
+
+
+class Fp8Config(Switched):
+    """FP8 products in linear layers, by Transformer Engine on GPUs; weights stay bfloat16. Never run so far."""
+
+    fp8: Literal["e4m3", "hybrid"] = "e4m3"
+    """Number format; hybrid is e5m2 for the gradients of outputs and e4m3 otherwise."""
+    fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8"] = "blockwise"
+    """Scales: one per block of 128 numbers, one per tensor, or one per 32 numbers (Blackwell)."""
+
+    read_unless = (("fp8", "enabled", False), ("fp8_recipe", "enabled", False))
 
 
 AdapterInit = Literal["xavier", "normal", "kaiming", "zero"]
@@ -153,7 +160,7 @@ class PeftConfig(Switched):
     dropout: Fraction = 0.0
     """Dropout probability in adapters."""
     dropout_position: Literal["pre", "post"] = "post"
-    """Place of dropout: pre on an adapter's input, as in the library peft; post on its output."""
+    """Apply dropout to an adapter's input (pre), as in the library peft, or to its output (post)."""
     lora_A_init_method: AdapterInit = "xavier"
     """Initialization of A: xavier, normal by both sizes; normal, standard deviation 0.2; kaiming, uniform by inputs."""
     lora_B_init_method: AdapterInit = "zero"
@@ -248,8 +255,6 @@ class MegatronConfig(SwitchedOn, ParallelLayoutConfig, OptimizationConfig):
     """Layer implementation; auto selects Transformer Engine if it is installed and there is a GPU, else local."""
     model_class: Literal["auto", "gpt", "hybrid"] = "auto"
     """Megatron's GPTModel or its successor HybridModel; auto uses HybridModel for hybrid models only (ours)."""
-    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
-    """Exchange of keys and values between context-parallel ranks on GPUs; local attention always uses all_gather."""
     freeze: StrTuple = ()
     """Weights to keep frozen, by their Hugging Face names; * and ? are wildcards."""
     freeze_moe_router: bool = False
@@ -276,12 +281,14 @@ class MegatronConfig(SwitchedOn, ParallelLayoutConfig, OptimizationConfig):
     """Allow policy.sequence_packing together with use_fused_linear_logprobs; false refuses the combination."""
     fused_linear_logprobs_context_parallel: bool = False
     """Allow context_parallel_size above 1 together with use_fused_linear_logprobs; false refuses the combination."""
+    fp8_cfg: Fp8Config = Fp8Config()
+    """FP8 products in linear layers."""
     peft: PeftConfig = PeftConfig()
     """Low-rank adapters."""
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
     """Data-parallel gradient reduction and its overlap with computation."""
     checkpoint: MegatronCheckpointConfig = MegatronCheckpointConfig()
-    """Writing of checkpoints; the section checkpointing sets when and where."""
+    """Settings for writing checkpoints; the section checkpointing sets their interval and folder."""
 
     read_unless = (
         ("recompute_granularity", "activation_checkpointing", False),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -36,9 +37,9 @@ class RopeScalingConfig(StrictModel):
     factor: Annotated[Float, Field(gt=0, le=1e6)]
     """Divisor of the slowest rotations' frequencies."""
     mscale: NonNegativeFloat = 1.0
-    """yarn with kv_lora_rank: how strongly factor scales the rotated parts of queries and keys."""
+    """yarn with kv_lora_rank: strength of the scaling of the rotated parts of queries and keys by factor."""
     mscale_all_dim: NonNegativeFloat = 0.0
-    """yarn with kv_lora_rank: how strongly factor scales whole queries and keys."""
+    """yarn with kv_lora_rank: strength of the scaling of whole queries and keys by factor."""
     truncate: bool = True
     """yarn: round the range of channel pairs between slow and fast rotations outwards (false in gpt-oss)."""
     original_max_position_embeddings: Size
@@ -47,17 +48,15 @@ class RopeScalingConfig(StrictModel):
     read_unless = tuple((key, "rope_type", "llama3") for key in _OF_YARN)
 
     @property
-    def scales(self) -> bool:
-        """Return whether queries and keys are scaled differently from a model without latent attention."""
-        return (self.mscale, self.mscale_all_dim) != (1.0, 0.0)
-
-    @property
     def written(self) -> dict[str, object]:
-        """Return the scaling's entries for config.json, except its type."""
-        scales = ("mscale", "mscale_all_dim") if self.scales else ()
-        exact = () if self.truncate else ("truncate",)
-        others = {key: getattr(self, key) for key in (*scales, *exact, "original_max_position_embeddings")}
-        return {"factor": self.factor, **ROPE_TURNS[self.rope_type], **others}
+        """Return the scaling's entries for config.json, except its type; those that change nothing are left out."""
+        written: dict[str, object] = {"factor": self.factor, **ROPE_TURNS[self.rope_type]}
+        if (self.mscale, self.mscale_all_dim) != (1.0, 0.0):
+            written |= {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
+        if not self.truncate:
+            written["truncate"] = False
+        written["original_max_position_embeddings"] = self.original_max_position_embeddings
+        return written
 
     rules = (
         Rule(
@@ -69,10 +68,14 @@ class RopeScalingConfig(StrictModel):
         Rule(
             "not-supported",
             "mscale",
-            lambda own: own.rope_type == "yarn" and own.scales and not (own.mscale and own.mscale_all_dim),
+            lambda own: (
+                own.rope_type == "yarn"
+                and "mscale" in own.written
+                and not (own.mscale and own.mscale_all_dim)
+            ),
             ("mscale_all_dim",),
             "set both, or neither",
-            "others read that in another way",
+            "other libraries interpret that differently",
         ),
     )
 
@@ -102,8 +105,20 @@ _KINDS = (MAMBA, ATTENTION, MLP, EXPERTS)
 
 
 def _expert_rules(model: "ModelConfig") -> "Iterator[Rule[ModelConfig]]":
-    """Yield rules for groups of experts, and for layers without experts."""
+    """Yield rules for biases and activations of experts, for groups of experts, and for layers without experts."""
     experts, groups, chosen = model.num_moe_experts, model.moe_router_num_groups, model.moe_router_group_topk
+    only_attention_and_experts = (
+        experts is not None
+        and (model.hybrid_layer_pattern, model.kv_lora_rank) == (None, None)
+        and not model.shape.dense_layers
+        and not model.moe_shared_expert_intermediate_size
+        and not model.mtp_num_layers
+    )
+    for key, value in (("add_bias_linear", True), ("activation_func", "quick_gelu")):
+        wrong = getattr(model, key) == value and not only_attention_and_experts
+        related = ("num_moe_experts", "moe_layer_freq", "moe_shared_expert_intermediate_size")
+        why = "it needs a model in which every layer has attention and experts, without shared experts"
+        yield Rule("requires", key, wrong, related, "remove it, or set num_moe_experts", why)
     if experts is None:
         return
     given, missing = ("moe_router_num_groups", "moe_router_group_topk")[:: 1 if groups else -1]
@@ -129,13 +144,35 @@ def _expert_rules(model: "ModelConfig") -> "Iterator[Rule[ModelConfig]]":
         yield Rule("contradicts", "moe_layer_freq", True, ("num_moe_experts",), fix, why)
 
 
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes and layers that follow from a model's keys.
+
+    longest_sequence: number of positions that the rotations support, which YaRN may raise above the weights' own.
+    query_groups: number of key and value heads. head_dim: size of each head's query and key. dense_layers: number of
+    layers without experts, which come first. has_dense_layers: true if any layer has a dense feed-forward part besides
+    shared experts. mamba_size: channels of all heads of a Mamba layer.
+    """
+
+    longest_sequence: int
+    query_groups: int
+    head_dim: int
+    ffn_size: int
+    expert_ffn_size: int
+    gated: bool
+    dense_layers: int
+    has_dense_layers: bool
+    has_mamba: bool
+    mamba_size: int
+
+
 class LatentHeadsConfig(StrictModel):
     """Latent attention, whose heads read latents instead of the hidden state, as in DeepSeek's models."""
 
     q_lora_rank: Size | None = None
     """Width of the query latent; null projects queries from the hidden state."""
     kv_lora_rank: Size | None = None
-    """Width of the latent of keys and values (DeepSeek); null projects keys and values from the hidden state."""
+    """Width of the key-value latent (DeepSeek); null projects keys and values directly from the hidden state."""
     qk_head_dim: Size = 128
     """Size of the unrotated part of each head's query and key."""
     qk_pos_emb_head_dim: Size = 64
@@ -177,9 +214,9 @@ class ExpertsConfig(StrictModel):
     moe_router_pre_softmax: bool = False
     """Take the softmax over all experts before the selection, instead of over the selected experts."""
     moe_router_num_groups: Size | None = None
-    """Number of equal groups of experts, among which a token's groups are selected first; null means no groups."""
+    """Number of equal expert groups; a token selects groups first, then experts within them. Null means no groups."""
     moe_router_group_topk: Size | None = None
-    """Number of groups per token, selected by the summed scores of each group's best experts; null without groups."""
+    """Number of groups selected per token, by the sum of each group's best expert scores; null without groups."""
     moe_router_topk_scaling_factor: PositiveFloat | None = None
     """Factor by which the experts' weights are multiplied; null means 1."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
@@ -249,84 +286,39 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
     """Coefficient of the prediction layers' mean loss."""
 
     @property
-    def longest_sequence(self) -> int:
-        """Return the number of positions that the rotations support, which YaRN may raise above the weights' own."""
-        scaling = self.rope_scaling
-        if scaling is None or scaling.rope_type != "yarn":
-            return self.max_position_embeddings
-        stretched = int(scaling.factor * scaling.original_max_position_embeddings)
-        return max(self.max_position_embeddings, stretched)
-
-    @property
-    def multi_latent_attention(self) -> bool:
-        """Return whether keys and values are computed from latents."""
-        return self.kv_lora_rank is not None
-
-    @property
-    def query_groups(self) -> int:
-        """Return the number of key and value heads."""
-        return self.num_query_groups or self.num_attention_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Return the size of each head's query and key."""
-        if self.multi_latent_attention:
-            return self.qk_head_dim + self.qk_pos_emb_head_dim
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
-    def dense_layers(self) -> int:
-        """Return the number of layers without experts: the first ones, or all."""
-        if self.num_moe_experts is None:
-            return self.num_layers
-        return (self.moe_layer_freq or ()).count(0)
-
-    @property
-    def ffn_size(self) -> int:
-        """Return the width of the feed-forward layer."""
-        return self.ffn_hidden_size or 4 * self.hidden_size
-
-    @property
-    def gated(self) -> bool:
-        """Return whether feed-forward layers and experts have a gate."""
-        return self.activation_func != "squared_relu"
-
-    @property
-    def mamba_size(self) -> int:
-        """Return the total number of channels in a Mamba layer's heads."""
-        return (self.mamba_num_heads or 0) * self.mamba_head_dim
-
-    @property
-    def has_mamba(self) -> bool:
-        """Return whether there are Mamba layers."""
-        return MAMBA in (self.hybrid_layer_pattern or "")
-
-    @property
-    def has_dense_layers(self) -> bool:
-        """Return whether any layer has a dense feed-forward part, shared experts aside."""
-        pattern = self.hybrid_layer_pattern
-        return self.dense_layers > 0 if pattern is None else MLP in pattern
-
-    @property
-    def expert_ffn_size(self) -> int:
-        """Return the width of each expert."""
-        return self.moe_ffn_hidden_size or self.ffn_size
+    def shape(self) -> ModelShape:
+        """Return the sizes and layers that follow from the keys."""
+        heads, ffn_size = self.num_attention_heads, self.ffn_hidden_size or 4 * self.hidden_size
+        head_dim = self.kv_channels or self.hidden_size // heads
+        if self.kv_lora_rank is not None:
+            head_dim = self.qk_head_dim + self.qk_pos_emb_head_dim
+        dense_layers, pattern = self.num_layers, self.hybrid_layer_pattern
+        if self.num_moe_experts is not None:
+            dense_layers = (self.moe_layer_freq or ()).count(0)
+        positions, scaling = self.max_position_embeddings, self.rope_scaling
+        if scaling is not None and scaling.rope_type == "yarn":
+            positions = max(positions, int(scaling.factor * scaling.original_max_position_embeddings))
+        return ModelShape(
+            longest_sequence=positions,
+            query_groups=self.num_query_groups or heads,
+            head_dim=head_dim,
+            ffn_size=ffn_size,
+            expert_ffn_size=self.moe_ffn_hidden_size or ffn_size,
+            gated=self.activation_func != "squared_relu",
+            dense_layers=dense_layers,
+            has_dense_layers=dense_layers > 0 if pattern is None else MLP in pattern,
+            has_mamba=MAMBA in (pattern or ""),
+            mamba_size=(self.mamba_num_heads or 0) * self.mamba_head_dim,
+        )
 
     @property
     def load_balancing_loss(self) -> bool:
-        """Return whether the routers add a load-balancing loss."""
+        """True if the routers add a load-balancing loss."""
         return (
             self.num_moe_experts is not None
             and self.moe_router_load_balancing_type != "none"
             and self.moe_aux_loss_coeff > 0
         )
-
-    @property
-    def experts_alone(self) -> bool:
-        """Return whether every layer consists of attention and experts only."""
-        plain = self.hybrid_layer_pattern is None and not self.multi_latent_attention
-        alone = self.num_moe_experts is not None and not self.dense_layers
-        return plain and alone and not self.moe_shared_expert_intermediate_size and not self.mtp_num_layers
 
     read_unless = (
         ("mtp_loss_scaling_factor", "mtp_num_layers", None),
@@ -357,7 +349,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
         Rule(
             "not-divisible",
             "qk_pos_emb_head_dim",
-            lambda own: own.multi_latent_attention and own.qk_pos_emb_head_dim % 2,
+            lambda own: own.kv_lora_rank is not None and own.qk_pos_emb_head_dim % 2,
             fix="make it even",
             why="rotary positions rotate pairs",
         ),
@@ -365,7 +357,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             "incompatible",
             "rope_scaling.rope_type",
             lambda own: (
-                own.multi_latent_attention and own.rope_scaling and own.rope_scaling.rope_type != "yarn"
+                own.kv_lora_rank is not None and own.rope_scaling and own.rope_scaling.rope_type != "yarn"
             ),
             ("kv_lora_rank",),
             "use yarn, or none",
@@ -378,7 +370,9 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
         Rule(
             "requires",
             "rope_scaling.mscale",
-            lambda own: not own.multi_latent_attention and own.rope_scaling and own.rope_scaling.scales,
+            lambda own: (
+                own.kv_lora_rank is None and own.rope_scaling and "mscale" in own.rope_scaling.written
+            ),
             ("kv_lora_rank",),
             "remove it",
         ),
@@ -386,7 +380,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             "not-divisible",
             "hidden_size",
             lambda own: (
-                not own.multi_latent_attention
+                own.kv_lora_rank is None
                 and own.kv_channels is None
                 and own.hidden_size % own.num_attention_heads
             ),
@@ -396,7 +390,7 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
         Rule(
             "not-divisible",
             "num_attention_heads",
-            lambda own: not own.multi_latent_attention and own.num_attention_heads % own.query_groups,
+            lambda own: own.kv_lora_rank is None and own.num_attention_heads % own.shape.query_groups,
             ("num_query_groups",),
             "make it a multiple, or set num_query_groups: null",
         ),
@@ -405,14 +399,14 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
                 "not-divisible",
                 key,
                 lambda own, given=key == "kv_channels": (
-                    not own.multi_latent_attention
+                    own.kv_lora_rank is None
                     and bool(own.kv_channels) == given
                     and own.hybrid_layer_pattern is None
-                    and own.head_dim % 2
+                    and own.shape.head_dim % 2
                 ),
                 ("hidden_size", "num_attention_heads", "kv_channels"),
                 "make the size of a head even",
-                lambda own: f"a head of {own.head_dim} is odd, and rotary positions rotate pairs",
+                lambda own: f"a head of {own.shape.head_dim} is odd, and rotary positions rotate pairs",
             )
             for key in ("kv_channels", "num_attention_heads")
         ),
@@ -448,13 +442,13 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
         Rule(
             "missing",
             "mamba_num_heads",
-            lambda own: own.has_mamba and own.mamba_num_heads is None,
+            lambda own: own.shape.has_mamba and own.mamba_num_heads is None,
             (_PATTERN,),
         ),
         Rule(
             "not-divisible",
             "mamba_num_heads",
-            lambda own: own.has_mamba and (own.mamba_num_heads or 0) % own.mamba_num_groups,
+            lambda own: own.shape.has_mamba and (own.mamba_num_heads or 0) % own.mamba_num_groups,
             ("mamba_num_groups",),
             "make it a multiple",
         ),
@@ -462,17 +456,6 @@ class ModelConfig(ExpertsConfig, MambaLayersConfig, LatentHeadsConfig):
             either("incompatible", {key: plain, other: None})
             for key, plain in (("softmax_type", "vanilla"), ("sliding_window", None))
             for other in (_PATTERN, "mtp_num_layers")
-        ),
-        *(
-            Rule(
-                "requires",
-                key,
-                lambda own, key=key, needing=needing: getattr(own, key) == needing and not own.experts_alone,
-                ("num_moe_experts", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
-                "remove it, or set num_moe_experts",
-                "it needs a model in which every layer has attention and experts, without shared experts",
-            )
-            for key, needing in (("add_bias_linear", True), ("activation_func", "quick_gelu"))
         ),
         _expert_rules,
         Rule(

@@ -1,8 +1,9 @@
 """Configuration of the policy: model, tokenizer, batch sizes, token budgets, Megatron and generation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
 
@@ -16,7 +17,6 @@ from nemo_rl_mcore.config.base import (
     Seconds,
     StrictModel,
     Switched,
-    with_other_spellings,
 )
 from nemo_rl_mcore.config.custom_code import Arguments
 from nemo_rl_mcore.config.generation import GenerationConfig
@@ -56,8 +56,8 @@ class DynamicBatchingConfig(MicrobatchTokensConfig):
 class TokenBudgets:
     """A policy's token budgets, with the path of the section that sets them.
 
-    packed: whether several batch rows share one model row.
-    train_by_rows: whether `train` is a default for samples with one row, since the section does not set it.
+    packed: true if several batch rows share one model row.
+    train_by_rows: true if the section does not set `train`, which is then a default for samples with one row.
     """
 
     section: str
@@ -137,7 +137,7 @@ class PolicyConfig(StartWeightsConfig):
     logprob_batch_size: PositiveInt = 1
     """Number of samples per log-probability pass on one rank; default: train_micro_batch_size."""
     recompute_prev_logprobs: Literal["auto", "always"] = "auto"
-    """Computing of prev_logprobs before training: always, or auto, only if something needs them earlier (ours)."""
+    """Compute prev_logprobs before training: always, or only if something needs them earlier (auto) (ours)."""
     offload: Literal["none", "grads_optimizer", "all"] = "none"
     """State to move off the device while weights are only read; all adds the weights while engines answer (ours)."""
     generation_batch_size: PositiveInt | None = None
@@ -149,7 +149,7 @@ class PolicyConfig(StartWeightsConfig):
     megatron_cfg: MegatronConfig
     """Megatron-Core's parallel layout, optimizer and kernels."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
-    """Packing of several samples into one row."""
+    """Pack several samples into one row."""
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     """Microbatches of similar-length samples, sized by tokens."""
     generation: GenerationConfig
@@ -162,11 +162,6 @@ class PolicyConfig(StartWeightsConfig):
     def reserved_tokens(self) -> int:
         """Return the tokens reserved for the response: max_new_tokens, or 1 with fit_to_sequence."""
         return 1 if self.generation.fit_to_sequence else self.generation.max_new_tokens
-
-    @property
-    def longest_of_prompt(self) -> int | None:
-        """Return the bound on prompt and response together with fit_to_sequence; None without."""
-        return self.max_total_sequence_length if self.generation.fit_to_sequence else None
 
     @property
     def token_budgets(self) -> TokenBudgets | None:
@@ -187,7 +182,7 @@ class PolicyConfig(StartWeightsConfig):
 
     @property
     def model_class(self) -> Literal["gpt", "hybrid"]:
-        """Return which of Megatron's model classes is used."""
+        """Return the name of the Megatron model class."""
         chosen = self.megatron_cfg.model_class
         if chosen == "auto":
             return "gpt" if self.model.hybrid_layer_pattern is None else "hybrid"
@@ -195,7 +190,7 @@ class PolicyConfig(StartWeightsConfig):
 
     @property
     def parts_of_a_layer(self) -> int:
-        """Return how many Megatron layers form one layer: a HybridModel has attention as a separate layer."""
+        """Return the number of Megatron layers per layer: in a HybridModel, attention is a separate layer."""
         return 2 if self.model_class == "hybrid" and self.model.hybrid_layer_pattern is None else 1
 
     @property
@@ -207,4 +202,10 @@ class PolicyConfig(StartWeightsConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_logprob_batch_size(cls, given: object) -> object:
-        return with_other_spellings(given, ("logprob_batch_size", "train_micro_batch_size"))
+        if not isinstance(given, Mapping):
+            return given
+        section = dict(cast("Mapping[str, object]", given))
+        rows = section.get("train_micro_batch_size")
+        if section.get("logprob_batch_size") is None and rows is not None:
+            section["logprob_batch_size"] = rows
+        return section

@@ -31,7 +31,7 @@ from nemo_rl_mcore.config.base import (
     value_at,
 )
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
-from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
+from nemo_rl_mcore.config.data import TURN_TASKS, DataConfig, EnvConfig, RowKind
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig, CustomLossConfig, DistillationLossConfig
@@ -126,7 +126,7 @@ class ModelPlan:
 
     name: the model's section in the recipe and, if it is trained, its folder in a checkpoint.
     policy: the workers' configuration, checked by the rules that apply to a trained or frozen model.
-    reference: whether a copy of the initial weights is kept.
+    reference: true if a copy of the initial weights is kept.
     own_keys: policy keys that have another path for this model, with those paths.
     """
 
@@ -138,7 +138,7 @@ class ModelPlan:
     own_keys: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def key(self, path: str) -> str:
-        """Return the recipe's path for this model's counterpart of a policy key, such as policy.precision."""
+        """Return the recipe path of this model's counterpart to a policy key, such as policy.precision."""
         for shared, own in self.own_keys.items():
             if path == shared or path.startswith(f"{shared}."):
                 return own + path.removeprefix(shared)
@@ -209,6 +209,19 @@ class TeacherConfig(StartWeightsConfig):
     )
 
 
+@dataclass(frozen=True)
+class GroupLimits:
+    """Numbers of groups; a group is the set of answers to one prompt.
+
+    live: maximum in answering, waiting and training together. in_flight: maximum in answering. per_chunk: size of a
+    step's training chunks, of which the last may be smaller.
+    """
+
+    live: int
+    in_flight: int
+    per_chunk: int
+
+
 KEPT_BYTES = 10_000_000_000
 """Disk space for finished steps' groups, used by `replay`: the oldest are deleted, none newer than the last checkpoint.
 
@@ -232,7 +245,7 @@ class RunConfig(WithReferences):
     eval: EvalConfig | None = None
     """Sets of prompts with known answers for evaluations; null means none (ours)."""
     checkpointing: CheckpointingConfig = CheckpointingConfig()
-    """When and where checkpoints are saved, and how many are kept."""
+    """Checkpoints: folder, interval, and number to keep."""
     logger: LoggerConfig = LoggerConfig()
     """Files and services that record the run."""
     cluster: ClusterConfig = ClusterConfig()
@@ -246,7 +259,10 @@ class RunConfig(WithReferences):
     @property
     def models(self) -> dict[str, ModelPlan]:
         """Return the run's models by name, the policy first."""
-        plans = {"policy": ModelPlan("policy", self.policy, reference=self.needs_reference)}
+        loss = self.gradient
+        has_penalty = loss is not None and loss.reference_policy_kl_penalty != 0
+        reference = self.algorithm == "dpo" or has_penalty
+        plans = {"policy": ModelPlan("policy", self.policy, reference=reference)}
         for name in ("value", "teacher"):
             if isinstance(section := getattr(self, name, None), ValueConfig | TeacherConfig):
                 plans[name] = section.plan(self.policy)
@@ -277,7 +293,7 @@ class RunConfig(WithReferences):
 
     @property
     def row_kind(self) -> RowKind:
-        """Return which part of a data row is read."""
+        """Return the part of a data row that is read."""
         given = RowKind.PAIRS if self.algorithm == "dpo" else RowKind.ANSWERS
         return RowKind.PROMPTS if self.generations_per_prompt else given
 
@@ -286,7 +302,7 @@ class RunConfig(WithReferences):
         """Return the maximum answers per episode; 1 if the environment surely ends an episode after one answer."""
         if not isinstance(self.loop, EpisodesConfig):
             return 1
-        once = not {*self.env.given} - {"math", "rewards"} and not self.data.has_turns
+        once = not {*self.env.given} - {"math", "rewards"} and self.data.dataset_name not in TURN_TASKS
         return 1 if once and self.env.endpoint is None else self.loop.max_rollout_turns
 
     @property
@@ -298,7 +314,7 @@ class RunConfig(WithReferences):
         if loop.val_batches == -1:
             return None
         samples = loop.val_batches * (loop.val_global_batch_size or self.policy.train_global_batch_size)
-        return min(samples, self.data.validation_prompts) if self.data.embedded else samples
+        return min(samples, self.data.task.validation_prompts) if self.data.embedded else samples
 
     @property
     def max_prompt_length(self) -> int:
@@ -334,34 +350,26 @@ class RunConfig(WithReferences):
             return loss.rl if loss.rl_weight else None
         return loss if isinstance(loss, ClippedPGLossConfig) else None
 
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether the run needs log-probabilities under the initial weights."""
-        loss = self.gradient
-        return self.algorithm == "dpo" or (loss is not None and loss.reference_policy_kl_penalty != 0)
-
     def key(self, path: str) -> str:
-        """Return the recipe's path for a path that begins with `loop`, `asynchrony` or `gradient`."""
-        gradient = "loss_fn.rl" if self.algorithm == "distillation" else "loss_fn"
-        places = {"loop": self.algorithm, "asynchrony": self.asynchrony_key, "gradient": gradient}
+        """Return the recipe path for a path that begins with `loop`, `asynchrony` or `gradient`."""
+        asynchrony = next((name for name in type(self.loop).model_fields if name.startswith("async_")), "")
+        places = {
+            "loop": self.algorithm,
+            "asynchrony": join_path(self.algorithm, asynchrony),
+            "gradient": "loss_fn.rl" if self.algorithm == "distillation" else "loss_fn",
+        }
         first, dot, rest = path.partition(".")
         return f"{places.get(first, first)}{dot}{rest}"
 
     @property
-    def asynchrony_key(self) -> str:
-        """Return the path of the section for asynchronous rollouts."""
-        names = (name for name in type(self.loop).model_fields if name.startswith("async_"))
-        return join_path(self.algorithm, next(names, ""))
-
-    @property
     def asynchrony(self) -> AsyncRolloutsConfig:
         """Return the section for asynchronous rollouts; a disabled one for an algorithm without such a section."""
-        section = value_at(self, self.asynchrony_key)
+        section = value_at(self, self.key("asynchrony"))
         return section if isinstance(section, AsyncRolloutsConfig) else AsyncRolloutsConfig()
 
     @property
     def asynchronous(self) -> bool:
-        """Return whether later steps are sampled while a step trains."""
+        """True if later steps are sampled while a step trains."""
         return self.asynchrony.enabled
 
     @property
@@ -370,21 +378,20 @@ class RunConfig(WithReferences):
         return self.asynchrony.max_trajectory_age_steps if self.asynchronous else 0
 
     @property
-    def groups_under_way(self) -> tuple[int, int]:
-        """Return the maximum number of groups in answering, waiting and training together, and in answering alone."""
-        live = (self.max_age + 1) * self.prompts_per_step
-        return live, min(self.asynchrony.max_inflight_prompts or live, live)
-
-    @property
-    def min_groups_per_chunk(self) -> int:
-        """Return the number of groups per training chunk of a step; the last chunk may have fewer."""
-        groups, asked = self.prompts_per_step, self.asynchrony.min_groups_for_streaming_train
-        return min(asked or groups, groups) if self.asynchronous else groups
+    def group_limits(self) -> GroupLimits:
+        """Return the limits on groups in a step's training, and at a time."""
+        per_step, section = self.prompts_per_step, self.asynchrony
+        live = (self.max_age + 1) * per_step
+        in_flight = min(section.max_inflight_prompts or live, live)
+        per_chunk = per_step
+        if section.enabled and section.min_groups_for_streaming_train is not None:
+            per_chunk = min(section.min_groups_for_streaming_train, per_step)
+        return GroupLimits(live, in_flight, per_chunk)
 
     @property
     def streams(self) -> bool:
-        """Return whether a step trains on some of its groups before the others are ready."""
-        return self.min_groups_per_chunk < self.prompts_per_step
+        """True if a step trains on some of its groups before the others are ready."""
+        return self.group_limits.per_chunk < self.prompts_per_step
 
     @property
     def logprob_temperature(self) -> float:
@@ -427,14 +434,15 @@ class RunConfig(WithReferences):
     @model_validator(mode="before")
     @classmethod
     def _fill_sets(cls, given: object) -> object:
-        """Fill missing keys of eval.sets from data.default."""
+        """Fill missing keys of eval.sets from data.default, and drop sets that are null."""
         if not isinstance(given, Mapping):
             return given
         section = dict(cast("Mapping[str, object]", given))
         evaluation, data = section.get("eval"), section.get("data")
         sets = cast("Tree", evaluation).get("sets") if isinstance(evaluation, dict) else None
-        if isinstance(sets, dict) and isinstance(data, dict):
-            default = cast("Tree", data).get("default")
-            filled = {name: with_defaults(one, default) for name, one in cast("Tree", sets).items()}
+        if isinstance(sets, dict):
+            default = cast("Tree", data).get("default") if isinstance(data, dict) else None
+            given_sets = {name: one for name, one in cast("Tree", sets).items() if one is not None}
+            filled = {name: with_defaults(one, default) for name, one in given_sets.items()}
             section["eval"] = {**cast("Tree", evaluation), "sets": filled}
         return section

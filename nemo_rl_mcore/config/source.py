@@ -1,7 +1,7 @@
 """A source of data rows: location, columns and text around prompts."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -123,12 +123,6 @@ ROW_FORMATS = (
 """NeMo RL's names of row formats; they need no entry, since each row's format is detected from its columns."""
 
 
-def known_name(name: str) -> str | None:
-    """Return the key in KNOWN for a data set name; None if the name is unknown."""
-    name = OTHER_NAMES.get(name, name)
-    return name if name in KNOWN else None
-
-
 def _kind_of(given: object) -> str | None:
     if isinstance(given, Mapping | StrictModel):
         return "section"
@@ -144,6 +138,20 @@ TEXT_FILES = ("prompt_file", "system_prompt_file")
 _OF_ONE_SPLIT = ("split", "split_validation_size", "max_samples", "repeat", "weight")
 _OF_A_PLACE = ("data_path", "subset")
 """Keys of the rows' location, which validation does not inherit from data.train if it has its own location."""
+
+
+def _place_rules(source: "SourceConfig") -> "Iterator[Rule[SourceConfig]]":
+    """Yield a rule for an unknown dataset_name, with the closest known name, or for a missing data_path."""
+    name = source.dataset_name
+    if name is not None and OTHER_NAMES.get(name, name) not in KNOWN and name not in ROW_FORMATS:
+        by_case = {known.lower(): known for known in (*ROW_FORMATS, *OTHER_NAMES, *KNOWN)}
+        near = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=0.6)
+        meant = f"did you mean {by_case[near[0]]}? else " if near else ""
+        fix = f"{meant}remove it and set data_path to a file, a folder or a name on the hub"
+        yield Rule("not-supported", "dataset_name", True, fix=f"{fix}; known: {', '.join(KNOWN)}")
+    elif not source.data_path:
+        fix = "name files, a folder or a data set of the hub"
+        yield Rule("missing", "data_path", True, ("dataset_name",), fix)
 
 
 class SourceDefaults(StrictModel):
@@ -205,43 +213,11 @@ class SourceConfig(SourceDefaults):
             return given
         keys = dict(cast("Mapping[str, object]", given))
         name = keys.get("dataset_name")
-        known = known_name(name) if isinstance(name, str) else None
-        if known is None:
-            return keys
+        known: Keys = KNOWN.get(OTHER_NAMES.get(name, name), {}) if isinstance(name, str) else {}
         left_out = ("subset", "split") if keys.get("data_path") is not None else ()
-        filled = {key: value for key, value in KNOWN[known].items() if key not in left_out}
-        return {**filled, **keys}
+        return {**{key: value for key, value in known.items() if key not in left_out}, **keys}
 
-    rules = (
-        Rule(
-            "not-supported",
-            "dataset_name",
-            lambda own: own.is_unknown,
-            fix=lambda own: own.known_instead,
-        ),
-        Rule(
-            "missing",
-            "data_path",
-            lambda own: not own.data_path and not own.is_unknown,
-            ("dataset_name",),
-            "name files, a folder or a data set of the hub",
-        ),
-    )
-
-    @property
-    def is_unknown(self) -> bool:
-        """Return whether dataset_name is neither a known data set nor a known row format."""
-        name = self.dataset_name
-        return name is not None and known_name(name) is None and name not in ROW_FORMATS
-
-    @property
-    def known_instead(self) -> str:
-        """Return advice for an unknown data set name, with the closest known name."""
-        by_case = {known.lower(): known for known in (*ROW_FORMATS, *OTHER_NAMES, *KNOWN)}
-        near = difflib.get_close_matches((self.dataset_name or "").lower(), by_case, n=1, cutoff=0.6)
-        meant = f"did you mean {by_case[near[0]]}? else " if near else ""
-        known = ", ".join(KNOWN)
-        return f"{meant}remove it and set data_path to a file, a folder or a name on the hub; known: {known}"
+    rules = (_place_rules,)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -251,7 +227,8 @@ class SourceConfig(SourceDefaults):
     @property
     def name(self) -> str:
         """Return a short name: the data set's, or the first file's."""
-        if self.dataset_name is not None and (known := known_name(self.dataset_name)) is not None:
+        known = OTHER_NAMES.get(self.dataset_name or "", self.dataset_name)
+        if known in KNOWN:
             return known
         return self.paths[0].rstrip("/").rpartition("/")[2].partition(".")[0] or "rows"
 
@@ -284,13 +261,12 @@ def with_defaults(given: object, default: object) -> object:
         return given
     given_there = cast("Mapping[str, object]", default)
     shared = {key: value for key, value in given_there.items() if key in SourceDefaults.model_fields}
-
-    def filled(one: object) -> object:
-        return {**shared, **cast("Mapping[str, object]", one)} if isinstance(one, Mapping) else one
-
-    if isinstance(given, list):
-        return [filled(one) for one in cast("list[object]", given)]
-    return filled(given)
+    sources = cast("list[object]", given) if isinstance(given, list) else [given]
+    filled = [
+        {**shared, **cast("Mapping[str, object]", one)} if isinstance(one, Mapping) else one
+        for one in sources
+    ]
+    return filled if isinstance(given, list) else filled[0]
 
 
 def as_in_train(validation: Mapping[str, object], train: Mapping[str, object]) -> dict[str, object]:

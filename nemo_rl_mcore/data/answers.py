@@ -1,4 +1,4 @@
-"""Rows to train on from texts: prompts with given answers."""
+"""Prompts with given answers as rows of tokens."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from nemo_rl_mcore.data.chat import (
     ASSISTANT,
     SHOWN_TEXT,
     asked,
-    content_ids,
     first_difference,
     is_begun,
     rendered,
     rewritten,
 )
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
-from nemo_rl_mcore.data.messages import Message, Rendered, Tools
+from nemo_rl_mcore.data.messages import Message, Rendered, Tools, literal_spans
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RefusedError
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Tokens, and for each whether it is to be trained on."""
+    """A row's tokens; trained: true for each token that the loss reads."""
 
     ids: Sequence[int]
     trained: Sequence[bool]
@@ -57,7 +56,7 @@ def given_answers(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> BatchedDat
 
 
 def answer_row(prompt: Prompt, tokenizer: Tokenizer) -> TokenRow:
-    """Return a prompt with its answer: a conversation by the chat template, else text and an end of sequence."""
+    """Encode a prompt with its answer: a conversation by the chat template, a text followed by an end of sequence."""
     if prompt.context:
         return conversation_row(
             prompt.context,
@@ -68,12 +67,13 @@ def answer_row(prompt: Prompt, tokenizer: Tokenizer) -> TokenRow:
             own_turn=prompt.own_turn,
         )
     before = tokenizer.encode(prompt.text, prompt.literal)
-    after = [*content_ids(prompt.imitated, tokenizer), tokenizer.eos_token_id]
+    spelt = literal_spans(prompt.imitated, tokenizer.special_tokens)
+    after = [*tokenizer.encode(prompt.imitated, spelt), tokenizer.eos_token_id]
     return TokenRow([*before, *after], [False] * len(before) + [True] * len(after))
 
 
 def pair_rows(prompt: Prompt, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRow]:
-    """Return a prompt with its better answer, and with its worse one; ValueError where it has none of these."""
+    """Return the rows of a prompt's better and worse answers; raises ValueError for a prompt without a worse one."""
     if prompt.rejected is None:
         raise RefusedError(
             f"prompt {prompt.index} has no rejected answer, which DPO needs without dpo.num_generations_per_prompt",
@@ -86,41 +86,37 @@ def pair_rows(prompt: Prompt, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRow]
 
 @dataclass(frozen=True)
 class PreferenceSource:
-    """The pairs of a DPO run: one of each prompt, in 2 rows, chosen then rejected."""
+    """A DPO run's pairs: one for each prompt, in 2 rows, chosen then rejected.
+
+    made_up: prompts are of an embedded task, without rejected answers; the right answer is then paired with one whose
+    first and last digits are swapped or, if they are equal, whose last digit is another.
+    """
 
     prompts: PromptSource
     tokenizer: Tokenizer
+    made_up: bool = False
 
     def train_batch(self, step: int, pairs: int) -> BatchedDataDict:
         """Draw different pairs; the same (seed, step) gives the same ones."""
         return self.rows(self.prompts.train_batch(step, pairs))
 
-    def first_steps(self, step: int, pairs: int) -> Sequence[int] | None:
-        return self.prompts.first_steps(step, pairs)
-
     def rows(self, prompts: Sequence[Prompt]) -> BatchedDataDict:
-        """Return the pairs of prompts, as `rows_as_batch`; ValueError where a prompt has none."""
-        rows = [row for prompt in prompts for row in pair_rows(self.pair(prompt), self.tokenizer)]
-        indices = [prompt.index for prompt in prompts for _ in range(2)]
+        """Return the prompts' pairs as `rows_as_batch` does; raises ValueError for a prompt without a pair."""
+        rows, indices = list[TokenRow](), list[int]()
+        for prompt in prompts:
+            if self.made_up:
+                right = prompt.answer
+                wrong = right[-1] + right[1:-1] + right[0]
+                if len(right) == 1 or wrong == right:
+                    wrong = right[:-1] + str((int(right[-1]) + 1) % 10)
+                prompt = replace(prompt, rejected=wrong)
+            rows += pair_rows(prompt, self.tokenizer)
+            indices += [prompt.index] * 2
         return rows_as_batch(rows, indices, self.tokenizer.pad_token_id)
-
-    def pair(self, prompt: Prompt) -> Prompt:
-        return prompt
-
-
-class WrongAnswerPairs(PreferenceSource):
-    """Pairs of an embedded task: the right answer, and one with its ends swapped or, if equal, another last digit."""
-
-    def pair(self, prompt: Prompt) -> Prompt:
-        right = prompt.answer
-        wrong = right[-1] + right[1:-1] + right[0]
-        if len(right) == 1 or wrong == right:
-            wrong = right[:-1] + str((int(right[-1]) + 1) % 10)
-        return replace(prompt, rejected=wrong)
 
 
 _OTHERS = ("0", "1")
-"""Contents, one of which begins in another way than any content."""
+"""Two contents: whatever a message says, one of them begins with another character."""
 
 
 def conversation_row(
@@ -132,12 +128,12 @@ def conversation_row(
     tools: Tools = (),
     own_turn: bool = False,
 ) -> TokenRow:
-    """Return a conversation that ends with the answer; trained on are the assistant's turns, the answer alone or all.
+    """Encode a conversation that ends with the answer, and train on that answer or on all of the assistant's turns.
 
-    A turn is trained on from after the generation prompt to the last end of an answer, or to its end where the template
-    writes none; `ChatTemplate.imitated` may take in the template's text around that, and `add_eos` an end of sequence
-    at the end of the row. Raises ValueError for a template that shows a turn in another way once others follow it, so
-    that its tokens are not those that the model answers with.
+    A trained turn begins behind its generation prompt and ends with the last end-of-answer token, or with the turn if
+    the template writes none. `ChatTemplate.imitated` may extend it to the template's text around the answer, and
+    `add_eos` adds an end of sequence to the row. Raises ValueError for a template that rewrites earlier turns: the
+    model would not answer with such tokens.
     """
     turn = Message(ASSISTANT, answer) if isinstance(answer, str) else answer
     messages = [*context, turn]
@@ -172,16 +168,12 @@ def _borders(
     tokenizer: Tokenizer,
     tools: Tools,
 ) -> tuple[int, int]:
-    """Return a turn's beginning and end in the text; prompt: the text before it is answered."""
+    """Return a turn's start and end in the text; prompt: the rendering that the model would answer there."""
     before = rendered(messages[:place], tokenizer, add_generation_prompt=False, tools=tools)
     opening, start = prompt.text.removeprefix(before.text), prompt
 
     def turns(count: int) -> Rendered | None:
-        """Return the text's beginning that is so many messages; None where they are shown in another way alone.
-
-        Some templates end the last turn of all in another way than those before it; the end of such an earlier turn is
-        then found before the next generation prompt.
-        """
+        """Return the first messages' text, up to the next generation prompt if their end differs; None if rewritten."""
         alone = rendered(messages[:count], tokenizer, add_generation_prompt=False, tools=tools)
         if shown.begins_with(alone):
             return alone
@@ -196,8 +188,8 @@ def _borders(
         if (ended := turns(place + 1)) is not None:
             return len(start.text), len(ended.text)
         if tokenizer.answers.imitated == "answer":
-            # Templates that write a thought of no words into the last turn of all show no other turn alone as they show
-            # it here: it ends with the last end of sequence before the content of the next message.
+            # A template that writes an empty thought into the last turn never shows an earlier turn alone as it does
+            # here. Such a turn ends with the last end of sequence before the next message's content.
             turn, following = messages[place], messages[place + 1]
             content = _OTHERS[following.content.strip()[:1] == _OTHERS[0]]
             changed = [*messages]
@@ -210,10 +202,8 @@ def _borders(
                 said = shown.text[len(start.text) : end]
                 if said and all(text.strip() in said for text in (turn.content, turn.reasoning)):
                     return len(start.text), end
-        other, count = (
-            rendered(messages[: place + 1], tokenizer, add_generation_prompt=False, tools=tools),
-            place + 1,
-        )
+        count = place + 1
+        other = rendered(messages[:count], tokenizer, add_generation_prompt=False, tools=tools)
     difference = rewritten(other.text, shown.text) or "the special tokens that messages spell are others"
     raise RefusedError(
         f"data.apply_chat_template: the chat template does not show the first {count} messages of a conversation as it "
@@ -224,10 +214,10 @@ def _borders(
 
 
 def _parted(shown: Rendered, borders: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return a text's ids, and the number of ids before each of its borders, which are in order.
+    """Return a text's ids, and the number of ids before each border; borders are in ascending order.
 
-    The text is encoded as one, but for a border that a token would join: there the text before and the text behind are
-    encoded apart, as a prompt and its answer are.
+    The text is encoded as one, unless a token would cross a border: then the border's two sides are encoded separately,
+    as a prompt and its answer are.
     """
 
     def encoded(start: int, end: int | None = None) -> list[int]:

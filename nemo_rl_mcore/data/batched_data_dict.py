@@ -1,4 +1,4 @@
-"""The batch that travels between driver, workers and losses."""
+"""The batch that driver, workers and losses exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from nemo_rl_mcore.errors import RefusedError
 
 EPISODE = "episode_index"
-"""int64 [B]: rows with equal numbers stand together and are one episode; without it each row is one."""
+"""int64 [B]: neighbouring rows with equal numbers are one episode; without this column each row is an episode."""
 
 PadValue = int | float | bool
 Entries = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -25,8 +25,8 @@ Entries = Mapping[str, Any] | Iterable[tuple[str, Any]]
 class BatchedDataDict(dict[str, Any]):
     """A dict of batch-first tensors and of lists with one python value per row.
 
-    Every value has the same number of rows; the assignment that breaks this raises a ValueError naming it.
-    No method edits the batch in place: each returns a new one.
+    All values have equally many rows: an assignment that breaks this raises a ValueError with the key.
+    Methods return a new batch and leave this one as it is.
 
     >>> import torch
     >>> batch = BatchedDataDict(input_ids=torch.zeros(2, 8, dtype=torch.long), answers=["4", "5"])
@@ -44,7 +44,7 @@ class BatchedDataDict(dict[str, Any]):
             what = f"{key!r} must be a tensor with a batch dimension or a list with one value per row"
             raise RefusedError(what, code="no-column")
         rows = len(value)  # pyright: ignore[reportUnknownArgumentType]
-        # One other stands for all: they have equally many.
+        # All others have equally many rows, so that one is enough.
         other = next((other for other in self if other != key), None)
         if other is not None and (others := len(self[other])) != rows:
             raise RefusedError(f"{key!r} has {rows} rows, but {other!r} has {others}", code="row-counts")
@@ -55,7 +55,6 @@ class BatchedDataDict(dict[str, Any]):
             self[key] = value
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return the value at `key`, assigning `default` (checked) when it is absent."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -76,44 +75,41 @@ class BatchedDataDict(dict[str, Any]):
         return dict(self)
 
     def to(self, device: torch.device | str) -> Self:
-        return self._map(lambda value: value.to(device), lambda value: value)
+        return self._map(lambda value: value.to(device) if isinstance(value, Tensor) else value)
 
     def slice(self, start: int, end: int) -> Self:
-        """Return the rows `start` (included) to `end` (excluded); ValueError when the range leaves the batch."""
+        """Return rows start <= row < end; raises ValueError for a range outside the batch."""
         if not 0 <= start <= end <= self.size:
             raise RefusedError(f"slice({start}, {end}) leaves a batch of {self.size} rows", code="slice")
-        return self._map(lambda value: value[start:end], lambda value: value[start:end])
+        return self._map(lambda value: value[start:end])
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Self:
-        """Return the rows at `indices` ([N] integers, in that order, repeats allowed).
-
-        Raises ValueError for a boolean mask; pass `mask.nonzero().flatten()`.
-        """
+        """Return the rows at `indices` ([N] integers, repeats allowed); raises ValueError for a boolean mask."""
         if isinstance(indices, Tensor) and indices.dtype == torch.bool:
             what = "select_indices takes row numbers; for a boolean mask pass mask.nonzero().flatten()"
             raise ValueError(what)
         index = torch.as_tensor(indices, dtype=torch.long).cpu()
         rows: list[int] = index.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        return self._map(
-            lambda value: value.index_select(0, index.to(value.device)),
-            lambda value: [value[i] for i in rows],
-        )
+
+        def select(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.index_select(0, index.to(value.device))
+            return [value[row] for row in rows]
+
+        return self._map(select)
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Return the batch with each row repeated `num_repeats` times in place (a a b b ...)."""
-        return self._map(
-            lambda value: value.repeat_interleave(num_repeats, dim=0),
-            lambda value: [item for item in value for _ in range(num_repeats)],
-        )
+        """Repeat each row `num_repeats` times (a a b b ...)."""
+        return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
     def without(self, key: str) -> Self:
         return type(self)({other: value for other, value in self.items() if other != key})
 
     def samples(self, rows_per_sample: int = 1) -> list[range]:
-        """Return the rows of each sample, in order: an episode, or the rows that a loss compares.
+        """Return each sample's rows, in order. A sample is an episode, or the rows that a loss compares.
 
-        Raises ValueError when the rows are no whole number of samples, when those of an episode do not stand together,
-        and for `episode_index` where a loss compares rows.
+        Raises ValueError for an incomplete sample, for an episode whose rows are not neighbours, and for
+        `episode_index` beside a loss that compares rows.
         """
         if EPISODE not in self:
             if rows_per_sample < 1 or self.size % rows_per_sample:
@@ -135,9 +131,8 @@ class BatchedDataDict(dict[str, Any]):
     ) -> list[Self]:
         """Split the rows into `shards` equal batches of whole samples, in order; an episode counts as one row.
 
-        With `batch_size` (the rows of one optimizer step) each run of that many rows is split on its own, so
-        that step k takes the same rows of the batch whatever the number of shards.
-        Raises ValueError when a division has a remainder: rows are never dropped, and samples never parted.
+        `batch_size` is the rows of an optimizer step: each run of so many rows is split separately, so that step k
+        trains on the same rows for any number of shards. Raises ValueError where a division has a remainder.
         """
         samples = self.samples(rows_per_sample)
         rows, unit = len(samples) * rows_per_sample, "episodes" if EPISODE in self else "rows"
@@ -158,10 +153,7 @@ class BatchedDataDict(dict[str, Any]):
         return [self.select_indices(share) for share in shares]
 
     def split(self, shards: int, rows_per_sample: int = 1) -> list[Self]:
-        """Split the samples into `shards` batches, in order, whose sizes differ by at most one; some may be empty.
-
-        Raises ValueError when the rows are no whole number of samples.
-        """
+        """Split the samples into `shards` batches, in order, whose sizes differ by at most one; some may be empty."""
         if shards < 1:
             raise RefusedError(f"{self.size} rows do not split into {shards} batches", code="equal-batches")
         samples = self.samples(rows_per_sample)
@@ -175,11 +167,10 @@ class BatchedDataDict(dict[str, Any]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, PadValue] | None = None
     ) -> Self:
-        """Concatenate batches by rows, padding dimension 1 of tensors on the right to the longest.
+        """Concatenate batches by rows; tensors are padded on the right of dimension 1, with 0 or `pad_value_dict[key]`.
 
-        Episodes are numbered on from batch to batch, so that no two become one.
-        `pad_value_dict` gives the padding per key, 0 elsewhere. Raises ValueError naming the key when the
-        batches do not hold the same keys or differ in another dimension.
+        Episodes are renumbered, so that those of different batches stay apart.
+        Raises ValueError with the key where a batch lacks a key or another dimension differs.
         """
         if not batches:
             raise RefusedError("from_batches needs at least one batch", code="no-batch")
@@ -200,11 +191,10 @@ class BatchedDataDict(dict[str, Any]):
             whole[EPISODE] = torch.cat(parts)
         return whole
 
-    def _map(self, on_tensor: Callable[[Tensor], Tensor], on_list: Callable[[list[Any]], list[Any]]) -> Self:
-        """Return the batch of all entries changed alike, unchecked."""
-        entries = {key: on_tensor(v) if isinstance(v, Tensor) else on_list(v) for key, v in self.items()}
+    def _map(self, change: Callable[[Any], Any]) -> Self:
+        """Return a batch of changed values, which are not checked again."""
         batch = type(self)()
-        dict[str, Any].update(batch, entries)
+        dict[str, Any].update(batch, {key: change(value) for key, value in self.items()})
         return batch
 
 
@@ -231,7 +221,7 @@ def digest_of_ids(ids: Sequence[int] | NDArray[np.int64]) -> int:
 
 
 def digests_of_rows(tokens_BT: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Of the first tokens of each row, int64 [B]; all are int64 on the CPU."""
+    """Return `digest_of_ids` of each row's first `lengths_B` tokens, int64 [B]; every tensor is int64 on the CPU."""
     lengths: list[int] = lengths_B.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     rows = zip(tokens_BT.numpy(), lengths, strict=True)
     return torch.tensor([digest_of_ids(ids[:length]) for ids, length in rows], dtype=torch.long)

@@ -1,6 +1,6 @@
-"""Conversations as a tokenizer's chat template shows them, and the ids between two sampled answers.
+"""Conversations in a tokenizer's chat template, and the ids between two sampled answers.
 
-Sampled ids are never encoded again: the chat template decides what follows an answer.
+Sampled ids are never encoded again; the chat template supplies the text after an answer.
 """
 
 from __future__ import annotations
@@ -30,19 +30,15 @@ SHOWN_TEXT = 40
 _ENVIRONMENT = "environment"
 _ASKED = Message(USER, "question")
 _ANSWER = "some-answer-7319"
-"""A text that no template writes or cuts."""
+"""No template writes this text, or cuts it."""
 _THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
 _CONTENT = "some-content-4821"
 _KEY = "data.apply_chat_template"
 _ANSWERS = ("the answer", "<think>\nthe thought\n</think>\n\nthe answer")
 
 
-def content_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode(text, literal_spans(text, tokenizer.special_tokens))
-
-
 def with_template(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
-    """Return the prompt with the template's text of its context; a plain text is a user's message."""
+    """Render the prompt's context with the chat template; plain text becomes a user message."""
     context = prompt.context or (Message(USER, prompt.text, prompt.frame),)
     shown = asked(context, tokenizer, prompt.tools, own_turn=prompt.own_turn)
     return replace(prompt, context=context, text=shown.text, literal=shown.literal)
@@ -51,7 +47,7 @@ def with_template(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
 def asked(
     context: Sequence[Message], tokenizer: Tokenizer, tools: Tools = (), *, own_turn: bool = False
 ) -> Rendered:
-    """Return the text before an answer, up to its beginning; an answer that the context ends with goes on there."""
+    """Render a conversation up to the answer; a final assistant message is left open, to be continued."""
     if not is_begun(context, own_turn=own_turn):
         return rendered(context, tokenizer, add_generation_prompt=True, tools=tools)
     *before, begun = context
@@ -79,10 +75,10 @@ def rendered(
     tools: Tools = (),
     goes_on: bool = False,
 ) -> Rendered:
-    """Return a conversation's text by the chat template; special tokens that messages and tools spell stay text.
+    """Render a conversation with the chat template; special tokens spelled out in messages and tools stay text.
 
-    goes_on: the last message is not ended. A null content is shown as null, which some templates tell from an empty
-    one, unless they write the word None for it, or fail.
+    goes_on: leave the last message open. Null content is passed as null, since some templates distinguish it from
+    empty content, unless the template then fails or writes None.
     """
     tokens, texts = tuple(tokenizer.special_tokens), contents(messages, tools)
     seal = None
@@ -103,7 +99,7 @@ def rendered(
 
 
 def rewritten(before: str, after: str) -> str | None:
-    """Return where a rendering differs from that of fewer messages, and both texts there; None if it begins with it."""
+    """Describe the first difference between two renderings; None if `after` begins with `before`."""
     if after.startswith(before):
         return None
     place = first_difference(before, after)
@@ -120,9 +116,9 @@ def first_difference(one: str, other: str) -> int:
 class Observer:
     """Turns observations into token ids.
 
-    With `chat` they are messages of the chat template: the end of the assistant's turn as far as it was not sampled,
-    the observation, and the generation prompt. The role `environment` is shown as `user` by a template that does not
-    know it. Else they are plain text, as NeMo RL encodes them. rewrites: the template may show earlier turns otherwise.
+    With `chat`, these are the unsampled end of the assistant's turn, the observation in the chat template, and the
+    generation prompt; `environment` becomes `user` if the template lacks that role. Otherwise they are plain text,
+    as in NeMo RL. rewrites: the template may change earlier turns.
     """
 
     tokenizer: Tokenizer
@@ -130,23 +126,24 @@ class Observer:
     rewrites: bool = False
 
     def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
-        """Return the ids between a sampled answer, its end of sequence or stop string included, and the next answer.
-
-        Raises ValueError for an observation that the tokenizer or its template does not take.
-        """
+        """Return the ids between a sampled answer (end token included) and the next one; raises ValueError."""
         tokenizer = self.tokenizer
         if not self.chat:
-            return [token for message in observation for token in content_ids(message.content, tokenizer)]
+            ids = list[int]()
+            for message in observation:
+                spelt = literal_spans(message.content, tokenizer.special_tokens)
+                ids += tokenizer.encode(message.content, spelt)
+            return ids
         behind = _behind_answer(tokenizer, self._in_known_roles(observation), add_generation_prompt=True)
         return _ids_behind(tokenizer, answer_ids, behind, end_of_answers(tokenizer))
 
     def whole_prompt(
         self, prompt: Prompt, messages: Sequence[Message], observation: Sequence[Message]
     ) -> list[int] | None:
-        """Return the ids of all messages, of which the last is an answer, and the observation; None for those at hand.
+        """Encode the whole conversation again if the template rewrites it; None if the ids so far stay valid.
 
-        They are others where a template shows earlier turns in another way once more follows, as one does that drops
-        earlier thoughts. messages: those of the prompt and all later ones. Raises ValueError as `ids_of`.
+        A template that drops earlier thoughts does so. messages: from the prompt on, ending with the answer.
+        Raises ValueError as `ids_of` does.
         """
         tools, start, answer = prompt.tools, len(prompt.context), messages[-1].content
         if not self.chat or not (self.rewrites or tools):
@@ -154,7 +151,9 @@ class Observer:
         shown = None
         if len(messages) - 1 == start:
             shown = asked(prompt.context, self.tokenizer, tools, own_turn=prompt.own_turn)
-        if is_begun(prompt.context, own_turn=prompt.own_turn):  # the answer goes on with the prompt's end
+        if is_begun(
+            prompt.context, own_turn=prompt.own_turn
+        ):  # the answer continues the prompt's last message
             first = replace(messages[start], content=messages[start - 1].content + messages[start].content)
             messages = [*messages[: start - 1], first, *messages[start + 1 :]]
         if shown is None:
@@ -186,9 +185,9 @@ def make_observer(tokenizer: Tokenizer, *, chat: bool) -> Observer:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation to be answered, in which some of the answers were sampled.
+    """A conversation that awaits an answer, in which some earlier answers were sampled.
 
-    goes_on: the last message is the beginning of the answer; else an assistant's is followed by another one.
+    goes_on: the answer continues the last message; otherwise it is a new message, even after an assistant message.
     """
 
     tokenizer: Tokenizer
@@ -201,11 +200,7 @@ class Conversation:
         return asked(self.messages, self.tokenizer, self.tools, own_turn=not self.goes_on)
 
     def ids_behind(self, place: int, answer_ids: Sequence[int]) -> list[int] | None:
-        """Return the ids between the answer `messages[place]`, whose ids were sampled, and the next answer.
-
-        None where the text up to that answer, its thoughts included, is shown in another way now; then the conversation
-        has to be encoded again.
-        """
+        """Return the ids from the sampled `messages[place]` to the next answer; None if the template rewrites it."""
         before, answered = (
             rendered(self.messages[:count], self.tokenizer, add_generation_prompt=asking, tools=self.tools)
             for count, asking in ((place, True), (place + 1, False))
@@ -220,7 +215,7 @@ class Conversation:
             return None
         end = end_of_answers(self.tokenizer)
         if not answered.text.endswith(end):
-            # The template ends other answers in another way: calls of tools, for one.
+            # The template ends some answers differently, such as tool calls.
             tokens = [text for one in self.tokenizer.ends if (text := self.tokenizer.text_of([one]))]
             starts = [answered.text.rfind(token, len(before.text)) for token in tokens]
             spelt = [range(*span) for span in answered.literal]
@@ -233,10 +228,7 @@ class Conversation:
 
 
 def require_append_only(tokenizer: Tokenizer, name: str) -> None:
-    """Raise ValueError where a chat template shows the beginning of a conversation in another way once it goes on.
-
-    name: of the tokenizer, for the message.
-    """
+    """Raise ValueError for a chat template that rewrites earlier turns; name: the tokenizer's name in the message."""
     if (difference := _first_rewritten(tokenizer)) is not None:
         raise RefusedError(
             f"{_KEY}: the chat template of {name} rewrites earlier turns, so that an episode is several rows, of which "
@@ -247,7 +239,7 @@ def require_append_only(tokenizer: Tokenizer, name: str) -> None:
 
 
 def _first_rewritten(tokenizer: Tokenizer) -> str | None:
-    """Return the first text that the template shows in another way once more follows; None where there is none."""
+    """Describe the first earlier turn that the template rewrites in trial conversations; None if it keeps them all."""
     others = [role for role in ("tool", _ENVIRONMENT) if _knows(tokenizer, role)]
     for role, answer in product((USER, *others), _ANSWERS):
         turn = (Message(ASSISTANT, answer), Message(role, "the reply"))
@@ -263,7 +255,7 @@ def _first_rewritten(tokenizer: Tokenizer) -> str | None:
 
 @lru_cache(maxsize=8)
 def end_of_answers(tokenizer: Tokenizer) -> str:
-    """Return the template's text after an answer that nothing follows."""
+    """Return the template's text after a conversation's last answer."""
     return _behind_answer(tokenizer, (), add_generation_prompt=False).text
 
 
@@ -277,11 +269,11 @@ def _behind_answer(
 
 
 def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendered, end: str) -> list[int]:
-    """Return the ids after an answer, from the end of its turn on, as far as they were not sampled."""
+    """Encode the text after an answer, without those ids of the end of the turn that were sampled."""
     whole = tokenizer.encode(behind.text, behind.literal)
     if not end and [*answer_ids[-1:]] == whole[:1] and whole[0] in tokenizer.ends:
         return whole[1:]  # the template ends a turn only once another one follows
-    # A token that joins the end of the turn to what follows is of neither.
+    # A token that joins the turn's end to the text behind it belongs to neither.
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(tokenizer.encode(end), whole, strict=False))
     ending = [token for token, _ in equal]
     if answer_ids and answer_ids[-1] in tokenizer.ends and answer_ids[-1] in ending:
@@ -292,7 +284,7 @@ def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendere
 
 
 def _knows(tokenizer: Tokenizer, role: str) -> bool:
-    """Return whether the template shows messages of a role; it may refuse, or leave out, those of other ones."""
+    """Return true if the template renders messages with this role instead of rejecting or omitting them."""
     try:
         shown = _behind_answer(tokenizer, [Message(role, _CONTENT)], add_generation_prompt=True)
     except ValueError:

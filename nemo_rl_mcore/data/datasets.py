@@ -1,4 +1,4 @@
-"""`Prompt`, the record of a row, and two sources of prompts: embedded tasks, and rows in passes."""
+"""`Prompt`, the record of a row, and two sources of prompts: embedded tasks and rows."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ _STREAM = "nemo_rl_mcore.prompts"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row: one question with its answers."""
+    """A row of data: a question with its answers."""
 
     index: int
-    """Stable id in the data source; the key of the sampling noise."""
+    """Stable id in the data source; keys the sampling noise."""
     text: str
     answer: str
-    """Scored against."""
+    """The answer to score against."""
     rejected: str | None = None
-    """The answer to move away from, where the data set has pairs."""
+    """The worse answer of a pair."""
     context: tuple[Message, ...] = ()
-    """The conversation that a chat template renders as `text`; empty where the text is plain."""
+    """The conversation, which a chat template renders as `text`; empty for a plain text."""
     imitate_all: bool = False
-    """Every assistant turn of the context is to be imitated, not the answer alone."""
+    """Train on every assistant turn of the context, too."""
     solution: str | None = None
-    """Imitated in place of the answer, such as the steps that lead to it."""
+    """The text to train on in place of `answer`, such as the steps to it."""
     source: str = ""
-    """The source's name, where there are several."""
+    """The source's name, if there are several."""
     place: str = field(default="", compare=False)
-    """File and line, or the like; read by messages alone."""
+    """File and line, for messages."""
     columns: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
     """Further columns of the row, for reward functions."""
     literal: tuple[tuple[int, int], ...] = ()
-    """Special tokens of the text that the data spells, which are encoded as text."""
+    """Spans of special tokens in `text` that stay text when it is encoded."""
     tools: Tools = field(default=(), hash=False)
-    """Functions that its answers may call."""
+    """Functions that answers may call."""
     answer_message: Message | None = None
-    """The imitated answer, where it has more than text."""
+    """The answer to train on, if it has more than text."""
     rejected_message: Message | None = None
     own_turn: bool = False
-    """Answers are turns of their own; else they go on with an assistant's message that the context ends with."""
+    """Answers are new messages; else they continue an assistant's message at the end of the context."""
     frame: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
-    """Of a plain text, as `Message.frame`."""
+    """As `Message.frame`, of a plain text."""
     unscored: str = field(default="", compare=False, repr=False)
-    """The reason why there is no answer to score against; empty where there is one."""
+    """The reason for a missing `answer`; empty if there is one."""
 
     @property
     def imitated(self) -> str:
@@ -68,14 +68,11 @@ class PromptSource(Protocol):
         ...
 
     def validation(self, count: int | None) -> list[Prompt]:
-        """Give `count` held-out prompts, the same ones at every call and for every seed.
-
-        None stands for all of them, which only sources of rows can give.
-        """
+        """Return `count` held-out prompts, the same at every call and for every seed; None: all, of rows only."""
         ...
 
     def first_steps(self, step: int, count: int) -> Sequence[int] | None:
-        """Return, for each prompt of `train_batch(step, count)`, the first step that draws it; None without passes."""
+        """Return the first step that draws each prompt of `train_batch(step, count)`; None without passes."""
         return None
 
 
@@ -85,20 +82,19 @@ DIGIT_TASKS: dict[str, Callable[[str], str]] = {
     "sort": lambda digits: "".join(sorted(digits)),
     "increment": lambda digits: "".join(str((int(digit) + 1) % 10) for digit in digits),
 }
-"""The answer to a string of digits."""
+"""From a string of digits to its answer."""
 
 
 class DigitTaskSource(PromptSource):
     """All strings of `num_digits` digits with the task's answer: copy of "527>" is "527".
 
-    calculator: the digits are two numbers, "37+25>", and the answer is their sum, "00062". guess_number: they are two
-    bounds, and each number between them has a prompt "27>" of which it is the answer.
+    calculator: the prompt is two numbers, "37+25>", the answer their sum, "00062". guess_number: the prompt is two
+    bounds, "27>", once for each number between them, which is the answer.
 
-    A tenth is held out by a hash of the text, the same tenth for every task of one answer and every seed, so that a
-    model trained on one task and then another never sees a validation prompt.
+    A hash of the text holds out a tenth, the same for every seed and every task of one answer: a model trained on one
+    task and then on another never sees a validation prompt.
 
-    count_keys: the keys of the numbers of prompts in a step and in a validation, for errors. show: turns a prompt into
-    the one that the model sees.
+    count_keys: keys for errors, of a step's and a validation's number of prompts. show: renders a prompt for the model.
     """
 
     def __init__(
@@ -118,11 +114,9 @@ class DigitTaskSource(PromptSource):
         self._count_keys, self._show = count_keys, show
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
-        """Draw without replacement within the step; ValueError when the pool is smaller than `count`."""
         return self._take(f"train:{self._seed}:{step}", count, held_out=False)
 
     def validation(self, count: int | None) -> list[Prompt]:
-        """Give the first `count` held-out prompts of one fixed order."""
         assert count is not None  # a rule demands a number for an embedded task
         return self._take("validation", count, held_out=True)
 
@@ -166,7 +160,7 @@ def is_held_out(text: str) -> bool:
 
 
 def shuffled(size: int, key: str) -> Iterator[int]:
-    """Yield 0..size-1 in a random order set by `key`: Fisher-Yates, storing only the entries it moved."""
+    """Yield 0..size-1 in a random order seeded by `key`: Fisher-Yates that stores only moved entries."""
     generator = random.Random(f"{_STREAM}:{key}")
     moved: dict[int, int] = {}
     for position in range(size):
@@ -177,13 +171,13 @@ def shuffled(size: int, key: str) -> Iterator[int]:
 
 @dataclass
 class EpochSource(PromptSource):
-    """Rows in passes, each in a random order of its own; a step takes the next `per_step` rows.
+    """Passes over rows, each in its own random order; a step takes the next `per_step` rows.
 
-    Where `per_step` does not divide the rows, a step begins in one pass and ends in the next. Such a step holds no row
-    twice either: a row of the next pass that the step already has waits for the step after it.
+    A step may begin in one pass and end in the next. It holds no row twice: one that it already has waits for the
+    next step.
 
-    weights: by source, in proportion to the probability that the next row is one of its passes; null joins the rows of
-    all sources. shuffle: false takes the rows of each pass in their order.
+    weights: each source's relative probability of giving the next row; null: one pass over all sources' rows.
+    shuffle: false keeps the rows' order in each pass.
     """
 
     train: Sequence[Prompt]
@@ -198,14 +192,12 @@ class EpochSource(PromptSource):
         self._drawn = self._draw()
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
-        """Give the first `count` of the step's rows; raises ValueError where the data set, or a step, has fewer."""
         return [self.train[row] for row in self._step(step, count)]
 
     def first_steps(self, step: int, count: int) -> Sequence[int] | None:
         return [self._first[row] for row in self._step(step, count)]
 
     def validation(self, count: int | None) -> list[Prompt]:
-        """Give the first held-out prompts, all where they are fewer."""
         return list(self.held_out[:count])
 
     def _step(self, step: int, count: int) -> Sequence[int]:
@@ -219,16 +211,17 @@ class EpochSource(PromptSource):
         return self._steps[step - 1][:count]
 
     def _draw(self) -> Iterator[array[int]]:
-        """Yield the rows of each step, from the first step on."""
+        """Yield each step's rows, from the first step on."""
         names = [""] if self.weights is None else [*self.weights]
         rows = {name: array("I") for name in names}
         for row, prompt in enumerate(self.train):
             rows["" if self.weights is None else prompt.source].append(row)
 
         def passes(name: str) -> Iterator[int]:
-            size, key = len(rows[name]), "" if self.weights is None else f":{name}"
+            size = len(rows[name])
             for number in count_up():
-                order = shuffled(size, f"epoch:{self.seed}:{number}{key}") if self.shuffle else range(size)
+                key = f"epoch:{self.seed}:{number}{'' if self.weights is None else f':{name}'}"
+                order = shuffled(size, key) if self.shuffle else range(size)
                 yield from map(rows[name].__getitem__, order)
 
         coming = {name: passes(name) for name in names}
@@ -240,7 +233,7 @@ class EpochSource(PromptSource):
             left = {name: len(found) for name, found in rows.items()}
             while len(step) < min(self.per_step, len(self.train)):
                 name = chance.choices(names, weights)[0] if weights else ""
-                if not left[name]:  # the step has all rows of this source
+                if not left[name]:  # the step has all of this source's rows
                     continue
                 left[name] -= 1
                 while (row := waiting[name].popleft() if waiting[name] else next(coming[name])) in step:

@@ -1,4 +1,4 @@
-"""Sources of rows as prompts, checked without torch; each mistake is a problem that names its place."""
+"""Rows of data as prompts, read and checked without torch; each mistake becomes a problem with its place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nemo_rl_mcore.data.messages import Message, contents, pattern_of
 from nemo_rl_mcore.data.rows import RowError, RowReader, read_rows
 
 _SHOWN_ROWS = 5
-"""Bad rows of a source that are reported one by one."""
+"""Number of a source's bad rows to list; the rest are only counted."""
 _UNSCORED = (
     'say where it stands with answer: {after: "####"}, {boxed: true}, {regex: ...} or {key: ...}, '
     "or correct the row"
@@ -30,17 +30,14 @@ TOKENS_REMEDY = "set {} to text, its characters, or to parse, the control token,
 
 @dataclass(frozen=True)
 class PromptTexts:
-    """Texts before and behind a prompt, and the system prompt; None where there is none."""
+    """The texts around a prompt, and the system prompt, if any."""
 
     before: str = ""
     behind: str = ""
     system: str | None = None
 
     def shown(self, prompt: Prompt, *, chat: bool) -> Prompt:
-        """Return the prompt with its texts; in a conversation the first user message gets the text, as in NeMo RL.
-
-        A conversation that begins with a system's message keeps that one.
-        """
+        """Add the texts (in a conversation, to the first user message), and the system prompt if there is none."""
         before, behind = frame = len(self.before), len(self.behind)
         system = None if self.system is None else Message("system", self.system, (len(self.system), 0))
         if not prompt.context:
@@ -62,10 +59,10 @@ class PromptTexts:
 
 
 def read_texts(source: SourceDefaults) -> tuple[PromptTexts, list[Problem]]:
-    """Return a source's texts and the problems with their files, by paths relative to the source.
+    """Return a source's texts, and problems with its files, whose paths are relative to the source.
 
-    A text with a problem is left out: rows can be read without it. It has one place for the prompt, and nothing else in
-    it is ever evaluated.
+    A text with a problem is left out, and rows are read without it. A prompt file is a format string with one {} for
+    the prompt; no other field is allowed.
     """
     texts, problems = dict[str, str](), list[Problem]()
     files = {"prompt_file": source.prompt_file, "system_prompt_file": source.system_prompt_file}
@@ -96,7 +93,7 @@ def read_texts(source: SourceDefaults) -> tuple[PromptTexts, list[Problem]]:
 
 @dataclass(frozen=True)
 class Examples:
-    """Rows to train on, source after source, and rows held out, of all sources in turns."""
+    """Training rows, one source after another, and held-out rows, taken from each source in turn."""
 
     train: list[Prompt]
     held_out: list[Prompt]
@@ -105,9 +102,9 @@ class Examples:
 def read_examples(
     train: Mapping[str, SourceConfig], validation: Mapping[str, SourceConfig], kind: RowKind, *, chat: bool
 ) -> tuple[Examples, list[Problem]]:
-    """Read all rows of sources, by their path in the recipe; without `validation` each of `train` holds out a share.
+    """Read all rows of the sources, keyed by recipe path; without `validation`, each `train` source holds out a share.
 
-    An index is unique among the rows to train on, and among those held out.
+    Indices are unique among the training rows, and among the held-out rows.
     """
     examples, problems = Examples([], []), list[Problem]()
     for sources, is_held_out in ((train, False), (validation, True)):
@@ -136,30 +133,16 @@ def read_set(
     first: int = 0,
     share: float = 0.0,
 ) -> tuple[list[Prompt], list[Prompt], list[Problem]]:
-    """Return a source's rows, the share of them that is held out, and problems with paths of the recipe.
+    """Return a source's training rows, its held-out rows (a `share` of all), and problems with their recipe paths.
 
-    path: of the source. name: set in its rows. first: their first index.
+    path: the source's path in the recipe. name: `source` of each row. first: index of the first row.
     """
-    once, problems = _read(path, source, kind, chat=chat)
-    kept, held_out = list[Prompt](), list[Prompt]()
-    # Each time with indices of their own, which the sampling noise is keyed by.
-    for index, (row, fraction) in enumerate(once * source.repeat, start=first):
-        (kept if fraction >= share else held_out).append(replace(row, index=index, source=name))
-    scored = held_out + (kept if kind is RowKind.PROMPTS else [])
-    unscored = dict.fromkeys(f"{row.place}: {row.unscored}" for row in scored if row.unscored)
-    return kept, held_out, [*problems, *_wrong_rows(f"{path}.answer", [*unscored], _UNSCORED)]
-
-
-def _read(
-    path: str, source: SourceConfig, kind: RowKind, *, chat: bool
-) -> tuple[list[tuple[Prompt, float]], list[Problem]]:
-    """Return rows, each with the fraction of its question before that gets its texts."""
     texts, wrong = read_texts(source)
     problems = [problem.below(path) for problem in wrong]
     try:
         rows = read_rows(source)
     except ConfigError as error:
-        return [], [*problems, *(problem.below(path) for problem in error.problems)]
+        return [], [], [*problems, *(problem.below(path) for problem in error.problems)]
     if source.max_samples is not None and source.max_samples < len(rows):
         drawn = islice(shuffled(len(rows), "max_samples"), source.max_samples)
         rows = [rows[place] for place in sorted(drawn)]
@@ -172,15 +155,26 @@ def _read(
             bad.append(f"{row.place}: {error}")
             if error.setting:
                 missing.append(f"{path}.{error.setting}")
-                if not row.of_lines:  # a column is missing in all rows alike
-                    return [], [*problems, Problem("wrong-row", missing[0], str(error), "name one of those")]
+                if not row.of_lines:  # the column is missing in all rows
+                    problems.append(Problem("wrong-row", missing[0], str(error), "name one of those"))
+                    return [], [], problems
             continue
         if read is not None:
-            question = repr(read.context) if read.context else read.text
-            once.append((texts.shown(read, chat=chat), hash_fraction(question)))
+            # A hash of the question, without the texts, decides: equal questions are held out together.
+            question = f"held-out:{repr(read.context) if read.context else read.text}"
+            digest = hashlib.sha256(question.encode(errors="surrogatepass")).digest()
+            once.append((texts.shown(read, chat=chat), int.from_bytes(digest[:6], "big") / 2**48))
     if 1 < len(missing) == len(bad) and not once:  # no line has the column: the key is wrong, not the lines
-        return once, [*problems, Problem("wrong-row", missing[0], bad[0], "name one of those")]
-    return once, [*problems, *_wrong_rows(f"{path}.data_path", bad)]
+        problems.append(Problem("wrong-row", missing[0], bad[0], "name one of those"))
+    else:
+        problems += _wrong_rows(f"{path}.data_path", bad)
+    kept, held_out = list[Prompt](), list[Prompt]()
+    # Each repeat has its own indices, which key the sampling noise.
+    for index, (row, fraction) in enumerate(once * source.repeat, start=first):
+        (kept if fraction >= share else held_out).append(replace(row, index=index, source=name))
+    scored = held_out + (kept if kind is RowKind.PROMPTS else [])
+    unscored = dict.fromkeys(f"{row.place}: {row.unscored}" for row in scored if row.unscored)
+    return kept, held_out, [*problems, *_wrong_rows(f"{path}.answer", [*unscored], _UNSCORED)]
 
 
 def _wrong_rows(key: str, wrong: Sequence[str], remedy: str = "") -> Iterator[Problem]:
@@ -190,16 +184,10 @@ def _wrong_rows(key: str, wrong: Sequence[str], remedy: str = "") -> Iterator[Pr
         yield Problem("wrong-row", key, f"{rest} more rows are wrong")
 
 
-def hash_fraction(asked: str) -> float:
-    """Return a number in [0, 1) from a prompt's text alone: equal prompts stand on the same side of a split."""
-    digest = hashlib.sha256(f"held-out:{asked}".encode(errors="surrogatepass")).digest()
-    return int.from_bytes(digest[:6], "big") / 2**48
-
-
 def count_problems(
     config: RunConfig, train: Sequence[Prompt], held_out: Sequence[Prompt]
 ) -> Iterator[Problem]:
-    """Yield steps and validations that take more rows than there are, of all sources or of one with its weight."""
+    """Yield a problem for a step, a source's weighted share of it, or a validation that takes more rows than exist."""
     key, needed = config.prompts_key, config.prompts_per_step
     if needed > len(train):
         given = f"the {len(train)} of data.train ({len(held_out)} are for validation)"
@@ -226,7 +214,7 @@ def count_problems(
 def special_token_problems(
     config: RunConfig, parts: Mapping[str, Sequence[Prompt]], tokens: Sequence[str], kind: RowKind
 ) -> Iterator[Problem]:
-    """Yield the number of rows of each part of the data that spell a special token, if the recipe leaves that open."""
+    """Yield each part's number of rows with a special token, if the recipe does not say how to read them."""
     for path, rows in parts.items() if config.data.special_tokens_in_content is None else ():
         found = [(row.place, token) for row in rows if (token := first_token(row, tokens, kind))]
         if found:
@@ -237,7 +225,7 @@ def special_token_problems(
 
 
 def first_token(row: Prompt, tokens: Sequence[str], kind: RowKind) -> str | None:
-    """Find the first special token that a row's content spells, before the row is rendered."""
+    """Return the first special token in a row's content, before the row is rendered."""
     if not tokens:
         return None
     start, end = row.frame[0], len(row.text) - row.frame[1]
@@ -251,10 +239,7 @@ def first_token(row: Prompt, tokens: Sequence[str], kind: RowKind) -> str | None
 
 
 def last_step(config: RunConfig, rows: int) -> tuple[int, tuple[str, ...]]:
-    """Return the step after which max_num_steps or max_num_epochs ends the run, and the paths of those that do.
-
-    Rows of the last pass that fill no step are left over.
-    """
+    """Return the run's last step, and the paths of the keys that set it: max_num_steps, max_num_epochs or both."""
     loop, name = config.loop, config.algorithm
     bounds = {f"{name}.max_num_steps": loop.max_num_steps}
     if loop.max_num_epochs is not None:

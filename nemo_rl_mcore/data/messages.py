@@ -1,4 +1,4 @@
-"""The turns of a conversation, and texts in which the places of special tokens that content spells are kept."""
+"""A conversation's messages, and texts with the spans of special tokens spelled out in content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ type Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function that an answer calls. arguments: a JSON object, or the model's text in its place."""
+    """A function call in an answer. arguments: a JSON object, or whatever text the model wrote instead."""
 
     id: str
     name: str
@@ -25,17 +25,12 @@ class ToolCall:
 
     @property
     def parsed(self) -> dict[str, Any] | str:
-        """The arguments as chat templates expect them: as an object where they are one."""
+        """The arguments for chat templates: an object if the text is one."""
         try:
             found: object = json.loads(self.arguments)
         except (ValueError, RecursionError):
             return self.arguments
         return cast("dict[str, Any]", found) if isinstance(found, dict) else self.arguments
-
-    def fields(self, *, parsed: bool) -> dict[str, Any]:
-        """Return it in OpenAI's form; parsed: with arguments as chat templates expect them."""
-        function = {"name": self.name, "arguments": self.parsed if parsed else self.arguments}
-        return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
@@ -43,24 +38,24 @@ class Message:
     role: str
     content: str
     frame: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
-    """Characters at its beginning and at its end that are of a file of the recipe; those between them are content."""
+    """Numbers of characters at the start and end that come from the recipe's own files; the rest is content."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Functions that an assistant calls."""
+    """An assistant's function calls."""
     tool_call_id: str = ""
-    """Of the call that a tool answers."""
+    """The call that a tool message answers."""
     name: str = ""
-    """Of the speaker, such as the tool that answers."""
+    """The speaker's name, such as a tool's."""
     reasoning: str = ""
-    """Thoughts of an assistant, where they are apart from its content."""
+    """An assistant's thoughts, if they are separate from the content."""
     more: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False, repr=False)
-    """Further fields, which the chat template gets as they are."""
+    """Further fields, passed to the chat template unchanged."""
     null: bool = field(default=False, compare=False, repr=False)
-    """The content is null, which some templates show otherwise than an empty one."""
+    """The content is null, which some templates distinguish from empty."""
     trained: bool = field(default=True, compare=False, repr=False)
-    """False of an assistant's message that is shown, and not imitated."""
+    """False for an assistant message that is shown but not trained on."""
 
     def with_texts(self, change: Callable[[str], str]) -> Message:
-        """Change every text but that of the frame, the strings in arguments of calls among them."""
+        """Apply `change` to every text outside the frame, including strings in call arguments."""
         calls = list[ToolCall]()
         for call in self.tool_calls:
             changed = with_strings(call.parsed, change)
@@ -79,16 +74,20 @@ class Message:
         )
 
     def fields(self, *, parsed: bool) -> dict[str, Any]:
-        """Return its fields by OpenAI's names, without empty ones; parsed: arguments as objects, for chat templates."""
+        """Return the non-empty fields in OpenAI's format; parsed: give arguments as objects, for chat templates."""
         shown: dict[str, Any] = {"role": self.role, "content": None if self.null else self.content}
-        if self.tool_calls:
-            shown["tool_calls"] = [call.fields(parsed=parsed) for call in self.tool_calls]
+        calls = list[dict[str, Any]]()
+        for call in self.tool_calls:
+            function = {"name": call.name, "arguments": call.parsed if parsed else call.arguments}
+            calls.append({**({"id": call.id} if call.id else {}), "type": "function", "function": function})
+        if calls:
+            shown["tool_calls"] = calls
         more = {"tool_call_id": self.tool_call_id, "name": self.name, "reasoning_content": self.reasoning}
         return {**self.more, **shown, **{key: value for key, value in more.items() if value}}
 
 
 def with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Change every string of a JSON value, names of objects among them."""
+    """Apply `change` to every string in a JSON value, including object keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -100,7 +99,7 @@ def with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 type Context = str | Sequence[Message]
-"""The question: a text, or a conversation."""
+"""A question: a text or a conversation."""
 
 
 class MessageError(RefusedError):
@@ -113,7 +112,7 @@ _READ = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_con
 
 
 def read_message(given: object, path: str) -> Message:
-    """Read a message as OpenAI writes it; fields that are null are not there. Raises MessageError."""
+    """Read a message in OpenAI's format; null fields count as missing. Raises MessageError."""
     if not isinstance(given, Mapping):
         raise MessageError(path, "must be an object")
     said = cast("Mapping[str, Any]", given)
@@ -143,12 +142,14 @@ def read_message(given: object, path: str) -> Message:
 
 
 def read_row_message(given: object, path: str) -> Message:
-    """Read a message of data, in which an assistant's content may be null beside something else."""
-    message = read_message(given, path)
+    """Read a message from a data row; only an assistant's content may be null, and only if other fields are set."""
+    message, wrong = read_message(given, path), ""
     if message.null and message == Message(message.role, ""):
-        raise MessageError(f"{path}.content", "is null or missing, and the message has nothing else")
-    if message.null and message.role != "assistant":
-        raise MessageError(f"{path}.content", "is null or missing, which it may be of an assistant alone")
+        wrong = "is null or missing, and the message has nothing else"
+    elif message.null and message.role != "assistant":
+        wrong = "is null or missing, which it may be of an assistant alone"
+    if wrong:
+        raise MessageError(f"{path}.content", wrong)
     return message
 
 
@@ -186,20 +187,20 @@ def as_object(value: object) -> Mapping[str, Any]:
 
 
 type Spans = tuple[tuple[int, int], ...]
-"""Places of a text, each from its first character to after its last one, in order."""
+"""Spans of a text, start included and end excluded, in ascending order."""
 MASK = "\ue000"
-"""A character that no special token has."""
+"""A character that no special token contains."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text for the model; literal: the special tokens in it that content spells."""
+    """A text for the model; literal: spans of special tokens spelled out in content that stay plain text."""
 
     text: str
     literal: Spans = ()
 
     def begins_with(self, beginning: Rendered) -> bool:
-        """Return whether it begins with another text, and content spells the same special tokens in both."""
+        """Return true if this text begins with the other one, including its literal spans."""
         within = takewhile(lambda span: span[1] <= len(beginning.text), self.literal)
         return self.text.startswith(beginning.text) and tuple(within) == beginning.literal
 
@@ -210,7 +211,7 @@ class Rendered:
 
 
 def contents(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
-    """Return all texts of messages but their frames, roles among them, and all texts of tools."""
+    """Return all texts in messages and tools, including roles but not frames."""
     said = list[str]()
 
     def keep(text: str) -> str:
@@ -224,7 +225,7 @@ def contents(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
 
 
 def literal_spans(text: str, tokens: Sequence[str], frame: tuple[int, int] = (0, 0)) -> Spans:
-    """Find the special tokens that a text spells; frame: as `Message.frame`."""
+    """Return the spans of the special tokens in a text, without searching `frame` (see `Message.frame`)."""
     if not tokens:
         return ()
     found = pattern_of(tuple(tokens)).finditer(text, frame[0], len(text) - frame[1])
@@ -233,12 +234,12 @@ def literal_spans(text: str, tokens: Sequence[str], frame: tuple[int, int] = (0,
 
 @lru_cache(maxsize=16)
 def pattern_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds special tokens as tokenizers do: from the left, the longest one."""
+    """Return a pattern that matches special tokens as tokenizers do: leftmost, then longest."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
 
 class Seal:
-    """Puts marks in the place of special tokens while a chat template renders, and the tokens back after it."""
+    """Replaces special tokens by marks while a chat template renders, and puts the tokens back afterwards."""
 
     def __init__(self, tokens: Sequence[str], texts: Sequence[str]) -> None:
         self._tokens, number = tokens, 0

@@ -1,9 +1,9 @@
-"""Cut a batch into microbatches, and put their results into the batch's order.
+"""Split a batch into microbatches, and put their results back into the batch's order.
 
-Three classes say how: `groups` gives the rows of each microbatch, every row in exactly one and no sample parted, and
-`build` a microbatch for each group; one for an empty group is filling alone, a sample of it at least.
+Each of three layouts has `groups`, the rows of each microbatch (every row in exactly one, whole samples), and `build`,
+a microbatch for each group; for an empty group that is one sample of filling or more.
 
-Shapes: B rows of a microbatch, S its columns, N rows of the batch that are in it.
+Shapes: B rows and S columns of a microbatch, N rows of the batch in it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Rows that pass through the model together, each in a row of its own.
+    """Rows that pass through the model together, unpacked.
 
-    rows: what losses read, tensors only. Rows after the first N are filling: all zero, their sample_mask too, so that
+    rows: the tensors that losses read. Rows after the first N are filling: all zero, with their sample_mask, so that
         they count in no sum.
-    places: int64 [N], where the others stand in the batch.
+    places: int64 [N], the first N rows' places in the batch.
     """
 
     rows: BatchedDataDict
@@ -38,46 +38,48 @@ class Microbatch:
 
     @property
     def input_ids(self) -> Tensor:
-        """The tokens as the model takes them."""
+        """The tokens in the model's layout."""
         return self.to_model(self.rows["input_ids"])
 
     @property
     def padding(self) -> Tensor:
-        """Bool, of the shape of `input_ids`: true where there is no token."""
+        """Bool, shaped as `input_ids`: true where there is no token."""
         columns = torch.arange(self.rows["input_ids"].shape[1], device=self.rows["input_ids"].device)
         return ~self.to_model(columns < self.rows["input_lengths"].unsqueeze(1))
 
     @property
     def whole(self) -> Microbatch:
-        """The whole microbatch where ranks see a part of it each: itself, where each sees all of it."""
+        """The undivided microbatch, where ranks hold a part of it each; else this one."""
         return self
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """Where the samples of a packed row begin and end; empty when every sample has a row of its own."""
+        """Starts and ends of the samples in a packed row; empty for unpacked rows."""
         return ()
 
     def to_model(self, values_BS: Tensor) -> Tensor:
-        """Lay values [B, S, ...] of the rows' positions out as the model takes the tokens.
+        """Bring values [B, S, ...] into the model's layout.
 
-        What belongs to a position's next token is shifted before: a layout may put another sample's token next.
+        Values for a position's next token must be shifted first: a layout may put another sample's token next.
         """
         return values_BS
 
     def from_model(self, values: Tensor) -> Tensor:
-        """Lay values that the model gives out as `rows` are: [B, S, ...], 0 where no token is."""
+        """Bring the model's values into the layout of `rows`: [B, S, ...], 0 where there is no token."""
         return values
 
     def to(self, device: torch.device) -> Self:
-        return replace(self, rows=self.rows.to(device), places=self.places.to(device))
+        values = vars(self).items()
+        moved = {key: one.to(device) for key, one in values if isinstance(one, Tensor | BatchedDataDict)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
 class FixedRows:
-    """Microbatches of `row_count` rows in the batch's order, filled up where the next sample does not fit.
+    """Microbatches of `row_count` rows in the batch's order, filled up if the next sample does not fit.
 
-    An episode of more rows is a microbatch of its own, and the others are filled up to as many. All have the batch's
-    columns, rounded up to a multiple of `column_multiple`.
+    An episode with more rows is a microbatch of its own; all others are then filled up to as many rows. All have the
+    batch's columns, rounded up to a multiple of `column_multiple`.
     """
 
     row_count: int
@@ -85,7 +87,7 @@ class FixedRows:
     rows_per_sample: int = 1
 
     def groups(self, data: BatchedDataDict) -> Groups:
-        """Raise ValueError when a microbatch has fewer rows than a sample."""
+        """Raise ValueError for a sample of more rows than a microbatch."""
         if self.row_count < self.rows_per_sample:
             what = f"a microbatch of {self.row_count} rows has no room for a sample of {self.rows_per_sample}"
             raise ValueError(what)
@@ -99,21 +101,21 @@ class FixedRows:
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
         columns = round_up(data["input_ids"].shape[1], self.column_multiple)
         rows = max([self.row_count, *map(len, groups)])
-        return [
-            Microbatch(take_rows(data, group, rows, columns), torch.tensor(group, dtype=torch.long))
-            for group in groups
-        ]
+        microbatches = list[Microbatch]()
+        for group in groups:
+            places = torch.tensor(group, dtype=torch.long)
+            microbatches.append(Microbatch(take_rows(data, group, rows, columns), places))
+        return microbatches
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the next multiple of `multiple` that is not below `number`."""
     return -(-number // multiple) * multiple
 
 
 def take_rows(data: BatchedDataDict, places: Sequence[int], rows: int, columns: int) -> BatchedDataDict:
-    """Return the tensors of the rows at `places`, cut or filled with zeros to [rows, columns, ...].
+    """Return the tensors of the rows at `places`, cut or zero-filled to [rows, columns, ...].
 
-    Tensors that have no column for each token of `input_ids` keep their columns.
+    Tensors without a column for each token of `input_ids` keep their columns.
     """
     tensors = BatchedDataDict({key: value for key, value in data.items() if isinstance(value, Tensor)})
     length = tensors["input_ids"].shape[1]
@@ -127,7 +129,7 @@ def take_rows(data: BatchedDataDict, places: Sequence[int], rows: int, columns: 
 
 
 def in_batch_order(parts: Iterable[tuple[Tensor, Tensor]], rows: int, columns: int) -> Tensor:
-    """Return [rows, columns, ...] from microbatches' (places, values [B, S, ...]): 0 where cut, filling dropped."""
+    """Combine microbatches' (places, values [B, S, ...]) into [rows, columns, ...]: 0 where cut, filling dropped."""
     parts = [*parts]
     result = parts[0][1].new_zeros(rows, columns, *parts[0][1].shape[2:])
     for places, values in parts:
@@ -138,11 +140,10 @@ def in_batch_order(parts: Iterable[tuple[Tensor, Tensor]], rows: int, columns: i
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """A number of tokens; `data.validation` has refused rows that are longer.
+    """A microbatch's tokens; longer rows are refused earlier, by `data.validation`.
 
-    length_round: padded lengths are rounded up to a multiple of this where the budget has room, so that few different
-        shapes occur.
-    column_multiple: what the layout cuts a padded length into; rounding up to it may pass the budget.
+    length_round: padded lengths are rounded up to a multiple of this if the budget has room, to keep shapes few.
+    column_multiple: a multiple that the layout needs; rounding up to it may exceed the budget.
     """
 
     tokens: int
@@ -150,19 +151,16 @@ class TokenBudget:
     column_multiple: int = 1
 
     def padded(self, length: int, *, at_most: int | None = None) -> int:
-        """Return the padded length of `length` tokens, not beyond `at_most`, or the budget if that is less.
-
-        A length above the budget, as of a sample of several rows, is not rounded up.
-        """
+        """Return the padded length: at most `at_most` and the budget, but never below `length`."""
         limit = self.tokens if at_most is None else min(self.tokens, at_most)
         rounded = min(round_up(max(length, 1), self.length_round), max(limit, length))
         return round_up(rounded, self.column_multiple)
 
 
 def balanced(lengths: Sequence[int], shards: int) -> Groups:
-    """Return the samples of each shard: about equally many tokens, and as many samples but for one.
+    """Assign samples to shards: about equally many tokens, and numbers of samples that differ by at most one.
 
-    lengths: tokens of each sample. The longest that is left goes to the shard with the fewest tokens that is not full.
+    lengths: each sample's tokens. The longest remaining one goes to the shard with the fewest tokens that has room.
     """
     least, more = divmod(len(lengths), shards)
     room = [least + (shard < more) for shard in range(shards)]
@@ -177,7 +175,7 @@ def balanced(lengths: Sequence[int], shards: int) -> Groups:
 
 
 def split_balanced(data: BatchedDataDict, shards: int, rows_per_sample: int = 1) -> list[BatchedDataDict]:
-    """As `BatchedDataDict.split`, but so that the shards hold about equally many tokens."""
+    """Split a batch like `BatchedDataDict.split`, into shards of about equally many tokens."""
     samples, lengths = data.samples(rows_per_sample), data["input_lengths"].tolist()
     shares = balanced([sum(lengths[row] for row in sample) for sample in samples], shards)
     return [data.select_indices([row for sample in shard for row in samples[sample]]) for shard in shares]
@@ -185,9 +183,9 @@ def split_balanced(data: BatchedDataDict, shards: int, rows_per_sample: int = 1)
 
 @dataclass(frozen=True)
 class DynamicRows:
-    """Microbatches of as many samples as fit the budget when padded to the longest row, longest samples first.
+    """Microbatches of as many samples as fit the budget, padded to the longest row, longest samples first.
 
-    A sample of several rows that is above the budget by itself is a microbatch of its own.
+    A sample of several rows above the budget is a microbatch of its own.
     """
 
     budget: TokenBudget
@@ -199,7 +197,7 @@ class DynamicRows:
         columns = 0
         samples = data.samples(self.rows_per_sample)
         longest = {sample: max(lengths[row] for row in sample) for sample in samples}
-        # Longest first: most memory is needed at once, and the columns are known when a group begins.
+        # Longest first: memory peaks at once, and a group's columns are known from its first sample.
         for sample in sorted(longest, key=lambda sample: -longest[sample]):
             if not groups or (len(groups[-1]) + len(sample)) * columns > self.budget.tokens:
                 groups.append([])
@@ -219,10 +217,9 @@ class DynamicRows:
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Groups:
-    """Return bins of indices whose lengths add up to at most `capacity`.
+    """Return bins of indices whose lengths add up to at most `capacity`; raises ValueError for a length above it.
 
-    The longest first, each goes into the first bin with room; equal ones in the order given. Raises ValueError when a
-    length alone is above the capacity.
+    Longest first, equal ones in the given order, each goes into the first bin with room.
     """
     bins: Groups = []
     room: list[int] = []
@@ -241,13 +238,13 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Groups:
 
 @dataclass(frozen=True)
 class PackedMicrobatch(Microbatch):
-    """Rows that pass through the model as one, one after the other without padding between them.
+    """Rows that pass through the model as one, without padding between them.
 
-    Losses never learn of it: the model's values for the packed row's L tokens are laid out as rows before.
+    Losses do not notice: the model's values for the packed row's L tokens are first unpacked into rows.
 
-    sources: int64, where each token of the packed row stands in the flattened [B, S] rows; padding follows them.
-    lengths: the tokens of each row of `rows`, with the padding after them.
-    columns: L, the length of the packed row.
+    sources: int64, each packed token's place in the flattened [B, S] rows; padding follows.
+    lengths: tokens of each row of `rows`, with the padding behind them.
+    columns: L, the packed row's length.
     """
 
     sources: Tensor
@@ -256,7 +253,7 @@ class PackedMicrobatch(Microbatch):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """0, the end of each sample, and L; padding behind the samples stands alone too."""
+        """0, the end of each sample, and L; padding behind the samples counts as a sample."""
         ends = accumulate(length for length in self.lengths if length)
         padding = (self.columns,) if len(self.sources) < self.columns else ()
         return (0, *ends, *padding)
@@ -268,23 +265,20 @@ class PackedMicrobatch(Microbatch):
         return pad(packed, behind).unsqueeze(0)
 
     def from_model(self, values: Tensor) -> Tensor:
-        """[1, L, ...] to [B, S, ...], 0 where no token is; gradients flow back."""
+        """[1, L, ...] to [B, S, ...], 0 where there is no token; gradients flow back."""
         rows, columns = self.rows["input_ids"].shape
         flat = values.new_zeros(rows * columns, *values.shape[2:])
         laid_out = flat.index_copy(0, self.sources, values[0, : len(self.sources)])
         return laid_out.view(rows, columns, *values.shape[2:])
 
-    def to(self, device: torch.device) -> Self:
-        return replace(super().to(device), sources=self.sources.to(device))
-
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Microbatches of one row each, packed by first-fit decreasing up to the budget.
+    """Microbatches of one packed row each, by first-fit decreasing up to the budget.
 
-    A sample of several rows that is above the budget by itself raises the budget of its batch.
-    equal_columns: pad all packed rows of a batch to the longest of them, as pipeline stages need it.
-    row_multiple: pad each row in them to a multiple of so many tokens, as context parallelism needs it.
+    A sample of several rows above the budget raises its batch's budget.
+    equal_columns: pad a batch's packed rows to the longest of them, for pipeline stages.
+    row_multiple: pad each row in them to a multiple of so many tokens, for context parallelism.
     """
 
     budget: TokenBudget
@@ -300,7 +294,7 @@ class PackedRows:
         return [[row for sample in packed for row in samples[sample]] for packed in bins]
 
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
-        # An empty group is a sample of filling, for losses to have something to read.
+        # An empty group gets a sample of filling, so that losses have something to read.
         filling = (0,) * self.rows_per_sample
         lengths = [
             tuple(round_up(length, self.row_multiple) for length in data["input_lengths"][group].tolist())

@@ -1,7 +1,7 @@
-"""Read a source's rows and turn each into a prompt with its answers.
+"""Read a source's rows, and turn each into a prompt with its answers.
 
-JSON and JSONL are parsed here; the `datasets` library, imported only when needed, reads every other format. It never
-runs code from a data set: release 4 removed trust_remote_code.
+JSON and JSONL are parsed here; `datasets`, imported on use, reads all other formats. It never runs a data set's code:
+release 4 removed trust_remote_code.
 """
 
 # The datasets library is mostly untyped.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from glob import glob
@@ -30,10 +30,10 @@ from nemo_rl_mcore.data.strict_json import MAY_BE_TORN, parse_json, read_json, r
 from nemo_rl_mcore.errors import RefusedError, code_of, quoted, shortened
 
 GYM_COLUMN = "responses_create_params"
-"""The column in NeMo Gym's rows that holds an agent's first call."""
+"""The column that holds an agent's first call in NeMo Gym's rows."""
 _LIBRARY_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 _OF_A_PART = "state.json"
-_TORN = "half a surrogate pair, which is not a character, in"
+TORN = "half a surrogate pair, which is not a character, in"
 _ASSISTANT = "assistant"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": _ASSISTANT}
 _NEEDS_TEMPLATE = "which needs data.apply_chat_template: true"
@@ -41,7 +41,7 @@ _NEEDS_TEMPLATE = "which needs data.apply_chat_template: true"
 
 @dataclass(frozen=True)
 class Row:
-    """A row and its place. wrong: why the row cannot be read. of_lines: whether each row has its own columns."""
+    """A row of a file. wrong: the reason if it is unreadable. of_lines: each row has its own columns."""
 
     place: str
     values: Mapping[str, object]
@@ -49,27 +49,24 @@ class Row:
     of_lines: bool = True
 
 
-def is_fetched(source: SourceConfig) -> bool:
-    """Return whether the source names a hub data set rather than a local file or folder."""
-    return any(map(_is_hub_name, source.paths))
-
-
-def _is_hub_name(path: str) -> bool:
-    known = Path(path).suffix in (*_LIBRARY_FORMATS, ".json", ".jsonl")
-    return is_hub_id(path) and not known and not Path(path).exists()
+def is_fetched(*paths: str) -> bool:
+    """Return true if a path is a hub data set's name, not a local file or folder."""
+    known = (*_LIBRARY_FORMATS, ".json", ".jsonl")
+    names = [path for path in paths if is_hub_id(path) and Path(path).suffix not in known]
+    return any(not Path(name).exists() for name in names)
 
 
 def refused(code: Code, key: str, what: str, remedy: str = "") -> ConfigError:
-    """Return a ConfigError for one problem. key: path of the setting, relative to the source."""
+    """Return a ConfigError with one problem. key: the setting's path relative to the source."""
     return ConfigError([Problem(code, key, what, remedy)])
 
 
 def read_rows(source: SourceConfig) -> Sequence[Row]:
-    """Return all rows of a source. Raises ConfigError, with key paths relative to the source."""
+    """Return a source's rows; raises ConfigError with paths relative to the source."""
     [first, *others] = source.paths
     rows, split = list[Row](), source.split or "train"
     try:
-        if _is_hub_name(first) or Path(first).is_dir():
+        if is_fetched(first) or Path(first).is_dir():
             if others:
                 what = f"{first!r} is not a file and cannot be combined with others"
                 raise refused("wrong-kind", "data_path", what, "name files, or one folder")
@@ -101,7 +98,7 @@ def _read_file(path: str) -> Sequence[Row]:
     if suffix in _LIBRARY_FORMATS:
         if not Path(path).is_file():
             raise refused("not-found", "data_path", f"{here}: no such file", "correct the path")
-        return _library_rows(_loaded(path, files=[path], split="train"), path)
+        return _library_rows(_loaded(path, split="train"), path)
     try:
         content = read_regular(Path(path)).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
@@ -116,27 +113,23 @@ def _read_file(path: str) -> Sequence[Row]:
         torn, numbered = bool(MAY_BE_TORN.search(content)), enumerate(values, start=1)
         rows = [_row_of(f"{path}, row {number}", value, torn=torn) for number, value in numbered]
     else:
-        rows = [*_rows_of_lines(path, content.splitlines())]
+        rows = list[Row]()
+        for number, line in enumerate(content.splitlines(), start=1):
+            if line.strip():
+                place, torn = f"{path}:{number}", bool(MAY_BE_TORN.search(line))
+                try:
+                    rows.append(_row_of(place, parse_json(line), torn=torn))
+                except ValueError as error:
+                    rows.append(Row(place, {}, f"not JSON: {error}"))
     if not rows:
         what = f"{path!r} holds no row"
         raise refused("too-few-rows", "data_path", what, "name a file with an object a line")
     return rows
 
 
-def _rows_of_lines(path: str, lines: Iterable[bytes]) -> Iterator[Row]:
-    """Yield JSONL rows, each with its file:line; a bad line becomes a row that carries the reason."""
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            place = f"{path}:{number}"
-            try:
-                yield _row_of(place, parse_json(line), torn=bool(MAY_BE_TORN.search(line)))
-            except ValueError as error:
-                yield Row(place, {}, f"not JSON: {error}")
-
-
 def _row_of(place: str, value: object, *, torn: bool) -> Row:
     if torn and (text := torn_text(value)):
-        return Row(place, {}, f"{_TORN} {text}")
+        return Row(place, {}, f"{TORN} {text}")
     if isinstance(value, dict):
         return Row(place, cast("dict[str, object]", value))
     return Row(place, {}, f"not an object but {type(value).__name__}")
@@ -147,10 +140,7 @@ def _library_rows(found: Any, place: str) -> list[Row]:
 
 
 def _data_set(path: str, subset: str | None, split: str) -> Any:
-    """Return the rows of a local folder or a hub data set.
-
-    Refuse a save_to_disk folder whose files refer to files outside the folder.
-    """
+    """Return the rows of a local folder or a hub data set; a save_to_disk folder may not refer to files outside it."""
     folder = Path(path)
     saved = [(folder / "dataset_dict.json", "splits"), (folder / _OF_A_PART, "_data_files")]
     files = [(file, key) for file, key in saved if file.is_file()][:1]
@@ -165,7 +155,7 @@ def _data_set(path: str, subset: str | None, split: str) -> Any:
                 name = as_object(entry).get("filename") if key == "_data_files" else entry
                 if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
                     raise ValueError(f"it names {quoted(name)}, which is not a file of its folder")
-                if key == "splits":  # the loop checks each split's files later
+                if key == "splits":  # and the loop goes on to that split's files
                     files.append((folder / name / _OF_A_PART, "_data_files"))
         except (OSError, ValueError) as error:
             what, remedy = f"{str(file)!r} cannot be read: {error}", "name a folder as save_to_disk writes it"
@@ -179,31 +169,26 @@ def _data_set(path: str, subset: str | None, split: str) -> Any:
     return datasets.concatenate_datasets(chosen) if chosen else ()
 
 
-def _loaded(
-    path: str, subset: str | None = None, *, files: Sequence[str] = (), saved: bool = False, **options: Any
-) -> Any:
-    """Load a data set. files: files whose suffix sets the format. saved: whether save_to_disk wrote it.
-
-    Raises ConfigError with the library's reason, whichever exception class the library raises.
-    """
+def _loaded(path: str, subset: str | None = None, *, saved: bool = False, **options: Any) -> Any:
+    """Load a file by its suffix, a folder written by save_to_disk, or any other path; raises ConfigError."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(CRITICAL)  # it both logs and raises its errors
-    format = _LIBRARY_FORMATS[Path(files[0]).suffix] if files else path
+    format = path
     try:
         if saved:
             return datasets.load_from_disk(path)
+        if Path(path).is_file():
+            format, options["data_files"] = _LIBRARY_FORMATS[Path(path).suffix], [path]
         if format == "csv":
-            # Read cells as text; otherwise 007 becomes 7, 72 next to 1.5 becomes 72.0, and "None" becomes null.
+            # Cells are text; else 007 becomes 7, 72 next to 1.5 becomes 72.0, and "None" becomes null.
             import pandas
 
-            columns = pandas.read_csv(files[0], nrows=0).columns
+            columns = pandas.read_csv(path, nrows=0).columns
             features = datasets.Features({str(column): datasets.Value("string") for column in columns})
             options.update(features=features, keep_default_na=False)
-        if files:
-            options["data_files"] = [*files]
         return datasets.load_dataset(format, subset, **options)
     except Exception as error:
         cause = (isinstance(error, DatasetGenerationError) and error.__cause__) or error
@@ -231,71 +216,15 @@ def _ranges(split: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
     return [(part.splitname, part.from_ or 0, part.to or 0) for part in parts]
 
 
-def read_prompts(path: Path, input_key: str | None = None) -> list[Prompt]:
-    """Return a file's prompts in order: one per line of text, or one prompt or message list per JSONL line.
-
-    Empty lines are skipped. input_key: key to try before `prompt` and `messages`.
-    Raises RefusedError, which names the file and line.
-    """
-    try:
-        lines = read_regular(path).decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        code = "unreadable-file" if isinstance(error, OSError) else "no-text"
-        raise RefusedError(f"{str(path)!r} cannot be read as text: {error}", code=code) from error
-    keys = [*dict.fromkeys(key for key in (input_key, "prompt", "messages") if key is not None)]
-    prompts: list[Prompt] = []
-    for number, line in enumerate(lines, start=1):
-        place, key = f"{path}:{number}", None
-        if not line.strip():
-            continue
-        given: object = line.removesuffix("\r")
-        if path.suffix == ".jsonl":
-            try:
-                row = parse_json(line)
-            except ValueError as error:
-                raise RefusedError(f"{place}: not JSON: {error}", code="no-json") from error
-            if torn := torn_text(row):
-                raise RefusedError(f"{place}: {_TORN} {torn}", code="no-text")
-            key = next((key for key in keys if key in as_object(row)), None)
-            if key is None:
-                what = f"{place}: no object with one of the keys {', '.join(keys)}"
-                raise RefusedError(what, code="no-prompt-key")
-            given = as_object(row)[key]
-        prompts.append(replace(prompt_of(given, place, key or ""), index=len(prompts)))
-    if not prompts:
-        raise RefusedError(f"{str(path)!r} holds no prompt", code="no-prompt")
-    return prompts
-
-
-def prompt_of(given: object, place: str, key: str = "") -> Prompt:
-    """Return a prompt made from text or a list of messages. Raises RefusedError for anything else.
-
-    key: the prompt's key in its row, for the error message.
-    """
-    if isinstance(given, str):
-        return Prompt(0, given, "", place=place)
-    turns = cast("Sequence[object]", given if isinstance(given, list | tuple) else [])
-    name = key or "messages"
-    try:
-        messages = tuple(read_row_message(turn, f"{name}[{number}]") for number, turn in enumerate(turns))
-    except ValueError as error:
-        raise RefusedError(f"{place}: {error}", code="prompt-type") from error
-    if not messages:
-        shown = quoted(cast("object", given))
-        what = f"{place}: {key or 'a prompt'} is {shown}, and must be text or a list of messages"
-        raise RefusedError(what, code="prompt-type")
-    return Prompt(0, "", "", context=messages, place=place)
-
-
 class RowError(RefusedError):
-    """A row cannot be read. setting: the source setting that names a missing column."""
+    """An unreadable row. setting: the source's setting that names a missing column."""
 
     setting = ""
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads a source's rows for an algorithm. chat: whether conversations are allowed."""
+    """Reads a source's rows for an algorithm. chat: conversations are allowed."""
 
     source: SourceConfig
     kind: RowKind
@@ -303,15 +232,15 @@ class RowReader:
     chat: bool
 
     def read(self, row: Row) -> Prompt | None:
-        """Return a row as a prompt with index 0, or None for a tied pair when ties are dropped.
+        """Return a row as a prompt with index 0, or None for a tied pair that is dropped. Raises RowError.
 
-        Accepted formats: NeMo RL's ranked completions, HelpSteer3 preferences, pairs, conversations, prompts with
-        answers, and NeMo Gym rows. Raises RowError.
+        Formats: NeMo RL's ranked completions, HelpSteer3's preferences, pairs, conversations, prompts with answers, and
+        NeMo Gym's rows.
         """
         if row.wrong:
             raise RowError(row.wrong)
         source, kind, values = self.source, self.kind, row.values
-        if not row.of_lines:  # the library fills missing message and tool fields with nulls
+        if not row.of_lines:  # the library fills fields that messages and tools lack with nulls
             keys = {source.chat_key, source.input_key, source.prompt_key, source.chosen_key}
             keys |= {source.rejected_key, source.tool_key or ""}
             keys |= {"context", "completions", "response1", "response2"}
@@ -351,7 +280,7 @@ class RowReader:
         return replace(read, **scored)
 
     def _pair(self, values: Mapping[str, object]) -> tuple[Context, Message, Message, bool]:
-        """Return the question, the better and worse answers, and whether both are separate turns."""
+        """Return the question, the better and the worse answer, and true if the answers are separate messages."""
         source = self.source
         chosen = _value(values, "chosen_key", source.chosen_key)
         rejected = _value(values, "rejected_key", source.rejected_key)
@@ -368,7 +297,7 @@ class RowReader:
         return context, better, worse, True
 
     def _answered(self, values: Mapping[str, object]) -> tuple[Context, Message, bool]:
-        """Return the question, the answer, and whether the answer ends a conversation."""
+        """Return the question, the answer, and true if the answer is a conversation's last message."""
         source, answer = self.source, Message(_ASSISTANT, "")
         # Rows from the library hold null for a missing column; JSON rows omit the key.
         if self.kind is RowKind.ANSWERS and (
@@ -385,7 +314,7 @@ class RowReader:
         return context, answer, False
 
     def _scored(self, values: Mapping[str, object], imitated: str) -> dict[str, Any]:
-        """Return the prompt fields for the scored answer, or the reason why there is no such answer."""
+        """Return the prompt's fields for the reference answer, or the reason if there is none."""
         if (how := self.source.answer) is None:
             return {}
         if isinstance(how, str):
@@ -401,7 +330,7 @@ class RowReader:
         return {"answer": found, "solution": imitated if self.kind is RowKind.ANSWERS else None}
 
     def _tools(self, values: Mapping[str, object]) -> Tools:
-        """Return the functions that a row's answers may call, from a list or JSON text."""
+        """Return the functions that the row's answers may call, from a list or JSON text."""
         key = self.source.tool_key
         given = None if key is None or not self.chat else values.get(key)
         if isinstance(given, str) and given:
@@ -415,7 +344,7 @@ class RowReader:
         return cast("Tools", given)
 
     def _asked_of_gym(self, values: Mapping[str, object]) -> tuple[Message, ...]:
-        """Return the messages in a Responses API input; other items, such as calls, are left out."""
+        """Return the messages of a Responses API input, without other items, such as calls."""
         if not self.chat:
             raise RowError(f"{GYM_COLUMN} is a conversation, {_NEEDS_TEMPLATE}")
         asked = as_object(values[GYM_COLUMN]).get("input")
@@ -446,7 +375,7 @@ class RowReader:
         return turns
 
     def _answer(self, given: object, key: str) -> Message:
-        """Return an answer given as text, a number, or a single assistant message."""
+        """Return an answer that is a text, a number or a single assistant message."""
         if len(messages := _as_list(given)) == 1:
             message = _message(messages[0], key, 0)
             if message.role == _ASSISTANT:
@@ -459,7 +388,7 @@ class RowReader:
 
 
 def _ranked_answers(row: Mapping[str, object]) -> tuple[object, object, object, bool] | None:
-    """Return the prompt, better answer, worse answer and whether they tie; None for rows without ranks."""
+    """Return the question, the better and the worse answer, and true for a tie; None for a row without ranks."""
     if {"context", "response1", "response2", "overall_preference"} <= row.keys():
         first, second, preference = (row[key] for key in ("response1", "response2", "overall_preference"))
         if not isinstance(preference, int | float):
@@ -492,7 +421,7 @@ def _filled(value: object) -> object:
 
 
 def _value(values: Mapping[str, object], setting: str, key: str) -> object:
-    """Return a column's value; dots in the key lead into nested columns."""
+    """Return a column's value; dots in the key select nested columns."""
     if key in values:
         return values[key]
     inner: object = values

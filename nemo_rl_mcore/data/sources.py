@@ -1,4 +1,4 @@
-"""A recipe's prompts: an embedded task, sources of rows, or a class of the user's own."""
+"""A recipe's prompts: an embedded task, sources of rows, or a user's class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_rl_mcore.config.custom_code import build, custom_code
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceDefaults
-from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs, answer_row, pair_rows
+from nemo_rl_mcore.data.answers import answer_row, pair_rows
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.datasets import DigitTaskSource, EpochSource, Prompt, PromptSource
 from nemo_rl_mcore.data.examples import (
@@ -31,23 +31,20 @@ from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import CustomCodeError, RefusedError, code_of
 
 _CHARACTERS = 256
-"""More than a token of any vocabulary stands for in running text: a longer text is not encoded to be counted."""
+"""A token stands for fewer characters than this in running text: texts above the product are not even encoded."""
 _TOO_LONG = "row-length"
 
 
 @dataclass(frozen=True)
 class RowLimits:
-    """The limits of a run's rows; kind: of rows that are not trained on."""
+    """A run's limits for rows; kind: of rows that are not trained on, in place of the recipe's."""
 
     config: RunConfig
     tokenizer: Tokenizer
     kind: RowKind | None = None
 
     def fitting(self, prompts: Iterable[Prompt], *, sampled: bool) -> Iterator[Prompt]:
-        """Yield the rows that fit, as `whole` returns them.
-
-        Raises ValueError for a row that cannot be encoded and, unless `data.overlong` is drop, for one too long.
-        """
+        """Yield the rows within the limits; raises ValueError for others, unless `data.overlong` drops long ones."""
         for prompt in prompts:
             try:
                 shown = self.whole(prompt, sampled=sampled)
@@ -60,10 +57,7 @@ class RowLimits:
             yield shown
 
     def whole(self, prompt: Prompt, *, sampled: bool) -> Prompt:
-        """Return the prompt as `rendered` does; sampled: the policy answers it.
-
-        Raises ValueError with the key to raise, and the code row-length, for one that is too long.
-        """
+        """Render a prompt; raises ValueError (code row-length) if it is too long. sampled: the policy answers it."""
         shown = self.rendered(prompt)
         longest_prompt, longest = self.config.max_prompt_length, self.config.policy.max_total_sequence_length
         more = "has {} characters, more than the {} tokens that are allowed can be: raise"
@@ -90,10 +84,7 @@ class RowLimits:
         return shown
 
     def rendered(self, prompt: Prompt) -> Prompt:
-        """Return the prompt in the chat template, where there is one, with the places of text that is not parsed.
-
-        Raises ValueError where the recipe leaves open how a row's special token is read.
-        """
+        """Apply the chat template, if any, and mark special tokens that stay text; raises ValueError if undecided."""
         data, tokens = self.config.data, self.tokenizer.special_tokens
         kind = self.kind or self.config.row_kind
         if data.special_tokens_in_content is None and (token := first_token(prompt, tokens, kind)):
@@ -110,13 +101,14 @@ class RowLimits:
 
 @dataclass(frozen=True)
 class OwnSource(PromptSource):
-    """A class of the user's own, held to the contract of `PromptSource`; its prompts are shown as rows of files are."""
+    """A user's class, checked against `PromptSource`; its prompts get the same limits and template as rows of files."""
 
     source: PromptSource
     limits: RowLimits
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
-        return self._drawn("train_batch", step, count, sampled=self.limits.config.row_kind is RowKind.PROMPTS)
+        sampled = self.limits.config.row_kind is RowKind.PROMPTS
+        return self._drawn("train_batch", step, count, sampled=sampled)
 
     def validation(self, count: int | None) -> list[Prompt]:
         assert count is not None  # a rule demands a number for a class
@@ -148,9 +140,9 @@ class OwnSource(PromptSource):
 
 
 def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
-    """Return a run's prompts; ValueError, or ConfigError which is one, for files or a class that do not serve."""
+    """Return a run's prompts; raises ValueError (ConfigError among them) for unusable files or an unusable class."""
     data, limits = config.data, RowLimits(config, tokenizer)
-    if data.from_files:
+    if data.dataset_name == "files":
         return _open_files(limits)
     if data.dataset_name == "custom":
         assert data.type is not None
@@ -162,7 +154,7 @@ def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     keys = key, f"{name}.max_val_samples or {name}.val_batches"
     if isinstance(config.loop, RolloutConfig):
         keys = f"{name}.num_prompts_per_step", f"{name}.max_val_samples"
-    if not data.shown_in_texts:
+    if not data.apply_chat_template and data.default is None:
         return DigitTaskSource(data.dataset_name, data.num_digits, config.seed, keys)
     texts, wrong = read_texts(data.default or SourceDefaults())
     if wrong:
@@ -176,15 +168,9 @@ def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
             raise RefusedError(what, code=code_of(error)) from error
 
     task = DigitTaskSource(data.dataset_name, data.num_digits, config.seed, keys, show)
-    task.train_batch(
-        1, 1
-    )  # a task's prompts are equally long: too little room is an error here, before a run starts
+    # All prompts are equally long: a prompt that is too long is refused before the run starts.
+    task.train_batch(1, 1)
     return task
-
-
-def open_pairs(config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer) -> PreferenceSource:
-    kind = WrongAnswerPairs if config.data.embedded else PreferenceSource
-    return kind(prompts, tokenizer)
 
 
 def _open_files(limits: RowLimits) -> PromptSource:
@@ -204,12 +190,13 @@ def _open_files(limits: RowLimits) -> PromptSource:
         raise ConfigError(
             Problem("too-few-rows", one.path, f"{why}: {one.what}", one.remedy) for one in problems
         )
-    weights, shuffle = config.source_weights, config.data.shuffle
-    return EpochSource(train, held_out, config.seed, config.prompts_per_step, weights, shuffle)
+    return EpochSource(
+        train, held_out, config.seed, config.prompts_per_step, config.source_weights, config.data.shuffle
+    )
 
 
 def open_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]]:
-    """Return the prompts of each set of eval.sets; ConfigError, or ValueError, for rows that do not serve."""
+    """Return each eval set's prompts; raises ConfigError, or ValueError, for unusable rows."""
     assert config.eval is not None
     kind, sets = RowKind.PROMPTS, dict[str, list[Prompt]]()
     for name, source in config.eval.sets.items():

@@ -1,4 +1,4 @@
-"""Strict JSON parsing: raises a short ValueError even where json.loads is lenient or recurses too deeply."""
+"""Strict JSON: a short ValueError where json.loads is lenient or recurses too deeply."""
 
 import errno
 import json
@@ -16,15 +16,14 @@ _AROUND = 20
 
 
 def read_json(path: Path, *, finite: bool = True, follow_links: bool = True) -> object:
-    """Return the value in a file; raises ValueError as `parse_json` does, OSError as `read_regular` does."""
+    """Parse a file; raises ValueError as `parse_json` does, OSError as `open_regular` does."""
     return parse_json(read_regular(path, follow_links=follow_links), finite=finite)
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> object:
-    """Return the value of a JSON text.
+    """Parse a JSON text; raises ValueError for invalid or too deeply nested JSON, and for a duplicate key.
 
-    Raises ValueError for text that is not JSON, for a duplicate key, for nesting that is too deep and, with `finite`,
-    for NaN, Infinity and numbers too large for a float.
+    finite: raise for NaN, Infinity and numbers too large for a float, too.
     """
 
     def object_of(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
@@ -50,11 +49,11 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> object:
 
 
 MAY_BE_TORN = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""Matches a possible lone surrogate in JSON, escaped or encoded; without a match, `torn_text` finds none."""
+"""Matches any lone surrogate in JSON, escaped or encoded, and some text without one: `torn_text` decides."""
 
 
 def torn_text(value: object) -> str:
-    """Return the text around a value's first lone surrogate, which UTF-8 cannot encode, or an empty string."""
+    """Return the text around a value's first lone surrogate, which UTF-8 cannot encode; empty if it has none."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -63,16 +62,15 @@ def torn_text(value: object) -> str:
 
 
 def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
-    """Return a file's bytes. Raises OSError like `open_regular`."""
     with open_regular(path, follow_links=follow_links) as file:
         return file.read()
 
 
 def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError at once for anything else, such as a pipe."""
+    """Open a regular file; raises OSError at once for anything else, such as a pipe or, if asked, a link."""
     if not follow_links and path.is_symlink():
         raise OSError(errno.ELOOP, "a link, and no file", str(path))
-    # Without O_NONBLOCK, opening a pipe would block until a writer opens it.
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

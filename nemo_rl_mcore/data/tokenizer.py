@@ -1,6 +1,6 @@
-"""Text to token ids and back: the embedded character tokenizer, or a local Hugging Face directory.
+"""Text to token ids and back: the embedded character tokenizer, or a local Hugging Face folder.
 
-Importing this module is cheap; `tokenizers` and `transformers` are imported when a tokenizer is loaded.
+`tokenizers` and `transformers` are imported only when a tokenizer is loaded.
 """
 
 # transformers leaves parameters of its tokenizer classes untyped.
@@ -38,20 +38,25 @@ if TYPE_CHECKING:
 CHAR_PAD = "_"
 _SHOWN = 8
 _LEFT_OUT, _RUN = " \n\0\u0301\ue000", 16
-"""Characters that some tokenizers leave out or do not know, and how many tokens a run of them is tried with."""
+"""Characters that some tokenizers drop or do not know, and the length of a trial run of them, in longest tokens."""
+
+
+_MARK_ENDS = "\ue001"
+_BREAK = f"{MASK}-{_MARK_ENDS}"
+_MARKS = re.compile(f"{MASK}(?:[0-9]+|-){_MARK_ENDS}")
 
 
 type Tokenizer = CharTokenizer | HuggingFaceTokenizer
-"""vocab_size: of all ids, special tokens included. ends: ids that end a response and are no part of its text, the
-tokenizer's own eos_token_id first. opening: the begin of sequence that prompts without one get, or nothing. answers:
-how given answers in a conversation are trained on. special_tokens: texts of the tokens that content must not stand for;
-none where content is parsed, too.
+"""vocab_size: all ids, special tokens included. ends: ids that end a response and are not part of its text, the
+tokenizer's own eos_token_id first. opening: the begin of sequence that is added to prompts without one, or empty.
+answers: the tokens to train on in given answers. special_tokens: texts that stay text in content; empty if content is
+parsed for special tokens.
 """
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The Jinja text of a template in place of the tokenizer's own, None for that one, and variables of either.
+    """A chat template's Jinja text, None for the tokenizer's own, and its variables.
 
     add_bos, add_eos, imitated: as in `DataConfig`.
     """
@@ -71,10 +76,10 @@ def load_tokenizer(
     ends: Sequence[int] = (),
     stops: Sequence[int] = (),
 ) -> Tokenizer:
-    """Load the tokenizer `policy.tokenizer.name`: `char`, or a local Hugging Face directory.
+    """Load the tokenizer `policy.tokenizer.name`: `char`, or a local Hugging Face folder.
 
-    parse_content: special tokens that rows and environments spell are those tokens. ends: of the model. stops: further
-    ids that end a response; the text of those that are not special belongs to it.
+    parse_content: read special tokens in rows and environments as control tokens. ends: the model's end ids. stops:
+    further ids that end a response; the text of ordinary tokens among them belongs to it.
     """
     if name == CHAR_TOKENIZER_NAME:
         return CharTokenizer(ends)
@@ -85,29 +90,27 @@ class _Answering(Protocol):
     pad_token_id: int
     ends: tuple[int, ...]
 
-    def _as_hugging_face(self) -> PreTrainedTokenizerBase: ...
-
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of all ids, special tokens and padding spelt out."""
+        """Return the text of all ids, including special tokens and padding."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids before the first of the `ends`, without the padding on the right alone."""
+        """Return the text before the first of the `ends`, without padding on the right."""
         kept = [*takewhile(lambda token: token not in self.ends, ids)]
         while kept and kept[-1] == self.pad_token_id:
             kept.pop()
         return self.text_of(kept)
 
-    def save_as_hugging_face(self, folder: Path) -> None:
-        """Write the files of this tokenizer for transformers and vLLM, with its ends in generation_config.json."""
-        self._as_hugging_face().save_pretrained(folder)
+    def _save(self, folder: Path, saved: PreTrainedTokenizerBase) -> None:
+        """Write a tokenizer's files for transformers and vLLM, with its ends in generation_config.json."""
+        saved.save_pretrained(folder)
         if len(self.ends) > 1:
             text = json.dumps({EOS: self.ends}, indent=2)
             (folder / GENERATION).write_text(f"{text}\n", encoding="utf-8")
 
 
 class CharTokenizer(_Answering):
-    """One token per character over 32 characters, two of which, end and padding, no text may hold."""
+    """One token per character, of 32 characters; texts may not hold the two for end and padding."""
 
     special_tokens: Sequence[str] = ()
     opening = ""
@@ -127,7 +130,7 @@ class CharTokenizer(_Answering):
         self.ends = tuple(dict.fromkeys((self.eos_token_id, *ends)))
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
-        """Return one id per character; ValueError names foreign characters."""
+        """Return one id per character; raises ValueError that lists unknown characters."""
         if foreign := sorted(set(text) - self._ordinary):
             known = "".join(sorted(self._ordinary))
             what = f"the character tokenizer cannot encode {foreign[:_SHOWN]} of {text!r:.80}; it knows {known!r}"
@@ -147,19 +150,16 @@ class CharTokenizer(_Answering):
     def with_variables(self, variables: Mapping[str, Any]) -> CharTokenizer:
         return self  # there is no template
 
-    def _as_hugging_face(self) -> PreTrainedTokenizerBase:
+    def save_as_hugging_face(self, folder: Path) -> None:
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast(
-            tokenizer_object=self._tokenizer,
-            eos_token=CHAR_EOS,
-            pad_token=CHAR_PAD,
-            clean_up_tokenization_spaces=False,
-        )
+        ends = {"eos_token": CHAR_EOS, "pad_token": CHAR_PAD}
+        options = {"tokenizer_object": self._tokenizer, "clean_up_tokenization_spaces": False}
+        self._save(folder, PreTrainedTokenizerFast(**ends, **options))
 
 
 class HuggingFaceTokenizer(_Answering):
-    """A tokenizer directory as `save_pretrained` writes it; never fetched, and its code never executed."""
+    """A tokenizer folder as written by `save_pretrained`; nothing is fetched, and its code never runs."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class HuggingFaceTokenizer(_Answering):
         try:
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
-            # `tokenizers` raises Exception itself for a file it cannot read, and transformers whatever a missing key or
-            # a wrong type leads to: no narrower class holds them.
+            # `tokenizers` raises plain Exception for unreadable files, and transformers whatever a missing key or wrong
+            # type leads to.
             what = f"cannot load a tokenizer from {directory!r}: {type(error).__name__}: {error}"
             raise RefusedError(f"{KEY}: {what}", code="unreadable-tokenizer") from error
         self._tokenizer = cast("PreTrainedTokenizerBase", loaded)
@@ -190,30 +190,70 @@ class HuggingFaceTokenizer(_Answering):
             self._tokenizer.chat_template = template.text
         bos = self._tokenizer.bos_token if template.add_bos else None
         self.opening = bos if isinstance(bos, str) else ""
-        self._literal = LiteralEncoder(self._tokenizer)
-        self.special_tokens: Sequence[str] = () if parse_content else self._literal.tokens
+        added = self._tokenizer.added_tokens_decoder
+        self._added = {token.content: token for token in added.values() if token.special}
+        special = tuple(dict.fromkeys((*self._added, *map(str, self._tokenizer.all_special_tokens))))
+        known: dict[str, int] = self._tokenizer.get_vocab()
+        self._ids = {token: known[token] for token in special if token in known}
+        self._marks = {token: f"{MASK}{number}{_MARK_ENDS}" for token, number in self._ids.items()}
+        self.special_tokens: Sequence[str] = () if parse_content else special
         eos_token_id, pad_token_id = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         if not isinstance(eos_token_id, int):
             what = f"{own} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
             raise RefusedError(what, code="no-end-token")
         self.vocab_size, self.eos_token_id = len(self._tokenizer), eos_token_id
-        added = self._tokenizer.added_tokens_decoder
-        special = [stop for stop in stops if stop in added and added[stop].special]
-        self.ends = tuple(dict.fromkeys((eos_token_id, *ends, *special)))
+        controls = [stop for stop in stops if stop in added and added[stop].special]
+        self.ends = tuple(dict.fromkeys((eos_token_id, *ends, *controls)))
         self.pad_token_id = pad_token_id if isinstance(pad_token_id, int) else eos_token_id
         self._longest_token: int | None = None
-        """The characters of the longest token, once it is asked for; 0 where long texts may be few tokens."""
+        """The longest token's characters, computed on demand; 0 if a long text may be a few tokens."""
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
-        """Return the ids of the text, without any special token added; those at `literal` are encoded as text."""
-        if literal:
-            return self._literal.encode(text, literal)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Encode a text without adding special tokens; those at `literal` are encoded as text.
+
+        For these a copy of the tokenizer splits every special token as text (`split_special_tokens`), and marks stand
+        for those meant as control tokens. Raises ValueError for a special token that has no ids but its control id.
+        """
+        if not literal:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        if _MARKS.search(text):
+            raise ValueError("the tokenizer cannot encode a text that holds a mark of special tokens")
+        real, place, around = pattern_of(tuple(self._ids)), 0, list[str]()
+        for start, end in (*literal, (len(text), len(text))):
+            around.append(real.sub(lambda found: self._marks[found[0]], text[place:start]))
+            place = end
+        spelt = [*(text[slice(*span)] for span in literal), ""]
+        copied, meant = self._copy
+        control = {self._ids[token] for token in self._ids if token != self._tokenizer.unk_token}
+        # A vocabulary may hold the special token as a word, too: then a break in it forces its parts.
+        for parted in (spelt, [f"{token[:1]}{_BREAK}{token[1:]}" if token else "" for token in spelt]):
+            marked = "".join(map("".join, zip(around, parted, strict=True)))
+            ids = copied.encode(marked, add_special_tokens=False, split_special_tokens=True)
+            found = sum(token in meant for token in ids)
+            if control.isdisjoint(ids) and found == len(_MARKS.findall(marked)):
+                return [token for one in ids if (token := meant.get(one, one)) is not None]
+        raise ValueError(f"the tokenizer cannot encode the special token {spelt[0]!r} as text")
+
+    @cached_property
+    def _copy(self) -> tuple[PreTrainedTokenizerBase, dict[int, int | None]]:
+        """The copy with the marks as added tokens, and the control id behind each mark."""
+        from tokenizers import AddedToken
+
+        marks = [AddedToken(_BREAK, normalized=False, special=False)]
+        for name, mark in self._marks.items():
+            added = self._added.get(name)
+            strips = {"lstrip": bool(added and added.lstrip), "rstrip": bool(added and added.rstrip)}
+            marks.append(AddedToken(mark, normalized=False, special=False, **strips))
+        copied: Any = deepcopy(self._tokenizer)
+        copied.add_tokens(marks)
+        known: dict[str, int] = copied.get_vocab()
+        meant = {known[mark]: self._ids[name] for name, mark in self._marks.items()}
+        return copied, {known[_BREAK]: None, **meant}
 
     def fewest_tokens(self, characters: int) -> int:
-        """Return the fewest tokens that a text of so many characters can be, 0 if any number."""
+        """Return a lower bound on the tokens in a text of so many characters."""
         if self._longest_token is None:
-            # Some tokenizers leave spaces out, or have one token for all that they do not know.
+            # Some tokenizers drop spaces, or have one token for a run of unknown characters.
             longest = max(map(len, self._tokenizer.get_vocab()))
             runs = [character * (_RUN * longest) for character in _LEFT_OUT]
             self._longest_token = longest if all(len(self.encode(run)) >= _RUN for run in runs) else 0
@@ -232,10 +272,9 @@ class HuggingFaceTokenizer(_Answering):
         tools: Tools = (),
         goes_on: bool = False,
     ) -> str:
-        """Return a conversation's text by the chat template, special tokens spelt out.
+        """Render a conversation in the chat template; raises ValueError without one, and for messages that it refuses.
 
-        tools: as OpenAI's clients describe functions. goes_on: the last message is not ended, so that an answer goes on
-        with it. Raises ValueError when there is no template, or when it refuses the messages.
+        tools: functions in OpenAI's form. goes_on: leave the last message open, for an answer to continue.
         """
         if self._tokenizer.chat_template is None:
             what = "data.apply_chat_template: the tokenizer has no chat template"
@@ -249,7 +288,7 @@ class HuggingFaceTokenizer(_Answering):
                 continue_final_message=goes_on,
                 **self._variables,
             )
-        except Exception as error:  # a template is a program, and may raise whatever Python does
+        except Exception as error:  # a template is a program, and may raise anything
             reason = f"{type(error).__name__}: {shortened(str(error), 200)}"
             what = f"{self._template}: the chat template refuses a conversation: {reason}"
             raise RefusedError(what, code="refused-messages") from error
@@ -257,7 +296,7 @@ class HuggingFaceTokenizer(_Answering):
         return text if text.startswith(self.opening) else self.opening + text
 
     def with_variables(self, variables: Mapping[str, Any]) -> HuggingFaceTokenizer:
-        """Return this tokenizer with further variables of its chat template; ValueError for other names."""
+        """Return a copy with further chat-template variables; raises ValueError for names of arguments."""
         others = signature(cast("Any", self._tokenizer.apply_chat_template)).parameters
         if wrong := [name for name in variables if name in others]:
             what = f"not variables of a chat template: {', '.join(wrong)}"
@@ -266,29 +305,29 @@ class HuggingFaceTokenizer(_Answering):
         changed._variables = {**self._variables, **variables}
         return changed
 
-    def _as_hugging_face(self) -> PreTrainedTokenizerBase:
-        return self._tokenizer
+    def save_as_hugging_face(self, folder: Path) -> None:
+        self._save(folder, self._tokenizer)
 
 
 _NO_CHARACTER = "\ufffd"
 _BYTES = 4
-"""Of the longest character: so many tokens may be parts of one."""
+"""A character's bytes at most, and so the tokens that may share one."""
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text of each of N ids, whose join is `tokenizer.text_of(ids)`.
+    """Return the text of each id; joined, they are `tokenizer.text_of(ids)`.
 
-    The last of the tokens that are one character has it, and the others have "".
+    Where several tokens share a character, the last one gets it and the others get "".
     """
     whole, end = tokenizer.text_of(ids), 0
     alone = {token: tokenizer.text_of([token]) for token in set(ids)}
     ends: list[int] = []
     before = first = 0
-    """Where the tokens that were given their text last begin, and those that wait for it."""
+    """Starts of the last group of tokens with a text, and of the group that still waits for one."""
     for last, token in enumerate(ids, start=1):
         text = alone[token]
         if first + 1 < last or not _is_next(text, whole, end):
-            # Some decoders take the space from the first token that they see: it is another one here.
+            # Some decoders drop the space before the first token they see: decode the previous group, too.
             known = len(tokenizer.text_of(ids[before:first]))
             text = tokenizer.text_of(ids[before:last])[known:]
         if _is_next(text, whole, end) or last - first == _BYTES:
@@ -299,68 +338,8 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def _is_next(text: str, whole: str, start: int) -> bool:
-    """Return whether a text is all that some tokens stand for, and not the beginning of a character."""
+    """Return true if the text continues `whole` at `start` and does not end inside a character."""
     return bool(text) and not text.endswith(_NO_CHARACTER) and whole.startswith(text, start)
-
-
-_MARK_ENDS = "\ue001"
-_BREAK = f"{MASK}-{_MARK_ENDS}"
-_MARKS = re.compile(f"{MASK}(?:[0-9]+|-){_MARK_ENDS}")
-
-
-class LiteralEncoder:
-    """Encodes texts of which some special tokens are content, with a copy of a tokenizer of transformers.
-
-    The copy takes all special tokens for text, by its own `split_special_tokens`; those around the content are marks in
-    the text, which the copy knows as tokens.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.values()
-        self._added = {token.content: token for token in added if token.special}
-        names = (*self._added, *map(str, tokenizer.all_special_tokens))
-        self.tokens: tuple[str, ...] = tuple(dict.fromkeys(names))
-        """The texts of the special tokens."""
-        known: dict[str, int] = tokenizer.get_vocab()
-        self._ids = {token: known[token] for token in self.tokens if token in known}
-        self._marks = {token: f"{MASK}{number}{_MARK_ENDS}" for token, number in self._ids.items()}
-
-    def encode(self, text: str, literal: Spans) -> list[int]:
-        """Return the ids; ValueError for a token that the tokenizer knows no other ids for than its control id."""
-        if _MARKS.search(text):
-            raise ValueError("the tokenizer cannot encode a text that holds a mark of special tokens")
-        real, place, around = pattern_of(tuple(self._ids)), 0, list[str]()
-        for start, end in (*literal, (len(text), len(text))):
-            around.append(real.sub(lambda found: self._marks[found[0]], text[place:start]))
-            place = end
-        spelt = [*(text[slice(*span)] for span in literal), ""]
-        copied, meant = self._copy
-        control = {self._ids[token] for token in self._ids if token != self._tokenizer.unk_token}
-        # A vocabulary may hold a token as a word, too: of its parts there is none.
-        for parted in (spelt, [f"{token[:1]}{_BREAK}{token[1:]}" if token else "" for token in spelt]):
-            marked = "".join(map("".join, zip(around, parted, strict=True)))
-            ids = copied.encode(marked, add_special_tokens=False, split_special_tokens=True)
-            found = sum(token in meant for token in ids)
-            if control.isdisjoint(ids) and found == len(_MARKS.findall(marked)):
-                return [token for one in ids if (token := meant.get(one, one)) is not None]
-        raise ValueError(f"the tokenizer cannot encode the special token {spelt[0]!r} as text")
-
-    @cached_property
-    def _copy(self) -> tuple[PreTrainedTokenizerBase, dict[int, int | None]]:
-        """The copy, and the id that each of its marks stands for."""
-        from tokenizers import AddedToken
-
-        marks = [AddedToken(_BREAK, normalized=False, special=False)]
-        for name, mark in self._marks.items():
-            added = self._added.get(name)
-            strips = {"lstrip": bool(added and added.lstrip), "rstrip": bool(added and added.rstrip)}
-            marks.append(AddedToken(mark, normalized=False, special=False, **strips))
-        copied: Any = deepcopy(self._tokenizer)
-        copied.add_tokens(marks)
-        known: dict[str, int] = copied.get_vocab()
-        meant = {known[mark]: self._ids[name] for name, mark in self._marks.items()}
-        return copied, {known[_BREAK]: None, **meant}
 
 
 _tokenizer = cache(load_tokenizer)
@@ -368,7 +347,7 @@ _tokenizer = cache(load_tokenizer)
 
 @dataclass(frozen=True)
 class StopConditions:
-    """Ids and texts that end a response, and belong to it; texts need the tokenizer."""
+    """Ids and texts that end a response and belong to it; texts need the tokenizer."""
 
     ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
@@ -376,18 +355,18 @@ class StopConditions:
 
     @classmethod
     def of(cls, policy: PolicyConfig, ids: Iterable[int], more: Sequence[str] = ()) -> Self:
-        """Raise ValueError when the tokenizer is needed and cannot be loaded; more: texts besides the recipe's."""
+        """Raise ValueError for a tokenizer that is needed and cannot be loaded; more: texts besides the recipe's."""
         strings = (*(policy.generation.stop_strings or ()), *more)
         return cls(frozenset(ids), strings, _tokenizer(policy.tokenizer.name) if strings else None)
 
     def met_by(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of a response's tokens ends it."""
+        """Return true if the response ends with its last token."""
         if tokens[-1] in self.ids:
             return True
         if self.tokenizer is None:
             return False
-        # A token is a byte at least, so that a text of n bytes lies within as many tokens; and a decoder may drop
-        # the space that begins the first one.
+        # A token has at least a byte, so that n bytes lie within n tokens; one more, as a decoder may drop the first
+        # token's leading space.
         longest = max(len(string.encode()) for string in self.strings) + 1
         text = self.tokenizer.text_of(tokens[-longest:])
         return any(string in text for string in self.strings)

@@ -1,4 +1,4 @@
-"""The messages between a model and its environment, after each answer of an episode."""
+"""Messages between a model and its environment after each answer in an episode."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from nemo_rl_mcore.data.messages import Message
 class Turn:
     """An answer with its conversation, for the environment.
 
-    messages: the conversation so far, with the answer last. finished: the answer ended by itself, not at its length
-    limit. metadata: the environment's own of this episode, None after the first answer.
+    messages: the conversation so far, the answer last. finished: the answer ended before its length limit.
+    metadata: the environment's own data about this episode, None after the first answer.
     """
 
     prompt: Prompt
@@ -42,11 +42,12 @@ def first_turn(prompt: Prompt, answer: str, *, finished: bool = True) -> Turn:
 class Reply:
     """The environment's reply.
 
-    reward: of this answer; an episode's is the sum. rewards: its parts by name, where there are several. terminated:
-    the episode is over; else the model answers once more, after the observation. stop_strings: end that answer besides
-    those of the recipe. metadata: given back with the next answer. answer: read from the text, if the environment does
-    so. dropped: the reason why there is no reply after all retries; the other fields do not count then. unscored: the
-    reward was None, and the episode ends without being learnt from. cut: characters left out of a long observation.
+    reward: for this answer; an episode's reward is the sum. rewards: its parts by name, if there are several.
+    terminated: the episode is over; else the model answers again, after the observation. stop_strings: end that answer,
+    in addition to the recipe's. metadata: returned with the next answer. answer: extracted from the text, if the
+    environment does so. dropped: the reason for no reply after all retries; other fields then do not count. unscored:
+    the reward was None, and the episode is not trained on. cut: characters left out of a long observation. flaws:
+    "invalid_tool_call" or "malformed_thinking" in the answer.
     """
 
     reward: float
@@ -59,13 +60,15 @@ class Reply:
     dropped: str | None = None
     unscored: bool = False
     cut: int = 0
+    flaws: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return all but the metadata, as JSON, without empty fields."""
+        """Return the non-empty fields but for the metadata, as JSON."""
         given: dict[str, Any] = {
             "observation": [[message.role, message.content] for message in self.observation],
             "stop_strings": [*self.stop_strings],
             "rewards": dict(self.rewards),
+            "flaws": [*self.flaws],
         }
         given |= {name: getattr(self, name) for name in ("answer", "dropped", "unscored", "cut")}
         said = {name: value for name, value in given.items() if value}
@@ -73,17 +76,17 @@ class Reply:
 
 
 class Ending(IntEnum):
-    """The end of an episode; all but the first are truncations, and the last two count in no mean and no group."""
+    """An episode's end: all but the first are truncations; the last two count in no mean and no group."""
 
     TERMINATED = 0
-    """By the environment, after an answer that ended by itself."""
+    """The environment ended the episode, after an answer within its length limit."""
     ANSWER_LIMIT = 1
-    """An answer was as long as answers may be."""
+    """An answer reached the length limit."""
     TURN_LIMIT = 2
-    """It had as many answers as episodes may have."""
+    """The episode reached the limit of answers."""
     NO_ROOM = 3
-    """The observation and one more answer would not have fitted into a sequence."""
+    """The observation and another answer would not fit into a sequence."""
     DROPPED = 4
-    """The environment did not reply: nothing is learnt from the episode."""
+    """The environment did not reply; the episode is not trained on."""
     UNSCORED = 5
-    """The environment gave no reward, which the recipe allows: nothing is learnt from the episode either."""
+    """The environment gave no reward, which the recipe allows; the episode is not trained on."""

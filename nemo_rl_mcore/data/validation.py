@@ -1,6 +1,6 @@
-"""Judge a batch before it is sent or meets a collective: all problems at once, by key and row.
+"""Checks of a batch before it is sent or enters a collective: all problems at once, by key and row.
 
-Shapes: B rows, S columns of input_ids, K choices a token.
+Shapes: B rows, S columns of input_ids, K choices per token.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ _SHOWN_ROWS = 8
 
 
 def check_lengths(input_lengths: Tensor, policy: PolicyConfig) -> None:
-    """Refuse prompts that leave no room for a whole response: training, and an engine's cache, end there.
-
-    input_lengths: tokens of each prompt [B].
-    Raises ValueError, naming row, lengths and keys.
-    """
+    """Raise ValueError for a prompt of `input_lengths` [B] that leaves no room for a whole response."""
     new, longest = policy.reserved_tokens, policy.max_total_sequence_length
     lengths = cast("list[int]", input_lengths.tolist())  # pyright: ignore[reportUnknownMemberType]
     for row, length in enumerate(lengths):
@@ -42,7 +38,7 @@ def check_lengths(input_lengths: Tensor, policy: PolicyConfig) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of a key of a batch, or of its rows where `key` is empty; code: of the rule that it breaks."""
+    """A problem of a batch's key, or of its rows if `key` is empty; code: the broken rule's."""
 
     code: str
     key: str
@@ -58,13 +54,13 @@ class BatchError(RefusedError):
 
 @dataclass(frozen=True)
 class BatchCheck:
-    """A model's limits. Each method raises one BatchError that lists all problems of a batch.
+    """A model's limits. Each method raises one BatchError with all of a batch's problems.
 
-    Row numbers are those of the given batch: on the driver the caller's, on a rank those of its shard. Ranks that share
-    a shard refuse alike; a data-parallel peer, with other rows, may see nothing wrong.
+    Row numbers are those of the given batch: the caller's on the driver, the shard's on a rank. Ranks with the same
+    shard refuse alike; a data-parallel peer, with other rows, may find nothing wrong.
 
-    vocab_size, positions: of the model. budgets: tokens of microbatches, and so of a row at most; None for a fixed
-    number of rows. layers: the part of the model that needs lengths in training, if there is one.
+    vocab_size, positions: the model's. budgets: tokens per microbatch, and so the most per row; None for microbatches
+    of a fixed number of rows. layers: the part of the model that needs lengths in training, if any.
     """
 
     vocab_size: int
@@ -81,14 +77,13 @@ class BatchCheck:
             "multi-token prediction": model.mtp_num_layers,
         }
         needing = next((name for name, present in layers.items() if present), None)
-        return cls(model.vocab_size, model.longest_sequence, policy.token_budgets, needing)
+        return cls(model.vocab_size, model.shape.longest_sequence, policy.token_budgets, needing)
 
     def reading(self, data: BatchedDataDict, *, k: int | None = None, trained_only: bool = False) -> None:
-        """Judge a pass with a value for every token, or for those that token_mask marks; `k`: choices asked for."""
+        """Check a pass with a value for every token, or only for those in token_mask; k: number of choices."""
         found = _Findings(data)
-        lengths_B = self._inputs(found, "a pass without a loss")
-        if self.budgets is not None:
-            found.budget(lengths_B, f"{self.budgets.section}.logprob_mb_tokens", self.budgets.logprob)
+        tokens = None if self.budgets is None else ("logprob_mb_tokens", self.budgets.logprob)
+        lengths_B = self._inputs(found, "a pass without a loss", budget=tokens)
         if trained_only:
             _token_mask(found, lengths_B)
         if k is not None and not 1 <= k <= self.vocab_size:
@@ -96,7 +91,7 @@ class BatchCheck:
         found.refuse()
 
     def prompts(self, data: BatchedDataDict) -> None:
-        """Judge prompts, of one token at least; turn_index [B] and stop_strings, a tuple a row, are optional."""
+        """Check prompts of one token or more; turn_index [B] and stop_strings, a tuple per row, are optional."""
         found = _Findings(data)
         self._inputs(found, "generation", shortest=1)
         for key in ("prompt_index", "sample_index", *({"turn_index"} & data.keys())):
@@ -115,14 +110,14 @@ class BatchCheck:
         *,
         eval_mode: bool = False,
     ) -> None:
-        """Judge whole samples for a loss that reads these columns."""
+        """Check whole samples for a loss that reads these columns."""
         found = _Findings(data)
-        in_layers = None if eval_mode else self.layers
-        lengths_B = self._inputs(found, in_layers if self.budgets is None else self.budgets.section)
+        needed_by, tokens = None if eval_mode else self.layers, None
         if self.budgets is not None:
-            tokens = self.budgets.of_training(rows_per_sample)
-            found.budget(lengths_B, f"{self.budgets.section}.train_mb_tokens", tokens)
-        # A padded row is trained as the mask says, whatever its length; another layout has no padding to train.
+            needed_by = self.budgets.section
+            tokens = "train_mb_tokens", self.budgets.of_training(rows_per_sample)
+        lengths_B = self._inputs(found, needed_by, budget=tokens)
+        # In padded rows the mask alone decides; another layout has no padding to train on.
         tokens_BS = _token_mask(found, None if self.budgets is None else lengths_B)
         samples_B = found.mask("sample_mask", "B")
         if data.size % rows_per_sample:
@@ -133,7 +128,7 @@ class BatchCheck:
             _episodes(found, samples_B, rows_per_sample)
         counts = dict[str, Tensor]()
         if tokens_BS is not None and samples_B is not None:
-            # Where a loss reads a column: token_mask is 1, not of the first, and sample_mask in a row of the sample.
+            # Losses read a column where token_mask is 1, but for the first token, in samples with any sample_mask of 1.
             of_samples = (samples_B != 0).view(-1, rows_per_sample).any(dim=1)
             counts_B = of_samples.repeat_interleave(rows_per_sample)
             next_BS = ((tokens_BS != 0) & counts_B.unsqueeze(1))[:, 1:]
@@ -147,14 +142,26 @@ class BatchCheck:
                 self._column(found, column, counts)
         found.refuse()
 
-    def _inputs(self, found: _Findings, lengths_needed_by: str | None, *, shortest: int = 0) -> Tensor | None:
+    @property
+    def ids(self) -> str:
+        return f"0 to {self.vocab_size - 1} (model.vocab_size: {self.vocab_size})"
+
+    def _inputs(
+        self,
+        found: _Findings,
+        lengths_needed_by: str | None,
+        *,
+        shortest: int = 0,
+        budget: tuple[str, int] | None = None,
+    ) -> Tensor | None:
+        """Check ids and lengths, and return the lengths; budget: a key of the budgets' section, and its tokens."""
         ids_BS = found.tensor("input_ids", "every pass", "BS")
         if ids_BS is not None and ids_BS.dtype not in (torch.int64, torch.int32):
-            found.note("dtype", "input_ids", f"{_name_of(ids_BS.dtype)}; allowed: int64")
+            found.note_dtype("input_ids", ids_BS, "int64")
         elif ids_BS is not None:
-            # Padding, too: the embedding looks it up.
+            # Padding included: the embedding looks it up.
             outside_BS = (ids_BS < 0) | (ids_BS >= self.vocab_size)
-            found.values("vocabulary", "input_ids", ids_BS, outside_BS, _ids_of(self.vocab_size))
+            found.values("vocabulary", "input_ids", ids_BS, outside_BS, self.ids)
         columns = self.positions if ids_BS is None else ids_BS.shape[1]
         longest = f"rows of at most {self.positions} tokens (model.max_position_embeddings)"
         if lengths_needed_by is None and "input_lengths" not in found.data:
@@ -168,21 +175,25 @@ class BatchCheck:
             allowed = f"{shortest} to {columns}, the columns of input_ids"
             found.values("columns", "input_lengths", lengths_B, ~inside, allowed)
             found.values("positions", "input_lengths", lengths_B, lengths_B > self.positions, longest)
+            if self.budgets is not None and budget is not None:
+                allowed = (
+                    f"rows of at most {budget[1]} tokens ({self.budgets.section}.{budget[0]}: {budget[1]})"
+                )
+                found.values("token-budget", "input_lengths", lengths_B, lengths_B > budget[1], allowed)
         return lengths_B
 
     def _column(self, found: _Findings, column: Column, counts: Mapping[str, Tensor]) -> None:
-        """Note a column's values where a token counts; without counts its dtype and shape alone."""
+        """Check a column's dtype and shape and, given counts, its values at tokens that count."""
         values = found.tensor(column.key, column.needed_by, column.shape)
         of_ids = column.kind is ColumnKind.TOKEN_IDS
         if values is None or column.kind is ColumnKind.NUMBERS:
             return
         if values.is_floating_point() == of_ids or values.dtype == torch.bool or values.is_complex():
-            allowed = "integers" if of_ids else "floating-point numbers"
-            found.note("dtype", column.key, f"{_name_of(values.dtype)}; allowed: {allowed}")
+            found.note_dtype(column.key, values, "integers" if of_ids else "floating-point numbers")
         elif counts:
             code, allowed = column.kind.name.lower().replace("_", "-"), column.kind.value
             if of_ids:
-                code, allowed = "vocabulary", _ids_of(self.vocab_size)
+                code, allowed = "vocabulary", self.ids
                 wrong = (values < 0) | (values >= self.vocab_size)
             elif column.kind is ColumnKind.BELOW_INFINITY:
                 wrong = torch.isnan(values) | (values == torch.inf)
@@ -194,23 +205,19 @@ class BatchCheck:
             found.values(code, column.key, values, wrong, f"{allowed}, wherever a token counts")
 
 
-def _ids_of(vocab_size: int) -> str:
-    return f"0 to {vocab_size - 1} (model.vocab_size: {vocab_size})"
-
-
 def _token_mask(found: _Findings, lengths_B: Tensor | None) -> Tensor | None:
-    """Note tokens that count after the lengths, where these are given: there is padding, or nothing at all."""
+    """Check token_mask and, given lengths, that no token behind them counts."""
     mask_BS = found.mask("token_mask", "BS")
     if mask_BS is not None and lengths_B is not None:
         behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.clamp(min=0).unsqueeze(1)
-        known_BS = (lengths_B >= 0).unsqueeze(1)  # a wrong length, or mask, is noted already
+        known_BS = (lengths_B >= 0).unsqueeze(1)  # a wrong length or mask is noted already
         marked_BS = behind_BS & known_BS & (mask_BS == 1)
         found.values("padding", "token_mask", mask_BS, marked_BS, "0 after input_lengths")
     return mask_BS
 
 
 def _episodes(found: _Findings, samples_B: Tensor | None, rows_per_sample: int) -> None:
-    """Note rows that stand apart from their episode, and episodes that count in part."""
+    """Check that an episode's rows are neighbours, and that sample_mask is the same for all of them."""
     if rows_per_sample > 1:
         what = f"given; allowed: none beside a loss that reads {rows_per_sample} rows together"
         found.note("rows-per-sample", EPISODE, what)
@@ -218,7 +225,7 @@ def _episodes(found: _Findings, samples_B: Tensor | None, rows_per_sample: int) 
     if numbers_B is None:
         return
     if numbers_B.dtype != torch.int64:
-        return found.note("dtype", EPISODE, f"{_name_of(numbers_B.dtype)}; allowed: int64")
+        return found.note_dtype(EPISODE, numbers_B, "int64")
     order = numbers_B.argsort(stable=True)
     same = numbers_B[order].diff() == 0
     apart_B, differs_B = torch.zeros(2, len(order), dtype=torch.bool)
@@ -232,14 +239,14 @@ def _episodes(found: _Findings, samples_B: Tensor | None, rows_per_sample: int) 
 
 @dataclass
 class _Findings:
-    """The problems of a batch; sizes: of the letters of a shape, as far as they are known."""
+    """A batch's problems; sizes: known sizes, by the letters of a shape."""
 
     data: BatchedDataDict
     findings: list[Finding] = field(default_factory=list[Finding])
     sizes: dict[str, int] = field(default_factory=dict[str, int])
 
     def tensor(self, key: str, needed_by: str, shape: str) -> Tensor | None:
-        """Return the tensor of this key; None when it is missing, none or of another shape, which is then noted."""
+        """Return the key's tensor, or note that it is missing, no tensor or of another shape, and return None."""
         value = self.data.get(key)
         if value is None:
             self.note("missing", key, f"missing, and {needed_by} needs it; the batch has {sorted(self.data)}")
@@ -255,11 +262,6 @@ class _Findings:
             return value
         return None
 
-    def budget(self, lengths_B: Tensor | None, key: str, tokens: int) -> None:
-        if lengths_B is not None:
-            allowed = f"rows of at most {tokens} tokens ({key}: {tokens})"
-            self.values("token-budget", "input_lengths", lengths_B, lengths_B > tokens, allowed)
-
     def mask(self, key: str, shape: str) -> Tensor | None:
         mask = self.tensor(key, "every loss", shape)
         if mask is not None:
@@ -267,7 +269,7 @@ class _Findings:
         return mask
 
     def values(self, code: str, key: str, values: Tensor, wrong: Tensor, allowed: str) -> None:
-        """Note the rows that hold values where `wrong` is true, and one of those values."""
+        """Note the rows in which `wrong` is true anywhere, with one such value."""
         if not wrong.any():
             return
         of_row = wrong.reshape(len(wrong), -1).any(dim=1)
@@ -280,12 +282,11 @@ class _Findings:
     def note(self, code: str, key: str, what: str) -> None:
         self.findings.append(Finding(code, key, what))
 
+    def note_dtype(self, key: str, values: Tensor, allowed: str) -> None:
+        self.note("dtype", key, f"{str(values.dtype).removeprefix('torch.')}; allowed: {allowed}")
+
     def refuse(self) -> None:
         if self.findings:
             error = BatchError("\n  ".join(["the batch is refused:", *map(str, self.findings)]), code="batch")
             error.findings = tuple(self.findings)
             raise error
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ _of_threads: dict[int, list[tuple[Callable[[], str], bool | None, float]]] = {}
 def at(what: str | Callable[[], str], *, timed: bool | None = None) -> Generator[None]:
     """Describe this thread's activity for the duration of the block; a callable may be called from any thread.
 
-    timed: whether the stall watch counts the time; False for work that may take long or has a deadline of its own, None
+    timed: False if the stall watch must not count the time, for work that may take long or has its own deadline; None
     to inherit from the enclosing block (True without one).
     """
     stack = _of_threads.setdefault(threading.get_ident(), [])
@@ -35,7 +35,7 @@ def at(what: str | Callable[[], str], *, timed: bool | None = None) -> Generator
 
 
 def is_timed(thread: int) -> bool:
-    """Return whether the stall watch counts the time of the thread's current activity."""
+    """Return True if the stall watch counts the time of the thread's current activity."""
     given = [timed for _, timed, _ in (*_of_threads.get(thread, ()),) if timed is not None]
     return given[-1] if given else True
 
@@ -73,14 +73,14 @@ class LoopThread:
         self._loop.call_soon_threadsafe(run)
 
     def call[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine and deliver its result or error only to the caller."""
+        """Run a coroutine whose result or error only the caller gets."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         """Cancel all coroutines and end the thread; raise RunStoppedError if it does not end."""
 
         async def cancel_all() -> None:
-            await asyncio.sleep(0)  # lets a coroutine that has just begun become a task
+            await asyncio.sleep(0)  # a coroutine that was just begun becomes a task
             while others := asyncio.all_tasks() - {asyncio.current_task()}:
                 for task in others:
                     task.cancel()

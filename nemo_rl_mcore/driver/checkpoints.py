@@ -1,11 +1,11 @@
 """A run's checkpoint folder. Checkpoints are written aside, renamed when complete, and recognised by their content.
 
   checkpoint_dir/step_N/training_info.json   the step, its metrics, the run's counters, every file with its size
-                        config.yaml          the recipe, resolved
-                        tokenizer/           the tokenizer, where it is one of files
-                        policy/              files of the policy's workers, with checksums of their own
-                        rollouts/            of an asynchronous run: its ledger, and the groups that were ready
-                        SHA256SUMS           the checksum of every other file
+                        config.yaml          the resolved recipe
+                        tokenizer/           the tokenizer, unless it is the built-in one
+                        policy/              the policy's files, with their own checksums
+                        rollouts/            an asynchronous run's ledger and ready groups
+                        SHA256SUMS           every other file's checksum
   checkpoint_dir/tmp_*                       being written or deleted; the next run removes it
   checkpoint_dir/aside_step_N                set aside: broken, or after the step that a run was resumed from
 
@@ -58,7 +58,7 @@ class _Info(BaseModel):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint. metrics: its step's metrics. counters: the algorithm's state, such as data position."""
+    """A complete checkpoint. metrics: the step's metrics. counters: the run's counters, such as skipped steps."""
 
     folder: Path
     step: int
@@ -68,7 +68,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints to keep: the newest and the `keep` best (None: all) or, without a metric, the latest.
+    """The checkpoints to keep: the newest and the `keep` best (None: all) or, without a metric, the last ones.
 
     metric: a name in the step's metrics; checkpoints without a finite value rank last.
     """
@@ -113,13 +113,10 @@ class CheckpointStore:
             with suppress(NotACheckpointError):
                 yield read_checkpoint(one.folder)
 
-    def latest(self) -> Checkpoint | None:
-        return next(self.newest_first(), None)
-
     def begin_after(self, step: int) -> list[Path]:
         """Prepare the folder for the step after `step`, and return the folders set aside.
 
-        Unfinished folders of earlier runs are removed. Later checkpoints, which are broken or belong to an abandoned
+        Earlier runs' unfinished folders are removed. Later checkpoints, which are broken or belong to an abandoned
         continuation, are renamed, so that none is mistaken for the latest.
         """
         self.root.mkdir(parents=True, exist_ok=True)
@@ -140,7 +137,7 @@ class CheckpointStore:
         return found
 
     def begin(self, step: int) -> Path:
-        self.drop(step)  # left by an earlier attempt, whose ranks have died
+        self.drop(step)  # left by an earlier attempt, in which ranks died
         folder = self.root / f"tmp_step_{step}"
         folder.mkdir(parents=True)
         return folder
@@ -178,7 +175,7 @@ class CheckpointStore:
 def read_checkpoint(folder: Path, *, verify_checksums: bool = True) -> Checkpoint:
     """Return the checkpoint in a folder; raise NotACheckpointError, naming the file, if it is incomplete.
 
-    verify_checksums: whether to verify its own files; the models' files are verified on loading.
+    verify_checksums: True to verify the checkpoint's own files; the models' files are verified on loading.
     """
     path = folder / INFO_FILE
     try:

@@ -1,7 +1,4 @@
-"""Output for a user, who may be absent: a terminal may be closed, or a pipe may have no reader.
-
-A run's files do not depend on it. Tables use a rich console, whose own colours are kept.
-"""
+"""Terminal output, whose failure does not affect a run: a terminal may be closed, or a pipe may have no reader."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ _KEPT = "\n\t"
 def visible(text: str) -> str:
     """Escape characters that a terminal would obey or hide: escape sequences, control characters, direction marks.
 
-    All displayed text from models, data, environments and recipes passes through here; program-readable output does
-    not.
+    For all displayed text from models, data, environments and recipes, but not for program-readable output.
     """
     if text.isprintable():
         return text
@@ -108,7 +104,7 @@ class VisibleConsole(Console):
 def open_console(file: IO[str] | None = None, **options: Any) -> Console:
     """Open a console on standard output, or on `file`, that drops text which cannot be written.
 
-    In a notebook it writes plain text, where rich would otherwise use the notebook's display.
+    In a notebook, the console writes plain text instead of using the notebook's display, as rich would.
     """
     stream = cast("IO[str]", BestEffortStream(file or sys.stdout))
     plain: dict[str, Any] = {"force_jupyter": False, "force_terminal": False} if Console().is_jupyter else {}

@@ -1,7 +1,7 @@
 """A run's parts besides its ranks (tokenizer, prompts, environment), opened and checked before any rank starts.
 
-Inputs besides the recipe (rows and the user's own code) are stored as digests by key. A function's digest covers its
-source, all of the user's code that it names, and the values that it holds.
+Inputs besides the recipe (rows and the user's own code) are stored as digests by key. A function's digest covers the
+function's source, all of the user's code that the source names, and the values that the function holds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
-from nemo_rl_mcore.config import PolicyConfig, RunConfig
+from nemo_rl_mcore.config import ClippedPGLossConfig, PolicyConfig, RunConfig
 from nemo_rl_mcore.config.base import ConfigError
-from nemo_rl_mcore.config.custom_code import imported, is_library
+from nemo_rl_mcore.config.custom_code import LIBRARIES, imported
 from nemo_rl_mcore.config.data import DataConfig, RowKind
 from nemo_rl_mcore.config.source import TEXT_FILES
 from nemo_rl_mcore.data.chat import make_observer, require_append_only
@@ -31,7 +31,7 @@ from nemo_rl_mcore.data.examples import last_step
 from nemo_rl_mcore.data.hub import end_ids, fetch_tokenizer, fetched_folder, too_large
 from nemo_rl_mcore.data.sources import RowLimits, open_prompts
 from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, ChatTemplate, Tokenizer, load_tokenizer
-from nemo_rl_mcore.driver.algorithms.advantages import check_estimator
+from nemo_rl_mcore.driver.algorithms.advantages import estimator_of
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.player import ONE_ANSWER, EpisodeForm
 from nemo_rl_mcore.environment.functions import RewardFunctions, require_columns
@@ -70,7 +70,8 @@ def open_parts(config: RunConfig) -> Parts:
     turns, own = config.max_rollout_turns, config.env.custom
     with run_stopping():
         check_losses(config)
-        check_estimator(config)
+        if f"{config.algorithm}.adv_estimator.type" in config.import_paths:
+            estimator_of(config, ClippedPGLossConfig())  # raises ValueError for a faulty class
         form = ONE_ANSWER
         if config.env.endpoint is not None:
             form = replace(ONE_ANSWER, turns=turns)
@@ -104,20 +105,21 @@ def open_parts(config: RunConfig) -> Parts:
 
 
 def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokenizer:
-    """Fetch a hub tokenizer, with the weights, since ranks have less time to start.
+    """Fetch the weights and the tokenizer from the hub, since ranks have less time to start, and load the tokenizer.
 
-    data: determines the row format. Raises RunStoppedError, including that of `open_tokenizer`.
+    data: determines the row format. Raises RunStoppedError, as `open_tokenizer` does.
     """
     with run_stopping():
         if policy.model_name is not None:
             fetched_folder(policy.model_name)
-        if policy.tokenizer.name not in (policy.model_name, CHAR_TOKENIZER_NAME):
-            fetch_tokenizer(policy.tokenizer.name)
+        name = policy.tokenizer.name
+        if name not in (policy.model_name, CHAR_TOKENIZER_NAME):
+            fetch_tokenizer(name)
     return open_tokenizer(policy, data)
 
 
 def open_tokenizer(policy: PolicyConfig, data: DataConfig | None = None) -> Tokenizer:
-    """Load the tokenizer from local files; only loading reveals the tokens that a directory adds.
+    """Load the tokenizer from local files, including any tokens that its directory adds.
 
     Raises RunStoppedError, from a ConfigError if the tokenizer has more tokens than the model has rows.
     """
@@ -129,7 +131,7 @@ def open_tokenizer(policy: PolicyConfig, data: DataConfig | None = None) -> Toke
     with run_stopping():
         tokenizer = load_tokenizer(
             given.name,
-            parse_content=data is not None and data.parses_content,
+            parse_content=data is not None and data.special_tokens_in_content == "parse",
             template=template,
             ends=end_ids(policy.model_name, given.name),
             stops=policy.generation.stop_token_ids or (),
@@ -164,7 +166,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 def with_inputs(config: RunConfig) -> RunConfig:
-    """Return a recipe with digests of its current inputs; its code must be importable.
+    """Return a recipe with digests of its current inputs; the user's code must be importable.
 
     Rows, prompts and agents are digested as local files; in a folder, only visible, readable files.
     """
@@ -241,13 +243,13 @@ def _made_of(value: Any) -> Iterable[object]:
     if isinstance(value, list | tuple):
         return cast("Iterable[object]", value)
     if isinstance(value, FunctionType):
-        return () if is_library(value.__code__.co_filename) else _of_function(value)
+        return () if value.__code__.co_filename.startswith(LIBRARIES) else _of_function(value)
     if isinstance(value, ModuleType):
         file = value.__file__ or "<frozen"
-        return () if is_library(file) else (Path(file).read_bytes(),)
+        return () if file.startswith(LIBRARIES) else (Path(file).read_bytes(),)
     kind = cast("type", value if isinstance(value, type) else value.__class__)
     module_file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    own = kind.__module__ == "__main__" or not is_library(module_file or "<frozen")
+    own = kind.__module__ == "__main__" or not (module_file or "<frozen").startswith(LIBRARIES)
     if isinstance(value, type):  # without Python's own attributes, such as the line number
         named = vars(kind).items()
         members = {name: one for name, one in named if not name.startswith("__") or callable(one)}
@@ -295,7 +297,7 @@ def hold_to_golds(config: RunConfig, source: PromptSource) -> PromptSource:
     if config.loop.validates:
         scored += source.validation(config.loop.max_val_samples)
     if math.unparsable == "refuse":
-        require_answers(config, scored)
+        math_environment(math).require_answers(scored)
         return source
     zeros = math.unparsable == "zero"
     if not zeros and not isinstance(source, EpochSource):
@@ -317,9 +319,3 @@ def hold_to_golds(config: RunConfig, source: PromptSource) -> PromptSource:
         train=[row for row in source.train if kept or row.answer not in wrong],
         held_out=[row for row in source.held_out if row.answer not in wrong],
     )
-
-
-def require_answers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError for answers that env.math cannot parse, if the recipe refuses them."""
-    if config.env.math is not None and config.env.math.unparsable == "refuse":
-        math_environment(config.env.math).require_answers(prompts)

@@ -19,7 +19,8 @@ from nemo_rl_mcore.data.microbatch import split_balanced
 from nemo_rl_mcore.data.validation import BatchCheck, check_lengths
 from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.driver.actors.one_process import InProcessRank, OneProcess
-from nemo_rl_mcore.driver.actors.places import Placement, hub_token
+from nemo_rl_mcore.driver.actors.places import HUB_TOKENS, Placement
+from nemo_rl_mcore.driver.rollouts.player import GenerationInterface
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.rank.refit.digests import Digests
 from nemo_rl_mcore.rank.refit.sender import BroadcastRendezvous, Engines, RefitSettings
@@ -41,10 +42,10 @@ _FIRST: Collection[int] = (0,)
 class Policy(AbstractContextManager["Policy"]):
     """A policy, or a critic, over a group of `MegatronPolicyWorker`s; a context manager.
 
-    B rows, S sequence length. trained_only: whether to compute only tokens marked by token_mask [B, S]; others are 0.
+    B rows, S sequence length. trained_only: True to compute only tokens marked by token_mask [B, S]; others are 0.
     trained, temperature, verify_checksums: see `MegatronPolicyWorker`. name: the model's name in errors, such as
-    "teacher". colocated_with: another policy that shares its machines and GPUs. group: builds the ranks from
-    `RayWorkerGroup`'s arguments; in a session it defaults to that class.
+    "teacher". colocated_with: another policy on the same machines and GPUs. group: builds the ranks from
+    `RayWorkerGroup`'s arguments; in a session, this class is the default. workers: the group.
 
     Raises WorkerError, naming the rank, when a rank fails or dies. A batch invalid for the model or the loss raises a
     ValueError with key and row before anything is sent.
@@ -66,7 +67,7 @@ class Policy(AbstractContextManager["Policy"]):
         group: Callable[..., WorkerGroup] | None = None,
     ) -> None:
         self._config = checked_policy(config, only_read=not trained)
-        # Only in a session can ranks restart, or run next to another model.
+        # Ranks can restart, or run next to another model, only in a session.
         self._cluster, self._colocated_with = cast("RayCluster", cluster), colocated_with
         self._check = BatchCheck.of(config)
         if group is None and isinstance(cluster, OneProcess):
@@ -91,7 +92,10 @@ class Policy(AbstractContextManager["Policy"]):
             call_timeout_s=config.call_timeout_s,
             deadline_keys="policy",
             name=name,
-            secrets=hub_token(os.environ) if config.model_name is not None else {},
+            # Not in a rank's environment, since Ray logs it.
+            secrets={
+                name: os.environ[name] for name in HUB_TOKENS if name in os.environ and config.model_name
+            },
         )
         self.incarnation = 0
         self._start()
@@ -99,10 +103,11 @@ class Policy(AbstractContextManager["Policy"]):
     def _start(self, kept: Placement | None = None) -> None:
         if kept is None and (beside := self._colocated_with) is not None:
             kept = self._cluster.place_colocated(beside.placement, beside.gpus())
-        self._workers = self._start_workers(placement=kept)
-        # Rank -> data-parallel rank. Ranks with the same value hold parts of one model copy and get the same rows.
+        self.workers = self._start_workers(placement=kept)
+        self.placement = self.workers.placement
+        # Rank -> data-parallel rank. Ranks with the same value share one model copy and get the same rows.
         context = "start of the workers"
-        self._shard_of_rank: list[int] = self._workers.run_all("data_parallel_rank", context=context)
+        self._shard_of_rank: list[int] = self.workers.run_all("data_parallel_rank", context=context)
         self._shards = max(self._shard_of_rank) + 1
         self._first_of_shard = [self._shard_of_rank.index(shard) for shard in range(self._shards)]
         self.updates = 0
@@ -116,18 +121,18 @@ class Policy(AbstractContextManager["Policy"]):
         If all machines are alive, the new ranks keep their places, as do engines that share them. Otherwise wait for
         machines (`RayCluster.await_machines`); a colocated model moves with its partner.
         """
-        nodes = {identity.node_id for identity in self._workers.identities.values()}
-        kept = self._workers.placement if not self._cluster.lost_nodes(nodes) else None
-        self._workers.shutdown(keep_places=kept is not None)
+        nodes = {identity.node_id for identity in self.workers.identities.values()}
+        kept = self.placement if not self._cluster.lost_nodes(nodes) else None
+        self.workers.shutdown(keep_places=kept is not None)
         if kept is None and self._colocated_with is None:
             self._cluster.await_machines()
         self.incarnation += 1
         self._start(kept)
 
     def serves(self) -> bool:
-        """Return whether all ranks answer within a few seconds."""
+        """Return True if all ranks answer within a few seconds."""
         try:
-            self._workers.run_all(
+            self.workers.run_all(
                 "data_parallel_rank", context="after a failure", timeout_s=_ANSWERS_S, key=""
             )
         except WorkerError as error:
@@ -248,17 +253,8 @@ class Policy(AbstractContextManager["Policy"]):
         self.updates = 0
 
     def has_unknown_update(self) -> bool:
-        """Return whether a rank took an optimizer step whose result was lost because a rank raised."""
+        """Return True if a rank took an optimizer step whose result was lost because a rank raised."""
         return any(taken != self.updates for taken in self._call("updates"))
-
-    @property
-    def placement(self) -> Placement:
-        return self._workers.placement
-
-    @property
-    def processes(self) -> Sequence[int]:
-        """Return each rank's process id on its own machine."""
-        return [identity.pid for identity in self._workers.identities.values()]
 
     def loading_s(self) -> float:
         """Return the seconds that loading weights has taken, on the slowest rank."""
@@ -296,7 +292,7 @@ class Policy(AbstractContextManager["Policy"]):
         self._call("export_hf", _NOBODY, folder=folder, origin=origin, adapters=adapters)
 
     def shutdown(self) -> None:
-        self._workers.shutdown()
+        self.workers.shutdown()
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
@@ -304,11 +300,13 @@ class Policy(AbstractContextManager["Policy"]):
     def _map(self, method: str, data: BatchedDataDict, **kwargs: Any) -> BatchedDataDict:
         """Call a row-wise method; copies of the last row pad the batch to a multiple of the shards."""
         data = data.without(EPISODE)  # row-wise results do not depend on the episode
-        missing = -data.size % self._shards
-        whole = data.select_indices([*range(data.size), *[data.size - 1] * missing]) if missing else data
-        answers = self._call(method, self._first_of_shard, whole.shard_by_batch_size(self._shards), **kwargs)
+        size = data.size
+        if missing := -size % self._shards:
+            data = data.select_indices([*range(size), *[size - 1] * missing])
+        shards = data.shard_by_batch_size(self._shards)
+        answers = self._call(method, self._first_of_shard, shards, **kwargs)
         answered = BatchedDataDict.from_batches([answers[rank] for rank in self._first_of_shard])
-        return answered.slice(0, data.size)
+        return answered.slice(0, size)
 
     def _split(self, data: BatchedDataDict, loss_fn: LossFunction) -> list[BatchedDataDict]:
         if self._config.token_budgets is None:
@@ -324,11 +322,14 @@ class Policy(AbstractContextManager["Policy"]):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Call a method that ends optimizer steps: totals are equal on all ranks, tables have each shard's rows."""
-        ranks = self._first_of_shard if loss is not None and loss.gives_row_table else _FIRST
+        has_table = loss is not None and loss.gives_row_table
+        ranks = self._first_of_shard if has_table else _FIRST
         answers = self._call(method, ranks, shards, **kwargs)
         results = [answers[rank] for rank in ranks]
         tables = [result["row_table"] for result in results if "row_table" in result]
-        return results[0] | {"row_table": torch.cat(tables)} if len(tables) > 1 else results[0]
+        if len(tables) <= 1:
+            return results[0]
+        return results[0] | {"row_table": torch.cat(tables)}
 
     def _call(
         self,
@@ -340,18 +341,18 @@ class Policy(AbstractContextManager["Policy"]):
         """Call a method on every rank with its shard; answering: the ranks whose results are read, None for all."""
         self._calls[method] = self._calls.get(method, 0) + 1
         if shards is not None:
-            # Share one object among a shard's ranks; for a single rank, send it with the call.
+            # A shard's ranks share one object; a shard with a single rank is sent with the call.
             alone = len(self._shard_of_rank) == len(shards)
-            given = shards if alone else [self._workers.share(shard) for shard in shards]
+            given = shards if alone else [self.workers.share(shard) for shard in shards]
             kwargs["per_rank_kwargs"] = [{"data": given[shard]} for shard in self._shard_of_rank]
         context = f"call {self._calls[method]}"
-        return self._workers.run_all(method, answering=answering, context=context, **kwargs)
+        return self.workers.run_all(method, answering=answering, context=context, **kwargs)
 
 
 def open_place(config: RunConfig, *, engines: bool = False) -> OneProcess | RayCluster:
-    """Return the place for the ranks of a command that does not train: this process for one rank, else a session.
+    """Return the place for an untrained model's ranks: this process for a single rank, else a session.
 
-    engines: whether the command starts engines, which require a session, as does RAY_ADDRESS.
+    engines: True if the command starts engines, which require a session, as does RAY_ADDRESS.
     """
     if config.cluster.world_size == 1 and not engines and not os.environ.get("RAY_ADDRESS"):
         return OneProcess(config.cluster)
@@ -366,10 +367,10 @@ def start_frozen(config: RunConfig, cluster: OneProcess | RayCluster) -> Policy:
 
 
 @dataclass(frozen=True)
-class EmbeddedGeneration:
-    """Generation on the training model. The decode loop lives in `rank.megatron.generation`.
+class EmbeddedGeneration(GenerationInterface):
+    """Generation on the training model, whose weights and memory it shares, with nothing to update or offload.
 
-    stop_ids: token ids that end a response and belong to it.
+    The decode loop is in `rank.megatron.generation`. stop_ids: token ids that end a response and belong to it.
     """
 
     policy: Policy
@@ -377,9 +378,3 @@ class EmbeddedGeneration:
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         return self.policy.generate(data, step=step, stop_ids=self.stop_ids, greedy=greedy)
-
-    def update_weights(self, version: int) -> None:
-        """Do nothing: weights and memory are shared with training."""
-
-    def offload(self) -> None:
-        """Do nothing, for the same reason."""

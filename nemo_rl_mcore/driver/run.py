@@ -24,9 +24,11 @@ from nemo_rl_mcore.config import (
     RunConfig,
     SFTMasterConfig,
 )
+from nemo_rl_mcore.config.cluster import seconds_of
 from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.data.answers import PreferenceSource
+from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.hub import fetched_folder
-from nemo_rl_mcore.data.sources import open_pairs
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.driver.actors.cluster import RayCluster, marked_processes
 from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
@@ -56,7 +58,7 @@ from nemo_rl_mcore.environment.interface import Environment, LocalEnvironments
 
 
 def run(config: RunConfig, write_page: Callable[[Path], object] | None = None) -> int:
-    """Run the recipe and return its exit status, see `exit_status`. write_page: writes a page about the run's folder.
+    """Run the recipe and return its `exit_status`. write_page: writes a page about the run's folder.
 
     However the run ends, its ranks are stopped, and the metrics and the report include every finished step.
     """
@@ -68,7 +70,7 @@ def run(config: RunConfig, write_page: Callable[[Path], object] | None = None) -
 class Watch:
     """Observes, and may replace, a run's parts as they start; the base class does neither.
 
-    write_page: makes a page of the run's folder at its end. summary: print samples and the paths of files at the end.
+    write_page: writes a page about the run's folder at the end. summary: True to print samples and file paths then.
     """
 
     write_page: Callable[[Path], object] | None = None
@@ -111,7 +113,7 @@ def train(
         if checkpoints.nothing_left:
             return
         try:
-            current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
+            current_stop_signals().limit_time(seconds_of(config.checkpointing.checkpoint_must_save_by))
             saved = read_saved(config, checkpoints.start)
             recorder = RunRecorder(
                 config.logger,
@@ -146,27 +148,25 @@ def _train(
     saved: SavedRollouts | None,
     watch: Watch,
 ) -> Generator[Mapping[str, float]]:
-    """Start ranks, engine and recorder, which end with the stack, and train; saved: the checkpoint's rollouts."""
+    """Start ranks, engine and recorder, which the stack closes, and train. saved: the checkpoint's rollouts."""
     config, tokenizer = parts.config, parts.tokenizer
 
     def start(plan: ModelPlan, colocated_with: Policy | None = None) -> Policy:
-        told_as = f"starting {count_of(cluster.config.world_size, 'rank')} of the {plan.name}"
-        with recorder.startup(plan.name, told_as) as pieces:
-            model = stack.enter_context(start_model(plan, config, cluster, colocated_with))
+        ranks = count_of(cluster.config.world_size, "rank")
+        with recorder.startup(plan.name, f"starting {ranks} of the {plan.name}") as pieces:
+            model = start_model(plan, config, cluster, colocated_with)
+            stack.enter_context(model)
             if loading_s := model.loading_s():
                 pieces[f"{plan.name}_loading_weights"] = loading_s
         return model
-
-    def to_compare() -> list[list[int]]:
-        first = parts.prompts.train_batch(first_step, config.prompts_per_step)
-        return rows_to_compare(config, first, tokenizer)
 
     fetch_weights(config)
     of_policy, *others = config.models.values()
     policy = start(of_policy)
     stack.enter_context(recorder)
     first_step = (checkpoints.resumed_step or 0) + 1
-    opened = open_generation(config, tokenizer, policy, cluster, to_compare, recorder.startup)
+    first_prompts = partial(parts.prompts.train_batch, first_step, config.prompts_per_step)
+    opened = open_generation(config, tokenizer, policy, cluster, first_prompts, recorder.startup)
     generation = stack.enter_context(opened)
     watch.engine(generation)
     environments = stack.enter_context(open_environments(config, cluster, parts.environment))
@@ -203,7 +203,11 @@ def algorithm_of(
         case PPOMasterConfig():
             return PPOTrainer(config, *common, critic=models["value"], rollouts=rollouts)
         case DPOMasterConfig():
-            pairs = None if config.dpo.online else open_pairs(config, prompts, parts.tokenizer)
+            pairs = (
+                PreferenceSource(prompts, parts.tokenizer, config.data.embedded)
+                if config.dpo.num_generations_per_prompt is None
+                else None
+            )
             return DPOTrainer(config, *common, pairs=pairs, rollouts=rollouts)
         case SFTMasterConfig():
             return SFTTrainer(config, *common)
@@ -229,7 +233,7 @@ def start_model(
         cluster,
         name=plan.name,
         seed=config.seed,
-        # The same for all of the run's models, since their log-probabilities are compared.
+        # All of the run's models have the same temperature, since their log-probabilities are compared.
         temperature=config.logprob_temperature,
         init_reference_model=plan.reference,
         role=plan.role,
@@ -244,13 +248,13 @@ def open_generation(
     tokenizer: Tokenizer,
     policy: Policy,
     cluster: RayCluster,
-    to_compare: Callable[[], Sequence[Sequence[int]]],
+    first_prompts: Callable[[], Sequence[Prompt]],
     startup: Callable[[str, str], AbstractContextManager[object]],
 ) -> Iterator[GenerationInterface]:
-    """Open the recipe's engine; engines outside the ranks end with the block.
+    """Open the recipe's engine; the end of the block ends engines outside the ranks.
 
-    to_compare: returns the token ids on which such engines are first compared with the ranks. startup: a context
-    manager around a part of the start, called with its name and its text for the terminal.
+    first_prompts: returns prompts on which such engines are first compared with the ranks. startup: a context manager
+    around a part of the start, called with the part's name and its text for the terminal.
     """
     stop_ids = stop_ids_of(config, tokenizer)
     if config.policy.generation.decodes_on_ranks:
@@ -261,8 +265,9 @@ def open_generation(
 
     def compare(engines: EngineGeneration) -> None:
         with startup("comparison", f"comparing the {kind.noun}s with the ranks"):
-            found = compare_at_start(config, policy, engines, to_compare())
-        write_line(sys.stdout, found.agreement)
+            rows = rows_to_compare(config, first_prompts(), tokenizer)
+            agreement = compare_at_start(config, policy, engines, rows)
+        write_line(sys.stdout, agreement)
 
     with EngineGeneration(
         kind,
@@ -281,7 +286,7 @@ def open_generation(
 def open_collector(
     parts: Parts, generation: GenerationInterface, environments: Environments
 ) -> Generator[RolloutCollector]:
-    """Yield the episode player: the turn loop, or agents behind an endpoint that the block keeps open."""
+    """Yield the episode player: the turn loop, or agents behind an endpoint, which is open during the block."""
     config = parts.config
     collector = RolloutCollector(
         generation,
@@ -307,7 +312,7 @@ def open_collector(
 def open_environments(
     config: RunConfig, cluster: RayCluster, environment: Environment
 ) -> Iterator[Environments]:
-    """Open the environments, in this process or in actors, which end with the block; start them if the run samples."""
+    """Open the environments, in this process or in actors for the block's duration; start them if the run samples."""
     if not config.env.pool_size:
         yield LocalEnvironments(environment, config.env.reward_weights)
         return

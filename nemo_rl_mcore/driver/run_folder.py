@@ -1,7 +1,7 @@
-"""A run's folders and files, and the recipe changes of a run that resumes from them.
+"""A run's folders and files, and recipe changes when a run resumes from them.
 
-Files are complete or absent. Links are not followed, since another user may own a folder, as in /tmp. Only one run
-writes to a folder at a time, by a kernel lock, which ends with the process and does not affect readers.
+Files are complete or absent. Links are not followed, since another user may own a folder, as in /tmp. A kernel lock,
+which ends with the process, lets only one run write to a folder at a time; it does not affect readers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.errors import RunStoppedError, folder_error, shortened
 from nemo_rl_mcore.models.memory import checkpoint_bytes
 from nemo_rl_mcore.models.pretrained import OF_TRAINING, explicit_fields
-from nemo_rl_mcore.recipe.environment_values import value_now
+from nemo_rl_mcore.recipe.interpolations import value_now
 from nemo_rl_mcore.recipe.yaml_text import read_yaml_text
 
 _PROBE = b"\0" * 4096
@@ -49,7 +49,7 @@ def folders_of(config: RunConfig) -> dict[str, Path]:
 
 
 def folder_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the reasons why a run cannot write to its folders, and leave no files behind."""
+    """Yield a problem for each of a run's folders that cannot be written to; leave no files behind."""
     whole = True
     for key, folder in folders_of(config).items():
         nearest = nearest_folder(folder)
@@ -113,7 +113,7 @@ TEMPORARY = ".tmp"
 def replacing(path: Path) -> Generator[BinaryIO]:
     """Yield a file that replaces `path` when the block ends; if the block raises, the old file remains.
 
-    It replaces a link at `path`, not the link's target. Raises OSError.
+    A link at `path` is replaced, not its target. Raises OSError.
     """
     temporary = path.with_name(f"{path.name}{TEMPORARY}")
     temporary.unlink(missing_ok=True)  # left by a killed process
@@ -157,7 +157,7 @@ _WITHOUT_EFFECT = (
     *("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name"),
     *("env.endpoint.processes", "input_digests"),
 )
-"""Files of a run, places of scoring, and weights that the checkpoint has replaced."""
+"""A run's files, the places of scoring, and weights that the checkpoint has replaced."""
 _OF_THE_STATE = ("policy.precision", *("policy.megatron_cfg.freeze", "policy.megatron_cfg.freeze_moe_router"))
 """Keys that, besides the architecture, determine which tensors a model's checkpoint holds."""
 _OF_THE_ANSWERS = (
@@ -236,7 +236,7 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
 
 
 def _default_of(config: RunConfig, path: str) -> object:
-    """Return a key's default as JSON, which applies to a recipe without the key."""
+    """Return a key's default as JSON."""
     *sections, name = path.split(".")
     section: object = config
     for key in sections:
@@ -252,7 +252,7 @@ def changes_of_answers(saved: Tree, config: RunConfig) -> list[Change]:
     changes = changes_since(saved, config)
     turns = f"{config.algorithm}.max_rollout_turns"
     drawn = [change for change in changes if _below(change.path, (*_OF_THE_ANSWERS, turns))]
-    max_age, order = (f"{config.asynchrony_key}.{key}" for key in ("max_trajectory_age_steps", "order"))
+    max_age, order = (f"{config.key('asynchrony')}.{key}" for key in ("max_trajectory_age_steps", "order"))
     for one in changes:
         longer = isinstance(one.now, int) and isinstance(one.was, int) and one.now >= one.was
         if one.path == order or (one.path == max_age and not longer):
@@ -277,7 +277,7 @@ def does_not_fit(saved: Tree, plan: ModelPlan) -> list[str]:
 
 
 def cannot_resume(saved: Tree, config: RunConfig) -> str | None:
-    """Return the reason why a run cannot resume from another recipe's checkpoint, with a remedy, or None if it can."""
+    """Return None if a run can resume from another recipe's checkpoint, else the reason, with a remedy."""
     before = kind_of(saved).algorithm
     if before != config.algorithm:
         return (
@@ -297,7 +297,7 @@ def cannot_resume(saved: Tree, config: RunConfig) -> str | None:
 
 
 def init_checkpoint_problems(plan: ModelPlan) -> Iterator[Problem]:
-    """Yield the reasons, judging by its recipe, why a model's init_checkpoint cannot be loaded."""
+    """Yield a problem if a model's init_checkpoint cannot be loaded, judging by the checkpoint's recipe."""
     folder = plan.policy.init_checkpoint
     if folder is None:
         return
@@ -336,11 +336,7 @@ _held: set[tuple[int, int]] = set()
 
 @contextmanager
 def run_folders(config: RunConfig) -> Generator[None]:
-    """Make a run's folders and lock them for the block, before anything is written or set aside.
-
-    Raises RunStoppedError, naming key and folder, where another run holds one, where one cannot be written to, and
-    where a checkpoint would not fit.
-    """
+    """Hold a run's folders as `held_folders` does; raise RunStoppedError if a checkpoint would not fit, too."""
     with held_folders(folders_of(config)):
         if problem := too_full(config):
             raise RunStoppedError(str(problem))
@@ -363,9 +359,9 @@ def leave_recipe(config: RunConfig) -> None:
 
 @contextmanager
 def held_folders(folders: Mapping[str, Path]) -> Generator[None]:
-    """Make folders, given by the keys that name them, and lock them for the block.
+    """Create folders, given by recipe key, and lock them for the duration of the block.
 
-    Raises RunStoppedError, naming key and folder, where another process holds one, and where one cannot be written to.
+    Raises RunStoppedError, naming key and folder, if another process holds a folder or a folder cannot be written to.
     """
     with ExitStack() as held:
         for key, folder in folders.items():

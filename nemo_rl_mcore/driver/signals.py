@@ -21,7 +21,12 @@ from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
 EXIT_STATUS_OF_A_SIGNAL = 128
 EXIT_FAILED = 1
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+STOPPED_BY = {
+    EXIT_STATUS_OF_A_SIGNAL + signal.SIGINT: "interrupted",
+    EXIT_STATUS_OF_A_SIGNAL + signal.SIGTERM: "terminated",
+    EXIT_STATUS_OF_A_SIGNAL + signal.SIGHUP: "hung up",
+}
+"""Words for a process's end by a signal, by exit status."""
 # A thread wakes the main thread with an otherwise unused timer signal, since math-verify uses SIGALRM.
 _FROM_A_THREAD = signal.SIGVTALRM
 _ONE_STOP_S = 1.0
@@ -40,7 +45,10 @@ class FailedFromOutsideError(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Stop requests so far. began: a `time.monotonic` value. due: whether a request must still be raised."""
+    """Stop requests so far.
+
+    arrived: signal numbers, in order. began: a `time.monotonic` value. due: True while a request must still be raised.
+    """
 
     def __init__(self, *, deferring: bool = False, holding: bool = False) -> None:
         self.began = time.monotonic()
@@ -48,28 +56,17 @@ class StopSignals:
         self._asked_at = 0.0
         self.time_is_up = self.due = False
         self._failure: BaseException | None = None
-        self._cuts = False  # blocks that defer, for the failure
+        self._cuts = False  # True while a failure must end even a deferring block
         self.deferring, self.holding = int(deferring), int(holding)
         self._timer: threading.Timer | None = None
 
     @property
-    def asked(self) -> bool:
-        return bool(self.arrived)
+    def stopping(self) -> bool:
+        return bool(self.arrived) or self.time_is_up
 
     @property
     def insisted(self) -> bool:
         return len(self.arrived) > 1
-
-    @property
-    def word(self) -> str:
-        return _WORDS[signal.Signals(self.arrived[0] if self.arrived else signal.SIGINT)]
-
-    @property
-    def exit_status(self) -> int:
-        """A shell's status for a program ended by the first signal: 130, 143, 129; 0 for the time limit."""
-        if self.time_is_up and not self.arrived:
-            return 0
-        return EXIT_STATUS_OF_A_SIGNAL + (self.arrived[0] if self.arrived else signal.SIGINT)
 
     def arrive(self, number: int, _frame: FrameType | None = None) -> None:
         now = time.monotonic()
@@ -80,7 +77,7 @@ class StopSignals:
                 return  # the process is already ending
             self.time_is_up |= self._failure is None
         else:
-            again = self.asked and number != signal.SIGINT and now - self._asked_at < _ONE_STOP_S
+            again = self.arrived and number != signal.SIGINT and now - self._asked_at < _ONE_STOP_S
             if again or self.insisted:
                 return
             self.arrived.append(number)
@@ -101,7 +98,7 @@ class StopSignals:
 
     def stop_if_asked(self) -> None:
         """Like `stop_if_due`, but also raise for a signal whose KeyboardInterrupt other code has swallowed."""
-        self.due |= self.asked or self.time_is_up
+        self.due |= self.stopping
         self.stop_if_due()
 
     def limit_time(self, seconds: float | None) -> None:
@@ -124,8 +121,10 @@ class StopSignals:
         """
         if self is not _current:
             return False
-        self._failure, self._cuts = error, True
-        signal.pthread_kill(threading.main_thread().ident or 0, _FROM_A_THREAD)
+        self._failure = error
+        self._cuts = True
+        main_thread = threading.main_thread().ident or 0
+        signal.pthread_kill(main_thread, _FROM_A_THREAD)
         return True
 
 
@@ -134,20 +133,20 @@ _current: StopSignals | None = None
 
 
 def current_stop_signals() -> StopSignals:
-    """Return the current listener's signals; without a listener, an object that receives none."""
+    """Return the current listener's signals or, without a listener, an object that receives none."""
     return _current or StopSignals()
 
 
 @contextmanager
 def stop_signals(alone: StopSignals | None = None) -> Generator[StopSignals]:
-    """Listen to the signals inside the block, whose caller judges afterwards what has arrived; outer blocks share it.
+    """Listen to signals inside the block, and yield those that have arrived; nested blocks share one object.
 
-    Entered again inside, it takes back handlers that a library has replaced. An ignored signal stays ignored, as under
-    nohup. Other threads than the main one listen to nothing. alone: listen with these in place of the current ones.
+    A nested block reinstalls handlers that a library has replaced. An ignored signal stays ignored, as under nohup.
+    Only the main thread can listen. alone: an object to use in place of the current one.
     """
     global _current
     outer, signals = _current, alone or _current or StopSignals()
-    if not _in_main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield signals
         return
     with kept_stop_handlers():
@@ -165,12 +164,12 @@ def stop_signals(alone: StopSignals | None = None) -> Generator[StopSignals]:
 
 @contextmanager
 def deferred_stop_signals(*, hold: bool = False) -> Generator[None]:
-    """Let the first signal wait until the outermost such block has ended, however it ends; a second one does not wait.
+    """Defer the first signal to the end of the outermost such block; a second signal takes effect at once.
 
-    hold: let all signals wait, for a short block that must never be cut. Without a listener the installed handlers get
-    them after the block. Other threads than the main one get no signals.
+    hold: defer all signals, for a short block that must never be interrupted. Without a listener, the installed
+    handlers receive the signals after the block. Only the main thread receives signals.
     """
-    if _current is not None and _in_main_thread():
+    if _current is not None and threading.current_thread() is threading.main_thread():
         signals = _current
         with kept_stop_handlers():
             signals.deferring += 1
@@ -195,7 +194,7 @@ def deferred_stop_signals(*, hold: bool = False) -> Generator[None]:
 @contextmanager
 def kept_stop_handlers() -> Generator[None]:
     """Restore the signal handlers after a block that replaces them, as `ray.init` does."""
-    if not _in_main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     handlers = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, _FROM_A_THREAD)}
@@ -207,33 +206,31 @@ def kept_stop_handlers() -> Generator[None]:
                 signal.signal(number, handler)
 
 
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+def exit_status_of(error: BaseException | None, signals: StopSignals | None = None) -> int:
+    """Return 0 for a complete run or one ended by its time limit, 1 for a failure, else the first signal's status.
 
-
-def exit_status_of(error: BaseException | None) -> int:
-    """Return 0 for a complete run or one ended by its time limit, 1 for a failure, else a signal's status (130)."""
+    A signal's status is a shell's: 130, 143, 129. signals: None for the current ones.
+    """
     if not isinstance(error, KeyboardInterrupt):
         return 0 if error is None else EXIT_FAILED
-    # The class does not matter: Ray converts each to a plain KeyboardInterrupt.
-    status = current_stop_signals().exit_status
-    return EXIT_FAILED if status == 0 and run_stopped_by(error) is not None else status
+    signals = signals or current_stop_signals()
+    # The error's class does not matter: Ray converts each to a plain KeyboardInterrupt.
+    if signals.arrived or not signals.time_is_up:
+        return EXIT_STATUS_OF_A_SIGNAL + (signals.arrived[0] if signals.arrived else signal.SIGINT)
+    return 0 if run_stopped_by(error) is None else EXIT_FAILED
 
 
 def exit_status(run: Callable[[], object], left_behind: Callable[[], str] = str) -> int:
-    """Run to the end, to a failure or to a signal; print on stderr how it ended and what it left; return the status.
+    """Call `run`, print the reason for an early end on standard error, and return `exit_status_of` its end.
 
-    0, also where the time limit ended it; 1 for a failure, also one that the time limit came upon; for a signal the
-    shell's status: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP. `left_behind` and the exception's notes
-    describe what was left.
+    The printed line includes the exception's notes and the text that `left_behind` returns.
     """
     with stop_signals() as signals:
         try:
             run()
         except KeyboardInterrupt as stop:
-            failure, status = run_stopped_by(stop), exit_status_of(stop)
-            up = "time is up (checkpointing.checkpoint_must_save_by)"
-            how = up if signals.exit_status == 0 else signals.word
+            failure, status = run_stopped_by(stop), exit_status_of(stop, signals)
+            how = STOPPED_BY.get(status, "time is up (checkpointing.checkpoint_must_save_by)")
             line = "; ".join(filter(None, [how, *getattr(stop, "__notes__", ()), left_behind()]))
             write_line(sys.stderr if status else sys.stdout, line)
             if failure is not None:

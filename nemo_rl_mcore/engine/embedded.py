@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.data.tokenizer import StopConditions
 from nemo_rl_mcore.engine.engine import (
     Engine,
@@ -24,27 +26,27 @@ from nemo_rl_mcore.engine.engine import (
 from nemo_rl_mcore.engine.receivers import MessageRelay, Receiver
 from nemo_rl_mcore.ops.sampling import SamplingParams
 from nemo_rl_mcore.rank import activity
-from nemo_rl_mcore.rank.policy_backend import (
-    Decoding,
-    GenerationRequest,
-    GeneratorFactory,
-    WeightFilling,
-    open_generator,
-)
+from nemo_rl_mcore.rank.policy_backend import BackendOptions, GenerationRequest, open_backend
 from nemo_rl_mcore.rank.refit.digests import Digests, digests, require_as_sent
+from nemo_rl_mcore.rank.refit.transports import Bucket, join_broadcast_group
+
+if TYPE_CHECKING:  # Megatron is imported by the backend, once the device is prepared
+    from nemo_rl_mcore.rank.megatron.backend import MegatronBackend
+    from nemo_rl_mcore.rank.megatron.generation import DecodingSession
+    from nemo_rl_mcore.rank.megatron.hf_weights.load import WholeWeightFilling
 
 
 @dataclass(frozen=True)
 class EmbeddedSettings:
     """An engine's arguments.
 
-    reread_after_refit: whether to recompute current responses' caches with the new weights, instead of keeping the old
-    weights' caches. open: builds the model.
+    reread_after_refit: recompute current responses' caches with the new weights, instead of keeping the old weights'
+    caches. open: builds the model.
     """
 
     policy: PolicyConfig
     reread_after_refit: bool = False
-    open: GeneratorFactory = open_generator
+    open: Callable[..., MegatronBackend] = open_backend
 
 
 @dataclass
@@ -58,20 +60,23 @@ class _Growing:  # a response so far
 class EmbeddedEngine(Engine):
     """An engine that samples a token for each group of requests in turn, with refits in between.
 
-    Tokens are drawn as the training ranks would with the same weights, whatever other requests are answered.
+    Tokens are those that the training ranks would sample with the same weights, independently of other requests.
     """
 
     def __init__(self, settings: EmbeddedSettings) -> None:
         self._policy, self._reread = settings.policy, settings.reread_after_refit
-        self._backend = settings.open(settings.policy)
+        # Trained with no optimizer, and random weights until the first refit.
+        temperature = settings.policy.generation.temperature
+        options = BackendOptions(0, Role.POLICY, False, temperature, verify_checksums=True)
+        self._backend = settings.open(settings.policy, options, alone=True)
         self._receiver, self._relay = Receiver(self._backend.device), MessageRelay()
-        self._filling: WeightFilling | None = None
+        self._filling: WholeWeightFilling | None = None
         self._received: set[str] = set()
         self._may_generate = asyncio.Event()
-        # Each call takes several rounds of the loop to get in: with one token a round it waits for a few tokens, with
-        # one of each group it would wait for most answers to end.
+        # A call needs several rounds of the loop until it runs. With one token per round it waits for a few tokens,
+        # with a token of each group it would wait for most responses to end.
         self._turns = asyncio.Lock()
-        self._asked: dict[str, Decoding] = {}
+        self._asked: dict[str, DecodingSession] = {}
         self._numbers = itertools.count()
         self.weights = HeldWeights()
 
@@ -101,8 +106,8 @@ class EmbeddedEngine(Engine):
                 )
             )
             while True:
-                async with self._turns:  # in the order in which they came
-                    await asyncio.sleep(0)  # a round of the loop for calls that come meanwhile
+                async with self._turns:  # first come, first served
+                    await asyncio.sleep(0)  # a round of the loop for other calls
                     await self._may_generate.wait()
                     if self._asked.get(ticket) is not decoding:
                         raise GenerationCancelledError(f"{ticket} was cancelled")
@@ -120,7 +125,7 @@ class EmbeddedEngine(Engine):
         finally:
             if self._asked.get(ticket) is decoding:
                 del self._asked[ticket]
-        return [Response.of(**vars(response)) for response in growing]
+        return [Response(**vars(response), digest=digest_of_ids(response.tokens)) for response in growing]
 
     async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
         activity.advance("next_logprobs")
@@ -140,7 +145,9 @@ class EmbeddedEngine(Engine):
     async def load_bucket(self, message: Mapping[str, Any]) -> None:
         activity.advance("load_bucket")
         assert self._filling is not None
-        for name, tensor in self._receiver.read(self._relay.relay(message)):
+        bucket = Bucket.from_message(self._relay.relay(message))
+        memory = self._receiver.open(bucket.location)
+        for name, tensor in bucket.read(memory):
             self._filling.take(name, tensor)
             self._received.add(name)
 
@@ -156,18 +163,19 @@ class EmbeddedEngine(Engine):
         if self._reread:
             for decoding in self._asked.values():
                 decoding.reread()
-        self.weights.finish(version)
+        self.weights.newest = self.weights.version = version
         self._may_generate.set()
         return version
 
     async def join_broadcast(
         self, *, address: str, port: int, first_rank: int, world_size: int, timeout_s: float
     ) -> None:
-        self._receiver.join_broadcast(address, port, first_rank, world_size, timeout_s)
+        timeout, kind = timedelta(seconds=timeout_s), self._backend.device.type
+        self._receiver.group = join_broadcast_group(address, port, first_rank, world_size, timeout, kind)
 
     async def sleep(self) -> None:
         """Keep the memory, since this engine does not share its GPU."""
-        self.weights.whole = False
+        self.weights.version = None
         self._may_generate.clear()
 
     async def shutdown(self) -> None:

@@ -1,53 +1,46 @@
-"""The driver's interface to engines, which answer with weights of a known version and receive new ones in buckets.
-
-B rows, P prompt length, T new tokens.
-"""
+"""The driver's interface to engines, which generate with weights of a known version and receive new ones in buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.ops.sampling import bound_of
-from nemo_rl_mcore.rank.refit.digests import Digests
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.config import PolicyConfig
 
-type Eventually[Result] = Result | Awaitable[Result]
 type NextLogprobs = NDArray[np.float32]
 """Log-probability of every possible next token, [V], by id."""
 
 
 class WrongWeightsError(RuntimeError):
-    """A request named weights that the engine does not hold, or a refit would return to older ones."""
+    """The engine's weights have another version than the requested one, or a refit would return to an older one."""
 
 
 class EngineFailedError(RunStoppedError):
-    """A group of requests was not answered: the engine raised, died, or hung."""
+    """A group of requests failed: the engine raised an error, died, or hung."""
 
 
 class EngineDiedError(EngineFailedError):
-    """The engine died or hung, independently of the group, which another engine can answer."""
+    """The engine died or hung; another engine can answer the group of requests."""
 
 
 class GenerationCancelledError(RuntimeError):
-    """The answer was cancelled before it was complete."""
+    """The request was cancelled before its response was complete."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled, and where they end.
+    """Sampling parameters and ends of responses.
 
-    stop_ids end a response and belong to it; stop_strings need a tokenizer. greedy takes the likeliest token, whose
-    log-probability is then that of temperature 1. top_k and top_p keep only the likeliest tokens, None and 1 all.
-    longest: maximum tokens of prompt and response together, None for no limit.
+    stop_ids end a response and belong to it; stop_strings need a tokenizer. greedy takes the likeliest token, with its
+    log-probability at temperature 1. top_k and top_p keep only the likeliest tokens, None and 1 all. longest: maximum
+    tokens of prompt and response together, None for no limit; see `ops.sampling.bound_of`.
     """
 
     max_new_tokens: int
@@ -70,12 +63,8 @@ class Sampling:
             stop_ids=tuple(stop_ids),
             stop_strings=generation.stop_strings or (),
             greedy=greedy,
-            longest=policy.longest_of_prompt,
+            longest=policy.max_total_sequence_length if generation.fit_to_sequence else None,
         )
-
-    def bound(self, prompt: Sequence[int]) -> int:
-        """Return the maximum response length for a prompt; `data.validation` has refused prompts that leave no room."""
-        return bound_of(self.max_new_tokens, self.longest, len(prompt))
 
 
 @dataclass(frozen=True)
@@ -92,10 +81,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """An answer, by token; finished: it ended by itself, not at the length limit.
+    """A response, by token; finished: it ended by itself, not at the length limit.
 
-    versions: the version of the weights that sampled each token; never decreasing. digest: the tokens' digest, taken on
-    sampling; see `data.token_digests`.
+    versions: the version of the weights that sampled each token; never decreasing. digest: of the tokens, taken on
+    sampling, see `data.batched_data_dict.digest_of_ids`.
     """
 
     tokens: list[int]
@@ -104,82 +93,48 @@ class Response:
     versions: list[int]
     digest: int
 
-    @classmethod
-    def of(cls, tokens: list[int], logprobs: list[float], versions: list[int], *, finished: bool) -> Self:
-        return cls(tokens, logprobs, finished, versions, digest_of_ids(tokens))
 
+class Engine:
+    """The base of an engine's actor. If its methods are coroutines, calls overlap, and weights change in between.
 
-class Engine(Protocol):
-    """The class of an engine's actor. Where its methods are coroutines, calls overlap, and weights change in between.
+    `generate(requests, sampling, version, ticket="")` returns responses in the order of the requests. version: the
+    weights' required version, otherwise WrongWeightsError; None accepts any, also several in one response. ticket: name
+    of this group of requests for `cancel(ticket)`, which makes the call raise GenerationCancelledError.
+    `next_logprobs(prompts, temperature)` returns the log-probabilities of all next tokens after each prompt, computed
+    as in `generate`; it changes no state.
 
-    A refit is `begin_refit`, buckets (see `refit.transports`), `finish_refit`; before the first one, and after one that
-    did not come to its end, the engine holds weights of no version. WrongWeightsError is raised for weights that it
-    does not hold.
+    A refit is `begin_refit(version)`, with a newer version, or the last one if a sleep has dropped it; then
+    `load_bucket(message)` for each bucket (see `refit.transports`), whose memory the sender may reuse afterwards; then
+    `finish_refit(version, sent)`, which verifies that all sent weights have arrived, drops caches of older weights, and
+    returns the version. sent: the tensors by name, each with its digest (`refit.digests`) in the engine's number
+    format, or None to compare only names. IncompleteRefitError lists the tensors that differ, are missing, or were not
+    sent. Before the first refit, and after one that did not finish, the weights have no version.
+
+    `join_broadcast(*, address, port, first_rank, world_size, timeout_s)` joins the group in which the trainer's rank 0
+    broadcasts; this engine's processes start at `first_rank`. `sleep()` frees the GPU memory of the key-value cache and
+    of the weights, until `wake_up` and the next refit. `shutdown()` ends the engine with its processes.
     """
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, version: int | None, ticket: str = ""
-    ) -> Eventually[list[Response]]:
-        """Answer, in the order of the requests; raises GenerationCancelledError.
+    def cancel(self, ticket: str) -> Any:
+        """Cancel a group of requests, if it is still being answered."""
 
-        version: of the weights, which the engine must hold now; None is whatever it holds, also if that changes under
-        way. ticket: what `cancel` calls this group of requests.
-        """
-        ...
-
-    def next_logprobs(
-        self, prompts: Sequence[Sequence[int]], temperature: float
-    ) -> Eventually[Sequence[NextLogprobs]]:
-        """Return all next tokens' log-probabilities after each prompt, computed as in `generate`; change no state."""
-        ...
-
-    def cancel(self, ticket: str) -> Eventually[None]:
-        """Cancel a group of requests if it is being answered."""
-
-    def begin_refit(self, version: int) -> Eventually[None]:
-        """Prepare for buckets of a version that is newer than any before, or the last one, which a sleep gave up."""
-
-    def load_bucket(self, message: Mapping[str, Any]) -> Eventually[None]:
-        """Load a bucket; when it returns, the sender may reuse the memory."""
-
-    def finish_refit(self, version: int, sent: Digests) -> Eventually[int]:
-        """Acknowledge the version once all sent weights are held; caches of older weights are dropped.
-
-        sent: the tensors by name, each with its digest (`refit.digests`) in the number format in which the engine
-        holds it, or None where only names are compared. Raises IncompleteRefitError, naming the tensors that differ,
-        are missing, or were not sent; the engine then holds weights of no version.
-        """
-        ...
-
-    def join_broadcast(
-        self, *, address: str, port: int, first_rank: int, world_size: int, timeout_s: float
-    ) -> Eventually[None]:
-        """Join the group in which the trainer's rank 0 broadcasts; this engine's processes start at `first_rank`."""
-
-    def sleep(self) -> Eventually[None]:
-        """Free the GPU memory of the key-value cache and the weights, which the next refit sends again."""
-
-    def wake_up(self, tags: Sequence[str]) -> Eventually[None]:
+    def wake_up(self, tags: Sequence[str]) -> Any:
         """Allocate memory again for `weights` or `kv_cache`."""
 
-    def health(self) -> Eventually[None]:
-        """Return if all of the engine's processes are alive; otherwise raise the error that ended them."""
-
-    def shutdown(self) -> Eventually[None]:
-        """End the engine with its processes."""
+    def health(self) -> Any:
+        """Raise the error that has ended the engine's processes, if they are not alive."""
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """All that the driver knows of the engines that it places, starts, refits and starts again.
+    """The driver's description of the engines that it places, starts, refits and restarts.
 
-    name: of the kind, for messages. engine: the class of an actor, an `Engine` that is built from `settings`.
-    environment: variables of its processes besides those of a rank. engines: how many there are, unless the GPUs that
-    they share or are given say so. processes: of each one, with a GPU each where there are some. share: the class of
-    the actors on its further machines, built from the same settings, whose `serve` returns, or raises, once a process
-    of theirs has ended; None where an engine is on one. sleeps: training gets its memory.
-    call_timeout_s: without progress, for an answer.
-    precision: number format that the engines hold weights in; None is the one they are sent in.
+    name: of the kind, for messages. engine: the class of an engine's actor, constructed from `settings`. environment:
+    variables of its processes besides those of a rank. engines: their number, unless it follows from their GPUs.
+    processes: number per engine, with a GPU each on GPUs. share: the class of the actors on an engine's further
+    machines, constructed from the same settings, whose `serve` returns, or raises, once one of their processes has
+    ended; None if an engine has one machine. sleeps: the engines free their memory during training. call_timeout_s: a
+    call's limit without progress. precision: number format of the engines' weights; None is the one they are sent in.
     """
 
     name: str
@@ -202,66 +157,26 @@ class EngineKind:
 
 @dataclass
 class HeldWeights:
-    """The version of an engine's weights; there is none during a refit."""
+    """The version of an engine's weights."""
 
     newest: int | None = None
     """The version of the last successful refit."""
-    whole: bool = False
-    """Whether the weights have that version; False during a refit and after a failed one."""
-
-    @property
-    def version(self) -> int | None:
-        return self.newest if self.whole else None
+    version: int | None = None
+    """The weights' version; None asleep, during a refit and after a failed one."""
 
     def begin(self, version: int) -> None:
-        """Begin a refit, during which the weights have no version.
-
-        Raises WrongWeightsError unless the new one is higher, or the one that was given up for sleep or broke off.
-        """
-        if self.newest is not None and (version < self.newest or (self.whole and version == self.newest)):
+        """Begin a refit; WrongWeightsError unless its version is higher, or the last one, dropped or incomplete."""
+        if self.newest is not None and (version < self.newest or version == self.version):
             raise WrongWeightsError(
                 f"weights of version {version} are not newer than those of {self.newest} that came before"
             )
-        self.whole = False
-
-    def finish(self, version: int) -> int:
-        """Record that all of this version's weights have arrived, and return it."""
-        self.newest, self.whole = version, True
-        return version
+        self.version = None
 
     def require(self, version: int | None) -> int:
-        """Return the version to answer with; raises WrongWeightsError unless it is held (None: any)."""
+        """Return the weights' version; WrongWeightsError unless it is this one (None: any)."""
         if self.version is None or version not in (None, self.version):
             asked = "any" if version is None else f"version {version}"
             none = "of no version: no refit has ended well since"
             held = none if self.version is None else f"of {self.version}"
             raise WrongWeightsError(f"asked for weights of {asked}, and the engine's are {held}")
         return self.version
-
-
-@dataclass(frozen=True)
-class EngineMachines:
-    """An engine's machines, from the point of view of one of them.
-
-    first, own: addresses of the first machine (the rendezvous) and of this one. number: this machine's number. count:
-    the number of machines. port: the rendezvous port, which the first machine chooses when it starts.
-    """
-
-    first: str
-    own: str
-    number: int
-    count: int
-    port: int = 0
-
-    def environment(self) -> dict[str, str]:
-        """Return a process's variables on this machine; the port is added once it is known."""
-        place = {"NODE_RANK": str(self.number), "NNODES": str(self.count)}
-        return {"MASTER_ADDR": self.first, "NODE_ADDR": self.own, **place}
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Self | None:
-        """Read a process's variables; return None for an engine on one machine."""
-        if "NNODES" not in environ:
-            return None
-        number, count = int(environ["NODE_RANK"]), int(environ["NNODES"])
-        return cls(environ["MASTER_ADDR"], environ["NODE_ADDR"], number, count, int(environ["MASTER_PORT"]))

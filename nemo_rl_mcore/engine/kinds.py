@@ -1,4 +1,4 @@
-"""A recipe's engines, if they are not the ranks."""
+"""A recipe's engines, apart from its ranks."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def embedded_kind(config: PolicyConfig, *, reread_after_refit: bool = False) -> 
 def vllm_kind(
     config: PolicyConfig, folder: Path, environ: Mapping[str, str], *, on_cpu: bool, reads_texts: bool = False
 ) -> EngineKind:
-    """Return the engines that run this policy.
+    """Describe a policy's vLLM engines.
 
-    folder: of the run; `vllm_model/` is written into it, which the engines start from. environ: of the driver.
-    reads_texts: requests may have stop strings of their own.
+    folder: the run's folder, in which the engines' `vllm_model/` is written. environ: the driver's variables.
+    reads_texts: requests may have their own stop strings.
     """
     vllm, further = config.generation.vllm_cfg, dict(config.generation.vllm_kwargs or {})
-    # The architecture alone, since weights are sent.
+    # Only the architecture, since weights are sent.
     model_folder = folder.absolute() / "vllm_model"
     model_folder.mkdir(parents=True, exist_ok=True)
     architecture = hf_config_of(config.model, dtype=config.precision)
@@ -60,7 +60,7 @@ def vllm_kind(
     settings = EngineSettings(
         model_dir=str(model_folder),
         precision=vllm.number_format(config.precision),
-        # A model that is sent has no scales: quantization is vLLM's own.
+        # The sent weights have no scales: vLLM quantizes them.
         quantization={"fp8": "fp8_per_block", "mxfp8": "mxfp8"}.get(vllm.precision or ""),
         unquantized=tuple(f"re:.*{re.escape(text)}" for text in vllm.quantization_ignored_layer_kws or ())
         if vllm.quantizes
@@ -97,13 +97,13 @@ def vllm_kind(
 
 
 def vllm_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
-    """Return the variables of vLLM, besides those of a rank: the driver's own variables before our defaults."""
+    """Return vLLM's environment variables besides a rank's; the driver's take precedence over our defaults."""
     defaults = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        # Where an engine is on several machines, each of its processes puts the address of its own one here.
+        # Processes of an engine on several machines replace it by their machine's address.
         "VLLM_HOST_IP": "127.0.0.1",
     }
     if on_cpu:
@@ -112,13 +112,13 @@ def vllm_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, s
         # As many threads as OMP_NUM_THREADS, on any core: the ranks use the same ones.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     own = {name: value for name, value in environ.items() if name in defaults or name.startswith("VLLM_")}
-    # The engine lives in the actor's own process, and ends with it; its layers of latent attention compute with
-    # products of weights, which a refit would not renew.
+    # The engine runs in the actor's process, and ends with it. With MLA enabled, latent attention would compute with
+    # products of weights, which a refit does not update.
     return defaults | own | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_MLA_DISABLE": "1"}
 
 
 def engine_kind(config: RunConfig) -> EngineKind:
-    """Return the recipe's engines apart from the ranks; a further kind is a further case."""
+    """Describe the recipe's engines; a new kind is a new case here."""
     if config.policy.generation.backend == "embedded":
         reread = config.asynchrony.recompute_kv_cache_after_weight_updates
         return embedded_kind(config.policy, reread_after_refit=reread)

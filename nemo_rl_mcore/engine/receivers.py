@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,12 +12,10 @@ import torch.distributed as dist
 
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.refit.transports import (
-    Bucket,
     IpcHandle,
     Location,
     SharedMemorySender,
     broadcast_from_first,
-    join_broadcast_group,
 )
 
 
@@ -26,7 +23,7 @@ from nemo_rl_mcore.rank.refit.transports import (
 class MessageRelay:
     """Copies buckets sent within messages to shared memory, for an engine with its own processes.
 
-    over_machines: whether some processes are on other machines, to which the engine's own queue carries the bytes.
+    over_machines: some processes are on other machines, and get the bytes through the engine's own queue.
     """
 
     over_machines: bool = False
@@ -55,7 +52,7 @@ class MessageRelay:
 class Receiver:
     """The receiving side of all transports in one engine process.
 
-    device: of the process's model. group: in which the trainer's rank 0 broadcasts, once it is joined.
+    device: of the process's model. group: the group in which the trainer's rank 0 broadcasts, once joined.
     """
 
     device: torch.device
@@ -64,18 +61,8 @@ class Receiver:
     """The sender's memory, mapped once for all buckets."""
     _shares_gpu: bool = False
 
-    def join_broadcast(self, address: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
-        """Join the group in which the trainer's rank 0 broadcasts, replacing any earlier group."""
-        timeout = timedelta(seconds=timeout_s)
-        self.group = join_broadcast_group(address, port, rank, world_size, timeout, self.device.type)
-
-    def read(self, message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the bucket's names and tensors, as views that are valid until the bucket is acknowledged."""
-        bucket = Bucket.from_message(message)
-        yield from bucket.read(self.open(bucket.location))
-
     def open(self, location: Location) -> torch.Tensor:
-        """Return the bytes, uint8; they stay valid until the bucket has been acknowledged."""
+        """Return a bucket's bytes, uint8; valid until the bucket is acknowledged."""
         match location["kind"]:
             case "message":
                 return torch.frombuffer(bytearray(location["data"]), dtype=torch.uint8)
@@ -103,7 +90,7 @@ class Receiver:
                 raise ValueError(f"this engine has no end of the transport {kind!r}")
 
     def close(self) -> None:
-        """Forget the sender's buffers."""
+        """Drop the sender's buffers."""
         self._mapped.clear()
         if self._shares_gpu:
             accelerator.free_shared_memory()

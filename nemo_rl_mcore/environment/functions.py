@@ -1,4 +1,4 @@
-"""Plain, named functions as rewards; an answer's reward is their weighted sum."""
+"""Functions as rewards, by name; an answer's reward is their weighted sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nemo_rl_mcore.errors import RefusedError
 
 @dataclass(frozen=True)
 class _Function:
-    """key: its path in the recipe and in Python, for messages. takes: names of parameters, None for any."""
+    """key: the function's path in the recipe and in Python, for messages. takes: parameter names, None for any."""
 
     key: str
     call: Callable[..., Any]
@@ -28,17 +28,17 @@ class _Function:
 class RewardFunctions:
     """An environment that ends each episode with its first answer, and rewards it by functions.
 
-    A function is called with lists, an element each answer, by the names of its parameters: prompts, responses, answers
-    (str), finished (bool: it ended by itself), and any of the columns that `data.train.columns` lists; `**name` takes
-    all of these. It returns a finite number an answer, or is a coroutine function whose result is that.
+    A function is called with lists, with an element per answer, by the names of its parameters: prompts, responses,
+    answers (str), finished (bool: the response ended by itself), and columns that `data.train.columns` lists; `**name`
+    takes all of them. A function, or coroutine function, returns a finite number per answer.
 
-    Raises RefusedError, naming the key, for a path without a function and one whose parameters have no names.
+    Raises RefusedError, naming the key, for a path without a function, and for a function with positional parameters.
     """
 
     def __init__(self, paths: Mapping[str, str], *, unscored: bool = False) -> None:
-        """unscored: whether a reward may be None; an answer with such a reward has no reward at all."""
+        """unscored: a reward may be None; an answer with such a reward is then not scored at all."""
         self._unscored = unscored
-        self._functions: dict[str, _Function] = {}
+        self.by_reward: dict[str, _Function] = {}
         for reward, path in paths.items():
             key = f"env.rewards.{reward}"
             function = function_at(path, key)
@@ -51,16 +51,11 @@ class RewardFunctions:
                         takes.add(name)
                         needs |= {name} if parameter.default is inspect.Parameter.empty else set()
                     case _:
-                        what = f"takes {parameter} by its place, and is called by the names of its parameters"
+                        what = f"takes {parameter} by position, but is called by parameter names"
                         raise RefusedError(f"{key}: {path} {what}", code="custom-arguments")
-            self._functions[reward] = _Function(
+            self.by_reward[reward] = _Function(
                 f"{key}: {path}", function, None if takes_all else takes, needs
             )
-
-    @property
-    def columns(self) -> dict[str, set[str]]:
-        """Return the data columns that each function requires, by the function's key."""
-        return {one.key: one.needs - {*GIVEN_TO_REWARDS} for one in self._functions.values()}
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
@@ -76,7 +71,7 @@ class RewardFunctions:
         names = dict.fromkeys(name for row in columns for name in row)
         given = {name: [row.get(name) for row in columns] for name in names} | given
         found: dict[str, Any] = {}
-        for name, function in self._functions.items():
+        for name, function in self.by_reward.items():
             taken = {
                 key: one for key, one in given.items() if function.takes is None or key in function.takes
             }
@@ -85,13 +80,13 @@ class RewardFunctions:
         awaited = {name: one for name, one in found.items() if inspect.isawaitable(one)}
 
         async def result(name: str, one: Awaitable[Any]) -> Any:
-            with custom_code(self._functions[name].key):
+            with custom_code(self.by_reward[name].key):
                 return await one
 
         async def together() -> list[Any]:
             return await asyncio.gather(*(result(name, one) for name, one in awaited.items()))
 
-        if awaited:  # they wait side by side; in a thread, since this one may run a loop already
+        if awaited:  # side by side; in a thread, since this one may run an event loop already
             with ThreadPoolExecutor(1) as thread:
                 found |= zip(awaited, thread.submit(asyncio.run, together()).result(), strict=True)
         indices, nothing = [known["index"] for known in metadata], [None] * len(last)
@@ -100,7 +95,7 @@ class RewardFunctions:
             metadata=nothing,
             next_stop_strings=nothing,
             rewards={
-                name: number_each(self._functions[name].key, values, indices, unscored=self._unscored)
+                name: number_each(self.by_reward[name].key, values, indices, unscored=self._unscored)
                 for name, values in found.items()
             },
             terminateds=[True] * len(last),
@@ -108,12 +103,13 @@ class RewardFunctions:
 
 
 def require_columns(functions: RewardFunctions, there: Mapping[str, Iterable[str]]) -> None:
-    """Raise RefusedError for a parameter that is no column of a source; there: their columns, by path in the recipe."""
-    for key, needed in functions.columns.items():
+    """Raise RefusedError for a parameter that is no column of a source; there: the sources' columns, by recipe path."""
+    for function in functions.by_reward.values():
         for path, columns in there.items():
-            if lacking := sorted(needed - {*columns}):
+            if lacking := sorted(function.needs - {*GIVEN_TO_REWARDS, *columns}):
                 known = SAME_AS_GIVEN.get(lacking[0])
                 hint = f"; or did you mean {known}?" if known else ""
-                what = f"{key}: the function takes {', '.join(lacking)}, which {path}.columns does not list"
+                takes = f"the function takes {', '.join(lacking)}, which {path}.columns does not list"
+                what = f"{function.key}: {takes}"
                 given = f"functions are given {', '.join(GIVEN_TO_REWARDS)} and those columns"
                 raise RefusedError(f"{what}; {given}; add {lacking[0]} there{hint}", code="unknown-column")

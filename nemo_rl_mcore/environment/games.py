@@ -12,9 +12,9 @@ from nemo_rl_mcore.environment.interface import EnvironmentReturn
 
 
 class ArithmeticEnvironment:
-    """Score = share of correct positions in the answer and its end of sequence.
+    """Scores the share of correct positions in the answer and its end of sequence.
 
-    The dense score is what lets a randomly initialised model learn: it almost never meets the exact answer.
+    A randomly initialised model can learn from this dense score: it almost never gives the exact answer.
     """
 
     def score(
@@ -32,9 +32,9 @@ def character_score(answer: str, response: str, finished: bool) -> float:
 
 
 class _TurnsEnvironment:
-    """An environment whose episodes have a state, which travels as metadata; an episode earns its best answer's worth.
+    """An environment whose episodes have a state, passed as metadata; an episode's return is its best answer's value.
 
-    Worths are multiples of 1/128, so that sums of rewards are exact.
+    Values are multiples of 1/128, so that sums of rewards are exact.
     """
 
     kind: type[_Task] | type[_Game]
@@ -45,10 +45,10 @@ class _TurnsEnvironment:
         observations, states, rewards = list[dict[str, str]](), list[dict[str, Any]](), list[float]()
         terminateds = list[bool]()
         for log, known in zip(message_log_batch, metadata, strict=True):
-            # The first answer comes with the metadata of its prompt.
+            # The first answer has the metadata of its prompt.
             state = self.kind.begun(known) if "index" in known else self.kind(**known)
-            after, worth, observation, over = state.answered(log[-1]["content"], log[-1]["finished"])
-            after = replace(after, earned=max(state.earned, worth))
+            after, value, observation, over = state.answered(log[-1]["content"], log[-1]["finished"])
+            after = replace(after, earned=max(state.earned, value))
             observations.append({"role": "environment", "content": observation})
             states.append(asdict(after))
             rewards.append(after.earned - state.earned)
@@ -61,7 +61,7 @@ NO_SUM = f"e{PROMPT_END}"
 
 @dataclass(frozen=True)
 class _Task:
-    """A question, and how far it is; shown: the last value, called: its call's worth, up to 1/2."""
+    """A question and its progress; shown: the last result, called: the value of its call, up to 1/2."""
 
     question: str
     answer: str
@@ -76,39 +76,32 @@ class _Task:
         return cls("+".join(numbers_of(known["index"], 2, (len(answer) - 1) // 2)), answer)
 
     def answered(self, text: str, finished: bool) -> tuple[Self, float, str, bool]:
-        """Return the task after an answer, the answer's worth, the observation, and whether the episode is over."""
+        """Return the task after an answer, the answer's value, the observation, and True at the episode's end."""
         if finished and text == self.answer:
             return self, 1.0, "", True
         if self.shown is not None and "+" not in text:
             read = character_score(self.shown, text, finished)
             return self, int(64 * self.called * (1 + read)) / 64, "", True
         called = int(32 * character_score(self.question, text, finished)) / 64
-        value = value_of(text) if finished else None
-        if value is None:
+        # Numbers of at most nine digits, joined by +.
+        if not finished or re.fullmatch(r"[0-9]{1,9}(\+[0-9]{1,9})*", text) is None:
             return self, called, NO_SUM, False
-        shown = f"{value:0{len(self.answer)}d}"
+        shown = f"{sum(map(int, text.split('+'))):0{len(self.answer)}d}"
         return replace(self, shown=shown, called=called), called, f"{shown}{PROMPT_END}", False
 
 
 class CalculatorEnvironment(_TurnsEnvironment):
     """The prompt asks for a sum, "37+25>"; the first answer is a call, "37+25", whose value is shown, "00062>".
 
-    It is shown in as many places as the question has, so that reading it is like copying the question.
+    The value has as many digits as the answer, so that reading it is like copying the question.
 
-    To an answer that is no sum the calculator replies `e>`, and the next answer is a call again. After a value, an
-    answer without a sign is the last one. The right one earns 1, whether or not anything was computed. Another episode
-    earns half the share of the question that its best call has in common with it, and up to as much again for the last
-    answer, by the same share of the value that it was shown: reading is learnt long before calls are right.
+    If an answer is no sum, the calculator replies `e>`, and the next answer is a call again. After a value, an answer
+    without a plus sign is the last one. An episode with the right answer earns 1, with or without a call. Others earn
+    half the share of correct positions in their best call, and up to as much again for the share of correct positions
+    in the last answer, compared with the shown value: reading is learnt long before calls are right.
     """
 
     kind = _Task
-
-
-def value_of(text: str) -> int | None:
-    """Return the value of numbers joined by `+`; None for any other text, and for numbers of more than nine digits."""
-    if re.fullmatch(r"[0-9]{1,9}(\+[0-9]{1,9})*", text) is None:
-        return None
-    return sum(map(int, text.split("+")))
 
 
 HIGHER, LOWER, NO_GUESS = f"h{PROMPT_END}", f"l{PROMPT_END}", f"e{PROMPT_END}"
@@ -117,7 +110,7 @@ _BEGUN = 1 / 128
 
 @dataclass(frozen=True)
 class _Game:
-    """The secret is known to be one of lowest..highest, which were so many numbers at first."""
+    """A secret and its current bounds, inclusive; numbers: size of the range at first."""
 
     secret: int
     digits: int
@@ -134,7 +127,7 @@ class _Game:
         return cls(secret, digits, lowest, highest, highest - lowest + 1)
 
     def answered(self, text: str, finished: bool) -> tuple[Self, float, str, bool]:
-        """Return the game after an answer, the answer's worth, the observation, and whether the episode is over."""
+        """Return the game after an answer, the answer's value, the observation, and True at the episode's end."""
         start = text[: self.digits]
         if len(start) < self.digits or not (start.isascii() and start.isdigit()):
             return self, 0.0, NO_GUESS, False
@@ -155,9 +148,9 @@ class _Game:
 class GuessNumberEnvironment(_TurnsEnvironment):
     """The prompt gives two bounds, "27>", and an answer is a guess: a number of as many digits, and no more.
 
-    An episode that finds the number earns 1. Another one earns half the share of the numbers that its guesses have
-    ruled out, in sixty-fourths, and where there is none a bit for an answer that begins with one of the numbers: a
-    randomly initialised model has to start from something.
+    An episode that finds the number earns 1. Other episodes earn half the share of the numbers that their guesses have
+    ruled out, in sixty-fourths, and without a guess 1/128 for an answer that begins with one of the numbers: a randomly
+    initialised model needs some first reward.
     """
 
     kind = _Game

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, SupportsFloat, cast
 
 from nemo_rl_mcore.config.custom_code import custom_code
@@ -23,11 +23,10 @@ type Rewards = Iterable[SupportsFloat | None]
 class EnvironmentReturn(NamedTuple):
     """Replies to B answers, after NeMo RL's tuple of this name.
 
-    observations: a message each, with `role` and `content`; not read where the episode ends. metadata: given back with
-    the next answer. next_stop_strings: end the next answer besides those of the recipe. rewards: fp [B] of these
-    answers, or several such by name; an episode's is their sum. None among them ends the episode, which is then not
-    scored, where the recipe has `env.unscored: drop`. terminateds: a truth value each, the episode is over. answers:
-    read from the texts.
+    observations: messages with `role` and `content`; ignored at the end of an episode. metadata: passed with the next
+    answer. next_stop_strings: end the next answer, besides the recipe's. rewards: fp [B], or several of them by name;
+    an episode's reward is their sum. With `env.unscored: drop`, a reward of None ends the episode, which is then not
+    scored. terminateds: true at the end of an episode. answers: parsed from the responses.
     """
 
     observations: Sequence[Mapping[str, str] | None]
@@ -42,11 +41,11 @@ class EnvironmentInterface(Protocol):
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
-        """Reply to the last message of each log; nothing may be kept between calls but in the metadata.
+        """Reply to the last message of each log; the only state between calls is the metadata.
 
-        message_log_batch: messages with `role` and `content`; an answer also has `finished`, whether it ended by
-        itself. metadata: those of the reply before; for the first answer a dict with `prompt`, `answer`, `index` and
-        `source` of the prompt.
+        message_log_batch: messages with `role` and `content`; an answer also has `finished`, true if it ended by
+        itself. metadata: of the previous reply; for the first answer a dict with the prompt's `prompt`, `answer`,
+        `index` and `source`.
         """
         ...
 
@@ -57,9 +56,9 @@ class ScoresAnswers(Protocol):
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> Sequence[float | None]:
-        """Return one reward per response; finished: whether each ended by itself, not at the length limit.
+        """Return one reward per response; finished: true for those that ended by themselves, not at the length limit.
 
-        A reward of None drops an unscored answer, if the recipe has `env.unscored: drop`.
+        With `env.unscored: drop`, a reward of None drops the answer.
         """
         ...
 
@@ -79,7 +78,7 @@ class Vote:
 
 
 def votes_of(environment: Environment, responses: Sequence[str]) -> list[Vote]:
-    """Return the votes of responses to one prompt; where the environment reads no answers, equal texts are equal."""
+    """Return the votes of responses to one prompt, by their texts if the environment parses no answers."""
     if hasattr(environment, "votes"):
         return cast("Any", environment).votes(responses)
     return [Vote(response, responses.index(response)) for response in responses]
@@ -91,13 +90,14 @@ _ONE = ""
 
 @dataclass(frozen=True)
 class LocalEnvironments:
-    """Environments run in this process, which replies at once and lets errors pass through.
+    """An environment in this process, which replies at once; errors propagate.
 
     weights: reward weights by name, 1 by default.
     """
 
     environment: Environment
     weights: Mapping[str, float] | None = None
+    drop_reasons: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def replies(self, turns: Sequence[Turn]) -> list[Reply]:
         return replies_of(self.environment, turns, self.weights or {})
@@ -108,18 +108,14 @@ class LocalEnvironments:
     def take_counts(self) -> dict[str, float]:
         return {}
 
-    @property
-    def drop_reasons(self) -> dict[str, int]:
-        return {}
-
 
 def replies_of(
     environment: Environment, turns: Sequence[Turn], weights: Mapping[str, float], max_chars: int = MOST_CHARS
 ) -> list[Reply]:
-    """Return the reply to each turn. weights: of rewards by name. max_chars: at which an observation is cut.
+    """Return the reply to each turn. weights: of rewards by name. max_chars: limit at which an observation is cut.
 
-    Raises ValueError for a return that is not one value a turn, RunStoppedError for a weight of a reward that there is
-    not and for a reward whose name is not printable, and what the environment raises.
+    Raises ValueError for a return value without one value per turn, RunStoppedError for a weight of an unknown reward
+    and for a reward with an unprintable name, and the environment's own errors.
     """
     if not turns:
         return []
@@ -130,7 +126,7 @@ def replies_of(
             [turn.answer for turn in turns],
             [turn.finished for turn in turns],
         )
-        given = [number_or_none(score) for score in _one_each("score", scores, len(turns))]
+        given = [number_of(score, unscored=True) for score in _one_each("score", scores, len(turns))]
         return [Reply(0.0, unscored=True) if score is None else Reply(score) for score in given]
     logs, metadata = list[list[dict[str, Any]]](), list[Any]()
     for turn in turns:
@@ -154,16 +150,18 @@ def replies_of(
 
 
 def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, float]) -> list[Reply]:
-    """Return the replies in a return value; raise the errors of `replies_of`."""
+    """Return the replies in a return value; raises as `replies_of`."""
     named = isinstance(returned.rewards, Mapping)
     given = cast("Mapping[str, Rewards]", returned.rewards if named else {_ONE: returned.rewards})
     rewards = {
-        name: [*map(number_or_none, _one_each(f"rewards {name}".strip(), values, turns))]
+        name: [
+            number_of(value, unscored=True) for value in _one_each(f"rewards {name}".strip(), values, turns)
+        ]
         for name, values in given.items()
     }
-    names = cast("Iterable[object]", rewards)  # of the user's own; they stand in tables, files and keys
+    names = cast("Iterable[object]", rewards)  # the user's; they appear in tables, files and keys
     if wrong := [name for name in names if not isinstance(name, str) or not name.isprintable()]:
-        what = f"a reward of the environment is called {wrong[0]!r:.80}: name it in printable text"
+        what = f"the environment has a reward with the name {wrong[0]!r:.80}: use printable text"
         raise RunStoppedError(what)
     _require_rewards(weights, rewards)
     terminateds = _one_each("terminateds", returned.terminateds, turns)
@@ -180,7 +178,7 @@ def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, f
         if (said := observations[place]) is not None:
             role = _text("an observation's role", said["role"])
             if len(role) > _LONGEST_ROLE:
-                what = f"an observation's role has {len(role)} characters, and {_LONGEST_ROLE} are the most"
+                what = f"an observation's role has {len(role)} characters; the maximum is {_LONGEST_ROLE}"
                 raise ValueError(what)
             observation = (Message(role, _text("an observation", said["content"])),)
         if isinstance(stops := stop_strings[place], str):
@@ -218,37 +216,34 @@ def _one_each(name: str, values: Iterable[Any], turns: int) -> list[Any]:
 
 
 def number_each(name: str, given: object, prompts: Sequence[int], *, unscored: bool) -> list[float | None]:
-    """Return the numbers that the user's code gave, one for each answer; prompts: the index of each answer's prompt.
+    """Validate the user's rewards, one per answer; prompts: the index of each answer's prompt.
 
-    unscored: None may be one. Raises CustomCodeError for anything else. name: of the code, for the message.
+    unscored: a reward may be None. Raises CustomCodeError for anything else. name: of the code, for the message.
     """
     count = len(prompts)
     try:
         values = iter(cast("Iterable[object]", given))
     except TypeError as error:
-        what = f"{name} gave {given!r:.80}, which is not a list of {count} numbers"
+        what = f"{name} returned {given!r:.80}, which is not a list of {count} numbers"
         raise CustomCodeError(what, code="reward-count") from error
-    with custom_code(name):  # a generator runs on
+    with custom_code(name):  # a generator runs here
         listed = [*values]
     if len(listed) != count:
-        what = f"{name} gave {len(listed)} rewards of {count} responses: {listed!r:.80}"
+        what = f"{name} returned {len(listed)} rewards of {count} responses: {listed!r:.80}"
         raise CustomCodeError(what, code="reward-count")
     numbers: list[float | None] = []
-    read = number_or_none if unscored else number_of
     for value, prompt in zip(listed, prompts, strict=True):
         try:
-            numbers.append(read(value))
+            numbers.append(number_of(value, unscored=unscored))
         except ValueError as error:
             raise CustomCodeError(f"{name}: prompt {prompt}: {error}", code="reward-number") from error
     return numbers
 
 
-def number_or_none(value: object) -> float | None:
-    return None if value is None else number_of(value)
-
-
-def number_of(value: object) -> float:
-    """Return a reward as a finite float; raise ValueError for anything else."""
+def number_of(value: object, *, unscored: bool) -> float | None:
+    """Return a reward as a finite float; raises ValueError for anything else. unscored: None is valid, too."""
+    if unscored and value is None:
+        return None
     try:
         number = float(cast("float", value))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -262,5 +257,5 @@ def number_of(value: object) -> float:
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name}: {value!r:.80} is not a string")
-    value.encode()  # halves of a character are none, and raise a ValueError
+    value.encode()  # a lone surrogate raises a ValueError
     return value

@@ -25,19 +25,15 @@ _SHOWN_ANSWERS = 5
 
 @dataclass(frozen=True)
 class _Meaning:
-    """A text's meaning: the letters of words, and the readings of math-verify, the best one first.
+    """A text's meaning: the letters of words, and math-verify's readings, the best one first.
 
-    alone: the text is the answer and no more, so that other words are another answer.
+    readings: expressions, and a string where math-verify compares the text itself. alone: the text is only the answer,
+    so that other words are another answer.
     """
 
     words: str | None
     readings: list[Any]
     alone: bool = True
-
-    @property
-    def expressions(self) -> list[Any]:
-        """The readings without the text itself, which math-verify compares where it reads nothing better."""
-        return [reading for reading in self.readings if not isinstance(reading, str)]
 
 
 _NOTHING = _Meaning(None, [])
@@ -46,13 +42,13 @@ _BOXED = AnswerConfig(boxed=True)
 
 @dataclass(frozen=True)
 class MathEnvironment:
-    """Score = whether the final answer of the response equals the one that the data's answer states.
+    """Scores 1 if a response's final answer equals the data's answer, else 0.
 
-    Words are compared by their letters, everything else as expressions. Without `response` the answer is what the last
-    box holds; where there is no box, math-verify looks for the expression in the whole response. timeout_s: seconds to
-    read an expression, and to compare two, after which the response is wrong. It is kept by a signal, so that scores
-    are computed in the main thread. unparsable: what becomes of answers of the data that nothing can equal; unless they
-    are refused, each response to one scores 0.
+    Words are compared by their letters, everything else as expressions. Without `response` the answer is the content of
+    the last box; without a box, math-verify searches the whole response. timeout_s: limit for reading an expression,
+    and for comparing two, after which the response is wrong; enforced by a signal, so that scores are computed in the
+    main thread. unparsable: treatment of answers in the data that no response can equal; unless they are refused, all
+    responses to them score 0.
     """
 
     timeout_s: int
@@ -66,7 +62,7 @@ class MathEnvironment:
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
-        """Return 1 or 0 per response, in order; raise RunStoppedError for a refused answer."""
+        """Return 1 or 0 per response, in order; raises RunStoppedError for a refused answer."""
         golds: dict[str, _Meaning] = {}
         for prompt in prompts:
             if prompt.answer not in golds:
@@ -77,7 +73,7 @@ class MathEnvironment:
         return [float(self._equal(golds[prompt.answer], self._said(response))) for prompt, response in rows]
 
     def votes(self, responses: Sequence[str]) -> list[Vote]:
-        """Return each response's vote; answers are compared as for scores, with the first equal answer."""
+        """Return each response's vote; answers are compared as for scores."""
         said, votes = [self._said(response) for response in responses], list[Vote]()
         for place, answer in enumerate(said):
             texts = [reading for reading in answer.readings if isinstance(reading, str)]
@@ -104,7 +100,7 @@ class MathEnvironment:
             raise ConfigError(problems)
 
     def wrong_answers(self, prompts: Sequence[Prompt]) -> dict[str, str]:
-        """Return the answers that cannot be matched, each with the reason; parsing takes some milliseconds each."""
+        """Return the answers that no response can equal, with the reasons; parsing takes some milliseconds each."""
         why: dict[str, str] = {}
         for given in dict.fromkeys(prompt.answer for prompt in prompts):
             text = given.strip() if self.gold is None else self.gold.extract(given)
@@ -112,8 +108,9 @@ class MathEnvironment:
                 continue
             gold, reason = self._gold(given)
             if reason is None and gold.words is None:
-                alone = _Meaning(None, gold.expressions)
-                if not self._equal(alone, self._read(text or "")):
+                # Without its text, which would equal itself.
+                expressions = [reading for reading in gold.readings if not isinstance(reading, str)]
+                if not self._equal(_Meaning(None, expressions), self._read(text or "")):
                     reason = f"does not equal itself, as math-verify compares it in {self.timeout_s} s"
             if reason is not None:
                 why[given] = reason
@@ -128,7 +125,7 @@ class MathEnvironment:
         if is_sentence(text):
             return _NOTHING, "is a sentence, whose words would be read as products of their letters"
         answer = self._read(text)
-        unread = answer.words is None and not answer.expressions
+        unread = answer.words is None and all(isinstance(reading, str) for reading in answer.readings)
         return answer, f"holds no expression that math-verify reads in {self.timeout_s} s" if unread else None
 
     def _said(self, response: str) -> _Meaning:
@@ -136,17 +133,17 @@ class MathEnvironment:
         if where is not None:
             text = where.extract(response)
             return _NOTHING if text is None else self._read(text)
-        return _Meaning(as_words(stated_answer(response)), self._parse(ungrouped(response)), alone=False)
+        parse, _, _ = _library()
+        readings = parse(ungrouped(response), parsing_timeout=self.timeout_s)
+        return _Meaning(as_words(stated_answer(response)), readings, alone=False)
 
     def _read(self, text: str) -> _Meaning:
+        parse, _, in_box = _library()
         number = as_quantity(text)
         if number is not None and number.endswith("%"):
-            return _Meaning(None, self._parse(number))
-        return _Meaning(as_words(text), self._parse(f"\\boxed{{{number or bare(text)}}}", boxed=True))
-
-    def _parse(self, text: str, *, boxed: bool = False) -> list[Any]:
-        read, _, in_box = _library()
-        return read(text, *([in_box] if boxed else []), parsing_timeout=self.timeout_s)
+            return _Meaning(None, parse(number, parsing_timeout=self.timeout_s))
+        boxed = f"\\boxed{{{number or bare(text)}}}"
+        return _Meaning(as_words(text), parse(boxed, in_box, parsing_timeout=self.timeout_s))
 
     def _equal(self, gold: _Meaning, said: _Meaning) -> bool:
         if gold.words is not None and said.words is not None and (said.alone or gold.words == said.words):
@@ -185,7 +182,7 @@ _SENTENCE = 3
 
 
 def ungrouped(text: str) -> str:
-    r"""Return a text with numbers such as 1\,234 in one piece, of which math-verify would make a sum."""
+    r"""Join the digits of numbers such as 1\,234, which math-verify would read as sums."""
     return _GROUPED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
 
 
@@ -197,7 +194,7 @@ def bare(answer: str) -> str:
 
 
 def as_words(answer: str) -> str | None:
-    r"""Return the letters of an answer that is a word, several, or a choice such as (A) or \text{Yes}; case aside."""
+    r"""Return the case-folded letters of an answer in words, or of a choice such as (A) or \text{Yes}; else None."""
     text = bare(_TEXT.sub(r"\1", bare(answer)))
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1]
@@ -206,7 +203,7 @@ def as_words(answer: str) -> str | None:
 
 
 def as_quantity(answer: str) -> str | None:
-    """Return the number of an answer such as 72 clips, 50%, 1,234 or 1.5e3, as digits, with a % where it has one."""
+    """Return the number of an answer such as 72 clips, 50%, 1,234 or 1.5e3, as digits, with its %."""
     match = _QUANTITY.fullmatch(bare(_TEXT.sub(r"\1", bare(answer))))
     if match is None:
         return None
@@ -216,14 +213,14 @@ def as_quantity(answer: str) -> str | None:
 
 
 def is_sentence(answer: str) -> bool:
-    """Return whether an answer is a sentence with a number in it, as a whole solution is."""
+    """Return True for a sentence with a number in it, such as a whole solution."""
     if as_words(answer) or as_quantity(answer) or last_boxed(answer) is not None:
         return False
     return bool(re.search(r"\d", answer)) and len(_WORD.findall(_TEXT.sub(" ", answer))) >= _SENTENCE
 
 
 def _library() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:
-    """`parse`, `verify` and how answers are parsed; ValueError when the package is not there."""
+    """Return `parse`, `verify` and the extraction from a box; ValueError without the package."""
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:
@@ -235,6 +232,6 @@ def _library() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:
 
 
 def _shorten(record: logging.LogRecord) -> bool:
-    """Cut a message, which quotes the whole answer that took too long to read; each record is logged."""
+    """Cut a message, since it quotes the whole answer that took too long to read; every record is logged."""
     record.msg, record.args = shortened(record.getMessage(), 500), ()
     return True

@@ -1,4 +1,4 @@
-"""The environment of the section `env`, and its own process."""
+"""The environment of the section `env`, and the process that runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from nemo_rl_mcore.config import EnvConfig
-from nemo_rl_mcore.config.custom_code import build, custom_code, hand_over
+from nemo_rl_mcore.config.custom_code import HANDED, build, custom_code
 from nemo_rl_mcore.config.data import SCORE_WITHIN_S, MathEnvConfig
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.turns import Reply, Turn
@@ -37,9 +37,9 @@ _STACK_AT = 0.9
 
 
 def make_environment(config: EnvConfig) -> Environment:
-    """Build the environment of a recipe; ValueError names the key of one that cannot be.
+    """Build a recipe's environment; ValueError names the key of one that cannot be built.
 
-    A class of the user's own that has both methods takes part in episodes by its `step`.
+    The `step` of a user's class takes precedence over its `score`.
     """
     unscored = config.unscored == "drop"
     if config.guess_number is not None:
@@ -79,10 +79,10 @@ class _OwnSteps:
         try:
             replies = read_return(returned, len(message_log_batch), {})
             if not self.unscored and any(reply.unscored for reply in replies):
-                number_of(None)  # which raises
+                number_of(None, unscored=False)  # raises
         except Exception as error:
-            given = f"{name} gave what is no EnvironmentReturn of {len(message_log_batch)} replies"
-            what = f"{given}: {type(error).__name__}: {error}"
+            wanted = f"{name} returned no EnvironmentReturn of {len(message_log_batch)} replies"
+            what = f"{wanted}: {type(error).__name__}: {error}"
             raise CustomCodeError(what, code="environment-return") from error
         return returned
 
@@ -105,18 +105,18 @@ class _OwnScores:
 
 
 class EnvironmentProcess:
-    """Runs in a process of its own, in the main thread: math-verify keeps its limits by a signal.
+    """Runs an environment in its own process, in the main thread: math-verify enforces its time limits by a signal.
 
-    code: of the user's that no module holds, by its import path.
+    code: the user's classes and functions that are in no module, by import path.
     """
 
     def __init__(self, config: EnvConfig, code: Mapping[str, object]) -> None:
-        hand_over(code)
+        HANDED.update(code)
         self._environment = make_environment(config)
         self._weights = config.reward_weights or {}
 
     def replies(self, turns: Sequence[Turn], within_s: float) -> list[Reply]:
-        """See `replies_of`; within_s: after which the process will be killed."""
+        """Return the replies, see `replies_of`; within_s: limit at which the process will be killed."""
         faulthandler.dump_traceback_later(_STACK_AT * within_s)
         try:
             return replies_of(self._environment, turns, self._weights)

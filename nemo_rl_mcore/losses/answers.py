@@ -59,16 +59,13 @@ class DPOLossFn(TokenLossFunction):
 
     loss_type = LossType.SEQUENCE_LEVEL
     rows_per_sample = _ROWS_PER_PAIR
+    own_columns = (_REFERENCE,)
 
     def __init__(
         self, cfg: DPOLossConfig | Mapping[str, object], use_fused_linear_logprobs: bool = False
     ) -> None:
         self.cfg = checked(DPOLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        return (*super().columns, _REFERENCE)
 
     def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
         """Return the un-normalised loss and metrics; ValueError for an odd number of rows."""

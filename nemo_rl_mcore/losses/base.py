@@ -1,13 +1,13 @@
 """Loss functions: sums over a batch, each with a named denominator, divided once.
 
-Shapes: B rows, S tokens. A next-token tensor is [B,S-1]; its column i speaks of token i+1.
+Shapes: B rows, S tokens. A next-token tensor is [B,S-1]; its column i belongs to token i+1.
 A sequence is a row or, where the batch has `episode_index`, all rows of an episode.
 Masked positions are replaced by zero before any arithmetic, so NaN or infinity there reaches neither a value
 nor a gradient.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Self
@@ -194,7 +194,7 @@ class Masks:
         return masked_sum(values, self.sequences)
 
     def reduce(self, values: Tensor, loss_type: LossType) -> Tensor:
-        """Return the sum a gradient is made of: over tokens, or over sequences of their token means."""
+        """Return the sum that the gradient is taken of: over tokens, or over the sequences' means over tokens."""
         if loss_type is LossType.TOKEN_LEVEL:
             return self.token_sum(values)
         return self.sequence_sum(self.sequence_mean(values))
@@ -252,18 +252,21 @@ class LossFunction(ABC):
     rows_per_sample: int = 1
     """Number of consecutive rows that belong together, such as chosen and rejected answer, and are never separated."""
     needs_entropy: bool = False
-    """True if it reads `TokenOutputs.entropy`."""
+    """True if `sums` reads `TokenOutputs.entropy`."""
     needs_tokens: bool = False
-    """True if it reads `DistillationOutputs.tokens`."""
+    """True if `sums` reads `DistillationOutputs.tokens`."""
     gives_row_table: bool = False
-    """True if its sums include a `row_table`."""
+    """True if the sums include a `row_table`."""
     custom_name: str | None = None
     """Key and path of a custom class, for its error messages."""
+    own_columns: Sequence[Column] = ()
+    """A built-in loss's batch columns besides the masks and a teacher's outputs."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Return the batch columns that it reads besides the masks; a subclass extends the tuple by its own."""
-        return _OF_TEACHER if self.input_type is LossInputType.DISTILLATION else ()
+        """Return the batch columns that the loss reads besides the masks; a subclass extends the tuple by its own."""
+        of_teacher = _OF_TEACHER if self.input_type is LossInputType.DISTILLATION else ()
+        return (*of_teacher, *self.own_columns)
 
     @abstractmethod
     def sums(self, outputs: Any, data: BatchedDataDict) -> LossSums:
@@ -291,6 +294,6 @@ class TokenLossFunction(LossFunction):
         global_valid_toks: Count,
         entropy: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return what `divide` returns, for next_token_logprobs and entropy [B,S-1]."""
+        """Return the result of `divide`, for next_token_logprobs and entropy [B,S-1]."""
         sums = self.sums(TokenOutputs(next_token_logprobs, entropy), data)
         return self.divide(sums, global_valid_seqs, global_valid_toks)

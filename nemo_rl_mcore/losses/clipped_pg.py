@@ -110,18 +110,14 @@ class ClippedPGLossFn(TokenLossFunction):
             compared = "use_importance_sampling_correction: true"
         elif self.cfg.use_on_policy_kl_approximation:
             compared = "use_on_policy_kl_approximation: true"
-        self._columns: list[Column] = []
+        self.own_columns = list[Column]()
         if not (self.cfg.force_on_policy_ratio or own_previous):
-            self._columns.append(Column("prev_logprobs", "force_on_policy_ratio: false"))
-        self._columns.append(Column("generation_logprobs", compared))
-        self._columns.append(Column("advantages", "the policy gradient", ColumnKind.NUMBERS))
+            self.own_columns.append(Column("prev_logprobs", "force_on_policy_ratio: false"))
+        self.own_columns.append(Column("generation_logprobs", compared))
+        self.own_columns.append(Column("advantages", "the policy gradient", ColumnKind.NUMBERS))
         if self.kl_penalty:
             needed_by = f"reference_policy_kl_penalty: {self.kl_penalty}"
-            self._columns.append(Column("reference_policy_logprobs", needed_by))
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        return (*super().columns, *self._columns)
+            self.own_columns.append(Column("reference_policy_logprobs", needed_by))
 
     def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
         cfg, tokens = self.cfg, self._read(outputs, data)
@@ -181,7 +177,7 @@ class ClippedPGLossFn(TokenLossFunction):
             raise ValueError(
                 f"entropy_coef: {self.cfg.entropy_coef} needs the entropy of the model's outputs"
             )
-        given = {column.key: masks.read(data, column.key, column.needed_by) for column in self._columns}
+        given = {column.key: masks.read(data, column.key, column.needed_by) for column in self.own_columns}
         return PolicyTokens(
             current=current,
             previous=given["prev_logprobs"] if "prev_logprobs" in given else current.detach(),

@@ -48,7 +48,7 @@ def make_loss(
             f"{key}: {cfg.type} is not a subclass of nemo_rl_mcore.losses.LossFunction", code="no-loss"
         )
     if lacking := [name for name in ("loss_type", "input_type") if not hasattr(loss, name)]:
-        raise RefusedError(f"{key}: {cfg.type} does not say its {' and '.join(lacking)}", code="no-loss")
+        raise RefusedError(f"{key}: {cfg.type} does not define {' and '.join(lacking)}", code="no-loss")
     if loss.input_type is not inputs:
         raise RefusedError(
             f"{key}: {cfg.type} reads {loss.input_type.name}, and is given {inputs.name} here",

@@ -19,7 +19,6 @@ from torch import Tensor
 from nemo_rl_mcore.config import checked
 from nemo_rl_mcore.config.loss import DistillationLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
-from nemo_rl_mcore.data.columns import Column
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import (
     Count,
@@ -79,13 +78,10 @@ class DistillationLossFn(LossFunction):
         self.cfg = checked(DistillationLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self._policy_gradient = ClippedPGLossFn(self.cfg.rl) if self.cfg.rl_weight else None
-        self.needs_tokens = self._policy_gradient is not None
-        self.needs_entropy = self._policy_gradient is not None and self._policy_gradient.needs_entropy
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        of_tokens = () if self._policy_gradient is None else self._policy_gradient.columns
-        return (*super().columns, *of_tokens)
+        if self._policy_gradient is not None:
+            self.needs_tokens = True
+            self.needs_entropy = self._policy_gradient.needs_entropy
+            self.own_columns = self._policy_gradient.columns
 
     def __call__(
         self,

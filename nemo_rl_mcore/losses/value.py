@@ -37,14 +37,10 @@ class MseValueLossFn(LossFunction):
     ) -> None:
         self.cfg = checked(MseValueLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
-        self._columns = [Column("returns", "the critic", ColumnKind.NUMBERS)]
+        self.own_columns = [Column("returns", "the critic", ColumnKind.NUMBERS)]
         if self.cfg.cliprange is not None:
             needed_by = f"cliprange: {self.cfg.cliprange}"
-            self._columns.append(Column("values", needed_by, ColumnKind.NUMBERS))
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        return (*super().columns, *self._columns)
+            self.own_columns.append(Column("values", needed_by, ColumnKind.NUMBERS))
 
     def __call__(
         self, values: Tensor, data: BatchedDataDict, global_valid_seqs: Count, global_valid_toks: Count
@@ -54,7 +50,7 @@ class MseValueLossFn(LossFunction):
     def sums(self, outputs: ValueOutputs, data: BatchedDataDict) -> LossSums:
         masks = Masks.of(data, outputs.values.dtype, first_column=0)
         values = masks.keep(outputs.values, "values")
-        given = {column.key: masks.read(data, column.key, column.needed_by) for column in self._columns}
+        given = {column.key: masks.read(data, column.key, column.needed_by) for column in self.own_columns}
         returns = given["returns"]
         error = (values - returns).square()
         worse = error

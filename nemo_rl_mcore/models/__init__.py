@@ -41,7 +41,7 @@ def layer_slots(model: ModelConfig, layer: int) -> list[Slot]:
 
     Multi-token prediction layers are numbered after all others.
     """
-    known = deepseek_v3.LATENT_LAYER if model.multi_latent_attention else LAYER
+    known = deepseek_v3.LATENT_LAYER if model.kv_lora_rank is not None else LAYER
     if (family := _known_family(model)) is not None:
         known = family.layer
     slots = known if layer < model.num_layers else (*PREDICTION, *known)

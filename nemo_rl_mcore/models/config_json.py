@@ -167,7 +167,7 @@ def _rotary_problems(values: HFConfig, of_model: str, *, latent: bool) -> Iterat
     base = cast("HFConfig", values.get("rope_parameters") or {}).get("rope_theta")
     if base is not None and base != rotary["rope_theta"]:
         ours = quoted(rotary["rope_theta"])
-        what = f"{ours} counts, and rope_parameters.rope_theta: {quoted(base)} does not"
+        what = f"{ours} takes precedence over rope_parameters.rope_theta: {quoted(base)}"
         yield Problem("contradicts", "rope_scaling.rope_theta", what, "write the base that is meant in both")
     kind = rotary["rope_type"]
     known = [one for one in _ROPE_NEEDS if not (latent and one == "llama3")]
@@ -193,7 +193,7 @@ def _rotary_problems(values: HFConfig, of_model: str, *, latent: bool) -> Iterat
 def _yarn_problems(rotary: HFConfig, of_model: str, *, latent: bool) -> Iterator[Problem]:
     for key, allowed in _YARN_DEFAULTS[latent].items():
         if rotary.get(key) not in allowed:
-            what = f"{quoted(rotary[key])} {of_model}: engines and training would read it otherwise"
+            what = f"{quoted(rotary[key])} {of_model}: engines and training would interpret it differently"
             yield Problem("not-supported", f"rope_scaling.{key}", what, "known: the default")
     whole = rotary.get("mscale_all_dim")
     if latent and whole and rotary.get("mscale") is None:
@@ -226,10 +226,10 @@ def hf_config_of(
         "model_type": family.model_type,
         "dtype": dtype,
         **{key: getattr(model, name) for name, key in (_SIZES | _OPTIONS | family.sizes).items()},
-        "intermediate_size": model.ffn_size,
-        "num_key_value_heads": model.query_groups,
-        "head_dim": model.head_dim,
-        **({"hidden_act": "silu"} if model.gated else {}),
+        "intermediate_size": model.shape.ffn_size,
+        "num_key_value_heads": model.shape.query_groups,
+        "head_dim": model.shape.head_dim,
+        **({"hidden_act": "silu"} if model.shape.gated else {}),
         "attention_dropout": 0.0,
         "initializer_range": origin.get("initializer_range", model.init_method_std),
         **positions,

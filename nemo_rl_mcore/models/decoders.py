@@ -39,7 +39,7 @@ DECODERS = (
             Refusal("router_jitter_noise", (0.0, None), "noise on the router's input is not supported"),
         ),
         write=lambda model, origin: {
-            "intermediate_size": model.expert_ffn_size,
+            "intermediate_size": model.shape.expert_ffn_size,
             "router_aux_loss_coef": origin.get("router_aux_loss_coef", model.moe_aux_loss_coeff),
         },
     ),
@@ -77,7 +77,7 @@ DECODERS = (
         # Scores normalised to sum to 1 after selection equal a softmax over the selected experts.
         read=lambda values: {"moe_router_pre_softmax": not values["norm_topk_prob"]},
         write=lambda model, origin: {
-            "moe_intermediate_size": model.expert_ffn_size,
+            "moe_intermediate_size": model.shape.expert_ffn_size,
             "norm_topk_prob": not model.moe_router_pre_softmax,
             "router_aux_loss_coef": origin.get("router_aux_loss_coef", model.moe_aux_loss_coeff),
         },

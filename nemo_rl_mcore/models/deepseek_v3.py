@@ -77,9 +77,9 @@ def _write(model: ModelConfig, origin: HFConfig) -> dict[str, object]:
         "num_key_value_heads": model.num_attention_heads,
         "head_dim": model.qk_pos_emb_head_dim,
         "q_lora_rank": model.q_lora_rank,
-        "first_k_dense_replace": model.dense_layers,
-        "moe_intermediate_size": model.expert_ffn_size,
-        "n_shared_experts": shared // model.expert_ffn_size,
+        "first_k_dense_replace": model.shape.dense_layers,
+        "moe_intermediate_size": model.shape.expert_ffn_size,
+        "n_shared_experts": shared // model.shape.expert_ffn_size,
         "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
         "n_group": model.moe_router_num_groups or origin.get("n_group") or 1,
         "topk_group": model.moe_router_group_topk or origin.get("topk_group") or 1,
@@ -142,7 +142,7 @@ FAMILY = Family(
     ),
     fits=lambda model: (
         model.kv_lora_rank is not None
-        and not (model.moe_shared_expert_intermediate_size or 0) % model.expert_ffn_size
+        and not (model.moe_shared_expert_intermediate_size or 0) % model.shape.expert_ffn_size
     ),
     defaults={
         "num_key_value_heads": 128,

@@ -52,12 +52,12 @@ class Family:
 
     fields: values of ModelConfig that all its models share and that differ from a Llama. fields_of_experts: the same
     for models with experts, in a family that has both kinds. varied: distinguishing fields that may differ among its
-    models. fits: whether a model with these fields can be written as the family's config.json.
+    models. fits: returns True for a model that can be written as the family's config.json.
     sizes: further fields of ModelConfig with their keys in config.json. aliases: alternative keys, which take
     precedence if a file has both. defaults: transformers' defaults for missing keys, where they differ from those
     common to all families. complete: function that derives keys from others.
     layer, outside: the weights. predicting: regular expression for skipped tensors of layers that predict further
-    tokens. hybrid: whether its models have a layer pattern, with or without experts.
+    tokens. hybrid: true if its models have a layer pattern, with or without experts.
     read, write: conversions beyond a change of key between config.json and ModelConfig; write also receives the
     original config.json. problems: function that yields problems beyond refusals of single keys.
     """
@@ -94,7 +94,7 @@ class Family:
 
 
 def features_of(model: ModelConfig) -> dict[str, object]:
-    """Return the fields that distinguish families, where they differ from a Llama's."""
+    """Return those of the fields that distinguish families which differ from a Llama's."""
     usual = _FEATURES
     if model.num_moe_experts is not None:
         usual = {EXPERTS: None, **usual, **_FEATURES_OF_EXPERTS}

@@ -19,15 +19,13 @@ def frozen_of(policy: PolicyConfig) -> frozenset[Weight]:
     model, megatron = policy.model, policy.megatron_cfg
     if megatron.peft.enabled:
         return frozenset(all_weights(model))
-    frozen = {weight for pattern in megatron.freeze for weight in _matched(model, pattern)}
+    frozen = set[Weight]()
+    if megatron.freeze:
+        matches = re.compile("|".join(map(translate, megatron.freeze))).fullmatch
+        frozen = {weight for weight in all_weights(model) if any(map(matches, weight.names))}
     if megatron.freeze_moe_router:
         frozen |= {weight for weight in all_weights(model) if weight.slot.megatron == ROUTER_WEIGHT}
     return frozenset(frozen)
-
-
-def _matched(model: ModelConfig, pattern: str) -> list[Weight]:
-    matches = re.compile(translate(pattern)).fullmatch
-    return [weight for weight in all_weights(model) if any(map(matches, weight.names))]
 
 
 def pattern_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Problem]:
@@ -36,13 +34,15 @@ def pattern_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Pr
         return
     frozen = set[Weight]()
     for number, pattern in enumerate(patterns):
-        if not (matched := _matched(model, pattern)):
+        matches = re.compile(translate(pattern)).fullmatch
+        matched = {weight for weight in all_weights(model) if any(map(matches, weight.names))}
+        if not matched:
             prefix = layer_slots(model, 0)[0].prefix.format(layer=0)
             names = f"{next(all_weights(model)).names[0]} and {prefix}*"
             what = f"no weight matches {pattern!r}"
             remedy = f"use the names of Hugging Face models, such as {names}"
             yield Problem("not-found", f"{KEY}.{number}", what, remedy, ("model",))
-        frozen |= {*matched}
+        frozen |= matched
     matches = re.compile("|".join(map(translate, patterns))).fullmatch
     for weight in all_weights(model):
         if weight in frozen and (rest := [name for name in weight.names if not matches(name)]):

@@ -51,9 +51,9 @@ def _problems(values: HFConfig) -> Iterator[Problem]:
         yield Problem("not-supported", _KINDS, what, f"known: {_WINDOW}, {_FULL}")
     elif isinstance(layers, int) and len(kinds) != layers:
         what = f"{len(kinds)} kinds for {layers} layers of a gpt_oss model"
-        yield Problem("contradicts", _KINDS, what, "have one for each", ("num_hidden_layers",))
+        yield Problem("contradicts", _KINDS, what, "write one for each layer", ("num_hidden_layers",))
     elif kinds != _kinds(len(kinds), windows=_WINDOW in kinds):
-        what = f"windows of a gpt_oss model that are not those of every other layer, from the first on: {quoted(kinds)}"
+        what = f"a gpt_oss model has windows in every other layer, from the first: {quoted(kinds)} is not supported"
         yield Problem("not-supported", _KINDS, what)
     if _WINDOW in kinds and values.get(_SIZE) is None:
         yield Problem("missing", _SIZE, f"missing, and {_KINDS} of a gpt_oss model has {_WINDOW}")
@@ -61,7 +61,7 @@ def _problems(values: HFConfig) -> Iterator[Problem]:
 
 def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
     return {
-        "intermediate_size": model.expert_ffn_size,
+        "intermediate_size": model.shape.expert_ffn_size,
         _KINDS: _kinds(model.num_layers, windows=model.sliding_window is not None),
         _SIZE: model.sliding_window or origin.get(_SIZE) or _DEFAULTS[_SIZE],
         "swiglu_limit": model.activation_func_clamp_value,

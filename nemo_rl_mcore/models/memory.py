@@ -60,7 +60,8 @@ def estimate_memory(config: RunConfig) -> dict[str, MemoryEstimate]:
                 expert_shards = config.cluster.world_size // copies
             states = _state_bytes(policy)
             optimizer = -(-shared * states // shards) - (-of_experts * states // expert_shards)
-        on_device = plan.reference and _may_be_on_device(config) and not megatron.peft.enabled
+        stays = config.cluster.on_cpu or not config.policy.generation.takes_turns
+        on_device = plan.reference and stays and not megatron.peft.enabled
         found[name] = MemoryEstimate(
             parameters=count_parameters(policy.model) + count_adapters(policy),
             rank_parameters=held.total(),
@@ -74,20 +75,15 @@ def estimate_memory(config: RunConfig) -> dict[str, MemoryEstimate]:
     return found
 
 
-def _may_be_on_device(config: RunConfig) -> bool:
-    """Return whether a reference policy may be kept on the ranks' devices if there is room."""
-    return config.cluster.on_cpu or not config.policy.generation.takes_turns
-
-
 def reference_place(config: RunConfig) -> str:
-    """Return in words where a reference policy's weights are kept; "" without a reference policy."""
-    if not config.needs_reference:
+    """Return the place of a reference policy's weights in words; "" without a reference policy."""
+    if not config.models["policy"].reference:
         return ""
     if config.policy.megatron_cfg.peft.enabled:
         return "the policy without its adapters"
     if config.cluster.on_cpu:
         return "in the ranks' memory"
-    if not _may_be_on_device(config):
+    if config.policy.generation.takes_turns:
         return "in page-locked memory of the CPU, exchanged with the policy's for each pass"
     enough = estimate_memory(config)["policy"].reference / REFERENCE_SHARE
     return f"on GPUs with {enough / 2**30:.4g} GiB free when the run starts, else in page-locked memory of the CPU"
@@ -163,7 +159,8 @@ def _logits(config: RunConfig, plan: ModelPlan) -> int:
     chunk = rows * vocab * _FP32 if rows else LOGITS_CHUNK_BYTES
     # A forward pass keeps this for its backward pass: in every schedule the output layer finishes a microbatch's
     # backward pass before the next microbatch's forward pass.
-    cached = min(LOGITS_CACHE.most(trained * vocab), trained * vocab * _FP32) if plan.trained else 0
+    logits = trained * vocab if plan.trained else 0
+    cached = min(LOGITS_CACHE.limit, logits * min(LOGITS_CACHE.bytes_per_logit or _FP32, _FP32))
     return min(chunk, full) * _CHUNK_COPIES + cached
 
 
@@ -190,4 +187,5 @@ def cpu_cache_bytes(policy: PolicyConfig) -> int:
     vllm, model = policy.generation.vllm_cfg, policy.model
     length = -(-policy.max_total_sequence_length // _CPU_CACHE_BLOCK) * _CPU_CACHE_BLOCK
     number = WEIGHT_BYTES[vllm.number_format(policy.precision)]
-    return _CPU_CACHE_SEQUENCES * length * 2 * model.num_layers * model.query_groups * model.head_dim * number
+    keys_and_values = 2 * model.num_layers * model.shape.query_groups * model.shape.head_dim
+    return _CPU_CACHE_SEQUENCES * length * keys_and_values * number

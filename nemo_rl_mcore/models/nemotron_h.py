@@ -76,7 +76,9 @@ def _problems(values: HFConfig) -> Iterator[Problem]:
     chosen, shares = values.get("num_experts_per_tok"), values.get("norm_topk_prob")
     if (chosen != 1) != bool(shares):
         what = f"{shares!r} of a nemotron_h model with num_experts_per_tok: {chosen}"
-        reason = "shares of several experts are made to sum to 1, and that of one is its score"
+        reason = (
+            "weights of several experts are normalised to sum to 1, and that of a single expert is its score"
+        )
         yield Problem("not-supported", "norm_topk_prob", f"{what}: {reason}")
     for key in ("n_group", "topk_group", "n_shared_experts"):
         if values.get(key) not in (1, None):
@@ -112,7 +114,7 @@ def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
             **{key: getattr(model, name) for name, key in _EXPERTS.items()},
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
             "norm_topk_prob": model.moe_router_topk > 1,
-            "moe_intermediate_size": model.expert_ffn_size,
+            "moe_intermediate_size": model.shape.expert_ffn_size,
             "moe_latent_size": model.moe_latent_size,
             **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
         }
@@ -222,7 +224,7 @@ FAMILY = Family(
     refusals=(
         OUTPUT_BIAS,
         MLP_BIAS,
-        Refusal("tie_word_embeddings", (False, None), "transformers ties those of no such model"),
+        Refusal("tie_word_embeddings", (False, None), "transformers ties the embeddings of no such model"),
         WINDOW,
         Refusal("mlp_hidden_act", ("relu2",), "only the squared ReLU is supported"),
         Refusal("mamba_hidden_act", ("silu", "swish", None), "only SiLU is supported"),
@@ -231,7 +233,9 @@ FAMILY = Family(
         Refusal("use_bias", (False, None), _BIAS),
         Refusal("mamba_proj_bias", (False, None), _BIAS),
         Refusal(
-            "layer_norm_epsilon", (MAMBA_NORM_EPSILON,), "Megatron's norm after the scan has this one alone"
+            "layer_norm_epsilon",
+            (MAMBA_NORM_EPSILON,),
+            "Megatron's norm after the scan always has this epsilon",
         ),
         Refusal("residual_in_fp32", (False, None), "residuals in another number format are not supported"),
         Refusal("hidden_dropout", (0, None), "dropout is not supported"),

@@ -79,13 +79,13 @@ def overridden(config: HFConfig, overrides: HFConfig) -> HFConfig:
 
 
 def override_problems(overrides: HFConfig | None, *, named: bool) -> Iterator[Problem]:
-    """Yield problems for forbidden keys, and for overrides without model_name (named: whether it is set)."""
+    """Yield problems for forbidden keys, and for overrides without model_name (named: true if it is set)."""
     for key in overrides or {}:
         if key not in _ALLOWED:
-            what = "is of the weights, or of what trains them, and no key to write over"
+            what = "is fixed by the weights or by other sections, and cannot be overridden"
             yield Problem("not-supported", f"{OVERRIDES}.{key}", what, f"known: {', '.join(_ALLOWED)}")
     if overrides and not named:
-        what = "writes over config.json of model_name, which is not given"
+        what = "overrides the config.json of model_name, which is not set"
         yield Problem("requires", OVERRIDES, what, "say it in model", ("model_name",))
     scaling = (overrides or {}).get("rope_scaling")
     if scaling is not None and not isinstance(scaling, Mapping):
@@ -104,7 +104,7 @@ def fill_from_model_name(
 ) -> tuple[Tree, list[Problem]]:
     """Fill a policy section from its `model_name`; problems have paths relative to the section.
 
-    tokenizer: whether the section has a tokenizer, by default the model's.
+    tokenizer: true if the section has a tokenizer, by default the model's.
     """
     section = dict(policy)
     name, overrides, given = section.get(MODEL_NAME), section.get(OVERRIDES), section.get("model")
@@ -196,8 +196,8 @@ def explicit_fields(model: ModelConfig) -> Tree:
     """Return all fields, including sizes that are implied by other fields."""
     return {
         **model.model_dump(),
-        "num_query_groups": model.query_groups,
-        "kv_channels": model.head_dim,
-        "ffn_hidden_size": model.ffn_size,
-        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "num_query_groups": model.shape.query_groups,
+        "kv_channels": model.shape.head_dim,
+        "ffn_hidden_size": model.shape.ffn_size,
+        "moe_ffn_hidden_size": model.shape.expert_ffn_size,
     }

@@ -77,13 +77,13 @@ SIZES: Mapping[str, Callable[[ModelConfig], int]] = {
     "hidden": lambda model: model.hidden_size,
     "hidden_twice": lambda model: 2 * model.hidden_size,
     "heads": lambda model: model.num_attention_heads,
-    "head": lambda model: model.head_dim,
-    "queries": lambda model: model.num_attention_heads * model.head_dim,
-    "keys": lambda model: model.query_groups * model.head_dim,
-    "mlp": lambda model: model.ffn_size,
+    "head": lambda model: model.shape.head_dim,
+    "queries": lambda model: model.num_attention_heads * model.shape.head_dim,
+    "keys": lambda model: model.shape.query_groups * model.shape.head_dim,
+    "mlp": lambda model: model.shape.ffn_size,
     "experts": lambda model: model.num_moe_experts or 0,
-    "expert": lambda model: model.expert_ffn_size,
-    "expert_twice": lambda model: 2 * model.expert_ffn_size,
+    "expert": lambda model: model.shape.expert_ffn_size,
+    "expert_twice": lambda model: 2 * model.shape.expert_ffn_size,
     "expert_input": lambda model: model.moe_latent_size or model.hidden_size,
     "shared_expert": lambda model: model.moe_shared_expert_intermediate_size or 0,
     # Latent attention.
@@ -93,7 +93,7 @@ SIZES: Mapping[str, Callable[[ModelConfig], int]] = {
     "keys_and_values": lambda model: model.num_attention_heads * (model.qk_head_dim + model.v_head_dim),
     "values": lambda model: model.num_attention_heads * model.v_head_dim,
     # Mamba layers.
-    "mamba": lambda model: model.mamba_size,
+    "mamba": lambda model: model.shape.mamba_size,
     "mamba_heads": lambda model: model.mamba_num_heads or 0,
     "mamba_convolved": lambda model: sum(mamba_convolved(model)),
     "mamba_projected": lambda model: sum(mamba_projected(model)),
@@ -105,12 +105,12 @@ SIZES: Mapping[str, Callable[[ModelConfig], int]] = {
 def mamba_convolved(model: ModelConfig) -> tuple[int, ...]:
     """Return the number of convolved rows for values, keys and queries."""
     keys = model.mamba_num_groups * model.mamba_state_dim
-    return model.mamba_size, keys, keys
+    return model.shape.mamba_size, keys, keys
 
 
 def mamba_projected(model: ModelConfig) -> tuple[int, ...]:
     """Return the number of rows for the gate, the convolved parts and the time steps."""
-    return model.mamba_size, *mamba_convolved(model), model.mamba_num_heads or 0
+    return model.shape.mamba_size, *mamba_convolved(model), model.mamba_num_heads or 0
 
 
 type When = Callable[[ModelConfig], bool]
@@ -122,10 +122,10 @@ class Slot:
     """One kind of weight: in each layer, in each expert of a layer, or outside the layers.
 
     megatron: regular expression for its names in Megatron, with the expert's number as the group, if any.
-    hugging_face: names of its tensors. sizes: each tensor's dimensions, as names in `SIZES` or numbers. exists: whether
-    a model has it. in_layer: whether a given layer of such a model has it. buffer: whether it has no gradient, and is
-    always fp32. prefix: prefix of the tensor names in a layer. stacked: whether its tensors hold all experts of a
-    layer along an additional first dimension, which `sizes` omits.
+    hugging_face: names of its tensors. sizes: each tensor's dimensions, as names in `SIZES` or numbers. exists: returns
+    True for a model with this weight. in_layer: returns True for a layer with it. buffer: true if it has no gradient,
+    and is always fp32. prefix: prefix of the tensor names in a layer. stacked: true if its tensors contain all experts
+    of a layer along an additional first dimension, which `sizes` omits.
     """
 
     megatron: str
@@ -174,7 +174,7 @@ def _has_experts(model: ModelConfig) -> bool:
 
 
 def _is_of_experts(model: ModelConfig, layer: int) -> bool:
-    return model.num_moe_experts is not None and layer >= model.dense_layers
+    return model.num_moe_experts is not None and layer >= model.shape.dense_layers
 
 
 def slots(
@@ -244,7 +244,7 @@ DENSE_MLP = slots(
     (r"mlp\.linear_fc1\.weight", "gate_proj.weight up_proj.weight", GATED, "mlp hidden, mlp hidden"),
     (r"mlp\.linear_fc2\.weight", "down_proj.weight", COLUMNS, "hidden mlp"),
     named="mlp.{}",
-    exists=lambda model: model.has_dense_layers,
+    exists=lambda model: model.shape.has_dense_layers,
     in_layer=_IS_DENSE,
 )
 _SHARED = "shared_expert hidden, shared_expert hidden"

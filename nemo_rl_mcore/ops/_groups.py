@@ -1,4 +1,4 @@
-"""Process groups as the kernels use them; a missing group is a single rank, without torch.distributed."""
+"""Process groups for the kernels; None is a single rank, without torch.distributed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,16 +25,16 @@ def all_gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _collective(name: str, before: str) -> Any:
-    """Return a collective by its name, or by that which it had before torch 2.13."""
+    """Return a collective by its name, or by its name before torch 2.13."""
     return getattr(dist, name, None) or getattr(dist, before)
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows of the vocabulary that one tensor-parallel rank holds, beginning at the id `start`.
+    """A tensor-parallel rank's rows of the vocabulary, from the id `start` on.
 
-    All ranks have the same number of rows, of which the first `valid` are among the `vocab_size` real ones. Padded rows
-    must stay out of the softmax, or their logits, often zero, take probability mass from the real ones.
+    All ranks have equally many rows, of which the first `valid` are among the `vocab_size` real ones. Padded rows must
+    stay out of the softmax: their logits, often zero, would take probability mass from the real ones.
     """
 
     start: int
@@ -43,7 +43,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, size: int, vocab_size: int | None, group: ProcessGroup | None) -> "VocabShard":
-        """Return this rank's shard; raise ValueError if all ranks together hold fewer than `vocab_size`."""
+        """Return this rank's shard; raises ValueError if all ranks together hold fewer than `vocab_size` rows."""
         padded = size * group_size(group)
         real = padded if vocab_size is None else vocab_size
         if not 0 < real <= padded:
@@ -52,7 +52,7 @@ class VocabShard:
         return cls(start=start, valid=min(max(real - start, 0), size), vocab_size=real)
 
     def check_targets(self, target_N: Tensor, name: str = "target") -> None:
-        """Raise ValueError for an id outside the vocabulary: its result would be silently wrong."""
+        """Raise ValueError for an id outside the vocabulary, whose result would be silently wrong."""
         outside_N = (target_N < 0) | (target_N >= self.vocab_size)
         if bool(outside_N.any()):
             first = int(target_N[outside_N][0])
@@ -63,7 +63,7 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The token rows that enter a computation; `kept_N` is None when that is all of them."""
+    """The token rows in a computation; `kept_N` is None for all of them."""
 
     total: int
     kept_N: Tensor | None
@@ -87,17 +87,17 @@ class TokenRows:
         return self.total if self.kept_N is None else self.kept_N.numel()
 
     def select(self, x_T: Tensor) -> Tensor:
-        """Flattened values of the kept rows; trailing dimensions are kept as they are."""
+        """Return the kept rows of flattened values, with any trailing dimensions."""
         return x_T if self.kept_N is None else x_T.index_select(0, self.kept_N)
 
     def spread(self, x_N: Tensor) -> Tensor:
-        """Put kept rows back in their places among all tokens, with exact zeros elsewhere."""
+        """Put kept rows back into their places among all tokens, with exact zeros elsewhere."""
         if self.kept_N is None:
             return x_N
         return x_N.new_zeros(self.total, *x_N.shape[1:]).index_copy_(0, self.kept_N, x_N)
 
     def gather_hidden(self, hidden_LH: Tensor) -> Tensor:
-        """Return the kept rows of the whole sequence, fetched from every shard when the input is sequence-parallel."""
+        """Return the whole sequence's kept rows; sequence-parallel input is gathered from all shards."""
         if self.group is None or not self.sequence_parallel:
             return self.select(hidden_LH)
         count, mine_M, slot_N = self._exchange(hidden_LH.device)
@@ -107,7 +107,7 @@ class TokenRows:
         return received.index_select(0, slot_N)
 
     def reduce_hidden_grad(self, grad_NH: Tensor) -> Tensor:
-        """Sum the gradients over ranks, each of which saw only its own vocabulary; reverses `gather_hidden`."""
+        """Sum the gradients over ranks, each of which covers its own vocabulary; reverses `gather_hidden`."""
         if self.group is None or not self.sequence_parallel:
             if self.group is not None and self.group.size() > 1 and grad_NH.shape[0] > 0:
                 grad_NH = grad_NH.contiguous()
@@ -122,7 +122,10 @@ class TokenRows:
         return local.index_copy_(0, mine_M, received[: mine_M.numel()])
 
     def _exchange(self, device: torch.device) -> tuple[int, Tensor, Tensor]:
-        """Return how many rows each rank sends, its kept ones `mine_M` first; kept row i arrives at `slot_N[i]`."""
+        """Return the rows that each rank sends, this rank's kept ones `mine_M`, and the slot where kept row i arrives.
+
+        A rank's kept rows come first among the rows that it sends.
+        """
         ranks, rank = group_size(self.group), group_rank(self.group)
         length = max(self.total // ranks, 1)
         kept_N = torch.arange(self.total, device=device) if self.kept_N is None else self.kept_N

@@ -1,8 +1,8 @@
-"""The vocabulary head walked in tiles, never holding the logits of all tokens over the whole vocabulary.
+"""The vocabulary head in tiles: the logits of all tokens over the whole vocabulary never exist at once.
 
-Shapes: N token rows, H hidden, V this rank's real vocabulary rows, n x v one tile of logits, K vocabulary
-panels, F floats per row. Panels are the outer loop and token chunks the inner one, so that a panel's weight
-gradient is summed over all tokens in one float32 accumulator of [v, H] and rounded once, whatever the chunks.
+Shapes: N token rows, H hidden, V this rank's real vocabulary rows, n x v a tile of logits, K vocabulary panels,
+F floats per row. Panels are the outer loop and token chunks the inner one, so that a panel's weight gradient is summed
+over all tokens in one float32 accumulator [v, H] and rounded once, for any number of chunks.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from nemo_rl_mcore.ops._softmax import (
 )
 
 GradientTile = tuple[slice, Tensor, Tensor]
-"""Token rows, gradient of their logits [n, v] in the weight's dtype, columns [n, K] of its largest entries.
+"""Token rows, the gradient by their logits [n, v] in the weight's dtype, and columns [n, K] of its largest entries.
 
 A column outside the tile belongs to another panel.
 """
 
 _ALIGNED_COLS = 64
-_MAX_CHUNK_ROWS = 4096  # a taller chunk no longer saves accumulator traffic in the weight gradient
-_MAX_CPU_BYTES = 16 << 20  # on CPU a larger tile gains nothing, and costs page faults when it is mapped
-_ENTRIES_BLOCK = 1 << 18  # elements of the weight rows that are gathered at a time
-_MIN_PANEL_COLS = 256  # a narrower panel would make the matrix products inefficient
-_PANEL_STEP = 128  # of columns: GPUs multiply in blocks of this size
+_MAX_CHUNK_ROWS = 4096  # taller chunks save no further accumulator traffic in the weight gradient
+_MAX_CPU_BYTES = 16 << 20  # on CPU larger tiles gain nothing, and cost page faults
+_ENTRIES_BLOCK = 1 << 18  # elements of weight rows gathered at a time
+_MIN_PANEL_COLS = 256  # narrower panels make the matrix products inefficient
+_PANEL_STEP = 128  # columns: GPUs multiply in blocks of this size
 
 
 @dataclass
 class Scratch:
-    """One piece of memory that is reused for tensors of different shapes, never two at a time."""
+    """Memory that is reused for tensors of different shapes, one at a time."""
 
     _memory: Tensor | None = field(default=None, init=False)
 
     def view(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an uninitialised [rows, cols], always of one dtype, by default that of `like`; the largest first."""
-        # On an H200 a product takes 3.4 times as long where rows of 16 bits do not begin at multiples of 16 bytes.
+        """Return an uninitialised [rows, cols], of the first call's dtype (default: `like`'s); the largest first."""
+        # On an H200 a product takes 3.4 times as long if 16-bit rows do not begin at multiples of 16 bytes.
         stride = -(-cols // _ALIGNED_COLS) * _ALIGNED_COLS if like.is_cuda else cols
         if self._memory is None or self._memory.numel() < rows * stride:
             self._memory = like.new_empty(rows * stride, dtype=dtype or like.dtype)
@@ -54,12 +54,12 @@ class Scratch:
 
 
 def tile_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of a tile of logits: CUDA can write 16-bit products in float32, CPU cannot."""
+    """Return a logits tile's dtype: CUDA can write 16-bit products in float32, CPU cannot."""
     return accumulation_dtype(x.dtype) if x.is_cuda else x.dtype
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, scratch: Scratch) -> None:
-    """Add a @ b, in the dtype of `out`, without rounding the product first where the device can do so."""
+    """Add a @ b in the dtype of `out`, without rounding the product first if the device supports that."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
     elif out.is_cuda:
@@ -69,15 +69,15 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, scratch: Scratch) -> None:
 
 
 def _transposes(x: Tensor) -> bool:
-    """Return whether (hidden.T @ tile).T replaces tile.T @ hidden: on CPU it is twice as fast for 16-bit products."""
+    """Return true if (hidden.T @ tile).T replaces tile.T @ hidden: on CPU, twice as fast for 16-bit products."""
     return x.device.type == "cpu" and x.dtype.itemsize == 2
 
 
 class WeightGradient:
-    """Takes the weight's gradient tile by tile; all tiles of a panel come before the next panel.
+    """Sums the weight's gradient tile by tile, panel after panel.
 
-    It is a tensor [V, H], rounded once whatever the chunks; with `into_main_grad` it is added to the `main_grad` of a
-    Megatron parameter, as its gradient_accumulation_fusion does.
+    The gradient is a tensor [V, H], rounded once for any number of chunks; with `into_main_grad` it is added to a
+    Megatron parameter's `main_grad`, as in Megatron's gradient_accumulation_fusion.
     """
 
     def __init__(self, weight_VH: Any, chunks: int, *, into_main_grad: bool) -> None:
@@ -89,7 +89,7 @@ class WeightGradient:
     def add(self, panel: slice, tile_nv: Tensor, hidden_nH: Tensor) -> None:
         """Add tile.T @ hidden to the panel's rows: a single product is written, several are summed unrounded.
 
-        A `main_grad` is added to at once: its dtype sets the precision of the sum.
+        Products are added to a `main_grad` at once: its dtype sets the sum's precision.
         """
         if self._grad_VH is None:
             sum_vH = self._weight.main_grad[panel]
@@ -117,16 +117,16 @@ class WeightGradient:
         out_vH.copy_(torch.mm(hidden_nH.t(), tile_nv, out=transposed_Hv).t())
 
     def finish(self, panel: slice) -> None:
-        """Round the panel's sum, if there is one, into its place: it has had its last tile."""
+        """Round the panel's sum, if any, into the gradient after its last tile."""
         if self._sum_vH is not None and self._grad_VH is not None:
             self._grad_VH[panel].copy_(self._sum_vH)
             self._sum_vH = None
 
     def autograd_gradient(self, filled: int) -> Tensor | None:
-        """Return backward's result for the weight, with zeros after the first `filled` rows, which panels cover.
+        """Return backward's result for the weight; rows after the first `filled`, which panels cover, are zero.
 
-        Of a `main_grad`, mark the gradient as in place for the data-parallel hook. The hook must find a gradient, or it
-        would run on another thread; it reads its values only under `zero_out_wgrad` (tied embeddings).
+        For a `main_grad`, tell the data-parallel hook that the gradient is in place. The hook needs some gradient, or
+        it would run on another thread; it reads the values only under `zero_out_wgrad` (tied embeddings).
         """
         weight = self._weight
         if self._grad_VH is not None:
@@ -141,7 +141,7 @@ class WeightGradient:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Size of a tile of logits: token rows by vocabulary columns."""
+    """A logits tile's size: token rows by vocabulary columns."""
 
     rows: int
     cols: int
@@ -150,7 +150,7 @@ class Tiling:
 def plan_tiling(
     row_count: int, vocab: int, *, bytes_per_logit: int, chunk_bytes: int, chunk_size: int | None
 ) -> Tiling:
-    """Fit a tile into the byte budget, or take `chunk_size` rows by the whole vocabulary if that is given."""
+    """Fit a tile into the byte budget, or return `chunk_size` rows by the whole vocabulary, if given."""
     row_count, vocab = max(row_count, 1), max(vocab, 1)
     if chunk_size is not None:
         return Tiling(min(chunk_size, row_count), vocab)
@@ -162,20 +162,20 @@ def plan_tiling(
 
 
 def _even_share(total: int, most: int, step: int) -> int:
-    """Return the size of pieces, none much smaller than the others: a multiple of `step`, as `most` is."""
+    """Return a size of about equal pieces, at most `most`; both are multiples of `step`."""
     count = -(-total // most)
     return -(-total // (count * step)) * step
 
 
+@dataclass
 class LogitsCache:
-    """Panels of logits that the forward leaves to the backward, as many as fit a budget of bytes."""
+    """Panels of logits that the forward keeps for the backward, within a budget of bytes."""
 
-    def __init__(self, budget: int) -> None:
-        self._left = budget
-        self._panels: dict[int, Tensor] = {}
+    _left: int
+    _panels: dict[int, Tensor] = field(default_factory=dict[int, Tensor], init=False)
 
     def reserve(self, panel: slice, rows_NH: Tensor) -> Tensor | None:
-        """Return the memory [N, v] for the panel's logits, or None if it exceeds what is left of the budget."""
+        """Return memory [N, v] for the panel's logits, or None if it exceeds the remaining budget."""
         shape, dtype = (rows_NH.shape[0], panel.stop - panel.start), tile_dtype(rows_NH)
         size = shape[0] * shape[1] * dtype.itemsize
         if size > self._left:
@@ -185,15 +185,15 @@ class LogitsCache:
         return self._panels[panel.start]
 
     def take(self, panel: slice) -> Tensor | None:
-        """Give away the panel's logits, once."""
+        """Return the panel's logits and drop them from the cache."""
         return self._panels.pop(panel.start, None)
 
 
 @dataclass(frozen=True)
 class LinearHead:
-    """The rows and the slice of the vocabulary to work on; tiles hold hidden @ weight.T, not yet times `scale`.
+    """Token rows and a slice of the vocabulary; tiles hold hidden @ weight.T, not yet times `scale`.
 
-    The elementwise passes apply it, where it costs nothing and, with 16-bit logits, rounds as the unfused path does.
+    The elementwise passes apply `scale`: there it costs nothing and, with 16-bit logits, rounds as the unfused path.
     """
 
     hidden_NH: Tensor
@@ -201,42 +201,36 @@ class LinearHead:
     target_N: Tensor
     scale: float
     tiling: Tiling
+    panels: list[slice]
+    """Slices of the vocabulary, the outer loop."""
+    chunks: list[slice]
+    """Slices of the tokens, the inner loop."""
     _memory: Scratch = field(default_factory=Scratch, init=False)
     _gradient_memory: Scratch = field(default_factory=Scratch, init=False)
 
-    @property
-    def panels(self) -> list[slice]:  # of the vocabulary, the outer loop
-        return list(spans(self.weight_VH.shape[0], self.tiling.cols))
-
-    @property
-    def chunks(self) -> list[slice]:  # of tokens, the inner loop
-        return list(spans(self.hidden_NH.shape[0], self.tiling.rows))
-
     def tiles(self, panel: slice, into_NV: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Walk a panel: (rows, logits [n, v], targets within the panel); without `into_NV` logits share memory."""
+        """Yield a panel's (rows, logits [n, v], targets within the panel); without `into_NV` tiles share memory."""
         for rows in self.chunks:
-            logits_nv = self._tile(rows, panel) if into_NV is None else into_NV[rows]
-            self._write_logits(rows, panel, logits_nv)
+            logits_nv = self._logits(rows, panel, None if into_NV is None else into_NV[rows])
             yield rows, logits_nv, self.target_N[rows] - panel.start
 
     def gradient_tiles(
         self, panel: slice, backward: RowBackward, cached_NV: Tensor | None, live: Tensor | None
     ) -> Iterator[GradientTile]:
-        """Walk a panel's tiles, each turned into its gradient; cached_NV: all logits of the forward."""
+        """Yield a panel's tiles, turned into gradients; cached_NV: the panel's logits from the forward, if kept."""
         for rows in self.chunks:
             if cached_NV is None:
-                logits_nv = self._tile(rows, panel)
-                self._write_logits(rows, panel, logits_nv)
+                logits_nv = self._logits(rows, panel)
             elif live is None:
                 logits_nv = cached_NV[rows]
             else:
-                # A tile at a time: all live rows of the panel would be as much memory again.
+                # A tile at a time: all of the panel's live rows would double the memory.
                 logits_nv = torch.index_select(cached_NV, 0, live[rows], out=self._tile(rows, panel))
             target_n = self.target_N[rows] - panel.start
             yield rows, self.gradient_tile(logits_nv, target_n, backward.at(rows)), target_n.unsqueeze(1)
 
     def gradient_tile(self, logits_nv: Tensor, target_n: Tensor, backward: RowBackward) -> Tensor:
-        """Turn a tile of logits into their gradient, in place unless 16-bit products need it rounded."""
+        """Turn a logits tile into its gradient, in place unless 16-bit products need it rounded."""
         out_nv = logits_nv
         if logits_nv.dtype != self.weight_VH.dtype:
             out_nv = self._gradient_memory.view(logits_nv.shape[0], logits_nv.shape[1], self.weight_VH)
@@ -246,18 +240,21 @@ class LinearHead:
         height, width = rows.stop - rows.start, panel.stop - panel.start
         return self._memory.view(height, width, self.hidden_NH, tile_dtype(self.hidden_NH))
 
-    def _write_logits(self, rows: slice, panel: slice, out_nv: Tensor) -> None:
+    def _logits(self, rows: slice, panel: slice, out_nv: Tensor | None = None) -> Tensor:
+        """Compute a tile of logits, in the shared memory unless `out_nv` is given."""
         hidden_nH, weight_Hv = self.hidden_NH[rows], self.weight_VH[panel].t()
+        out_nv = self._tile(rows, panel) if out_nv is None else out_nv
         if out_nv.dtype == hidden_nH.dtype:
             torch.mm(hidden_nH, weight_Hv, out=out_nv)
         else:
             torch.mm(hidden_nH, weight_Hv, out_dtype=out_nv.dtype, out=out_nv)
+        return out_nv
 
 
 def _add_largest_apart(
     out_nH: Tensor, tile_nv: Tensor, weight_vH: Tensor, scratch: Scratch, largest_nK: Tensor
 ) -> None:
-    """Add tile @ weight, and its largest entries, which mostly outweigh the others, apart and unrounded."""
+    """Add tile @ weight; the tile's largest entries, which mostly outweigh the others, are added apart, unrounded."""
     row_p, which_p = ((largest_nK >= 0) & (largest_nK < tile_nv.shape[1])).nonzero().unbind(1)
     column_p = largest_nK[row_p, which_p]
     entry_p = tile_nv[row_p, column_p]
@@ -274,20 +271,20 @@ class LinearLogprobsOptions:
     """Rarely changed settings of the functions over a vocabulary head."""
 
     chunk_bytes: int = 64 << 20
-    """Working memory of one tile of logits, in bytes; the tile's rows and columns follow from it."""
+    """A logits tile's working memory in bytes, which sets its rows and columns."""
     chunk_size: int | None = None
-    """Token rows per chunk, each against the rank's whole vocabulary; overrides the byte budget."""
+    """Token rows per tile, with the rank's whole vocabulary as columns; overrides the byte budget."""
     vocab_size: int | None = None
-    """Real size of the global vocabulary; padded rows beyond it stay out of the softmax. None: no padding."""
+    """Real size of the global vocabulary; padded rows behind it stay out of the softmax. None: no padding."""
     logit_scale: float = 1.0
     """Factor on the logits (MuP), applied with the temperature."""
     cache_bytes: int = 0
-    """Logits that the forward may keep for the backward, in bytes; panels that fit are not computed twice."""
+    """Bytes of logits that the forward may keep for the backward; panels that fit are not computed twice."""
     cache_bytes_per_logit: int | None = None
-    """Besides, at most so many bytes for each logit of a call; None: no such bound. One byte is less than any logit
-    takes, so that not all of them are kept, and follows the rows that a mask leaves."""
+    """A second bound, in bytes for each logit of a call; None: no such bound. Since a logit takes two bytes or more, 1
+    keeps at most half of them, and adapts to the rows that a mask leaves."""
     accumulate_main_grad: bool = False
-    """Add the weight's gradient to its `main_grad`, as Megatron's gradient_accumulation_fusion does, and set
+    """Add the weight's gradient to its `main_grad`, as in Megatron's gradient_accumulation_fusion, and set
     `grad_added_to_main_grad` for the data-parallel hook."""
 
     def __post_init__(self) -> None:
@@ -303,16 +300,16 @@ DEFAULT_OPTIONS = LinearLogprobsOptions()
 
 @dataclass(frozen=True)
 class HeadCall:
-    """State shared by forward and backward besides the tensors of the graph."""
+    """State that forward and backward share, besides the graph's tensors."""
 
     tokens: torch.Size
-    """[S, B] of the whole sequence, of which the hidden states may be one shard."""
+    """[S, B] of the whole sequence; the hidden states may be one shard of it."""
     rows: TokenRows
     tp_group: ProcessGroup | None
     scale: float
     options: LinearLogprobsOptions
     wanted: tuple[bool, bool]
-    """True for gradients that are wanted: of the hidden states, of the weight."""
+    """True if a gradient is needed: by the hidden states, by the weight."""
 
     @classmethod
     def of(
@@ -326,7 +323,7 @@ class HeadCall:
         mask: Tensor | None,
         options: LinearLogprobsOptions,
     ) -> HeadCall:
-        """Check the arguments (see `fused_linear_logprobs`), and raise ValueError for those that do not fit.
+        """Check the arguments, see `fused_linear_logprobs`; raises ValueError.
 
         per_token: shapes, by name, that must be [S, B].
         """
@@ -347,7 +344,7 @@ class HeadCall:
             if value <= 0:
                 raise ValueError(f"{name} must be positive, not {value}")
         rows = TokenRows.of(mask, tokens.numel(), tp_group, sequence_parallel)
-        # Inside an autograd function gradients are always off, so it is decided here whether there will be a backward.
+        # Inside an autograd function gradients are always off: a later backward can only be foreseen here.
         trains = torch.is_grad_enabled()
         wanted = trains and hidden_SBH.requires_grad, trains and weight_VH.requires_grad
         if wanted[1] and options.accumulate_main_grad and not hasattr(weight_VH, "main_grad"):
@@ -357,7 +354,7 @@ class HeadCall:
         return cls(tokens, rows, tp_group, options.logit_scale / temperature, options, wanted)
 
     def shard(self, weight_VH: Tensor) -> VocabShard:
-        """Return the part of the vocabulary that the weight holds."""
+        """Return the weight's part of the vocabulary."""
         return VocabShard.of(weight_VH.shape[0], self.options.vocab_size, self.tp_group)
 
     def head(
@@ -367,10 +364,10 @@ class HeadCall:
         target_N: Tensor | None = None,
         tiling: Tiling | None = None,
     ) -> LinearHead:
-        """Return the head over this rank's real vocabulary rows, for token rows with global target ids or without."""
+        """Return the head over this rank's real vocabulary rows; target_N: global ids, if any."""
         shard, chunk_bytes = self.shard(weight_VH), self.options.chunk_bytes
         if tiling is None:
-            # If logits are wider than the inputs, each has a 16-bit copy.
+            # Logits that are wider than the inputs need a 16-bit copy of each.
             logit, factor = tile_dtype(hidden_NH), hidden_NH.dtype
             on_cpu = hidden_NH.device.type == "cpu"
             tiling = plan_tiling(
@@ -382,20 +379,18 @@ class HeadCall:
             )
         if target_N is None:
             target_N = hidden_NH.new_full(hidden_NH.shape[:1], -1, dtype=torch.int64)
-        return LinearHead(hidden_NH, weight_VH[: shard.valid], target_N - shard.start, self.scale, tiling)
+        weight_VH, target_N = weight_VH[: shard.valid], target_N - shard.start
+        panels, chunks = spans(weight_VH.shape[0], tiling.cols), spans(hidden_NH.shape[0], tiling.rows)
+        return LinearHead(hidden_NH, weight_VH, target_N, self.scale, tiling, [*panels], [*chunks])
 
     def cache(self, head: LinearHead) -> LogitsCache:
-        """Return room for the logits that a backward would otherwise recompute; none if there will not be one."""
+        """Return a cache for logits that a backward would recompute; an empty one without a backward."""
         budget, per_logit = self.options.cache_bytes, self.options.cache_bytes_per_logit
         if not any(self.wanted):
             return LogitsCache(0)
         if per_logit is not None:
             budget = min(budget, head.hidden_NH.shape[0] * head.weight_VH.shape[0] * per_logit)
         return LogitsCache(budget)
-
-    def spread(self, x_N: Tensor) -> Tensor:
-        """Return the results of the kept rows in the shape of the tokens, with exact zeros elsewhere."""
-        return self.rows.spread(x_N).view(*self.tokens, *x_N.shape[1:])
 
 
 def head_gradients(
@@ -405,17 +400,17 @@ def head_gradients(
     live: Tensor | None,
     tiles: Callable[[LinearHead, slice], Iterator[GradientTile]],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the hidden states [L, H] and of the weight, None where not needed.
+    """Return the gradients by the hidden states [L, H] and by the weight, None if not needed.
 
-    `live`: the rows with a gradient, None for all; theirs are the targets, if any, and the rows of `tiles`, a panel's
-    gradients of logits. ctx: with the forward's `call`, `tiling` and `weight`, the parameter itself.
+    live: the rows with a gradient, None for all; target_N and the rows of `tiles` count these alone. tiles: yields a
+    panel's gradients by logits. ctx: holds the forward's `call`, `tiling` and `weight`, the parameter itself.
     """
     call: HeadCall = ctx.call
     need_hidden, need_weight = ctx.needs_input_grad[:2]
     all_NH = call.rows.gather_hidden(hidden_LH)
     head = call.head(all_NH if live is None else all_NH[live], ctx.weight, target_N, ctx.tiling)
     hidden_NH = head.hidden_NH
-    # Transposed once for all tiles, where their products want it so.
+    # Transposed once for all tiles, if their products need it.
     weighted_NH = hidden_NH.t().contiguous().t() if need_weight and _transposes(hidden_NH) else hidden_NH
     into_main_grad = call.options.accumulate_main_grad
     sink = (
@@ -424,7 +419,7 @@ def head_gradients(
     wide = accumulation_dtype(hidden_NH.dtype)
     grad_NH = torch.zeros_like(hidden_NH, dtype=wide) if need_hidden else None
     scratch = Scratch()
-    # Only CUDA adds 16-bit products to float32 without rounding them first; a single one may be rounded.
+    # Only CUDA adds 16-bit products to float32 without rounding them first; a single product may be rounded.
     rounds = len(head.panels) > 1 and wide != hidden_NH.dtype and not hidden_NH.is_cuda
     for panel in head.panels:
         for rows, tile_nv, largest_nK in tiles(head, panel):

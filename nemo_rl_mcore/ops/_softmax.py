@@ -1,15 +1,14 @@
-"""The softmax of logits slice by slice: statistics that combine over slices of the vocabulary, and the gradient.
+"""The softmax of logits slice by slice: statistics that merge over slices of the vocabulary, and the gradient.
 
 Shapes: N token rows, V a slice of the vocabulary, K slices, n rows of a block, F floats per row: the log-sum-exp, the
-target's logit and, when asked for, the entropy. A panel of a matrix and a tensor-parallel rank are both just slices,
-so one merge rule serves them both. Statistics are float64 whatever the logits are: they are few, and a log-sum-exp
-near 128 that is rounded to float32 once per merge would cost the log-probability 1e-5. Targets are indices into the
-slice; one outside it belongs to another slice.
+target's logit and, on request, the entropy. Panels of a matrix and tensor-parallel ranks are both slices, with one
+merge rule. Statistics are always float64: they are few, and rounding a log-sum-exp near 128 to float32 at each merge
+would cost the log-probability 1e-5. Targets are indices into the slice; one outside belongs to another slice.
 
-Both passes over logits run in blocks of rows, each read into one float32 scratch block and worked on in place there.
-On CPU a block stays in the second-level cache, so that only the first and the last pass touch memory, and nothing as
-large as the logits is allocated: memory that large is mapped again each time, and its page faults would cost as much
-as the arithmetic. On CUDA two Triton kernels take their place where Triton is installed.
+Both passes over logits run in blocks of rows: each is copied into a float32 scratch block and processed there in place.
+On CPU a block stays in the second-level cache, so that only the first and last operation touch memory, and nothing as
+large as the logits is allocated: such memory is mapped anew each time, and its page faults would cost as much as the
+arithmetic. On CUDA with Triton installed, two kernels replace both passes.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from torch.distributed import ProcessGroup
 
 from nemo_rl_mcore.ops._groups import TokenRows, all_gather_rows
 
-_LOG2_E = 1 / math.log(2)  # powers of two: on CPU torch's exp2 is up to four times as fast as its exp
+_LOG2_E = 1 / math.log(2)  # on CPU torch's exp2 is up to four times as fast as its exp
 _CPU_BLOCK = 1 << 18  # elements: 1 MiB of float32
-_DEVICE_BLOCK = 1 << 23  # elsewhere a kernel launch is what has to be paid off
+_DEVICE_BLOCK = 1 << 23  # large enough to make up for a kernel launch
 _NEGLIGIBLE = -1e30  # leaves room for the factor of the logits
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of logits, sums and results: float64 stays, everything else is computed in float32."""
+    """Return the dtype for logits, sums and results: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -44,12 +43,12 @@ def empty_statistics(slices: int, rows_NX: Tensor, with_entropy: bool) -> Tensor
 
 
 def merge_statistics(stats_KFN: Tensor) -> Tensor:
-    """Combine disjoint slices' statistics. Entropy: H = sum w * H_slice + entropy(w), with w their shares."""
+    """Merge disjoint slices' statistics. Entropy: H = sum w * H_slice + entropy(w), with the slices' shares w."""
     lse_KN = stats_KFN[:, 0]
     lse_N = torch.logsumexp(lse_KN, 0)
     merged = [lse_N, stats_KFN[:, 1].sum(0)]
     if stats_KFN.shape[1] == 3:
-        # Where every slice is empty, -inf - -inf would be no number.
+        # If every slice is empty, -inf - -inf would be NaN.
         share_KN = torch.exp(lse_KN - lse_N.clamp_min(torch.finfo(lse_N.dtype).min))
         between_KN = -torch.xlogy(share_KN, share_KN)
         merged.append((share_KN * stats_KFN[:, 2] + between_KN).sum(0))
@@ -57,7 +56,7 @@ def merge_statistics(stats_KFN: Tensor) -> Tensor:
 
 
 def gather_over_ranks(stats_FN: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return every rank's statistics [R, F, N], in the same order on all ranks; one all-gather, none for no rows."""
+    """Return all ranks' statistics [R, F, N], in the same order on every rank; one all-gather, none for no rows."""
     if group is None or group.size() == 1:
         return stats_FN.unsqueeze(0)
     if stats_FN.shape[1] == 0:
@@ -67,7 +66,7 @@ def gather_over_ranks(stats_FN: Tensor, group: ProcessGroup | None) -> Tensor:
 
 @dataclass(frozen=True)
 class RowSoftmax:
-    """The softmax over the whole vocabulary, one row per token; the log-sum-exp stays float64."""
+    """The softmax over the whole vocabulary, a row per token; the log-sum-exp is float64."""
 
     lse_N: Tensor
     logprob_N: Tensor
@@ -75,7 +74,7 @@ class RowSoftmax:
 
     @classmethod
     def over_ranks(cls, stats_FN: Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> Self:
-        """Merge every rank's statistics."""
+        """Merge all ranks' statistics."""
         stats_RFN = gather_over_ranks(stats_FN, group)
         if stats_RFN.shape[0] > 1:
             stats_FN = merge_statistics(stats_RFN)
@@ -84,14 +83,14 @@ class RowSoftmax:
 
 
 class _Backward:
-    """Terms of each row by which its logits become their gradient: dataclasses of tensors by row, or None."""
+    """Each row's terms for the gradient with respect to its logits: each field is a tensor indexed by row, or None."""
 
     def at(self, index: slice | Tensor) -> Self:
-        """Return the same for some of the rows."""
+        """Return the terms of some rows."""
         return type(self)(*(None if x_N is None else x_N[index] for x_N in vars(self).values()))
 
     def live_rows(self) -> Tensor | None:
-        """Return the indices of the rows that a gradient (or a NaN) reaches, None if that is all of them."""
+        """Return the indices of rows with a non-zero (or NaN) gradient; None means all rows."""
         reached = [
             (x_N != 0) if x_N.ndim == 1 else (x_N != 0).any(1)
             for name, x_N in vars(self).items()
@@ -104,7 +103,7 @@ class _Backward:
 
 @dataclass(frozen=True)
 class RowBackward(_Backward):
-    """The saved softmax and the incoming gradients; the entropy's fields are None if none arrives through it."""
+    """The saved softmax and the incoming gradients; the entropy fields are None if entropy has no gradient."""
 
     lse_N: Tensor
     grad_logprob_N: Tensor
@@ -119,7 +118,7 @@ class RowBackward(_Backward):
         softmax: tuple[Tensor, Tensor | None],
         grads: tuple[Tensor | None, ...],
     ) -> Self:
-        """Pair the kept rows' softmax with autograd's gradients of all tokens, times `scale`; either may be missing."""
+        """Pair the kept rows' softmax with autograd's gradients for all tokens, times `scale`; any may be None."""
         lse_N, entropy_N = softmax
         grad_logprob_T, grad_entropy_T = (*grads, None)[:2]
         grad_logprob_N, grad_entropy_N = (
@@ -138,7 +137,7 @@ def spans(total: int, step: int) -> Iterator[slice]:
 
 
 def _row_blocks(x_NV: Tensor) -> Iterator[slice]:
-    """Yield the spans of rows that make up one block each."""
+    """Yield each block's span of rows."""
     elements = _CPU_BLOCK if x_NV.device.type == "cpu" else _DEVICE_BLOCK
     return spans(x_NV.shape[0], max(1, elements // max(x_NV.shape[1], 1)))
 
@@ -158,7 +157,7 @@ def add_blocks_(out_NV: Tensor, term_NV: Tensor) -> None:
 
 @cache
 def _triton_kernels() -> Any:
-    """Return the module of kernels, None without Triton. Imported on first use: it takes a while."""
+    """Return the kernel module, or None without Triton; it is imported on first use, since the import is slow."""
     if find_spec("triton") is None:
         return None
     from nemo_rl_mcore.ops import _triton_kernels
@@ -167,15 +166,15 @@ def _triton_kernels() -> Any:
 
 
 def _kernels_for(logits_NV: Tensor) -> Any:
-    """Return the kernels if they can take these logits: on CUDA, columns side by side, not float64."""
+    """Return the kernels if they support these logits: on CUDA, contiguous columns, not float64."""
     fits = logits_NV.is_cuda and logits_NV.stride(1) == 1 and logits_NV.dtype != torch.float64
     return _triton_kernels() if fits else None
 
 
 def _at_targets(logits_NV: Tensor, target_N: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Return which targets lie in the slice, an index [N, 1] that is safe elsewhere, and their scaled float64 logits.
+    """Return a mask of the targets in the slice, a valid index [N, 1] for all, and the scaled float64 logits there.
 
-    Last is the factor that makes a logit a power of two, rounded; it multiplies differences of logits only.
+    The last value is `scale` * log2(e), rounded: it turns differences of logits into powers of two.
     """
     width = logits_NV.shape[1]
     held_N = (target_N >= 0) & (target_N < width)
@@ -187,7 +186,7 @@ def _at_targets(logits_NV: Tensor, target_N: Tensor, scale: float) -> tuple[Tens
 
 def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, scale: float = 1.0) -> Tensor:
     """Return the statistics [F, N] of `scale` times one slice of the logits."""
-    if logits_NV.shape[1] == 0:  # a rank that holds only padding contributes what no slices at all merge to
+    if logits_NV.shape[1] == 0:  # a rank with padding alone contributes the merge of no slices
         return merge_statistics(empty_statistics(0, logits_NV, with_entropy))
     if (kernels := _kernels_for(logits_NV)) is not None:
         return kernels.slice_statistics(logits_NV, target_N, with_entropy, scale)
@@ -216,9 +215,9 @@ def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, sc
 def logits_gradient(
     logits_NV: Tensor, target_N: Tensor, rows: RowBackward, out_NV: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Write the gradient by one slice of `scale` times the logits into `out_NV`, which may be the logits.
+    """Write the gradient with respect to a slice of `scale` times the logits into `out_NV`, which may be the logits.
 
-    With g and e the incoming gradients of the row's log-probability and entropy H:
+    With the incoming gradients g of the row's log-probability and e of its entropy H:
     dL/dz_v = g * 1[v = target] - p_v * (g + e * (log p_v + H)).
     """
     if logits_NV.numel() == 0:
@@ -229,7 +228,7 @@ def logits_gradient(
     wide = accumulation_dtype(logits_NV.dtype)
     exact_shift_N = rows.lse_N * (base2 / scale)
     shift_N = exact_shift_N.to(wide)
-    # What rounding the shift changes in p, the row's factors make good.
+    # The row's factors correct the change in p that rounding the shift makes.
     correction_N = torch.exp2(shift_N - exact_shift_N)
     grad_N = rows.grad_logprob_N * correction_N.to(rows.grad_logprob_N.dtype)
     grad_entropy_N, power_scratch = None, None
@@ -258,15 +257,15 @@ def logits_gradient(
     if rows.entropy_N is not None and rows.grad_entropy_N is not None:
         at_target_N = at_target_N - log_p_N.exp() * rows.grad_entropy_N * (log_p_N + rows.entropy_N)
     place = torch.arange(target_N.shape[0], device=target_N.device), index_N1.squeeze(1)
-    # Not scatter_, which on CPU copies a 16-bit matrix as a whole.
+    # Not scatter_, which copies the whole of a 16-bit matrix on CPU.
     return out_NV.index_put_(place, torch.where(held_N, at_target_N.to(out_NV.dtype), out_NV[place]))
 
 
 def take_out(logits_nv: Tensor, place: tuple[Tensor, Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    """Take the K logits of each row (or fewer) at (rows, columns) out of a tile.
+    """Take the logits at (rows, columns), at most K per row, out of a tile.
 
-    Returns them times `scale` in float64, and the statistics [F, n] of the rest. In their place the tile keeps a finite
-    logit that adds nothing to a sum with real ones.
+    Returns them times `scale` in float64, and the statistics [F, n] of the rest. In the tile, they are replaced by a
+    finite logit that adds nothing to a sum of real ones.
     """
     taken = logits_nv[place].double() * scale
     logits_nv[place] = max(torch.finfo(logits_nv.dtype).min, _NEGLIGIBLE)
@@ -278,7 +277,7 @@ def take_out(logits_nv: Tensor, place: tuple[Tensor, Tensor], scale: float) -> t
 
 
 def add_logits(stats_FN: Tensor, logit_NK: Tensor) -> Tensor:
-    """Return statistics of a slice together with single logits beside it, each of which is a slice of one column."""
+    """Merge a slice's statistics with individual logits, each treated as a one-column slice."""
     slices_KFN = stats_FN.new_zeros(logit_NK.shape[1], *stats_FN.shape)
     slices_KFN[:, 0] = logit_NK.t()
     return merge_statistics(torch.cat([stats_FN.unsqueeze(0), slices_KFN]))
@@ -286,7 +285,7 @@ def add_logits(stats_FN: Tensor, logit_NK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SplitSoftmax:
-    """The softmax over the whole vocabulary, in float64; K logits stand apart from the tail."""
+    """The softmax over the whole vocabulary, in float64: K logits, and the tail of all others."""
 
     logprob_NK: Tensor
     lse_N: Tensor
@@ -295,14 +294,14 @@ class SplitSoftmax:
 
     @classmethod
     def of(cls, logit_NK: Tensor, tail_FN: Tensor) -> Self:
-        """Join the two parts; a tail of no ids at all has the log-sum-exp -inf."""
+        """Join the two parts; an empty tail has the log-sum-exp -inf."""
         lse_N = add_logits(tail_FN, logit_NK)[0]
         return cls(logit_NK - lse_N.unsqueeze(1), lse_N, tail_FN[0], tail_FN[0] - lse_N)
 
 
 @dataclass(frozen=True)
 class SplitBackward(_Backward):
-    """The saved softmax and the incoming gradients times the factor of the logits."""
+    """The saved softmax, and the incoming gradients times the logits' factor."""
 
     logprob_NK: Tensor
     tail_lse_N: Tensor
@@ -310,23 +309,17 @@ class SplitBackward(_Backward):
     grad_logprob_NK: Tensor
     grad_tail_N: Tensor
 
-    def outside(self) -> RowBackward:
-        """Return the gradient of the tail's logits, as that of a softmax over the tail alone.
+    def outside_and_inside(self) -> tuple[RowBackward, Tensor]:
+        """Return the gradients for the tail's logits (as a softmax over the tail alone) and for the K logits.
 
-        With t the log of the tail's mass, q_v = p_v / exp(t), G the sum of the gradients of the log-probabilities
-        and g_t that of t: dL/dz_v = -q_v * (G exp(t) + g_t expm1(t)).
-        Written with p_v, a factor exp(-t) would overflow where the tail is small.
-        """
-        total_N, mass_N = self.grad_logprob_NK.sum(1), self.tail_logmass_N.exp()
-        return RowBackward(
-            self.tail_lse_N, total_N * mass_N + self.grad_tail_N * torch.expm1(self.tail_logmass_N)
-        )
-
-    def inside_NK(self) -> Tensor:
-        """Return the gradient of the logits held apart: dL/dz_k = g_k - p_k * (G + g_t).
-
-        As -g_k expm1(log p_k) - p_k (G - g_k ...) it keeps its digits where p_k is close to one.
+        With the log t of the tail's mass, q_v = p_v / exp(t), the sum G of the log-probabilities' gradients g_k and the
+        gradient g_t of t, the tail's is dL/dz_v = -q_v * (G exp(t) + g_t expm1(t)): with p_v, a factor exp(-t) would
+        overflow for a small tail. The K logits' is dL/dz_k = g_k - p_k * (G + g_t): written as
+        -g_k expm1(log p_k) - p_k (G - g_k + g_t), it keeps its digits for p_k close to one.
         """
         grad_NK, logprob_NK = self.grad_logprob_NK, self.logprob_NK
+        total_N, mass_N = grad_NK.sum(1), self.tail_logmass_N.exp()
+        tail_N = total_N * mass_N + self.grad_tail_N * torch.expm1(self.tail_logmass_N)
         others_NK = grad_NK.sum(1, keepdim=True) - grad_NK + self.grad_tail_N.unsqueeze(1)
-        return -grad_NK * torch.expm1(logprob_NK) - logprob_NK.exp() * others_NK
+        inside_NK = -grad_NK * torch.expm1(logprob_NK) - logprob_NK.exp() * others_NK
+        return RowBackward(self.tail_lse_N, tail_N), inside_NK

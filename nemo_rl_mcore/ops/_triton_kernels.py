@@ -1,8 +1,8 @@
 # pyright: basic, reportArgumentType=false
-# Triton's own types say that a constexpr argument is not a plain number, and nothing about the rest.
+# Triton's type hints exclude plain numbers for constexpr arguments, and cover nothing else.
 """The two elementwise passes as Triton kernels: each reads its slice of the logits once.
 
-The twins in `_softmax` read it once per operator. Both kernels compute in float32; statistics leave in float64.
+Their twins in `_softmax` read it once per operator. Both kernels compute in float32; statistics are stored in float64.
 
 Shapes: N token rows, V a slice of the vocabulary.
 """
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2048  # columns that a program works on at a time
+_BLOCK = 2048  # columns per step of a program
 
 
 @triton.jit
@@ -24,12 +24,14 @@ def _statistics_kernel(
     logits_ptr, row_stride, target_ptr, out_ptr, rows, width, scale,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: log-sum-exp, target's logit and, with the sums of e = exp(z - maximum), the entropy.
+    """One program per row: log-sum-exp, target's logit and, from sums of e = exp(z - maximum), the entropy.
 
-    Every lane keeps its own running maximum, so that nothing crosses lanes inside the loop.
+    Every lane keeps its own running maximum, so that the loop needs no exchange between lanes.
     """
     row = tl.program_id(0).to(tl.int64)
-    lane_max = tl.full((BLOCK,), -3.0e38, tl.float32)  # finite, so that empty lanes subtract to numbers
+    lane_max = tl.full(
+        (BLOCK,), -3.0e38, tl.float32
+    )  # finite, so that differences of empty lanes are not NaN
     lane_sum = tl.zeros((BLOCK,), tl.float32)
     lane_dot = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
@@ -37,7 +39,7 @@ def _statistics_kernel(
         inside = column < width
         z = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
         grown = tl.where(inside, tl.maximum(lane_max, z), lane_max)
-        # What a lane has summed is centred on its old maximum; an empty lane has nothing to move.
+        # A lane's sum is centred on its old maximum; an empty lane has nothing to shift.
         shift = tl.where(lane_sum > 0, lane_max - grown, 0.0)
         kept = tl.exp(shift)
         centred = tl.where(inside, z - grown, 0.0)
@@ -67,7 +69,7 @@ def _gradient_kernel(
     logits_ptr, row_stride, out_ptr, out_stride, target_ptr, lse_ptr, grad_ptr, entropy_ptr, grad_entropy_ptr,
     width, scale, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of a row; see `_softmax.logits_gradient` for the formula."""
+    """One program per block of a row; see `_softmax.logits_gradient` for the formula."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -84,7 +86,7 @@ def _gradient_kernel(
 
 
 def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, scale: float) -> Tensor:
-    """As `_softmax.slice_statistics`, for a slice that is not empty."""
+    """As `_softmax.slice_statistics`, for a non-empty slice."""
     rows, width = logits_NV.shape
     stats_FN = logits_NV.new_empty(3 if with_entropy else 2, rows, dtype=torch.float64)
     if rows > 0:
@@ -95,14 +97,14 @@ def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, sc
 
 
 def logits_gradient(logits_NV: Tensor, target_N: Tensor, rows: Any, out_NV: Tensor, scale: float) -> Tensor:
-    """As `_softmax.logits_gradient` of the same `RowBackward`, for a slice that is not empty."""
+    """As `_softmax.logits_gradient`, for a non-empty slice; rows: a `RowBackward`."""
     count, width = logits_NV.shape
     block = _block(width)
     lse_N, entropy_N, grad_entropy_N = rows.lse_N, rows.entropy_N, rows.grad_entropy_N
     _gradient_kernel[(count, triton.cdiv(width, block))](
         logits_NV, logits_NV.stride(0), out_NV, out_NV.stride(0),
         target_N, lse_N, rows.grad_logprob_N.contiguous(),
-        # Without entropy the kernel reads neither of these.
+        # Placeholders without entropy: the kernel then reads neither.
         lse_N if entropy_N is None else entropy_N,
         lse_N if grad_entropy_N is None else grad_entropy_N.contiguous(),
         width, scale, entropy_N is not None, block,

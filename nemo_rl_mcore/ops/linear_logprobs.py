@@ -1,15 +1,15 @@
-"""Log-probabilities of given tokens under a linear vocabulary head, without ever holding the logits.
+"""Log-probabilities of given tokens under a linear vocabulary head, without storing the logits.
 
-log p = log softmax(hidden @ weight.T * logit_scale / temperature)[target], with the entropy if asked for.
-The forward keeps one or two floats a token; the backward recomputes the logits tile by tile and is exact.
+log p = log softmax(hidden @ weight.T * logit_scale / temperature)[target], with the entropy on request.
+The forward keeps one or two floats per token; the backward recomputes the logits tile by tile and is exact.
 With a frozen weight the forward keeps the gradient's direction [N, H] instead: scale * (W[target] - sum_v p_v W[v])
-does not depend on the loss, and forming it while a tile of logits is at hand takes two matrix products in place of the
-three of a backward that recomputes the logits. It needs one pass over the panels, with the sum rescaled whenever the
-running log-sum-exp grows.
+does not depend on the loss. Forming it from a tile of logits takes two matrix products, against three in a backward
+that recomputes the logits. It needs one pass over the panels, with the sum rescaled whenever the running log-sum-exp
+grows.
 Under tensor parallelism every rank holds a slice of the vocabulary; results are the same on all ranks.
 
-Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, T = S * B tokens, L of them held by this
-rank, N those kept by the mask, n of them in a tile, v columns of a tile, K panels, F floats per row.
+Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, T = S * B tokens, L of them on this rank, N those
+kept by the mask, n of them in a tile, v columns of a tile, K panels, F floats per row.
 """
 
 from collections.abc import Iterator
@@ -52,19 +52,19 @@ def fused_linear_logprobs(
     with_entropy: bool = False,
     options: LinearLogprobsOptions = DEFAULT_OPTIONS,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the log-probabilities [S, B] of the targets, or (log-probabilities, entropy), with an exact backward.
+    """Return the targets' log-probabilities [S, B], or (log-probabilities, entropy), with an exact backward.
 
-    Results are float32 (float64 for float64 inputs). Rows where the mask is zero give exactly 0, receive no
-    gradient and are never multiplied with the weight. The incoming gradients must be the same on every rank.
+    Results are float32 (float64 for float64 inputs). Rows where the mask is zero return exactly 0, get no gradient and
+    are never multiplied with the weight. The incoming gradients must be the same on every rank.
 
-    hidden_SBH: hidden states [S, B, H], replicated over ranks, their gradient summed over them; with
-    `sequence_parallel` this rank's shard [S/tp, B, H], whose gradient is reduce-scattered. weight_VH: this rank's rows
-    [V/tp, H] of the vocabulary, in the same dtype. targets_SB: global token ids, and mask: [S, B], not zero where a
-    token counts, both the same on every rank. tp_group: None means a single rank. temperature: divides the logits,
-    inside the softmax. with_entropy: also return the entropy of the softmax.
+    hidden_SBH: hidden states [S, B, H], replicated over ranks, with the gradient summed over them; with
+    `sequence_parallel` this rank's shard [S/tp, B, H], with the gradient reduce-scattered. weight_VH: this rank's
+    vocabulary rows [V/tp, H], in the same dtype. targets_SB: global token ids, and mask: not zero for tokens that
+    count; both [S, B] and the same on every rank. tp_group: None for a single rank. temperature: divides the logits,
+    inside the softmax. with_entropy: also return the softmax's entropy.
 
-    Raises ValueError for shapes or dtypes that do not fit, a temperature that is not positive, a counted target outside
-    the vocabulary, and `accumulate_main_grad` for a weight without `main_grad`.
+    Raises ValueError for shapes or dtypes that do not match, a temperature of 0 or less, a counted target outside the
+    vocabulary, and `accumulate_main_grad` for a weight without `main_grad`.
     """
     call = HeadCall.of(
         *(hidden_SBH, weight_VH, {"targets": targets_SB.shape}),
@@ -87,7 +87,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         target_N = call.rows.select(target_T)
         call.shard(weight_VH).check_targets(target_N)
         head = call.head(call.rows.gather_hidden(hidden_LH), weight_VH, target_N)
-        # The hidden gradient is formed here; one through the entropy needs the logits again.
+        # The hidden gradient is then formed here; a gradient by the entropy needs the logits again.
         ctx.frozen = call.wanted == (True, False) and not with_entropy
         ctx.call, ctx.tiling, ctx.cache = call, head.tiling, call.cache(head)
         if ctx.frozen:
@@ -100,7 +100,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
                 stats_FN[:, rows] = slice_statistics(logits_nv, target_n, with_entropy, head.scale)
         dtype = accumulation_dtype(hidden_LH.dtype)
         softmax = RowSoftmax.over_ranks(merge_statistics(stats_KFN), call.tp_group, dtype)
-        # The caller's hidden states and weight by reference; the gathered rows and the logits are recomputed.
+        # References to the caller's hidden states and weight; gathered rows and logits are recomputed.
         ctx.save_for_backward(hidden_LH, weight_VH, target_T, softmax.lse_N, softmax.entropy_N)
         ctx.weight = weight_VH
         logprob_T = call.rows.spread(softmax.logprob_N)
@@ -138,7 +138,7 @@ def _logprobs_and_direction(head: LinearHead, call: HeadCall) -> tuple[Tensor, T
         for rows, logits_nv, target_n in head.tiles(panel):
             stats_FN[:, rows] = slice_statistics(logits_nv, target_n, False, head.scale)
             grown_n = torch.logaddexp(lse_N[rows], stats_FN[0, rows])
-            # The gradient of -log p of a target elsewhere is the softmax itself.
+            # The gradient of -log p for a target outside the tile is the softmax itself.
             as_loss = RowBackward(grown_n, mean_NH.new_full(grown_n.shape, -1.0))
             softmax_nv = head.gradient_tile(logits_nv, torch.full_like(target_n, -1), as_loss)
             mean_NH[rows].mul_(torch.exp(lse_N[rows] - grown_n).to(wide).unsqueeze(1))

@@ -1,11 +1,11 @@
-"""Log-probabilities at several given ids of each token under a linear vocabulary head, without holding the logits.
+"""Log-probabilities at several given ids per token under a linear vocabulary head, without storing the logits.
 
-What a student of top-k distillation needs: log p at the teacher's ids under the full vocabulary, the mass of
-everything else and the entropy, with an exact backward that recomputes the logits tile by tile.
+For a student in top-k distillation: log p at the teacher's ids under the full vocabulary, and the mass of all others,
+with an exact backward that recomputes the logits tile by tile.
 
-Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, K ids a token, T = S * B tokens, L of them
-held by this rank, N those kept by the mask, F statistics a row,
-P = pairs of a token row and an id of this rank's vocabulary, p of them in one tile.
+Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, K ids per token, T = S * B tokens, L of them on
+this rank, N those kept by the mask, F statistics per row, P pairs of a token row and an id of this rank's vocabulary,
+p of them in a tile.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 
 @dataclass(frozen=True)
 class TilePlaces:
-    """Pairs sorted by tile, once for all: a tile finds its own without comparing every id with its panel."""
+    """Pairs sorted by tile, so that a tile finds its own without comparing every id."""
 
     pair_P: Tensor
     """Indices into the flattened [N, K]."""
     row_P: Tensor
     column_P: Tensor
     bounds: list[int]
-    """Bounds of each tile's pairs, tiles in the order of the walk."""
+    """Bounds of each tile's pairs, tiles in processing order."""
     tiling: Tiling
     chunks: int
 
     @classmethod
     def of(cls, id_NK: Tensor, shard: VocabShard, tiling: Tiling) -> TilePlaces:
-        """Sort the global ids that the shard holds; the others belong to other ranks."""
+        """Sort the shard's global ids; the others belong to other ranks."""
         column_NK = id_NK - shard.start
         held_NK = (column_NK >= 0) & (column_NK < shard.valid)
         pair_P = held_NK.reshape(-1).nonzero().squeeze(1)
@@ -67,7 +67,7 @@ class TilePlaces:
         return cls(pair_P[order_P], row_P[order_P], column_P[order_P], bounds, tiling, chunks)
 
     def within(self, panel: slice, rows: slice) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return one tile's pairs and their (row, column) in the tile."""
+        """Return a tile's pairs, and their (row, column) within it."""
         tile: int = panel.start // self.tiling.cols * self.chunks + rows.start // self.tiling.rows
         span = slice(self.bounds[tile], self.bounds[tile + 1])
         return self.pair_P[span], (self.row_P[span] - rows.start, self.column_P[span] - panel.start)
@@ -76,7 +76,7 @@ class TilePlaces:
 class IndexedLogprobs(NamedTuple):
     """Results of `linear_logprobs_at`: [S, B, K] under the full vocabulary, in the order of the ids.
 
-    tail_logmass: [S, B] log of the probability of all other ids, if asked for.
+    tail_logmass: [S, B] log of all other ids' probability, on request.
     """
 
     logprobs: Tensor
@@ -95,11 +95,11 @@ def linear_logprobs_at(
     with_tail: bool = False,
     options: LinearLogprobsOptions = DEFAULT_OPTIONS,
 ) -> IndexedLogprobs:
-    """Return the log-probabilities of K ids for each token, with an exact backward; 0 where the mask is 0.
+    """Return the log-probabilities of K ids per token, with an exact backward; 0 where the mask is 0.
 
-    The tail's mass is summed over the other ids, so its logarithm keeps its digits however small it is; without others
-    it is the constant -inf. Results are float32 (float64 for float64 inputs). indices_SBK: global ids [S, B, K],
-    distinct within a token, the same on every rank. with_tail: also return the tail's mass. All other arguments, and
+    The tail's mass is summed over the other ids, so that its logarithm keeps its digits for any size; without others it
+    is the constant -inf. Results are float32 (float64 for float64 inputs). indices_SBK: global ids [S, B, K], distinct
+    within a token, the same on every rank. with_tail: also return the tail's mass. All other arguments, and
     ValueErrors, are those of `fused_linear_logprobs`.
     """
     if indices_SBK.dim() == 0 or indices_SBK.shape[-1] == 0 or indices_SBK.is_floating_point():
@@ -133,7 +133,7 @@ class _LinearLogprobsAt(torch.autograd.Function):
             )
         head = call.head(call.rows.gather_hidden(hidden_LH), weight_VH)
         places, cache = TilePlaces.of(ids_NK, shard, head.tiling), call.cache(head)
-        # Of this rank's vocabulary: the logits at the ids, zero at others, and statistics of the rest.
+        # This rank's logits at its ids, zero at other ranks' ids, and the statistics of the rest.
         logit_NK = head.hidden_NH.new_zeros(ids_NK.shape, dtype=torch.float64)
         tail_KFN = empty_statistics(len(head.panels), head.hidden_NH, with_entropy=False)
         for tail_FN, panel in zip(tail_KFN, head.panels, strict=True):
@@ -142,7 +142,7 @@ class _LinearLogprobsAt(torch.autograd.Function):
                 taken_p, tail_FN[:, rows] = take_out(logits_nv, place, head.scale)
                 logit_NK.view(-1)[pair_p] = taken_p
         tail_FN = merge_statistics(tail_KFN)
-        # One all-gather joins the ranks' parts; each logit is on one rank, and zero on the others.
+        # One all-gather joins the ranks' parts; each logit is zero on all ranks but one.
         parts_RXN = gather_over_ranks(torch.cat([tail_FN, logit_NK.t()]), call.tp_group)
         count = tail_FN.shape[0]
         logit_NK, tail_FN = parts_RXN[:, count:].sum(0).t(), merge_statistics(parts_RXN[:, :count])
@@ -160,7 +160,7 @@ class _LinearLogprobsAt(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: HeadCall = ctx.call
         hidden_LH, weight_VH, ids_TK, logprob_NK, tail_lse_N, tail_N = ctx.saved_tensors
-        # Autograd's gradients cover all tokens, and may be missing.
+        # Autograd's gradients cover all tokens, and may be None.
         grad_logprob_NK, grad_tail_N = (
             torch.zeros_like(like_N) if grad_T is None else call.rows.select(grad_T) * call.scale
             for grad_T, like_N in zip(grad_outputs, (logprob_NK, tail_N), strict=True)
@@ -169,8 +169,7 @@ class _LinearLogprobsAt(torch.autograd.Function):
         live, ids_NK = backward.live_rows(), call.rows.select(ids_TK)
         if live is not None:
             ids_NK, backward = ids_NK[live], backward.at(live)
-        outside, inside_NK = backward.outside(), backward.inside_NK()
-        shard = call.shard(weight_VH)
+        (outside, inside_NK), shard = backward.outside_and_inside(), call.shard(weight_VH)
         places, column_NK = TilePlaces.of(ids_NK, shard, ctx.tiling), ids_NK - shard.start
 
         def tiles(head: LinearHead, panel: slice) -> Iterator[GradientTile]:

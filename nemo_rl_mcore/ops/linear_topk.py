@@ -1,7 +1,7 @@
-"""The k largest log-probabilities of each token under a linear vocabulary head, without holding the logits.
+"""Each token's k largest log-probabilities under a linear vocabulary head, without storing the logits.
 
-What a teacher of top-k distillation hands over. One pass over the panels keeps the k largest logits seen so far
-and sums up whatever drops out, so that the mass of the tail is exact.
+A teacher's output in top-k distillation. One pass over the panels keeps the k largest logits so far and sums up all
+others, so that the tail's mass is exact.
 
 Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, K = k ids a token, N tokens kept by the
 mask, n x v a tile of logits, F statistics a row, R ranks, M candidates for the k places.
@@ -30,10 +30,10 @@ from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 
 @dataclass(frozen=True)
 class TopK:
-    """The k largest logits of each token, and the softmax they are part of.
+    """Each token's k largest logits, with terms of the softmax over the whole vocabulary.
 
     logits: [S, B, K] in descending order, scaled and divided by the temperature; indices: [S, B, K] int64 global ids.
-    [S, B]: logsumexp over the whole vocabulary, and the log of the probability of all other ids, -inf without any.
+    logsumexp: [S, B]; tail_logmass: [S, B] log of all other ids' probability, -inf without any.
     """
 
     logits: Tensor
@@ -43,7 +43,7 @@ class TopK:
 
     @property
     def logprobs(self) -> Tensor:
-        """Return [S, B, K] log-probabilities under the full vocabulary."""
+        """Log-probabilities [S, B, K] under the full vocabulary."""
         return self.logits - self.logsumexp.unsqueeze(-1)
 
 
@@ -59,11 +59,11 @@ def linear_topk_logprobs(
     mask: Tensor | None = None,
     options: LinearLogprobsOptions = DEFAULT_OPTIONS,
 ) -> TopK:
-    """Return the k largest logits of each token with their ids, exact and without gradient; 0 where the mask is 0.
+    """Return each token's k largest logits with their ids, exact and without gradient; 0 where the mask is 0.
 
-    Of equal logits at the border of the k any may be returned, in any order; all ranks return the same. Results are
-    float32 (float64 for float64 inputs). k: 1 to the size of the vocabulary; may exceed this rank's rows. All other
-    arguments, and ValueErrors, are those of `fused_linear_logprobs`.
+    Ties at the k-th place are broken arbitrarily, but alike on all ranks. Results are float32 (float64 for float64
+    inputs). k: 1 to the vocabulary's size; may exceed this rank's rows. All other arguments, and ValueErrors, are those
+    of `fused_linear_logprobs`.
     """
     call = HeadCall.of(hidden_SBH, weight_VH, {}, tp_group, sequence_parallel, temperature, mask, options)
     shard = call.shard(weight_VH)
@@ -71,7 +71,7 @@ def linear_topk_logprobs(
         raise ValueError(f"k is {k}, but must lie between 1 and the vocabulary size {shard.vocab_size}")
     hidden_NH = call.rows.gather_hidden(hidden_SBH.reshape(-1, hidden_SBH.shape[-1]))
     logit_NK, id_NK, tail_FN = _largest(call.head(hidden_NH, weight_VH), k, shard.start)
-    # One all-gather, in which float64 carries ids exactly up to 2**53.
+    # One all-gather; float64 holds ids exactly up to 2**53.
     missing = k - logit_NK.shape[1]  # on a rank with fewer than k ids
     logit_NK = torch.nn.functional.pad(logit_NK, (0, missing), value=float("-inf"))
     id_NK = torch.nn.functional.pad(id_NK.double(), (0, missing), value=-1.0)
@@ -82,24 +82,25 @@ def linear_topk_logprobs(
     logit_NK, id_NK, tail_FN = _largest_among(logit_MN.t(), id_MN.t().long(), tail_FN, k)
     softmax, dtype = SplitSoftmax.of(logit_NK, tail_FN), accumulation_dtype(hidden_SBH.dtype)
     logits, logsumexp, tail_logmass = (
-        call.spread(x_N.to(dtype)) for x_N in (logit_NK, softmax.lse_N, softmax.tail_logmass_N)
+        call.rows.spread(x_N.to(dtype)) for x_N in (logit_NK, softmax.lse_N, softmax.tail_logmass_N)
     )
-    return TopK(logits, call.spread(id_NK), logsumexp, tail_logmass)
+    shape, indices = (*call.tokens, k), call.rows.spread(id_NK).view(*call.tokens, k)
+    return TopK(logits.view(shape), indices, logsumexp.view(call.tokens), tail_logmass.view(call.tokens))
 
 
 _Largest = tuple[Tensor, Tensor, Tensor]
-"""Largest logits [N, K] of a slice of the vocabulary in descending order, their ids, and statistics of all others."""
+"""A vocabulary slice's largest logits [N, K] in descending order, their ids, and the statistics of all others."""
 
 
 def _largest_among(logit_NM: Tensor, id_NM: Tensor, tail_FN: Tensor, k: int) -> _Largest:
-    """Keep k of the candidates and add the others to the tail: the one rule for tiles and for ranks."""
+    """Keep k of the candidates and add the others to the tail; one rule for tiles and for ranks."""
     sorted_NM, order_NM = logit_NM.sort(1, descending=True)
     tail_FN = add_logits(tail_FN, sorted_NM[:, k:])
     return sorted_NM[:, :k], id_NM.gather(1, order_NM)[:, :k], tail_FN
 
 
 def _largest(head: LinearHead, k: int, first_id: int) -> _Largest:
-    """Return the largest of this rank's vocabulary, all of it if that is no more than k."""
+    """Return the largest logits of this rank's vocabulary, all of them if it has at most k rows."""
     shape = head.hidden_NH.shape[0], min(k, head.weight_VH.shape[0])
     logit_NK = head.hidden_NH.new_empty(shape, dtype=torch.float64)
     id_NK = head.hidden_NH.new_empty(shape, dtype=torch.int64)

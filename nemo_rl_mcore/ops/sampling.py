@@ -1,4 +1,4 @@
-"""Draw tokens from logits with noise that depends on the sample alone, never on its place in a batch or its rank.
+"""Draw tokens from logits, with noise that depends on the sample alone, not on its batch, row or rank.
 
 Shapes: B rows, V vocabulary.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Logits are divided by the temperature, then cut to top-k (None: all), then to top-p; greedy ignores the noise."""
+    """Logits are divided by the temperature, then cut to top-k (None: all), then to top-p; greedy ignores noise."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -22,17 +22,17 @@ class SamplingParams:
 
 
 def sample_tokens(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Return a token per row by inversion of the distribution function: (ids int64 [B], log-probabilities fp32 [B]).
+    """Draw a token per row by inverse transform sampling: (ids int64 [B], log-probabilities fp32 [B]).
 
     logits_BV: any float dtype; uniforms_B: float64 in [0, 1). The log-probabilities are the model's at the temperature,
-    as training computes them: the filters do not enter.
+    without the filters, as in training.
     """
     scaled_BV = at_temperature(logits_BV, params.temperature)
     logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
     if params.greedy:
         tokens_B = logprobs_BV.argmax(-1)
     else:
-        # In float64 the distribution function of a large vocabulary still ends at one.
+        # In float64 the cumulative distribution of a large vocabulary still ends at one.
         cumulative_BV = filter_logits(scaled_BV, params).double().softmax(-1).cumsum(-1)
         thresholds_B1 = (uniforms_B * cumulative_BV[:, -1]).unsqueeze(1)
         tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True).squeeze(1)
@@ -41,19 +41,19 @@ def sample_tokens(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams)
 
 
 def at_temperature(logits_BV: Tensor, temperature: float) -> Tensor:
-    """Return the logits whose softmax is the distribution at the temperature, fp32."""
+    """Return the logits divided by the temperature, fp32."""
     return logits_BV.float() / temperature
 
 
 def filter_logits(scaled_BV: Tensor, params: SamplingParams) -> Tensor:
-    """Return the logits (already divided by the temperature) to draw from; tokens cut by top-k or top-p have -inf."""
+    """Set tokens outside top-k or top-p to -inf; scaled_BV: logits divided by the temperature."""
     if params.top_k is not None and params.top_k < scaled_BV.shape[1]:
         smallest_kept_B1 = scaled_BV.topk(params.top_k, dim=-1).values[:, -1:]
         scaled_BV = scaled_BV.masked_fill(scaled_BV < smallest_kept_B1, float("-inf"))
     if params.top_p < 1.0:
         descending_BV, order_BV = scaled_BV.sort(dim=-1, descending=True)
         probability_BV = descending_BV.softmax(-1)
-        # A token stays while those before it have not yet reached top_p; so the first always stays.
+        # A token stays if the tokens before it sum to less than top_p; so the first always stays.
         dropped_BV = probability_BV.cumsum(-1) - probability_BV >= params.top_p
         scaled_BV = scaled_BV.masked_fill(dropped_BV.scatter(1, order_BV, dropped_BV), float("-inf"))
     return scaled_BV
@@ -69,12 +69,12 @@ def sample_keys(
     key_B = splitmix64(key_B)
     if turns_B is None:
         return key_B
-    # The first turn has the key that answers without turns have.
+    # The first turn has the same key as an answer without turns.
     return torch.where(turns_B == 0, key_B, splitmix64(key_B ^ turns_B))
 
 
 def keyed_uniforms(keys_B: Tensor, position: int) -> Tensor:
-    """Return the uniform numbers in [0, 1), float64 [B], one for each key at this position of its sequence."""
+    """Return uniform numbers in [0, 1), float64 [B], one per key at this position of its sequence."""
     bits_B = splitmix64(keys_B + signed_64(position * GOLDEN_GAMMA))
     return ((bits_B >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
@@ -83,21 +83,21 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def splitmix64(state: Tensor) -> Tensor:
-    """Return SplitMix64's output function (Steele, Lea and Flood, 2014) of int64 tensors, which wrap as it needs."""
+    """Apply SplitMix64's output function (Steele, Lea and Flood, 2014) to int64 tensors, whose overflow wraps."""
     mixed = state + signed_64(GOLDEN_GAMMA)
     for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        # A logical shift: torch's own copies the sign.
+        # A logical shift: torch's own extends the sign.
         shifted = (mixed >> bits) & ((1 << (64 - bits)) - 1)
         mixed = (mixed ^ shifted) * signed_64(factor)
     return mixed
 
 
 def signed_64(value: int) -> int:
-    """Return the int64 with the low 64 bits of a Python int."""
+    """Return the low 64 bits of a Python int as an int64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def bound_of(new_tokens: int, longest: int | None, prompt_tokens: int) -> int:
-    """Tokens of a response at most: so many new ones, and no more than the prompt leaves of the longest sequence."""
+    """Return a response's maximum length: `new_tokens`, or the room that the prompt leaves in `longest`."""
     return new_tokens if longest is None else min(new_tokens, longest - prompt_tokens)

@@ -1,9 +1,9 @@
-"""The two parts of a Mamba-2 layer that look back along a sequence, in plain torch: for machines without its kernels.
+"""A Mamba-2 layer's two parts that look back along a sequence, in plain torch, for machines without its kernels.
 
 Source: https://arxiv.org/abs/2405.21060, section 6 (the scan by chunks).
 
-Shapes: B rows, S sequence, C channels, W taps of the convolution, H heads, P size of a head, G groups of heads that
-share keys and queries, N size of the state; Q positions of a chunk.
+Shapes: B rows, S sequence, C channels, W taps of the convolution, H heads, P head size, G groups of heads with common
+keys and queries, N state size, Q positions of a chunk.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _CHUNK = 64
 def causal_convolution(
     values_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor, *, samples_S: Tensor | None, before_BWC: Tensor
 ) -> Tensor:
-    """Return each channel's weighted sum of its last W values, [B, S, C]; before_BWC: the W - 1 before the first.
+    """Return each channel's weighted sum of its last W values, [B, S, C]; before_BWC: the W - 1 values before.
 
-    samples_S: int64, the sample of each position of a packed row; values of another one count as 0.
+    samples_S: int64, each position's sample in a packed row; values of other samples count as 0.
     """
     columns, taps = values_BSC.shape[1], weight_CW.shape[1]
     padded = torch.cat([before_BWC, values_BSC], dim=1)
@@ -38,9 +38,10 @@ def causal_convolution(
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """Inputs of a scan at each position, at least float32: values [B, S, H, P], log_decays [B, S, H], at most 0.
+    """A scan's inputs per position, float32 or wider: values [B, S, H, P], log_decays [B, S, H], at most 0.
 
-    keys, queries: [B, S, G, N], where values are written and read. samples: int64 [S], of a packed row; None for one.
+    keys, queries: [B, S, G, N], the directions in which values are written and read. samples: int64 [S], each
+    position's sample in a packed row; None for a single sample.
     """
 
     values: Tensor
@@ -51,9 +52,10 @@ class ScanInputs:
 
 
 def selective_scan(inputs: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result at each position, [B, S, H, P], and the state [B, H, P, N] after the last one.
+    """Return each position's result, [B, S, H, P], and the state [B, H, P, N] after the last one.
 
-    At a position the state decays, takes its value on along its key, and is read along its query; a sample starts anew.
+    At each position the state decays, adds the value along the key, and is read along the query. A sample starts from
+    zero.
     """
     read: list[Tensor] = []
     columns = inputs.values.shape[1]
@@ -63,7 +65,7 @@ def selective_scan(inputs: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tens
             *(x[:, part] for x in (inputs.values, inputs.log_decays, inputs.keys, inputs.queries)),
             samples=None if inputs.samples is None else inputs.samples[part],
         )
-        # A sample that begins with the chunk finds the state of another one.
+        # A sample that begins with the chunk must not see the previous sample's state.
         goes_on = (
             inputs.samples is None or not start or bool(inputs.samples[start] == inputs.samples[start - 1])
         )
@@ -73,16 +75,16 @@ def selective_scan(inputs: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tens
 
 
 def _scan_chunk(chunk: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
-    """Scan some positions at once; the state is that of the sample of the first one."""
+    """Scan a chunk's positions at once; the state belongs to the first position's sample."""
     values, precision = chunk.values, chunk.values.dtype
     heads, positions = values.shape[2], values.shape[1]
-    # Differences of sums are small where the sums are large.
+    # In float64: small differences of large sums follow.
     decays_BQH = chunk.log_decays.double().cumsum(1)
     samples_Q = chunk.samples
     if samples_Q is None:
         samples_Q = torch.zeros(positions, dtype=torch.long, device=values.device)
     of_first, of_last = samples_Q == samples_Q[0], samples_Q == samples_Q[-1]
-    pairs_QQ = (samples_Q[:, None] == samples_Q).tril()  # a position sees those of its sample up to itself
+    pairs_QQ = (samples_Q[:, None] == samples_Q).tril()  # a position sees its sample up to itself
     keys_BQHN, queries_BQHN = (
         x.repeat_interleave(heads // x.shape[2], dim=2) for x in (chunk.keys, chunk.queries)
     )

@@ -1,7 +1,6 @@
-"""Log-probabilities from logits that already exist, split over ranks along the vocabulary: the unfused path.
+"""Log-probabilities from existing logits, split over ranks along the vocabulary: the unfused path.
 
-Shapes: V this rank's vocabulary columns, T all tokens (every leading dimension, flattened), N those kept by
-the mask.
+Shapes: V this rank's vocabulary columns, T all tokens (leading dimensions flattened), N those kept by the mask.
 """
 
 from typing import Any, cast
@@ -31,11 +30,11 @@ def vocab_parallel_logprobs(
     with_entropy: bool = False,
     vocab_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the log-probabilities of the targets, or (log-probabilities, entropy), in float32 (float64 for float64).
+    """Return the targets' log-probabilities, or (log-probabilities, entropy), in float32 (float64 for float64).
 
-    Each rank's logits receive the exact gradient of its own shard, so the backward needs no collective; the incoming
-    gradients must be the same on every rank. logits: this rank's [..., V/tp]; targets: global token ids [...]. All
-    other arguments, and ValueErrors, are those of `fused_linear_logprobs`.
+    Each rank's logits get their shard's exact gradient, without a collective in the backward; the incoming gradients
+    must be the same on every rank. logits: this rank's [..., V/tp]; targets: global token ids [...]. All other
+    arguments, and ValueErrors, are those of `fused_linear_logprobs`.
     """
     if logits.shape[:-1] != targets.shape or (mask is not None and mask.shape != targets.shape):
         shapes = [list(x.shape) for x in (logits, targets, mask) if x is not None]

@@ -1,8 +1,8 @@
-"""The one file that knows the device.
+"""The only file with code that depends on the device.
 
 With a CUDA device this is a thin veneer over ``torch.cuda`` and changes nothing. Without one, `install` makes code that
-was written for CUDA run on CPU tensors with gloo: torch functions that take a device read "cuda" as "cpu", and the
-``torch.cuda`` calls that Megatron-Core makes become inert or act on the CPU generator. Nothing of Megatron is touched.
+was written for CUDA run on CPU tensors with gloo: torch functions that take a device read "cuda" as "cpu", and
+Megatron-Core's ``torch.cuda`` calls become inert or act on the CPU generator. Megatron itself is not touched.
 `install` belongs at the start of a training process, before ``megatron`` is imported, and nowhere else: a driver or an
 inference engine keeps the plain torch.
 """
@@ -28,7 +28,7 @@ _FACTORIES = (
     *("rand", "randn", "randint", "randperm", "tril_indices", "triu_indices"),
 )
 _TENSOR_FACTORIES = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
-# Megatron's warnings on a machine without a GPU; on CPU its forked generators are the CPU generator by construction.
+# Megatron's warnings on a machine without a GPU, where its forked generators are the CPU generator by construction.
 _EXPECTED_WARNINGS = (
     "CPU RNG state changed within GPU RNG context",
     "Transformer Engine and Apex are not installed",
@@ -48,12 +48,6 @@ def kept_generators() -> contextlib.AbstractContextManager[None]:
 
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else _CPU
-
-
-def compute_on(of: torch.device) -> None:
-    """Set this thread's device; a new thread starts on the first visible GPU."""
-    if of.type == "cuda":
-        torch.cuda.set_device(of)
 
 
 def device_uuid(of: torch.device | None = None) -> str:
@@ -95,12 +89,8 @@ def empty_cache() -> None:
     torch.cuda.empty_cache()
 
 
-def current_stream() -> torch.cuda.Stream:
-    return torch.cuda.current_stream()
-
-
-def new_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
+def current_and_new_stream() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    return torch.cuda.current_stream(), torch.cuda.Stream()
 
 
 def on_stream(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
@@ -120,7 +110,7 @@ def restore_device_rng_states(states: list[torch.Tensor]) -> None:
 
 
 def install(local_rank: int = 0) -> None:
-    """Choose the CUDA device, or stand in for CUDA where there is none, before `megatron` is imported."""
+    """Set the CUDA device, or without one replace CUDA by the CPU, before `megatron` is imported."""
     global _installed
     if has_cuda():
         torch.cuda.set_device(local_rank)
@@ -152,7 +142,7 @@ def _as_cpu(requested: Any) -> Any:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function that takes a device, by position or by keyword, read "cuda" as "cpu"."""
+    """Wrap a function that takes a device, by position or by keyword, to read "cuda" as "cpu"."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +161,7 @@ def _replace(owner: Any, **attributes: Any) -> None:
 
 
 def _wrap_device_arguments() -> None:
-    # torch's device context looks constructors up by identity in a list that is built once: build it now, with the
+    # torch's device context looks up constructors by identity in a list that is built once: build it now, with the
     # plain functions that the wrappers call.
     _device_constructors()
     _replace(DeviceContext, __init__=_on_cpu(DeviceContext.__init__))
@@ -192,16 +182,14 @@ def _wrap_device_arguments() -> None:
     _replace(tensor, type=cuda_type_name, record_stream=lambda self, _stream: None)
 
 
-def _always(answer: Any) -> Callable[..., Any]:
-    return lambda *_args, **_kwargs: answer
+def _always(result: Any) -> Callable[..., Any]:
+    return lambda *_args, **_kwargs: result
 
 
 class _Event:
     """An event on a device where all work is already done."""
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-
-    record = wait = synchronize = _always(None)
+    __init__ = record = wait = synchronize = _always(None)
     query = _always(True)
     elapsed_time = _always(0.0)
 
@@ -209,12 +197,10 @@ class _Event:
 class _Stream(contextlib.nullcontext):  # type: ignore[type-arg]
     """The only stream of a device that runs everything in order."""
 
-    cuda_stream = 0
+    cuda_stream = priority = 0
     device = _CPU
-    priority = 0
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        super().__init__()
+    enter_result = None
+    __init__ = _always(None)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
@@ -222,10 +208,8 @@ class _Stream(contextlib.nullcontext):  # type: ignore[type-arg]
     def __hash__(self) -> int:
         return 0
 
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
-
     wait_event = wait_stream = synchronize = _always(None)
+    record_event = _always(_Event())
     query = _always(True)
     priority_range = staticmethod(_always((0, 0)))
 
@@ -240,21 +224,21 @@ def _stand_in_for_torch_cuda() -> None:
     _replace(cuda.random, **generator)
     _replace(cuda, **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.default_generator.manual_seed))
     memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    answers: dict[Any, tuple[str, ...]] = {
+    results: dict[Any, tuple[str, ...]] = {
         _CPU: ("current_device",),
         0: ("device_count", *memory),
         None: ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_stream"),
         stream: ("current_stream", "default_stream"),
         contextlib.nullcontext(): ("stream", "device"),
     }
-    for answer, names in answers.items():
-        _replace(cuda, **{name: _always(answer) for name in names})
+    for result, names in results.items():
+        _replace(cuda, **{name: _always(result) for name in names})
     _replace(cuda, Stream=_Stream, Event=_Event, is_current_stream_capturing=_always(False))
     _replace(cuda.nvtx, range_push=_always(None), range_pop=_always(None))
 
 
 def _complete_gloo() -> None:
-    """Add to gloo what only nccl has: split sizes as tensors, and gather and scatter of uneven parts."""
+    """Add nccl's extras to gloo: split sizes as tensors, and gather and scatter of uneven parts."""
     plain_all_to_all, plain_all_gather = dist.all_to_all_single, dist.all_gather
     plain_reduce_scatter = dist.reduce_scatter
 

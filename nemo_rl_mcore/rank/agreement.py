@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_mcore.errors import CodedError, PeerLostError, code_of
-from nemo_rl_mcore.rank import accelerator, activity
-from nemo_rl_mcore.rank.rendezvous import patient_group
+from nemo_rl_mcore.rank import accelerator, activity, rendezvous
 
 _Text = tuple[int, list[tuple[str, str]], str, str]
-_Told = tuple[str, _Text | None]
+_Report = tuple[str, _Text | None]
 """Call and error of a rank: its number, classes by module and name, message and code."""
 
 
@@ -25,14 +24,13 @@ class UnequalCallsError(RuntimeError):
 
 @contextmanager
 def together(call: str = "", group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on all ranks if the block, which has no collective, fails on any of them; group: None for all ranks."""
+    """Raise on all ranks if the block, which must have no collective, fails on any; group: None for all ranks."""
     try:
         yield
-    except Exception as error:  # of any class: the other ranks must learn of it
+    except Exception as error:
         # Recorded first, for the health check, in case the other ranks never arrive.
-        activity.advance(
-            f"telling the other ranks of {type(error).__name__}: {str(error).partition('\n')[0]}"
-        )
+        first_line = str(error).partition("\n")[0]
+        activity.advance(f"reporting to the other ranks: {type(error).__name__}: {first_line}")
         raise_together(error, group, call)
         raise
     raise_together(None, group, call)
@@ -54,21 +52,21 @@ def agreed_on_first[Result](
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None, call: str = "") -> None:
     """Raise on every rank of the group (None: all ranks) if any of them passes an error; collective.
 
-    A rank that passes an error raises it. The others raise that of the lowest failing rank, of the same class or, if
-    that class cannot be built from a message, of a base class; the message names the rank.
+    A rank raises its own error. The others raise the error of the lowest failing rank, of the same class or, if that
+    class cannot be built from a message, of a base class; the message names the rank.
     Raises UnequalCallsError on all ranks if their `call` differs, and PeerLostError if a rank does not arrive in time.
     """
     try:
-        told = _tell(error, patient_group() if group is None else group, call)
+        reports = _exchange(error, rendezvous.patient_group if group is None else group, call)
         if error is not None:
             raise error
     finally:
-        # Otherwise a frame of its own traceback keeps it alive, and with it the activations of all its frames.
+        # Otherwise a frame of its own traceback keeps the error alive, and with it the activations of all frames.
         del error
-    if len({at for at, _ in told}) > 1:
-        places = "; ".join(f"rank {rank}: {at}" for rank, (at, _) in enumerate(told))
+    if len({at for at, _ in reports}) > 1:
+        places = "; ".join(f"rank {rank}: {at}" for rank, (at, _) in enumerate(reports))
         raise UnequalCallsError(f"the ranks stand at different calls ({places}); call all of them alike")
-    for _, failed in told:
+    for _, failed in reports:
         if failed is None:
             continue
         rank, classes, message, code = failed
@@ -77,7 +75,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
             if isinstance(kind, type) and issubclass(kind, Exception):
                 try:
                     error = kind(f"rank {rank}: {message}")
-                except (TypeError, ValueError, LookupError, AttributeError):  # it wants more than a message
+                except (TypeError, ValueError, LookupError, AttributeError):  # needs more than a message
                     continue
                 if isinstance(error, CodedError):
                     error.code = code
@@ -85,14 +83,14 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         raise RuntimeError(f"rank {rank}: {message}")
 
 
-def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -> list[_Told]:
+def _exchange(error: Exception | None, group: dist.ProcessGroup | None, call: str) -> list[_Report]:
     """Return call and error of each rank; empty if all ranks made the same call without an error."""
     if not dist.is_initialized():
         return []
     try:
         if error is not None and _is_of_a_lost_peer(error):
             raise error  # the lost peer would not arrive here either
-        # The common case costs three numbers; over gloo they are on the CPU, so that nothing waits for the device.
+        # The common case costs three numbers; over gloo on the CPU, so that nothing waits for the device.
         code = zlib.crc32(call.encode())
         device = "cpu" if dist.get_backend(group) == "gloo" else accelerator.device()
         extremes = torch.tensor([error is not None, code, -code], device=device)
@@ -104,14 +102,14 @@ def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -
         if error is not None:  # as text, since not every error can be pickled
             classes = [(kind.__module__, kind.__qualname__) for kind in type(error).__mro__]
             text = dist.get_rank(), classes, str(error) or type(error).__name__, code_of(error)
-        told: list[_Told] = [("", None)] * dist.get_world_size(group)
-        dist.all_gather_object(told, (call, text), group=group)
-        return told
+        reports: list[_Report] = [("", None)] * dist.get_world_size(group)
+        dist.all_gather_object(reports, (call, text), group=group)
+        return reports
     except RuntimeError as failure:
         if not _is_of_a_lost_peer(failure):
             raise
         if error is not None and error is not failure:
-            return []  # its own error has more detail
+            return []  # this rank's own error has more detail
         limit = "; policy.call_timeout_s limits the wait" if "Timed out" in str(failure) else ""
         raise PeerLostError(
             f"rank {dist.get_rank()} waited in vain for the other ranks before {call or 'the next call'}: one of them "
@@ -120,7 +118,7 @@ def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -
 
 
 def _is_of_a_lost_peer(error: Exception) -> bool:
-    """Return whether a collective failed because a rank was lost; gloo names only its file."""
+    """Return True if a collective failed because a rank was lost; gloo's message names only its source file."""
     return isinstance(error, PeerLostError) or (
         isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     )

@@ -16,8 +16,6 @@ from nemo_rl_mcore.rank import activity
 
 SUMS_FILE = "SHA256SUMS"
 POLICY_FOLDER = "policy"
-
-
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n\x00]+)")
 _CHUNK = 2**24
 _LOOK_EVERY_S = 0.1
@@ -25,12 +23,12 @@ _LOOK_EVERY_S = 0.1
 
 def sha256(path: Path) -> str:
     """Return the hexadecimal hash of a file."""
-    whole = hashlib.sha256()
+    hashed = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             activity.advance(f"taking the checksum of {path}")
-            whole.update(chunk)
-    return whole.hexdigest()
+            hashed.update(chunk)
+    return hashed.hexdigest()
 
 
 def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
@@ -60,7 +58,7 @@ def read_sums(folder: Path) -> dict[str, str] | None:
 
 
 def require_sums(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> None:
-    """Verify files against their folder's checksums; raises ValueError, naming the first that differs."""
+    """Verify files against their folder's checksums; ValueError names the first one that differs."""
     for name in names:
         path = folder / name
         if name not in sums:
@@ -74,30 +72,31 @@ def require_sums(folder: Path, sums: Mapping[str, str], names: Iterable[str]) ->
             raise RefusedError(f"{path} cannot be read: {error.strerror}", code="unreadable-file") from error
         if differs:
             raise RefusedError(
-                f"{path} is not what was written: its SHA-256 differs from {folder / SUMS_FILE}",
+                f"{path} has changed since it was written: its SHA-256 differs from {folder / SUMS_FILE}",
                 code="checksum-differs",
             )
 
 
 class BackgroundWrite:
-    """Runs `write` in a background thread, started at once; its progress is the rank's own while the rank waits."""
+    """Runs `write` in a background thread, started at once; its progress counts as the rank's while the rank waits."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._error: BaseException | None = None
         self._seconds = 0.0
-        self._counter = activity.Apart()
 
         def run() -> None:
-            began = time.monotonic()
-            with activity.counted_by(self._counter):
-                try:
-                    write()
-                except BaseException as error:  # noqa: BLE001  # raised again by `seconds`
-                    self._error = cause = error
-                    while cause is not None:
-                        # The frames of an error and its causes keep the copy of the weights alive.
-                        traceback.clear_frames(cause.__traceback__)
-                        cause = cause.__cause__ or cause.__context__
+            began, thread = time.monotonic(), threading.get_ident()
+            activity.apart[thread] = activity.Progress()
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001  # raised again by `seconds`
+                self._error = cause = error
+                while cause is not None:
+                    # The frames of an error and its causes keep the copy of the weights alive.
+                    traceback.clear_frames(cause.__traceback__)
+                    cause = cause.__cause__ or cause.__context__
+            finally:
+                del activity.apart[thread]
             self._seconds = time.monotonic() - began
 
         # A daemon thread, so that a hanging disk does not keep the process alive.
@@ -105,7 +104,7 @@ class BackgroundWrite:
         self._thread.start()
 
     def seconds(self, *, wait: bool) -> float | None:
-        """Return the seconds that writing took, None while it runs; `wait` blocks until it ends. Raises its error."""
+        """Return the write's duration, None while it runs; `wait` blocks until its end. Raises the write's error."""
         if wait:
             self.join()
         if self._thread.is_alive():
@@ -115,10 +114,11 @@ class BackgroundWrite:
         return self._seconds
 
     def join(self) -> None:
-        """Wait for the end, successful or not; meanwhile its progress counts as this thread's."""
-        seen = activity.Progress()
-        while self._thread.is_alive():
-            self._thread.join(_LOOK_EVERY_S)
-            if self._counter.progress != seen:
-                seen = self._counter.progress
+        """Wait for the end, successful or not; meanwhile the write's progress counts as this thread's."""
+        seen, thread = activity.Progress(), self._thread
+        while thread.is_alive():
+            thread.join(_LOOK_EVERY_S)
+            found = activity.apart.get(thread.ident or 0, seen)
+            if found != seen:
+                seen = found
                 activity.advance(seen.doing)

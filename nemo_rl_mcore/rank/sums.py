@@ -17,10 +17,12 @@ from nemo_rl_mcore.losses.base import LossSums, LossType, MetricKind, MetricSum,
 _VALID_SEQS, _VALID_TOKS = "global_valid_seqs", "global_valid_toks"
 
 EXTREMA = frozenset((MetricKind.MIN, MetricKind.MAX))
-# The neutral value of each kind, for a step without that metric.
-_NEUTRAL = {MetricKind.MIN: float("inf"), MetricKind.MAX: float("-inf")}
-
-
+NEUTRAL = {
+    **dict.fromkeys(MetricKind, 0.0),
+    MetricKind.MIN: float("inf"),
+    MetricKind.MAX: float("-inf"),
+}
+"""The neutral value of each kind in `combine_steps`, for a step without that metric."""
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """Gathers this rank's numbers, fp64 [N], to those of all ranks, [ranks, N]."""
 
@@ -53,23 +55,22 @@ class LocalSums:
     row_tables: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     @classmethod
-    def of(cls, sums: LossSums, microbatch: BatchedDataDict) -> LocalSums:
-        (counts,) = cls.counts(microbatch).parts
-        return cls([sums.metrics | counts], [] if sums.row_table is None else [sums.row_table])
-
-    @classmethod
-    def counts(cls, rows: BatchedDataDict) -> LocalSums:
-        """Return only the counts of rows, which follow from their masks, before any forward pass."""
+    def of(cls, sums: LossSums | None, rows: BatchedDataDict) -> LocalSums:
+        """Return the sums of a microbatch; None gives its counts only, which need no forward pass."""
         seqs, toks = valid_counts(rows)
         none = MetricKind.NONE
-        return cls([{_VALID_SEQS: MetricSum(seqs, none), _VALID_TOKS: MetricSum(toks, none)}])
+        counts = {_VALID_SEQS: MetricSum(seqs, none), _VALID_TOKS: MetricSum(toks, none)}
+        if sums is None:
+            return cls([counts])
+        row_tables = [] if sums.row_table is None else [sums.row_table]
+        return cls([sums.metrics | counts], row_tables)
 
     def add(self, other: LocalSums) -> None:
         self.parts.extend(other.parts)
         self.row_tables.extend(other.row_tables)
 
     def reduce(self, gather: Gather) -> StepTotals:
-        """Sum over ranks, which have added equally many chunks; the only synchronization with the device per step."""
+        """Sum over ranks, which have added equally many chunks; a step's only synchronization with the device."""
         if not self.parts:
             return StepTotals(0.0, 0.0, {"loss": 0.0}, {"loss": MetricKind.TOKENS})
         totals = reduce_metrics(combine_metrics(self.parts), gather)
@@ -79,24 +80,25 @@ class LocalSums:
         return StepTotals(seqs, toks, divide(totals, seqs, toks), kinds, row_table=row_table)
 
 
-def combine(parts: Sequence[MetricSum]) -> MetricSum:
-    """Combine parts of a metric: extrema by minimum and maximum, others by addition; ValueError for unequal kinds."""
-    kinds = {part.kind for part in parts}
-    if len(kinds) != 1:
-        raise ValueError(f"metrics to combine must have one kind, got {sorted(kind.value for kind in kinds)}")
-    (kind,) = kinds
-    values = torch.stack([part.value.to(torch.float64) for part in parts])
-    reduce = {MetricKind.MIN: torch.amin, MetricKind.MAX: torch.amax}.get(kind, torch.sum)
-    return MetricSum(reduce(values), kind)
-
-
 def combine_metrics(parts: Iterable[Mapping[str, MetricSum]]) -> dict[str, MetricSum]:
-    """Combine the metrics of microbatches by name; one may lack a metric."""
+    """Combine the metrics of microbatches by name; a microbatch may lack some.
+
+    Extrema combine by minimum and maximum, others by addition; ValueError for a metric of several kinds.
+    """
     grouped: dict[str, list[MetricSum]] = {}
     for part in parts:
         for name, metric in part.items():
             grouped.setdefault(name, []).append(metric)
-    return {name: combine(metrics) for name, metrics in grouped.items()}
+    combined: dict[str, MetricSum] = {}
+    for name, metrics in grouped.items():
+        kind, *others = {metric.kind for metric in metrics}
+        if others:
+            kinds = sorted(each.value for each in (kind, *others))
+            raise ValueError(f"metrics to combine must have one kind, got {kinds}")
+        values = torch.stack([metric.value.to(torch.float64) for metric in metrics])
+        reduce = {MetricKind.MIN: torch.amin, MetricKind.MAX: torch.amax}.get(kind, torch.sum)
+        combined[name] = MetricSum(reduce(values), kind)
+    return combined
 
 
 def reduce_metrics(sums: Mapping[str, MetricSum], gather: Gather) -> dict[str, MetricSum]:
@@ -129,8 +131,3 @@ def combine_steps(
     weights = valid_toks if kind is MetricKind.TOKENS else valid_seqs
     weighted = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
     return weighted / (sum(weights) or 1.0)
-
-
-def neutral_value(kind: MetricKind) -> float:
-    """Return the neutral value of `combine_steps`."""
-    return _NEUTRAL.get(kind, 0.0)

@@ -2,7 +2,7 @@
 
 Chunks add un-normalised loss sums and local gradients. The step's number of tokens (or sequences) is known only at the
 end, so `finish` divides by it, reduces the gradients once and runs the optimizer. `whole` has all rows at once and
-knows the number in advance: it may divide and reduce within the backward pass, with bit-identical results.
+has the number in advance: it may divide and reduce within the backward pass, with bit-identical results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nemo_rl_mcore.rank.sums import LocalSums, StepTotals
 EMPTY_STEP = "no valid sample in the step"
 """The skip reason of a step without a valid sample; other reasons name a number that is not finite."""
 COMMITTED_IDS_KEPT = 64
-"""Number of step_ids that are remembered, in checkpoints too."""
+"""Number of step_ids that are kept, in checkpoints too."""
 
 
 class TrainStepError(CodedError, RuntimeError):
@@ -35,7 +35,7 @@ class TrainStepError(CodedError, RuntimeError):
 
 
 class UnequalChunksError(UnequalCallsError):
-    """Ranks were called differently: a chunk was sent to some of them only."""
+    """Ranks received different calls: a chunk was sent to some of them only."""
 
 
 class Phase(Enum):
@@ -48,12 +48,12 @@ class Phase(Enum):
 
 def out_of_order(call: str, phase: Phase) -> TrainStepError:
     """Return the error for a call that this phase does not allow, in the wording that NeMo RL's callers match."""
-    said = {
+    remedies = {
         Phase.IDLE: "no train step open; call begin_train_step first",
         Phase.OPEN: "a train step is already open; call finish_train_step or abort_train_step first",
         Phase.FAILED: "the step failed; call abort_train_step first",
     }
-    return TrainStepError(f"{call}: {said[phase]}", code=f"step-is-{phase.value}")
+    return TrainStepError(f"{call}: {remedies[phase]}", code=f"step-is-{phase.value}")
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ class BatchSizes:
 
 
 class TrainStepBackend(Protocol):
-    """Interface between a train step and the framework that holds the model.
+    """A train step's interface to the framework that holds the model.
 
     Inside `deferred_grad_sync` backward passes only add to local gradients; `finalize_gradients` reduces them over all
     ranks, once.
     """
 
     overlaps_grad_sync: bool
-    """True if whole steps reduce within their backward pass; otherwise the two methods for that are never called."""
+    """True if whole steps reduce within their backward pass, by `reduce_counts` and `overlapped_grad_sync`."""
 
     def called_together(self, call: str) -> AbstractContextManager[None]:
         """Return a context, without a collective inside, for validating a call; an error inside is raised on all ranks.
@@ -156,7 +156,7 @@ class TrainStepBackend(Protocol):
         ...
 
     def done_together(self, call: str) -> AbstractContextManager[None]:
-        """Return a context at whose end an error of one rank is raised on all."""
+        """Return a context that at its end raises an error of one rank on all."""
         ...
 
     def snapshot(self) -> Any:
@@ -172,7 +172,7 @@ class TrainStepBackend(Protocol):
         ...
 
     def overlapped_grad_sync(self, factor: float) -> AbstractContextManager[bool]:
-        """Let the last backward pass of a `forward_backward` multiply gradients by `factor` and start their reduction.
+        """Multiply gradients by `factor` and start their reduction in a `forward_backward`'s last backward pass.
 
         Yields False, on all ranks, if it cannot: the gradients must then be scaled afterwards. `finalize_gradients` and
         `zero_grad` finish a started reduction, even one that failed on a single rank.
@@ -218,9 +218,9 @@ class _OpenStep:
 
 
 class TrainStep:
-    """One step at a time: IDLE -> begin -> OPEN -> finish -> IDLE; an exception leaves FAILED, whose exit is abort.
+    """One step at a time: IDLE -> begin -> OPEN -> finish -> IDLE; an exception leads to FAILED, and abort to IDLE.
 
-    A failure inside the optimizer has an unknown outcome: abort then raises, and a checkpoint must be reloaded.
+    After a failure inside the optimizer the weights are unknown: abort raises, and a checkpoint must be reloaded.
     """
 
     def __init__(self, backend: TrainStepBackend, committed_ids: Iterable[str] = ()):
@@ -228,7 +228,7 @@ class TrainStep:
         self.updates = 0
         """Number of committed steps, including skipped ones."""
         self.committed_ids = tuple(committed_ids)[-COMMITTED_IDS_KEPT:]
-        """The last step_ids, oldest first, which cannot be opened again."""
+        """The last step_ids, oldest first; none of them can be opened again."""
         self._backend = backend
         self._step: _OpenStep | None = None
         self._resources = ExitStack()
@@ -245,7 +245,7 @@ class TrainStep:
     ) -> None:
         """Open a step with zero gradients; `prepare` is called before, and if it raises, no step is open.
 
-        gbs: rows by whose samples the scheduler advances. mbs: rows per microbatch.
+        gbs: rows per step, by which the scheduler advances, in samples. mbs: rows per microbatch.
         Raises TrainStepError if a step is open, or `step_id` is one of the last COMMITTED_IDS_KEPT.
         """
         with self._backend.called_together("begin_train_step"):
@@ -285,7 +285,10 @@ class TrainStep:
         self.phase = Phase.OPEN
 
     def finish(self) -> StepResult:
-        """Divide, reduce, update the weights and close the step; repeated after a step with an id, the same result."""
+        """Divide, reduce, update the weights and close the step.
+
+        A repeated call after a step with an id returns the same result.
+        """
         with self._backend.called_together("finish_train_step"):
             if self.phase is Phase.IDLE and self._last_result is not None:
                 return self._last_result
@@ -293,9 +296,9 @@ class TrainStep:
         return self._commit(step)
 
     def whole(self, data: BatchedDataDict, loss_fn: LossFunction, *, gbs: int, mbs: int) -> StepResult:
-        """Begin, add one chunk and finish, on ranks that were called together; they synchronize after the chunk.
+        """Begin, add one chunk and finish, inside a call of all ranks, which synchronize after the chunk.
 
-        With an overlapped reduction they synchronize before it too, since from then on every rank must take part.
+        With an overlapped reduction they also synchronize before the chunk, since every rank must then take part.
         """
         self._require(Phase.IDLE, "begin_train_step")
         backend = self._backend
@@ -318,7 +321,7 @@ class TrainStep:
         return self._commit(step)
 
     def abort(self) -> None:
-        """Drop the open or failed step and restore what it changed; TrainStepError once the optimizer had started."""
+        """Drop the open or failed step and undo its changes; TrainStepError once the optimizer has started."""
         if self._step is None:
             return
         if self._step.optimizer_began:
@@ -375,7 +378,7 @@ class TrainStep:
         if not math.isfinite(grad_norm):
             return replace(kept, skip_reason=f"the gradient norm is {grad_norm}")
         step.optimizer_began = True
-        # The scheduler counts samples, not the rows that a loss makes of them.
+        # The scheduler counts samples, of which a loss may have several rows each.
         samples = step.gbs // step.loss_fn.rows_per_sample
         return replace(kept, update_successful=backend.optimizer_step(samples))
 

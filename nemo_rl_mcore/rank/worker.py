@@ -6,12 +6,13 @@ B rows of this rank's shard, S sequence length, T new tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,6 @@ from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.checkpoints import POLICY_FOLDER, BackgroundWrite
 from nemo_rl_mcore.rank.policy_backend import (
     DTYPES,
-    BackendFactory,
     BackendOptions,
     GenerationRequest,
     OnDevice,
@@ -41,7 +41,7 @@ from nemo_rl_mcore.rank.refit.sender import (
     WeightSender,
     open_sender,
 )
-from nemo_rl_mcore.rank.sums import neutral_value
+from nemo_rl_mcore.rank.sums import NEUTRAL
 from nemo_rl_mcore.rank.train_step import (
     BatchSizes,
     OptimizerOutcome,
@@ -53,6 +53,11 @@ from nemo_rl_mcore.rank.train_step import (
 )
 from nemo_rl_mcore.recipe.rules.policies import checked_policy
 
+if TYPE_CHECKING:  # Megatron is imported by the backend, once the device is prepared
+    from nemo_rl_mcore.rank.megatron.backend import MegatronBackend
+
+type BackendFactory = Callable[[PolicyConfig, BackendOptions], MegatronBackend]
+"""Builds the backend of this rank, which is named by the environment."""
 _GIB = 1 << 30
 
 
@@ -62,8 +67,8 @@ class MegatronPolicyWorker:
     The rank is defined by the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, on GPUs, LOCAL_RANK.
     Every rank gets the rows of its data-parallel shard; tensor- and pipeline-parallel peers get the same rows.
     A batch that the model or the loss cannot take is a ValueError that names key and row; the step's phase stays.
-    All ranks must make the same calls. An error of one rank is raised on all: an error of the same class, which names
-    the rank.
+    All ranks must make the same calls. An error of one rank is raised on all, with the same class and the rank's number
+    in its message.
 
     Args:
         config: the policy section, as a `PolicyConfig` or an equivalent mapping.
@@ -123,7 +128,7 @@ class MegatronPolicyWorker:
         data: input_ids [B, S], input_lengths [B]. trained_only: compute only tokens marked by token_mask [B, S]; others
         are 0. require_router_replay: True is refused, since experts are chosen anew in every pass.
         """
-        with self._reading("get_logprobs"):
+        with self.backend.called_together("get_logprobs"):
             if require_router_replay:
                 raise RefusedError(
                     "get_logprobs(require_router_replay=True): experts are chosen anew in every pass, and cannot be "
@@ -131,6 +136,7 @@ class MegatronPolicyWorker:
                     code="no-router-replay",
                 )
             self._check.reading(data, trained_only=trained_only)
+            self._keep_on_device(OnDevice.WEIGHTS)
         rows = micro_batch_size or self.policy.logprob_batch_size
         return BatchedDataDict(logprobs=self.backend.logprobs(data, rows, trained_only=trained_only))
 
@@ -143,10 +149,11 @@ class MegatronPolicyWorker:
                 "this worker has no reference policy: it was built with init_reference_model=False",
                 code="no-reference-policy",
             )
-        with self._reading("get_reference_policy_logprobs"):
+        with self.backend.called_together("get_reference_policy_logprobs"):
             self._check.reading(data, trained_only=trained_only)
+            self._keep_on_device(OnDevice.WEIGHTS)
         rows = micro_batch_size or self.policy.logprob_batch_size
-        logprobs = self.backend.reference_logprobs(data, rows, trained_only=trained_only)
+        logprobs = self.backend.logprobs(data, rows, trained_only=trained_only, of_reference=True)
         return BatchedDataDict(reference_logprobs=logprobs)
 
     def get_topk_logits(
@@ -157,9 +164,10 @@ class MegatronPolicyWorker:
         micro_batch_size: int | None = None,
         trained_only: bool = False,
     ) -> BatchedDataDict:
-        """Return the fields of `TopKLogits`; column i is the distribution of token i + 1, 0 where none is wanted."""
-        with self._reading("get_topk_logits"):
+        """Return the fields of `TopKLogits`; column i is the distribution of token i + 1, or 0 if not computed."""
+        with self.backend.called_together("get_topk_logits"):
             self._check.reading(data, k=k, trained_only=trained_only)
+            self._keep_on_device(OnDevice.WEIGHTS)
         rows = micro_batch_size or self.policy.logprob_batch_size
         return BatchedDataDict(vars(self.backend.topk_logits(data, k, rows, trained_only=trained_only)))
 
@@ -169,8 +177,9 @@ class MegatronPolicyWorker:
             raise RefusedError(
                 'this worker is a policy and has no values; build it with role="value"', code="no-value-head"
             )
-        with self._reading("get_values"):
+        with self.backend.called_together("get_values"):
             self._check.reading(data)
+            self._keep_on_device(OnDevice.WEIGHTS)
         rows = micro_batch_size or self.policy.logprob_batch_size
         return BatchedDataDict(values=self.backend.values(data, rows))
 
@@ -184,11 +193,12 @@ class MegatronPolicyWorker:
         the first turn; stop_strings, a tuple per row, in addition to those of the config.
         """
         policy, sampling = self.policy, self.policy.generation
-        with self._reading("generate"):
+        with self.backend.called_together("generate"):
             self._check.prompts(data)
             check_lengths(data["input_lengths"], policy)
             stop_strings: Any = data.get("stop_strings", [()] * data.size)
             stops = [StopConditions.of(policy, stop_ids, strings) for strings in stop_strings]
+            self._keep_on_device(OnDevice.WEIGHTS)
         rows: Any = zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
         request = GenerationRequest(
             prompts=[row[:length] for row, length in rows],
@@ -199,21 +209,14 @@ class MegatronPolicyWorker:
             stops=stops,
             sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, greedy),
             batch_size=policy.generation_batch_size,
-            longest=policy.longest_of_prompt,
+            longest=policy.max_total_sequence_length if policy.generation.fit_to_sequence else None,
         )
         return BatchedDataDict(vars(self.backend.generate(request)))
 
-    @contextmanager
-    def _reading(self, call: str) -> Iterator[None]:
-        """Bring the weights to the device after the block, which validates a call's arguments, on all ranks."""
-        with self.backend.called_together(call):
-            yield
-            self._keep_on_device(OnDevice.WEIGHTS)
-
-    def _keep_on_device(self, what: OnDevice) -> None:
-        """Move to the device what a call needs, and off it the rest if policy.offload is set; not in an open step."""
+    def _keep_on_device(self, parts: OnDevice) -> None:
+        """If policy.offload is set, move these parts to the device and all others off it; not in an open step."""
         if self.policy.offload != "none" and self.train_step.phase is Phase.IDLE:
-            self.backend.keep_on_device(what)
+            self.backend.keep_on_device(parts)
 
     # Training
 
@@ -235,7 +238,7 @@ class MegatronPolicyWorker:
         with self.backend.called_together("train"):
             self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
             sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
-            steps = [] if eval_mode else sizes.steps(data, self.backend.data_parallel_size())
+            steps = [] if eval_mode else sizes.steps(data, self.backend.data_parallel_size)
             self._keep_on_device(OnDevice.WEIGHTS if eval_mode else OnDevice.EVERYTHING)
         if eval_mode:
             started = time.monotonic()
@@ -287,7 +290,7 @@ class MegatronPolicyWorker:
         """Normalise and reduce the gradients, and run the optimizer.
 
         Returns loss = global_loss and grad_norm (fp32 [steps]); all_mb_metrics (a list per metric, including lr, wd,
-        global_valid_seqs and global_valid_toks); metric_kinds (how each metric combines over steps); update_successful;
+        global_valid_seqs and global_valid_toks); metric_kinds (rules that combine metrics of steps); update_successful;
         skip_reasons (None for an applied step); elapsed = train_elapsed_seconds; and of this rank: rank, model_dtype,
         peak_memory_gib and, on a GPU, gpu_name. Means over the steps: moe_metrics of a model with experts (the
         load-balancing loss before its coefficient), mtp_metrics of one with prediction layers (cross-entropy of each).
@@ -296,7 +299,7 @@ class MegatronPolicyWorker:
         return as_result([self.train_step.finish()], self.policy)
 
     def abort_train_step(self) -> None:
-        """Drop the open step and restore what it changed; no-op when idle."""
+        """Drop the open step and undo its changes; no-op when idle."""
         self.train_step.abort()
 
     def updates(self) -> int:
@@ -323,15 +326,13 @@ class MegatronPolicyWorker:
             if self.train_step.phase is not Phase.IDLE:
                 raise out_of_order("save_checkpoint", self.train_step.phase)
             self._keep_on_device(OnDevice.EVERYTHING)
-        self._end_writing()
-        committed = self.train_step.committed_ids
-        if wait:
-            self.backend.save(Path(folder), committed)
-        else:
-            self._writing = self.backend.save_in_background(Path(folder), committed)
+        if self._writing is not None:
+            self._writing.join()  # its errors are raised by `checkpoint_written` only
+            self._writing = None
+        self._writing = self.backend.save(Path(folder), self.train_step.committed_ids, wait=wait)
 
     def checkpoint_written(self, wait: bool = True) -> float | None:
-        """Return the seconds that the background write took, None while it runs; `wait` blocks until its end.
+        """Return the background write's duration in seconds, None while it runs; `wait` blocks until its end.
 
         Raises OSError on all ranks if one of them could not write, and ValueError if there was no background write.
         """
@@ -341,24 +342,18 @@ class MegatronPolicyWorker:
             )
         return self._writing.seconds(wait=wait)
 
-    def _end_writing(self) -> None:
-        """Wait for a background write; its errors are raised by `checkpoint_written` only."""
-        if self._writing is not None:
-            self._writing.join()
-        self._writing = None
-
     def load_checkpoint(self, folder: str, weights_only: bool = False) -> None:
-        """Restore everything that `save_checkpoint` wrote; with `weights_only` moments, schedule and step_ids stay.
+        """Restore the state that `save_checkpoint` wrote; with `weights_only` moments, schedule and step_ids stay.
 
-        Random state is restored into the same parallel layout only. An open step is dropped, and so is one that failed
-        inside the optimizer: this call is its only way out. Raises ValueError on all ranks for a broken folder or
+        Random state is restored into the same parallel layout only. An open step is dropped, also after a failure
+        inside the optimizer, from which no other call recovers. Raises ValueError on all ranks for a broken folder or
         another model's.
         """
         with self.backend.called_together("load_checkpoint"):
             if not weights_only:
                 self._require_trained("load_checkpoint without weights_only=True")
             self._keep_on_device(OnDevice.EVERYTHING)
-        with suppress(TrainStepError):  # its half updated weights are about to be replaced
+        with suppress(TrainStepError):  # half updated weights are about to be replaced
             self.train_step.abort()
         committed: Sequence[str] = self.train_step.committed_ids
         if weights_only:
@@ -374,13 +369,12 @@ class MegatronPolicyWorker:
         """
         with self.backend.called_together("export_hf"):
             self._keep_on_device(OnDevice.WEIGHTS)
-        export = self.backend.export_adapters if adapters else self.backend.export_hf
-        export(Path(folder), origin)
+        self.backend.export_hf(Path(folder), origin, adapters=adapters)
 
     # Weight sync and life cycle
 
     def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
-        """Set the engines that get the weights, see `sender.WeightSender`; returns the rendezvous of a broadcast."""
+        """Set the engines that receive the weights, see `sender.WeightSender`; returns a broadcast's rendezvous."""
         if self._sender is not None:
             self._sender.close()
         self._sender = open_sender(settings, engines, self.backend.device)
@@ -424,12 +418,12 @@ class MegatronPolicyWorker:
         return accelerator.device_uuid(self.backend.device)
 
     def loading_s(self) -> float:
-        """Return the seconds that loading weights has taken."""
+        """Return the time in seconds spent on loading weights."""
         return activity.loading_s
 
     def data_parallel_rank(self) -> int:
-        """Return the index of the batch shard that this rank takes."""
-        return self.backend.data_parallel_rank()
+        """Return the index of this rank's batch shard."""
+        return self.backend.data_parallel_rank
 
     def prepare_for_training(self) -> None:
         """Move weights, gradients and optimizer state to the device; training calls do so themselves."""
@@ -446,34 +440,45 @@ class MegatronPolicyWorker:
             if takes_buffers and self.train_step.phase is not Phase.IDLE:
                 call = "prepare_for_lp_inference without keep_train_buffers=True"
                 raise out_of_order(call, self.train_step.phase)
-            self._keep_on_device(OnDevice.EVERYTHING if keep_train_buffers else OnDevice.WEIGHTS)
+            parts = OnDevice.EVERYTHING if keep_train_buffers else OnDevice.WEIGHTS
+            self._keep_on_device(parts)
 
     def shutdown(self) -> None:
         """Finish background writes and leave the process groups."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-        self._end_writing()
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
         self.backend.shutdown()
 
 
 def as_result(steps: Sequence[StepResult], policy: PolicyConfig) -> dict[str, Any]:
-    """Combine steps to the result of `MegatronPolicyWorker.finish_train_step`, with one entry per step in each list."""
+    """Combine steps into the result of `MegatronPolicyWorker.finish_train_step`, with an entry per step."""
     totals, outcomes = [step.totals for step in steps], [step.outcome for step in steps]
     kinds = {name: kind for step in totals for name, kind in step.kinds.items()}
     metrics: dict[str, list[float]] = {
-        **{name: [s.metrics.get(name, neutral_value(kind)) for s in totals] for name, kind in kinds.items()},
+        **{name: [s.metrics.get(name, NEUTRAL[kind]) for s in totals] for name, kind in kinds.items()},
         **{name: [getattr(outcome, name) for outcome in outcomes] for name in ("lr", "wd")},
         "global_valid_seqs": [step.valid_seqs for step in totals],
         "global_valid_toks": [step.valid_toks for step in totals],
     }
     row_tables = [step.row_table for step in totals if step.row_table is not None]
-    model, gpu_name, elapsed = policy.model, accelerator.gpu_name(), sum(step.elapsed for step in steps)
+    of_layers = {
+        "moe_metrics": [step.moe_metrics for step in totals] if policy.model.num_moe_experts else [],
+        "mtp_metrics": [step.mtp_metrics for step in totals] if policy.model.mtp_num_layers else [],
+    }
+    means: dict[str, dict[str, float]] = {}
+    for key, steps_of_layer in of_layers.items():
+        if steps_of_layer:
+            names = dict.fromkeys(chain.from_iterable(steps_of_layer))
+            means[key] = {name: fmean(one[name] for one in steps_of_layer if name in one) for name in names}
+    gpu_name, elapsed = accelerator.gpu_name(), sum(step.elapsed for step in steps)
     loss = torch.tensor([step.metrics["loss"] for step in totals])
     return {
         **({"row_table": torch.cat(row_tables)} if row_tables else {}),
-        **({"moe_metrics": _means([s.moe_metrics for s in totals])} if model.num_moe_experts else {}),
-        **({"mtp_metrics": _means([s.mtp_metrics for s in totals])} if model.mtp_num_layers else {}),
+        **means,
         **({"gpu_name": gpu_name} if gpu_name else {}),
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "model_dtype": DTYPES[policy.precision],
@@ -488,9 +493,3 @@ def as_result(steps: Sequence[StepResult], policy: PolicyConfig) -> dict[str, An
         "train_elapsed_seconds": elapsed,
         "peak_memory_gib": accelerator.peak_memory_bytes() / _GIB,
     }
-
-
-def _means(steps: list[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the steps that have it."""
-    names = dict.fromkeys(name for step in steps for name in step)
-    return {name: fmean(step[name] for step in steps if name in step) for name in names}

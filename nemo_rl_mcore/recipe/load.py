@@ -13,14 +13,17 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.models.pretrained import MODEL, TOKENIZER, other_tokenizer
-from nemo_rl_mcore.recipe.environment_values import (
+from nemo_rl_mcore.recipe.interpolations import (
     Reference,
     References,
+    as_written,
+    for_our_resolvers,
     read_environment,
     read_value,
+    register,
+    unreadable,
     without_values,
 )
-from nemo_rl_mcore.recipe.interpolations import as_written, for_our_resolvers, register, unreadable
 from nemo_rl_mcore.recipe.of_nemo_rl import names_foreign, recipe_of_nemo_rl
 from nemo_rl_mcore.recipe.sources import Recipe, apply_overrides, origins, places, read_recipe
 from nemo_rl_mcore.recipe.validate import validate
@@ -43,17 +46,11 @@ def load_with_warnings(
     path: str | Path, overrides: Iterable[str] = ()
 ) -> tuple[RunConfig, tuple[Problem, ...]]:
     """Load and check a recipe as `load_config` does; also return warnings."""
-    return check_computed(compute(read_recipe(path), overrides))
+    return check(compute(read_recipe(path), overrides))
 
 
 def load_recipe(recipe: Recipe, overrides: Iterable[str] = ()) -> RunConfig:
-    return check_computed(compute(recipe, overrides))[0]
-
-
-def check_computed(read: "Computed") -> tuple[RunConfig, tuple[Problem, ...]]:
-    if theirs := recipe_of_nemo_rl(read.tree, next(reversed(read.recipe.files), None), read.overridden):
-        raise ConfigError(read.located([theirs]))
-    return check(read, read.tree)
+    return check(compute(recipe, overrides))[0]
 
 
 @dataclass(frozen=True)
@@ -87,9 +84,16 @@ def compute(recipe: Recipe, overrides: Iterable[str]) -> Computed:
     return Computed(recipe, kept, [*problems, *unresolved], overridden, references)
 
 
-def check(read: Computed, tree: Tree) -> tuple[RunConfig, tuple[Problem, ...]]:
-    """Validate a recipe's tree of our keys, and return the configuration and warnings; raises ConfigError."""
-    validated = validate(tree)
+def check(read: Computed, migrated: Tree | None = None) -> tuple[RunConfig, tuple[Problem, ...]]:
+    """Validate a recipe, and return the configuration and warnings; raises ConfigError.
+
+    migrated: the tree of a recipe of NeMo RL after its migration; None refuses such a recipe.
+    """
+    if migrated is None:
+        file = next(reversed(read.recipe.files), None)
+        if theirs := recipe_of_nemo_rl(read.tree, file, read.overridden):
+            raise ConfigError(read.located([theirs]))
+    validated = validate(read.tree if migrated is None else migrated)
     # A value that could not be computed is missing from the tree and must not be reported a second time.
     known = {problem.path for problem in read.problems}
     problems = [*read.problems, *(problem for problem in validated.problems if problem.path not in known)]
@@ -157,7 +161,7 @@ class _Resolving:
             what = "refers to a section that contains it"
             raise ConfigError([Problem("reference", path, what, "correct the reference")])
         try:
-            value, reference = read_value(lambda: cast("Any", parent)[key], lambda: _raw(parent, key))
+            value, reference = read_value(lambda: cast("Any", parent)[key], lambda: as_written(parent, key))
             if isinstance(value, DictConfig):
                 plain[name] = self.section(value, path)
             elif isinstance(value, ListConfig):
@@ -169,16 +173,11 @@ class _Resolving:
                 plain[name] = value
         except (OmegaConfBaseException, RecursionError) as error:
             reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
-            what = f"{_raw(parent, key)} cannot be computed: {reason}"
+            what = f"{as_written(parent, key)} cannot be computed: {reason}"
             self.problems.append(Problem("reference", path, what, "correct the reference"))
         else:
             if reference is not None:
                 self.references[path] = reference
-
-
-def _raw(parent: DictConfig | ListConfig, key: str | int) -> object:
-    """Return a value as written in the recipe."""
-    return as_written(cast("dict[str | int, object]", OmegaConf.to_container(parent, resolve=False))[key])
 
 
 def _divide(dividend: Number, divisor: Number) -> Number:

@@ -39,7 +39,7 @@ def recipe_of_nemo_rl(tree: Tree, file: Path | None, overridden: Collection[str]
 
 
 def names_foreign(path: str) -> bool:
-    """Return whether an override's path leads to a key of NeMo RL that none of our recipes has."""
+    """Return True if an override's path leads to a key of NeMo RL that none of our recipes has."""
     section: object = True
     for key in reversed(path.split(".")):
         section = {key: section}
@@ -77,7 +77,7 @@ def inner_sections(value: object) -> Iterator[tuple[str, Tree]]:
 
 
 def is_foreign(path: str) -> bool:
-    """Return whether a key that none of our recipes has is in NeMo RL's list, or is above or below a key in the list.
+    """Return True if a key that none of our recipes has is in NeMo RL's list, or is above or below a key in the list.
 
     In NeMo RL the sections of critic and teacher repeat a whole policy.
     """

@@ -35,20 +35,22 @@ ANY_NAME = "NAME"
 """Placeholder in a field's path for a name of the user's choice."""
 
 
-def section_of(field: FieldInfo) -> type[StrictModel] | None:
-    """Return the class of a field's section or sections, in a list or by name; None for plain values."""
-    return _section_in(field.annotation)
+def section_of(field: object) -> type[StrictModel] | None:
+    """Return the class of a field's section or sections, in a list or by name; None for plain values.
 
-
-def _section_in(annotation: object) -> type[StrictModel] | None:
+    field: a FieldInfo, or its type.
+    """
+    annotation = field.annotation if isinstance(field, FieldInfo) else field
     if isinstance(annotation, type) and issubclass(annotation, StrictModel):
         return annotation
-    found = (_section_in(option) for option in cast("tuple[object, ...]", get_args(annotation)))
-    return next((section for section in found if section is not None), None)
+    for option in cast("tuple[object, ...]", get_args(annotation)):
+        if (section := section_of(option)) is not None:
+            return section
+    return None
 
 
 def holds_names(field: FieldInfo) -> bool:
-    """Return whether a field holds sections by names of the user's choice."""
+    """Return True if a field holds sections by names of the user's choice."""
     return get_origin(field.annotation) is dict and section_of(field) is not None
 
 
@@ -127,18 +129,17 @@ def _children(parent: str, kind: Kind) -> list[str]:
     return [known.rpartition(".")[2] for known in fields(kind) if known.rpartition(".")[0] == parent]
 
 
-def allowed(field: FieldInfo) -> str:
-    return _describe(field.annotation, tuple(field.metadata))
-
-
-def _describe(annotation: Any, metadata: tuple[object, ...]) -> str:
+def allowed(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
+    """Return a field's allowed values in words; annotation: the FieldInfo, or a type with its metadata."""
+    if isinstance(annotation, FieldInfo):
+        annotation, metadata = annotation.annotation, (*metadata, *annotation.metadata)
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *more = get_args(annotation)
         nested = (extra.metadata if isinstance(extra, FieldInfo) else [extra] for extra in more)
-        return _describe(inner, (*metadata, *chain.from_iterable(nested)))
+        return allowed(inner, (*metadata, *chain.from_iterable(nested)))
     if origin in (Union, UnionType):
-        options = [_describe(option, metadata) for option in get_args(annotation)]
+        options = [allowed(option, metadata) for option in get_args(annotation)]
         plain = all(option in _NAMES.values() for option in options)
         return (" or " if plain else ", or ").join(options)
     if origin is Literal:
@@ -173,10 +174,3 @@ def _bounds(metadata: tuple[object, ...]) -> str:
         return f" from {limits['ge']} to {limits['le']}"
     words = ", ".join(f"{_BOUNDS[name]} {limit}" for name, limit in limits.items())
     return f" of {words}" if words.startswith("at") else f" {words}" if words else ""
-
-
-def field_help(path: str, kind: Kind = GRPOMasterConfig) -> str:
-    """Return the first paragraph of a field's description without its full stop; a final ellipsis is kept."""
-    field = field_at(path, kind)
-    description = " ".join(((field.description if field else None) or "").partition("\n\n")[0].split())
-    return description if description.endswith("...") else description.removesuffix(".")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from glob import glob
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +16,7 @@ from nemo_rl_mcore.config.base import Code, ConfigError, Problem, join_path
 from nemo_rl_mcore.config.master import kind_of
 from nemo_rl_mcore.recipe.schema import Kind, is_known, suggestion
 from nemo_rl_mcore.recipe.shipped import shipped_recipe
-from nemo_rl_mcore.recipe.yaml_text import read_yaml_text, require_shallow, values_of
+from nemo_rl_mcore.recipe.yaml_text import RecipeLoader, read_yaml_text, require_shallow
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -48,7 +49,7 @@ def anchored[Node](node: Node, folder: Path, path: str = "") -> Node:
 class Recipe:
     """A merged tree and its files, in increasing order of precedence.
 
-    ancestors: for each file, how many preceding files its `defaults:` names, directly or through other files.
+    ancestors: for each file, the number of preceding files that its `defaults:` names, directly or through other files.
     arguments: origins of keys that are not set in a file, such as arguments in Python.
     """
 
@@ -118,7 +119,7 @@ def _make_room(below: DictConfig, above: DictConfig) -> None:
 
 def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:
     try:
-        values = values_of(read_yaml_text(path))
+        values = yaml.load(read_yaml_text(path), Loader=RecipeLoader)
         if isinstance(values, dict | None):
             return OmegaConf.create(anchored(cast("dict[str, object]", values or {}), path.parent))
     except FileNotFoundError:
@@ -130,7 +131,7 @@ def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:
         raise _refuse(chain, "not-readable", f"is not valid YAML: {what}", remedy) from error
     except ValueError as error:
         raise _refuse(chain, "wrong-kind", f"is not a recipe: {error}", "name a recipe") from error
-    raise _refuse(chain, "wrong-kind", "holds no keys at its top level", "write a recipe: sections with keys")
+    raise _refuse(chain, "wrong-kind", "has no keys at its top level", "write a recipe: sections with keys")
 
 
 _NO_SUCH_FILE = (
@@ -139,7 +140,7 @@ _NO_SUCH_FILE = (
 
 
 def _told(error: Exception, path: Path) -> tuple[str, str]:
-    """Return a text's error and remedy; an invisible tab is named as such."""
+    """Return a text's error and remedy; a tab, which is invisible, is named."""
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     if mark is not None:
         line = path.read_text(encoding="utf-8").split("\n")[mark.line : mark.line + 1]
@@ -212,7 +213,7 @@ def taken_back(recipe: Recipe) -> dict[str, Origin]:
 
 
 def _settings(files: Iterable[Path]) -> Iterator[tuple[str, Origin, bool]]:
-    """Yield each key in each file with its origin and whether it is a section."""
+    """Yield each key in each file with its origin, and True for a section."""
     for place, path in enumerate(files):
         node = yaml.CSafeLoader(path.read_text(encoding="utf-8")).get_single_node()
         for key, line, value in key_lines(node, ""):
@@ -249,7 +250,7 @@ def apply_overrides(
 ) -> tuple[list[str], list[Problem]]:
     """Change the tree by Hydra's grammar (`a.b=c`, `+new=...`, `++any=...`, `~gone`).
 
-    is_foreign: whether a key is foreign, and is set without an error here.
+    is_foreign: returns True for a key that only NeMo RL has; such a key is set here without an error.
     Returns the overridden paths and their problems.
     """
     texts = list(overrides)
@@ -279,8 +280,7 @@ def apply_overrides(
 COMMAND_LINE = "command line"
 
 
-def _wrong(code: Code, path: str, what: str, remedy: str = "") -> Problem:
-    return Problem(code, path, what, remedy, where=COMMAND_LINE)
+_wrong = partial(Problem, where=COMMAND_LINE)
 
 
 def _apply(

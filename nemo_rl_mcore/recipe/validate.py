@@ -17,7 +17,6 @@ from nemo_rl_mcore.recipe.schema import (
     Kind,
     allowed,
     field_at,
-    field_help,
     field_path,
     fields,
     holds_names,
@@ -95,7 +94,10 @@ def _missing(path: str, kind: Kind) -> Iterator[Problem]:
     """Yield a problem for a missing mandatory key and, if it is a section, for its own mandatory keys."""
     field = fields(kind)[field_path(path, kind)]
     options = f"{'one of ' * (get_origin(field.annotation) is Literal)}{allowed(field)}"
-    yield Problem("missing", path, "is missing", f"set it to {options}: {field_help(path, kind)}")
+    help_text = " ".join((field.description or "").partition("\n\n")[0].split())
+    if not help_text.endswith("..."):
+        help_text = help_text.removesuffix(".")
+    yield Problem("missing", path, "is missing", f"set it to {options}: {help_text}")
     section = section_of(field)
     if section is not None and not holds_names(field):
         for name, inner in section.model_fields.items():

@@ -1,1 +1,1 @@
-"""Commands that are run on demand; only the front doors import them."""
+"""Commands; only `cli/` and `api/` import them, when they are called."""

@@ -1,4 +1,4 @@
-"""Compare the log-probabilities of kept tokens with those of the weights that they name.
+"""`nemo-rl-mcore replay`: trains a run's logged steps again, and compares weights, metrics and log-probabilities.
 
 Shapes: B rows, S columns.
 """
@@ -43,15 +43,16 @@ from nemo_rl_mcore.errors import RunStoppedError, code_of
 
 
 class _Quiet(StepObserver):
-    """Keeps nothing."""
+    """Records nothing."""
 
 
 @dataclass
 class Rescored:
     """Counts of a step's tokens.
 
-    tokens: rescored. older: of weights that the replay does not pass through. cached: after other weights in their own
-    answer, of an engine that keeps its cache: no weights alone give their log-probabilities. largest: difference, nats.
+    tokens: rescored. older: sampled with weights from before the replay. cached: sampled after a weight update within
+    their answer, by an engine that keeps its cache, so that no single version gives their log-probabilities. largest:
+    difference in nats.
     """
 
     tokens: int = 0
@@ -60,7 +61,7 @@ class Rescored:
     largest: float = 0.0
 
     def __str__(self) -> str:
-        left_out = {"of older weights": self.older, "after a change of weights in their answer": self.cached}
+        left_out = {"from older weights": self.older, "after a weight update in their answer": self.cached}
         others = [f"{count} {which}" for which, count in left_out.items() if count]
         shown = f"{self.tokens} tokens rescored, largest difference {self.largest:.2g}"
         return shown + (f" (not compared: {', '.join(others)})" if others else "")
@@ -68,9 +69,9 @@ class Rescored:
 
 @dataclass
 class Rescoring:
-    """Rescores kept tokens while a replay passes through the versions.
+    """Recomputes the log-probabilities of kept tokens as the replay reaches each version of the weights.
 
-    allowed: difference of a log-probability, nats. rereads: engines read a begun answer again with new weights.
+    allowed: largest difference in nats. rereads: engines recompute the cache of unfinished answers after an update.
     """
 
     policy: Policy
@@ -81,10 +82,10 @@ class Rescoring:
     _steps: dict[int, Rescored] = field(default_factory=dict[int, Rescored], init=False)
 
     def rescore(self, version: int, steps: Mapping[int, Mapping[int, BatchedDataDict]]) -> None:
-        """Rescore the tokens of a version, whose weights the policy holds.
+        """Rescore the tokens that this version sampled; the policy has its weights.
 
-        steps: those of which it may have drawn tokens, with their groups by position. Raises RunStoppedError for a
-        token with another log-probability, naming it.
+        steps: those in which it may have sampled tokens, with their groups by position. Raises RunStoppedError with
+        the first token whose log-probability differs.
         """
         for step, groups in steps.items():
             is_new = step not in self._steps
@@ -93,7 +94,7 @@ class Rescoring:
             for position, group in groups.items():
                 versions = group[WEIGHT_VERSIONS]
                 sampled = versions >= 0
-                # The version of such a token is that of all that its answer read and sampled before.
+                # Tokens whose whole preceding answer was computed with their own version.
                 exact = sampled if self.rereads else unmixed(group)
                 if is_new:
                     older = sampled & (versions < self.first_version)
@@ -117,7 +118,7 @@ class Rescoring:
         parts: list[BatchedDataDict],
         found: Rescored,
     ) -> None:
-        """Compare rows, whose token_mask is 1 at tokens to rescore; places: each one's group and row."""
+        """Compare rows whose token_mask is 1 at the tokens to rescore; places: each row's group and index."""
         batch = concatenate_batches(parts, self.pad_token_id)
         now = self.policy.get_logprobs(model_inputs(batch, "token_mask"), trained_only=True)["logprobs"]
         kept, mask = batch["generation_logprobs"], batch["token_mask"].bool()
@@ -127,21 +128,21 @@ class Rescoring:
             place, token = divmod(int(difference.argmax()), difference.shape[1])
             position, row = places[place]
             raise RunStoppedError(
-                f"{step}: group {position}, row {row}, token {token}: version {version} is said to have drawn it "
-                f"with the log-probability {float(kept[place, token]):.6g}, and gives it "
-                f"{float(now[place, token]):.6g} now; they may differ by {self.allowed:.3g}",
+                f"{step}: group {position}, row {row}, token {token}: version {version} sampled it with the "
+                f"recorded log-probability {float(kept[place, token]):.6g}, and gives "
+                f"{float(now[place, token]):.6g} now; the tolerance is {self.allowed:.3g}",
                 code="rescored-differs",
             )
         found.tokens += int(mask.sum())
         found.largest = max(found.largest, largest)
 
     def take(self, step: int) -> Rescored:
-        """Return a step's counts, once all of its versions were passed."""
+        """Return a step's counts; call it after the last version that sampled for the step."""
         return self._steps.pop(step)
 
 
 def unmixed(group: BatchedDataDict) -> Tensor:
-    """Return bool [B, S]: the tokens drawn by the version that began their answer, in the same turn of their row."""
+    """Return bool [B, S]: the tokens sampled by the same version as the first token of their turn."""
     versions = group[WEIGHT_VERSIONS]
     sampled = versions >= 0
     turns = group.get(TURN_OF_TOKEN, sampled.long())
@@ -154,17 +155,14 @@ def unmixed(group: BatchedDataDict) -> Tensor:
 
 
 class ReplayedSteps:
-    """The kept groups of a log's steps, read on first use, and held until a step is forgotten.
-
-    folder: holds a folder of each step.
-    """
+    """The kept groups of a log's steps, read on first use and held until `forget`. folder: has one folder per step."""
 
     def __init__(self, timeline: Timeline, steps: range, folder: Path) -> None:
         self._timeline, self._steps, self._folder = timeline, steps, folder
         self._held: dict[int, dict[int, BatchedDataDict]] = {}
 
     def groups(self, step: int) -> dict[int, BatchedDataDict]:
-        """Return a step's groups by position; raises RunStoppedError for damage, and for groups unlike the log's."""
+        """Return a step's groups by position; raises RunStoppedError if they are damaged or differ from the log's."""
         if step not in self._held:
             folder = self._folder / f"step_{step}"
             try:
@@ -187,7 +185,7 @@ class ReplayedSteps:
         return self._held[step]
 
     def drawn_by(self, version: int) -> dict[int, dict[int, BatchedDataDict]]:
-        """Return the steps after a version, each with its groups, that this version may have drawn tokens of."""
+        """Return the steps, with their groups, that may have tokens sampled by this version."""
         found: dict[int, dict[int, BatchedDataDict]] = {}
         for step in self._steps:
             positions = self._timeline.positions(range(step, step + 1))
@@ -201,11 +199,11 @@ class ReplayedSteps:
 
 
 def require_steps(timeline: Timeline, steps: range, log: str) -> None:
-    """Raise RunStoppedError unless the log has them all, each with groups that were there to be trained."""
+    """Raise RunStoppedError unless the log has all steps, and their groups were sampled before they were trained."""
     lacking = [step for step in steps if step not in timeline.chunks]
     if lacking or not steps:
         there = f"{min(timeline.chunks)} to {max(timeline.chunks)}" if timeline.chunks else "none"
-        remedy = "name a range of them, the step before the first one and the last one"
+        remedy = "give the step before the first one to train, and the last one"
         what = f"--steps {steps.start - 1}:{steps.stop - 1}: {log} has steps {there}; {remedy}"
         raise RunStoppedError(what, code="missing-steps")
     for step in steps:
@@ -213,13 +211,13 @@ def require_steps(timeline: Timeline, steps: range, log: str) -> None:
             group = timeline.groups.get(position)
             versions = [] if group is None else group.versions
             if not versions or max(versions) >= step:
-                drawn = f"drawn by {versions}" if versions else "never drawn"
-                what = f"{log}: step {step} trains group {position}, which was {drawn} before it"
+                sampled = f"was sampled by versions {versions}" if versions else "was never sampled"
+                what = f"{log}: step {step} trains group {position}, which {sampled}"
                 raise RunStoppedError(what, code="untimely-group")
 
 
 def require_kept(folder: Path, steps: range, key: str) -> None:
-    """Raise RunStoppedError unless a folder has the groups of all these steps; key: the section that keeps them."""
+    """Raise RunStoppedError unless the folder has all these steps' groups; key: the section that keeps them."""
     gone = [step for step in steps if not (folder / f"step_{step}").is_dir()]
     if gone:
         remedy = f"{key}.enabled: true keeps them"
@@ -227,16 +225,16 @@ def require_kept(folder: Path, steps: range, key: str) -> None:
             remedy = f"begin after step {gone[-1]}, at a checkpoint"
         raise RunStoppedError(
             f"--steps {steps.start - 1}:{steps.stop - 1}: {folder} does not have the groups of "
-            f"{len(gone)} of these steps, {gone[0]} to {gone[-1]}: the run did not keep them, or no more than "
-            f"{KEPT_BYTES / 1e9:g} GB of them; {remedy}",
+            f"{len(gone)} of these steps, {gone[0]} to {gone[-1]}: the run kept none, or only the last "
+            f"{KEPT_BYTES / 1e9:g} GB; {remedy}",
             code="groups-gone",
         )
 
 
 def first_of_replay(starts: Iterable[int], steps: range, folder: Path) -> int:
-    """Return the first step to train in order to reach these: behind the last start from which kept groups lead there.
+    """Return the first step to train: the one after the last start from which kept groups lead to these steps.
 
-    starts: the steps whose weights are there, 0 for the initial ones. Raises RunStoppedError without one.
+    starts: steps with saved weights, 0 for the initial ones. Raises RunStoppedError if there is no such start.
     """
     ends = {
         start: next(step for step in count(start) if not (folder / f"step_{step + 1}").is_dir())
@@ -246,26 +244,26 @@ def first_of_replay(starts: Iterable[int], steps: range, folder: Path) -> int:
     if not fitting:
         there = ", ".join(f"{start}:{end}" for start, end in ends.items() if end > start) or "none"
         raise RunStoppedError(
-            f"--steps {steps.start - 1}:{steps[-1]}: no weights of step {steps.start - 1} are kept, nor any before it "
-            f"from which {folder} leads there; what can be replayed: {there}",
+            f"--steps {steps.start - 1}:{steps[-1]}: there are no weights of step {steps.start - 1}, nor of an earlier "
+            f"step from which the groups in {folder} lead there; possible: {there}",
             code="no-start",
         )
     return fitting[-1] + 1
 
 
 _OF_THE_MACHINE = "performance/"
-"""Prefix of metrics that differ between any two runs: time, memory."""
+"""Prefix of metrics that always differ between runs: time, memory."""
 
 _DECODING = 1e-4
-"""Between the embedded engine's decoding and a training pass, both in float32, nats; see docs/numerics.md."""
+"""Largest difference, in nats, between the embedded engine and a training pass in float32; see docs/numerics.md."""
 
 
 def run_replay(config: RunConfig, run: Path, after: int, last: int | None) -> int:
     """Train the steps after `after` up to `last` (None: all) by the log in the folder `run`; see `exit_status`.
 
-    Without kept weights of `after`, the steps that lead there from earlier ones are trained and compared as well.
-    A line is printed for each step whose weights, metrics and groups equal the run's, and whose kept tokens have the
-    log-probabilities that their versions' weights give; the first other step ends the replay with status 1.
+    If no weights of `after` are saved, the steps that lead there from earlier weights are trained and compared, too.
+    Prints a line for each step whose weights, metrics and groups equal the run's, and whose kept tokens have their
+    versions' log-probabilities; the first step that differs ends the replay with status 1.
     """
 
     def replay() -> None:
@@ -286,36 +284,35 @@ def run_replay(config: RunConfig, run: Path, after: int, last: int | None) -> in
 def _planned(
     config: RunConfig, run: Path, after: int, last: int | None
 ) -> tuple[Timeline, range, Path | None]:
-    """Return the log, the steps to train, and the checkpoint to begin with: None for the weights of the run's start."""
+    """Return the log, the steps to train, and the first checkpoint to load: None for the run's initial weights."""
     if not config.asynchronous:
         raise RunStoppedError(
-            f"{run} is of a run that was not asynchronous: it has no log to replay", code="not-asynchronous"
+            f"the run in {run} was not asynchronous: it has no log to replay", code="not-asynchronous"
         )
     try:
         timeline = Timeline.of(read_events(run / EVENTS_FILE))
     except (OSError, ValueError) as error:
-        raise RunStoppedError(f"the log of the run cannot be read: {error}", code=code_of(error)) from error
+        raise RunStoppedError(f"the run's log cannot be read: {error}", code=code_of(error)) from error
     steps = range(after + 1, (max(timeline.chunks, default=0) if last is None else last) + 1)
     require_steps(timeline, steps, str(run / EVENTS_FILE))
-    require_kept(run / KEPT_GROUPS, steps, config.asynchrony_key)
+    require_kept(run / KEPT_GROUPS, steps, config.key("asynchrony"))
     starts: dict[int, Path | None] = {0: None}
     if config.checkpointing.enabled:
         store = CheckpointStore(Path(config.checkpointing.checkpoint_dir))
         starts |= {one.step: one.folder for one in store.newest_first()}
     first = first_of_replay(starts, steps, run / KEPT_GROUPS)
     if first != steps.start:
-        told = f"no weights of step {after} are kept: trained from those of step {first - 1} on"
-        write_line(sys.stdout, told)
+        write_line(sys.stdout, f"there are no weights of step {after}: starting from step {first - 1}")
         steps = range(first, steps.stop)
         require_steps(timeline, steps, str(run / EVENTS_FILE))
     return timeline, steps, starts[first - 1]
 
 
 def _train(parts: Parts, models: Mapping[str, Policy], timeline: Timeline, steps: range, run: Path) -> None:
-    """Train and compare every step; raises RunStoppedError for the first that is not that of the run."""
+    """Train and compare every step; raises RunStoppedError at the first that differs from the run's."""
     config, policy = parts.config, models["policy"]
     of_vllm, precision = config.policy.generation.backend == "vllm", config.policy.precision
-    # None where engines hold the weights as training does.
+    # None if engines hold the weights in training's number format.
     held_as = config.policy.generation.vllm_cfg.number_format(precision) if of_vllm else None
     allowed = bounds_of(config.policy).difference
     rereads = of_vllm or config.asynchrony.recompute_kv_cache_after_weight_updates
@@ -326,7 +323,7 @@ def _train(parts: Parts, models: Mapping[str, Policy], timeline: Timeline, steps
         pad_token_id=parts.tokenizer.pad_token_id,
         first_version=steps.start - 1,
     )
-    # It reads kept groups; nobody is asked for answers or replies.
+    # It only reads kept groups: nothing is generated or scored.
     collector = RolloutCollector(
         EmbeddedGeneration(policy, stop_ids_of(config, parts.tokenizer)),
         parts.tokenizer,
@@ -357,13 +354,13 @@ def _train(parts: Parts, models: Mapping[str, Policy], timeline: Timeline, steps
             what = f"step {step}: the weights are {digest} now, and {logged} in the log"
             raise RunStoppedError(what, code="unequal-weights")
         weights = f"weights {digest} equal"
-        told = weights if logged else "weights not compared (the log has no digest of them)"
+        compared = weights if logged else "weights not compared (the log has no digest)"
         row = logged_rows.get(step, {})
         common = [name for name in metrics if not name.startswith(_OF_THE_MACHINE) and name in row]
         for name in common:
-            # Numbers that are not finite are null there.
+            # metrics.jsonl has null for numbers that are not finite.
             if metrics[name] != row[name] and (row[name] is not None or math.isfinite(metrics[name])):
                 what = f"step {step}: {name} is {metrics[name]!r} now, and {row[name]!r} in {METRICS_FILE}"
                 raise RunStoppedError(what, code="unequal-metrics")
-        told += f", {len(groups)} groups equal, {len(common)} metrics equal, {rescoring.take(step)}"
-        write_line(sys.stdout, f"step {step}: {told}")
+        compared += f", {len(groups)} groups equal, {len(common)} metrics equal, {rescoring.take(step)}"
+        write_line(sys.stdout, f"step {step}: {compared}")

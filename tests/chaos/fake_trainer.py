@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -302,7 +303,7 @@ class FakeEngines:
     weights_digest: str = ""
     answering: bool = True
     joining: bool = False
-    restarts: int = 0
+    fleet: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(restarts=0))
     _version: int = -1
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ def logprobs_of_padding(self, data, micro_batch_size, **more):
     return TorchBackend.logprobs(self, whole, micro_batch_size, **more)
 
 
-def logprobs_of_prompts(self, data, micro_batch_size, *, trained_only=False, model=None):
-    return TorchBackend.logprobs(self, data, micro_batch_size, model=model)
+def logprobs_of_prompts(self, data, micro_batch_size, *, trained_only=False, of_reference=False):
+    return TorchBackend.logprobs(self, data, micro_batch_size, of_reference=of_reference)
 
 
 def unscaled(self, ids, model=None):
@@ -28,9 +28,14 @@ def tail_of_one(self, data, k, micro_batch_size, **more):
     return best
 
 
-def policy_stays_swapped(self, data, micro_batch_size, **more):
-    self.model = self.reference
-    return self.logprobs(data, micro_batch_size, **more)
+def reference_is_the_policy(self, data, micro_batch_size, *, trained_only=False, of_reference=False):
+    return TorchBackend.logprobs(self, data, micro_batch_size, trained_only=trained_only)
+
+
+def policy_stays_swapped(self, data, micro_batch_size, *, trained_only=False, of_reference=False):
+    if of_reference:
+        self.model = self.reference
+    return TorchBackend.logprobs(self, data, micro_batch_size, trained_only=trained_only)
 
 
 def trains_in_evaluation(self, data, loss_fn, micro_batch_size):
@@ -85,8 +90,8 @@ FAULTS = (
     ("the_temperature_divides_the_logits", "_scaled_logits", unscaled),
     ("topk_is_the_head_of_the_distribution", "topk_logits", tail_of_one),
     ("what_is_asked_of_trained_tokens_alone_is_0_elsewhere", "logprobs", logprobs_of_prompts),
-    ("the_reference_stays_at_the_start", "reference_logprobs", TorchBackend.logprobs),
-    ("the_reference_stays_at_the_start", "reference_logprobs", policy_stays_swapped),
+    ("the_reference_stays_at_the_start", "logprobs", reference_is_the_policy),
+    ("the_reference_stays_at_the_start", "logprobs", policy_stays_swapped),
     ("a_step_is_of_the_loss_over_all_valid_tokens", "evaluate", trains_in_evaluation),
     ("a_step_is_of_the_loss_over_all_valid_tokens", "scale_gradients", nothing),
     ("a_step_that_cannot_be_taken_moves_nothing", "zero_grad", nothing),

@@ -110,6 +110,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": ("Qwen2", {"rope_parameters": _YARN}),
     "qwen3": ("Qwen3", {}),
+    "one-group": ("Qwen2", {"num_key_value_heads": 1}),
     "qwen3-moe": ("Qwen3Moe", _EXPERTS),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "deepseek-v3": ("DeepseekV3", _LATENT),

@@ -131,9 +131,9 @@ def _no_end_of_finalize(point: Point) -> Iterator[None]:
 def _second_microbatch(worker: MegatronPolicyWorker, point: Point) -> Iterator[None]:
     """Raise at the forward pass that follows the first backward pass; for one or two pipeline stages."""
     # Imported by the ranks only: the process of pytest has no Megatron.
-    from nemo_rl_mcore.rank.megatron import parallel_groups
+    from megatron.core import parallel_state
 
-    ahead = 0 if parallel_groups.is_last_stage() else 1
+    ahead = 0 if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else 1
     passes = 0
 
     def count(*_args: Any) -> None:

@@ -84,7 +84,7 @@ def copies_differ(worker):
 
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
-    group = parallel_groups.tensor_parallel_group()
+    group = parallel_groups.group("tensor")
     different = []
     for chunk in worker.backend.chunks:
         for name, parameter in chunk.named_parameters():

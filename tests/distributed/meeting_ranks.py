@@ -18,12 +18,10 @@ import torch
 
 from nemo_rl_mcore.config import GRPOMasterConfig, MegatronConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms import grpo, mismatch
-from nemo_rl_mcore.driver.rollouts.asynchronous import AsynchronousScheduler
+from nemo_rl_mcore.driver.algorithms import algorithm, mismatch
 from nemo_rl_mcore.driver.rollouts.ledger import Group, GroupState, InOrder, Ledger, Room
 from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS
 from nemo_rl_mcore.losses import LossFunction
-from nemo_rl_mcore.rank.train_step import _OpenStep
 from nemo_rl_mcore.rank.worker import MegatronPolicyWorker
 
 _workers: dict[str, MegatronPolicyWorker] = {}
@@ -148,7 +146,12 @@ def rows_sorted_singly() -> AbstractContextManager[Any]:
 
 def schedule_counts_rows() -> AbstractContextManager[Any]:
     """A schedule that a step of pairs advances by twice its samples."""
-    return patch.object(_OpenStep, "samples", property(lambda step: step.gbs))
+    from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
+
+    right = MegatronTrainBackend.optimizer_step
+    return patch.object(
+        MegatronTrainBackend, "optimizer_step", lambda self, samples: right(self, 2 * samples)
+    )
 
 
 # Of the driver, about groups that are answered ahead.
@@ -156,14 +159,14 @@ def schedule_counts_rows() -> AbstractContextManager[Any]:
 
 def correction_dropped_ahead() -> AbstractContextManager[Any]:
     """A loss that corrects nothing where groups may be older than the weights."""
-    right = grpo.policy_loss
+    right = algorithm.policy_loss
 
     def loss_of(config: GRPOMasterConfig) -> LossFunction:
         key = "use_importance_sampling_correction"
         given = config.loss_fn.model_copy(update={key: getattr(config.loss_fn, key) and not config.max_age})
         return right(config.model_copy(update={"loss_fn": given}))
 
-    return patch.object(grpo, "policy_loss", loss_of)
+    return patch.object(algorithm, "policy_loss", loss_of)
 
 
 def previous_logprobs_of_those_that_drew() -> AbstractContextManager[Any]:
@@ -180,12 +183,16 @@ def previous_logprobs_of_those_that_drew() -> AbstractContextManager[Any]:
 
 def noise_of_the_open_step() -> AbstractContextManager[Any]:
     """Groups that are asked for with the number of the step that trains meanwhile, not of the one that drew them."""
-    right = AsynchronousScheduler._respond
+    from meeting_runs import RecordedEngines  # which imports this file
 
-    async def respond(self: AsynchronousScheduler, _step: int, ticket: str, asked: Any) -> BatchedDataDict:
-        return await right(self, self.ledger.version + 1, ticket, asked)
+    right = RecordedEngines.respond
 
-    return patch.object(AsynchronousScheduler, "_respond", respond)
+    async def respond(
+        self: RecordedEngines, data: BatchedDataDict, *, step: int, ticket: str
+    ) -> BatchedDataDict:
+        return await right(self, data, step=self._version + 1, ticket=ticket)
+
+    return patch.object(RecordedEngines, "respond", respond)
 
 
 def newest_groups_first() -> AbstractContextManager[Any]:

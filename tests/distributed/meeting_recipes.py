@@ -103,8 +103,9 @@ _ROUTED: Overrides = {
 }  # fmt: skip
 # The keys of a model, and those besides where the layout has experts. Latent attention and sinks come with experts.
 MODELS: dict[str, tuple[Overrides, Overrides]] = {
-    "gpt": ({}, {"qk_layernorm": True}),  # as of the family with experts, whose weights can be sent to engines
-    "hybrid": ({}, {"qk_layernorm": True}),
+    # Two tensor-parallel ranks share the query group; norms are of the family with experts, which engines can load.
+    "gpt": ({"num_query_groups": 1}, {"qk_layernorm": True}),
+    "hybrid": ({"num_query_groups": 1}, {"qk_layernorm": True}),
     "mamba": (
         {
             "activation_func": "squared_relu", "hybrid_layer_pattern": "M*-",

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -179,7 +180,7 @@ class RecordedEngines(RecordedAnswers):
     late: int
     last: int
     weights_digest = ""
-    answering, joining, restarts = True, False, 0
+    answering, joining, fleet = True, False, SimpleNamespace(restarts=0)
     _version: int = -1
     _asked_first: bool = False
     _awaited_at: int | None = None

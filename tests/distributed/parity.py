@@ -111,7 +111,7 @@ def _batch(seed: int) -> Any:
     """Eight rows for this rank."""
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
-    rows = 8 * parallel_groups.data_parallel_size()
+    rows = 8 * parallel_groups.group("data").size()
     batch = tiny.shard(tiny.grpo_batch(rows=rows, seed=seed))
     batch["token_mask"] = batch["token_mask"].clone()
     batch["token_mask"][EMPTY] = 0.0
@@ -139,7 +139,7 @@ def _three_steps(case: Case, rows: tuple[int, ...] | None) -> tuple[Any, Any, li
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
     worker, loss_fn = tiny.worker(_config(case)), _loss(case["loss"])
-    gbs = 8 * parallel_groups.data_parallel_size()
+    gbs = 8 * parallel_groups.group("data").size()
     start = tiny.parameters(worker)
     if rows is None:
         results = [worker.train(_batch(seed), loss_fn, gbs=gbs) for seed in range(3)]

@@ -12,7 +12,7 @@ def errors(case, dtype_name):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    from nemo_rl_mcore.rank.megatron.attention import LocalAttention
+    from nemo_rl_mcore.rank.megatron.layer_specs import LocalAttention
 
     groups = 2 if case == "grouped heads" else 4
     config = tiny.worker(tiny.policy_config(model={"num_query_groups": groups})).backend.config
@@ -60,7 +60,7 @@ def errors_with_sinks(queries, keys, window, masked):
     """Of the output, and of gradients of queries, keys, values and sinks, beside a softmax that is written out."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from nemo_rl_mcore.rank.megatron.attention import LocalAttention
+    from nemo_rl_mcore.rank.megatron.layer_specs import LocalAttention
 
     config = tiny.worker(tiny.policy_config(model=tiny_gpt_oss.MODEL)).backend.config
     config.window_size = None if window is None else (window - 1, 0)

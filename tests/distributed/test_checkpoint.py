@@ -140,12 +140,11 @@ def fail_to_write_a_copy(folder):
     """What ranks raise when the last one cannot write, at each question; then all write one."""
     from nemo_rl_mcore.rank.megatron import checkpoint as checkpoint_files
 
-    def nowhere(_folder):
-        return Path(folder, "missing", "rank.pt")
-
     worker, raised = build({}, {}), []
     lost = (
-        patch.object(checkpoint_files, "generators_file", nowhere) if dist.get_rank() == 1 else nullcontext()
+        patch.object(checkpoint_files, "_GENERATORS", "missing/rank.pt")
+        if dist.get_rank() == 1
+        else nullcontext()
     )
     with lost:
         worker.save_checkpoint(f"{folder}/failed", wait=False)
@@ -303,13 +302,13 @@ def test_states_in_buckets_are_resumed_bit_for_bit(ranks, tmp_path, role, precis
 def saved_by_megatron(folder, megatron):
     """Save the optimizer's state as Megatron itself gathers it, and load it; what differs."""
     from nemo_rl_mcore.rank.megatron import checkpoint
-    from nemo_rl_mcore.rank.megatron.checkpoint import layout_independent
+    from nemo_rl_mcore.rank.megatron.checkpoint import LAYOUT_INDEPENDENT
     from nemo_rl_mcore.rank.megatron.optimizer_state import parts_of
 
     def gathered(optimizer, weights, *, loading):
         gather = [part.sharded_param_state_fully_reshardable for part in parts_of(optimizer)]
         return {
-            str(number): of_part(weights, loading, layout_independent())
+            str(number): of_part(weights, loading, dict(LAYOUT_INDEPENDENT))
             for number, of_part in enumerate(gather)
         }
 

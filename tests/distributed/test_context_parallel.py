@@ -81,14 +81,14 @@ def assert_same_numbers(found, wanted):
 
 def against_data_parallel(way, experts, block=512):
     """The largest difference of a step's log-probabilities, metrics and gradients to ranks with whole sequences."""
-    from nemo_rl_mcore.rank.megatron import attention
+    from nemo_rl_mcore.rank.megatron import layer_specs
 
     model = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.5} if experts else {}
     sections = REFERENCE if way == "rows-2" else WAYS[way]
     found = []
     for megatron in (CP2, {}):
         worker = tiny.worker(config(sections, megatron, model))
-        with patch.object(attention, "_BLOCK", block):
+        with patch.object(layer_specs, "_BLOCK", block):
             said = worker.get_logprobs(data=uneven_batch())["logprobs"].numpy()
             step = worker.train(tiny.shard(uneven_batch()), losses()[0])
         names = ("loss", "global_valid_toks", "global_valid_seqs")

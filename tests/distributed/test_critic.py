@@ -24,10 +24,10 @@ def critic(model, precision):
 
 def values_by_hand():
     """A head with known weights against the decoder's own output, shifted by one."""
-    from nemo_rl_mcore.rank.megatron.model_class import value_head_of
+    from nemo_rl_mcore.rank.megatron.model_class import ValueHead, modules_of
 
     worker = tiny.worker(tiny.policy_config(), role="value")
-    head = value_head_of(worker.backend.chunks[0])
+    (head,) = modules_of(ValueHead, worker.backend.chunks[:1])
     with torch.no_grad():
         head.weight.normal_(generator=torch.Generator().manual_seed(1))
         head.bias.fill_(0.5)

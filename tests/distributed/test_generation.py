@@ -85,6 +85,8 @@ CONFIRMED = {
     "pp2-vpp2": (2, PP2 | {"virtual_pipeline_model_parallel_size": 2}, {}),
     "cp2": (2, CP2, {}),
     # Decoding keeps keys and values of every head, as upstream's does: the latents are made whole once a token.
+    "shared-group-tp2": (2, TP2, {"num_query_groups": 1}),
+    "shared-group-tp2-sp": (2, TP2_SP, {"num_query_groups": 1}),
     "latent-one-rank": (1, {}, LATENT),
     "latent-tp2": (2, TP2, LATENT),
     "latent-tp2-sp-experts": (2, TP2_SP, LATENT_EXPERTS),

@@ -1,4 +1,4 @@
-"""Log-probabilities, loss and gradients of ranks that share sequences are those of transformers in float64."""
+"""Ranks that share sequences, or a query group, have transformers' log-probabilities, loss and gradients in float64."""
 
 import family_cases as cases
 import pytest
@@ -22,6 +22,14 @@ LAYOUTS = {
     "cp4": (4, {"context_parallel_size": 4}),
     "cp2-ep2": (2, CP2 | {"expert_model_parallel_size": 2}),
 }
+SHARED_GROUPS = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "tp2-sp-fused": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_fused_linear_logprobs": True},
+    ),
+    "tp4-sp": (4, {"tensor_model_parallel_size": 4, "sequence_parallel": True}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +49,11 @@ def saved(tmp_path_factory):
 )
 def test_log_probabilities_and_gradients(ranks, saved, name, layout, rows):
     cases.assert_a_pass_is_theirs(ranks, saved(name), LAYOUTS[layout], rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("one-group", "tp2"), ("one-group", "tp2-sp-fused"), ("one-group", "tp4-sp"), ("qwen3", "tp4-sp")],
+)
+def test_ranks_beyond_the_query_groups(ranks, saved, name, layout):
+    cases.assert_a_pass_is_theirs(ranks, saved(name), SHARED_GROUPS[layout], "padded")

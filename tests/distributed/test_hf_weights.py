@@ -32,7 +32,7 @@ TWO_RANKS_OF_EXPERTS = {
     "hybrid-tp2-sp-ep2": HYBRID | TP2_SP | EP2,
 }
 # One of each structure: the others have the same parameters, or the same with one left out.
-DENSE = ["llama", "llama-tied", "llama3-32", "mistral", "qwen2-tied", "qwen2-yarn", "qwen3"]
+DENSE = ["llama", "llama-tied", "llama3-32", "mistral", "qwen2-tied", "qwen2-yarn", "qwen3", "one-group"]
 MOE = ["qwen3-moe", "qwen3-moe-shares", "mixtral"]
 
 

@@ -239,7 +239,7 @@ def step_with_all_rows_on_one_rank(way, megatron, model, weights):
     start = as_arrays(tiny.parameters(worker))
     if weights is not None:
         tiny.load_full_weights(worker, weights)
-    first = parallel_groups.data_parallel_rank() == 0
+    first = parallel_groups.group("data").rank() == 0
     worker.begin_train_step(losses()[0])
     for rows in (8, 1):
         worker.train_microbatch(uneven_batch().slice(0, rows if first else 0))

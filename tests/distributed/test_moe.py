@@ -320,7 +320,7 @@ def generated_and_confirmed(lengths_of_rank, stop_ids):
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
     worker = tiny.worker(tiny.policy_config(model=EXPERTS, megatron={"expert_model_parallel_size": 2}))
-    rank = parallel_groups.data_parallel_rank()
+    rank = parallel_groups.group("data").rank()
     lengths = torch.tensor(lengths_of_rank[rank])
     rows = torch.arange(len(lengths)) + 10 * rank
     prompts = (rows.unsqueeze(1) * 7 + torch.arange(4)) % tiny.VOCABULARY

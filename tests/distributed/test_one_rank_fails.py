@@ -151,7 +151,7 @@ def traces_of_unequal_chunks(sections):
     start = worker_state.capture(worker)
     worker.begin_train_step(tiny.grpo_loss(), gbs=16)
     worker.train_microbatch(batch.slice(0, 4))
-    if parallel_groups.data_parallel_rank() == 0:
+    if parallel_groups.group("data").rank() == 0:
         told = told_by(lambda: worker.train_microbatch(batch.slice(4, batch.size)))
     else:
         told = told_by(worker.finish_train_step)

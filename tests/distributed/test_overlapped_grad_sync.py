@@ -71,9 +71,9 @@ def rows_of_rank(seed):
     """Eight rows; on the last of several ranks no one of them has a token to train on in every other step."""
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
-    size = parallel_groups.data_parallel_size()
+    size = parallel_groups.group("data").size()
     batch = tiny.shard(tiny.grpo_batch(rows=8 * size, seed=seed))
-    if seed % 2 and size > 1 and parallel_groups.data_parallel_rank() == size - 1:
+    if seed % 2 and size > 1 and parallel_groups.group("data").rank() == size - 1:
         batch["sample_mask"] = batch["sample_mask"] * 0
     return batch, 8 * size
 
@@ -95,7 +95,7 @@ def counted_reductions(worker, found):
 
 
 def groups_of_first_chunk(worker):
-    from nemo_rl_mcore.rank.megatron.grad_sync import bucket_groups
+    from nemo_rl_mcore.rank.megatron.train_backend import bucket_groups
 
     return bucket_groups(worker.backend.chunks[:1])
 

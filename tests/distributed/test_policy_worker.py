@@ -50,6 +50,8 @@ def test_bf16_logprobs_fused_and_unfused_agree(ranks):
 class ThisRank:
     """A worker group of one rank, in this process."""
 
+    placement = None
+
     def __init__(self, worker):
         self.worker = worker
 
@@ -81,7 +83,7 @@ def loops_of_nemo_rl(offload, precision):
         policy.train_microbatch(chunk)
     split = policy.finish_train_step()
     evaluated = policy.train(batch, loss_fn, eval_mode=True)
-    difference = tiny.largest_difference(weights, tiny.parameters(policy._workers.worker))
+    difference = tiny.largest_difference(weights, tiny.parameters(policy.workers.worker))
     return [
         {**found, "model_dtype": str(found["model_dtype"])} for found in (whole, split, evaluated)
     ], difference
@@ -123,7 +125,7 @@ def evaluated_in_parts(loss, parts):
     batch["sample_mask"] = (
         batch["sample_mask"].roll(-2 * (loss == "dpo")).reshape(7, 2).amin(1).repeat_interleave(2)
     )
-    ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()
+    ranks, rank = parallel_groups.group("data").size(), parallel_groups.group("data").rank()
     results = []
     for first, rows in zip(accumulate([0, *parts]), parts, strict=False):
         part = batch.slice(first, first + rows).split(ranks, loss_fn.rows_per_sample)[rank]

@@ -34,7 +34,7 @@ def timeouts_of_the_layout(model, megatron):
         f"{number} {group.group_desc}": group._get_backend(
             torch.device("cpu")
         ).options._timeout.total_seconds()
-        for number, group in enumerate([*groups, parallel_groups.computing_ranks()])
+        for number, group in enumerate([*groups, parallel_groups.group("all")])
     }
 
 

@@ -102,3 +102,13 @@ def test_every_difference_is_a_row_with_a_reason(differences):
     rows = rows_of(PAGES["docs/performance.md"])
     assert {tuple(row[:4]) for row in rows} == differences
     assert all(len(row) == 5 and len(row[4]) > 10 for row in rows)
+
+
+def test_fp8_changes_the_settings_that_it_changes_there_and_no_other(ranks, tmp_path):
+    keys = "{enabled: true, fp8: hybrid, fp8_recipe: tensorwise, fp8_param: false}"
+    changes = "", f"policy: {{megatron_cfg: {{fp8_cfg: {keys}}}}}"
+    runs = [migrated_with(change, "grpo_math_1B_megatron", tmp_path).config for change in changes]
+    [(without, found)] = ranks(1).run(settings_on_gpus, [run.policy for run in runs])
+    fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    assert found == without | {"transformer": without["transformer"] | fp8}
+    assert without["transformer"]["fp8"] is None

@@ -18,7 +18,7 @@ def build(decay, *, everything, model, megatron, distributed=True):
         for chunk in worker.backend.chunks:
             for weight in chunk.parameters():
                 weight += 0.1 * (weight.ndim == 1)  # biases begin at 0, of which nothing decays
-    worker.backend.weights_replaced()
+    worker.backend.optimizer.reload_model_params()
     return worker
 
 

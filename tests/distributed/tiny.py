@@ -133,8 +133,8 @@ def shard(batch: BatchedDataDict) -> BatchedDataDict:
     """This data-parallel rank's rows."""
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
-    return batch.shard_by_batch_size(parallel_groups.data_parallel_size())[
-        parallel_groups.data_parallel_rank()
+    return batch.shard_by_batch_size(parallel_groups.group("data").size())[
+        parallel_groups.group("data").rank()
     ]
 
 
@@ -142,7 +142,7 @@ def dealt(policy: PolicyConfig, batch: BatchedDataDict, rows_per_sample: int = 1
     """This data-parallel rank's samples, as the driver deals them."""
     from nemo_rl_mcore.rank.megatron import parallel_groups
 
-    ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()
+    ranks, rank = parallel_groups.group("data").size(), parallel_groups.group("data").rank()
     if policy.token_budgets is None:
         return batch.split(ranks, rows_per_sample)[rank]
     return split_balanced(batch, ranks, rows_per_sample)[rank]
@@ -184,7 +184,8 @@ def load_full_weights(to: MegatronPolicyWorker, weights: dict[str, np.ndarray]) 
         full = torch.from_numpy(weights[f"0.{global_name(name, to.policy)}"])
         with torch.no_grad():
             parameter.copy_(shard_of(full, parameter, rank, name, to.policy.model))
-    to.backend.weights_replaced()
+    if to.backend.trained:
+        to.backend.optimizer.reload_model_params()
 
 
 def global_name(name: str, policy: PolicyConfig) -> str:

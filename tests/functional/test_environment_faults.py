@@ -21,9 +21,19 @@ grpo: {{max_num_steps: {steps}, val_period: 0, val_at_end: true, num_prompts_per
 policy: {{train_global_batch_size: 8, train_micro_batch_size: 4, logprob_batch_size: 4}}
 env:
   custom: {{type: "fragile_parts:Fragile", args: {{share: {share}}}}}
-  pool: {{size: {size}, retries: {retries}, timeout_s: 3, max_drop_rate: 1.0}}
+  pool: {{size: {size}, timeout_s: 3, max_drop_rate: 1.0}}
 seed: 0
 logger: {{log_dir: {name}}}
+"""
+
+PROGRAM = """
+import sys
+from nemo_rl_mcore import cli
+from nemo_rl_mcore.driver.actors import environment_pool
+
+if __name__ == "__main__":
+    environment_pool.RETRIES = 6  # so that no answer is dropped
+    sys.exit(cli.main(sys.argv[1:]))
 """
 
 
@@ -31,15 +41,15 @@ logger: {{log_dir: {name}}}
 def steps_of(tmp_path):
     """The metrics of a run in which a share of the environment's calls fails."""
 
-    def run(name, steps, *overrides, share=0.0, size=2, retries=6):
+    def run(name, steps, *overrides, share=0.0, size=2):
         recipe = RECIPE.format(
             exemplar=REPOSITORY / "examples/configs/grpo_copy_cpu.yaml",
-            steps=steps, share=share, size=size, retries=retries, name=name,
+            steps=steps, share=share, size=size, name=name,
         )  # fmt: skip
         (tmp_path / f"{name}.yaml").write_text(recipe)
         paths = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))
         done = subprocess.run(
-            [sys.executable, "-m", "nemo_rl_mcore", "grpo", "--config", f"{name}.yaml", *overrides],
+            [sys.executable, "-c", PROGRAM, "grpo", "--config", f"{name}.yaml", *overrides],
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
             timeout=900, check=False,
         )  # fmt: skip

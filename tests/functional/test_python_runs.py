@@ -100,7 +100,7 @@ def of_process():
     assert not ray.is_initialized()
     import nemo_rl_mcore.config.custom_code
 
-    assert not nemo_rl_mcore.config.custom_code.handed_objects()
+    assert not nemo_rl_mcore.config.custom_code.HANDED
     own_path = [place for place in sys.path if "site-packages" not in place]
     stops = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     threads = sorted(thread.name for thread in threading.enumerate())

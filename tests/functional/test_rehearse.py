@@ -99,7 +99,8 @@ def test_a_rehearsal_ends_with_the_command_that_comes_next(
 
 def test_a_rank_is_said_to_be_killed_by_the_rehearsal_itself(capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
-        trained = SimpleNamespace(processes=[rank.pid], train_microbatch=lambda: None)
+        workers = SimpleNamespace(identities={0: SimpleNamespace(pid=rank.pid)})
+        trained = SimpleNamespace(workers=workers, train_microbatch=lambda: None)
         policy = cast("Any", Killer().model("policy", cast("Any", trained)))
         for _ in range(2):
             policy.train_microbatch()

@@ -24,8 +24,6 @@ from trained_worker import (
 )
 
 RANKS = 2
-WAYS = {"cuda": ("p2p", "all_gather", "a2a"), "cpu": ("p2p",)}
-"""Values of cp_comm_type."""
 
 
 def run(report: Report, device: str) -> None:
@@ -58,31 +56,29 @@ def rank_of_two(rank: int, folder: Path, device: str) -> None:
     torch.set_float32_matmul_precision("highest")
     prepare(threads=1 if device == "cpu" else None)
     for precision, fused, packed in cases():
-        for way in WAYS[device]:
-            sharing = {"context_parallel_size": RANKS, "cp_comm_type": way}
-            config = worker_config(
-                folder, precision, device, fused, layers=LAYERS[device], packed=packed, sharing=sharing
-            )
-            found, _ = trained(config, device, fused)
-            if rank == 0:
-                torch.save(found, folder / file_of(precision, fused, packed, way))
+        sharing = {"context_parallel_size": RANKS}
+        config = worker_config(
+            folder, precision, device, fused, layers=LAYERS[device], packed=packed, sharing=sharing
+        )
+        found, _ = trained(config, device, fused)
+        if rank == 0:
+            torch.save(found, folder / file_of(precision, fused, packed))
     leave()
 
 
 def check_shared(
     report: Report, folder: Path, device: str, precision: str, fused: bool, packed: bool
 ) -> None:
-    """Compare what one rank makes of a case with what the two have made of it, in each way."""
+    """Compare what one rank makes of a case with what the two have made of it."""
     group = f"{precision}, {'fused' if fused else 'unfused'}, {'packed' if packed else 'padded'}"
     tolerances = TOLERANCES["float32 in TF32" if (device, precision) == ("cuda", "float32") else precision]
     with report.attempt(group, "one rank trains"):
         config = worker_config(folder, precision, device, fused, layers=LAYERS[device], packed=packed)
         expected, _ = trained(config, device, fused)
-        for way in WAYS[device]:
-            found = torch.load(folder / file_of(precision, fused, packed, way), weights_only=True)
-            compare(report, f"{group}: two ranks by {way} as one", found, expected, tolerances)
+        found = torch.load(folder / file_of(precision, fused, packed), weights_only=True)
+        compare(report, f"{group}: two ranks as one", found, expected, tolerances)
 
 
-def file_of(precision: str, fused: bool, packed: bool, way: str) -> str:
+def file_of(precision: str, fused: bool, packed: bool) -> str:
     """Return the name of what the two ranks found."""
-    return f"{precision}-{fused}-{packed}-{way}.pt"
+    return f"{precision}-{fused}-{packed}.pt"

@@ -17,8 +17,9 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
+from nemo_rl_mcore.driver.algorithms.algorithm import policy_loss
 from nemo_rl_mcore.driver.algorithms.engine_comparison import bounds_of, compare, rows_to_compare
-from nemo_rl_mcore.driver.algorithms.mismatch import model_inputs, policy_loss
+from nemo_rl_mcore.driver.algorithms.mismatch import model_inputs
 from nemo_rl_mcore.driver.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.player import Responder

@@ -42,7 +42,7 @@ class Case:
         """Return the command of a run; age: None for the synchronous one."""
         path = CONFIGS / f"{self.recipe}.yaml"
         config = load_config(path)
-        section = config.asynchrony_key
+        section = config.key("asynchrony")
         beside = f"{section}.enabled=false" if age is None else f"{section}.max_trajectory_age_steps={age}"
         overrides = [*self.overrides, beside, f"seed={seed}", f"logger.log_dir={log_dir}"]
         overrides += ["checkpointing.enabled=false"]

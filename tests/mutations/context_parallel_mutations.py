@@ -31,23 +31,23 @@ ROWS, PACKED, EXPERTS = (
 
 
 def gradients_of_keys_and_values_twice() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import attention, context_parallel
+    from nemo_rl_mcore.rank.megatron import batching, layer_specs
 
     def twice(*args: Any, **kwargs: Any) -> Any:
-        gathered = context_parallel.gather_in_order(*args, **kwargs)
+        gathered = batching.gather_in_order(*args, **kwargs)
         if gathered.requires_grad:
             gathered.register_hook(lambda gradient: 2 * gradient)
         return gathered
 
-    return patch.object(attention, "gather_in_order", twice)
+    return patch.object(layer_specs, "gather_in_order", twice)
 
 
 def gradients_of_whole_losses_summed() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import context_parallel
+    from nemo_rl_mcore.rank.megatron import batching
 
-    plain = context_parallel.gather_in_order
+    plain = batching.gather_in_order
     return patch.object(
-        context_parallel,
+        batching,
         "gather_in_order",
         lambda local, borders, **_: plain(local, borders, grad_of_every_rank_is_whole=False),
     )
@@ -59,42 +59,45 @@ def context_ranks_counted_as_data_parallel() -> AbstractContextManager[Any]:
     return patch.object(
         parallel_groups,
         "gather_over_data_parallel_ranks",
-        lambda numbers: all_gather_rows(numbers[None], parallel_groups.data_parallel_group()),
+        lambda numbers: all_gather_rows(numbers[None], parallel_groups.group("data_context")),
     )
 
 
 def contiguous_slices() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import attention, context_parallel
+    from nemo_rl_mcore.rank.megatron import batching, layer_specs
 
     def contiguous(borders: tuple[int, ...], ranks: int) -> torch.Tensor:
         return torch.arange(borders[-1]).view(ranks, -1)
 
     return _both(
-        patch.object(context_parallel, "zigzag", contiguous), patch.object(attention, "zigzag", contiguous)
+        patch.object(batching, "zigzag", contiguous), patch.object(layer_specs, "zigzag", contiguous)
     )
 
 
 def borders_of_packed_samples_forgotten() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import attention
+    from nemo_rl_mcore.rank.megatron import layer_specs
 
-    return patch.object(attention, "bisect_right", lambda _borders, _position: 1)
+    return patch.object(layer_specs, "bisect_right", lambda _borders, _position: 1)
 
 
 def balance_counted_for_each_context_rank() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import auxiliary_losses, parallel_groups
+    from nemo_rl_mcore.rank.megatron import parallel_groups
 
-    return patch.object(auxiliary_losses, "_sequence_ranks", parallel_groups.tensor_parallel_group)
+    plain = parallel_groups.group
+    return patch.object(
+        parallel_groups, "group", lambda kind: plain("tensor" if kind == "tensor_context" else kind)
+    )
 
 
 def rotary_positions_of_the_other_rank() -> AbstractContextManager[Any]:
     from megatron.core.models.common.embeddings import rotary_pos_embedding
 
-    from nemo_rl_mcore.rank.megatron import context_parallel
+    from nemo_rl_mcore.rank.megatron import batching
 
     def of_the_other(positions: Any, _dimension: int, _group: Any) -> Any:
-        ranks = context_parallel.context_parallel_size()
-        other = (context_parallel.context_parallel_rank() + 1) % ranks
-        return positions[context_parallel.zigzag((0, len(positions)), ranks)[other]]
+        ranks = batching.parallel_groups.group("context")
+        other = (ranks.rank() + 1) % ranks.size()
+        return positions[batching.zigzag((0, len(positions)), ranks.size())[other]]
 
     return patch.object(rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", of_the_other)
 

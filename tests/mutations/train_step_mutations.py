@@ -170,26 +170,26 @@ def empty_step_is_stepped() -> AbstractContextManager[Any]:
 
 
 def hooks_act_in_every_microbatch() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import grad_sync as overlapped_grad_sync
+    from nemo_rl_mcore.rank.megatron import train_backend
 
-    held_back = overlapped_grad_sync._HeldBack
+    held_back = train_backend._HeldBack
     return patch.object(held_back, "__enter__", held_back.__exit__)
 
 
 def reductions_started_twice() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import grad_sync as overlapped_grad_sync
+    from nemo_rl_mcore.rank.megatron import train_backend
 
     def start(groups: list[Any]) -> None:
         for group in groups:
             group.start_grad_sync()
 
-    return patch.object(overlapped_grad_sync, "start_reductions", start)
+    return patch.object(train_backend, "start_reductions", start)
 
 
 def reduced_before_the_division() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.rank.megatron import grad_sync as overlapped_grad_sync
+    from nemo_rl_mcore.rank.megatron import train_backend
 
-    return patch.object(overlapped_grad_sync, "_multiplied_by", lambda *_args: nullcontext())
+    return patch.object(train_backend, "_multiplied_by", lambda *_args: nullcontext())
 
 
 def reductions_in_flight_are_forgotten() -> AbstractContextManager[Any]:

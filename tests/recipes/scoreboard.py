@@ -18,11 +18,13 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.base import ConfigError, Problem, value_at
+from nemo_rl_mcore.recipe.load import compute
+from nemo_rl_mcore.recipe.sources import read_recipe
 from nemo_rl_mcore.tools.check import preflight
 from nemo_rl_mcore.tools.migrate.draft import Kind
 from nemo_rl_mcore.tools.migrate.migrate import leave_open, migrate
@@ -41,7 +43,8 @@ NOT_RUN = "not run"
 class Row:
     """A recipe's row.
 
-    migrated: clean, by hand, or refused. by_hand: keys left to the user; of a refused recipe, its problems.
+    migrated: clean, by hand, or refused. model: given in place of a recipe's placeholder, and `with_model` the result.
+    by_hand: keys left to the user, with that model; of a refused recipe, its problems.
     rehearsed: yes, failed (a check or the run), refused (nothing can run), traceback, or not run (only shrunk and
     checked). reason: why it was not rehearsed, else why it does not migrate.
     """
@@ -54,25 +57,52 @@ class Row:
     refused: int = 0
     reason: str = ""
     seconds: float = 0.0
+    model: str = ""
+    with_model: str = ""
+
+
+MODELS = {
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "dsv3": "deepseek-ai/DeepSeek-V3",
+    "nanov3": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "super": "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
+}
+"""The model that a word of a recipe's file name names, for recipes that leave it to the user."""
+
+
+def named_model(recipe: Path) -> str:
+    """Return the model to give to `migrate --model`; "" for a recipe that names one itself."""
+    given = str(value_at(compute(read_recipe(recipe), ()).tree, "policy.model_name"))
+    if not given.startswith(("/", "Follow")):
+        return ""
+    return next((model for word, model in MODELS.items() if word in recipe.name), "")
 
 
 def row_of(recipe: Path, name: str, *, on_paper: bool) -> Row:
     """Migrate a recipe, and rehearse it where that gives one of ours; on_paper: shrink it, and run nothing."""
     started = time.monotonic()
     try:
-        migrated = migrate(recipe)
+        how, by_hand, reason = _migrated(recipe, "")
+        model = named_model(recipe)
     except ConfigError as error:
         return Row(name, "refused", 0, reason=_decisive(error.problems))
-    by_hand, reason = len(migrated.problems), ""
-    if (config := migrated.config) is None:
-        reason = _decisive(migrated.problems)
-    else:
-        leave_open(migrated.draft, _problems_of(lambda: preflight(config, elsewhere=True)))
-        by_hand = sum(note.kind in (Kind.REFUSED, Kind.OPEN) for note in migrated.draft.notes)
+    with_model = ""
+    if model:
+        with_model, by_hand, reason = _migrated(recipe, model)
     found = shrunk(recipe) or ({"rehearsed": NOT_RUN} if on_paper else rehearsed(recipe))
     found["reason"] = found.get("reason") or reason
-    how = "refused" if config is None else "by hand" if by_hand else "clean"
-    return Row(name, how, by_hand, **found, seconds=round(time.monotonic() - started, 1))
+    seconds = round(time.monotonic() - started, 1)
+    return Row(name, how, by_hand, **found, seconds=seconds, model=model, with_model=with_model)
+
+
+def _migrated(recipe: Path, model: str) -> tuple[str, int, str]:
+    """Return how a recipe migrates, the number of keys left to the user, and the reason if it has no run."""
+    migrated = migrate(recipe, models={"policy": model} if model else None)
+    if (config := migrated.config) is None:
+        return "refused", len(migrated.problems), _decisive(migrated.problems)
+    leave_open(migrated.draft, _problems_of(lambda: preflight(config, elsewhere=True)))
+    by_hand = sum(note.kind in (Kind.REFUSED, Kind.OPEN) for note in migrated.draft.notes)
+    return "by hand" if by_hand else "clean", by_hand, ""
 
 
 def _problems_of(examine: Callable[[], object]) -> Sequence[Problem]:
@@ -149,8 +179,9 @@ def read_rows(file: Path) -> dict[str, Row]:
 def table(rows: Iterable[Row]) -> Iterator[str]:
     """Yield the table, and the counts above it."""
     rows = sorted(rows, key=lambda row: row.recipe)
-    for column in ("migrated", "rehearsed"):
-        counts = Counter(getattr(row, column) for row in rows)
+    given = [replace(row, migrated=row.with_model or row.migrated) for row in rows]
+    for column, counted in (("migrated", rows), ("migrated, models given", given), ("rehearsed", rows)):
+        counts = Counter(getattr(row, column.partition(",")[0]) for row in counted)
         yield f"{column}: {', '.join(f'{counts[name]} {name}' for name in sorted(counts))}; of {len(rows)}"
         yield ""
     yield "| recipe | migrated | keys by hand | rehearsed | proven | refused | seconds | reason |"

@@ -16,7 +16,7 @@ from reference_pages import reference_pages
 from nemo_rl_mcore import cli
 from nemo_rl_mcore.agents.agents import SESSIONS_FILE
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.driver.observability.progress import REPORT_FILE
+from nemo_rl_mcore.driver.observability.recorder import REPORT_FILE
 from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE, ROLLOUTS_FOLDER
 from nemo_rl_mcore.driver.rollouts.events import EVENTS_FILE
 from nemo_rl_mcore.driver.run_folder import RECIPE_FILE

@@ -18,6 +18,7 @@ from doc_pages import PAGES, REPO, blocks, in_backticks
 from ray.scripts.scripts import cli as ray_cli
 
 from nemo_rl_mcore.cli.arguments import parse
+from nemo_rl_mcore.config.cluster import seconds_of
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.migrate.migrate import load_migrated
 
@@ -206,7 +207,7 @@ def test_the_slurm_script_starts_what_ray_and_the_recipe_take(on_path, monkeypat
     assert (config.cluster.num_nodes, config.cluster.gpus_per_node) == (2, 8)
     limit = re.search(r"^#SBATCH --time=(\d+):00:00$", script.read_text("utf-8"), re.MULTILINE)
     assert limit
-    assert config.checkpointing.must_save_by_s == int(limit[1]) * 3600 - 900
+    assert seconds_of(config.checkpointing.checkpoint_must_save_by) == int(limit[1]) * 3600 - 900
 
 
 def test_the_manifest_starts_what_the_recipe_takes():

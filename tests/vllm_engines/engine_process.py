@@ -102,7 +102,7 @@ def messages(
             continue
         yield Bucket(sender.locate(slot, packers[slot].used), tuple(packers[slot].tensors)).to_message()
         slot = 1 - slot
-        packers[slot].clear()
+        packers[slot] = Packer(sender.slots[slot])
         assert packers[slot].add(name, tensor)
     yield Bucket(sender.locate(slot, packers[slot].used), tuple(packers[slot].tensors)).to_message()
     sender.close()

@@ -146,7 +146,7 @@ def tail_error(model, asked, answered, tokens=20):
     tails = [
         (
             Request([*request.prompt, *response.tokens[:-tokens]], 0),
-            Response.of(response.tokens[-tokens:], response.logprobs[-tokens:], [], finished=False),
+            Response(response.tokens[-tokens:], response.logprobs[-tokens:], False, [], 0),
         )
         for request, response in zip(asked, answered, strict=True)
     ]

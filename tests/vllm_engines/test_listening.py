@@ -12,7 +12,7 @@ def listening_of_an_engine(folder, ranks, asynchronous):
     """The addresses at which this process and those below it listen, once the engine has answered."""
     from nemo_rl_mcore.engine.vllm.engine import AsyncVllmEngine, VllmEngine
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as `RayCluster.local_network` has it
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as in `cluster.LOCAL_NETWORK`
     settings = tiny.settings(tiny.model_folder(folder), tensor_parallel_size=ranks)
     before = listening_addresses()
 

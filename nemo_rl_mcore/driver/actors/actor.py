@@ -2,13 +2,14 @@
 
 Ranks, engines and environments are such actors; `supervised.py` runs in their processes. `gang.py` handles actors that
 are called and lost as a whole (ranks, a single engine); `pool.py` replaces lost actors one by one (engines,
-environments). The first rank reaches the engines through `RayEngines` in a refit; ranks import no other part of the
+environments). In a refit, the first rank reaches the engines through `RayEngines`; ranks import nothing else from the
 driver.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from nemo_rl_mcore.driver.actors.failures import RankFailure, RankIdentity, identity_in
+from nemo_rl_mcore.driver.actors.failures import RankFailure, RankIdentity
 from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.activity import Progress
 from nemo_rl_mcore.rank.refit.sender import EngineLostError
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from nemo_rl_mcore.driver.actors.places import RankSlot
 
 LOOK_EVERY_S = 1.0
+# Parts of the texts of Ray's errors.
+_HOST = re.compile(r"\bip[=:]\s*([\w.:]+\w)")
+_PID = re.compile(r"\bpid[=:]\s*(\d+)")
+_NODE = re.compile(r"\bnode has died[\s\S]*?Node I[dD]: (\w+)")
 
 
 class GivenUpError(Exception):
@@ -39,8 +44,8 @@ class GivenUpError(Exception):
 class Actor:
     """An actor under the driver's supervision; any thread may call `end`.
 
-    number, noun: the actor's name in messages. lost: returns the reason why it is unreachable, or None. identity: its
-    process's identity, once reported.
+    number, noun: the actor's name in messages. lost: returns the reason why the actor is unreachable, or None.
+    identity: the process's identity, once reported.
     """
 
     number: int
@@ -55,7 +60,7 @@ class Actor:
     def begin(
         cls, remote_class: Any, slot: RankSlot, noun: str, cluster: RayCluster, lost: Callable[[], str | None]
     ) -> Self:
-        """Start an actor of a class from `actor_class` without waiting; Ray itself never restarts it."""
+        """Begin to start an actor of a class from `actor_class`; Ray itself never restarts the actor."""
         variables = {"env_vars": dict(slot.environment)}
         options = {**slot.options, "max_restarts": 0, "max_task_retries": 0, "runtime_env": variables}
         return cls(slot.rank, noun, remote_class.options(**options).remote(), cluster, lost)
@@ -65,21 +70,26 @@ class Actor:
 
     def end(self) -> None:
         """End the process at once, even a stopped one, which Ray cannot end; idempotent."""
-        if not self._ended:  # its pid may be another's later
+        if not self._ended:  # later, another process may have the same pid
             self._ended = True
             self.cluster.kill(self.handle, self.identity)
 
     def failure(self, error: BaseException) -> RankFailure:
-        """Convert Ray's error, which shows whether a method raised or the process died."""
-        identity = self.identity or identity_in(str(error))
-        cause, died = (error.cause, False) if isinstance(error, RayTaskError) else (None, True)
-        return RankFailure(self.number, identity, str(error), cause, died)
+        """Convert Ray's error, a RayTaskError if a method raised, any other if the process died."""
+        report, identity = str(error), self.identity
+        if identity is None:  # it died before it was identified: the report has its host and process
+            parts = (pattern.search(report) for pattern in (_HOST, _PID, _NODE))
+            host, pid, node = (found and found[1] for found in parts)
+            identity = RankIdentity(host or "unknown", int(pid or 0), ray_worker_id="", node_id=node or "")
+        if isinstance(error, RayTaskError):
+            return RankFailure(self.number, identity, report, error.cause, died=False)
+        return RankFailure(self.number, identity, report)
 
 
 async def settled(answer: Any, over: Callable[[], str | None], every_s: float = LOOK_EVERY_S) -> Future[Any]:
-    """Await the end of a call in an asyncio loop; raise GivenUpError with the reason that `over` returns.
+    """Await a call's end in an asyncio loop; raise GivenUpError with the reason that `over` returns.
 
-    answer: Ray's reference. over: a function, called at intervals, that returns a reason to give up, or None.
+    answer: Ray's reference. over: called at intervals; returns a reason to give up, or None.
     """
     loop, there = asyncio.get_running_loop(), asyncio.Event()
 
@@ -117,7 +127,7 @@ class HealthWatch:
     _ticked_at: float = field(default_factory=time.monotonic, init=False)
 
     def due(self, every_s: float, *, passes: bool = True) -> bool:
-        """Advance the clock by at most one polling interval, and return whether a poll is due."""
+        """Advance the clock by at most one polling interval, and return True if a poll is due."""
         if passes:
             now = time.monotonic()
             self._clock_s += min(now - self._ticked_at, LOOK_EVERY_S)
@@ -143,7 +153,7 @@ class HealthWatch:
                 self._asked[rank] = self.actors[rank]._health.remote(False)
 
     def stalled(self, ranks: Collection[int], timeout_s: float) -> bool:
-        """Return whether no rank has made progress for this time, or a rank has not even answered."""
+        """Return True if no rank has made progress for this time, or a rank has not even answered."""
         return self._clock_s - self._moved_at >= timeout_s or self.silent(ranks, timeout_s)
 
     def silent(self, ranks: Collection[int], seconds: float) -> bool:
@@ -173,7 +183,7 @@ class RayEngines:
         for number, acknowledgement in zip(numbers, loading, strict=True):
             engine, deadline = f"{self.noun} {number}", time.monotonic() + timeout_s
             while not ray.wait([acknowledgement], timeout=min(LOOK_EVERY_S, timeout_s))[0]:
-                # This wait has its own deadline, since the engine is late and not this rank.
+                # This wait has its own deadline, since the engine is late, not this rank.
                 activity.advance(f"waiting for {engine}")
                 if time.monotonic() >= deadline:
                     late = f"{engine} did not acknowledge a bucket of weights within {timeout_s:g} s"

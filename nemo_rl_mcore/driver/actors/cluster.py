@@ -33,7 +33,6 @@ from nemo_rl_mcore.driver.actors.places import (
     LISTEN_ON_ALL_INTERFACES,
     Placement,
     RankSlot,
-    has_port,
     only_environment,
     probe,
     rank_environment,
@@ -44,6 +43,8 @@ from nemo_rl_mcore.driver.signals import current_stop_signals, deferred_stop_sig
 from nemo_rl_mcore.errors import RunStoppedError
 
 LOOPBACK = "127.0.0.1"
+LOCAL_NETWORK = {"GLOO_SOCKET_IFNAME": "lo"}
+"""For processes on a single machine: gloo would resolve the host name, which may fail on a laptop."""
 NODE_WAIT_S = 300.0
 """Seconds to wait for a lost machine to return or be replaced."""
 _OBJECT_STORE_BYTES = 256 << 20
@@ -61,9 +62,9 @@ class LocalSession:
 
     def __init__(self) -> None:
         self.log_dir: Path | None = None
-        # For this user alone; not under TMPDIR, since the names of Unix sockets must be short.
+        # For this user alone; not under TMPDIR, since Unix sockets must have short names.
         folder = tempfile.mkdtemp(prefix="nemo_rl_mcore_", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
-        self.folder = Path(folder).resolve()  # as /proc shows it
+        self.folder = Path(folder).resolve()  # as in /proc
         self._reaper = Reaper("writers", str(self.folder))
         self._begun = False
         self._servers: Mapping[str, int] = {}
@@ -71,7 +72,7 @@ class LocalSession:
     def start(self, config: ClusterConfig) -> None:
         """Start Ray; on CPU, without GPUs and with a small object store. The caller must call `end`, even after errors.
 
-        Raises RunStoppedError when Ray does not start.
+        Raises RunStoppedError if Ray does not start.
         """
         asked_for = os.environ.get(LISTEN_ON_ALL_INTERFACES, "0").lower() in ("1", "true")
         if not asked_for and (address := ray.util.get_node_ip_address()) != LOOPBACK:
@@ -84,7 +85,7 @@ class LocalSession:
         # An interrupted `ray.init` leaves processes behind that `ray.shutdown` does not stop.
         with deferred_stop_signals(hold=True), only_environment(session_environment(os.environ)):
             # Schedulers and terminals send these signals to all processes, but only the driver should stop its ranks.
-            # Ray itself shields them from Ctrl-C.
+            # Ray itself shields the ranks from Ctrl-C.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
             try:
                 context: Any = ray.init(
@@ -98,7 +99,7 @@ class LocalSession:
                     _temp_dir=str(self.folder / "ray"),
                     **_QUIET,
                 )
-            except Exception as error:  # Ray raises it bare when one of its processes is late
+            except Exception as error:  # Ray raises a bare Exception if one of its processes is late
                 raise RunStoppedError(
                     f"the local Ray session did not start: {error}\nIs this machine out of memory, disk space "
                     f"or process slots, or very busy? Ray's logs are in {self.folder}; try again, "
@@ -136,7 +137,7 @@ class LocalSession:
 
 
 def processes_of(folder: Path) -> list[tuple[str, psutil.Process]]:
-    """Return the names and handles of all processes that write into the session's folder."""
+    """Return the names and handles of all processes that write to the session's folder."""
     found: list[tuple[str, psutil.Process]] = []
     for pid in reaper.writers(str(folder)):
         with suppress(psutil.NoSuchProcess):
@@ -186,7 +187,8 @@ class Reaper:
 @contextmanager
 def marked_processes() -> Generator[dict[str, str]]:
     """Yield an environment variable that marks processes to be killed, with their children, if this process dies."""
-    name, value = "NEMO_RL_RUN", secrets.token_hex(16)
+    name = "NEMO_RL_RUN"
+    value = secrets.token_hex(16)
     killer = Reaper("family", f"{name}={value}")
     try:
         yield {name: value}
@@ -207,24 +209,24 @@ _FREED_WITHIN_S = 120.0
 class RayCluster:
     """A context manager that provides a Ray session with room for `cluster.world_size` ranks.
 
-    It uses an existing session of this process and leaves it running; otherwise it joins the cluster at RAY_ADDRESS, if
-    set, or starts and later ends a local session that only this machine can reach.
+    A session that this process already has is used and left running. Otherwise the driver joins the cluster at
+    RAY_ADDRESS, if set, or starts and later ends a local session that only this machine can reach.
 
-    log_dir: the folder with the workers' standard error, if they run on this machine. one_machine: whether all
-    processes of the session run on this machine. Raises RunStoppedError if the machines have fewer GPUs or nodes than
+    log_dir: the folder with the workers' standard error, if they run on this machine. one_machine: True if all of the
+    session's processes run on this machine. Raises RunStoppedError if the machines have fewer GPUs or nodes than
     `cluster.*` requires, RAY_ADDRESS does not answer, or the local session does not start.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
         self._address = os.environ.get("RAY_ADDRESS")
-        self._session: LocalSession | None = None  # if it was started here
+        self._session: LocalSession | None = None  # only if started here
         self._joined = False
         self.one_machine = self._address is None and config.num_nodes == 1
         self._gcs: _GcsProbe | None = None
         ranks = config.workers_per_node
         cpu = {"CPU": round(ranks * _CPU_SHARE_OF_A_RANK, 4)}
-        # The resources that the ranks on one machine take.
+        # Resources for the ranks on one machine.
         self._share_of_a_node: dict[str, float] = cpu if config.on_cpu else {"GPU": ranks, "CPU": ranks}
         self.log_dir: Path | None = None
 
@@ -258,7 +260,9 @@ class RayCluster:
     def shared_with(self, config: ClusterConfig) -> RayCluster:
         """Return a cluster for another recipe's ranks in the same session; raise the class's errors."""
         other = RayCluster(config)
-        other._session, other._gcs, other.one_machine = self._session, self._gcs, self.one_machine
+        other._session = self._session
+        other._gcs = self._gcs
+        other.one_machine = self.one_machine
         other.log_dir = self.log_dir
         other._check_resources()
         return other
@@ -270,13 +274,13 @@ class RayCluster:
                 self._session.end(keep_logs=keep_logs)
             elif self._joined and ray.is_initialized():
                 ray.shutdown()
-        self._session, self._joined = None, False
+        self._session = None
+        self._joined = False
 
     def _join(self, address: str) -> None:
         self._joined = True
         try:
-            probe(address)
-            authenticate(address)
+            authenticate(address, has_port=probe(address))
             with kept_stop_handlers():
                 context: Any = ray.init(address=address, **_QUIET)
         except TokenRefusedError as error:
@@ -331,7 +335,7 @@ class RayCluster:
         """Return the names of lost machines by their Ray ids; empty for a local session.
 
         Ray itself notices a loss only after missed health checks (about 14 seconds), but a dead raylet's port refuses
-        connections at once. A raylet that is merely slow is left to Ray's checks.
+        connections at once. A slow raylet is left to Ray's checks.
         """
         if self._session is not None or not any(ids):
             return {}
@@ -362,7 +366,7 @@ class RayCluster:
             ray.kill(actor, no_restart=True)
 
     def place_ranks(self) -> Placement:
-        # Ranks get their machines from a group; a single machine has CPUs for all of them.
+        # A placement group assigns ranks to machines; on CPU, a single machine has room for all of them.
         alone = self.config.on_cpu and self.one_machine
         group = None if alone else self.reserve(self._share_of_a_node, self.config.num_nodes)
         return Placement(self._slots(group), group)
@@ -377,10 +381,6 @@ class RayCluster:
             seen = {} if self.config.on_cpu else {"CUDA_VISIBLE_DEVICES": gpu}
             placed.append(RankSlot(slot.rank, {**slot.environment, **seen}, {**slot.options, **shared}))
         return Placement(tuple(placed))
-
-    def local_network(self) -> dict[str, str]:
-        # gloo would resolve the host name, which may fail on a laptop.
-        return {"GLOO_SOCKET_IFNAME": "lo"} if self.one_machine else {}
 
     def address_of(self, group: PlacementGroup | None, bundle: int = 0) -> str:
         """Return the address of a bundle's machine, or of this machine without a group, for a rendezvous."""
@@ -406,7 +406,7 @@ class RayCluster:
         config = self.config
         common = {
             "MASTER_ADDR": LOOPBACK if self.one_machine else self.address_of(group),
-            **self.local_network(),
+            **(LOCAL_NETWORK if self.one_machine else {}),
             **rank_environment(os.environ, on_cpu=config.on_cpu),
             "WORLD_SIZE": str(config.world_size),
         }
@@ -416,7 +416,7 @@ class RayCluster:
         slots: list[RankSlot] = []
         for rank in range(config.world_size):
             node, local_rank = divmod(rank, config.workers_per_node)
-            # Ray exposes only its own GPU to a rank, so that is device 0.
+            # A rank's only visible GPU is its own, device 0.
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank if config.on_cpu else 0)}
             options: dict[str, Any] = dict(resources)
             if group is not None:
@@ -431,8 +431,11 @@ class TokenRefusedError(Exception):
     """A cluster refuses this driver's token, or requires a token that it does not have."""
 
 
-def authenticate(address: str) -> None:
-    """Raise TokenRefusedError if the cluster refuses the user's token; Ray would retry and then end the driver."""
+def authenticate(address: str, *, has_port: bool) -> None:
+    """Raise TokenRefusedError if the cluster refuses the user's token; Ray would retry and then end the driver.
+
+    Without a port, as in "auto", only the token itself is checked.
+    """
     try:
         from ray._private.authentication import authentication_token_setup as tokens
         from ray.exceptions import AuthenticationError
@@ -441,7 +444,7 @@ def authenticate(address: str) -> None:
     try:
         # Check first: a GcsClient ends the process if it needs a token and finds none.
         tokens.ensure_token_if_auth_enabled(create_token_if_missing=False)
-        if not has_port(address):
+        if not has_port:
             return
         try:
             GcsClient(address=address)
@@ -463,9 +466,8 @@ class _GcsProbe:
     address: str
     asked_at: float = field(default_factory=time.monotonic)
     misses: int = 0
-    lock: threading.Lock = field(
-        default_factory=threading.Lock
-    )  # so that two simultaneous checks count as one miss
+    # Two simultaneous checks count as one miss.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def lost(self) -> str | None:
         with self.lock:
@@ -498,7 +500,7 @@ def await_nodes(wanted: int, needed: Mapping[str, float], within_s: float) -> in
             write_line(sys.stderr, f"{what}, {within_s:g} s at most")
         signals = current_stop_signals()
         signals.stop_if_asked()
-        if signals.asked or signals.time_is_up:  # a deferred stop request, which this wait would delay
+        if signals.stopping:  # a deferred stop request, which this wait would delay
             raise RunStoppedError("the run was to stop while it waited for machines")
         time.sleep(_LOOK_EVERY_S)
 

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ from typing import Any
 import ray
 
 from nemo_rl_mcore.config import EnvConfig
-from nemo_rl_mcore.config.custom_code import RAISED, handed_objects
-from nemo_rl_mcore.config.environment import PROCESS_START_S
+from nemo_rl_mcore.config.custom_code import HANDED, RAISED
+from nemo_rl_mcore.config.environment import PROCESS_START_S, RETRIES
 from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.activity import LoopThread
@@ -52,12 +52,12 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 
     A call's turns are split into pieces, which any actor can answer; replies do not depend on the actor or the time. If
     an actor raises, dies or exceeds `env.pool.timeout_s`, another actor retries its piece turn by turn, before other
-    pieces; a turn without a reply after `env.pool.retries` is dropped. Dead or hung actors are replaced. The run ends
+    pieces; a turn without a reply after two retries is dropped. Dead or hung actors are replaced. The run ends
     on any other RunStoppedError, on invalid results from the user's code, on code that raises for several turns
     together but for none of them alone, and if actors do not start.
 
-    Any thread may call it. As a context manager it kills the actors at the end. `start` or the first turns start the
-    actors, without waiting for them. Raises RunStoppedError if an environment variable to pass on is not set.
+    Any thread may call the pool. The context's end kills the actors. `start` or the first turns begin to start them.
+    Raises RunStoppedError if an environment variable to pass on is not set.
     """
 
     def __init__(self, config: EnvConfig, cluster: RayCluster) -> None:
@@ -69,7 +69,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         self._failure: BaseException | None = None
         self._thread = LoopThread("environments", self._fail)
         budget = Budget(
-            self._limits.retries,
+            RETRIES,
             *(_PAUSE_S, _LONGEST_PAUSE_S),
             final=lambda error: not isinstance(error, EnvironmentFailedError),
             report=lambda _number, _delay_s, error: self._report(error, "another one starts in its place"),
@@ -83,11 +83,11 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             # A closed pool's loop would end before running it.
             changed=lambda: None if self._pool.closed else self._thread.begin(self._attend()),
         )
-        self._counts, self._taken = (
-            Counter[str](),
-            Counter[str](),
-        )  # only growing; each is written by one thread
-        self._reasons, self._reported = Counter[str](), set[str]()
+        # Counts only grow, and each of these counters is written by one thread.
+        self._counts = Counter[str]()
+        self._taken = Counter[str]()
+        self.drop_reasons = Counter[str]()
+        self._reported = set[str]()
         self._started = False
 
     def start(self) -> None:
@@ -112,10 +112,6 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         new, self._taken = now - self._taken, now
         return {name: float(new[name]) for name in (_DROPPED, _RETRIED, _RESTARTS)}
 
-    @property
-    def drop_reasons(self) -> Mapping[str, int]:
-        return dict(self._reasons)
-
     def __exit__(self, *_: object) -> None:
         with deferred_stop_signals():
             try:
@@ -138,8 +134,6 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     async def _replies(self, turns: Sequence[Turn]) -> list[Reply]:
         self.start()
         length = max(1, min(_LONGEST_PIECE, len(turns) // (_PIECES_AN_ACTOR * self._size)))
-        if not self._limits.retries:
-            length = 1  # failed pieces are split into single turns only once
         parts = [self._reply(part) for part in batched(turns, length)]
         return [*chain.from_iterable(await asyncio.gather(*parts))]
 
@@ -150,26 +144,26 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             return await self._ask(turns, avoided)
         except EnvironmentFailedError as failure:
             answers = f"{len(turns)} answer{'s' if len(turns) > 1 else ''}"
-            if tries > (retries := self._limits.retries):
-                self._report(failure, f"{answers} dropped after {tries} tries (env.pool.retries: {retries})")
+            if tries > RETRIES:
+                self._report(failure, f"{answers} dropped after {tries} tries")
                 self._counts[_DROPPED] += len(turns)
-                self._reasons[str(failure)] += len(turns)
+                self.drop_reasons[str(failure)] += len(turns)
                 return [Reply(0.0, dropped=str(failure))] * len(turns)
-            self._report(failure, f"{answers} tried again (env.pool.retries: {retries})")
+            self._report(failure, f"{answers} tried again")
             self._counts[_RETRIED] += len(turns)
             alone = [self._reply([turn], tries + 1, failure.number) for turn in turns]
             replies = [*chain.from_iterable(await asyncio.gather(*alone))]
             return replies if failure.lost else await self._together(turns, replies)
 
     async def _together(self, turns: Sequence[Turn], alone: list[Reply]) -> list[Reply]:
-        """Return replies to turns for which a call has raised, independently of all other calls.
+        """Return the replies to turns for which a call has raised, independently of all other calls.
 
-        alone: the reply to each turn by itself. The turns with a reply are sent together once more: code that can only
-        answer them one by one is wrong, and its single replies may be wrong, too.
+        alone: the reply to each turn by itself. The turns with a reply are sent together once more: code that can
+        answer them only one by one is wrong, and its single replies may be wrong, too.
         """
         kept = [turn for turn, reply in zip(turns, alone, strict=True) if reply.dropped is None]
         failure: EnvironmentFailedError | None = None
-        for _ in range(self._limits.retries if len(kept) > 1 else 0):
+        for _ in range(RETRIES if len(kept) > 1 else 0):
             try:
                 together = iter(await self._ask(kept, None))
                 return [next(together) if reply.dropped is None else reply for reply in alone]
@@ -200,10 +194,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 
     async def _attend(self) -> None:
         if isinstance(failure := self._pool.failure, EnvironmentFailedError):
-            retries = self._limits.retries
-            raise RunStoppedError(
-                failure.report(f" did not start, as {retries + 1} in a row (env.pool.retries: {retries})")
-            )
+            raise RunStoppedError(failure.report(f" did not start, as {RETRIES + 1} in a row"))
         if failure is not None:
             raise failure
         for actor in self._pool.live:
@@ -272,7 +263,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             if limits.num_gpus:  # GPUs may not have been free
                 late += f"; it asks for env.pool.num_gpus: {limits.num_gpus:g}"
             actor.identity = await actor.result(actor.handle._identify.remote(), PROCESS_START_S, late)
-            given = Construction((self._config, handed_objects()), environment=given_variables(limits))
+            given = Construction((self._config, dict(HANDED)), environment=given_variables(limits))
             built = actor.handle._build.remote(ray.put(given))
             await actor.result(built, deadline - time.monotonic(), late)
 
@@ -287,7 +278,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 class EnvironmentFailedError(Exception):
     """An environment gave no reply; the message is a one-line reason, equal for equal failures.
 
-    number, actor: the actor that was called. lost: whether it must be replaced. details: further text.
+    number, actor: the actor that was called. lost: True if the actor must be replaced. details: further text.
     """
 
     def __init__(self, reason: str, actor: Actor, *, lost: bool, details: str = "") -> None:
@@ -303,7 +294,8 @@ class EnvironmentFailedError(Exception):
 class SupervisedEnvironment(Actor):
     """The driver's handle for an `EnvironmentProcess`; used in one asyncio loop at a time, first its start's loop.
 
-    serves: whether the pool sends it turns; the pool itself then reports a dead Ray, and drops no reply for it.
+    serves: True once the pool sends turns to this actor; from then on, the pool reports a dead Ray, and no reply is
+    dropped because of it.
     """
 
     serves: bool = field(default=False, init=False)

@@ -11,12 +11,10 @@ from nemo_rl_mcore.errors import PeerLostError, RanksFailedError, code_of
 
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _CARETS_ONLY = re.compile(r"^\s*[\^~]+\s*\n", re.MULTILINE)
-_HOST = re.compile(r"\bip[=:]\s*([\w.:]+\w)")
-_PID = re.compile(r"\bpid[=:]\s*(\d+)")
-_NODE = re.compile(r"\bnode has died[\s\S]*?Node I[dD]: (\w+)")
 _RAY_ADVICE = " Some common causes include"
 _STDERR_TAIL_LINES = 30
 _AT_A_MEETING = "raise_together"
+_STACK = "--- {noun} {rank}, where it stood ---\n{stack}"
 # Prefix with which ranks report other ranks' errors; see `agreement.raise_together`.
 _OF_A_PEER = re.compile(r"['\"]?rank \d+: ")
 
@@ -32,12 +30,6 @@ class RankIdentity:
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}"
-
-
-def identity_in(report: str) -> RankIdentity:
-    """Read host and process from the text of Ray's error, for a rank that never introduced itself."""
-    host, pid, node = ((found := pattern.search(report)) and found[1] for pattern in (_HOST, _PID, _NODE))
-    return RankIdentity(host or "unknown", int(pid or 0), ray_worker_id="", node_id=node or "")
 
 
 @dataclass(frozen=True)
@@ -69,8 +61,8 @@ class WorkerError(RanksFailedError):
 
     rank, host: those of the first failure; rank is -1 if a deadline passed. method, context, group: see `WorkerCall`.
     cause: the exception that the rank raised, if it could be sent back. code: the cause's code, or rank-died,
-    node-lost, no-progress, session-lost, interrupted, shut-down, ended-before (by an earlier failure). usable: whether
-    the group can still be called, since every rank has answered. final: whether Ray itself died. lost_node: Ray's id
+    node-lost, no-progress, session-lost, interrupted, shut-down, ended-before (by an earlier failure). usable: True if
+    the group can still be called, since every rank has answered. final: True if Ray itself died. lost_node: Ray's id
     and the address of a rank's machine, if the whole machine was lost.
     """
 
@@ -101,8 +93,8 @@ class WorkerError(RanksFailedError):
 class RankFailure:
     """An exception that a rank raised, or a rank's death.
 
-    report: Ray's text, with the traceback. cause: the exception that the rank raised. died: whether the process died,
-    rather than a method raised. lost_node: the rank's machine, if it was lost.
+    report: Ray's text, with the traceback. cause: the rank's exception. died: True if the process died, False if a
+    method raised. lost_node: the rank's machine, if it was lost.
     """
 
     rank: int
@@ -142,10 +134,12 @@ def stderr_tail(log_dir: Path | None, identity: RankIdentity) -> str:
     """Return the last lines of a rank's standard error; empty if its log is on another machine."""
     if log_dir is None or not identity.ray_worker_id:
         return ""
-    files = sorted(log_dir.glob(f"worker-{identity.ray_worker_id}-*.err"))
-    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
-    kept = [line for line in lines if not line.startswith(":")]  # Ray's own markers
-    return "\n".join(kept[-_STDERR_TAIL_LINES:])
+    lines: list[str] = []
+    for file in sorted(log_dir.glob(f"worker-{identity.ray_worker_id}-*.err")):
+        for line in file.read_text(errors="replace").splitlines():
+            if line.strip() and not line.startswith(":"):  # one of Ray's own markers
+                lines.append(line)
+    return "\n".join(lines[-_STDERR_TAIL_LINES:])
 
 
 @dataclass(frozen=True)
@@ -184,8 +178,9 @@ def describe_stall(
     why = "hung when the run was to stop" if stopping else f"made no progress for {call.timeout_s:g} s{key}"
     stalls = hung_first(stalls)
     names = ", ".join(f"{noun} {one.rank} ({one.identity or 'starting'}), which {one}" for one in stalls)
-    first = f"{call} {why}: stopped {names}; {ranks - len(stalls)} of {ranks} {noun}s returned"
-    return "\n".join([first, *_stacks(stalls, noun)])
+    parts = [f"{call} {why}: stopped {names}; {ranks - len(stalls)} of {ranks} {noun}s returned"]
+    parts += [_STACK.format(noun=noun, rank=one.rank, stack=one.stack) for one in stalls if one.stack]
+    return "\n".join(parts)
 
 
 def describe(
@@ -214,8 +209,5 @@ def describe(
     parts.append(f"--- {noun} {root.rank}, as reported ---\n{root.details()}")
     if root.died and (tail := stderr_tail(log_dir, root.identity)):
         parts.append(f"--- {noun} {root.rank}, end of its standard error ---\n{tail}")
-    return "\n".join([*parts, *_stacks(stalls, noun)])
-
-
-def _stacks(stalls: Sequence[Stall], noun: str) -> list[str]:
-    return [f"--- {noun} {one.rank}, where it stood ---\n{one.stack}" for one in stalls if one.stack]
+    parts += [_STACK.format(noun=noun, rank=one.rank, stack=one.stack) for one in stalls if one.stack]
+    return "\n".join(parts)

@@ -54,14 +54,13 @@ class RayWorkerGroup(AbstractContextManager["RayWorkerGroup"]):
     be called again, for example to abort a step; otherwise each later call raises the same error. Deadlines are seconds
     without progress of `rank.activity`. A first Ctrl-C or SIGTERM waits for the call's end.
 
-    worker_class: a plain class, which is made an actor here. args, kwargs: arguments of every constructor. share_class:
+    worker_class: a plain class, which is made an actor here. args, kwargs: every constructor's arguments. share_class:
     the class of all workers except the first, if only the first is called; the first worker ends when another's `serve`
-    returns or raises. start_timeout_s: deadline for all constructors. call_timeout_s: default deadline of calls.
-    deadline_keys: the recipe section with these two keys, for messages. placement: by default one worker for each of
+    returns or raises. start_timeout_s: deadline for all constructors. call_timeout_s: the calls' default deadline.
+    deadline_keys: the recipe section with these two keys, for messages. placement: by default, one worker for each of
     the cluster's ranks. name: the group's name, such as "policy", for messages and `WorkerError.group`. noun: the word
     for a worker, after the name. secrets: environment variables for the constructors only. lost: returns the reason why
-    workers are unreachable, or None; by default the cluster's. Raises WorkerError if a constructor fails or is too
-    late.
+    workers are unreachable, or None; by default the cluster's. Raises WorkerError if a constructor fails or is late.
     """
 
     def __init__(
@@ -167,8 +166,8 @@ class RayWorkerGroup(AbstractContextManager["RayWorkerGroup"]):
                 raise call.not_started("the worker group is shut down", "shut-down")
             if last is not None and not last.over:
                 raise GroupInUseError(
-                    f"{call} was not started: {self._name or 'the worker group'} is at {last}, whose result has not "
-                    "been taken; one thread at a time makes one call at a time"
+                    f"{call} was not started: {self._name or 'the worker group'} is at {last.call}, whose result has "
+                    "not been taken; one thread at a time makes one call at a time"
                 )
             if last is not None and last.error is not None and not last.error.usable:
                 why = f"the worker group ended with an earlier failure: {last.error}"
@@ -191,7 +190,7 @@ class RayWorkerGroup(AbstractContextManager["RayWorkerGroup"]):
     def shutdown(self, *, keep_places: bool = False) -> None:
         """Kill all ranks and free their resources; idempotent. A pending call fails.
 
-        keep_places: whether to keep the placement for another group.
+        keep_places: True to keep the placement for another group.
         """
         self._shut = True  # set first: a waiting thread soon sees the ranks die
         for member in self.members:
@@ -210,8 +209,8 @@ class GroupInUseError(RuntimeError):
 class PendingCall:
     """A call begun by `RayWorkerGroup.call`; one thread waits for it.
 
-    It is pending until `result` returns or raises (`over`, `error`); until then the group accepts no other call.
-    Progress is read, and deadlines pass, only during `look` and `result`. refs: each answer's reference and its rank.
+    The call is pending until `result` returns or raises (`over`, `error`); until then the group accepts no other call.
+    Progress is read, and deadlines pass, only during `look` and `result`. refs: the answers' references, with ranks.
     """
 
     def __init__(self, call: WorkerCall, members: Sequence[Actor], refs: Mapping[Any, int]) -> None:
@@ -219,15 +218,14 @@ class PendingCall:
         self.error: WorkerError | None = None
         self.timeout_s = call.timeout_s
         self.watch = HealthWatch([member.handle for member in members])
-        self._call, self._members, self._refs = call, members, dict(refs)
+        self.call = call
+        self._members = members
+        self._refs = dict(refs)
         self._results: dict[int, Any] = {}
         self._errors: list[tuple[int, RayError]] = []  # with their ranks, in order of arrival
         self._failed_at = 0.0
         # silent: a rank does not answer during a stop; lost: Ray died; gone: a rank's machine is lost.
         self._ended: Literal["", "answered", "failed", "stalled", "silent", "lost", "gone"] = ""
-
-    def __str__(self) -> str:
-        return str(self._call)
 
     def result(self, *, interruptible: bool = False) -> list[Any]:
         """Return the answers in rank order, or raise WorkerError; see `RayWorkerGroup`.
@@ -236,12 +234,13 @@ class PendingCall:
         """
 
         def doing() -> str:
-            said = dict(self.watch.progress)
-            ranks = [
-                f"{rank} at {said[rank].doing!r}" if rank in said else f"{rank} silent"
-                for rank in self._waiting
-            ]
-            return f"{self}: {self._members[0].noun} {', '.join(ranks) or 'none'}"
+            progress = dict(self.watch.progress)
+            ranks: list[str] = []
+            for rank in self._waiting:
+                at = f"at {progress[rank].doing!r}" if rank in progress else "silent"
+                ranks.append(f"{rank} {at}")
+            noun = self._members[0].noun
+            return f"{self.call}: {noun} {', '.join(ranks) or 'none'}"
 
         with nullcontext() if interruptible else deferred_stop_signals(), activity.at(doing):
             try:
@@ -250,7 +249,7 @@ class PendingCall:
                 if not self.over:
                     self.error = None if self._ended == "answered" else self._failure()
             except BaseException:  # a second Ctrl-C leaves the ranks in an unknown state
-                self.error = WorkerError(f"{self} was interrupted", self._call, code="interrupted")
+                self.error = WorkerError(f"{self.call} was interrupted", self.call, code="interrupted")
                 raise
             finally:
                 self.over = True
@@ -263,7 +262,7 @@ class PendingCall:
         return sorted(self._refs.values())
 
     def look(self, wait_s: float = 0) -> bool:
-        """Collect answers that arrive within this many seconds, and return whether the call is over.
+        """Collect answers that arrive within this many seconds, and return True if the call is over.
 
         After the first failure, the other ranks have a grace period to report their errors.
         """
@@ -286,7 +285,7 @@ class PendingCall:
                 if self.watch.stalled(self._waiting, self.timeout_s):
                     self._ended = "stalled"
                 # A hung rank would block the stop forever; a rank that is only slow still answers health checks.
-                elif current_stop_signals().asked and self.watch.silent(self._waiting, _ANSWERS_WITHIN_S):
+                elif current_stop_signals().arrived and self.watch.silent(self._waiting, _ANSWERS_WITHIN_S):
                     self._ended = "silent"
         return bool(self._ended)
 
@@ -306,7 +305,7 @@ class PendingCall:
             wait_s, wanted = 0, len(self._refs)  # waiting for each in turn would be quadratic in the ranks
 
     def _failure(self) -> WorkerError:
-        call, cluster, noun = self._call, self._members[0].cluster, self._members[0].noun
+        call, cluster, noun = self.call, self._members[0].cluster, self._members[0].noun
         failures = [self._members[rank].failure(error) for rank, error in self._errors]
         # If all ranks answered, even by raising, the group remains usable: an open train step can be aborted.
         usable = not self._refs and not any(failure.died for failure in failures)

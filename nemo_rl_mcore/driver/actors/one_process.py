@@ -98,8 +98,9 @@ class InProcessRank:
         call = WorkerCall(method, context, group=self._name)
         if self._worker is None:
             raise call.not_started("the worker group is shut down", "shut-down")
+        run = getattr(self._worker, method)
         own = per_rank_kwargs[0] if per_rank_kwargs else {}
-        answer = self._answer(call, getattr(self._worker, method), *args, **kwargs, **own)
+        answer = self._answer(call, run, *args, **kwargs, **own)
         return [answer if answering is None or 0 in answering else None]
 
     def shutdown(self, *, keep_places: bool = False) -> None:

@@ -37,9 +37,9 @@ _RANK_NAMES = {
 }
 _RANK_PREFIXES = ("NCCL_", "NVTE_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "MEGATRON_")
 
-_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
-# If on (Ray's default on Linux), a local session listens on every network; if off, only on the loopback interface.
+# With 1 (Ray's default on Linux), a local session listens on every network; with 0, only on the loopback interface.
 LISTEN_ON_ALL_INTERFACES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
@@ -49,7 +49,7 @@ def set_ray_import_switches(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", notices)
     if not environ.get("RAY_ADDRESS"):
         environ.setdefault(LISTEN_ON_ALL_INTERFACES, "0")
-        # If on (Ray's default), Ray packs the folder of a driver under `uv run` and builds an environment for every
+        # With 1 (Ray's default), Ray packs the folder of a driver under `uv run` and builds an environment for every
         # worker. On one machine the workers can use the driver's environment.
         environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
@@ -60,8 +60,9 @@ def _kept(environ: Mapping[str, str], names: Collection[str], prefixes: tuple[st
 
 def session_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables inherited by a local Ray session's processes, with Ray's settings."""
+    names = _MACHINE_NAMES | _RANK_NAMES
     return {
-        **_kept(environ, _MACHINE_NAMES | _RANK_NAMES, (*_RANK_PREFIXES, "RAY_")),
+        **_kept(environ, names, (*_RANK_PREFIXES, "RAY_")),
         "RAY_USAGE_STATS_ENABLED": "0",
         # We set CUDA_VISIBLE_DEVICES for ranks without a GPU; this also silences Ray's notice about its default.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -78,14 +79,10 @@ def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return _kept(environ, _MACHINE_NAMES, ()) | {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def hub_token(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the hub's token for ranks that fetch weights; the environments above exclude it, since Ray logs them."""
-    return {name: environ[name] for name in _HUB_TOKENS if name in environ}
-
-
 def given_variables(config: EnvPoolConfig) -> dict[str, str]:
     """Return the driver's variables for the environment's processes; raise RunStoppedError if one is not set."""
-    if missing := [name for name in config.variables if name not in os.environ]:
+    missing = [name for name in config.variables if name not in os.environ]
+    if missing:
         raise RunStoppedError(
             f"env.pool.variables: {missing[0]} is not set where the run was started; export it",
             code="missing-variable",
@@ -108,20 +105,18 @@ def only_environment(environment: Mapping[str, str]) -> Generator[None]:
 _ANSWERS_WITHIN_S = 3.0
 
 
-def has_port(address: str) -> bool:
-    """Return whether an address has the form `host:port`; Ray itself checks other forms, such as "auto", at once."""
-    host, _, port = address.rpartition(":")
-    return bool(host) and "/" not in host and port.isdecimal()
+def probe(address: str) -> bool:
+    """Connect to `host:port` and disconnect; raise OSError if nothing answers, ValueError for an invalid port.
 
-
-def probe(address: str) -> None:
-    """Connect to `host:port` and disconnect; raise OSError if nothing answers, ValueError for an invalid port."""
-    if not has_port(address):
-        return
+    Returns False for any other form of address, such as "auto", which Ray itself checks at once.
+    """
     host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return False
     if int(port) not in range(1, 1 << 16):
         raise ValueError(f"no port {port}")
     socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_WITHIN_S).close()
+    return True
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ class Budget:
 
     limit: a run's restarts, after lost members and failed restarts; failed first starts are not repeated. in_a_row:
     count only a member's consecutive failed starts; lost members are then replaced at once, without limit. pause_s: the
-    pause before a restart, which doubles each time, up to longest_s. final: whether an error rules out any further
-    start. report: called with a restart's number, pause and error. spent: a note for the error that ends the run when
-    no restarts are left.
+    pause before a restart, which doubles each time, up to longest_s. final: returns True if an error rules out any
+    further start. report: called with a restart's number, pause and error. spent: a note for the error that ends the
+    run when no restarts are left.
     """
 
     limit: int
@@ -55,8 +55,8 @@ class Budget:
     def take(self, number: int, error: Exception, *, starting: bool, first: bool) -> float | None:
         """Take one restart and return the seconds until it is due; None if the run must end with the error.
 
-        starting: whether the member failed to start, rather than being lost. first: whether it is its place's first
-        start.
+        starting: True if the member failed to start, False if a running member was lost. first: True for the first
+        start in its place.
         """
         if self.in_a_row and not starting:
             return 0.0

@@ -1,9 +1,9 @@
-"""A script that runs next to a driver: if the driver dies, it kills all processes of its Ray session or agents.
+"""A script that runs next to a driver and, if the driver dies, kills all of its Ray session's or agents' processes.
 
     python reaper.py writers FOLDER-OF-THE-SESSION python reaper.py family NAME=VALUE-OF-THE-AGENTS
 
 Standard input is a pipe from the driver. A line means that the processes have ended normally; the pipe's end without a
-line means that the driver has died. It imports only the standard library, to start quickly.
+line means that the driver has died. Only the standard library is imported, for a quick start.
 """
 
 import os
@@ -16,7 +16,7 @@ _ROUNDS, _PAUSE_S = 20, 0.5
 
 
 def writers(folder: str) -> list[int]:
-    """Return the processes with a file in the folder open for writing, as all Ray processes and their children have."""
+    """Return the pids of processes that hold a file in the folder open for writing, as all of Ray's processes do."""
     found: list[int] = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         if pid == os.getpid():
@@ -30,13 +30,13 @@ def writers(folder: str) -> list[int]:
                 if int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY:
                     found.append(pid)
                     break
-        except OSError:  # it is gone, or another user's
+        except OSError:  # the process has ended, or is another user's
             continue
     return found
 
 
 def family(mark: str) -> list[int]:
-    """Return processes with NAME=VALUE in their environment, and all of their sessions' processes and children."""
+    """Return the pids of processes with NAME=VALUE in their environment, and of their sessions and children."""
     table: dict[int, tuple[int, int]] = {}  # each process's parent and session
     marked: list[int] = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
@@ -47,7 +47,7 @@ def family(mark: str) -> list[int]:
             with open(f"/proc/{pid}/environ", "rb") as file:
                 if mark.encode() in file.read().split(b"\0"):
                     marked.append(pid)
-        except OSError:  # it is gone, or another user's
+        except OSError:  # the process has ended, or is another user's
             continue
     sessions = {table[pid][1] for pid in marked}
     found, more = set[int](), {pid for pid, (_, session) in table.items() if session in sessions}

@@ -61,7 +61,7 @@ def actor_class(worker_class: type, *, with_health: bool = True) -> Any:
         def _listen(self, address: str) -> int:  # the ranks' rendezvous
             from nemo_rl_mcore.rank.rendezvous import LISTENING_SOCKET, listen_at
 
-            # The port stays free, since this process, which will listen there, already holds it.
+            # No other process can take the port, since this process holds it until it listens there.
             listener = listen_at(address)
             port: int = listener.getsockname()[1]
             os.environ[LISTENING_SOCKET] = str(listener.detach())
@@ -90,7 +90,7 @@ def actor_class(worker_class: type, *, with_health: bool = True) -> Any:
         @ray.method(concurrency_group="health")
         def _health(self, with_stack: bool) -> tuple[Progress, str]:
             thread = vars(self).get("_worker_thread")
-            return activity.current(), stack_of(thread, _RAY_FOLDER) if with_stack and thread else ""
+            return activity.latest, stack_of(thread, _RAY_FOLDER) if with_stack and thread else ""
 
     as_actor: Any = ray.remote(concurrency_groups={"health": 1})  # type: ignore[reportCallIssue]
     Watched.__name__ = Watched.__qualname__ = worker_class.__name__
@@ -117,6 +117,7 @@ def _as_tensor(sent: tuple[np.ndarray[Any, Any], dtype]) -> Tensor:
     import torch
 
     array, kind = sent
-    # Arrays from the object store are read-only, but tensors must be writable.
-    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    if not array.flags.writeable:  # as in the object store, but tensors must be writable
+        array = array.copy()
+    tensor = torch.from_numpy(array)
     return tensor.view(kind) if kind is torch.bfloat16 else tensor

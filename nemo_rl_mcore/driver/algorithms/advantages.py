@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from nemo_rl_mcore.config import RunConfig
-from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
+from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig, GRPOConfig
 from nemo_rl_mcore.config.custom_code import build, custom_code
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.player import Rollout
-from nemo_rl_mcore.driver.rollouts.transcript import REWARDS_PREFIX, EpisodeRows
+from nemo_rl_mcore.driver.rollouts.transcript import REPLIES, REWARDS_PREFIX, TURN_OF_TOKEN, EpisodeRows
 from nemo_rl_mcore.errors import CustomCodeError, RefusedError
 from nemo_rl_mcore.losses.base import require
 from nemo_rl_mcore.losses.kl import kl_estimate
@@ -77,7 +77,7 @@ class AdvantageEstimator(ABC):
     """Computes the advantages of a rollout's tokens; `add_to` passes columns to `compute_advantage` by name."""
 
     with_critic = False
-    """Whether the estimator needs a critic's values and also computes returns."""
+    """True if the estimator needs a critic's values and also computes returns."""
     cfg: AdvantageEstimatorConfig
     loss_cfg: ClippedPGLossConfig
     reward_weights: Mapping[str, float] = field(default_factory=dict[str, float], init=False)
@@ -117,6 +117,18 @@ class AdvantageEstimator(ABC):
             None, rewards, mask, values=values, logprobs=policy, reference_logprobs=reference
         )
         batch["advantages"], batch["returns"] = episodes.parted(advantages), episodes.parted(returns)
+
+
+def judge_flaws(batch: BatchedDataDict, config: GRPOConfig) -> None:
+    """Overwrite the advantages of flawed answers' tokens, see `data.turns.Reply`."""
+    for flaw in ("invalid_tool_call", "malformed_thinking"):
+        advantage = getattr(config, f"{flaw}_advantage")
+        if advantage is None:
+            continue
+        turns_BS = batch.get(TURN_OF_TOKEN, batch["token_mask"]).long()
+        for turn_S, advantages_S, replies in zip(turns_BS, batch["advantages"], batch[REPLIES], strict=True):
+            flawed = [turn for turn, reply in enumerate(replies, start=1) if flaw in reply.get("flaws", ())]
+            advantages_S[torch.isin(turn_S, torch.tensor(flawed))] = advantage
 
 
 class GRPOAdvantageEstimator(AdvantageEstimator):
@@ -262,7 +274,8 @@ def whiten(values: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
 
     The computation is in fp64, because the variance floor can multiply an error in the mean by 10,000.
     """
-    wide, counted = values.to(torch.float64), mask != 0
+    wide = values.to(torch.float64)
+    counted = mask != 0
     total = counted.sum()
     mean = torch.where(counted, wide, 0.0).sum() / total.clamp(min=1)
     squares = torch.where(counted, (wide - mean).square(), 0.0).sum()
@@ -348,11 +361,6 @@ def estimator_of(config: RunConfig, loss_cfg: ClippedPGLossConfig) -> AdvantageE
     estimator = make_advantage_estimator(section, loss_cfg, f"{config.algorithm}.adv_estimator.type")
     estimator.reward_weights = config.env.reward_weights or {}
     return estimator
-
-
-def check_estimator(config: RunConfig) -> None:
-    if f"{config.algorithm}.adv_estimator.type" in config.import_paths:
-        estimator_of(config, ClippedPGLossConfig())
 
 
 def warn_of_large_advantages(step: int, rollout: Rollout) -> None:

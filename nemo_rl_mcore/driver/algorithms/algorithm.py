@@ -14,8 +14,16 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.config import (
+    DistillationMasterConfig,
+    DPOMasterConfig,
+    GRPOMasterConfig,
+    PPOMasterConfig,
+    RunConfig,
+    SFTMasterConfig,
+)
 from nemo_rl_mcore.config.algorithm import GivenRowsConfig, RolloutConfig
+from nemo_rl_mcore.config.master import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
@@ -38,8 +46,8 @@ from nemo_rl_mcore.driver.rollouts.transcript import (
     trained_columns,
     uncounted_rows,
 )
-from nemo_rl_mcore.losses import LossFunction
-from nemo_rl_mcore.rank.sums import EXTREMA, combine_steps, neutral_value
+from nemo_rl_mcore.losses import ClippedPGLossFn, DPOLossFn, LossFunction, make_loss
+from nemo_rl_mcore.rank.sums import EXTREMA, NEUTRAL, combine_steps
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
 _DECIMALS = 4
@@ -50,9 +58,8 @@ def samples_of(
 ) -> list[Sample]:
     """Return a Sample for every row of a step or a validation; the first `tables` Samples include token tables."""
     batch = rollout.batch
-    current = (
-        step if of_validation else step - 1
-    )  # the version of all tokens if the engine does not report versions
+    # The version of all tokens if the engine does not report versions.
+    current = step if of_validation else step - 1
     versions = batch.get(WEIGHT_VERSIONS, torch.full((batch.size, 1), current))
     newest = versions.amax(1)
     columns = {
@@ -181,8 +188,7 @@ def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str,
     combined = {
         name: value
         for name, kind in result["metric_kinds"].items()
-        if (value := combine_steps(kind, per_step[name], *counts)) != neutral_value(kind)
-        or kind not in EXTREMA
+        if (value := combine_steps(kind, per_step[name], *counts)) != NEUTRAL[kind] or kind not in EXTREMA
     }
     combined |= {name: sum(per_step[name]) for name in ("global_valid_seqs", "global_valid_toks")}
     combined |= {name: per_step[name][-1] for name in ("lr", "wd")}
@@ -207,7 +213,7 @@ def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for result in results:
         for name, values in per_step.items():
             # A call may lack a metric that other calls returned, such as extrema over no tokens.
-            missing = [neutral_value(kinds[name])] * len(result["skip_reasons"]) if name in kinds else []
+            missing = [NEUTRAL[kinds[name]]] * len(result["skip_reasons"]) if name in kinds else []
             values += result["all_mb_metrics"].get(name, missing)
     row_tables = [result["row_table"] for result in results if "row_table" in result]
     return {
@@ -229,6 +235,23 @@ class StepObserver(Protocol):
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """Add answers, to be written when the step is logged."""
+
+
+def policy_loss(config: RunConfig) -> LossFunction:
+    """Return the loss that the policy is trained with."""
+    fused = config.policy.megatron_cfg.use_fused_linear_logprobs
+    match config:
+        case GRPOMasterConfig() | PPOMasterConfig() if reader_of_prev_logprobs(config) is None:
+            # No pass before training computes prev_logprobs, so the loss works without them.
+            return ClippedPGLossFn(config.loss_fn, fused, own_previous=True)
+        case GRPOMasterConfig() | PPOMasterConfig() | SFTMasterConfig():
+            return make_loss(config.loss_fn, fused)
+        case DPOMasterConfig():
+            return DPOLossFn(config.dpo, fused)
+        case DistillationMasterConfig():
+            return make_loss(config.loss_fn)
+        case _:
+            raise NotImplementedError(config.algorithm)
 
 
 @dataclass(frozen=True)
@@ -258,7 +281,7 @@ class StepOutcome:
 class Algorithm[Config: RunConfig](ABC):
     """An algorithm, run by `TrainingLoop`.
 
-    A subclass defines `judge` and `loss_fn`. It overrides `update` unless the policy trains exactly once on the rows,
+    A subclass defines `judge`. It overrides `update` unless the policy trains exactly once on the rows,
     and extends `validate` if more than the policy's answers is evaluated. rollouts: supplies a step's groups; None if
     the data set contains the answers.
     """
@@ -271,9 +294,8 @@ class Algorithm[Config: RunConfig](ABC):
     rollouts: Scheduler[Any] | None = field(default=None, kw_only=True)
 
     @cached_property
-    @abstractmethod
     def loss_fn(self) -> LossFunction:
-        """The loss function that the policy is trained with."""
+        return policy_loss(self.config)
 
     @abstractmethod
     def judge(self, step: Step) -> Judged:

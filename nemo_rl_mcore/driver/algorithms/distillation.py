@@ -6,7 +6,6 @@ The answers are the student's own (on policy, https://arxiv.org/abs/2306.13649) 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from nemo_rl_mcore.config import DistillationMasterConfig
 from nemo_rl_mcore.data.answers import given_answers
@@ -16,7 +15,6 @@ from nemo_rl_mcore.driver.algorithms.mismatch import add_logprobs, model_inputs
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids
-from nemo_rl_mcore.losses import LossFunction, make_loss
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,3 @@ class DistillationTrainer(Algorithm[DistillationMasterConfig]):
                 batch[f"teacher_{name}"] = value
         require_sampled_ids(batch)
         return Judged(batch, rollout)
-
-    @cached_property
-    def loss_fn(self) -> LossFunction:
-        return make_loss(self.config.loss_fn)

@@ -57,7 +57,7 @@ class ReferenceBlocks:
     )
 
     def of_step(self, step: int, batch: BatchedDataDict) -> torch.Tensor:
-        first = self.pairs.first_steps(step, self.count)
+        first = self.pairs.prompts.first_steps(step, self.count)
         if first is None:
             return self.ask(batch)
         kept_steps = KEPT_BYTES // (self.count * _ROWS_PER_PAIR * self.longest * torch.float32.itemsize)
@@ -134,10 +134,6 @@ class DPOTrainer(Algorithm[DPOMasterConfig]):
         held_out = self.evaluate(self.config.dpo, compared)
         found = {"validation/loss": held_out["validation/loss"]} | preference_metrics(held_out, "validation")
         return judged | found
-
-    @cached_property
-    def loss_fn(self) -> DPOLossFn:
-        return DPOLossFn(self.config.dpo.loss, self.config.policy.megatron_cfg.use_fused_linear_logprobs)
 
     @cached_property
     def _reference(self) -> ReferenceBlocks | None:

@@ -70,16 +70,13 @@ class Comparison:
     by_engine: float
     by_training: float
 
-    @property
-    def agreement(self) -> str:
-        return (
-            f"engine and training agree on {self.rows} rows x {self.vocabulary} tokens: largest difference of "
-            f"log-probability {self.largest:.3g}, KL {self.kl:.3g}"
-        )
-
-    def require(self, allowed: Bounds) -> None:
+    def require(self, allowed: Bounds) -> str:
+        """Return a line that reports agreement; raise EnginesDifferError if the bounds are exceeded."""
         if self.largest <= allowed.difference and self.kl <= allowed.kl:
-            return
+            return (
+                f"engine and training agree on {self.rows} rows x {self.vocabulary} tokens: largest difference of "
+                f"log-probability {self.largest:.3g}, KL {self.kl:.3g}"
+            )
         raise EnginesDifferError(
             f"engine {self.engine} and training disagree about what follows row {self.row} ({self.length} tokens): "
             f"token {self.token} has the log-probability {self.by_engine:.6g} by the engine and "
@@ -145,11 +142,11 @@ def compare(
 
 def compare_at_start(
     config: RunConfig, policy: Policy, engines: EngineGeneration, prompts: Sequence[Sequence[int]]
-) -> Comparison:
+) -> str:
+    """Compare as `compare` does, and return a line that reports agreement; raise EnginesDifferError."""
     vocabulary, temperature = config.policy.model.vocab_size, config.logprob_temperature
     found = compare(policy, engines, prompts, vocabulary=vocabulary, temperature=temperature)
-    found.require(bounds_of(config.policy))
-    return found
+    return found.require(bounds_of(config.policy))
 
 
 def bounds_of(policy: PolicyConfig) -> Bounds:

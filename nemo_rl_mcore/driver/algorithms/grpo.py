@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.config.master import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.advantages import estimator_of, warn_of_large_advantages
+from nemo_rl_mcore.driver.algorithms.advantages import estimator_of, judge_flaws, warn_of_large_advantages
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged, StepOutcome, train_metrics
 from nemo_rl_mcore.driver.algorithms.mismatch import (
     Mismatch,
     add_compared_logprobs,
     comparison_metrics,
-    policy_loss,
     with_row_numbers,
 )
 from nemo_rl_mcore.driver.rollouts.player import Rollout
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.losses import LossFunction
 
 
 class GRPOTrainer(Algorithm[GRPOMasterConfig]):
@@ -46,6 +43,7 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
                 low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
                 if low is not None or high is not None:
                     batch["advantages"] = batch["advantages"].clamp(low, high)
+                judge_flaws(batch, config.grpo)
                 warn_of_large_advantages(step.number, rollout)
                 require_sampled_ids(batch)
                 if config.streams:
@@ -64,7 +62,7 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
                 whole = step.whole()
             yield whole
             return
-        chunks = step.chunks(self.config.min_groups_per_chunk)
+        chunks = step.chunks(self.config.group_limits.per_chunk)
         while True:
             with self.observer.phase("generation"):
                 chunk = next(chunks, None)
@@ -102,7 +100,3 @@ class GRPOTrainer(Algorithm[GRPOMasterConfig]):
                     # Keep only the first part of this error: if the ranks are gone, `error` has the details.
                     error.add_note(f"the open step was not aborted: {str(also).partition(': ')[0]}")
             raise
-
-    @cached_property
-    def loss_fn(self) -> LossFunction:
-        return policy_loss(self.config)

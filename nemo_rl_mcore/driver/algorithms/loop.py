@@ -1,8 +1,8 @@
 """Run a training run's steps, each part in order.
 
-A step draws and plays its prompts, judges the answers (`Algorithm.judge`), trains on them (`Algorithm.update`), and
-is then validated, recorded, published and saved. Every part runs inside `Recovery.surviving`: if ranks are lost, they
-are replaced, and the part is tried again.
+Each step draws prompts, plays them, scores the answers (`Algorithm.judge`) and trains on them (`Algorithm.update`);
+then it is validated, recorded, published and saved. Every part runs inside `Recovery.surviving`: if ranks are lost,
+they are replaced, and the part is tried again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.config.cluster import seconds_of
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepOutcome
@@ -33,11 +34,7 @@ from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.player import GenerationInterface
 from nemo_rl_mcore.driver.run_folder import too_full
-from nemo_rl_mcore.driver.signals import (
-    TimeLimitReachedError,
-    current_stop_signals,
-    deferred_stop_signals,
-)
+from nemo_rl_mcore.driver.signals import TimeLimitReachedError, current_stop_signals, deferred_stop_signals
 from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError, code_of, run_stopped_by
 
 RESTARTS_KEY = "cluster.max_trainer_restarts"
@@ -50,8 +47,8 @@ _SECOND_SIGNAL = "a second signal came before they were saved"
 class TrainingLoop:
     """The training loop.
 
-    models: models that are trained, saved and restored, by folder name. engine: samples with the policy's weights,
-    which it receives before each step that samples and before each validation. frozen: models that are not trained.
+    models: the models to train, save and restore, by folder name. engine: samples with the policy's weights, which
+    it receives before each step that samples and before each validation. frozen: models that are not trained.
     """
 
     config: RunConfig
@@ -65,9 +62,9 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self._recovery = Recovery(self)
         self._guard = SkipGuard(self.config.max_consecutive_skips)
-        self._limit = TimeLimit(self.config.checkpointing.must_save_by_s)
+        self._limit = TimeLimit(seconds_of(self.config.checkpointing.checkpoint_must_save_by))
         self._awake = True
-        """Whether the engine holds the last step's weights and occupies any memory that it shares with the ranks."""
+        """True while the engine holds the last step's weights and occupies any memory that it shares with the ranks."""
 
     def steps(self) -> Generator[int]:
         """Train from the first step, or from the checkpoint to resume from, up to the loop's `max_num_steps`.
@@ -82,7 +79,9 @@ class TrainingLoop:
         gc.collect()
         gc.freeze()  # keeps startup objects out of full garbage collections, which take 0.2 s each
         try:
-            with self._limit:
+            with ExitStack() as limited:
+                limited.callback(self._limit.signals.limit_time, None)
+                self._limit.took()
                 behind = self.checkpoints.resumed_step
                 with nullcontext() if behind is None else phase(f"{STARTUP_PREFIX}restore"):
                     counters = self.checkpoints.restore(self.models)
@@ -152,7 +151,14 @@ class TrainingLoop:
             last = step == loop.max_num_steps
             if (loop.val_period and step % loop.val_period == 0) or (last and loop.val_at_end):
                 row |= surviving(validate)
-            row |= self._recovery.metrics()
+            recovery = self._recovery
+            recovered = {
+                "retries": recovery.retries,
+                "restarts": recovery.restarts,
+                "redone_steps": recovery.redone,
+            }
+            if any(recovered.values()):
+                row |= {f"recovery/{name}": count for name, count in recovered.items()}
         finally:
             if row:
                 with deferred_stop_signals(hold=True):
@@ -174,7 +180,7 @@ class TrainingLoop:
             self._limit.stop_if_the_next_step_does_not_fit()
 
     def _save(self, *, wait: bool, begin: bool = False) -> None:
-        """Continue the checkpoint that is being written, or begin one. wait: whether to wait until it is complete."""
+        """Continue the checkpoint that is being written, or begin one. wait: True to wait until it is complete."""
         checkpoints, models = self.checkpoints, self.models
 
         def save() -> StepCheckpoint | None:
@@ -208,7 +214,7 @@ class Recovery:
         self._models = {**loop.models, **loop.frozen}
         one_step = config.samples_per_step == config.policy.train_global_batch_size
         self._undone_by_abort = one_step and len(loop.models) == 1
-        """Whether aborting an update undoes all of it."""
+        """True if aborting an update undoes all of it."""
         self._updates: dict[str, int] = {}
         """Each model's number of updates at the end of the last finished step."""
         self._outcomes: dict[int, Mapping[str, float]] = {}
@@ -221,7 +227,7 @@ class Recovery:
                 with self.loop.observer.attempt():
                     return part()
             except RanksFailedError as error:
-                if error.group not in self._models or error.final or _asked_to_stop():
+                if error.group not in self._models or error.final or current_stop_signals().stopping:
                     raise
                 if error.usable and raised == _RETRIES:
                     raise
@@ -245,12 +251,8 @@ class Recovery:
         self._outcomes[step] = {name: metrics[name] for name in _COMPARED if name in metrics}
         self._updates = {name: model.updates for name, model in self.loop.models.items()}
 
-    def metrics(self) -> dict[str, float]:
-        counted = {"retries": self.retries, "restarts": self.restarts, "redone_steps": self.redone}
-        return {f"recovery/{name}": count for name, count in counted.items()} if any(counted.values()) else {}
-
     def _undone(self) -> bool:
-        """Abort the open step; return whether the models are in the state that the last finished step left."""
+        """Abort the open step; return True if the models are as the last finished step left them."""
         models = self.loop.models
         for model in models.values():
             model.abort_train_step()
@@ -280,7 +282,7 @@ class Recovery:
                     self._bring_back()
                 return
             except RanksFailedError as again:
-                if again.final or _asked_to_stop():
+                if again.final or current_stop_signals().stopping:
                     raise
                 error = again
 
@@ -381,20 +383,17 @@ class TimeLimit:
     """
 
     def __init__(self, seconds: float | None) -> None:
-        self.seconds, self._signals = seconds, current_stop_signals()
-        self._longest_step, self._saves_s, self._saves_at_the_end = 0.0, 0.0, 1
+        self.seconds = seconds
+        self.signals = current_stop_signals()
+        self._longest_step = 0.0
+        self._saves_s = 0.0
+        self._saves_at_the_end = 1
         self._longest_save: float | None = None
-
-    def __enter__(self) -> None:
-        self.took()
-
-    def __exit__(self, *_error: object) -> None:
-        self._signals.limit_time(None)
 
     def took(self, *, step: float = 0.0, save: float | None = None, saving: bool | None = None) -> None:
         """Record the seconds that a step, including its validation, or a save has taken, and adjust the limit.
 
-        saving: whether a save is in progress, which must end before another one can begin.
+        saving: True while a save is in progress, which must end before another one can begin.
         """
         self._longest_step = max(self._longest_step, step)
         if save is not None:
@@ -404,19 +403,14 @@ class TimeLimit:
         one_save = self._longest_step if self._longest_save is None else self._longest_save
         self._saves_s = self._saves_at_the_end * one_save
         if self.seconds is not None:
-            self._signals.limit_time(self.seconds - self._saves_s)
+            self.signals.limit_time(self.seconds - self._saves_s)
 
     def stop_if_the_next_step_does_not_fit(self) -> None:
-        passed = time.monotonic() - self._signals.began
+        passed = time.monotonic() - self.signals.began
         if self.seconds is not None and passed + self._longest_step + self._saves_s >= self.seconds:
-            self._signals.time_is_up = True
+            self.signals.time_is_up = True
             raise TimeLimitReachedError
 
 
 def _first_line(error: RunStoppedError | None) -> str:
     return str(error or "").partition("\n")[0]
-
-
-def _asked_to_stop() -> bool:
-    signals = current_stop_signals()
-    return signals.asked or signals.time_is_up

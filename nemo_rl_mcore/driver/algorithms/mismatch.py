@@ -24,7 +24,6 @@ from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.transcript import WEIGHT_VERSIONS, EpisodeRows
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.losses import ClippedPGLossFn, LossFunction, make_loss
 from nemo_rl_mcore.losses.kl import COLUMNS, ROW_NUMBER, sampler_table
 
 _NAMED_SAMPLES = 4
@@ -42,21 +41,14 @@ def model_inputs(batch: BatchedDataDict, *more: str) -> BatchedDataDict:
     return BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths", *more)})
 
 
-def policy_loss(config: GRPOMasterConfig | PPOMasterConfig) -> LossFunction:
-    """Return the policy's loss; it works without prev_logprobs if no pass before training computes them."""
-    fused = config.policy.megatron_cfg.use_fused_linear_logprobs
-    if reader_of_prev_logprobs(config) is not None:
-        return make_loss(config.loss_fn, fused)
-    return ClippedPGLossFn(config.loss_fn, fused, own_previous=True)
-
-
 def add_logprobs(
     batch: BatchedDataDict, policy: Policy, loss: ClippedPGLossConfig, *, previous: bool = True
 ) -> None:
     """Add fp32 [B, S] prev_logprobs and, for a KL penalty, reference_policy_logprobs; 0 where token_mask is 0."""
     inputs = model_inputs(batch, "token_mask")
     if previous:
-        batch["prev_logprobs"] = policy.get_logprobs(inputs, trained_only=True)["logprobs"]
+        found = policy.get_logprobs(inputs, trained_only=True)
+        batch["prev_logprobs"] = found["logprobs"]
     if loss.reference_policy_kl_penalty != 0:
         reference = policy.get_reference_policy_logprobs(inputs, trained_only=True)
         batch["reference_policy_logprobs"] = reference["reference_logprobs"]
@@ -77,10 +69,10 @@ def table_of_batch(batch: BatchedDataDict, kl_type: KLType = "k3") -> Tensor:
 def table_of_training(result: Mapping[str, Any], rows: int) -> Tensor:
     """Return the same table from a step's training pass; `rows` is the batch size, and rows carried `row_number`."""
     table = torch.zeros(rows, len(COLUMNS), dtype=torch.float64)
-    if (found := result.get("row_table")) is not None:
-        real = found[
-            found[:, 1] > 0
-        ]  # padding rows of a microbatch have no tokens and repeat another row's number
+    found = result.get("row_table")
+    if found is not None:
+        # Padding rows of a microbatch have no tokens and repeat another row's number.
+        real = found[found[:, 1] > 0]
         table[real[:, 0].long()] = real[:, 1:]
     return table
 
@@ -109,7 +101,8 @@ class Mismatch:
         if rows is None:
             rows = torch.ones(batch.size, dtype=torch.bool)
         episodes = EpisodeRows.of(batch)
-        tokens_E, error_E = episodes.total(table[:, 0]), episodes.total(table[:, 1])
+        tokens_E = episodes.total(table[:, 0])
+        error_E = episodes.total(table[:, 1])
         per_sequence = torch.where(tokens_E > 0, error_E / tokens_E.clamp(min=1), 1.0)
         return cls(table, rows, episodes, per_sequence)
 
@@ -129,12 +122,12 @@ class Mismatch:
         return metrics
 
     def above(self, threshold: float) -> Tensor:
-        """Return bool [E]: which compared responses disagree by more than the threshold or by NaN."""
+        """Return bool [E], True for compared responses that disagree by more than the threshold or by NaN."""
         return ~(self.per_sequence <= threshold) & self.rows[self.episodes.first]
 
 
 def drawn_by(version: int, batch: BatchedDataDict) -> Tensor:
-    """Return bool [B]: which rows' responses this version alone has sampled; all rows if versions are unknown."""
+    """Return bool [B], True for rows of responses that only this version sampled; all True if versions are unknown."""
     if WEIGHT_VERSIONS not in batch:
         return torch.ones(batch.size, dtype=torch.bool)
     versions_BS = batch[WEIGHT_VERSIONS]
@@ -148,11 +141,12 @@ def add_compared_logprobs(
     config: GRPOMasterConfig | PPOMasterConfig, policy: Policy, step: int, batch: BatchedDataDict
 ) -> list[Mismatch]:
     """Add the log-probabilities that the loss needs; return the comparison if a pass before training makes one."""
+    loss = config.loss_fn
     passes_before = reader_of_prev_logprobs(config) is not None
-    add_logprobs(batch, policy, config.loss_fn, previous=passes_before)
+    add_logprobs(batch, policy, loss, previous=passes_before)
     if not passes_before:
         return []
-    table = table_of_batch(batch, config.loss_fn.reference_policy_kl_type)
+    table = table_of_batch(batch, loss.reference_policy_kl_type)
     return [compare_with_engine(step, batch, table, config.policy.generation)]
 
 
@@ -161,22 +155,23 @@ def compare_with_engine(
 ) -> Mismatch:
     """Compare the responses that a step's own weights sampled, and act on those above the threshold.
 
-    Responses from older weights are not compared, as they differ because of their age. `warn` writes a line to standard
-    error; `mask` sets sample_mask to 0; `stop` raises MismatchError.
+    `warn` writes a line to standard error, `mask` sets sample_mask to 0, and `stop` raises MismatchError. Only `mask`
+    also applies to responses from older weights, which differ because of their age.
     """
     found = Mismatch.of(batch, table, drawn_by(step - 1, batch))
     if config.mismatch_threshold is None:
         return found
-    above = found.above(config.mismatch_threshold)
+    judged = Mismatch.of(batch, table) if config.mismatch_action == "mask" else found
+    above = judged.above(config.mismatch_threshold)
     if not above.any():
         return found
-    rows, errors = found.episodes.first[above], found.per_sequence[above]
+    rows, errors = judged.episodes.first[above], judged.per_sequence[above]
     named = [
         f"prompt {int(batch['prompt_index'][row])} sample {int(batch['sample_index'][row])}: {float(error):.4g}"
         for row, error in zip(rows[:_NAMED_SAMPLES], errors, strict=False)
     ]
     more = ", ..." if len(rows) > _NAMED_SAMPLES else ""
-    compared = int(found.rows[found.episodes.first].sum())
+    compared = int(judged.rows[judged.episodes.first].sum())
     text = (
         f"step {step}: training and generation disagree about {len(rows)} of {compared} responses "
         f"by more than policy.generation.mismatch_threshold: {config.mismatch_threshold} ({', '.join(named)}{more})"
@@ -185,7 +180,7 @@ def compare_with_engine(
         case "stop":
             raise MismatchError(f"{text}; are the engine's weights those of training, and its precision?")
         case "mask":
-            batch["sample_mask"] = batch["sample_mask"] * ~found.episodes.on_rows(above)
+            batch["sample_mask"] = batch["sample_mask"] * ~judged.episodes.on_rows(above)
         case "warn":
             write_line(sys.stderr, text)
     return found

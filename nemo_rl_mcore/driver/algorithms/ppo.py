@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,23 +25,18 @@ from nemo_rl_mcore.driver.algorithms.mismatch import (
     add_compared_logprobs,
     comparison_metrics,
     model_inputs,
-    policy_loss,
     with_row_numbers,
 )
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
 from nemo_rl_mcore.driver.rollouts.transcript import require_sampled_ids, trained_columns
-from nemo_rl_mcore.losses import LossFunction, make_loss
+from nemo_rl_mcore.losses import make_loss
 from nemo_rl_mcore.rank.train_step import EMPTY_STEP
 
 
 @dataclass(frozen=True)
 class PPOTrainer(Algorithm[PPOMasterConfig]):
     critic: Policy
-
-    @cached_property
-    def loss_fn(self) -> LossFunction:
-        return policy_loss(self.config)
 
     def judge(self, step: Step) -> Judged:
         with self.observer.phase("generation"):
@@ -98,7 +92,8 @@ def shuffled(batch: BatchedDataDict, seed: int, step: int, epoch: int) -> Batche
 def explained_variance(batch: BatchedDataDict) -> float:
     """Return the share of the returns' variance that the critic explains; 0 if the returns do not vary."""
     counts = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) != 0
-    returns, values = batch["returns"][counts].double(), batch["values"][counts].double()
+    returns = batch["returns"][counts].double()
+    values = batch["values"][counts].double()
     # Because of rounding, the computed variance of equal numbers may not be 0.
     if bool((returns == returns[:1]).all()):
         return 0.0

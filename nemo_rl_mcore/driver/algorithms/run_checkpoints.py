@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nemo_rl_mcore.config import CheckpointingConfig, RunConfig
+from nemo_rl_mcore.config.cluster import METRIC_SOURCES
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, Tokenizer
 from nemo_rl_mcore.driver import activity
@@ -76,7 +77,7 @@ class SkipGuard:
 
     @classmethod
     def accepts(cls, counters: Mapping[str, object]) -> bool:
-        """Return whether counters that were read from a file have the constructor's names, types and ranges."""
+        """Return True if counters that were read from a file have the constructor's names, types and ranges."""
         kinds = {name: type(value) for name, value in cls(limit=1).counters().items()}
         return all(
             type(value) is kinds.get(name) and (not isinstance(value, int) or value >= 0)
@@ -163,11 +164,11 @@ class RunCheckpoints:
     """The step whose checkpoint is being written."""
     _tried: int | None = field(default=None, init=False)
     _overdue: bool = field(default=False, init=False)
-    """Whether a checkpoint was due but its save failed."""
+    """True if a checkpoint was due but its save failed."""
     updating: bool = field(default=False, init=False)
-    """Whether an unfinished step may have changed weights."""
+    """True while an unfinished step may have changed weights."""
     going_back: bool = field(default=False, init=False)
-    """Whether the weights may be older than the last finished step, because steps are being trained again."""
+    """True while the weights may be older than the last finished step, because steps are being trained again."""
     failure: str = field(default="", init=False)
     """The reason why the last finished step is not saved."""
 
@@ -181,7 +182,7 @@ class RunCheckpoints:
 
     @property
     def unsaved(self) -> bool:
-        """Whether there is a store and the last finished step still needs a save, for example after a full disk."""
+        """True if there is a store and the last finished step still needs a save, for example after a full disk."""
         return self.store is not None and self.finished is not None and self.finished.step != self._tried
 
     def restore(self, models: Mapping[str, Policy]) -> Mapping[str, Any]:
@@ -319,7 +320,7 @@ def open_checkpoints(
 ) -> RunCheckpoints:
     """Find where the run begins and prepare its checkpoint folder; `notify` receives whole lines.
 
-    tokenizer: saved unless it is built in. refuse_changes: whether to raise ChangedRunError if `auto` finds that the
+    tokenizer: saved unless it is built in. refuse_changes: True to raise ChangedRunError if `auto` finds that the
     recipe, code or data has changed since the checkpoint. ended_by: paths of the keys that set the last step. Raises
     RunStoppedError if a checkpoint to resume from or to take initial weights from is missing or cannot be used.
     """
@@ -329,7 +330,9 @@ def open_checkpoints(
             require_whole(plan.policy.init_checkpoint, plan.key("policy.init_checkpoint"))
     if not section.enabled:
         return RunCheckpoints()
-    retention = Retention(section.keep_top_k, section.logged_metric, section.higher_is_better)
+    source, _, metric = (section.metric_name or "").partition(":")
+    ranks_by = f"{METRIC_SOURCES.get(source, source)}/{metric}" if metric else None
+    retention = Retention(section.keep_top_k, ranks_by, section.higher_is_better)
     store = CheckpointStore(Path(section.checkpoint_dir), retention)
     start = _find_start(section, store)
     built_in = config.policy.tokenizer.name == CHAR_TOKENIZER_NAME

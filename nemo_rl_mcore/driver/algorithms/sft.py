@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from nemo_rl_mcore.config import SFTMasterConfig
 from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, Judged
 from nemo_rl_mcore.driver.rollouts.scheduler import Step
-from nemo_rl_mcore.losses import LossFunction, make_loss
 
 
 class SFTTrainer(Algorithm[SFTMasterConfig]):
@@ -20,7 +17,3 @@ class SFTTrainer(Algorithm[SFTMasterConfig]):
         judged, tokenizer = super().validate(step), self.collector.tokenizer
         found = self.evaluate(self.config.sft, lambda prompts: given_answers(prompts, tokenizer))
         return {"validation/loss": found["validation/loss"], **judged}
-
-    @cached_property
-    def loss_fn(self) -> LossFunction:
-        return make_loss(self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs)

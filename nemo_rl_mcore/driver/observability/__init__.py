@@ -1,8 +1,7 @@
 """A run's output: metric sinks, loggers, progress, timing, report."""
 
 from nemo_rl_mcore.driver.observability.loggers import RunFacts
-from nemo_rl_mcore.driver.observability.progress import STARTUP_PREFIX
-from nemo_rl_mcore.driver.observability.recorder import RunRecorder
+from nemo_rl_mcore.driver.observability.recorder import STARTUP_PREFIX, RunRecorder
 from nemo_rl_mcore.driver.observability.sinks import RolloutSink, Sample, read_history, read_rollouts
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A run's loggers, which send its metrics to services and can neither end nor block the run."""
+"""A run's loggers, which send metrics to services and can neither end nor block the run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ type Tables = Mapping[str, Sequence[Sequence[Any]]]
 
 
 def kept_run_id(file: Path, resumed_step: int | None) -> str | None:
-    """Return a resumed run's id in a service; None for a new run, or one unknown to the service."""
+    """Return a resumed run's id in a service; None for a new run, or if no valid id was kept."""
     if resumed_step is None or not file.is_file():
         return None
     kept = file.read_text(encoding="utf-8", errors="replace").strip()
@@ -80,7 +80,7 @@ def kept_run_id(file: Path, resumed_step: int | None) -> str | None:
 
 @dataclass(eq=False)
 class _Service:
-    """A service that displays runs. where: the address or command to view the run, set once the logger is open."""
+    """A service that displays runs. where: the address or command for viewing the run, set by `open`."""
 
     config: LoggerConfig
     facts: RunFacts
@@ -197,7 +197,7 @@ class WandbLogger(_Service):
                 if child.name() == _PROCESS:
                     child.kill()
                     child.wait(_REAPED_WITHIN_S)
-        with suppress(Exception):  # it fails without its process; otherwise Python would report that at exit
+        with suppress(Exception):  # teardown fails without the process, and Python would report that at exit
             self._wandb.teardown()
 
 
@@ -281,7 +281,7 @@ type Logger = TensorBoardLogger | WandbLogger | MLflowLogger
 
 
 class Loggers:
-    """The loggers that the config requests, each with its own thread and a time limit of a minute per call.
+    """The configured loggers, each with its own thread and a time limit of a minute per call.
 
     A logger that fails or is too slow is reported once, by name; `metrics.jsonl` and `rollouts/` have the same data.
     """

@@ -1,44 +1,162 @@
-"""A single object for a run's records: timed phases, sinks, progress and the final report."""
+"""A run's recorder: timed phases, sinks, a line of metrics per step on the terminal, and the final report."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.driver import activity
 from nemo_rl_mcore.driver.observability.loggers import Loggers, RunFacts
-from nemo_rl_mcore.driver.observability.progress import (
-    STARTUP_PREFIX,
-    TIMING_PREFIX,
-    ProgressDisplay,
-    print_report,
-)
 from nemo_rl_mcore.driver.observability.sinks import (
+    METRICS_FILE,
+    ROLLOUTS_FOLDER,
     JsonlSink,
     RolloutSink,
+    Row,
     Sample,
     complete_rows,
     read_history,
 )
-from nemo_rl_mcore.driver.output import open_console, print_plain, write_line
+from nemo_rl_mcore.driver.output import open_console, print_plain, visible, write_line
 from nemo_rl_mcore.driver.signals import deferred_stop_signals
 from nemo_rl_mcore.errors import FolderError, folder_error
+
+VALIDATION_PREFIX, TIMING_PREFIX = "validation/", "timing/"
+STARTUP_PREFIX = "startup/"
+"""Prefix of phases that are parts of the start."""
+# Labels and metrics in display order; metrics that a run does not log are omitted.
+HEADLINE_METRICS: tuple[tuple[str, str], ...] = (
+    ("reward", "train/reward"),
+    ("accuracy", "validation/accuracy"),
+    ("preference accuracy", "train/preference_accuracy"),
+    ("held-out preference accuracy", "validation/preference_accuracy"),
+    ("margin", "train/rewards_margin_mean"),
+    ("loss", "train/loss"),
+    ("held-out loss", "validation/loss"),
+    ("gradient norm", "train/grad_norm"),
+    ("response length", "train/mean_gen_tokens_per_sample"),
+    ("truncated", "train/truncation_rate"),
+    ("KL", "train/kl_penalty"),
+    ("tokens/s", "performance/tokens_per_sec"),
+)
+# Labels, metrics and texts for runs with asynchronous rollouts.
+SIDE_BY_SIDE: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("buffer", ("async/buffer_ready", "async/inflight"), "{:.0f} ready, {:.0f} in flight"),
+    ("age", ("async/age_mean", "async/age_max"), "{:.2f}, at most {:.0f}"),
+    ("idle", ("async/trainer_idle", "async/engine_idle"), "trainer {:.0%}, engines {:.0%}"),
+)
+_ZERO_WHERE_UNUSED = "train/kl_penalty"
+"""Always 0, and then omitted, if the recipe penalises nothing."""
+REPORT_FILE = "report.html"
+
+
+class Best(NamedTuple):
+    step: int
+    value: float
+
+
+def best_of(name: str, points: Iterable[Best]) -> Best:
+    """Return a metric's best value, the earliest of equal ones: the highest for validation metrics except losses."""
+    highest = name.startswith(VALIDATION_PREFIX) and not name.endswith("loss")
+    return max(points, key=lambda point: point.value if highest else -point.value)
+
+
+class ProgressDisplay:
+    """Prints a line per step on a terminal; elsewhere for the first, the last and every `plain_every`-th step.
+
+    steps_before: the number of steps in an earlier run.
+    """
+
+    def __init__(
+        self, total_steps: int, *, console: Console, plain_every: int = 10, steps_before: int = 0
+    ) -> None:
+        self._total, self._before, self._console = total_steps, steps_before, console
+        self._every = 1 if console.is_terminal else plain_every
+        self._best: dict[str, Best] = {}
+        self._penalised = False
+
+    def log(self, step: int, metrics: Mapping[str, float], elapsed_s: float = 0.0) -> None:
+        self.take(step, metrics)
+        if step not in (self._before + 1, self._total) and step % self._every:
+            return
+        parts = [f"step {step}/{self._total}"]
+        for label, name in HEADLINE_METRICS:
+            if name in metrics and (self._penalised or name != _ZERO_WHERE_UNUSED):
+                value = metrics[name]
+                best = self._best.get(name, Best(0, value))
+                more = f" (best {_number(best.value)} at step {best.step})" if best.value != value else ""
+                parts.append(f"{label} {_number(value)}{more}")
+        for label, names, template in SIDE_BY_SIDE:
+            if all(name in metrics for name in names):
+                parts.append(f"{label} {template.format(*(metrics[name] for name in names))}")
+        for name, value in metrics.items():  # CPU seconds and startup times go only to the files
+            phase = name.removeprefix(TIMING_PREFIX)
+            if phase != name and not (phase.startswith(STARTUP_PREFIX) or phase.endswith("_cpu")):
+                parts.append(f"{phase} {value:.2f} s")
+        parts.append(f"elapsed {timedelta(seconds=int(elapsed_s))}")
+        if self._console.is_terminal and step - self._before > 0:
+            left_s = elapsed_s / (step - self._before) * (self._total - step)
+            parts.append(f"left {timedelta(seconds=int(left_s))}")
+        print_plain(self._console, "  ".join(parts))
+
+    def take(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Include an unprinted step in the best values."""
+        self._penalised |= bool(metrics.get(_ZERO_WHERE_UNUSED, 0.0))
+        for _, name in HEADLINE_METRICS:
+            if name.startswith(VALIDATION_PREFIX) and math.isfinite(metrics.get(name, math.nan)):
+                new = Best(step, metrics[name])
+                self._best[name] = best_of(name, (self._best.get(name, new), new))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def print_report(
+    log_dir: Path, rows: Sequence[Row], samples: Collection[Sample] = (), *, console: Console
+) -> None:
+    """Print some of the run's answers and its files' paths."""
+    if not rows:
+        console.print("No step was finished: nothing to report.")
+        return
+    if samples:
+        console.print(sample_table(samples))
+    for name in (METRICS_FILE, ROLLOUTS_FOLDER, REPORT_FILE):
+        if (file := log_dir / name).exists():
+            print_plain(console, f"{file}")
+
+
+def sample_table(samples: Iterable[Sample]) -> Table:
+    table = Table(title="samples", title_justify="left")
+    for heading in ("step", "prompt", "answer", "response", "ended", "reward"):
+        table.add_column(heading)
+    for sample in samples:
+        # Spell it out here as well, since any console may print it.
+        texts = (escape(visible(text)) for text in (sample.prompt, sample.answer, sample.response))
+        ended = "no" if sample.truncated else "yes"
+        table.add_row(str(sample.step), *texts, ended, f"{sample.reward:.3g}")
+    return table
+
 
 _KEY = "logger.log_dir"
 _TOKENS = "train/total_num_tokens"
 _TOLD_AS = {"restore": "restoring the checkpoint", "weights": "sending the weights to the engines"}
 _TOLD_AT_ITS_END = "weights"
-"""This part is printed at its end, since it also starts the engines, which are printed first."""
+"""A part that is printed at its end, since it includes the engines' start, which is printed first."""
 
 
 @dataclass
@@ -52,7 +170,7 @@ class Startup:
 
     @contextmanager
     def part(self, name: str, told_as: str = "") -> Generator[dict[str, float]]:
-        """Time the block, which may add its own pieces' seconds by name."""
+        """Time the block; yields a dict to which the block may add its pieces' seconds, by name."""
         told_as, pieces = told_as or _TOLD_AS[name], dict[str, float]()
         if name != _TOLD_AT_ITS_END:
             self._tell(begun=told_as)
@@ -82,11 +200,11 @@ class Startup:
 class RunRecorder:
     """A context manager: `phase` times a block, `log` ends a step, and the exit closes all files and reports.
 
-    `startup` prints the parts of the start, even before the block; the first step begins after the last of them, and
-    the first row has their seconds as `timing/startup/<part>`. Each step gets `timing/<phase>`, `timing/total` (wall
-    seconds since the step before) and `performance/tokens_per_sec`. With `run.resumed_step` it continues the folder's
-    metrics. An error in the block does not prevent the report. write_page: writes a page about the folder. summary:
-    print samples and paths at the end.
+    `startup` prints the parts of the start, even before the block; the first step begins after the last part, and the
+    first row has the parts' seconds as `timing/startup/<part>`. Each step gets `timing/<phase>`, `timing/total` (wall
+    seconds since the previous step) and `performance/tokens_per_sec`. With `run.resumed_step`, the folder's metrics are
+    continued. An error in the block does not prevent the report. write_page: writes a page about the folder. summary:
+    True to print samples and paths at the end.
     """
 
     def __init__(
@@ -249,6 +367,7 @@ class RunRecorder:
         if self._attempted is not None:
             self._attempted += samples
             return
-        samples = list(samples)
-        self._samples += samples
-        self._shown.extend(sample for sample in samples if sample.sample_index == 0)
+        for sample in samples:
+            self._samples.append(sample)
+            if sample.sample_index == 0:
+                self._shown.append(sample)

@@ -1,4 +1,4 @@
-"""A run's files with the metrics and answers of each step.
+"""A run's files with each step's metrics and answers.
 
 `metrics.jsonl`; `rollouts/step_N.jsonl.gz`, and `rollouts/validation/step_N.jsonl.gz`.
 """
@@ -31,7 +31,7 @@ _COMPRESSION = 1
 
 
 class TurnRecord(TypedDict):
-    """A message, by role an answer or an observation. reward: the reward of an answer with a reply."""
+    """A message: an answer or an observation, by role. reward: an answer's reward, if the environment replied."""
 
     role: str
     content: str
@@ -43,7 +43,7 @@ class TokenTable(TypedDict):
 
     text: pieces that join to the answer's text. turn: counted from 1, 0 for unsampled tokens. mask: 1 for trained
     tokens; None in a validation. Other columns have 4 decimals, with None for unsampled tokens and non-finite numbers;
-    a whole column is None if the algorithm does not have it, or only the ranks have seen it.
+    a whole column is None if the algorithm does not compute it, or only the ranks do.
     """
 
     text: list[str]
@@ -59,10 +59,10 @@ class Sample:
     """One response with its reward and advantage.
 
     source: name of the prompt's source, if there are several. reward: the environment's reward. shaped_reward: the
-    reward that advantages are computed from. rewards: named unweighted parts, or None. advantage: mean over the
-    response's tokens. advantage_first: the first token's advantage. Both are None if the algorithm has none.
-    sample_mask: 0 for a response without influence, None in a validation. Weight versions: training steps behind the
-    weights of the oldest and newest tokens. turns: all turns after the prompt, if several are possible. tokens: only
+    reward from which advantages are computed. rewards: named unweighted parts, or None. advantage: mean over the
+    response's tokens; advantage_first: the first token's; both None if the algorithm has no advantages. sample_mask: 0
+    for a response without influence, None in a validation. Weight versions: number of training steps of the weights
+    that sampled the oldest and newest tokens. turns: all turns after the prompt, if several are possible. tokens: only
     for a step's first answers.
     """
 
@@ -125,7 +125,7 @@ class RolloutSink:
             lines[sample.of_validation].append(f"{encode(finite)}\n")
         for of_validation, of_step in lines.items():
             if of_step:
-                # A lone surrogate, which no encoding takes, becomes JSON's escape for it.
+                # A lone surrogate, which cannot be encoded, becomes its JSON escape.
                 text = "".join(of_step).encode(errors="backslashreplace")
                 packed = gzip.compress(text, _COMPRESSION, mtime=0)
                 folder = self._folder / VALIDATION_FOLDER if of_validation else self._folder
@@ -148,8 +148,10 @@ def read_rollouts(path: Path, most_bytes: int | None = None) -> Iterator[dict[st
     left = most_bytes
     with open_regular(path) as packed, gzip.GzipFile(fileobj=packed) as file:
         while line := file.readline(-1 if left is None else left + 1):
-            if left is not None and (left := left - len(line)) < 0:
-                raise ValueError(f"its answers take more than {most_bytes} bytes")
+            if left is not None:
+                left -= len(line)
+                if left < 0:
+                    raise ValueError(f"its answers take more than {most_bytes} bytes")
             yield json.loads(line)
 
 

@@ -62,7 +62,7 @@ class AsynchronousScheduler(Scheduler[Engines]):
         self._stall: RunStoppedError | None = None
         self._watchdog: threading.Thread | None = None
         self._thread = LoopThread("rollouts", self._wake_trainer)
-        self.engine.listen(self._wake_trainer)
+        self.engine.changed = self._wake_trainer
 
     def update_weights(self, version: int) -> None:
         """Give the engines the policy's weights, and start to play every group that may be dispatched.
@@ -101,7 +101,7 @@ class AsynchronousScheduler(Scheduler[Engines]):
             self._count_idle()
             pace, metrics = self._pace, super().finish(trained)
             self._moves += 1
-            pace.engine_restarts = self.engine.restarts
+            pace.engine_restarts = self.engine.fleet.restarts
             pace.ready, pace.in_flight = ledger.count(GroupState.READY), ledger.count(GroupState.INFLIGHT)
         metrics |= age_metrics(batches, ledger.version - 1, ledger.limits.max_age)
         return metrics | pace_metrics(pace, time.monotonic())
@@ -129,7 +129,7 @@ class AsynchronousScheduler(Scheduler[Engines]):
         self._thread.close()
         super().__exit__(kind, error, trace)
         # Raise only if the stall itself, and no other signal, caused the interrupt.
-        interrupted = isinstance(error, KeyboardInterrupt) and not current_stop_signals().asked
+        interrupted = isinstance(error, KeyboardInterrupt) and not current_stop_signals().arrived
         if self._stall is not None and interrupted:
             raise self._stall from error
 
@@ -258,7 +258,7 @@ class AsynchronousScheduler(Scheduler[Engines]):
         if flights:
             shown: list[str] = []
             for ticket, since in flights[:_GROUPS_SHOWN]:
-                where = self.engine.whereabouts(ticket)
+                where = self.engine.fleet.whereabouts(ticket)
                 shown.append(f"{ticket} ({now - since:.1f} s)" + (where and f" at {where}"))
             if len(flights) > len(shown):
                 shown.append(f"and {len(flights) - len(shown)} more")

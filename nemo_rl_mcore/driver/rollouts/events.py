@@ -80,7 +80,7 @@ class Committed(Exactly):
 
 
 class Failed(Exactly):
-    """An attempt has failed. dropped: whether this was the group's last attempt."""
+    """An attempt has failed. dropped: True if this was the group's last attempt."""
 
     kind: Literal["failed"] = "failed"
     token: Token
@@ -295,7 +295,7 @@ class RunLog(EventLog):
 def set_aside_after(path: Path, mark: LogMark) -> bool:
     """Move a log's events after a mark, or all events if the mark belongs to another log, into a numbered file.
 
-    Returns whether the log continues from the mark. The events are copied before they are removed, so that none is lost
+    Returns True if the log continues from the mark. The events are copied before they are removed, so that none is lost
     if the process dies. Raises OSError.
     """
     content = read_regular(path, follow_links=False) if path.exists() else b""

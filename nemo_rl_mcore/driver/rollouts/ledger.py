@@ -14,7 +14,7 @@ An order is a pure function of the ledger's groups. To add an order, write a cla
 receives all groups that are neither leased nor done, in draw order, and returns the READY groups that the open step
 may take now, at most `room.groups`. It must not take a group that is too old, or leave one that would be more than
 `max_age` versions old when a later step trains it. If no attempt is under way, it must take all READY groups that fit,
-or the step would wait forever. `fits` returns whether all READY groups of a saved run can be trained in time; its
+or the step would wait forever. `fits` returns True if all READY groups of a saved run can be trained in time; its
 `room` belongs to a step that has not taken any groups.
 """
 
@@ -107,7 +107,7 @@ class Room:
     max_age: int
 
     def steps_left(self, group: Group) -> int:
-        """Return how many steps a group can still wait; a negative number means that it is already too old."""
+        """Return the number of steps that a group can still wait; negative if the group is already too old."""
         return group.min_version + self.max_age - self.version
 
 
@@ -286,11 +286,13 @@ class Ledger:
         return self.version * self.limits.groups_per_step
 
     def count(self, state: GroupState) -> int:
-        if state is GroupState.TRAINED:
-            return self.trained
-        if state is GroupState.DROPPED:
-            return self.dropped.total()
-        return sum(group.state is state for group in self._groups.values())
+        match state:
+            case GroupState.TRAINED:
+                return self.trained
+            case GroupState.DROPPED:
+                return self.dropped.total()
+            case _:
+                return sum(group.state is state for group in self._groups.values())
 
     # Rollouts
 
@@ -367,7 +369,8 @@ class Ledger:
             del self._groups[group.position]
             self.dropped[reason] += 1
         else:
-            self._return_to_pending(group)
+            group.state = GroupState.PENDING
+            heapq.heappush(self._pending, group.position)
         return True
 
     def requeue(self, token: Token, reason: str) -> bool:
@@ -379,7 +382,8 @@ class Ledger:
         if group is None:
             return False
         self._log(events.Cancelled(token=token, reason=reason))
-        self._return_to_pending(group)
+        group.state = GroupState.PENDING
+        heapq.heappush(self._pending, group.position)
         return True
 
     def unused(self, position: int, reason: str) -> None:
@@ -397,9 +401,10 @@ class Ledger:
         self._require(StepState.IDLE)
         if self.version >= self.limits.last_step:
             raise LedgerError(f"step {self.version} was the last one")
-        self._log(events.Begun(step=self.version + 1))
+        step = self.version + 1
+        self._log(events.Begun(step=step))
         self.step = StepState.OPEN
-        return self.version + 1
+        return step
 
     def room(self) -> int:
         """Return the number of groups that the open step can still take; 0 if no step is open."""
@@ -450,7 +455,7 @@ class Ledger:
         self.step = StepState.COMMITTED
 
     def lost(self, reason: str) -> None:
-        """Record that it is unknown whether the optimizer has stepped, and treat the step as aborted."""
+        """Treat the step as aborted, although the optimizer may have stepped."""
         self._require(StepState.FINISHING)
         self._log(events.Lost(step=self.version + 1, reason=reason))
         self._return_leases()
@@ -490,13 +495,17 @@ class Ledger:
         return waiting.union(*(chunk for chunks in redone for chunk in chunks))
 
     def checkpointed(self, step: int) -> None:
-        self._require_finished(step)
-        self._log(events.Checkpointed(step=step))
+        if step <= self.version:  # otherwise `forget` raises
+            self._log(events.Checkpointed(step=step))
         self.forget(step)
 
     def forget(self, step: int) -> None:
-        """Forget the groups of all steps up to and including this one, as these steps are never redone."""
-        self._require_finished(step)
+        """Forget the groups of all steps up to this one, which are never redone; raise LedgerError for a later step."""
+        if step > self.version:
+            raise LedgerError(
+                f"step {step} is not finished; step {self.version} is the last one that is",
+                code="unfinished-step",
+            )
         self._forgotten = max(step, self._forgotten)
         self._steps = {one: chunks for one, chunks in self._steps.items() if one > step}
 
@@ -569,10 +578,6 @@ class Ledger:
             return None
         return group if (self.incarnation, group.attempt) == (token.incarnation, token.attempt) else None
 
-    def _return_to_pending(self, group: Group) -> None:
-        group.state = GroupState.PENDING
-        heapq.heappush(self._pending, group.position)
-
     def _leased(self) -> Iterator[int]:
         return (position for chunk in self._chunks for position in chunk)
 
@@ -585,10 +590,3 @@ class Ledger:
     def _require(self, state: StepState) -> None:
         if self.step is not state:
             raise LedgerError(f"the step is {self.step.value}, not {state.value}")
-
-    def _require_finished(self, step: int) -> None:
-        if step > self.version:
-            raise LedgerError(
-                f"step {step} is not finished; step {self.version} is the last one that is",
-                code="unfinished-step",
-            )

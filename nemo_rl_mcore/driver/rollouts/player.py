@@ -41,7 +41,7 @@ from nemo_rl_mcore.errors import RefusedError, RunStoppedError
 
 
 class GenerationInterface(Protocol):
-    """An engine that answers prompts."""
+    """An engine that answers prompts; `update_weights` and `offload` do nothing unless they are overridden."""
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """Answer prompts; return tokens int64 [B, T], logprobs fp32 [B, T], lengths [B], finished bool [B].
@@ -78,7 +78,7 @@ class Environments(Protocol):
 
     @property
     def drop_reasons(self) -> Mapping[str, int]:
-        """The numbers of turns dropped since the run began, by reason."""
+        """Number of turns dropped since the run began, by reason."""
         ...
 
 
@@ -86,8 +86,8 @@ class Environments(Protocol):
 class EpisodeForm:
     """An episode's bounds and the encoder of its observations.
 
-    turns: maximum number of answers. tokens: maximum sequence length. new_tokens: room that each answer needs.
-    observer: encodes observations; None for episodes of one answer.
+    turns: maximum number of answers. tokens: maximum sequence length. new_tokens: tokens to reserve for each answer.
+    observer: encodes observations; None for single-answer episodes.
     """
 
     turns: int
@@ -97,7 +97,7 @@ class EpisodeForm:
 
 
 ONE_ANSWER = EpisodeForm(turns=1, tokens=0, new_tokens=0, observer=None)
-"""An episode that ends with its first answer."""
+"""An episode that ends after its first answer."""
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Episodes:
         return [Turn(row.prompt, tuple(row.messages), row.finished, row.metadata) for row in self._open]
 
     def hear(self, replies: Sequence[Reply]) -> None:
-        """Add the replies, in the order of the turns; raise ValueError if their numbers differ.
+        """Add the replies, in the order of the turns; raises ValueError if there are more or fewer replies than turns.
 
         An episode is dropped if its observation cannot be encoded; its last reply then contains the reason.
         """
@@ -213,7 +213,7 @@ class Rollout:
 
     batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on sampled tokens), sample_mask [B] (0 for an
     episode that is dropped or not scored), generation_logprobs [B, S], prompt_index and sample_index [B], rewards [B],
-    ending int64 [B] (`data.turns.Ending`), finished bool [B] (whether the episode was terminated), replies (for each
+    ending int64 [B] (`data.turns.Ending`), finished bool [B] (True if the episode was terminated), replies (for each
     row, a list of `data.turns.Reply.to_json` results). Optional columns: weight_versions int64 [B, S] (-1 on tokens
     that were not sampled), sampled_digests int64 [B, turns], turn_of_token int64 [B, S] (counted from 1; 0 on tokens
     that were not sampled), `rewards/NAME` [B], responses (texts, or None if not yet decoded), episode_index int64 [B]
@@ -288,7 +288,7 @@ class Responder:
         return asked
 
     def is_answer_to(self, asked: BatchedDataDict, batch: BatchedDataDict) -> bool:
-        """Return whether each episode in `batch` begins with the prompt in the same row of `asked`."""
+        """Return True if each episode in `batch` begins with the prompt in the same row of `asked`."""
         shown = asked["input_ids"]
         first = [rows.start for rows in batch.samples()]
         return torch.equal(batch["input_ids"][first, : shown.shape[1]], shown)

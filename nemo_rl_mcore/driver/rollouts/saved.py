@@ -126,10 +126,11 @@ def load_groups(folder: Path) -> dict[int, BatchedDataDict]:
 def digest_of_group(batch: BatchedDataDict) -> str:
     """Return a hash, as 16 hexadecimal digits, of prompts, answers and log-probabilities, without padding."""
     found = hashlib.blake2b(digest_size=8)
-    columns = [batch[column].contiguous().numpy() for column in ("input_ids", "generation_logprobs")]
+    ids_BS = batch["input_ids"].contiguous().numpy()
+    logprobs_BS = batch["generation_logprobs"].contiguous().numpy()
     for row, length in enumerate(batch["input_lengths"].tolist()):
-        for column in columns:
-            found.update(column[row, :length])
+        found.update(ids_BS[row, :length])
+        found.update(logprobs_BS[row, :length])
     return found.hexdigest()
 
 
@@ -158,7 +159,7 @@ class GroupArchive:
     removed, and once a step does not fit, neither it nor any later step is written.
 
     root: folder, which is created; folders that a resume has set aside in it are removed first. most_bytes: limit on
-    total bytes. checkpoints: whether the run has checkpoints. step: the last checkpoint's step; 0 for none.
+    total bytes. checkpoints: True if the run has checkpoints. step: the last checkpoint's step; 0 for none.
     """
 
     def __init__(self, root: Path, most_bytes: float, *, checkpoints: bool, step: int = 0) -> None:

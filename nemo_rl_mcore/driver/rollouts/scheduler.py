@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from types import TracebackType
 from typing import Any
 
@@ -95,11 +95,12 @@ class Draw:
     def play_now(self, groups: Sequence[DrawnGroup]) -> list[BatchedDataDict]:
         """Play groups that the same step drew, all in one call and in the training thread; return each group's rows."""
         pad = self.collector.tokenizer.pad_token_id
+        prompts = [group.prompt for group in groups]
         asked = concatenate_batches([group.asked for group in groups], pad)
-        batch = self.collector.play_now([group.prompt for group in groups], asked, step=groups[0].step)
+        batch = self.collector.play_now(prompts, asked, step=groups[0].step)
         episodes = batch.samples()
         firsts = [episodes[place].start for place in range(0, len(episodes), self.samples)]
-        return [batch.slice(first, end) for first, end in zip(firsts, [*firsts[1:], batch.size], strict=True)]
+        return [batch.slice(first, end) for first, end in pairwise([*firsts, batch.size])]
 
     def unused_for(self, group: BatchedDataDict) -> str | None:
         """Return the reason why dynamic sampling discards a group, or None if the group is trained on.
@@ -110,8 +111,11 @@ class Draw:
         section = self.section
         if section is None or not section.use_dynamic_sampling:
             return None
-        rewards = scale_rewards(section.reward_scaling, group["rewards"])[EpisodeRows.of(group).first]
-        return None if bool((rewards != rewards[:1]).any()) else EQUAL_REWARDS
+        counted = EpisodeRows.of(group).first
+        rewards = scale_rewards(section.reward_scaling, group["rewards"])[counted]
+        if bool((rewards != rewards[:1]).any()):
+            return None
+        return EQUAL_REWARDS
 
     def rollout_of(self, groups: Sequence[DrawnGroup], batches: Sequence[BatchedDataDict]) -> Rollout:
         """Return the rows of answered groups, with shaped rewards."""
@@ -129,7 +133,7 @@ class DrawnGroups:
     steps: dict[int, Sequence[DrawnGroup]] = field(default_factory=dict[int, Sequence[DrawnGroup]])
 
     def keep(self, positions: range) -> bool:
-        """Draw the steps that contain these positions and forget all others; return whether any step was new."""
+        """Draw the steps that contain these positions and forget all others; return True if any step was new."""
         n = self.draw.groups_per_step
         steps = range(positions.start // n + 1, -(-positions.stop // n) + 1)
         new = [step for step in steps if step not in self.steps]
@@ -203,7 +207,7 @@ class Scheduler[Engine: GenerationInterface](AbstractContextManager["Scheduler[A
     The training loop uses the scheduler as its engine (`GenerationInterface`), so the scheduler can record weight
     updates. Leaving its context gives up all groups under way.
 
-    groups: rows of answered groups that are still needed, by position. until_checkpoint: whether to keep trained groups
+    groups: rows of answered groups that are still needed, by position. until_checkpoint: True to keep trained groups
     until their step has a checkpoint, rather than until it is published. archive: writes trained groups to files; None
     for no files. most_unused: number of groups with equal rewards after which a dynamic sampling step gives up.
     """

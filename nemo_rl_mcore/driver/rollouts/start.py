@@ -106,7 +106,7 @@ def scheduler_of(
     if not config.asynchronous:
         return SynchronousScheduler(ledger, groups, engine, *rest, groups_per_round=per_round)
     engines = cast("EngineGeneration", engine)
-    section, key = config.asynchrony, config.asynchrony_key
+    section, key = config.asynchrony, config.key("asynchrony")
     return AsynchronousScheduler(ledger, groups, engines, *rest, section=section, key=key)
 
 
@@ -126,7 +126,7 @@ def limits_of(config: RunConfig) -> Limits:
         last_step=config.loop.max_num_steps,
         max_attempts=config.asynchrony.max_generation_failures + 1,
         groups_key=config.prompts_key,
-        age_key=f"{config.asynchrony_key}.max_trajectory_age_steps",
+        age_key=f"{config.key('asynchrony')}.max_trajectory_age_steps",
         order=config.asynchrony.order,
         spare=groups_per_round(config) - 1 if in_rounds else 0,
     )
@@ -176,7 +176,7 @@ def set_aside(folder: Path, step: int, mark: LogMark | None) -> bool:
     """Set aside a folder's data from after a step: move later events to another file and rename later groups' folders.
 
     mark: the log's end at the step's checkpoint; None if the checkpoint has no mark, in which case the log stays whole.
-    Returns whether the log continues from the mark. Raises FolderError.
+    Returns True if the log continues from the mark. Raises FolderError.
     """
     try:
         for kept in [*(folder / KEPT_GROUPS).glob("step_*")]:

@@ -56,7 +56,7 @@ class Transcript:
     rows: list[list[Piece]]
     digests: list[int] = field(default_factory=list[int], kw_only=True)
     finished: bool = field(default=False, kw_only=True)
-    """Whether the last answer ended by itself."""
+    """True if the last answer ended by itself."""
     response: str | None = field(default=None, kw_only=True)
     reward: float = field(default=0.0, kw_only=True)
     rewards: dict[str, float] = field(default_factory=dict[str, float], kw_only=True)
@@ -75,7 +75,7 @@ def batch_of(
 ) -> BatchedDataDict:
     """Return the rows of all episodes, in order, with the columns of `player.Rollout`.
 
-    turns: maximum number of turns per episode. digests: whether the engine returns digests.
+    turns: maximum number of turns per episode. digests: True if the engine returns digests.
     """
     rows = [row for episode in episodes for row in episode.rows]
     places = [place for place, episode in enumerate(episodes) for _ in episode.rows]
@@ -210,12 +210,12 @@ ENDING = "ending"
 
 
 def dropped_rows(batch: BatchedDataDict) -> Tensor:
-    """Return bool [B]: which rows belong to dropped episodes; none if the batch has no `ending`."""
+    """Return bool [B], True for rows of dropped episodes; all False if the batch has no `ending`."""
     return batch[ENDING] == Ending.DROPPED if ENDING in batch else torch.zeros(batch.size, dtype=torch.bool)
 
 
 def uncounted_rows(batch: BatchedDataDict) -> Tensor:
-    """Return bool [B]: which rows belong to episodes that are dropped or not scored; none if there is no `ending`."""
+    """Return bool [B], True for rows of episodes that are dropped or not scored; all False if there is no `ending`."""
     return batch[ENDING] >= Ending.DROPPED if ENDING in batch else torch.zeros(batch.size, dtype=torch.bool)
 
 
@@ -303,12 +303,17 @@ def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
     turns, mask = episodes.joined(batch[TURN_OF_TOKEN]).amax(1), batch["token_mask"]
     behind_prompt = (mask.cumsum(1) > 0) & (mask.flip(1).cumsum(1).flip(1) > 0)
     observed = episodes.total((behind_prompt & (mask == 0)).sum(1))
-    return metrics | {
-        "episodes/turns_mean": float(turns.float().mean()),
-        "episodes/turns_max": float(turns.max()),
-        "episodes/observation_tokens_mean": float(observed.float().mean()),
-        "episodes/observations_cut": float(sum("cut" in reply for reply in episode_replies(batch))),
-    }
+    flaws = Counter(flaw for reply in episode_replies(batch) for flaw in reply.get("flaws", ()))
+    return (
+        metrics
+        | {f"episodes/{flaw}s": float(count) for flaw, count in flaws.items()}
+        | {
+            "episodes/turns_mean": float(turns.float().mean()),
+            "episodes/turns_max": float(turns.max()),
+            "episodes/observation_tokens_mean": float(observed.float().mean()),
+            "episodes/observations_cut": float(sum("cut" in reply for reply in episode_replies(batch))),
+        }
+    )
 
 
 def episode_replies(batch: BatchedDataDict) -> Iterator[dict[str, Any]]:

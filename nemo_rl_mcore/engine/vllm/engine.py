@@ -1,7 +1,7 @@
-"""vLLM engines that answer prompts with weights of a known version: one for whole batches, one for single requests.
+"""vLLM as the generation engine: an engine for whole batches, and one for single requests.
 
-Both run in the process that builds them (the asynchronous one with a process of vLLM's own below it). vLLM is imported
-when an engine is built, so that a driver can name the classes.
+Both run in the process that constructs them (the asynchronous one with a child process of vLLM's own). vLLM is imported
+by the constructors, so that a driver can import the classes without it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from nemo_rl_mcore.data.batched_data_dict import digest_of_ids
 from nemo_rl_mcore.engine.engine import (
     Engine,
-    EngineMachines,
     GenerationCancelledError,
     HeldWeights,
     NextLogprobs,
@@ -26,20 +26,37 @@ from nemo_rl_mcore.engine.engine import (
     Sampling,
 )
 from nemo_rl_mcore.engine.receivers import MessageRelay
-from nemo_rl_mcore.rank import activity, rendezvous
+from nemo_rl_mcore.ops.sampling import bound_of
+from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.refit.digests import Digests, HeldBlock, joined, require_as_sent
+from nemo_rl_mcore.rank.rendezvous import LISTENING_SOCKET
 
 WHOLE_VOCABULARY = -1
+
+
+@dataclass(frozen=True)
+class EngineMachines:
+    """An engine's machines, as seen by a process on one of them.
+
+    first, own: addresses of the first machine (the rendezvous) and of this one. number: this machine's number. count:
+    the number of machines. port: the rendezvous port, which the first machine chooses when it starts.
+    """
+
+    first: str
+    own: str
+    number: int
+    count: int
+    port: int
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     """Arguments of an engine.
 
-    model_dir: folder with config.json; weights are drawn at random until the first refit. precision: `float32` or
-    `bfloat16`. kv_cache_memory_bytes: None is a share of the GPU's memory. tokenizer: folder of one, which stop strings
-    need. quantization: of the layers' weights, by vLLM's name for it, but for layers whose names match one of the
-    patterns in `unquantized`. further: arguments of the recipe's own.
+    model_dir: folder with config.json; weights are random until the first refit. precision: `float32` or `bfloat16`.
+    kv_cache_memory_bytes: None means a share of GPU memory. tokenizer: the tokenizer's folder, needed by stop strings.
+    quantization: vLLM's name for the format of the weights, except in layers that match a pattern in `unquantized`.
+    further: the recipe's own arguments.
     """
 
     model_dir: str
@@ -60,10 +77,10 @@ class EngineSettings:
     further: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def arguments(self, machines: EngineMachines | None = None) -> dict[str, Any]:
-        """Keyword arguments of vLLM's engines; machines: of an engine that is on several, as this process sees them."""
+        """Return keyword arguments of vLLM's engines; machines: for an engine on several machines."""
         processes = self.tensor_parallel_size * self.pipeline_parallel_size
-        apart = ("model_dir", "precision", "unquantized", "further")
-        same = {name: value for name, value in vars(self).items() if name not in apart}  # as vLLM calls them
+        translated = ("model_dir", "precision", "unquantized", "further")
+        same = {name: value for name, value in vars(self).items() if name not in translated}
         arguments: dict[str, Any] = {
             **self.further,
             **same,
@@ -71,9 +88,9 @@ class EngineSettings:
             "load_format": "dummy",
             "skip_tokenizer_init": self.tokenizer is None,
             "dtype": self.precision,
-            # Left to itself, vLLM would have Ray start them, in the places that Ray has given to the ranks.
+            # By default vLLM would have Ray start them, on the ranks' resources.
             "distributed_executor_backend": "mp" if processes > 1 else None,
-            # Of the distribution that is sampled from: the temperature divides the logits, as in training.
+            # After the temperature, as in training.
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": WHOLE_VOCABULARY,
             "worker_extension_cls": "nemo_rl_mcore.engine.vllm.worker_extension.RefitExtension",
@@ -88,22 +105,26 @@ class EngineSettings:
 
 
 def on_this_machine() -> EngineMachines | None:
-    """Read the engine's machines from the environment; vLLM listens at the first one's address and port."""
-    machines = EngineMachines.of(os.environ)
-    if machines is not None:
-        os.environ["VLLM_HOST_IP"] = machines.own
-        rendezvous.give_up_port()  # vLLM listens there
-    return machines
+    """Read the engine's machines from the environment, and free the first one's port for vLLM; None if there is one."""
+    if "NNODES" not in os.environ:
+        return None
+    number, count = int(os.environ["NODE_RANK"]), int(os.environ["NNODES"])
+    first, own, port = (os.environ[name] for name in ("MASTER_ADDR", "NODE_ADDR", "MASTER_PORT"))
+    os.environ["VLLM_HOST_IP"] = own
+    if (listening := os.environ.pop(LISTENING_SOCKET, None)) is not None:
+        os.close(int(listening))
+    return EngineMachines(first, own, number, count, int(port))
 
 
 class VllmEngine(Engine):
-    """Answers one batch per call; it accepts one call at a time, so nothing can be cancelled."""
+    """Answers one batch per call; calls run one at a time, so nothing can be cancelled."""
 
     def __init__(self, settings: EngineSettings) -> None:
         from vllm import LLM
 
         machines = on_this_machine()
-        self._llm = LLM(**settings.arguments(machines))
+        arguments = settings.arguments(machines)
+        self._llm = LLM(**arguments)
         self._relay = MessageRelay(over_machines=machines is not None)
         self.weights = HeldWeights()
 
@@ -116,16 +137,20 @@ class VllmEngine(Engine):
         params = [_sampling_params(request, sampling) for request in requests]
         responses: list[Response] = []
         for output in self._llm.generate(prompts, params, use_tqdm=False):
-            drawn = output.outputs[0]
+            drawn: Any = output.outputs[0]
             tokens, finished = list(drawn.token_ids), drawn.finish_reason == "stop"
-            responses.append(Response.of(tokens, _logprobs(drawn), [held] * len(tokens), finished=finished))
+            rows: Any = zip(drawn.logprobs or (), tokens, strict=True)
+            logprobs, versions = [row[token].logprob for row, token in rows], [held] * len(tokens)
+            responses.append(Response(tokens, logprobs, finished, versions, digest_of_ids(tokens)))
         return responses
 
     def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
         activity.advance("next_logprobs")
         self.weights.require(None)
-        params = _next_params(temperature)
-        outputs = self._llm.generate([_apart(prompt) for prompt in prompts], params, use_tqdm=False)
+        asked = [_for_next_logprobs(prompt, temperature) for prompt in prompts]
+        apart = [prompt for prompt, _ in asked]
+        params = [params for _, params in asked]
+        outputs = self._llm.generate(apart, params, use_tqdm=False)
         return [_next_logprobs(output.outputs[0]) for output in outputs]
 
     def begin_refit(self, version: int) -> None:
@@ -143,13 +168,14 @@ class VllmEngine(Engine):
         require_refit(sent, self._llm.collective_rpc("finish_refit", args=(reads_back(sent),)))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache after a refit")
-        return self.weights.finish(version)
+        self.weights.newest = self.weights.version = version
+        return version
 
     def join_broadcast(self, **rendezvous: Any) -> None:
         self._llm.collective_rpc("join_refit_broadcast", kwargs=rendezvous)
 
     def sleep(self) -> None:
-        self.weights.whole = False
+        self.weights.version = None
         self._llm.sleep(level=2)
 
     def wake_up(self, tags: Sequence[str]) -> None:
@@ -161,7 +187,7 @@ class VllmEngine(Engine):
 
 
 class AsyncVllmEngine(Engine):
-    """Answers requests as they arrive; weights can change during an answer.
+    """Answers requests as they arrive; weights can change during a response.
 
     A refit pauses generation. Requests in flight then continue with the new weights, and their key-value caches are
     recomputed.
@@ -172,7 +198,8 @@ class AsyncVllmEngine(Engine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         machines = on_this_machine()
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.arguments(machines)))
+        arguments = AsyncEngineArgs(**settings.arguments(machines))
+        self._llm = AsyncLLM.from_engine_args(arguments)
         self._relay = MessageRelay(over_machines=machines is not None)
         self._numbers = itertools.count()
         self._asked: dict[str, asyncio.Future[list[Response]]] = {}
@@ -202,10 +229,10 @@ class AsyncVllmEngine(Engine):
         self.weights.require(None)
 
         async def after(prompt: Sequence[int]) -> NextLogprobs:
-            name, params = str(next(self._numbers)), _next_params(temperature)
-            answers = self._llm.generate(_apart(prompt), params, request_id=name)
-            [whole] = [_next_logprobs(output.outputs[0]) async for output in answers]
-            return whole
+            apart, params = _for_next_logprobs(prompt, temperature)
+            outputs = self._llm.generate(apart, params, request_id=str(next(self._numbers)))
+            [logprobs] = [_next_logprobs(output.outputs[0]) async for output in outputs]
+            return logprobs
 
         return list(await asyncio.gather(*(after(prompt) for prompt in prompts)))
 
@@ -217,7 +244,7 @@ class AsyncVllmEngine(Engine):
         activity.advance("begin_refit")
         self.weights.begin(version)
         self._may_generate.clear()
-        # Clears the prefix cache, and the caches of the requests in flight with it.
+        # This clears the prefix cache, and the caches of the requests in flight with it.
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.collective_rpc("begin_refit")
 
@@ -229,7 +256,7 @@ class AsyncVllmEngine(Engine):
         activity.advance("finish_refit")
         self._relay.close()
         require_refit(sent, await self._llm.collective_rpc("finish_refit", args=(reads_back(sent),)))
-        self.weights.finish(version)
+        self.weights.newest = self.weights.version = version
         await self._llm.resume_generation()
         self._may_generate.set()
         return version
@@ -238,7 +265,7 @@ class AsyncVllmEngine(Engine):
         await self._llm.collective_rpc("join_refit_broadcast", kwargs=rendezvous)
 
     async def sleep(self) -> None:
-        self.weights.whole = False
+        self.weights.version = None
         self._may_generate.clear()
         await self._llm.sleep(level=2)
 
@@ -262,19 +289,19 @@ class AsyncVllmEngine(Engine):
         versions: list[int] = []
         finished = False
         params = _sampling_params(request, sampling)
-        params.output_kind = (
-            RequestOutputKind.DELTA
-        )  # token by token, to record the version that sampled each
+        # Token by token, to record the version that sampled each.
+        params.output_kind = RequestOutputKind.DELTA
         prompt: Any = {"prompt_token_ids": list(request.prompt)}
         async for output in self._llm.generate(prompt, params, request_id=str(next(self._numbers))):
             activity.advance("a token of a response")
-            [drawn] = output.outputs
+            drawn: Any = output.outputs[0]
             assert self.weights.newest is not None  # nothing is generated before the first refit
             tokens += drawn.token_ids
-            logprobs += _logprobs(drawn)
+            rows = zip(drawn.logprobs or (), drawn.token_ids, strict=True)
+            logprobs += [row[token].logprob for row, token in rows]
             versions += [self.weights.newest] * len(drawn.token_ids)
             finished = drawn.finish_reason == "stop"
-        return Response.of(tokens, logprobs, versions, finished=finished)
+        return Response(tokens, logprobs, finished, versions, digest_of_ids(tokens))
 
 
 def _sampling_params(request: Request, sampling: Sampling) -> Any:
@@ -283,14 +310,14 @@ def _sampling_params(request: Request, sampling: Sampling) -> Any:
 
     stop_strings = [*sampling.stop_strings, *request.stop_strings]
     return SamplingParams(
-        max_tokens=sampling.bound(request.prompt),
+        max_tokens=bound_of(sampling.max_new_tokens, sampling.longest, len(request.prompt)),
         temperature=0.0 if sampling.greedy else sampling.temperature,
         top_k=sampling.top_k or 0,
         top_p=sampling.top_p,
-        # vLLM seeds torch's generators, and takes -1 for no seed: keys lose their sign.
+        # vLLM seeds torch's generators, and -1 means no seed: keys lose their sign.
         seed=request.seed & (1 << 63) - 1,
         logprobs=0,  # only the drawn token's
-        # The end-of-sequence that counts is among the stop ids, whatever config.json has.
+        # The right end-of-sequence is among the stop ids, whatever config.json has.
         ignore_eos=True,
         stop_token_ids=list(sampling.stop_ids),
         stop=stop_strings or None,
@@ -303,12 +330,12 @@ def _sampling_params(request: Request, sampling: Sampling) -> Any:
     )
 
 
-def _next_params(temperature: float) -> Any:
-    """Request one token, to get the distribution that it is drawn from."""
+def _for_next_logprobs(prompt: Sequence[int], temperature: float) -> tuple[Any, Any]:
+    """Return vLLM's prompt and parameters for one token, with the distribution that it is drawn from."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=1,
         temperature=temperature,
         seed=0,  # otherwise the process-wide generator would be used
@@ -318,33 +345,26 @@ def _next_params(temperature: float) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _apart(prompt: Sequence[int]) -> Any:
-    """Return a prompt that shares no cached prefix with those of `generate`."""
-    return {"prompt_token_ids": list(prompt), "cache_salt": "next_logprobs"}
+    # The salt keeps it from sharing a cached prefix with the prompts of `generate`.
+    return {"prompt_token_ids": list(prompt), "cache_salt": "next_logprobs"}, params
 
 
 def _next_logprobs(output: Any) -> NextLogprobs:
-    """By token, from the one position of a flat list, which begins with the drawn token and then has every one."""
+    """Read a flat list's only position: the drawn token, then every token."""
     ids = np.asarray(output.logprobs.token_ids)
     row = np.full(ids.max() + 1, np.nan, dtype=np.float32)
     row[ids] = output.logprobs.logprobs
     return row
 
 
-def _logprobs(output: Any) -> list[float]:
-    return [row[token].logprob for row, token in zip(output.logprobs or (), output.token_ids, strict=True)]
-
-
 class VllmShare:
     """Runs a `VllmEngine`'s processes on one of its further machines.
 
-    They receive their work from the engine itself through vLLM's own queues.
+    They get their work from the engine through vLLM's own queues.
     """
 
     usage: ClassVar[str] = "LLM_CLASS"
-    """vLLM's name for the use of the engine, which decides the sizes that its processes have to agree on."""
+    """The engine's `UsageContext`, from which vLLM derives sizes that must agree between its processes."""
 
     def __init__(self, settings: EngineSettings) -> None:
         from vllm import EngineArgs
@@ -364,7 +384,7 @@ class AsyncVllmShare(VllmShare):
 
 
 def reads_back(sent: Digests) -> bool:
-    """Return whether the engine reads its weights back to compare them with the sent ones."""
+    """Return True if the engine reads its weights back to compare them with those sent."""
     return any(digest is not None for digest in sent.values())
 
 

@@ -1,8 +1,6 @@
 """Code in the engine's process, next to the model, that loads buckets of weights and reads the loaded weights.
 
-Nothing of Megatron is here.
-
-vLLM mixes `RefitExtension` into its worker class, whose other attributes it must not share a name with.
+vLLM mixes `RefitExtension` into its worker class, so its attributes must differ in name from those of the worker.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +36,13 @@ from vllm.platforms import current_platform
 from nemo_rl_mcore.engine.receivers import Receiver
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.refit.digests import HeldBlock, block_sum
+from nemo_rl_mcore.rank.refit.transports import Bucket, join_broadcast_group
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
-"""Kernels that read the experts' weights where and as they are loaded; others have rearranged copies."""
+"""Kernels that read the experts' weights in place as loaded; other kernels have rearranged copies."""
 
 
 class UnreadableError(ValueError):
@@ -64,9 +64,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a layer: its own name in it, and the layer's name in the model.
+    """A parameter of a layer: its name in the layer, and the layer's name in the model.
 
-    packed: what vLLM's stacked layers consist of, `packed_modules_mapping` of the model.
+    packed: names of the parts of vLLM's stacked layers, the model's `packed_modules_mapping`.
     """
 
     layer_name: str
@@ -74,23 +74,16 @@ class Parameter:
     values: torch.Tensor
     packed: Mapping[str, Sequence[str]]
 
-    @property
-    def full_name(self) -> str:
-        return f"{self.layer_name}.{self.name}"
-
-    def whole(self) -> Block:
-        return Block(self.full_name, self.values, tuple(self.values.shape))
-
     def rows(self, name: str, values: torch.Tensor, shard: int, rows: int) -> Block:
-        """Return a tensor's rows, cut evenly: `shard` counts this one, `rows` are those of the whole."""
+        """Return a shard, by its number, of a tensor of `rows` rows that is cut evenly."""
         return Block(name, values, (rows, *values.shape[1:]), (shard * values.shape[0], 0))
 
     def stacked(self, here: Sequence[int], shards: Sequence[int], whole: Sequence[int]) -> Iterator[Block]:
-        """Yield tensors that lie one above the other: of each its rows here, which shard they are, and all its rows."""
+        """Yield a stacked tensor's parts; here, shards, whole: per part, its rows here, its shard and all its rows."""
         parent, _, own = self.layer_name.rpartition(".")
         names = self.packed.get(own)
         if names is None:
-            raise UnreadableError("packed_modules_mapping does not say what it consists of")
+            raise UnreadableError("packed_modules_mapping does not list its parts")
         if len(names) != len(here):
             raise UnreadableError(f"{len(here)} parts, and packed_modules_mapping names {len(names)}")
         for name, part, shard, rows in zip(names, self.values.split(here), shards, whole, strict=True):
@@ -113,7 +106,7 @@ def blocks(model: Any) -> Iterator[Block]:
             try:
                 yield from _blocks_of(layer, parameter)
             except UnreadableError as error:
-                refused.append(f"{parameter.full_name} ({error})")
+                refused.append(f"{layer_name}.{name} ({error})")
     if refused:
         raise UnreadableError(refused)
 
@@ -139,15 +132,15 @@ def held_blocks(model: Any) -> tuple[list[HeldBlock], list[str]]:
 
 
 def _blocks_of(layer: Any, parameter: Parameter) -> Iterable[Block]:
-    """Read a parameter by the very class of its layer: a subclass may hold its weights otherwise."""
-    kind, name, values = type(layer), parameter.full_name, parameter.values
+    """Read a parameter by the exact class of its layer: a subclass may have another layout."""
+    kind, name, values = type(layer), f"{parameter.layer_name}.{parameter.name}", parameter.values
     if kind in (RMSNorm, ReplicatedLinear, GateLinear):
-        return [parameter.whole()]
+        return [Block(name, values, tuple(values.shape))]
     if kind is ColumnParallelLinear:
         return [parameter.rows(name, values, layer.tp_rank, layer.output_size)]
     if kind is RowParallelLinear:
         if parameter.name == "bias":
-            return [parameter.whole()]
+            return [Block(name, values, tuple(values.shape))]
         shape, corner = (values.shape[0], layer.input_size), (0, layer.tp_rank * values.shape[1])
         return [Block(name, values, shape, corner)]
     if kind is MergedColumnParallelLinear:
@@ -168,11 +161,11 @@ def _blocks_of(layer: Any, parameter: Parameter) -> Iterable[Block]:
         return [Block(name, values[: place.num_org_elements], shape, (place.org_vocab_start_index, 0))]
     if kind is RoutedExperts:
         return _experts(layer, parameter)
-    raise UnreadableError(f"what {kind.__name__} holds is not known")
+    raise UnreadableError(f"the layout of {kind.__name__} is unknown")
 
 
 def _experts(layer: Any, parameter: Parameter) -> Iterator[Block]:
-    """Of the experts that are here: w13 is gate above up, w2 is down; both are cut along the hidden units."""
+    """Yield the local experts' blocks: w13 is gate above up, w2 is down; both are cut along the hidden units."""
     moe = layer.moe_config
     units = moe.intermediate_size_per_partition
     backend = layer.quant_method.unquantized_backend
@@ -180,10 +173,10 @@ def _experts(layer: Any, parameter: Parameter) -> Iterator[Block]:
         raise UnreadableError(f"the kernel {backend.value} reads rearranged weights")
     unpadded = moe.intermediate_size_per_partition_unpadded, moe.hidden_dim_unpadded
     if unpadded != (units, moe.hidden_dim) or parameter.name not in ("w13_weight", "w2_weight"):
-        raise UnreadableError("its layout is not known")
+        raise UnreadableError("its layout is unknown")
     shard, shards = moe.moe_parallel_config.tp_rank, moe.moe_parallel_config.tp_size
     parent = parameter.layer_name.removesuffix(".routed_experts")
-    # Of each expert that is here, its number in the whole model, and its number here.
+    # Each local expert's number in the whole model, and its number here.
     here = [(expert, expert) for expert in range(layer.local_num_experts)]
     if layer.expert_map is not None:
         here = [(expert, local) for expert, local in enumerate(layer.expert_map.tolist()) if local >= 0]
@@ -204,8 +197,8 @@ _PR_SET_PDEATHSIG = 1
 class RefitExtension:
     """Methods of a vLLM worker, called through `collective_rpc`: begin, load bucket after bucket, finish.
 
-    Tensors are copied into the model as they arrive, so between begin and finish the weights are of no version; who
-    calls must not generate then (`engine.HeldWeights` sees to it).
+    Tensors are copied into the model as they arrive, so between begin and finish the weights have no version, and the
+    engine must not generate (see `engine.HeldWeights`).
     """
 
     if TYPE_CHECKING:
@@ -218,7 +211,9 @@ class RefitExtension:
         self, address: str, port: int, first_rank: int, world_size: int, timeout_s: float
     ) -> None:
         """Join the group in which the trainer's rank 0 broadcasts; this engine's workers start at `first_rank`."""
-        self._refit_ends().join_broadcast(address, port, first_rank + self.rank, world_size, timeout_s)
+        timeout, rank = timedelta(seconds=timeout_s), first_rank + self.rank
+        group = join_broadcast_group(address, port, rank, world_size, timeout, self.device.type)
+        self._refit_ends().group = group
 
     def begin_refit(self) -> None:
         """Discard an earlier refit's state, even an abandoned one's."""
@@ -227,7 +222,7 @@ class RefitExtension:
         self._refit_ends().close()
         runner = self.model_runner
         model: Any = runner.get_model()
-        # A later stage gets its input in tensors that vLLM makes as it warms up, which it does not on CPU.
+        # A later stage gets its input in tensors that vLLM allocates at warm-up, which it skips on CPU.
         later = self.device.type == "cpu" and not get_pp_group().is_first_rank
         if later and runner.intermediate_tensors is None:
             runner.intermediate_tensors = model.make_empty_intermediate_tensors(
@@ -237,12 +232,13 @@ class RefitExtension:
         self._refit_quantizes = self.vllm_config.model_config.quantization is not None
         if self._refit_quantizes:
             initialize_layerwise_reload(model)
-        # Where vLLM quantizes, it makes others of them, and scales, once a layer is complete.
+        # By their names before vLLM quantizes: once a layer is complete, it has other parameters, and scales.
         self._refit_parameters = [name for name, _ in model.named_parameters()]
 
     def load_refit_bucket(self, message: dict[str, Any]) -> None:
-        """Copy a bucket's tensors, named as Hugging Face names them, into the model."""
-        tensors = dict(self._refit_ends().read(message))
+        """Copy a bucket's tensors, by their Hugging Face names, into the model."""
+        bucket = Bucket.from_message(message)
+        tensors = dict(bucket.read(self._refit_ends().open(bucket.location)))
         if self._refit_quantizes:  # vLLM keeps them until a layer is complete, and the bucket is filled again
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
@@ -252,12 +248,12 @@ class RefitExtension:
         accelerator.synchronize(self.device)
 
     def finish_refit(self, read_back: bool) -> dict[str, Any]:
-        """Report this process's weights, in plain data, for `engine.require_refit`; read_back: with their sums."""
+        """Report this process's weights, as plain data, for `engine.require_refit`; read_back: with their sums."""
         self._refit_ends().close()
         self._refit_quantize()
         model = self.model_runner.get_model()
         blocks, unreadable = held_blocks(model) if read_back else ([], [])
-        experts = ".routed_experts."  # which vLLM up to 0.31 leaves out of the names of experts' weights
+        experts = ".routed_experts."  # missing in vLLM's names of loaded experts, up to 0.31
         loaded = {name.replace(experts, ".") for name in self._refit_loaded}
         kept = [name for name in self._refit_parameters if name.replace(experts, ".") not in loaded]
         return {
@@ -274,7 +270,7 @@ class RefitExtension:
                 finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
 
     def _refit_ends(self) -> Receiver:
-        # vLLM mixes this class in after it has made the worker: there is no constructor of its own.
+        # vLLM mixes this class in after it has constructed the worker, so a constructor here would not run.
         return vars(self).setdefault("_refit_receivers", Receiver(self.device))
 
 
@@ -283,9 +279,8 @@ def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
 
 
 if current_platform.is_cpu():
-    # Linear layers multiply by their weights as they are. vLLM packs copies of them when it loads a model, and knows no
-    # way to pack new ones: a refit would raise, or with tied embeddings leave the output layer at the old weights
-    # without a word.
+    # Linear layers multiply by their weights as they are. vLLM packs copies of them when it loads a model, and cannot
+    # pack new ones: a refit would raise, or with tied embeddings silently leave the output layer at the old weights.
     vllm_linear.dispatch_cpu_unquantized_gemm = _use_plain_linear
 
 if multiprocessing.parent_process() is not None:

@@ -1,25 +1,25 @@
 """Losses that Megatron's layers add in their own backward pass: expert load balancing and multi-token prediction.
 
-Such a loss never passes through the loss function. A layer adds its gradient in its backward pass, times a process-wide
-scale. The train step later divides every gradient by the step's count N (of tokens, or of sequences for a
-sequence-level loss), which is not known yet. The result must be the coefficient times the mean of the auxiliary loss,
-as in Megatron's own training, for every loss type and every split into microbatches and chunks.
+Such a loss is not part of the loss function: its layer adds the gradient in its own backward pass, times a process-wide
+scale. The train step later divides every gradient by the step's count N of tokens (or of sequences, for a
+sequence-level loss), which is not known yet. The result must be the coefficient times the auxiliary loss's mean, as in
+Megatron's own training, for every loss type and every split into microbatches and chunks.
 
-With `calculate_per_token_loss`, which leaves the division to us, Megatron attaches for a microbatch m
+With `calculate_per_token_loss`, which leaves the division to us, Megatron adds for a microbatch m
 
     router:      coefficient * aux_mj * n_mj * tp     on each of the tp ranks j that share a sequence; n_mj are the
                                                       tokens that Megatron counts there (see `_counts_all_ranks`),
                                                       and aux_m is the sum of the parts aux_mj
     prediction:  factor / layers * ce_m * t_m         ce_m the mean cross-entropy of a layer, t_m the tokens to train on
 
-Both expect a main loss that is a sum over those very tokens. Ours is a sum over d_m, the microbatch's part of N: its
-tokens to train on, or its sequences. So each backward pass of a microbatch begins by setting the scales
+Both expect a main loss that is a sum over the same tokens. Ours is a sum over d_m tokens to train on, or sequences, the
+microbatch's part of N. So each backward pass of a microbatch begins by setting the scales
 
     router:      d_m / (n_mj * tp)
     prediction:  d_m / t_m
 
-and after the division by N, the sum of all d_m, there stands the coefficient times the mean of aux_m (of ce_m) over
-microbatches, each weighted by its part d_m / N of the loss. N itself is not needed: chunks may still be streaming in.
+The division by N, the sum of all d_m, then leaves the coefficient times the mean of aux_m (or ce_m) over microbatches,
+each weighted by its part d_m / N of the loss. N itself is not needed: more chunks may follow.
 
 Shapes: B rows, S sequence.
 """
@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ from nemo_rl_mcore.data.microbatch import Microbatch
 from nemo_rl_mcore.losses.base import LossFunction, LossType, valid_counts
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron import parallel_groups
-from nemo_rl_mcore.rank.megatron.model_class import language_models
+from nemo_rl_mcore.rank.megatron.model_class import language_models, modules_of
 from nemo_rl_mcore.rank.megatron.passes import next_tokens, tokens_to_train
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
@@ -58,9 +58,9 @@ Output = torch.Tensor | tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class AuxiliaryTerms:
-    """Scales of one microbatch's auxiliary losses, and whether routers get its padding mask.
+    """Scales of one microbatch's auxiliary losses; shows_padding: true if its padding mask is passed to routers.
 
-    recorded: factor on the recorded load-balancing loss, so that it covers the real rows only.
+    recorded: factor on the recorded load-balancing loss, to leave out rows without a token.
     """
 
     router: float
@@ -70,11 +70,9 @@ class AuxiliaryTerms:
 
 
 class _Tracker(MoEMetricsTracker):
-    """Records the load-balancing losses of the running microbatch times its `AuxiliaryTerms.recorded`."""
+    """Records load-balancing losses times `factor`, the running microbatch's `AuxiliaryTerms.recorded`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = 1.0
+    factor = 1.0
 
     def record(self, name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         super().record(name, value * self.factor, *args, **kwargs)
@@ -97,12 +95,12 @@ class AuxiliaryLosses:
         self._router_padding: torch.Tensor | None = None
 
         def uncount_padding(router: Any, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-            # Leaves padding out of the tokens that update the experts' bias; upstream's update fails on a mask's shape.
+            # Removes padding from the counts that update the experts' bias; upstream's own update fails on a mask.
             if self._router_padding is not None and torch.is_grad_enabled():
                 _probs, routing_map = output
                 router.local_tokens_per_expert -= routing_map[self._router_padding].sum(0)
 
-        routers = [part for chunk in chunks for part in chunk.modules() if isinstance(part, TopKRouter)]
+        routers = modules_of(TopKRouter, chunks)
         self._own_expert_layers = len(routers)
         self._expert_layers: float | None = None  # of the whole model; computed on first use
         if config.moe_router_enable_expert_bias:
@@ -120,12 +118,12 @@ class AuxiliaryLosses:
         real = ~microbatch.whole.padding
         # Without a real token the load-balancing loss would be 0/0; its scale is 0 anyway.
         shows_padding = self._balances and bool(real.any())
-        # The number of tokens by which Megatron multiplies this rank's part of a load-balancing loss.
+        # Megatron multiplies this rank's part of a load-balancing loss by this number of tokens.
         own_padding = self._own_columns(microbatch.padding)
         routed = own_padding.numel()
         if shows_padding:
             routed = int(real.sum()) if self._counts_all_ranks else int((~own_padding).sum())
-        routed *= dist.get_world_size(_sequence_ranks())
+        routed *= parallel_groups.group("tensor_context").size()
         self._microbatches += 1
         self._trained_microbatches += predicted > 0
         self._balanced_microbatches += shows_padding
@@ -157,19 +155,21 @@ class AuxiliaryLosses:
             inputs["loss_mask"] = next_token_mask_BS.float()
         padding_BS = microbatch.padding
         if terms.shows_padding:
-            # The first chunk splits the mask along with the sequence; the others expect it already split.
+            # The first chunk splits the mask along with the sequence; the others expect it split.
             first = get_attr_wrapped_model(model, "pre_process")
             inputs["padding_mask"] = padding_BS if first else self._own_columns(padding_BS)
         self._router_padding = self._own_columns(padding_BS).t().flatten()
         self._tracker.factor = terms.recorded
         return inputs
 
-    def follow(self, terms: AuxiliaryTerms, output: Output) -> None:
-        """Set the scales when the gradient reaches a model chunk's output, before the backward pass of its layers.
+    def follow(self, terms: AuxiliaryTerms | None, output: Output) -> Output:
+        """Return a model chunk's output, whose gradient sets the scales before its layers' backward pass.
 
         In a pipeline other microbatches have run forward in between, and Megatron's own call at the end of a forward
-        pass (pipeline_parallel/schedules.py, forward_step_calc_loss) would leave the scale of the last of them.
+        pass (pipeline_parallel/schedules.py, forward_step_calc_loss) would leave the last microbatch's scale.
         """
+        if terms is None:
+            return output
         router_padding = self._router_padding
 
         def begin_backward(gradient: torch.Tensor) -> None:
@@ -184,11 +184,12 @@ class AuxiliaryLosses:
         for tensor in output if isinstance(output, tuple) else (output,):
             if tensor.requires_grad:
                 tensor.register_hook(begin_backward)
+        return output
 
     def reset(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._microbatches = self._balanced_microbatches = self._trained_microbatches = 0
         self._router_padding = None
-        # Replaced, not zeroed: its sizes are those of the first model that recorded in this process.
+        # Replaced, not zeroed: its sizes are those of the process's first model.
         self._tracker = _Tracker()
         set_moe_metrics_tracker(self._tracker)
         MTPLossLoggingHelper.tracker.clear()
@@ -197,19 +198,17 @@ class AuxiliaryLosses:
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return (moe_metrics, mtp_metrics) since the last reset, once.
 
-        The load-balancing loss is the mean over layers and microbatches with a token, without coefficient; a prediction
-        layer's cross-entropy is the mean over the microbatches that train it.
+        The load-balancing loss is the mean over layers and microbatches with a token, without its coefficient; a
+        prediction layer's cross-entropy is the mean over the microbatches that train it.
         """
         if not self._microbatches:
             return {}, {}
-        stages: Any = parallel_state.get_pipeline_model_parallel_group()
+        stages = parallel_groups.group("pipeline")
         balance: dict[str, float] = {}
         for name, entry in self._tracker.metrics.items() if self._balances else ():
             total = entry.values.sum().double().reshape(1)
-            for ranks in (
-                stages,
-                _sequence_ranks(),
-            ):  # ranks that share a sequence each have a part of the loss
+            # Ranks that share a sequence each have a part of the loss.
+            for ranks in (stages, parallel_groups.group("tensor_context")):
                 dist.all_reduce(total, group=ranks)
             (mean,) = self._mean_over_data_parallel(total, self._balanced_microbatches)
             if self._expert_layers is None:
@@ -220,7 +219,7 @@ class AuxiliaryLosses:
         predictions: dict[str, float] = {}
         if self._config.mtp_num_layers:
             means = None
-            if parallel_groups.is_last_stage():
+            if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
                 total = MTPLossLoggingHelper.tracker["loss_values"].double()
                 means = self._mean_over_data_parallel(total, self._trained_microbatches)
             means = parallel_groups.broadcast_from_last_stage(means)
@@ -235,37 +234,31 @@ class AuxiliaryLosses:
         return [value / max(count, 1.0) for value in sums]
 
     def _own_columns(self, mask_BS: torch.Tensor) -> torch.Tensor:
-        """Return this rank's columns under sequence parallelism."""
         if not self._config.sequence_parallel:
             return mask_BS
-        ranks = parallel_groups.tensor_parallel_group()
+        ranks = parallel_groups.group("tensor")
         return mask_BS.chunk(ranks.size(), dim=1)[ranks.rank()]
 
     @cached_property
     def _counts_all_ranks(self) -> bool:
-        """Return whether Megatron, given a padding mask, uses the token count of all ranks of a sequence as its own.
+        """True if Megatron, given a padding mask, counts the tokens of all ranks of a sequence as this rank's.
 
-        Some versions do: get_tokens_per_expert_and_token_count (transformer/moe/moe_utils.py) sums over the ranks in
+        In some versions get_tokens_per_expert_and_token_count (transformer/moe/moe_utils.py) sums over the ranks in
         place, before it reads the local count.
         """
         one_token = torch.ones(1, 1, dtype=torch.bool, device=accelerator.device())
         _, local, _ = get_tokens_per_expert_and_token_count(
-            one_token, _sequence_ranks(), topk=1, with_padding_mask=True
+            one_token, cast(Any, parallel_groups.group("tensor_context")), topk=1, with_padding_mask=True
         )
         return float(local) > 1
-
-
-def _sequence_ranks() -> Any:
-    """Return the ranks that share a sequence: the tensor and context parallel group."""
-    return parallel_state.get_tensor_and_context_parallel_group()
 
 
 @contextmanager
 def without_prediction_layers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Disable multi-token prediction layers inside the block, since only training uses them.
 
-    GPTModel.forward would run them in every pass and compute their logits in full. A last stage that shares its
-    embedding with another one keeps them: there the embedding of those layers is the output weight.
+    GPTModel.forward would run them in every pass, with full logits. A last stage that shares its embedding with another
+    stage keeps them: there these layers' embedding is the output weight.
     """
     models: list[Any] = [model for model in language_models(modules) if model.config.mtp_num_layers]
     models = [model for model in models if model.mtp_process]

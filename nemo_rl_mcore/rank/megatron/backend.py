@@ -1,4 +1,4 @@
-"""`PolicyBackend` on Megatron-Core: reads, generation, checkpoints and weights, over the train side.
+"""A rank's model on Megatron-Core: reads, generation, checkpoints and weights, over the train side.
 
 Shapes: B rows of this rank's shard, S sequence length, K ids a token.
 """
@@ -6,98 +6,122 @@ Shapes: B rows of this rank's shard, S sequence length, K ids a token.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
-from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.megatron import UNDIVIDED, PeftConfig
+from nemo_rl_mcore.config.policy import REFERENCE_SHARE
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.ops.sampling import at_temperature
 from nemo_rl_mcore.rank import accelerator, activity, rendezvous
 from nemo_rl_mcore.rank.agreement import together
 from nemo_rl_mcore.rank.checkpoints import BackgroundWrite
-from nemo_rl_mcore.rank.megatron import checkpoint, generation, parallel_groups, quiet_notices
+from nemo_rl_mcore.rank.megatron import (
+    checkpoint,
+    generation,
+    parallel_groups,
+    quiet_notices,
+    reference_policy,
+)
 from nemo_rl_mcore.rank.megatron.hf_weights.adapters import save_adapters
 from nemo_rl_mcore.rank.megatron.hf_weights.export import full_tensors, save_pretrained
 from nemo_rl_mcore.rank.megatron.hf_weights.load import WholeWeightFilling
 from nemo_rl_mcore.rank.megatron.lora import adapters_off
 from nemo_rl_mcore.rank.megatron.optimizer_state import parts_of, weights_of
 from nemo_rl_mcore.rank.megatron.passes import ModelPass
-from nemo_rl_mcore.rank.megatron.reference_policy import ReferencePolicy, is_kept_on_device
+from nemo_rl_mcore.rank.megatron.reference_policy import ReferencePolicy
 from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend, evaluation_mode
 from nemo_rl_mcore.rank.policy_backend import (
     BackendOptions,
     GeneratedRows,
     GenerationRequest,
-    GeneratorBackend,
     OnDevice,
     TopKLogits,
-    WeightFilling,
 )
 
 
-def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBackend:
-    """Meet the other ranks and build this rank's part of the model; the device is prepared, see `accelerator`."""
+def open_backend(policy: PolicyConfig, options: BackendOptions, *, alone: bool = False) -> MegatronBackend:
+    """Meet the other ranks and build this rank's part of the model, on the device that `accelerator` has prepared.
+
+    alone: build the whole model in this process, with random weights until it receives a policy's.
+    """
     quiet_notices()
+    if alone:
+        rendezvous.join(alone=True)
+        config = policy.megatron_cfg.model_copy(
+            update=UNDIVIDED | {"peft": PeftConfig()}
+        )  # weights come merged
+        policy = policy.model_copy(update={"megatron_cfg": config, "model_name": None})
     activity.advance("meeting the other ranks")
     parallel_groups.initialize(policy.megatron_cfg, options.seed, policy.call_timeout_s)
     activity.advance("building the model")
     return MegatronBackend(policy, options)
 
 
-def open_generator(policy: PolicyConfig) -> GeneratorBackend:
-    """Build the whole model in this process, with random weights until others arrive; see `open_backend`."""
-    rendezvous.join_alone()
-    config = policy.megatron_cfg.model_copy(update=UNDIVIDED | {"peft": PeftConfig()})  # weights come merged
-    alone = policy.model_copy(update={"megatron_cfg": config, "model_name": None})
-    temperature = policy.generation.temperature
-    return open_backend(alone, BackendOptions(0, Role.POLICY, False, temperature, verify_checksums=True))
-
-
 class MegatronBackend(MegatronTrainBackend):
-    """`PolicyBackend` for one rank with initialised groups; a `GeneratorBackend` too if it has the whole model."""
+    """One rank's model, for a worker or, if the whole model is in this process, for an embedded engine.
+
+    All ranks make the same calls, each after `called_together`, in which arguments are validated; an error of one rank
+    is raised on all. Inference runs in evaluation mode and does not change an open train step. Results are on the CPU,
+    as `MegatronPolicyWorker` returns them.
+    """
 
     def __init__(self, policy: PolicyConfig, options: BackendOptions):
         super().__init__(policy, options)
+        self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
+        self.data_parallel_size: int = parallel_state.get_data_parallel_world_size()
         self._policy = policy
         self._verify_checksums = options.verify_checksums
-        # None also beside adapters: without them the model is its reference.
+        # None also with adapters: without them the model is its own reference.
         self._reference: ReferencePolicy | None = None
         self._base: checkpoint.Base | None = None
         if policy.megatron_cfg.peft.enabled:
             self._base = checkpoint.Base(model_name=policy.model_name, init_checkpoint=policy.init_checkpoint)
-        # What of the model waits in the CPU's memory, and what is on the device; None while that is being changed.
+        self._writers: dist.ProcessGroup | None = None
+        """Like `rendezvous.patient_group`, for the threads that write checkpoints in the background."""
         self._weights_away, self._state_away = _Shelf(), _Shelf()
-        self._present: OnDevice | None = OnDevice.EVERYTHING
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.device()
-
-    data_parallel_rank = staticmethod(parallel_groups.data_parallel_rank)
-    data_parallel_size = staticmethod(parallel_groups.data_parallel_size)
-
-    # Reads
-
-    def logprobs(self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False) -> Tensor:
-        kind = self.forward.passes.logprobs(trained_only=trained_only)
-        return self._read("get_logprobs", data, micro_batch_size, kind)[0]
+        self._present: OnDevice | None = OnDevice.EVERYTHING  # None while parts are being moved
+        self.device = accelerator.device()
+        self.decoding = partial(generation.DecodingSession, self.forward, policy.model.vocab_size)
+        self.full_tensors = partial(full_tensors, self.chunks, policy)
+        self.filling = partial(WholeWeightFilling, self.chunks, policy.model)
 
     def keep_reference(self) -> None:
-        if not self._policy.megatron_cfg.peft.enabled:
-            on_device = is_kept_on_device(self._policy, self.chunks)
-            self._reference = ReferencePolicy(self.chunks, on_device=on_device)
+        """Keep a copy of the current weights as the reference policy, on the device if there is room.
 
-    def reference_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
+        It stays in CPU memory if an engine takes turns with this model.
+        """
+        if self._policy.megatron_cfg.peft.enabled:
+            return
+        on_device, free = reference_policy.ON_DEVICE, accelerator.free_memory_bytes()
+        if on_device is None:
+            size = sum(weight.nbytes for weight in weights_of(self.chunks))
+            alone = not self._policy.generation.takes_turns
+            on_device = free is None or (alone and size <= REFERENCE_SHARE * free)
+        self._reference = ReferencePolicy(self.chunks, on_device=on_device)
+
+    def logprobs(
+        self,
+        data: BatchedDataDict,
+        micro_batch_size: int,
+        *,
+        trained_only: bool = False,
+        of_reference: bool = False,
     ) -> Tensor:
+        """of_reference: under the reference weights; the policy's own are restored, also after an error."""
         kind = self.forward.passes.logprobs(trained_only=trained_only)
+        if not of_reference:
+            return self._read("get_logprobs", data, micro_batch_size, kind)[0]
         reference = self._reference
         with adapters_off(self.chunks) if reference is None else reference.swapped_in():
             return self._read("get_reference_policy_logprobs", data, micro_batch_size, kind)[0]
@@ -115,44 +139,42 @@ class MegatronBackend(MegatronTrainBackend):
     def _read(
         self, call: str, data: BatchedDataDict, micro_batch_size: int, kind: ModelPass, tensors: int = 1
     ) -> list[Tensor]:
-        """Return the tensors that the last pipeline stage reads, on every stage and on the CPU."""
+        """Return the last pipeline stage's tensors, on every stage and on the CPU."""
         with together(f"the end of {call}"):
             local = self.forward.read(data, micro_batch_size, kind)
         broadcast = parallel_groups.broadcast_tensor_from_last_stage
         return [broadcast(values).cpu() for values in local or [None] * tensors]
 
     def generate(self, request: GenerationRequest) -> GeneratedRows:
+        """Sample responses; a row's tokens depend only on the weights, its prompt and its key."""
         with together("the end of generate"):
             return generation.generate(self.decoding(), request)
 
-    def decoding(self) -> generation.DecodingSession:
-        return generation.DecodingSession(self.forward, self._policy.model.vocab_size)
-
     def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> Tensor:
+        """Return log-probabilities of each prompt's next token, fp32 [N, V] on the CPU, computed as in decoding."""
         rows: list[Tensor] = []
         with evaluation_mode(self.chunks):
             for prompt in prompts:
                 ids_1P = torch.tensor([list(prompt)], device=self.device)
-                # By the passes of a session.
+                # The same passes as a session's.
                 logits_1V = generation.next_logits(self.forward, 1, len(prompt) + 1)(ids_1P)
                 logits_1V = at_temperature(logits_1V[:, : self._policy.model.vocab_size], temperature)
                 rows.append(logits_1V.log_softmax(-1).cpu())
         return torch.cat(rows)
 
-    # Checkpoints and weights
-
     def keep_on_device(self, what: OnDevice) -> None:
-        """See `PolicyBackend.keep_on_device`; parts that a failed call has left are moved by the next one.
+        """Move these parts to the device and all others off it, bit for bit, gradients as zeros, outside a step.
 
-        Megatron frees its gradient buffers itself. Its call for the optimizer gives every tensor new memory, also to
-        float32 weights, and that for the weights knows only those of the distributed optimizer. So these are moved
-        here, below the tensors: whoever views a storage, such as a shard of a bucket, finds it filled again.
+        If a call fails, the next one moves the rest. Megatron frees its gradient buffers itself. But its function for
+        optimizers gives every tensor new memory, even float32 weights, and its function for weights moves only those of
+        a distributed optimizer. So both are moved here, storage by storage: every view of a storage, such as a shard of
+        a bucket, keeps its place.
         """
         if self._present is what:
             return
         self._present = None
         everything = what is OnDevice.EVERYTHING
-        # Megatron asks for a buffer's storage in a way that torch deprecates.
+        # Megatron uses a call for a buffer's storage that torch deprecates.
         quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
         if self.trained and not everything:
             self.optimizer.zero_grad()  # gradients of main weights may have memory of their own
@@ -182,39 +204,45 @@ class MegatronBackend(MegatronTrainBackend):
             accelerator.empty_cache()  # for other processes
         self._present = what
 
-    def _model(self) -> checkpoint.SavedModel:
-        verify = self._verify_checksums
-        return checkpoint.SavedModel(self, self._policy, self._reference, self._base, verify)
-
-    def _saved(self) -> checkpoint.SavedModel:
-        """Return the parts of a checkpoint; the weights beside adapters never change, and get their digest once."""
-        if self._base is not None and not self._base.digest:
+    def _saved(self, *, with_digest: bool) -> checkpoint.SavedModel:
+        """Return a checkpoint's parts; the weights beside adapters never change, so their digest is computed once."""
+        if with_digest and self._base is not None and not self._base.digest:
             digest = checkpoint.base_digest(self.chunks, self._policy)
             self._base = self._base.model_copy(update={"digest": digest})
-        return self._model()
+        return checkpoint.SavedModel(self, self._policy, self._reference, self._base, self._verify_checksums)
 
-    def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
-        checkpoint.save_policy(self._saved(), folder, committed_step_ids)
+    def save(
+        self, folder: Path, committed_step_ids: Sequence[str], *, wait: bool = True
+    ) -> BackgroundWrite | None:
+        """Write the whole training state; ValueError, with nothing written, if the folder is not empty.
 
-    def save_in_background(self, folder: Path, committed_step_ids: Sequence[str]) -> BackgroundWrite:
-        group = rendezvous.background_group()
-        write = checkpoint.copy_policy(self._saved(), folder, committed_step_ids)
-        return BackgroundWrite(partial(write, group))
+        wait=False: take a copy, and write it in the background; one at a time.
+        """
+        saved = self._saved(with_digest=True)
+        if wait:
+            checkpoint.save_policy(saved, folder, committed_step_ids)
+            return None
+        if self._writers is None:
+            writers = dist.new_group(backend="gloo", timeout=rendezvous.PATIENCE)
+            self._writers = cast(dist.ProcessGroup, writers)
+        write = checkpoint.copy_policy(saved, folder, committed_step_ids)
+        return BackgroundWrite(partial(write, self._writers))
 
     def load(self, folder: Path) -> Sequence[str]:
-        return checkpoint.load_policy(self._model(), folder)
+        """Restore the state that `save` wrote, and return the committed step_ids."""
+        return checkpoint.load_policy(self._saved(with_digest=False), folder)
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
-        self._base = checkpoint.load_weights_of(self._model(), folder, of_a_policy=of_a_policy) or self._base
-        self.weights_replaced()
+        """Restore the weights only; of_a_policy: into a critic, whose value head is kept, since a policy has none."""
+        model = self._saved(with_digest=False)
+        self._base = checkpoint.load_weights_of(model, folder, of_a_policy=of_a_policy) or self._base
+        if self.trained:
+            self.optimizer.reload_model_params()
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return full_tensors(self.chunks, self._policy)
-
-    def filling(self) -> WeightFilling:
-        return WholeWeightFilling(self.chunks, self._policy.model)
-
-    def export_adapters(self, folder: Path, origin: str | None) -> None:
+    def export_hf(self, folder: Path, origin: str | None, *, adapters: bool = False) -> None:
+        if not adapters:
+            save_pretrained(self.chunks, self._policy, folder, origin=origin)
+            return
         if self._base is None:
             raise RefusedError(
                 "the model has no adapters: policy.megatron_cfg.peft.enabled is false; export its weights",
@@ -222,19 +250,18 @@ class MegatronBackend(MegatronTrainBackend):
             )
         save_adapters(self.chunks, self._policy, folder, origin=origin or self._base.model_name)
 
-    def export_hf(self, folder: Path, origin: str | None) -> None:
-        save_pretrained(self.chunks, self._policy, folder, origin=origin)
-
     def shutdown(self) -> None:
         parallel_groups.destroy()
         rendezvous.leave()
 
 
+@dataclass
 class _Shelf:
-    """Storages without memory and their contents, page-locked meanwhile; torch keeps such memory for the next time."""
+    """Storages whose contents are in page-locked CPU memory, which torch then keeps for the next time."""
 
-    def __init__(self) -> None:
-        self._contents: list[tuple[torch.UntypedStorage, Tensor]] = []
+    _contents: list[tuple[torch.UntypedStorage, Tensor]] = field(
+        default_factory=list[tuple[torch.UntypedStorage, Tensor]]
+    )
 
     def put_away(self, tensors: Iterable[Tensor]) -> None:
         device, pinned = accelerator.device(), accelerator.has_cuda()
@@ -252,7 +279,7 @@ class _Shelf:
 
     def bring_back(self) -> None:
         device = accelerator.device()
-        while self._contents:  # for want of memory it may end half-way, and be called again
+        while self._contents:  # may fail half-way for lack of memory, and be called again
             storage, contents = self._contents[-1]
             storage.resize_(contents.numel())
             torch.empty(0, dtype=torch.uint8, device=device).set_(storage).copy_(contents)

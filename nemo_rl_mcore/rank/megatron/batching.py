@@ -1,15 +1,29 @@
-"""Microbatches of this rank, and the model's attention inputs for them."""
+"""Microbatches, their attention inputs, and context parallelism, which divides each sequence among ranks.
+
+A sequence is cut into 2 CP slices of equal length, and rank r has slices r and 2 CP - 1 - r (zigzag), so that causal
+attention, whose cost grows along the sequence, is the same work on each rank. Megatron's rotary embedding and
+Transformer Engine's attention expect this layout; each sample of a packed row is cut on its own.
+
+Losses need whole sequences: `ContextParallelMicrobatch` gives the model a rank's tokens, and gathers the outputs. Each
+rank computes the loss of whole rows, and backpropagates only its own tokens' gradient. A weight's gradients are summed
+over the data-parallel group, which includes the context ranks.
+
+Shapes: B rows, L columns of a row of the model, CP ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from nemo_rl_mcore.config.policy import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
@@ -24,25 +38,83 @@ from nemo_rl_mcore.data.microbatch import (
 )
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron import parallel_groups
-from nemo_rl_mcore.rank.megatron.context_parallel import (
-    ContextParallelMicrobatch,
-    context_parallel_rank,
-    context_parallel_size,
-    slices_of_a_sample,
-    zigzag,
-)
+
+
+@dataclass(frozen=True)
+class ContextParallelMicrobatch(Microbatch):
+    """The part of a microbatch, `shared`, on this rank; positions: int64 [L / CP], the rank's columns of its rows."""
+
+    shared: Microbatch
+    positions: Tensor
+
+    @property
+    def whole(self) -> Microbatch:
+        return self.shared
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        return self.whole.borders
+
+    def to_model(self, values_BS: Tensor) -> Tensor:
+        """Cut [B, S, ...] to this rank's [B, L / CP, ...]."""
+        return self.whole.to_model(values_BS).index_select(1, self.positions)
+
+    def from_model(self, values: Tensor) -> Tensor:
+        """Gather [B, L / CP, ...] to [B, S, ...]; only the gradient of a rank's own tokens flows back."""
+        # Every rank computes the whole loss, so gradients are complete and must not be summed over the ranks.
+        gathered = gather_in_order(
+            values.transpose(0, 1), self.whole.borders, grad_of_every_rank_is_whole=True
+        )
+        return self.whole.from_model(gathered.transpose(0, 1))
+
+    def to(self, device: torch.device) -> Self:
+        whole = self.whole.to(device)
+        return replace(
+            self, rows=whole.rows, places=whole.places, shared=whole, positions=self.positions.to(device)
+        )
+
+
+def gather_in_order(local: Tensor, borders: Sequence[int], *, grad_of_every_rank_is_whole: bool) -> Tensor:
+    """Gather the ranks' parts [L / CP, ...] of a sequence to [L, ...] in its order; borders: of a packed row's samples.
+
+    grad_of_every_rank_is_whole: each rank's incoming gradient is complete, and it keeps its own part; otherwise the
+    ranks' gradients are partial, and are summed.
+    """
+    ranks = parallel_groups.group("context")
+    gathered: Tensor = gather_from_sequence_parallel_region(
+        local.contiguous(),
+        tensor_parallel_output_grad=not grad_of_every_rank_is_whole,
+        group=ranks,
+    )
+    order = zigzag(tuple(borders) or (0, len(gathered)), ranks.size()).flatten()
+    return gathered.index_select(0, order.argsort().to(local.device))
+
+
+@lru_cache(maxsize=64)
+def zigzag(borders: tuple[int, ...], ranks: int) -> Tensor:
+    """Return each rank's positions in a row, int64 [CP, L / CP]; ValueError if a sample cannot be split evenly."""
+    if ranks == 1:
+        return torch.arange(borders[-1]).unsqueeze(0)
+    parts: list[Tensor] = []
+    for start, end in pairwise(borders):
+        if (end - start) % (2 * ranks):
+            raise ValueError(f"a sample of {end - start} tokens cannot be cut evenly into {2 * ranks} slices")
+        slices = torch.arange(start, end).view(2 * ranks, -1)
+        parts.append(torch.cat([slices[:ranks], slices.flip(0)[:ranks]], dim=1))
+    return torch.cat(parts, dim=1)
 
 
 @dataclass(frozen=True)
 class Batching:
     """Splits this rank's rows into microbatches, on the CPU.
 
-    column_multiple: of padded lengths and, under context parallelism, of the samples' lengths in a packed row.
-    budgets: token budgets of a microbatch; None for a fixed number of rows.
+    column_multiple: divides padded lengths and, under context parallelism, sample lengths in a packed row. slices:
+    number of equal slices of a sample. budgets: a microbatch's token budgets; None for a fixed number of rows.
     """
 
     config: TransformerConfig
     column_multiple: int
+    slices: int
     budgets: TokenBudgets | None = None
 
     def microbatches(
@@ -58,29 +130,26 @@ class Batching:
             budget = TokenBudget(tokens, budgets.length_round, self.column_multiple)
             strategy = DynamicRows(budget, rows)
             if budgets.packed:
-                slices = slices_of_a_sample(config.context_parallel_size)
                 pipelined = config.pipeline_model_parallel_size > 1
-                strategy = PackedRows(budget, pipelined, rows, row_multiple=slices)
+                strategy = PackedRows(budget, pipelined, rows, row_multiple=self.slices)
         groups = strategy.groups(data)
         calls = max(len(groups), 1)  # a rank without rows still runs the model once
-        if config.expert_model_parallel_size > 1:
-            # Each forward pass exchanges tokens with other data-parallel ranks, so all need the same number of passes.
-            calls = parallel_groups.largest_of_data_parallel_ranks(calls)
+        # Ranks that exchange tokens in each forward pass need the same number of passes.
+        calls = parallel_groups.largest_of_expert_ranks(calls, config)
         if config.virtual_pipeline_model_parallel_size is not None:
             calls = round_up(calls, config.pipeline_model_parallel_size)
         built = strategy.build(data, groups + [[]] * (calls - len(groups)))
         if config.context_parallel_size == 1:
             return built
-        ranks, rank = context_parallel_size(), context_parallel_rank()
-        shared: list[Microbatch] = []
+        ranks, shared = parallel_groups.group("context"), list[Microbatch]()
         for whole in built:
-            own = zigzag(whole.borders or (0, whole.input_ids.shape[1]), ranks)[rank]
+            own = zigzag(whole.borders or (0, whole.input_ids.shape[1]), ranks.size())[ranks.rank()]
             shared.append(ContextParallelMicrobatch(whole.rows, whole.places, whole, own))
         return shared
 
 
 def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[str, Any]:
-    """Return GPTModel's keywords that restrict attention to a token's own sample; rows of one sample need no mask."""
+    """Return GPTModel's keywords that restrict attention to each token's sample; rows of one sample need no mask."""
     borders = microbatch.borders
     if not borders:
         return {"attention_mask": None}
@@ -101,7 +170,7 @@ def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[
         max_seqlen_kv=longest,
     )
     if config.is_hybrid_model:
-        # For Megatron's Mamba layers: the sample of each token.
+        # Each token's sample, for Megatron's Mamba layers.
         parameters.seq_idx = sample_of_tokens(borders)[None].int()
     return {"attention_mask": None, "packed_seq_params": parameters}
 

@@ -1,10 +1,10 @@
 """A policy's checkpoint: weights, reference weights, optimizer, schedule and random state, in one folder.
 
-weights/, reference/, optimizer/   torch_dist, which any parallel layout reads; of adapters, theirs alone
-base/                              the weights beside adapters, where no name leads to them
-random/rank_R.pt                   the generators of one rank, of use to the same layout only
-state.json                         the counters of optimizer and schedule, the layout, the last committed step_ids
-SHA256SUMS                         the checksum of every file
+weights/, reference/, optimizer/   in torch_dist, which any parallel layout reads; only the adapters', if there are any
+base/                              the weights beside adapters, if no model or checkpoint provides them
+random/rank_R.pt                   one rank's generators, restored into the same layout only
+state.json                         counters of optimizer and schedule, the layout, the last committed step_ids
+SHA256SUMS                         every file's checksum
 
 All ranks must see the folder.
 """
@@ -16,6 +16,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -31,8 +32,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from nemo_rl_mcore.config import MegatronConfig, PolicyConfig
 from nemo_rl_mcore.data.strict_json import read_json, read_regular
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.rank import accelerator
-from nemo_rl_mcore.rank.agreement import agreed, agreed_on_first
+from nemo_rl_mcore.rank import accelerator, rendezvous
+from nemo_rl_mcore.rank.agreement import agreed, agreed_on_first, together
 from nemo_rl_mcore.rank.checkpoints import (
     POLICY_FOLDER,
     SUMS_FILE,
@@ -56,35 +57,30 @@ from nemo_rl_mcore.rank.megatron.reference_policy import ReferencePolicy
 from nemo_rl_mcore.rank.megatron.sharded_folder import PreparedState, load_sharded
 from nemo_rl_mcore.rank.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.rank.refit import digests
-from nemo_rl_mcore.rank.rendezvous import patient_group
 
 _WRITER = re.compile(r"(?:__|rank_)(\d+)[_.]")
 
 
 def write_sums_together(folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write the list of a folder that all ranks have filled; OSError on all ranks if one of them cannot."""
-
-    def own_sums() -> dict[str, str]:
-        sums: dict[str, str] = {}
+    """Write the checksums of a folder that all ranks have filled; OSError on all ranks if one of them fails."""
+    own: dict[str, str] = {}
+    of_all: list[Any] = [None] * dist.get_world_size()
+    with together(group=group):
         for name in _files(folder):
             match = _WRITER.match(Path(name).name)
             if dist.get_rank() == (int(match[1]) if match is not None else 0):
-                sums[name] = sha256(folder / name)
-        return sums
-
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, agreed(own_sums, group), group)
-    together = {name: value for part in of_all for name, value in part.items()}
-    agreed_on_first(lambda: write_sums(folder, together), group)
+                own[name] = sha256(folder / name)
+    dist.all_gather_object(of_all, own, group)
+    sums = {name: value for part in of_all for name, value in part.items()}
+    agreed_on_first(lambda: write_sums(folder, sums), group)
 
 
 def require_sums_together(folder: Path, part: str = "") -> None:
-    """Compare a folder's files, or those whose names start with `part`, with its list; each rank takes an equal share.
+    """Verify the checksums of a folder's files, or of those whose names start with `part`, shared among the ranks.
 
     Raises ValueError on all ranks, naming a file that was changed, is missing or was added.
     """
-
-    def compare() -> None:
+    with together():
         sums = read_sums(folder)
         if sums is None:
             raise RefusedError(f"{folder / SUMS_FILE} is missing", code="missing-checksums")
@@ -97,23 +93,20 @@ def require_sums_together(folder: Path, part: str = "") -> None:
         largest_first = sorted(there, key=lambda name: (-there[name], name))
         require_sums(folder, sums, largest_first[dist.get_rank() :: dist.get_world_size()])
 
-    agreed(compare)
-
 
 def _files(folder: Path) -> Iterator[str]:
-    """Yield every regular file but the list itself; readers refuse links and pipes."""
+    """Yield every regular file except the list itself; readers refuse links and pipes."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.is_symlink() and path != folder / SUMS_FILE:
             yield str(path.relative_to(folder))
 
 
-def generators_file(folder: Path) -> Path:
-    return folder / f"rank_{dist.get_rank()}.pt"
+_GENERATORS = "rank_{}.pt"
 
 
 def read_generators(folder: Path) -> dict[str, Any]:
-    """Return the saved generators; each is tried on one of its own kind, so that restoring cannot fail half-way."""
-    path = generators_file(folder)
+    """Return the saved generators, each tested on a generator of its kind, so that restoring cannot fail half-way."""
+    path = folder / _GENERATORS.format(dist.get_rank())
     try:
         state = torch.load(io.BytesIO(read_regular(path, follow_links=False)), weights_only=True)
         random.Random().setstate(state["python"])
@@ -122,24 +115,22 @@ def read_generators(folder: Path) -> dict[str, Any]:
         for own, saved in zip((torch.Generator(), on_device), state["device"], strict=False):
             own.set_state(saved)
         if state["tracker"].keys() != rng_tracker().get_states().keys():
-            raise ValueError("it has other generators than this layout")
+            raise ValueError("its generators are not this layout's")
         for saved in state["tracker"].values():
             on_device.set_state(saved)
-    except Exception as error:  # of four libraries, for whatever is not a state
-        raise ValueError(f"{path} is not the random state of a rank: {error}") from error
+    except Exception as error:  # four libraries raise different ones for a value that is no state
+        raise ValueError(f"{path} is not a rank's random state: {error}") from error
     return cast("dict[str, Any]", state)
 
 
-BASE = "base"
-WEIGHTS = "weights"
-REFERENCE = "reference"
-OPTIMIZER = "optimizer"
-RANDOM = "random"
+LAYOUT_INDEPENDENT = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
+"""Megatron's `metadata` for state dicts that any layout can read."""
+BASE, WEIGHTS, REFERENCE, OPTIMIZER, RANDOM = "base", "weights", "reference", "optimizer", "random"
 STATE_FILE = "state.json"
 
 
 class Base(BaseModel):
-    """The model beside adapters: the key of its name, none for random weights, and a digest of its bits."""
+    """The model beside adapters: its origin, none for random weights, and a digest of its bits."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -161,7 +152,7 @@ class _State(BaseModel):
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The parts that a checkpoint saves and restores; base: None if the whole model is trained."""
+    """The objects that a checkpoint saves and restores; base: None if the whole model is trained."""
 
     backend: MegatronTrainBackend
     policy: PolicyConfig
@@ -170,27 +161,24 @@ class SavedModel:
     verify_checksums: bool
 
     def parts(self) -> Iterator[tuple[str, ShardedStateDict]]:
-        """Yield the sharded state of each folder; its tensors are the model's own until the next one is yielded."""
+        """Yield each folder's sharded state; its tensors are the model's own, valid until the next one is yielded."""
         chunks, base = self.backend.chunks, self.base
         if base is not None and base.model_name is None and base.init_checkpoint is None:
             yield BASE, _model_state(chunks)
-        yield WEIGHTS, self._trained_state()
+        yield WEIGHTS, self.trained_state()
         if self.reference is not None:
             with self.reference.swapped_in():
                 yield REFERENCE, _model_state(chunks)
-        yield OPTIMIZER, self.optimizer_state(loading=False)
+        weights = self.trained_state(by_layer=bool(self.policy.megatron_cfg.freeze))
+        yield OPTIMIZER, sharded_optimizer_state(self.backend.optimizer, weights, loading=False)
 
-    def optimizer_state(self, *, loading: bool) -> ShardedStateDict:
-        weights = self._trained_state(one_tensor_for_all_layers=not self.policy.megatron_cfg.freeze)
-        return sharded_optimizer_state(self.backend.optimizer, weights, loading=loading)
-
-    def _trained_state(self, *, one_tensor_for_all_layers: bool = True) -> ShardedStateDict:
+    def trained_state(self, *, by_layer: bool = False) -> ShardedStateDict:
         if self.base is not None:
             return adapter_state(self.backend.chunks, self.policy)
-        return _model_state(self.backend.chunks, one_tensor_for_all_layers=one_tensor_for_all_layers)
+        return _model_state(self.backend.chunks, by_layer=by_layer)
 
     def rest(self, committed_step_ids: Sequence[str]) -> Callable[[Path, dist.ProcessGroup | None], None]:
-        """Copy the small parts, and return a function that writes them and the checksums of the whole folder."""
+        """Copy the small parts, and return a function that writes them, and then the whole folder's checksums."""
         text = _State(
             optimizer_step=optimizer_step(self.backend.optimizer),
             schedule_samples=int(self.backend.scheduler.num_steps),
@@ -215,15 +203,32 @@ class SavedModel:
 
         def write(folder: Path, group: dist.ProcessGroup | None) -> None:
             agreed_on_first((folder / RANDOM).mkdir, group)
-            agreed(lambda: generators_file(folder / RANDOM).write_bytes(generators), group)
+            file = folder / RANDOM / _GENERATORS.format(dist.get_rank())
+            agreed(lambda: file.write_bytes(generators), group)
             agreed_on_first(lambda: (folder / STATE_FILE).write_text(text, encoding="utf-8"), group)
             write_sums_together(folder, group)
 
         return write
 
     def read_state(self, folder: Path, parts: Sequence[str] = ("",)) -> _State:
-        """Return a folder's counters, after comparing the files of these parts with their checksums."""
-        saved = agreed(lambda: _read_state(folder))
+        """Return a folder's state.json, and verify these parts' checksums."""
+
+        def read() -> _State:
+            path = folder / STATE_FILE
+            try:
+                return _State.model_validate(read_json(path, follow_links=False))
+            except ValidationError as error:
+                details = error.errors(include_url=False, include_input=False)[0]
+                place = ".".join(str(part) for part in details["loc"])
+                raise ValueError(f"{path} is not a policy's state: {place}: {details['msg']}") from error
+            except FileNotFoundError as error:
+                raise RefusedError(
+                    f"{folder} is not a checkpoint of a policy: {path} does not exist", code="no-checkpoint"
+                ) from error
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{path} is not a policy's state: {error}") from error
+
+        saved = agreed(read)
         for part in parts if self.verify_checksums else ():
             require_sums_together(folder, part)
         return saved
@@ -234,8 +239,8 @@ def save_policy(saved: SavedModel, folder: Path, committed_step_ids: Sequence[st
 
     Raises ValueError on all ranks, with nothing written, if the folder is not empty; OSError if a rank cannot write.
     """
-    _require_empty(folder)
-    group = patient_group()  # one rank may write for long
+    agreed_on_first(partial(_require_empty, folder))
+    group = rendezvous.patient_group  # one rank may write for long
     for name, state in saved.parts():
         PreparedState.of(state, copied=False).write(folder / name, group)
     saved.rest(committed_step_ids)(folder, group)
@@ -244,16 +249,17 @@ def save_policy(saved: SavedModel, folder: Path, committed_step_ids: Sequence[st
 def copy_policy(
     saved: SavedModel, folder: Path, committed_step_ids: Sequence[str] = ()
 ) -> Callable[[dist.ProcessGroup], None]:
-    """Copy what `save_policy` writes into CPU memory; returns a function that writes the copy. Every rank takes part.
+    """Copy everything that `save_policy` writes into CPU memory, and return a function that writes the copy.
 
-    Call it once on every rank, with a group that no other thread uses; the policy may be trained meanwhile.
+    Every rank takes part, and calls the function once, with a group that no other thread uses. The policy may be
+    trained meanwhile.
     """
-    _require_empty(folder)
+    agreed_on_first(partial(_require_empty, folder))
     parts = {name: PreparedState.of(state, copied=True) for name, state in saved.parts()}
     write_rest, device = saved.rest(committed_step_ids), accelerator.device()
 
     def write(group: dist.ProcessGroup) -> None:
-        accelerator.compute_on(device)  # in this thread too
+        torch.get_device_module(device).set_device(device)  # a new thread starts on the first GPU
         for name in [*parts]:
             parts.pop(name).write(folder / name, group)  # frees each part once it is written
         write_rest(folder, group)
@@ -264,9 +270,9 @@ def copy_policy(
 def load_policy(model: SavedModel, folder: Path) -> Sequence[str]:
     """Restore everything that `save_policy` wrote, and return the committed step_ids; every rank takes part.
 
-    Generators are restored only into the layout that was saved; a checkpoint without a reference policy leaves the
-    given one. Raises ValueError on all ranks, naming the file, if one is broken, and RefusedError for adapters beside
-    another model.
+    Generators are restored only into the layout that was saved. If the checkpoint has no reference policy, the model's
+    is kept. Raises ValueError on all ranks, naming the file, if one is broken, and RefusedError for adapters of another
+    model.
     """
     backend, reference, saved = model.backend, model.reference, model.read_state(folder)
     same_layout = saved.layout == _layout(model.policy.megatron_cfg)
@@ -286,10 +292,12 @@ def load_policy(model: SavedModel, folder: Path) -> Sequence[str]:
         if (folder / BASE).is_dir():
             load_weights(backend.chunks, folder / BASE)
         _load_adapters(model, folder, saved.base)
-    state = load_sharded(model.optimizer_state(loading=True), folder / OPTIMIZER)
+    weights = model.trained_state(by_layer=bool(model.policy.megatron_cfg.freeze))
+    state = sharded_optimizer_state(backend.optimizer, weights, loading=True)
+    state = load_sharded(state, folder / OPTIMIZER)
     load_optimizer_state(backend.optimizer, state, saved.optimizer_step, folder / OPTIMIZER)
     backend.scheduler.num_steps = saved.schedule_samples
-    backend.scheduler.step(0)  # sets the rates of that place in the schedule
+    backend.scheduler.step(0)  # sets the rates for this place in the schedule
     if generators is not None:
         random.setstate(generators["python"])
         np.random.set_state(generators["numpy"])
@@ -299,31 +307,35 @@ def load_policy(model: SavedModel, folder: Path) -> Sequence[str]:
 
 
 def _load_adapters(model: SavedModel, folder: Path, base: Base) -> None:
-    """Fill this rank's adapters; RefusedError on all ranks unless the model beside them is theirs, bit for bit."""
+    """Load this rank's adapters; RefusedError on all ranks unless they are beside the same model, bit for bit."""
     chunks, found = model.backend.chunks, base_digest(model.backend.chunks, model.policy)
     if found != base.digest:
         named = base.model_name or base.init_checkpoint
         origin = "random weights" if named is None else repr(named)
         raise RefusedError(
             f"{folder} holds adapters beside {origin} with the digest {base.digest}, and this model has {found}: "
-            "its weights are others",
+            "its weights differ",
             code="other-model",
         )
-    _fill(chunks, adapter_state(chunks, model.policy), folder / WEIGHTS)
+    load_weights(chunks, folder / WEIGHTS, adapter_state(chunks, model.policy))
 
 
 def base_digest(chunks: Sequence[torch.nn.Module], policy: PolicyConfig) -> str:
-    """Return one digest of the weights beside adapters, the same on every layout; every rank takes part."""
+    """Return a digest of the weights beside adapters, the same on every layout; every rank takes part."""
     return digests.of_all(digests.digests(full_tensors(chunks, policy, merged=False)))
 
 
 def load_weights_of(model: SavedModel, folder: Path, *, of_a_policy: bool = False) -> Base | None:
-    """Load a folder's weights, whole or adapters with the model beside them, which is returned."""
+    """Load a folder's weights; if they are adapters, load and return the model beside them too."""
     chunks, policy = model.backend.chunks, model.policy
     has_base = (folder / BASE).is_dir()
     base = model.read_state(folder, [f"{WEIGHTS}/", *([f"{BASE}/"] if has_base else [])]).base
     if base is None:
-        load_weights(chunks, folder / WEIGHTS, of_a_policy=of_a_policy)
+        state = _model_state(chunks)
+        for part in state.values() if of_a_policy else ():  # a critic keeps its value head
+            for name in [name for name in part if name.startswith(VALUE_HEAD)]:
+                del part[name]
+        load_weights(chunks, folder / WEIGHTS, state)
         return None
     if not policy.megatron_cfg.peft.enabled:
         raise RefusedError(
@@ -343,35 +355,28 @@ def load_weights_of(model: SavedModel, folder: Path, *, of_a_policy: bool = Fals
     return base
 
 
-def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, *, of_a_policy: bool = False) -> None:
-    """Fill this rank's weights and buffers; of_a_policy: into a critic, whose value head stays as it is."""
-    state = _model_state(chunks)
-    for part in state.values() if of_a_policy else ():
-        for name in [name for name in part if name.startswith(VALUE_HEAD)]:
-            del part[name]
-    _fill(chunks, state, folder)
-
-
-def _fill(chunks: Sequence[torch.nn.Module], state: ShardedStateDict, folder: Path) -> None:
-    loaded = load_sharded(state, folder)
+def load_weights(
+    chunks: Sequence[torch.nn.Module], folder: Path, state: ShardedStateDict | None = None
+) -> None:
+    """Load this rank's weights and buffers; state: only these."""
+    loaded = load_sharded(_model_state(chunks) if state is None else state, folder)
     for number, chunk in enumerate(chunks):
-        # Not strict: the state leaves out Transformer Engine's objects for FP8 too, see `_model_state`.
+        # Not strict: the state also lacks Transformer Engine's objects for FP8, see `_model_state`.
         cast(MegatronModule, unwrap_model(chunk)).load_state_dict(loaded[str(number)], strict=False)
 
 
-def _model_state(
-    chunks: Sequence[torch.nn.Module], *, one_tensor_for_all_layers: bool = True
-) -> ShardedStateDict:
+def _model_state(chunks: Sequence[torch.nn.Module], *, by_layer: bool = False) -> ShardedStateDict:
     """Return the model's weights and buffers, without adapters, by chunk and name.
 
-    one_tensor_for_all_layers: false if some layers have no optimizer state for a weight that others have.
+    by_layer: store a weight as one tensor per layer, not one for all layers, since not all of them may be trained.
     """
     state: ShardedStateDict = {}
     gather_parameters(chunks)
     for number, chunk in enumerate(chunks):
-        metadata = layout_independent() | {"non_homogeneous_layers": not one_tensor_for_all_layers}
+        # A new dictionary for each chunk, since Megatron adds its process groups.
+        metadata = LAYOUT_INDEPENDENT | {"non_homogeneous_layers": by_layer}
         whole = cast(MegatronModule, unwrap_model(chunk)).sharded_state_dict(metadata=metadata)
-        # Transformer Engine keeps the scales of FP8 as pickled objects; there is no FP8 here.
+        # Transformer Engine keeps the scales of FP8 as pickled objects; no recipe here needs those of earlier steps.
         _, tensors = extract_matching_values(whole, lambda entry: isinstance(entry, ShardedObject))
         named = cast("dict[str, Any]", tensors)
         state[str(number)] = {name: part for name, part in named.items() if not OF_ADAPTERS.fullmatch(name)}
@@ -391,32 +396,8 @@ def _layout(config: MegatronConfig) -> dict[str, int | None]:
 
 
 def _require_empty(folder: Path) -> None:
-    def look() -> None:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise RefusedError(
-                f"{folder} is there and not an empty folder; a checkpoint is written into a new one",
-                code="folder-not-empty",
-            )
-
-    agreed_on_first(look)
-
-
-def _read_state(folder: Path) -> _State:
-    path = folder / STATE_FILE
-    try:
-        return _State.model_validate(read_json(path, follow_links=False))
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in details["loc"])
-        raise ValueError(f"{path} is not the state of a policy: {place}: {details['msg']}") from error
-    except FileNotFoundError as error:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RefusedError(
-            f"{folder} is not a checkpoint of a policy: {path} does not exist", code="no-checkpoint"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not the state of a policy: {error}") from error
-
-
-def layout_independent() -> dict[str, Any]:
-    """Return a new `metadata`, in which Megatron notes process groups, for state dicts that any layout can read."""
-    return {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
+            f"{folder} exists and is not an empty folder; save the checkpoint to a new one",
+            code="folder-not-empty",
+        )

@@ -1,13 +1,13 @@
 """Decoding with a training model, token by token.
 
-Shapes: B rows that are decoded together, P prompt length, L length so far, T new tokens, N unfinished rows.
+Shapes: B rows that are decoded together, L length so far, V vocabulary, T new tokens, N unfinished rows.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,25 +18,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from nemo_rl_mcore.data.batched_data_dict import digests_of_rows
 from nemo_rl_mcore.data.tokenizer import StopConditions
-from nemo_rl_mcore.ops.sampling import SamplingParams, keyed_uniforms, sample_tokens
+from nemo_rl_mcore.ops.sampling import SamplingParams, bound_of, keyed_uniforms, sample_tokens
 from nemo_rl_mcore.rank import accelerator, activity
 from nemo_rl_mcore.rank.agreement import together
 from nemo_rl_mcore.rank.megatron import parallel_groups
-from nemo_rl_mcore.rank.megatron.context_parallel import (
-    context_parallel_rank,
-    context_parallel_size,
-    zigzag,
-)
+from nemo_rl_mcore.rank.megatron.batching import zigzag
 from nemo_rl_mcore.rank.megatron.passes import Collect, Guard, no_tokens
 from nemo_rl_mcore.rank.megatron.train_backend import ForwardBackward, causal_inputs, evaluation_mode
 from nemo_rl_mcore.rank.policy_backend import GeneratedRows, GenerationRequest, SampledTokens
 
 NextLogits = Callable[[torch.Tensor], torch.Tensor]
-"""From all tokens so far [B, L] to the logits [B, V] of the next one, equal on every rank of a model copy."""
+"""From all tokens so far [B, L] to the next token's logits [B, V], equal on every rank of a model copy."""
 
 
 def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogits:
-    """Return a decoder with a KV cache where the layout allows it, else one that runs a whole pass per token."""
+    """Return a decoder with a KV cache if the layout allows one, else a decoder that runs a whole pass per token."""
     config = model.config
     divided = max(config.pipeline_model_parallel_size, config.context_parallel_size) > 1
     # Megatron's own Mamba layers keep their state only in Megatron's inference engine.
@@ -46,13 +42,13 @@ def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogit
     return partial(_cached_logits, model, StaticInferenceContext(rows, max_length))
 
 
-# Matrix products of very few rows round differently, and an answer must not depend on the other prompts in its batch.
+# Matrix products of very few rows round differently, and a response must not depend on the batch's other prompts.
 _FEWEST_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The position whose logits are wanted, and the rows [B], which may repeat; None is each row once."""
+    """The position to return logits for, and the rows [B], which may repeat; None: each row once."""
 
     position: int
     rows: torch.Tensor | None = None
@@ -61,7 +57,7 @@ class _Place:
 def _cached_logits(
     model: ForwardBackward, cache: StaticInferenceContext, sequences_BL: torch.Tensor
 ) -> torch.Tensor:
-    """Run only tokens that are not in the cache: each distinct prompt once, then one token per row."""
+    """Run only the tokens that are not in the cache: each distinct prompt once, then one token per row."""
     offset, of_row_B = cache.sequence_len_offset, None
     if not offset:
         distinct_DL, distinct_of_row_B = torch.unique(sequences_BL, dim=0, return_inverse=True)
@@ -85,8 +81,9 @@ def _recomputed_logits(model: ForwardBackward, sequences_BL: torch.Tensor) -> to
     rows, length = sequences_BL.shape
     padded = torch.nn.functional.pad(sequences_BL, (0, -length % model.batching.column_multiple))
     input_ids, positions, mask = causal_inputs(padded)
-    of_ranks = zigzag((0, padded.shape[1]), context_parallel_size())
-    own = of_ranks[context_parallel_rank()].to(padded.device)
+    context_ranks = parallel_groups.group("context")
+    of_ranks = zigzag((0, padded.shape[1]), context_ranks.size())
+    own = of_ranks[context_ranks.rank()].to(padded.device)
     input_ids, positions = input_ids.index_select(1, own), positions.index_select(1, own)
     owner, place = (of_ranks == length - 1).nonzero()[0].tolist()
     guard, chunks = Guard(model.config), model.chunks
@@ -110,11 +107,11 @@ def _recomputed_logits(model: ForwardBackward, sequences_BL: torch.Tensor) -> to
         micro_batch_size=rows,
         forward_only=True,
     )
-    with together("the next token", parallel_groups.pipeline_group()):
+    with together("the next token", parallel_groups.group("pipeline")):
         guard.raise_error()
     logits_BV = parts[0] if parts else None
-    if logits_BV is not None and context_parallel_size() > 1:
-        dist.broadcast(logits_BV, group=parallel_groups.context_parallel_group(), group_src=owner)
+    if logits_BV is not None and context_ranks.size() > 1:
+        dist.broadcast(logits_BV, group=context_ranks, group_src=owner)
     return parallel_groups.broadcast_tensor_from_last_stage(logits_BV)
 
 
@@ -127,7 +124,7 @@ def _logits_at(
     context: _Place,
     **_unused: Any,
 ) -> torch.Tensor:
-    """Output processor for the logits [B, V] at one position, gathered over the tensor-parallel ranks."""
+    """Output processor: return the logits [B, V] at one position, gathered over the tensor-parallel ranks."""
     position = context.position
     if not output_layer.sequence_parallel:
         hidden_states, position = hidden_states[position : position + 1], 0
@@ -152,20 +149,23 @@ def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedR
     return GeneratedRows(tokens_BT, logprobs_BT, lengths_B, finished_B, digests_of_rows(tokens_BT, lengths_B))
 
 
+@dataclass(eq=False)
 class DecodingSession:
-    """Implements `Decoding`: rows of equal prompt length together, since a batch of the KV cache has one offset.
+    """Decodes rows of equal prompt length together, since a batch of the KV cache has one offset.
 
-    Batches run one after the other. Ranks of a model copy make the same calls, those of an expert-parallel group
-    the same number of steps.
+    An error ends the session. If weights change between two steps, the next token is sampled with the new ones, over a
+    cache filled by the old. Batches run one after the other. A model copy's ranks make the same calls, an
+    expert-parallel group's ranks the same number of steps.
     """
 
-    def __init__(self, model: ForwardBackward, vocab_size: int):
-        self.model, self._vocab_size = model, vocab_size
-        self._waiting: deque[_Batch] = deque()
-        self._batch: _Batch | None = None
-        self._rows = 0
+    model: ForwardBackward
+    vocab_size: int
+    _waiting: deque[_Batch] = field(default_factory=lambda: deque[_Batch]())
+    _batch: _Batch | None = None
+    _rows: int = 0
 
     def add(self, request: GenerationRequest) -> range:
+        """Queue prompts, and return their row numbers."""
         first, self._rows = self._rows, self._rows + len(request.prompts)
         by_length: dict[int, list[int]] = defaultdict(list)
         for place, prompt in enumerate(request.prompts):
@@ -177,65 +177,60 @@ class DecodingSession:
         return range(first, self._rows)
 
     def step(self) -> SampledTokens | None:
-        """Return tokens; without rows if only other ranks of the expert-parallel group still decode."""
+        """Sample a token for each row of the current batch, or of the next one; None when all are finished.
+
+        The result has no rows if only other ranks of the expert-parallel group still decode.
+        """
+        largest = partial(parallel_groups.largest_of_expert_ranks, config=self.model.config)
         with evaluation_mode(self.model.chunks):
             if self._batch is None:
-                batch = self._waiting.popleft() if self._waiting else _Batch.without_rows()
-                steps = self._largest(batch.bound)
+                if self._waiting:
+                    batch = self._waiting.popleft()
+                else:  # a token that is dropped, for passes that only other expert-parallel ranks need
+                    keys_B, greedy = torch.zeros(1, dtype=torch.long), SamplingParams(greedy=True)
+                    batch = _Batch(GenerationRequest([[0]], keys_B, 0, [StopConditions()], greedy), [0], 0)
+                    batch.open = {}
+                steps = largest(batch.bound)
                 if not steps:
                     return None
                 batch.start(self.model, steps)
                 self._batch = batch
-            sampled = self._batch.step(self._vocab_size)
-        if not self._largest(len(self._batch.open)):
+            sampled = self._batch.step(self.vocab_size)
+        if not largest(len(self._batch.open)):
             self._batch = None
         return sampled
 
     def reread(self) -> None:
+        """Drop the cache: the next step recomputes it over all tokens so far, with the current weights."""
         if (batch := self._batch) is not None:
             batch.start(self.model, batch.steps - len(batch.new_tokens[0]))
-
-    def _largest(self, number: int) -> int:
-        """Return the maximum over the ranks that exchange tokens in a forward pass."""
-        if self.model.config.expert_model_parallel_size == 1:
-            return number
-        return parallel_groups.largest_of_data_parallel_ranks(number)
 
 
 class _Batch:
     """Rows that are decoded together. A finished row keeps running, unreported, until all are finished.
 
-    places: the rows' indices in the request. first_row: the session's number of the request's first row.
+    places: the rows' indices in the request. first_row: the number of the request's first row in the session.
     """
 
     def __init__(self, request: GenerationRequest, places: list[int], first_row: int):
         self._sampling = request.sampling
-        self.bound = request.bound(places[0])
-        """Maximum number of tokens of a response."""
+        # Maximum number of tokens of a response.
+        self.bound = bound_of(request.max_new_tokens, request.longest, len(request.prompts[places[0]]))
+        # The place in the batch of each unfinished row, by the session's row number.
         self.open = {first_row + place: number for number, place in enumerate(places)}
-        """From the session's row to the place in the batch, for unfinished rows."""
         self.new_tokens: list[list[int]] = [[] for _ in places]
         self._stops = [request.stops[place] for place in places]
         self._sequences_BL = torch.tensor([list(request.prompts[place]) for place in places])
         self._keys_B = request.keys_B[places]
 
-    @classmethod
-    def without_rows(cls) -> _Batch:
-        """Return a batch of one token, always dropped, for passes that only other expert-parallel ranks need."""
-        keys_B, greedy = torch.zeros(1, dtype=torch.long), SamplingParams(greedy=True)
-        batch = cls(GenerationRequest([[0]], keys_B, 0, [StopConditions()], greedy), [0], 0)
-        batch.open = {}
-        return batch
-
     def start(self, model: ForwardBackward, steps: int) -> None:
-        """Give it a new, empty cache for `steps` more tokens, which may be more than its own bound."""
+        """Start a new, empty cache for `steps` more tokens, which may be more than the batch's own bound."""
         self.steps, device = len(self.new_tokens[0]) + steps, accelerator.device()
         self._sequences_BL, self._keys_B = self._sequences_BL.to(device), self._keys_B.to(device)
         rows, length = self._sequences_BL.shape
         self._next_logits = next_logits(model, rows, length + steps)
 
     def step(self, vocab_size: int) -> SampledTokens:
-        """Sample a token for each row, and close the rows that it finishes."""
         drawn = len(self.new_tokens[0])
         activity.advance(f"token {drawn + 1} of an answer")
         tokens_B, logprobs_B = sample_tokens(

@@ -1,12 +1,18 @@
-"""Layer specs: Transformer Engine's modules, or local ones that run everywhere."""
+"""Layer specs: Transformer Engine's modules, or local ones that run everywhere.
+
+The local attention uses torch's fused kernel, which never materialises the scores.
+
+Shapes: Q query and K key positions, B batch, N heads of this rank, D a head's size.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import re
+from bisect import bisect_right
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -16,12 +22,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -30,24 +34,184 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from nemo_rl_mcore.config import MegatronConfig
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.rank import accelerator
-from nemo_rl_mcore.rank.megatron.attention import LocalAttention
+from nemo_rl_mcore.rank.megatron import parallel_groups
+from nemo_rl_mcore.rank.megatron.batching import gather_in_order, zigzag
 
-_SINKS = re.compile(r".+\.core_attention\.softmax_offset")
-_BIASES = re.compile(r".+\.mlp\.experts\..+\.bias\d*")
+_BLOCK = 512
+"""Queries per block under context parallelism; a block's mask takes 5 bytes per query and key."""
+
+
+class LocalAttention(DotProductAttention):
+    """Megatron's attention without [B, N, Q, K] scores and dropout; softmax_offset: attention sinks [N], or None.
+
+    Memory is linear in the sequence length. Under context parallelism a rank gathers all keys and values, and takes its
+    own queries in blocks; the gradients of keys and values are summed on the ranks that own them.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ):
+        """As upstream; the head sizes, k_channels and v_channels, are ignored, since the tensors determine them."""
+        # Upstream's constructor refuses context parallelism and puts sinks on a GPU; its forward pass is not used here.
+        alone = copy(config)
+        alone.context_parallel_size, alone.softmax_type = 1, "vanilla"
+        super().__init__(alone, *args, **kwargs)
+        self.config = config
+        if config.softmax_type == "learnable":
+            # Every rank draws the sinks of all heads, so that all layouts start from the same values.
+            heads, device = self.num_attention_heads_per_partition, accelerator.device()
+            sinks = torch.empty(config.num_attention_heads, dtype=config.params_dtype, device=device)
+            if config.perform_initialization:
+                cast(Any, config.init_method)(sinks)
+            first = self.tp_group.rank() * heads
+            self.softmax_offset = torch.nn.Parameter(sinks[first : first + heads].clone())
+        if config.softmax_type == "off-by-one" or self.attention_dropout.p > 0:
+            raise ValueError("the local attention has neither a fixed softmax offset nor dropout")
+        window = self.scale_mask_softmax.window_size
+        self._window: int | None = None if window is None else window[0] + 1
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Return [Q, B, N * D] for query [Q, B, N, D], key and value [K, B, groups, D]; values may have another D.
+
+        attention_mask: bool, broadcast to [B, N, Q, K], true where attention is masked out. Without one a causal layer
+        masks the future, and a single query sees every key. Sliding-window layers also mask keys outside the window.
+        packed_seq_params: borders of the samples in a row, under context parallelism; inputs and result then have no
+        dimension B.
+        """
+        shared = parallel_groups.group("context").size() > 1
+        if attention_bias is not None or (packed_seq_params is not None and not shared):
+            raise ValueError("the local attention takes no bias, and the borders of samples as a mask")
+        if shared:
+            borders = () if packed_seq_params is None else tuple(packed_seq_params.cu_seqlens_q.tolist())
+            return self._shared(query, key, value, borders)
+        queries, keys, window = len(query), len(key), self._window
+        if attention_mask is not None:
+            visible = ~attention_mask
+            if window is not None:
+                visible = visible & self._visible(queries, keys, query.device)
+            return self._attend(query, key, value, visible).flatten(2)
+        causal = self.attn_mask_type is AttnMaskType.causal and queries > 1
+        if window is None or window >= keys:
+            return self._attend(query, key, value, causal=causal).flatten(2)
+        # In blocks, to skip most of the masked scores. The queries are at the last of the keys' positions.
+        context, behind = list[torch.Tensor](), keys - queries
+        for start in range(0, queries, _BLOCK):
+            end = min(start + _BLOCK, queries)
+            seen = slice(max(0, behind + start - window + 1), behind + end)
+            context.append(self._attend_from_last(query[start:end], key[seen], value[seen]))
+        return torch.cat(context).flatten(2)
+
+    def _shared(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: tuple[int, ...]
+    ) -> torch.Tensor:
+        if borders:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        key, value = (gather_in_order(x, borders, grad_of_every_rank_is_whole=False) for x in (key, value))
+        ranks, context = parallel_groups.group("context"), list[torch.Tensor]()
+        whole = borders or (0, len(key))
+        for queries, keys in _blocks(whole, ranks.size(), ranks.rank(), _BLOCK, self._window):
+            # The backward pass recomputes a block's mask: all masks together are as large as the scores.
+            block = query[queries], key[keys], value[keys]
+            attend = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            context.append(attend(self._attend_from_last, *block))
+        joined = torch.cat(context).flatten(2)
+        return joined.squeeze(1) if borders else joined
+
+    def _attend_from_last(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return causal attention [Q, B, N, D] for queries at the last Q of the keys' positions, within the window."""
+        return self._attend(query, key, value, self._visible(len(query), len(key), query.device))
+
+    def _visible(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+        """Return the causal mask [Q, K] for queries at the last Q positions: true where the key is visible."""
+        behind = keys - queries
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
+        return visible if self._window is None else visible.triu(behind - self._window + 1)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visible: torch.Tensor | None = None,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """As `forward`, without the layer's window; visible: bool, as [B, N, Q, K]."""
+        heads, scale, sinks = query.shape[2], self.softmax_scale, self.softmax_offset
+        if heads > key.shape[2]:
+            # Each query group's head once for every query head that shares it.
+            key, value = (part.repeat_interleave(heads // part.shape[2], dim=2) for part in (key, value))
+        if sinks is not None:
+            # A sink is one more key with the value 0 and the same score for every query. Queries and keys get one
+            # more channel: 1 in queries, 0 in keys, and the sink in the added key. The added key comes first; with a
+            # causal mask so does an added query, whose result is dropped.
+            of_scores = scale or query.shape[-1] ** -0.5
+            scale, query = of_scores, pad(query, (0, 1), value=1.0)
+            key, value = (pad(part, (0, 1)) for part in (key, value))
+            sink = pad((sinks.to(key.dtype) / of_scores).unsqueeze(-1), (key.shape[-1] - 1, 0))
+            sink = sink.expand(1, *key.shape[1:])
+            key, value = torch.cat([sink, key]), torch.cat([torch.zeros_like(sink), value])
+            if causal:
+                query = torch.cat([torch.zeros_like(query[:1]), query])
+            elif visible is not None:
+                visible = pad(visible, (1, 0), value=True)
+        of_heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        attended = scaled_dot_product_attention(*of_heads, attn_mask=visible, is_causal=causal, scale=scale)
+        context = attended.permute(2, 0, 1, 3)
+        return context if sinks is None else context[1 if causal else 0 :, ..., :-1]
+
+
+@lru_cache(maxsize=2)  # the same for every layer of a microbatch, with a window or without
+def _blocks(
+    borders: tuple[int, ...], ranks: int, rank: int, most: int, window: int | None = None
+) -> list[tuple[slice, slice]]:
+    """Return runs of at most `most` consecutive positions of a sample on this rank, each with the keys that it sees."""
+    positions = zigzag(borders, ranks)[rank].tolist()
+    starts = [
+        column
+        for column, last in enumerate([-2, *positions[:-1]])
+        if positions[column] != last + 1 or positions[column] in borders
+    ]
+    blocks: list[tuple[slice, slice]] = []
+    for first, after in pairwise([*starts, len(positions)]):
+        for column in range(first, after, most):
+            end = min(column + most, after)
+            seen = borders[bisect_right(borders, positions[column]) - 1]
+            if window is not None:
+                seen = max(seen, positions[column] - window + 1)
+            blocks.append((slice(column, end), slice(seen, positions[end - 1] + 1)))
+    return blocks
+
+
 _NORM_EPSILON = 1e-6
-"""Added to the mean square of a latent, whatever layernorm_epsilon is (transformers, DeepseekV3Attention)."""
+"""Added to a latent's mean square, regardless of layernorm_epsilon (transformers, DeepseekV3Attention)."""
 _NORMS = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
-"""The norms of latents; in Transformer Engine's spec they are part of the following linear."""
+"""The latents' norms; in Transformer Engine's spec they are part of the following linear."""
 
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm for local layers; unlike WrappedTorchNorm it allows sequence parallelism.
 
-    A mark on its weight has `finalize_model_grads` sum the gradient over the tensor-parallel ranks.
+    A mark on its weight makes `finalize_model_grads` sum the gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any):
@@ -63,7 +227,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def use_transformer_engine(config: MegatronConfig) -> bool:
-    """Return whether the layers are Transformer Engine's; `auto` uses it if CUDA and the package are available."""
+    """Return true for Transformer Engine's layers; `auto` uses them if CUDA and the package are available."""
     if config.transformer_impl == "auto":
         return accelerator.has_cuda() and importlib.util.find_spec("transformer_engine") is not None
     return config.transformer_impl == "transformer_engine"
@@ -78,11 +242,11 @@ def norm_of(config: MegatronConfig) -> Any:
 
 
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """Return a layer's ModuleSpec, or the submodules of a stage; GPTModel accepts both, despite its annotation."""
+    """Return a layer's ModuleSpec or a stage's submodules; GPTModel accepts both, despite its annotation."""
     layer, frequency = layer_spec(config, transformer), transformer.moe_layer_freq
     if use_transformer_engine(config) and not isinstance(frequency, list):
         return layer
-    # The block form also names the final norm; a bare layer spec would still build the stock one there.
+    # The submodules include the final norm; a layer's spec would leave upstream's there.
     layers = [layer] * get_num_layers_to_build(transformer, vp_stage=vp_stage)
     if isinstance(frequency, list):
         dense = layer_spec(config, transformer, dense=True)
@@ -92,11 +256,11 @@ def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stag
 
 
 def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """Return the block of multi-token prediction layers on the stage that holds them, None on others."""
+    """Return the block of multi-token prediction layers on their stage, None on others."""
     if not transformer.mtp_num_layers:
         return None
     try:
-        # megatron-core 0.20 tests each layer against its inference classes, mocks without Transformer Engine.
+        # megatron-core 0.20 tests each layer against its inference classes: mocks, without Transformer Engine.
         from megatron.core.tensor_parallel.inference_layers import (
             is_inference_column_parallel_linear,  # type: ignore[attr-defined]
         )
@@ -121,7 +285,7 @@ def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_s
 
 
 def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense: bool = False) -> ModuleSpec:
-    """Return the spec of one layer; dense: without experts, in a model where other layers have them.
+    """Return one layer's spec; dense: without experts, in a model with experts in other layers.
 
     Raises RefusedError for context parallelism on GPUs with local layers, and for layers that the installed Megatron
     cannot build.
@@ -137,10 +301,10 @@ def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense:
     experts = None if dense else transformer.num_moe_experts
     latent = transformer.multi_latent_attention
     if latent and not hasattr(MLASelfAttention, "_qkv_down_projection"):
-        # This version has no method in which the gradients of latents could be reduced.
+        # This version has no method to reduce the latents' gradients in.
         raise RefusedError(
-            f"policy.model.kv_lora_rank: megatron-core {megatron_version} does not say where latents "
-            "are made; install megatron-core 0.19",
+            f"policy.model.kv_lora_rank: megatron-core {megatron_version} has no method of its own "
+            "for latents; install megatron-core 0.19",
             code="missing-package",
         )
     if not engine:
@@ -190,25 +354,11 @@ def _local_layer_spec(transformer: TransformerConfig, experts: int | None) -> Mo
 
 
 class _ExpertOutput(RowParallelLinear):
-    """Upstream's linear with a clone as its result: MLP.forward adds an expert's bias to it in place."""
+    """Upstream's linear, with a copied result, since MLP.forward adds an expert's bias to it in place."""
 
     def forward(self, input_: torch.Tensor) -> Any:
         output, bias = super().forward(input_)
         return output.clone(), bias
-
-
-def mark_for_tensor_parallel(model: torch.nn.Module) -> None:
-    """Mark sinks as sharded over ranks, and biases of experts as replicated.
-
-    Without the mark the gradient norm would include the sinks of one rank only (tensor_parallel/layers.py,
-    param_is_not_tensor_parallel_duplicate). And upstream would sum the gradients of experts' biases over the
-    sequence-parallel ranks (RowParallelLinear marks them), although these hold other experts, or equal sums.
-    """
-    for name, parameter in model.named_parameters():
-        if _SINKS.fullmatch(name) and not hasattr(parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-        elif _BIASES.fullmatch(name):
-            parameter.sequence_parallel = False  # type: ignore[attr-defined]
 
 
 class _ReplicatedLinear(torch.nn.Module):
@@ -223,7 +373,7 @@ class _ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return [..., outputs] for [..., inputs], and no bias."""
+        """Map [..., inputs] to [..., outputs], and no bias."""
         return torch.nn.functional.linear(hidden, self.weight), None
 
 
@@ -242,14 +392,14 @@ class LatentAttention(MLASelfAttention):
                 part.eps = _NORM_EPSILON
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return the parts as in the spec; upstream would normalise the hidden state twice."""
+        """Return the spec's own parts; upstream's would normalise the hidden state twice."""
         parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in parts}
 
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the latents [S', B, R] of queries, and of keys and values followed by the rotary part.
+        """Return the queries' latents [S', B, R], and those of keys and values followed by the rotary part.
 
-        The rotary part's gradient must be summed over the ranks' heads; under sequence parallelism its gather does so.
+        The rotary part's gradient must be summed over the ranks' heads; under sequence parallelism the gather does it.
         """
         queries, keys_and_values = super()._qkv_down_projection(hidden_states)
         if not self.config.sequence_parallel:
@@ -261,7 +411,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class _LatentMoELayer(MoELayer):
-    """Upstream's MoE layer, with projections to the experts' latent and back that need no Transformer Engine."""
+    """Upstream's MoE layer, with projections to the experts' latent and back without Transformer Engine."""
 
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules, *args: Any, **keywords: Any):
         hidden, latent = config.hidden_size, config.moe_latent_size

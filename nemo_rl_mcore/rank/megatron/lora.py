@@ -1,15 +1,15 @@
-"""Low-rank adapters (LoRA) beside Megatron's linear layers: alpha / dim * B A x is added to what a layer computes.
+"""Low-rank adapters (LoRA) beside Megatron's linear layers: alpha / dim * B A x is added to a layer's output.
 
-An adapter is a module inside its layer, and adds its part in a forward hook: nothing of Megatron is replaced, and no
-weight of the model gets another name. As ranks cut the layer, they cut its adapter:
+An adapter is a module inside its layer, and adds its part in a forward hook: no module of Megatron is replaced, and no
+weight renamed. Ranks cut an adapter as they cut its layer:
 
 layer              A [dim, inputs]     B [outputs, dim]    between A and B
 column-parallel    whole               part of outputs     gathered sequence, or the sum of its gradient
 row-parallel       part of inputs      whole               sum over the ranks, scattered over the sequence
 not cut, experts   whole               whole               nothing
 
-What is whole is the same on the tensor-parallel ranks. Under sequence parallelism each sees its own tokens there, and a
-mark on the weight has `finalize_model_grads` sum its gradient.
+A whole matrix is the same on all tensor-parallel ranks. Under sequence parallelism each rank applies it to its own
+tokens, and a mark on the weight makes `finalize_model_grads` sum its gradient.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.models.adapters import LORA_A, LORA_B
 from nemo_rl_mcore.models.weights import Packing, Weight
 from nemo_rl_mcore.rank.megatron import parallel_groups
+from nemo_rl_mcore.rank.megatron.model_class import modules_of
 from nemo_rl_mcore.rank.megatron.optimizer_state import gather_parameters
 
 MODULE = "lora"
@@ -43,7 +44,7 @@ MODULE = "lora"
 
 
 class Adapter(torch.nn.Module):
-    """A and B beside this rank's part of `weight`; name: of its linear layer in the whole model."""
+    """A and B beside this rank's part of `weight`; name: the linear layer's, in the whole model."""
 
     lora_A: torch.nn.Parameter
     lora_B: torch.nn.Parameter
@@ -65,7 +66,7 @@ class Adapter(torch.nn.Module):
         self._shares_sequences = megatron.sequence_parallel and weight.expert is None
         for what, tensor, axis in zip((LORA_A, LORA_B), own, (1, 0), strict=True):
             parameter = torch.nn.Parameter(tensor.to(beside.detach()))
-            # Experts of several ranks are reduced over other ranks than the rest.
+            # The gradients of experts are reduced over other ranks than the rest.
             cast(Any, parameter).allreduce = getattr(beside, "allreduce", True)
             if weight.expert is not None or self._dimension == axis:
                 set_tensor_model_parallel_attributes(parameter, True, axis, 1)
@@ -74,7 +75,7 @@ class Adapter(torch.nn.Module):
             self.register_parameter(what, parameter)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the addition to the layer's output; inputs: as the layer has them, after its norm if it has one."""
+        """Return the addition to the layer's output; inputs: the layer's, after its norm if it has one."""
         if self._pre:
             inputs = self._dropped(inputs, parts=self._dimension == 1)
         low: Any = linear(inputs, self.lora_A)
@@ -93,7 +94,7 @@ class Adapter(torch.nn.Module):
         return output if self._pre else self._dropped(output, parts=self._dimension == 0)
 
     def _dropped(self, values: torch.Tensor, *, parts: bool) -> torch.Tensor:
-        """Apply dropout; the same on tensor-parallel ranks with the same values, that is without `parts` of them."""
+        """Apply dropout; tensor-parallel ranks draw the same mask, unless each has `parts` of the values."""
         if not self.training or not self._dropout:
             return values
         context: Any = nullcontext()
@@ -105,7 +106,7 @@ class Adapter(torch.nn.Module):
             return dropout(values, self._dropout)
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the weight with the adapter in it, computed in float32."""
+        """Add the adapter to this rank's part of the weight, in float32."""
         product = self.scale * (self.lora_B.detach().float() @ self.lora_A.detach().float())
         return (weight.float() + product).to(weight.dtype)
 
@@ -115,22 +116,15 @@ def add_adapter(layer: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[tor
     if not adapter.switched_on:
         return outputs
     (hidden, *_), (output, bias) = inputs, outputs
-    norm = getattr(layer, "layer_norm_weight", None)  # of Transformer Engine, which norms inside
+    norm = getattr(layer, "layer_norm_weight", None)  # of Transformer Engine's fused layers
     if norm is not None:
         hidden = rms_norm(hidden, (hidden.shape[-1],), norm, layer.eps)
     return output + adapter(hidden), bias
 
 
-def adapters_of(chunks: Sequence[torch.nn.Module]) -> dict[Weight, Adapter]:
-    """Return the adapters on this rank, by the weights that they are beside."""
-    parts = (part for chunk in chunks for part in chunk.modules())
-    return {part.weight: part for part in parts if isinstance(part, Adapter)}
-
-
 @contextmanager
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Use the model without adapters inside the block."""
-    adapters = adapters_of(chunks).values()
+    adapters = modules_of(Adapter, chunks)
     for adapter in adapters:
         adapter.switched_on = False
     try:
@@ -141,13 +135,12 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def adapter_state(chunks: Sequence[torch.nn.Module], policy: PolicyConfig) -> ShardedStateDict:
-    """Return the adapters as ShardedTensors by chunk and name; any layout can read another's.
+    """Return the adapters as ShardedTensors by chunk and name, which any layout can read.
 
-    If a layer's output has several parts, of each of which a rank has a share, so has its B.
+    If a layer's output has several sections, each divided among the ranks, its B is stored by sections too.
     """
     gather_parameters(chunks)
-    ranks = parallel_groups.tensor_parallel_group()
-    copy = parallel_groups.data_parallel_group().rank()
+    ranks, copy = parallel_groups.group("tensor"), parallel_groups.group("data_context").rank()
     copy_of_expert = cast(Any, parallel_state.get_expert_data_parallel_group()).rank()
     state: ShardedStateDict = {}
     for number, chunk in enumerate(chunks):
@@ -177,7 +170,7 @@ def _sharded(
     offsets: tuple[tuple[int, int, int], ...],
     replica: tuple[int, int, int],
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Return a parameter whose rows are parts of these sizes, each a tensor of the checkpoint with these offsets."""
+    """Return a parameter; its sections of rows, of these sizes, are a tensor each in the checkpoint."""
     if len(sizes) == 1:
         return ShardedTensor.from_rank_offsets(key, parameter, *offsets, replica_id=replica)
 
@@ -187,7 +180,4 @@ def _sharded(
             for number, part in enumerate(whole.split([*sizes]))
         ]
 
-    def merge(parts: Any) -> torch.Tensor:
-        return torch.cat([*parts])
-
-    return ShardedTensorFactory(key, parameter, build, merge, replica)
+    return ShardedTensorFactory(key, parameter, build, cast(Any, torch.cat), replica)

@@ -1,9 +1,10 @@
-"""The model of a policy: its Megatron config, kernels, precision, rotary frequencies and data-parallel wrapping."""
+"""Build a policy's model: its Megatron config, precision, rotary frequencies and data-parallel wrapping."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,9 +14,11 @@ from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed import DistributedDataParallelConfig as MegatronDDPConfig
-from megatron.core.fusions.fused_bias_geglu import quick_gelu  # the one that Megatron's kernels look for
+from megatron.core.fusions.fused_bias_geglu import quick_gelu  # Megatron's kernels compare with this function
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from nemo_rl_mcore.config import PolicyConfig
@@ -24,22 +27,15 @@ from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.models.frozen import frozen_of
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron.hf_weights.load import local_parameters
-from nemo_rl_mcore.rank.megatron.layer_specs import (
-    LatentAttention,
-    mark_for_tensor_parallel,
-    use_transformer_engine,
-)
-from nemo_rl_mcore.rank.megatron.model_class import (
-    LanguageModel,
-    biased_routers,
-    language_model,
-    value_head_of,
-)
+from nemo_rl_mcore.rank.megatron.layer_specs import LatentAttention, use_transformer_engine
+from nemo_rl_mcore.rank.megatron.model_class import LanguageModel, ValueHead, language_model, modules_of
 from nemo_rl_mcore.rank.policy_backend import DTYPES
 from nemo_rl_mcore.recipe.rules.model import OF_ENGINE
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
 _APEX = "fused_weight_gradient_mlp_cuda"
+_SINKS = re.compile(r".+\.core_attention\.softmax_offset")
+_BIASES = re.compile(r".+\.mlp\.experts\..+\.bias\d*")
 # Settings with the same name in the recipe and in Megatron.
 _OF_MODEL = (
     *("hidden_size", "num_attention_heads", "activation_func_clamp_value", "layernorm_epsilon"),
@@ -57,7 +53,7 @@ _OF_MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_
 _OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _OF_LAYOUT = (
     *("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size"),
-    *("virtual_pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type"),
+    *("virtual_pipeline_model_parallel_size", "context_parallel_size"),
 )
 _OF_EXPERT_LAYOUT = (
     *("expert_model_parallel_size", "overlap_moe_expert_parallel_comm", "expert_tensor_parallel_size"),
@@ -70,7 +66,7 @@ def _values(section: Any, names: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Hardware and packages; engine: Transformer Engine's layers. apex: its products that add to gradient buffers."""
+    """True if available; engine: Transformer Engine's layers. apex: Apex's products that add to gradient buffers."""
 
     gpu: bool
     engine: bool
@@ -85,10 +81,10 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         apex=importlib.util.find_spec(_APEX) is not None,
     )
     settings = transformer_settings(policy, kernels)
-    if not model.multi_latent_attention:
+    if model.kv_lora_rank is None:
         described = TransformerConfig(**settings)
         if scaling is not None and scaling.rope_type == "yarn":
-            # No field, and read by each attention layer: _yarn_get_concentration_factor_from_config
+            # Not a field, but each attention layer reads it: _yarn_get_concentration_factor_from_config
             cast(Any, described).yarn_rotary_scaling_factor = scaling.factor
         return described
     settings |= _values(model, _OF_LATENTS) | {"rope_type": "rope", "rotary_base": model.rotary_base}
@@ -100,7 +96,7 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
 
 
 def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any]:
-    """Return the fields of a TransformerConfig that differ from Megatron's defaults; RefusedError without a package."""
+    """Return the TransformerConfig's fields that are not Megatron's defaults; RefusedError if a package is missing."""
     model, config, dtype = policy.model, policy.megatron_cfg, DTYPES[policy.precision]
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     fused_activation = config.bias_activation_fusion
@@ -108,11 +104,13 @@ def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, An
     settings: dict[str, Any] = {
         **_values(model, _OF_MODEL),
         **_values(config, _OF_LAYOUT),
+        # Attention sinks need whole heads on each rank.
+        "cp_comm_type": "p2p" if model.softmax_type == "vanilla" else "a2a",
         "num_layers": policy.parts_of_a_layer * model.num_layers,
-        "num_query_groups": model.query_groups,
-        "kv_channels": model.head_dim,
-        "ffn_hidden_size": model.ffn_size,
-        "gated_linear_unit": model.gated,
+        "num_query_groups": model.shape.query_groups,
+        "kv_channels": model.shape.head_dim,
+        "ffn_hidden_size": model.shape.ffn_size,
+        "gated_linear_unit": model.shape.gated,
         "activation_func": _ACTIVATIONS[model.activation_func],
         "glu_linear_offset": 1.0 if model.activation_func == "quick_gelu" else 0.0,
         "normalization": "RMSNorm",
@@ -121,48 +119,56 @@ def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, An
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # With the default point-to-point settings the interleaved schedule swaps tensors on gloo, silently.
+        # With the default point-to-point settings the interleaved schedule silently swaps tensors on gloo.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         # Microbatches of different shapes: stages send each other the next one's shape.
         "variable_seq_lengths": policy.dynamic_batching.enabled,
-        "moe_token_dispatcher_type": "alltoall",  # the default one refuses them, in dense models too
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable shapes, in dense models too
         "use_cpu_initialization": not kernels.gpu,
         # Weights that are loaded in full need not be drawn first.
         "perform_initialization": policy.model_name is None,
         # The loss functions return sums, and the train step divides once by the global count.
         "calculate_per_token_loss": True,
         "transformer_impl": "transformer_engine" if kernels.engine else "local",
-        "bias_activation_fusion": model.gated
+        "bias_activation_fusion": model.shape.gated
         and (kernels.gpu if fused_activation == "auto" else fused_activation),
-        # The fused kernel for packed rows omits YaRN's factor on cosines and sines; that for latent attention is
-        # YaRN's alone, and cannot decode.
+        # The fused kernel for packed rows omits YaRN's factor on cosines and sines; the kernel for latent attention
+        # works only with YaRN, and cannot decode.
         "apply_rope_fusion": config.apply_rope_fusion
         and kernels.engine
-        and not (model.multi_latent_attention or yarn),
+        and model.kv_lora_rank is None
+        and not yarn,
         "gradient_accumulation_fusion": kernels.gpu and kernels.engine and kernels.apex,
         "moe_permute_fusion": config.moe_permute_fusion and kernels.engine,
     }
+    if config.fp8_cfg.enabled:
+        if not kernels.engine:
+            raise RefusedError(
+                "policy.megatron_cfg.fp8_cfg.enabled: true needs a GPU and Transformer Engine's layers, and they are "
+                "not here; install it, or set it to false",
+                code="missing-package",
+            )
+        settings |= {"fp8": config.fp8_cfg.fp8, "fp8_recipe": config.fp8_cfg.fp8_recipe}
     if policy.model_class == "hybrid":
-        settings["is_hybrid_model"] = True  # its pattern has the layers of each stage
+        settings["is_hybrid_model"] = True  # the pattern has the stages
     else:
         settings |= {"num_layers": model.num_layers, **config.own_stages}
     return settings | _settings_of_layers(policy, kernels)
 
 
 def _settings_of_layers(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any]:
-    """Return the settings that only some models or layers have: windows, Mamba layers, experts, recomputation."""
     model, config, settings = policy.model, policy.megatron_cfg, dict[str, Any]()
     if model.sliding_window is not None:
-        # Counted in tokens before and behind a query.
+        # Numbers of tokens before and after a query.
         settings["window_size"] = (model.sliding_window - 1, 0)
         settings["window_attn_skip_freq"] = [int(layer % 2 == 0) for layer in range(model.num_layers)]
-    if model.has_mamba:
+    if model.shape.has_mamba:
         settings |= _values(model, _OF_MAMBA)
     if model.num_moe_experts is not None:
         settings |= _values(model, _OF_EXPERTS) | _values(config, _OF_EXPERT_LAYOUT)
         settings["moe_layer_freq"] = 1 if model.moe_layer_freq is None else [*model.moe_layer_freq]
-        settings["moe_ffn_hidden_size"] = model.expert_ffn_size
+        settings["moe_ffn_hidden_size"] = model.shape.expert_ffn_size
         settings["moe_grouped_gemm"] = kernels.engine
         if model.moe_latent_size is not None:
             settings["moe_latent_size"] = model.moe_latent_size
@@ -173,7 +179,7 @@ def _settings_of_layers(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any
         return settings | {"recompute_method": "uniform", "recompute_num_layers": policy.parts_of_a_layer}
     parts = config.recompute_modules
     for part in parts or ():
-        # Megatron discards their outputs by Transformer Engine (tensor_parallel/random.py).
+        # Megatron discards these parts' outputs with Transformer Engine (tensor_parallel/random.py).
         if part in OF_ENGINE and not kernels.engine:
             raise RefusedError(
                 f"policy.megatron_cfg.recompute_modules: {part} needs a GPU and Transformer Engine's layers, and they "
@@ -202,10 +208,17 @@ def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[LanguageM
             rotary_base=model.rotary_base,
             vp_stage=vp_stage,
         )
-        mark_for_tensor_parallel(chunk)
-        if model.multi_latent_attention:
-            # One shared module: upstream makes one for each layer, all alike, each with its own tables.
-            attentions = [part for part in chunk.modules() if isinstance(part, LatentAttention)]
+        for name, parameter in chunk.named_parameters():
+            if _SINKS.fullmatch(name) and not hasattr(parameter, "tensor_model_parallel"):
+                # Otherwise the gradient norm would include one rank's sinks only (tensor_parallel/layers.py).
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            elif _BIASES.fullmatch(name):
+                # By RowParallelLinear's mark upstream would sum the gradients of experts' biases over the
+                # sequence-parallel ranks, which have other experts, or equal sums.
+                parameter.sequence_parallel = False  # type: ignore[attr-defined]
+        if model.kv_lora_rank is not None:
+            # One shared module in place of upstream's equal ones, each with its own tables.
+            attentions = modules_of(LatentAttention, [chunk])
             for attention in attentions[1:]:
                 attention.rotary_pos_emb = attentions[0].rotary_pos_emb
         elif model.rope_scaling is not None and model.hybrid_layer_pattern is None:
@@ -214,21 +227,25 @@ def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[LanguageM
         chunks.append(chunk)
     draws = config.use_cpu_initialization and config.perform_initialization
     if draws and config.expert_model_parallel_size > 1:
-        # Other experts on each rank: _initialize_affine_weight_cpu (tensor_parallel/layers.py) draws the same ones.
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(torch.initial_seed() + 1 + parallel_state.get_expert_model_parallel_rank())
-            for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
-                if "local_experts" in name:
-                    last = "linear_fc2" in name
-                    draw: Any = config.output_layer_init_method if last else config.init_method
-                    draw(parameter)
+        _draw_experts(config, chunks)
     return config, [chunk.to(accelerator.device()) for chunk in chunks]
 
 
+def _draw_experts(config: TransformerConfig, chunks: Sequence[LanguageModel]) -> None:
+    """Draw each rank's experts anew: _initialize_affine_weight_cpu (tensor_parallel/layers.py) draws equal ones."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(torch.initial_seed() + 1 + parallel_state.get_expert_model_parallel_rank())
+        for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
+            if "local_experts" in name:
+                last = "linear_fc2" in name
+                draw: Any = config.output_layer_init_method if last else config.init_method
+                draw(parameter)
+
+
 def freeze_weights(policy: PolicyConfig, models: Sequence[LanguageModel]) -> None:
-    """Take weights out of training, which then have no gradient buffer and no optimizer state."""
+    """Exclude weights from training: they then have no gradient buffer and no optimizer state."""
     frozen = frozen_of(policy)
-    routers = {id(bias): router for router, bias in biased_routers(models)}
+    routers = {id(router.expert_bias): router for router in modules_of(TopKRouter, models)}
     for weight, parameter in local_parameters(models, policy.model):
         if weight not in frozen:
             continue
@@ -238,7 +255,7 @@ def freeze_weights(policy: PolicyConfig, models: Sequence[LanguageModel]) -> Non
             router.frozen_expert_bias = True
 
     def as_if_trained(_module: torch.nn.Module, _inputs: Any, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        # A graph begins at a frozen embedding: recomputation would leave out layers whose input needs no gradient.
+        # Starts a graph at a frozen embedding, since recomputation skips layers whose input needs no gradient.
         return hidden_SBH.requires_grad_() if torch.is_grad_enabled() else hidden_SBH
 
     for model in models:
@@ -247,23 +264,23 @@ def freeze_weights(policy: PolicyConfig, models: Sequence[LanguageModel]) -> Non
 
 
 def in_precision(config: TransformerConfig, chunks: list[LanguageModel]) -> list[MegatronModule]:
-    """Return the chunks as they are run in the config's number format; a value head and experts' biases stay fp32."""
-    biases = [bias.clone() for _, bias in biased_routers(chunks)]
+    """Return the chunks in the config's number format; a value head and experts' biases stay fp32."""
+    routers = [router for router in modules_of(TopKRouter, chunks) if router.expert_bias is not None]
+    biases = [cast(torch.Tensor, router.expert_bias).clone() for router in routers]
     modules: list[MegatronModule] = [
         Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks
     ]
-    for module in modules:
-        if (head := value_head_of(module)) is not None:
-            head.float()
-    for (_, rounded), bias in zip(biased_routers(chunks), biases, strict=True):
-        rounded.data = bias
+    for head in modules_of(ValueHead, modules):
+        head.float()
+    for router, bias in zip(routers, biases, strict=True):
+        cast(torch.Tensor, router.expert_bias).data = bias
     return modules
 
 
 def wrap_data_parallel(
     policy: PolicyConfig, config: TransformerConfig, modules: list[MegatronModule]
 ) -> list[DistributedDataParallel]:
-    """Add Megatron's gradient buckets, and give the schedules its functions that reduce gradients."""
+    """Add Megatron's gradient buckets, and set the functions by which the schedules reduce gradients."""
     ddp_config = MegatronDDPConfig(**bucket_settings(policy))
     wrapped = [DistributedDataParallel(config, ddp_config, module) for module in modules]
     config.finalize_model_grads_func = finalize_model_grads
@@ -278,7 +295,6 @@ def wrap_data_parallel(
 
 
 def bucket_settings(policy: PolicyConfig) -> dict[str, Any]:
-    """Return the fields of a DistributedDataParallelConfig that are not Megatron's defaults."""
     ddp = policy.megatron_cfg.distributed_data_parallel_config
     return {
         **_values(ddp, ("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather")),
@@ -289,22 +305,22 @@ def bucket_settings(policy: PolicyConfig) -> dict[str, Any]:
 
 
 BUCKET_SIZE: int | None = None
-"""Parameters of a bucket of gradients; None lets Megatron choose."""
+"""Number of parameters in a gradient bucket; None: Megatron's choice."""
 
 
 def stretched_frequencies(frequencies: torch.Tensor, scaling: RopeScalingConfig, base: float) -> torch.Tensor:
-    """Return the inverse frequencies [D/2] of a model with that base whose rotations were stretched by `scaling`.
+    """Return a model's inverse frequencies [D/2], stretched by `scaling`; base: the model's rotary base.
 
-    RotaryEmbedding._apply_scaling (models/common/embeddings/rotary_pos_embedding.py) has the formula of Llama too,
-    with the original context fixed at 8192 tokens.
-    Fast rotations stay, slow ones are divided by the factor, and those between are a mixture of both.
+    RotaryEmbedding._apply_scaling (models/common/embeddings/rotary_pos_embedding.py) also has Llama's formula, but with
+    the original context fixed at 8192 tokens.
+    Fast rotations are kept, slow ones divided by the factor, and those between are a mixture of both.
     Sources: https://github.com/meta-llama/llama-models, `apply_scaling`; https://arxiv.org/abs/2309.00071, section 3.2.
     """
     slow, fast = ROPE_TURNS[scaling.rope_type].values()
     context = scaling.original_max_position_embeddings
     if scaling.rope_type == "yarn":
-        # What is kept falls with the number of the channel pair. The pairs with so many turns are rounded outwards, as
-        # in transformers and vLLM, unless a model says not to.
+        # The kept share falls with the channel pair's number. The first and last pair are rounded outwards, as in
+        # transformers and vLLM, unless `truncate` is false.
         pairs = frequencies.numel()
         first, last = (
             pairs * math.log(context / (turns * 2 * math.pi)) / math.log(base) for turns in (fast, slow)

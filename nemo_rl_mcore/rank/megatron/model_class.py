@@ -1,7 +1,7 @@
-"""The class of a policy's model, the one place that names it, and the head of a critic.
+"""A policy's model class, named only here, and a critic's head.
 
-GPTModel is deprecated from megatron-core 0.19 on, in favour of HybridModel (Megatron-LM issue 6071), which has no
-`output_processor` there (pull request 7008); `hybrid_model` adds it. Both have the same inputs and weights.
+From megatron-core 0.19 on, GPTModel is deprecated in favour of HybridModel (Megatron-LM issue 6071), which has no
+`output_processor` (pull request 7008) before `hybrid_model` adds it. Both have the same inputs and weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from megatron.core import __version__ as megatron_version
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore.config import PolicyConfig
@@ -33,7 +32,7 @@ else:
 def language_model(
     policy: PolicyConfig, config: TransformerConfig, *, vp_stage: int | None, **keywords: Any
 ) -> LanguageModel:
-    """Return a stage of the model; RefusedError, on every stage, if the installed Megatron cannot build it."""
+    """Build a stage of the model; RefusedError, on every stage, if the installed Megatron cannot build it."""
     megatron = policy.megatron_cfg
     if policy.model_class == "gpt":
         return GPTModel(
@@ -54,34 +53,23 @@ def language_model(
     return hybrid_model(policy, config, vp_stage=vp_stage, **keywords)
 
 
+def modules_of[Kind: torch.nn.Module](kind: type[Kind], modules: Iterable[torch.nn.Module]) -> list[Kind]:
+    """Return the modules of this class, at any depth."""
+    return [part for module in modules for part in module.modules() if isinstance(part, kind)]
+
+
 def language_models(modules: Iterable[torch.nn.Module]) -> list[LanguageModel]:
-    """Return the models inside of what Megatron wraps around them."""
-    return [
-        cast("LanguageModel", part)
-        for module in modules
-        for part in module.modules()
-        if isinstance(part, LanguageModule)
-    ]
-
-
-def biased_routers(modules: Iterable[torch.nn.Module]) -> list[tuple[TopKRouter, torch.Tensor]]:
-    """Return the routers whose experts have a bias, each with it, [experts]."""
-    return [
-        (part, part.expert_bias)
-        for module in modules
-        for part in module.modules()
-        if isinstance(part, TopKRouter) and part.expert_bias is not None
-    ]
+    return cast("list[LanguageModel]", modules_of(LanguageModule, modules))
 
 
 VALUE_HEAD = "value_head"
-"""The head's name among the model's modules."""
+"""The head's name in the model."""
 
 
 class ValueHead(torch.nn.Module):
-    """A linear map to one number, fp32 also in a 16-bit model and zero at the start.
+    """A linear map to one number, fp32 also in a 16-bit model, and initially zero.
 
-    Each tensor-parallel rank holds a copy; a mark on its weight has `finalize_model_grads` sum the gradient over them.
+    Each tensor-parallel rank has a copy; a mark on the weight makes `finalize_model_grads` sum the copies' gradients.
     """
 
     def __init__(self, config: TransformerConfig):
@@ -102,19 +90,19 @@ class ValueHead(torch.nn.Module):
 
 
 def give_value_head(model: LanguageModel) -> None:
-    """Add the head to a last stage, and take the output weight out of training.
+    """Add the head to a last stage, and exclude the output weight from training.
 
-    A last stage without prediction layers gives up its copy of a shared embedding, which nothing would train or gather.
+    A last stage without prediction layers drops its copy of a shared embedding, which nothing would train or gather.
     """
     apart = model.pre_process is not model.post_process and not model.config.mtp_num_layers
     if model.share_embeddings_and_output_weights and apart:
         shared = cast(Any, model)
         if model.pre_process:
-            # `finalize_model_grads` would sum its gradient with that of the copy.
+            # `finalize_model_grads` would sum its gradient and the copy's.
             shared.share_embeddings_and_output_weights = False
         else:
             shared.output_layer.weight = None
-            # It would look for the copy among the tensors of a checkpoint (models/common/language_module).
+            # It would look for the copy in a checkpoint (models/common/language_module).
             shared.tie_embeddings_and_output_weights_state_dict = lambda *_: None
     if not model.post_process:
         return
@@ -122,9 +110,3 @@ def give_value_head(model: LanguageModel) -> None:
     if not model.share_embeddings_and_output_weights:
         for parameter in model.output_layer.parameters():
             parameter.requires_grad = False
-
-
-def value_head_of(model: torch.nn.Module) -> ValueHead | None:
-    """Return the value head of a model, wrapped or not; None if it has none."""
-    heads = [module for module in model.modules() if isinstance(module, ValueHead)]
-    return cast(ValueHead, heads[0]) if heads else None

@@ -1,12 +1,12 @@
-"""Megatron's optimizer with its schedules, and what it keeps of each weight, stored without its layout.
+"""Megatron's optimizer with its schedules, and its state of each weight, stored independently of the layout.
 
-Megatron has a format for each kind of optimizer, and numbers the optimizers of dense and expert weights by their place.
-Here the fp32 copy and the moments of a weight are called `optimizer.state.<kind>.<weight>` whatever keeps them, named
-and shaped as the weight is, so that parallel sizes and the distributed optimizer may change between save and load.
+Megatron has a format for each kind of optimizer, and numbers the optimizers of dense and expert weights. Here a
+weight's fp32 copy and moments are always named `optimizer.state.<kind>.<weight>` and have the weight's shape, so that
+parallel sizes and the distributed optimizer may change between save and load.
 
-Megatron's own way to whole weights, `DistributedOptimizer.sharded_param_state_fully_reshardable`, is not used. Up to
-0.19.2 it leaves the padding between buckets out of what it cuts at places that count it, and it finds a weight by its
-number in a parameter group, which names another one where 16-bit and fp32 weights share the group.
+Megatron's own conversion to whole weights, `DistributedOptimizer.sharded_param_state_fully_reshardable`, is not used.
+Up to 0.19.2 it cuts a buffer without the padding between buckets at offsets that include it, and finds a weight by its
+number in a parameter group, which is wrong if 16-bit and fp32 weights share the group.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from nemo_rl_mcore.rank.policy_backend import DTYPES
 def build_optimizer(
     policy: PolicyConfig, chunks: list[DistributedDataParallel]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Build the optimizer over this rank's chunks, and its schedule, which is counted in samples."""
+    """Build the optimizer of this rank's chunks, and its schedule, which counts samples."""
     schedule, peak = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(**optimizer_settings(policy)),
         [*chunks],
-        # None sets the decay of norms and biases to 0.
+        # None turns off the decay of norms and biases.
         config_overrides={} if peak.decay_norms_and_biases else None,
     )
     samples = policy.train_global_batch_size
-    # OptimizerParamScheduler asserts warm-up < decay, and decay > 0; a constant schedule has neither end.
+    # OptimizerParamScheduler asserts warm-up < decay, and decay > 0, also for a constant schedule.
     decay_iters = schedule.lr_decay_iters or schedule.lr_warmup_iters + 1
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -70,12 +70,7 @@ def build_optimizer(
 def optimizer_settings(policy: PolicyConfig) -> dict[str, Any]:
     optimizer, megatron = policy.megatron_cfg.optimizer, policy.megatron_cfg
     same = (
-        "lr",
-        "min_lr",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_eps",
+        *("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
         "use_distributed_optimizer",
     )
     return {name: getattr(optimizer, name) for name in same} | {
@@ -88,33 +83,30 @@ def optimizer_settings(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def weights_of(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the parameters of each chunk, then its buffers: the bias of experts is one, and training moves it."""
+    """Yield each chunk's parameters, then its buffers, since training also changes the experts' bias."""
     for chunk in chunks:
         model = cast(torch.nn.Module, unwrap_model(chunk))
         yield from (*model.parameters(), *model.buffers())
 
 
 def gather_parameters(chunks: Iterable[torch.nn.Module]) -> None:
-    """Gather what `overlap_param_gather` leaves to the next forward pass; data-parallel ranks call it together."""
+    """Gather the weights that `overlap_param_gather` would gather in the next forward pass; collective."""
     for chunk in chunks:
-        # A frozen model has no steps that leave something.
+        # A frozen model has no steps to gather after.
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
-_STEP = "step"
-_MAIN = "param"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Of Adam, the only optimizer whose distributed state is saved."""
-_PREFIX = "optimizer.state"
+_STEP, _MAIN, _PREFIX = "step", "param", "optimizer.state"
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's; no other optimizer is supported
 
 
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, model_state: ShardedStateDict, *, loading: bool
 ) -> ShardedStateDict:
-    """{part: {weight: {kind: ShardedTensor}}} over the model's sharded state dict; every rank takes part.
+    """Return {part: {weight: {kind: ShardedTensor}}} for the model's sharded state dict; every rank takes part.
 
-    loading: tensors of a distributed optimizer are only to be filled, and left uninitialised.
+    loading: leave a distributed optimizer's tensors uninitialised, to be filled.
     """
     entries = {
         id(entry.data): entry
@@ -145,9 +137,9 @@ def sharded_optimizer_state(
 def load_optimizer_state(
     optimizer: MegatronOptimizer, state: ShardedStateDict, step: float, folder: Path
 ) -> None:
-    """Take over the state that `folder` had for `sharded_optimizer_state`; the weights must be loaded already.
+    """Load a state of `sharded_optimizer_state` that was read from `folder`, after the weights are loaded.
 
-    Raises RefusedError on all ranks, with nothing taken over, if an fp32 copy is not of its weight.
+    Raises RefusedError on all ranks, with nothing changed, if an fp32 copy does not match its weight.
     """
     read = [
         (part, weight, main, kinds)
@@ -155,14 +147,14 @@ def load_optimizer_state(
         for (weight, main), kinds in zip(_weights(part), state.get(str(number), {}).values(), strict=True)
         if main is not None
     ]
-    # Megatron's own format, see above, can put copies at wrong places.
+    # Megatron's own format, see above, can have copies at wrong places.
     with together():
         for part, weight, _, kinds in read:
             own = partial(_own_part, part, weight)
             if _MAIN in kinds and not own(kinds[_MAIN]).to(weight).equal(own(weight)):
                 raise RefusedError(
-                    f"{folder} holds an fp32 copy of a weight that is not the weight rounded: the optimizer's state "
-                    "lies at wrong places, or is of other weights; start from the weights alone",
+                    f"{folder} holds an fp32 copy that does not round to its weight: the optimizer's state is "
+                    "misplaced, or belongs to other weights; start from the weights alone",
                     code="optimizer-of-other-weights",
                 )
     with torch.no_grad():
@@ -174,7 +166,7 @@ def load_optimizer_state(
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> float:
-    """Return the number of updates that the moments have seen; every rank takes part, also one with frozen weights."""
+    """Return the number of updates in the moments; every rank takes part, also if its weights are frozen."""
     steps = [
         float(holder[_STEP])
         for part in parts_of(optimizer)
@@ -187,7 +179,7 @@ def optimizer_step(optimizer: MegatronOptimizer) -> float:
 
 
 def states_of_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Yield each weight with what is kept of it: all of it, or the flat part that is this rank's, if there is one."""
+    """Yield each weight and its optimizer state: whole, or this rank's flat part, if it has one."""
     for part in parts_of(optimizer):
         yield from (
             (weight, _state_of(part, weight, main)) for weight, main in _weights(part) if main is not None
@@ -195,13 +187,13 @@ def states_of_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tens
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers of dense and of expert weights; one without weights on this rank holds nothing."""
+    """Return the optimizers of dense and of expert weights, without one that has no weights on this rank."""
     chained = cast(list[Any], cast(ChainedOptimizer, optimizer).chained_optimizers)
     return [part for part in chained if part.optimizer is not None]
 
 
 def _ensure_moments(part: Any) -> None:
-    """Give a fresh optimizer its moments, all zero, by a step at rate 0 that is not counted."""
+    """Create a new optimizer's moments, all zero, by an uncounted step at rate 0."""
     inner = part.optimizer
     if inner.state:
         return
@@ -220,8 +212,8 @@ def _ensure_moments(part: Any) -> None:
 def _set_step(part: Any, step: float) -> None:
     for state in part.optimizer.state.values():
         if _STEP in state:
-            # A tensor of its own for each weight: where DistributedOptimizer loads (optimizer/distrib_optimizer.py),
-            # they share one, and each weight counts it up.
+            # A new tensor for each weight: after DistributedOptimizer's own load (optimizer/distrib_optimizer.py) they
+            # share one, which each weight increments.
             state[_STEP] = torch.full_like(state[_STEP], step)
     for group in part.optimizer.param_groups:
         if _STEP in group:  # Transformer Engine's Adam counts here
@@ -229,7 +221,7 @@ def _set_step(part: Any, step: float) -> None:
 
 
 def _weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield each weight with the tensor that this rank updates for it: of a sharded one a flat part, or None."""
+    """Yield each weight and the tensor that this rank updates for it; if sharded, a flat part or None."""
 
     def paired(weights: list[list[Any]], mains: list[list[Any]]) -> dict[torch.Tensor, torch.Tensor]:
         return dict(zip(chain(*weights), chain(*mains), strict=True))
@@ -248,25 +240,25 @@ def _weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 def _state_of(part: Any, weight: torch.Tensor, main: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a weight's fp32 copy, if it has fewer bits, and its moments."""
+    """Return a weight's moments, and the fp32 copy of a 16-bit weight."""
     kept = {_MAIN: main} if main.dtype != weight.dtype else {}
     moments = part.optimizer.state[main].items()
     return kept | {kind: value for kind, value in moments if kind != _STEP and value is not None}
 
 
 def _gathered(part: DistributedOptimizer, weight: torch.Tensor, shard: torch.Tensor | None) -> torch.Tensor:
-    """Return the whole on the CPU of the first rank, which is the one that writes it, and its shape on the others."""
+    """Return the whole tensor on the first rank's CPU, where it is written, and on "meta" on the others."""
     whole = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     if shard is not None:
         _own_part(part, weight, whole).copy_(shard.detach())
     group = part.data_parallel_group
-    # One rank has an element, the others zeros: of integers the sum is that element, bit for bit.
+    # One rank has an element, the others zeros, so the sum of the bits as integers is exact.
     dist.reduce(whole.view(torch.int32), dist.get_global_rank(group, 0), group=group)
     return whole.to("cpu" if group.rank() == 0 else "meta")
 
 
 def _own_part(part: Any, weight: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return what this rank's optimizer updates of a tensor of the weight's shape."""
+    """Return this rank's part, as the optimizer shards it, of a tensor of the weight's shape."""
     if not isinstance(part, DistributedOptimizer):
         return whole
     own = cast(Any, part)._get_model_param_range_map(weight)["param"]

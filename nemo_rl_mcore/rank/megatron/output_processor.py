@@ -1,7 +1,7 @@
-"""Log-probabilities of selected tokens, taken from decoder hidden states by Megatron's own hook.
+"""Log-probabilities of selected tokens, computed from decoder hidden states in Megatron's own hook.
 
 `GPTModel.forward(..., output_processor=, output_processor_context=)` (megatron-core 0.18 and later) calls the processor
-on the last pipeline stage in place of the output layer and the loss; `require_hook` makes sure of it.
+on the last pipeline stage in place of the output layer and the loss; `require_hook` checks this.
 
 Shapes: S sequence, B batch, H hidden, V vocabulary; under sequence parallelism the hidden states are [S/tp, B, H].
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +19,12 @@ from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linea
 from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
 from nemo_rl_mcore.ops.linear_topk import linear_topk_logprobs
 from nemo_rl_mcore.ops.vocab_parallel import vocab_parallel_logprobs
-from nemo_rl_mcore.rank.megatron.parallel_groups import tensor_parallel_group
+from nemo_rl_mcore.rank.megatron import parallel_groups
 
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """Tokens whose log-probabilities are wanted: next ids int64 [S, B] where a bool mask [S, B] is true, else 0."""
+    """Tokens whose log-probabilities to return: next ids int64 [S, B], 0 where the bool mask [S, B] is false."""
 
     targets_SB: torch.Tensor
     mask_SB: torch.Tensor
@@ -35,7 +34,7 @@ class TokenSelection:
 
 @dataclass(frozen=True)
 class TopKSelection:
-    """Number of most probable next tokens, wanted at the positions of the mask [S, B]."""
+    """Number of most probable next tokens to return at each position of the mask [S, B]."""
 
     k: int
     mask_SB: torch.Tensor
@@ -44,7 +43,7 @@ class TopKSelection:
 
 @dataclass(frozen=True)
 class StudentSelection:
-    """Ids [S, B, K] where a student is compared with a teacher, and a selection of the batch's own tokens, if any."""
+    """Ids [S, B, K] at which a student is compared with a teacher, and the batch's own tokens, if they are needed."""
 
     ids_SBK: torch.Tensor
     mask_SB: torch.Tensor
@@ -52,7 +51,7 @@ class StudentSelection:
     tokens: TokenSelection | None = None
 
 
-# A tensor or a tuple of tensors: what 16-bit models know to convert.
+# The types of output that Float16Module converts.
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 Processor = Callable[..., Outputs]
 
@@ -62,7 +61,7 @@ def all_of(output: Outputs) -> tuple[torch.Tensor, ...]:
 
 
 def unfused_processor(vocab_size: int) -> Processor:
-    """Return a processor that takes log-probabilities from the output layer's logits at the selected positions."""
+    """Return a processor that computes log-probabilities from the output layer's logits at the selected positions."""
 
     def process(
         *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, context: TokenSelection,
@@ -73,7 +72,7 @@ def unfused_processor(vocab_size: int) -> Processor:
             return vocab_parallel_logprobs(
                 scale_logits(logits),
                 targets,
-                tp_group=tensor_parallel_group(),
+                tp_group=parallel_groups.group("tensor"),
                 temperature=context.temperature,
                 mask=mask,
                 with_entropy=context.with_entropy,
@@ -94,14 +93,10 @@ def unfused_processor(vocab_size: int) -> Processor:
     return process
 
 
-def fused_processor(options: LinearLogprobsOptions) -> Processor:
-    """Return a processor for the selected log-probabilities that never holds [S, B, V] logits."""
-    return partial(_fused_logprobs, options)
-
-
-def _fused_logprobs(
+def fused_logprobs(
     options: LinearLogprobsOptions, *, hidden_states: torch.Tensor, context: TokenSelection, **hook: Any
 ) -> Outputs:
+    """Return the selected log-probabilities without [S, B, V] logits; a processor, once `options` are bound."""
     weight, arguments = _head(options, context, **hook)
     return fused_linear_logprobs(
         hidden_states, weight, context.targets_SB, with_entropy=context.with_entropy, **arguments
@@ -109,7 +104,7 @@ def _fused_logprobs(
 
 
 def student_processor(options: LinearLogprobsOptions) -> Processor:
-    """Return a student's processor: log-probs [S, B, K], log of the tail's mass [S, B], then those of `tokens`."""
+    """Return a student's processor: log-probabilities [S, B, K], log tail mass [S, B], then those of `tokens`."""
 
     def process(
         *, hidden_states: torch.Tensor, context: StudentSelection, **hook: Any
@@ -119,16 +114,16 @@ def student_processor(options: LinearLogprobsOptions) -> Processor:
         assert at_ids.tail_logmass is not None
         if context.tokens is None:
             return at_ids.logprobs, at_ids.tail_logmass
-        # The logits at the ids have taken the cache.
+        # The cache is taken by the logits at the ids.
         uncached = replace(options, cache_bytes=0)
-        of_tokens = _fused_logprobs(uncached, hidden_states=hidden_states, context=context.tokens, **hook)
+        of_tokens = fused_logprobs(uncached, hidden_states=hidden_states, context=context.tokens, **hook)
         return at_ids.logprobs, at_ids.tail_logmass, *all_of(of_tokens)
 
     return process
 
 
 def topk_processor(options: LinearLogprobsOptions) -> Processor:
-    """Return a teacher's processor: (logits, ids) [S, B, K], then their logsumexp over the vocabulary [S, B]."""
+    """Return a teacher's processor: logits and ids [S, B, K], logsumexp over all ids and log tail mass [S, B]."""
 
     def process(
         *, hidden_states: torch.Tensor, context: TopKSelection, **hook: Any
@@ -145,13 +140,13 @@ def _head(
     output_layer: Any, output_weight: torch.Tensor | None,
     scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
 ) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
-    """Return this rank's rows of the output weight, and the arguments that all functions over it share."""
+    """Return this rank's rows of the output weight, and the common arguments of all functions that use them."""
     # With tied embeddings the output layer owns no weight; the model passes the shared one.
     weight = output_layer.weight if output_weight is None else output_weight
     # MuP's scaling of the logits is a multiplication, so its value at one is the factor.
     scaled = replace(options, logit_scale=float(scale_logits(torch.ones(()))))
     return weight, {
-        "tp_group": tensor_parallel_group(),
+        "tp_group": parallel_groups.group("tensor"),
         "sequence_parallel": output_layer.sequence_parallel,
         "temperature": selection.temperature,
         "mask": selection.mask_SB,

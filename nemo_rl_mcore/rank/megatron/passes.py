@@ -1,6 +1,6 @@
-"""Kinds of forward pass over a model: the output wanted at each position, and how it is collected.
+"""Kinds of forward pass: the output at each position, and the function that collects it.
 
-`Guard` lets a schedule run to its end although a step of this rank failed, so that other ranks do not wait forever.
+`Guard` lets a schedule run to its end after an error on this rank, so that other ranks do not wait forever.
 
 Shapes: S sequence, B rows of a microbatch, K ids a token, H hidden.
 """
@@ -43,17 +43,17 @@ from nemo_rl_mcore.rank.megatron.output_processor import (
 )
 from nemo_rl_mcore.rank.sums import LocalSums
 
-# Result of a schedule's loss function: the loss, a token count (see `no_tokens`), and our own result.
 LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
+"""Result of a schedule's loss function: the loss, a token count (see `no_tokens`), and our own result."""
 
 
 @dataclass(frozen=True)
 class ModelPass:
     """One kind of pass.
 
-    processor: called by Megatron's hook at the end of the last stage. wanted: a mask [B, S] of the microbatch's rows,
-    true where the next token is wanted. context: the processor's context, from the microbatch and that mask in the
-    model's layout. collect: the microbatch's result, from the processor's output.
+    processor: called by Megatron's hook at the end of the last stage. wanted: returns a mask [B, S] of the microbatch's
+    rows, true where the next token's output is needed. context: returns the processor's context, from the microbatch
+    and this mask in the model's layout. collect: returns the microbatch's result, from the processor's output.
     """
 
     processor: Processor
@@ -66,8 +66,8 @@ class ModelPass:
 class Passes:
     """The passes over one model.
 
-    token_processor: fused or unfused, for the batch's own tokens. temperature: divides the logits, in every pass alike.
-    linear_options: for passes that always use the output weight directly. value_head: of a critic, on a last stage.
+    token_processor: for the batch's own tokens, fused or unfused. temperature: divides the logits in every pass.
+    linear_options: for passes that always use the output weight directly. value_head: on a critic's last stage.
     """
 
     token_processor: Processor
@@ -76,43 +76,49 @@ class Passes:
     value_head: ValueHead | None = None
 
     def logprobs(self, *, trained_only: bool = False) -> ModelPass:
-        """Log-probabilities of all real tokens, or of those that token_mask marks; a result is (places, ([B, S],))."""
-        wanted = marked_next_tokens if trained_only else real_next_tokens
+        """Return the pass for the log-probabilities of all real tokens, or of those in token_mask.
+
+        Each result is a tuple (places, ([B, S],)).
+        """
+        wanted = partial(next_token_mask, trained_only=trained_only)
         return ModelPass(self.token_processor, wanted, self._select_tokens, _collect_of_next_token)
 
     def values(self) -> ModelPass:
-        """Return the values of the states before all real tokens; a result is (places, ([B, S],))."""
+        """Return the pass for the values of the states before all real tokens; each result is (places, ([B, S],))."""
         head = self.value_head
 
         def process(*, hidden_states: torch.Tensor, context: torch.Tensor, **_unused: Any) -> torch.Tensor:
-            """Return values fp32 [S, B], 0 off the context, a mask [S, B]; stages without the head never call it."""
+            """Return values fp32 [S, B], 0 where the context, a mask [S, B], is false; called on the last stage."""
             assert head is not None
             return torch.where(context, head(hidden_states), 0.0)
 
         # The hidden state that predicts a token is the state before it, so values are shifted like log-probabilities.
         return ModelPass(
             process,
-            wanted=real_next_tokens,
+            wanted=next_token_mask,
             context=lambda _microbatch, mask_BS: _by_position(mask_BS),
             collect=_collect_of_next_token,
         )
 
     def topk(self, k: int, *, trained_only: bool = False) -> ModelPass:
-        """Return the k best next tokens: (places, (logits [B, S, K], ids, logsumexp [B, S], tail [B, S]))."""
+        """Return the pass for the k most probable next tokens.
+
+        Each result is a tuple (places, (logits [B, S, K], ids, logsumexp [B, S], tail [B, S])).
+        """
 
         def collect(microbatch: Microbatch, output: Outputs) -> LossTriple:
-            values = tuple(_rows(microbatch, value) for value in all_of(output))
+            values = tuple(microbatch.from_model(value.transpose(0, 1)) for value in all_of(output))
             return values[0].sum(), no_tokens(values[0]), (microbatch.places, values)
 
         return ModelPass(
             topk_processor(self.linear_options),
-            wanted=marked_next_tokens if trained_only else real_next_tokens,
+            wanted=partial(next_token_mask, trained_only=trained_only),
             context=lambda _microbatch, mask_BS: TopKSelection(k, _by_position(mask_BS), self.temperature),
             collect=collect,
         )
 
     def loss(self, loss_fn: LossFunction) -> ModelPass:
-        """Return the pass that computes a loss function's inputs and its sums; a result is `LocalSums`."""
+        """Return the pass for a loss function's inputs and sums; each result is a `LocalSums`."""
 
         def select_at_ids(microbatch: Microbatch, mask_BS: torch.Tensor) -> StudentSelection:
             tokens = None
@@ -155,48 +161,40 @@ def no_tokens(like: torch.Tensor) -> torch.Tensor:
 
 
 def next_tokens(rows: BatchedDataDict) -> torch.Tensor:
-    """Return the next token's id at each position, int64 [B, S]; undefined in a row's last column."""
+    """Return the next token's id at each position, int64 [B, S]; the last column is undefined."""
     return rows["input_ids"].roll(-1, dims=1)
 
 
-def real_next_tokens(rows: BatchedDataDict) -> torch.Tensor:
-    """[B, S], true at each position whose next token is real."""
+def next_token_mask(rows: BatchedDataDict, *, trained_only: bool = False) -> torch.Tensor:
+    """Return [B, S], true where the next token is real, or with `trained_only` where it is in token_mask."""
+    if trained_only:
+        return torch.nn.functional.pad(rows["token_mask"].bool()[:, 1:], (0, 1))
     length = rows["input_ids"].shape[1]
     positions = torch.arange(length, device=rows["input_ids"].device)
     return positions < (rows["input_lengths"] - 1).unsqueeze(1)
 
 
-def marked_next_tokens(rows: BatchedDataDict) -> torch.Tensor:
-    """[B, S], true at each position whose next token token_mask marks, whether or not its row counts."""
-    return torch.nn.functional.pad(rows["token_mask"].bool()[:, 1:], (0, 1))
-
-
 def tokens_to_train(rows: BatchedDataDict, rows_per_sample: int = 1) -> torch.Tensor:
-    """[B, S], true where the next token enters the loss; a sample counts if any of its rows does."""
+    """Return [B, S], true where the next token enters the loss; a sample counts if any of its rows does."""
     kept = rows["sample_mask"].bool().view(-1, rows_per_sample).any(dim=1).repeat_interleave(rows_per_sample)
-    return marked_next_tokens(rows) & kept.unsqueeze(1)
+    return next_token_mask(rows, trained_only=True) & kept.unsqueeze(1)
 
 
 def _by_position(values_BS: torch.Tensor) -> torch.Tensor:
     return values_BS.transpose(0, 1).contiguous()
 
 
-def _rows(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
-    """Return the model's output at each position, one row per sample: [B, S, ...]."""
-    return microbatch.from_model(values_SB.transpose(0, 1))
-
-
 def _collect_of_next_token(microbatch: Microbatch, output: Outputs) -> LossTriple:
     """Collect [B, S], shifted right by one column: a position's output belongs to the token after it."""
     values_SB = all_of(output)[0]
-    shifted_BS = torch.nn.functional.pad(_rows(microbatch, values_SB)[:, :-1], (1, 0))
+    shifted_BS = torch.nn.functional.pad(microbatch.from_model(values_SB.transpose(0, 1))[:, :-1], (1, 0))
     return values_SB.sum(), no_tokens(values_SB), (microbatch.places, (shifted_BS,))
 
 
 def _loss_outputs(
     kind: LossInputType, microbatch: Microbatch, output: Outputs
 ) -> TokenOutputs | ValueOutputs | DistillationOutputs:
-    of_next_token = [_rows(microbatch, value)[:, :-1] for value in all_of(output)]
+    of_next_token = [microbatch.from_model(value.transpose(0, 1))[:, :-1] for value in all_of(output)]
     if kind is LossInputType.LOGPROB:
         return TokenOutputs(*of_next_token)
     if kind is LossInputType.VALUE:
@@ -220,9 +218,9 @@ class Guard:
     """Keeps the first error of a schedule call, to be raised on all ranks after the call.
 
     A failed loss is replaced by a zero with zero gradients, so that the backward pass runs as on the other ranks. Under
-    pipeline parallelism a failed forward step is replaced too: the next stage gets zeros. Not covered: a failure of a
-    single rank within layers that span ranks (tensor or expert parallelism), and one in a backward pass under pipeline
-    parallelism. The other ranks then wait for the group's timeout.
+    pipeline parallelism a failed forward step is replaced too: the next stage gets zeros. Two errors still let the
+    other ranks wait for the group's timeout: one rank's in layers that span ranks (tensor or expert parallelism), and
+    one in a backward pass under pipeline parallelism.
     """
 
     config: TransformerConfig
@@ -231,14 +229,14 @@ class Guard:
     def forward_step(
         self, model: Any, ids_BS: torch.Tensor, run: Callable[[], tuple[Any, Collect]]
     ) -> tuple[Any, Collect]:
-        """Run a forward step of one microbatch (its input ids as the model takes them): its output and its loss."""
+        """Run a microbatch's forward step, and return its output and loss function; ids_BS: as the model gets them."""
         try:
             return run()
         except Exception as error:
             if self.config.pipeline_model_parallel_size == 1:
                 raise
             self.error = self.error or error
-        # Zeros [S, B, H] in place of this stage's output; their gradient, also zero, flows back.
+        # Zeros [S, B, H] replace this stage's output; their gradient, also zero, flows back.
         model, (rows, columns) = unwrap_model(model), ids_BS.shape
         if self.config.sequence_parallel:
             columns //= self.config.tensor_model_parallel_size
@@ -248,7 +246,7 @@ class Guard:
         return zeros + received.flatten()[:0].sum(), _nothing
 
     def loss(self, collect: Collect) -> Collect:
-        """Return the loss of one microbatch, or zero if it or an earlier one fails."""
+        """Return a microbatch's loss function, which returns zero if it or an earlier one fails."""
 
         def guarded(output: Outputs) -> LossTriple:
             config = self.config
@@ -267,7 +265,7 @@ class Guard:
         return guarded
 
     def raise_error(self) -> None:
-        """Raise the kept error, if any; no frame of its traceback keeps it, and with it all activations, alive."""
+        """Raise the kept error, if any; no frame of its traceback keeps it alive, and with it all activations."""
         error, self.error = self.error, None
         try:
             if error is not None:

@@ -1,4 +1,4 @@
-"""The reference policy: the policy's weights at the start, lent to the model for one pass at a time."""
+"""The reference policy: the policy's first weights, swapped into the model for one pass at a time."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from contextlib import contextmanager
 
 import torch
 
-from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.config.policy import REFERENCE_SHARE
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.megatron.optimizer_state import gather_parameters, weights_of
 
-PIECE_BYTES = 16 * 2**20  # long beside the start of a copy, small beside the weights
+PIECE_BYTES = 16 * 2**20  # enough to hide a copy's latency, small in comparison with the weights
 _SPARES = 2  # one is filled while the other is emptied
+ON_DEVICE: bool | None = None
+"""True or false places the reference on the device or not, regardless of the room there; None: by the room."""
 
 
 class ReferencePolicy:
-    """The rank's first weights, on the device or in page-locked CPU memory, swapped with the policy's own when used."""
+    """The rank's first weights, on the device or in page-locked CPU memory."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], *, on_device: bool):
         self._chunks = chunks
         self.on_device = on_device
         for chunk in chunks:
-            # Asked for its state a router widens its experts' bias, which it would else do in its first pass.
+            # Makes a router widen its experts' bias now instead of in its first pass.
             chunk.state_dict()
         place = None if on_device else "cpu"
         pinned = not on_device and accelerator.has_cuda()
@@ -31,7 +31,7 @@ class ReferencePolicy:
         self.keep()
 
     def keep(self) -> None:
-        """Be the model's present weights from now on; data-parallel ranks call it together."""
+        """Copy the model's present weights; data-parallel ranks call it together."""
         gather_parameters(self._chunks)
         for kept, piece in zip(self._kept, self._pieces(), strict=True):
             kept.copy_(piece)
@@ -40,7 +40,7 @@ class ReferencePolicy:
     def swapped_in(self) -> Iterator[None]:
         """Use the reference weights inside the block; data-parallel ranks enter it together."""
         gather_parameters(self._chunks)
-        # Taken before the pass: one that ends for want of memory must not lack it on the way out.
+        # Allocated before the pass, so that the swap back cannot fail after an out-of-memory error.
         spares = [
             torch.empty(PIECE_BYTES, dtype=torch.uint8, device=accelerator.device()) for _ in range(_SPARES)
         ]
@@ -51,13 +51,13 @@ class ReferencePolicy:
             self._exchange(spares)
 
     def _pieces(self) -> Iterator[torch.Tensor]:
-        """Yield the memory of all weights in place, as uint8 [at most PIECE_BYTES], to be copied bit for bit."""
+        """Yield the memory of all weights as views, uint8 [at most PIECE_BYTES]."""
         for weight in weights_of(self._chunks):
             yield from weight.detach().view(-1).view(torch.uint8).split(PIECE_BYTES)
 
     def _exchange(self, spares: Sequence[torch.Tensor]) -> None:
-        """Swap the model's weights with those that are kept; one piece leaves while the next one comes."""
-        coming, leaving = accelerator.current_stream(), accelerator.new_stream()
+        """Swap the model's weights and the kept ones; one piece is copied out while the next is copied in."""
+        coming, leaving = accelerator.current_and_new_stream()
         emptied = [leaving.record_event() for _ in spares]
         for number, (piece, kept) in enumerate(zip(self._pieces(), self._kept, strict=True)):
             turn = number % len(spares)
@@ -70,18 +70,3 @@ class ReferencePolicy:
                 kept.copy_(spare, non_blocking=True)
             emptied[turn] = leaving.record_event()
         coming.wait_stream(leaving)
-
-
-ON_DEVICE: bool | None = None
-"""Place of the reference, whatever room there is; None depends on the room."""
-
-
-def is_kept_on_device(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> bool:
-    """Return whether this rank keeps its reference on its device: where there is room, and no engine beside it."""
-    if ON_DEVICE is not None:
-        return ON_DEVICE
-    free = accelerator.free_memory_bytes()
-    if free is None:
-        return True
-    room = REFERENCE_SHARE * free
-    return not policy.generation.takes_turns and sum(weight.nbytes for weight in weights_of(chunks)) <= room

@@ -1,8 +1,8 @@
 """A sharded state dict in a folder, in the format torch_dist, which every parallel layout can read.
 
-`dist_checkpointing.save` and `load` are composed here from their parts: upstream the first rank alone writes files that
-the others wait for, and unpickled files are read without a limit. torch's description of a folder, `.metadata`, is a
-pickle and read without trust.
+`dist_checkpointing.save` and `load` are composed here from their parts: upstream all ranks wait for files of the first
+rank alone, and unpickle without a limit. torch's description of a folder, `.metadata`, is a pickle, and read without
+trust.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ from nemo_rl_mcore.rank.megatron.sharded_metadata import COMMON_STATE, read_meta
 
 @dataclass(frozen=True)
 class PreparedState:
-    """A state dict for torch's writer: of each tensor the part that this rank writes."""
+    """A state dict for torch's writer: this rank's part of each tensor."""
 
     by_key: dict[str, Any]
 
     @classmethod
     def of(cls, state: ShardedStateDict, *, copied: bool) -> Self:
-        """Prepare a state dict of ShardedTensors; collective. copied: into CPU memory, before the tensors change."""
+        """Prepare a state dict of ShardedTensors; collective. copied: to CPU memory, so that the model may change."""
         part, common = save_preprocess(state)
         sharded = cast(ShardedStateDict, part)
-        # dist_checkpointing.load reads it.
+        # For dist_checkpointing.load.
         sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=dist.get_rank())
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
 
@@ -75,13 +75,13 @@ class PreparedState:
         return cls(mcore_to_pyt_state_dict(by_key))  # type: ignore[arg-type]  # a defaultdict of lists
 
     def write(self, folder: Path, group: dist.ProcessGroup | None) -> None:
-        """Write it into a new folder; all ranks take part, and raise OSError if one of them cannot write."""
+        """Write to a new folder; all ranks take part, and raise OSError if one of them cannot write."""
         activity.advance(f"writing {folder}")
         agreed_on_first(lambda: folder.mkdir(parents=True), group)
         try:
-            # Each rank writes its own file, itself. The save of dist_checkpointing/strategies/torch.py first starts a
-            # manager process for the results of writers (filesystem_async.py): it imports the main program again,
-            # which takes seconds, and outlives a killed rank.
+            # Each rank writes its file in this process. The save of dist_checkpointing/strategies/torch.py starts a
+            # manager process for its writers' results (filesystem_async.py), which imports the main program again, for
+            # seconds, and outlives a killed rank.
             save(
                 self.by_key,
                 storage_writer=FileSystemWriter(folder, sync_files=True),
@@ -90,7 +90,7 @@ class PreparedState:
                 ),
                 process_group=group,
             )
-        except CheckpointException as error:  # from torch, and no Exception
+        except CheckpointException as error:  # torch's, no subclass of Exception
             raise OSError(f"{folder} cannot be written: {_cause(error)}") from error
         agreed_on_first(lambda: save_config(CheckpointingConfig("torch_dist"), str(folder)), group)
 
@@ -126,7 +126,7 @@ def load_sharded(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
 
 
 def _read(state: ShardedStateDict, reader: _Reader) -> ShardedStateDict:
-    """As `TorchDistLoadShardedStrategy.load` does, by a reader that unpickles nothing."""
+    """As `TorchDistLoadShardedStrategy.load`, but with a reader that unpickles nothing."""
     tensors = [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
     by_key, places, names = _replace_state_dict_keys_with_sharded_keys(state)
     wanted = mcore_to_pyt_state_dict(by_key, is_loading=True)
@@ -144,15 +144,13 @@ def _read(state: ShardedStateDict, reader: _Reader) -> ShardedStateDict:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the message of an error, or for an error of torch's that collects those of ranks, of the first one."""
+    """Return an error's message; of torch's collection of ranks' errors, the first one's."""
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))
     return str(error) or type(error).__name__
 
 
 class _SavePlanner(MCoreSavePlanner):
-    """Counts each written tensor as progress, since the whole may take long."""
-
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         activity.advance(f"writing {write_item.index.fqn}")
         return super().resolve_data(write_item)
@@ -165,7 +163,7 @@ class _LoadPlanner(MCoreLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """Reads by a checked description; torch's own reader would unpickle it, and others on failure."""
+    """Reads with a checked description, which torch's own reader would unpickle."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)

@@ -44,23 +44,23 @@ _GLOBALS = {
     "pathlib": {"PosixPath"},
 }
 _MOVED = {"pathlib._local": "pathlib"}
-"""Modules by the name that Python 3.13 writes."""
+"""Module names in pickles of Python 3.13."""
 _MOST_BYTES = 1 << 30
-"""Of a description: some hundred bytes for each part of a tensor."""
+"""A description has some hundred bytes for each part of a tensor."""
 
 
 def read_metadata(folder: Path) -> Metadata:
     """Return a folder's description, after checking everything in it; no code is run.
 
-    Raises ValueError for files that are not of the format, for links and pipes, and for a description that is broken,
-    of wrong types, or leads out of the folder or beyond the end of a file.
+    Raises ValueError for files of another format, for links and pipes, and for a description that is broken, has wrong
+    types, or points out of the folder or beyond a file's end.
     """
     sizes = _sizes(folder)
     try:
         declared = read_json(folder / FORMAT_FILE, follow_links=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / FORMAT_FILE} cannot be read: {error}") from error
-    # Megatron-Core 0.18 also names a format for entries that are not sharded.
+    # Megatron-Core 0.18 also adds a format for entries that are not sharded.
     if not isinstance(declared, dict) or not _FORMAT.items() <= declared.items():
         raise ValueError(f"{folder / FORMAT_FILE} does not name the format {_FORMAT}")
     path = folder / METADATA_FILE
@@ -74,13 +74,13 @@ def read_metadata(folder: Path) -> Metadata:
             f"{path} holds something other than tensors: {shortened(str(error), 200)}; do not load it",
             code="unsafe-pickle",
         ) from error
-    except Exception as error:  # whatever a broken pickle leads to: IndexError, KeyError, MemoryError ...
+    except Exception as error:  # of a broken pickle: IndexError, KeyError, MemoryError ...
         raise ValueError(f"{path} is broken: {type(error).__name__}: {shortened(str(error), 200)}") from error
     return metadata
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file of tensors; nothing is opened."""
+    """Return the sizes of the tensors' files, without opening any file."""
     try:
         linked, found = folder.is_symlink(), {path.name: path.lstat() for path in folder.iterdir()}
     except OSError as error:
@@ -109,7 +109,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records of numbers and names, and nothing that could run code."""
+    """Builds only records of numbers and names, which cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = _MOVED.get(module, module)
@@ -119,7 +119,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check(metadata: Any, folder: Path, sizes: dict[str, int]) -> None:
-    """Raise ValueError for a description that is not as torch writes it, or does not fit the files."""
+    """Raise ValueError for a description that torch would not write, or that does not match the files."""
     _require(type(metadata) is Metadata, "it is not a description")
     tensors, places, meta = metadata.state_dict_metadata, metadata.storage_data, metadata.storage_meta
     _require(isinstance(tensors, dict) and isinstance(places, dict), "its entries are not dictionaries")
@@ -156,7 +156,7 @@ def _check(metadata: Any, folder: Path, sizes: dict[str, int]) -> None:
 
 
 def _parts(name: Any, entry: Any) -> Iterator[torch.Size | None]:
-    """Yield the offset of each part of an entry."""
+    """Yield the offset of each part of an entry; ValueError for a wrong type or place."""
     if type(entry) is BytesStorageMetadata:
         _require(_COMMON_ENTRY.fullmatch(name) is not None, f"{name} is not a tensor")
         yield None

@@ -1,18 +1,17 @@
 """Digests of weights, to verify tensor by tensor that an engine holds the same bits as the trainer.
 
-A tensor is read as a matrix of words: its last dimension is the columns, all others are the rows (one dimension alone
-is the rows of a single column), and a word is an entry's bits as an integer, two of 32 bits where it has 64. The digest
-is, modulo 2^64, the sum over all words of
+A tensor is read as a matrix of words. Its last dimension is the columns, all others together are the rows; a tensor of
+one dimension has a single column. A word is an entry's bits as an integer; an entry of 64 bits is two words of 32. The
+digest is, modulo 2^64, a hash of dtype and shape plus the sum over all words of
 
     row_weight[row] * column_weight[column] * word
 
-and a hash of dtype and shape. The weights are odd pseudo-random numbers of 64 bits. So blocks of one tensor add up to
-the whole, wherever they are held and however they are cut, and the number is the same on every device.
+The weights are odd pseudo-random numbers of 64 bits. So the sums over a tensor's blocks add up to the sum over the
+whole, however it is cut and wherever the blocks are held, and the digest is the same on every device.
 
-A tensor with one wrong word always has another digest. Two tensors that differ otherwise have the same one with a
-probability of at most 2^-56, over the choice of the weights; 2^-41 where the differences are in the sign bits of
-16-bit numbers alone, 2^-26 in those of 32-bit numbers. The weights are fixed and public: this detects faults, not
-forgery.
+One wrong word always changes the digest. Two tensors that differ in more words have the same digest with a probability
+of at most 2^-56, over the choice of the weights; if they differ only in sign bits, of at most 2^-41 for 16-bit and
+2^-26 for 32-bit numbers. The weights are fixed and public: this detects faults, not forgery.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -32,46 +31,51 @@ _ROWS, _COLUMNS = 0x243F6A8885A308D3, 0x13198A2E03707344
 """Seeds of the two kinds of weights: digits of pi."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _WORDS_AT_A_TIME = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Words per block, at eight bytes each: a core's cache, and 32 MiB on a GPU."""
+"""Words in memory at a time, of eight bytes each: a core's cache, or 32 MiB on a GPU."""
 
 
 def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Return the digests of many tensors, by name."""
     digester = Digester()
     for name, tensor in tensors:
         digester.add(name, tensor)
     return digester.digests()
 
 
+@dataclass
 class Digester:
-    """Computes the digests of a stream of tensors, cast to the torch dtype named `held_as`, except experts' biases."""
+    """Computes a stream of tensors' digests, after a cast to the torch dtype `held_as`, except of experts' biases."""
 
-    def __init__(self, held_as: str | None = None) -> None:
-        self._held_as: torch.dtype | None = None if held_as is None else getattr(torch, held_as)
-        self._sums: dict[str, torch.Tensor] = {}
-        self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
+    held_as: str | None = None
+    _sums: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    _kinds: dict[str, tuple[torch.dtype, torch.Size]] = field(
+        default_factory=dict[str, tuple[torch.dtype, torch.Size]]
+    )
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor, which may change afterwards."""
         dtype = tensor.dtype
-        if self._held_as is not None:
-            # Cast on this side: engines cast nothing, and do not know model families.
+        if self.held_as is not None:
+            # Cast here, since engines do not know model families.
             from nemo_rl_mcore.models.weights import EXPERT_BIAS_NAME
 
-            dtype = dtype if name.endswith(EXPERT_BIAS_NAME) else self._held_as
+            dtype = dtype if name.endswith(EXPERT_BIAS_NAME) else getattr(torch, self.held_as)
         self._sums[name] = block_sum(tensor, dtype=dtype)
         self._kinds[name] = dtype, tensor.shape
 
     def digests(self) -> dict[str, int]:
-        return {name: sealed(total, *self._kinds[name]) for name, total in read(self._sums).items()}
+        """Return all digests, with one synchronization; the tensors were all on one device."""
+        if not self._sums:
+            return {}
+        totals = zip(self._sums, torch.stack([*self._sums.values()]).tolist(), strict=True)
+        return {name: sealed(total, *self._kinds[name]) for name, total in totals}
 
 
 def block_sum(
     block: torch.Tensor, *, first_row: int = 0, first_column: int = 0, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return a block's contribution to the sum of its tensor, int64 [] on the block's device, signed.
+    """Return a block's contribution to its tensor's sum, int64 [] on the block's device, signed.
 
-    first_row, first_column: position of the block in the whole tensor. dtype: cast to this dtype first.
+    first_row, first_column: the block's position in the whole tensor. dtype: to cast the block to first.
     """
     dtype = dtype or block.dtype
     matrix = block.detach()
@@ -97,15 +101,8 @@ def block_sum(
     return total
 
 
-def read(sums: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Return the values of sums on one device, with one synchronization."""
-    if not sums:
-        return {}
-    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
-
-
 def sealed(total: int, dtype: torch.dtype, shape: Iterable[int]) -> int:
-    """Return a tensor's digest from the sum over its blocks."""
+    """Return a tensor's digest, from the sum over its blocks."""
     kind = f"{dtype} {tuple(shape)}".encode()
     return (total + int.from_bytes(hashlib.blake2b(kind, digest_size=8).digest())) & _ALL_BITS
 
@@ -117,7 +114,7 @@ def _weights(seed: int, start: int, count: int, device: torch.device) -> torch.T
 
 
 type Digests = Mapping[str, int | None]
-"""Digests by Hugging Face name; None where only names are compared."""
+"""Digests by Hugging Face name; None if only names are compared."""
 
 _NAMED = 20
 """Maximum number of tensors named in a message."""
@@ -125,14 +122,15 @@ _OF_NO_TENSOR = -1
 
 
 class IncompleteRefitError(RuntimeError):
-    """After a refit an engine's weights differ from those sent."""
+    """An engine's weights differ from the refit's."""
 
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """A block of a tensor held by one process of an engine; dtype, shape: of the whole tensor.
+    """A block of a tensor in one of an engine's processes; dtype, shape: the whole tensor's.
 
-    corner, size: first row and column of the block, and their numbers, in the matrix view. total: its `block_sum`.
+    corner, size: the block's first row and column in the matrix, and its numbers of rows and columns. total: its
+    `block_sum`.
     """
 
     name: str
@@ -144,7 +142,7 @@ class HeldBlock:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Build it from its fields, in which a serializer may have turned tuples into lists."""
+        """Build a block from its fields, of which a serializer may have turned tuples into lists."""
         return cls(**{**message, **{name: tuple(message[name]) for name in ("shape", "corner", "size")}})
 
 
@@ -153,7 +151,7 @@ def require_as_sent(
 ) -> None:
     """Raise IncompleteRefitError, naming tensors, unless the engine holds exactly the tensors sent, bit for bit.
 
-    unwritten: its weights that were not loaded. unreadable: those that could not be compared, with reasons.
+    unwritten: the engine's weights that were not loaded. unreadable: weights that could not be compared, with reasons.
     """
     both = {name: (sent[name], held[name]) for name in sent if name in held}
     different = [name for name, pair in both.items() if None not in pair and pair[0] != pair[1]]
@@ -174,7 +172,7 @@ def require_as_sent(
 
 
 def of_all(sent: Digests) -> str:
-    """Return one digest of all tensors, 16 hexadecimal digits; empty if one of them has no digest."""
+    """Return one digest of all tensors, 16 hexadecimal digits; empty if a tensor has none."""
     if None in sent.values():
         return ""
     lines = "".join(f"{name} {number}\n" for name, number in sorted(sent.items()))
@@ -182,7 +180,7 @@ def of_all(sent: Digests) -> str:
 
 
 def joined(processes: Iterable[Iterable[HeldBlock]]) -> dict[str, int]:
-    """Return digests from an engine's blocks; an impossible one unless copies agree and cover the tensor."""
+    """Return the digests of an engine's tensors; an impossible one if blocks are missing or copies differ."""
     blocks: dict[str, list[HeldBlock]] = {}
     for block in itertools.chain.from_iterable(processes):
         blocks.setdefault(block.name, []).append(block)

@@ -1,7 +1,7 @@
-"""Refit: the weights of the training ranks, streamed bucket by bucket into the engines, without a file.
+"""Refit: the training ranks' weights, streamed bucket by bucket into the engines, without a file.
 
-Two buffers alternate: while the engines load one, the next tensors fill the other. So the only extra memory is these
-two buffers and the tensor being exported.
+While the engines load one buffer, the next tensors fill the other. So the only extra memory is these two buffers and
+the tensor being exported.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.agreement import together
 from nemo_rl_mcore.rank.refit.digests import Digester
 from nemo_rl_mcore.rank.refit.transports import (
-    BroadcastSender,
     Bucket,
     CudaIpcSender,
     MessageSender,
     Packer,
     SendingEnd,
     SharedMemorySender,
+    broadcast_from_first,
     join_broadcast_group,
 )
 from nemo_rl_mcore.rank.rendezvous import listen_at
@@ -43,19 +43,19 @@ class EngineLostError(RunStoppedError):
 
 
 class Engines(Protocol):
-    """A sender's connection to the engines; the driver's `RayEngines` are Ray actors."""
+    """A sender's connection to the engines; `RayEngines`, the driver's, calls Ray actors."""
 
     def load_bucket(self, message: dict[str, Any]) -> Any:
         """Start loading a bucket on all engines; returns a handle for `wait`."""
         ...
 
     def wait(self, loading: Any, timeout_s: float) -> None:
-        """Wait until all have loaded it; raises EngineLostError, naming the engine, or an engine's own error."""
+        """Wait until all engines have loaded it; raises EngineLostError, naming the engine, or an engine's error."""
 
 
 @dataclass(frozen=True)
 class RefitSettings:
-    """Settings of a refit; receivers: processes that hold a part of an engine. held_as: the engines' other dtype."""
+    """A refit's settings; receivers: number of the engines' processes. held_as: the engines' dtype if it is another."""
 
     transport: str
     bucket_bytes: int
@@ -67,7 +67,7 @@ class RefitSettings:
 
 @dataclass(frozen=True)
 class BroadcastRendezvous:
-    """Address of a broadcast group; the trainer is rank 0 of `world_size`."""
+    """A broadcast group's address; the trainer is rank 0."""
 
     address: str
     port: int
@@ -75,11 +75,11 @@ class BroadcastRendezvous:
 
 
 class WeightSender:
-    """One rank's side of all refits of a run; rendezvous: of the engines' broadcast group, on the first rank.
+    """One rank's side of all refits in a run; rendezvous: of the broadcast group with the engines, on the first rank.
 
-    Every rank takes part in exporting each tensor; the first rank sends them to the engines. The others fill buffers
-    only if the transport needs it, but track the buckets: when the first rank waits for the engines they wait with it,
-    and not in the collectives of the next tensor, which have a short timeout.
+    Every rank takes part in exporting each tensor, and the first rank sends them to the engines. The others fill
+    buffers only if the transport needs them to, but keep track of the buckets: while the first rank waits for the
+    engines, they wait with it, and not in the next tensor's collectives, which have a short timeout.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WeightSender:
     def send(self, tensors: NamedTensors) -> dict[str, int | None]:
         """Send every tensor and wait until all are loaded; returns their names, on the first rank with digests.
 
-        Raises EngineLostError, an engine's own error, or ValueError for a tensor larger than a bucket: on all ranks at
+        Raises EngineLostError, an engine's error, or RefusedError for a tensor larger than a bucket: on all ranks at
         the same tensor, so that none waits for another in the rest of the export.
         """
         digester = Digester(self._settings.held_as) if self._settings.verify and self._is_first else None
@@ -108,9 +108,8 @@ class WeightSender:
             for name, tensor in tensors:
                 activity.advance(f"sending {name}")
                 sent[name] = None
-                # The digest of the trainer's tensor, not of its copy in the buffer.
                 if digester is not None:
-                    digester.add(name, tensor)
+                    digester.add(name, tensor)  # the trainer's tensor, not its copy in the buffer
                 if not self._packers[self._slot].add(name, tensor):
                     self._deliver_and_turn()
                     if not self._packers[self._slot].add(name, tensor):
@@ -122,37 +121,35 @@ class WeightSender:
             if self._packers[self._slot].used:
                 self._deliver_and_turn()
             with together("the end of a refit"):
-                for slot in range(len(self._packers)):
-                    self._wait_for_engines(slot)
+                for loading in self._loading:
+                    if loading is not None:
+                        self._engines.wait(loading, self._settings.timeout_s)
             return sent if digester is None else {**digester.digests()}
         finally:
             self._loading = [None] * len(self._packers)
-            for packer in self._packers:
-                packer.clear()
+            self._packers = [Packer(slot) for slot in self._transport.slots]
 
     def close(self) -> None:
         self._packers.clear()
         self._transport.close()
 
     def _deliver_and_turn(self) -> None:
-        """Hand the filled slot to the engines, and switch to the other once that one is free."""
+        """Send the filled slot to the engines, and switch to the other slot once that is free."""
         packer = self._packers[self._slot]
         with together("a bucket that is full"):
             location = self._transport.locate(self._slot, packer.used)
         following = (self._slot + 1) % len(self._packers)
         with together("a bucket that is sent"):
             if self._is_first:
-                message = Bucket(location, tuple(packer.tensors)).to_message()
+                message = Bucket(location, packer.tensors).to_message()
                 self._loading[self._slot] = self._engines.load_bucket(message)
-                self._transport.transmit(self._slot, packer.used)
-            self._wait_for_engines(following)
+                if self._transport.group is not None:  # the engines are waiting for the bytes
+                    broadcast_from_first(packer.buffer[: packer.used], self._transport.group)
+            if self._loading[following] is not None:
+                self._engines.wait(self._loading[following], self._settings.timeout_s)
+                self._loading[following] = None
         self._slot = following
-        self._packers[following].clear()
-
-    def _wait_for_engines(self, slot: int) -> None:
-        if self._loading[slot] is not None:
-            self._engines.wait(self._loading[slot], self._settings.timeout_s)
-        self._loading[slot] = None
+        self._packers[following] = Packer(self._transport.slots[following])
 
 
 def open_sender(settings: RefitSettings, engines: Engines, device: torch.device) -> WeightSender:
@@ -169,9 +166,9 @@ def open_sender(settings: RefitSettings, engines: Engines, device: torch.device)
         transport = MessageSender(slot_bytes)
     else:
         address = os.environ["MASTER_ADDR"]
-        listening = listen_at(address)  # reachable for the engines, as it is for other ranks
+        listening = listen_at(address)  # reachable for the engines, as for other ranks
         world_size, timeout = 1 + settings.receivers, timedelta(seconds=settings.timeout_s)
         rendezvous = BroadcastRendezvous(address, listening.getsockname()[1], world_size)
         group = join_broadcast_group(address, rendezvous.port, 0, world_size, timeout, device.type, listening)
-        transport = BroadcastSender(slot_bytes, device, group)
+        transport = SendingEnd(slot_bytes, device, group)
     return WeightSender(settings, engines, transport, rendezvous)

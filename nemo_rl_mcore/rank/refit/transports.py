@@ -1,7 +1,7 @@
 """Sending ends of the transports for packed tensors; the receiving ends are in `engine.receivers`.
 
-A sending end owns the slots, of which one is filled while the engines read the other. A receiving end finds the buffer
-by the bucket's `location`.
+A sending end owns the slots: one is filled while the engines read the other. A receiving end finds a slot by its
+bucket's `location`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """Position of a tensor in its bucket's buffer."""
+    """A tensor's position in its bucket's buffer."""
 
     name: str
     dtype: str
@@ -36,7 +36,7 @@ class PackedTensor:
     offset: int
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, as a view of the buffer (uint8)."""
+        """Return the tensor as a view of the buffer, uint8."""
         dtype = getattr(torch, self.dtype)
         count = torch.Size(self.shape).numel()
         return buffer[self.offset : self.offset + count * dtype.itemsize].view(dtype).view(self.shape)
@@ -44,7 +44,7 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Description of a filled buffer for the receiver: its location, specific to the transport, and its tensors."""
+    """A filled buffer's description for the receiver: its location, in the transport's terms, and its tensors."""
 
     location: dict[str, Any]
     tensors: tuple[PackedTensor, ...]
@@ -62,29 +62,25 @@ class Bucket:
             yield tensor.name, tensor.read(buffer)
 
 
+@dataclass
 class Packer:
-    """Fills one buffer (uint8 [bytes])."""
+    """Fills one buffer, uint8 [bytes]; used: number of bytes so far."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
-        self.tensors: tuple[PackedTensor, ...] = ()
-        self.used = 0
-        """Number of bytes used so far."""
+    buffer: torch.Tensor
+    tensors: tuple[PackedTensor, ...] = ()
+    used: int = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> bool:
         """Append a copy of a tensor; returns False, with nothing changed, if it does not fit."""
         start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
         end = start + tensor.nbytes
-        if end > self._buffer.numel():
+        if end > self.buffer.numel():
             return False
         dtype = str(tensor.dtype).removeprefix("torch.")
         packed = PackedTensor(name, dtype, tuple(tensor.shape), start)
-        packed.read(self._buffer).copy_(tensor)
+        packed.read(self.buffer).copy_(tensor)
         self.tensors, self.used = (*self.tensors, packed), end
         return True
-
-    def clear(self) -> None:
-        self.tensors, self.used = (), 0
 
 
 _IPC_ARGUMENTS = tuple(inspect.signature(rebuild_cuda_tensor).parameters)
@@ -92,7 +88,7 @@ _IPC_ARGUMENTS = tuple(inspect.signature(rebuild_cuda_tensor).parameters)
 
 @dataclass(frozen=True)
 class IpcHandle:
-    """Handle by which another process opens a GPU tensor, flat uint8: torch's IPC handle as plain fields, no pickle."""
+    """torch's IPC handle as plain fields, without pickle: another process uses it to open a tensor as flat uint8."""
 
     tensor_size: int
     tensor_offset: int
@@ -104,17 +100,10 @@ class IpcHandle:
     event_handle: bytes
     event_sync_required: bool
 
-    @classmethod
-    def of(cls, slot: torch.Tensor) -> Self:
-        _, arguments = reduce_tensor(slot)
-        given: dict[str, Any] = dict(zip(_IPC_ARGUMENTS, arguments, strict=True))
-        given["tensor_size"] = slot.numel()
-        return cls(**{field.name: given[field.name] for field in fields(cls)})
-
     def to_message(self) -> dict[str, bytes | int | bool]:
-        """Return the fields without torch's counting of receivers.
+        """Return the fields, with torch's reference counter for receivers disabled.
 
-        torch would count down each time that a process opens and closes the buffer, and below zero keep it forever.
+        torch would decrement it whenever a process opens and closes the buffer, and below zero never free the memory.
         """
         return asdict(self) | {"ref_counter_handle": b"/uncounted"}
 
@@ -137,33 +126,36 @@ SLOTS = 2
 
 
 class SendingEnd:
-    """Sending end of a transport: the buffers, uint8, on a device.
+    """Sending end of a transport: the slots, uint8, on a device.
 
-    On "meta", for ranks that only take part in the export, the slots need no memory, and fill in step with the others'.
+    group: broadcasts the bytes from rank 0 to every engine process; None if their location is enough. Ranks that only
+    take part in the export have slots on "meta", without memory, which fill in step with the others.
     """
 
-    def __init__(self, slot_bytes: int, device: str | torch.device = "meta", slots: int = SLOTS) -> None:
+    group: dist.ProcessGroup | None = None
+
+    def __init__(
+        self, slot_bytes: int, device: str | torch.device = "meta", group: dist.ProcessGroup | None = None
+    ) -> None:
         self.slots: Sequence[torch.Tensor] = [
-            torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)
+            torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)
         ]
+        self.group = group
 
     def locate(self, slot: int, used: int) -> Location:
-        """Return the location of the first `used` bytes of a slot, which are complete when this returns."""
-        return {}
-
-    def transmit(self, slot: int, used: int) -> None:
-        """Send the bytes, for transports where a location is not enough; the engines are already waiting for them."""
+        """Return the location of a slot's first `used` bytes, which are complete when this returns."""
+        return {"kind": "broadcast", "bytes": used}
 
     def close(self) -> None:
         self.slots = ()
 
 
 class SharedMemorySender(SendingEnd):
-    """Slots in anonymous shared memory, which receivers of the same user and machine open through /proc."""
+    """Slots in anonymous shared memory, which the same user's processes on this machine open through /proc."""
 
     def __init__(self, slot_bytes: int, slots: int = SLOTS) -> None:
         self._slot_bytes = slot_bytes
-        self._name = uuid.uuid4().hex  # identifies the sender, since a later one may get the same path
+        self._name = uuid.uuid4().hex  # for receivers, since a later sender may get the same path
         self._file = os.memfd_create(f"nemo_rl_mcore_{self._name}")
         os.ftruncate(self._file, slot_bytes * slots)
         memory = torch.frombuffer(mmap.mmap(self._file, slot_bytes * slots), dtype=torch.uint8)
@@ -182,7 +174,7 @@ class SharedMemorySender(SendingEnd):
 
 
 class MessageSender(SendingEnd):
-    """Slots whose bytes are part of the message, to any machine."""
+    """Slots whose bytes are sent in the message, to any machine."""
 
     def __init__(self, slot_bytes: int) -> None:
         super().__init__(slot_bytes, "cpu")
@@ -192,14 +184,19 @@ class MessageSender(SendingEnd):
 
 
 class CudaIpcSender(SendingEnd):
-    """Slots on this rank's GPU, which the engine process on the same GPU opens by an IPC handle.
+    """Slots on this rank's GPU, which the engine process on the same GPU opens with an IPC handle.
 
-    The handles are gathered once, by GPU, and the first rank sends them all.
+    The first rank sends all ranks' handles, which are gathered once.
     """
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
         super().__init__(slot_bytes, device)
-        self._own = [IpcHandle.of(slot) for slot in self.slots]
+        self._own: list[IpcHandle] = []
+        for slot in self.slots:
+            _, arguments = reduce_tensor(slot)
+            given: dict[str, Any] = dict(zip(_IPC_ARGUMENTS, arguments, strict=True))
+            given["tensor_size"] = slot.numel()
+            self._own.append(IpcHandle(**{field.name: given[field.name] for field in fields(IpcHandle)}))
         own = {accelerator.device_uuid(device): [handle.to_message() for handle in self._own]}
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
@@ -223,22 +220,8 @@ class CudaIpcSender(SendingEnd):
         accelerator.free_shared_memory()
 
 
-class BroadcastSender(SendingEnd):
-    """Slots of the first rank, rank 0 of a group that broadcasts to every engine process (NCCL on GPUs)."""
-
-    def __init__(self, slot_bytes: int, device: torch.device, group: dist.ProcessGroup) -> None:
-        super().__init__(slot_bytes, device)
-        self._group = group
-
-    def locate(self, slot: int, used: int) -> Location:
-        return {"kind": "broadcast", "bytes": used}
-
-    def transmit(self, slot: int, used: int) -> None:
-        broadcast_from_first(self.slots[slot][:used], self._group)
-
-
 def broadcast_from_first(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Send a buffer from the group's rank 0 to the others; complete on the device when it returns."""
+    """Broadcast a buffer from the group's rank 0; complete on the device when this returns."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     group.broadcast([buffer], options).wait()
@@ -254,7 +237,7 @@ def join_broadcast_group(
     device_type: str,
     listening: socket.socket | None = None,
 ) -> dist.ProcessGroup:
-    """Return a process group of the trainer, as rank 0, and the engine processes, next to their default groups.
+    """Return an additional process group that joins the trainer (rank 0) and the engine processes.
 
     Rank 0 passes the listening socket, and does not wait here: NCCL connects at the first broadcast.
     """

@@ -2,6 +2,6 @@
 
 MODEL_RULES apply to every model of a run, even if it is only read; POLICY_RULES to the policy and every other trained
 model; ENGINE_RULES to the policy's engines; their paths are relative to `policy`. RUN_RULES apply between the sections
-of a recipe, with paths as in `RunConfig.key`. `policies.py` and `runs.py` apply them. Sections do not depend on these
-rules.
+of a recipe, with paths as in `RunConfig.key`. `policies.py` and `runs.py` apply the rules. Sections do not depend on
+them.
 """

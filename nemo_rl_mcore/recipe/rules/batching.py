@@ -98,8 +98,8 @@ def _room(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     fix = f"set it to {prompt + response}, or lower the other two lengths"
     # NeMo RL's recipes compute the other two from it, so they would grow with it; the number of positions would not.
     computed = longest in (data.max_input_seq_length, response)
-    if computed or prompt + response > policy.model.longest_sequence:
-        fix = f"lower these to a total of at most {min(longest, policy.model.longest_sequence)}"
+    if computed or prompt + response > policy.model.shape.longest_sequence:
+        fix = f"lower these to a total of at most {min(longest, policy.model.shape.longest_sequence)}"
     related = ("data.max_input_seq_length", "data.num_digits", "policy.generation.max_new_tokens")
     yield Rule(
         "too-small",

@@ -44,10 +44,10 @@ def _heads_on_cpu(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     yield Rule(
         "too-small",
         f"policy.model.{'kv_channels' if model.kv_channels else 'num_attention_heads'}",
-        _vllm_on_cpu(config) and model.head_dim < SMALLEST_CPU_HEAD,
+        _vllm_on_cpu(config) and model.shape.head_dim < SMALLEST_CPU_HEAD,
         ("policy.model", _BACKEND, _GPUS),
         "set backend: embedded" if weights else own_size,
-        says=f"the head size {model.head_dim} is below {SMALLEST_CPU_HEAD}, vLLM's minimum on CPU",
+        says=f"the head size {model.shape.head_dim} is below {SMALLEST_CPU_HEAD}, vLLM's minimum on CPU",
     )
 
 
@@ -111,7 +111,7 @@ def _embedded_engines(config: RunConfig) -> Iterator[Rule[RunConfig]]:
 
 
 def _offloads(config: RunConfig, *, beside: bool) -> bool:
-    """Return whether ranks offload everything; beside: whether engines take turns with them on their devices."""
+    """Return True if ranks offload everything; beside: true for engines that take turns with the ranks."""
     turns = config.policy.generation.takes_turns
     return config.policy.offload == "all" and turns == beside and not config.asynchronous
 
@@ -254,7 +254,7 @@ RUN_RULES: Rules[RunConfig] = (
     Rule(
         "not-supported",
         _BACKEND,
-        lambda run: _vllm_on_cpu(run) and run.policy.model.has_mamba,
+        lambda run: _vllm_on_cpu(run) and run.policy.model.shape.has_mamba,
         ("policy.model.hybrid_layer_pattern", _GPUS),
         "set backend: embedded, or run on GPUs",
         "vLLM has no CPU kernels for Mamba layers",
@@ -270,7 +270,7 @@ RUN_RULES: Rules[RunConfig] = (
         # An asynchronous run would send whoever sets it to true back to false.
         lambda run: (
             ("" if run.policy.weights else "change policy.model, or ")
-            + (f"set {run.asynchrony_key}.enabled: false and " if run.asynchronous else "set ")
+            + (f"set {run.key('asynchrony')}.enabled: false and " if run.asynchronous else "set ")
             + "colocated.enabled: true"
         ),
         lambda run: missing_family(run.policy.model),

@@ -14,17 +14,14 @@ _CORRECTION = "gradient.use_importance_sampling_correction"
 _GATHER = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
 
 
-def _as_if_on_policy(run: RunConfig) -> bool:
-    return run.gradient is not None and run.gradient.force_on_policy_ratio
-
-
 RUN_RULES: Rules[RunConfig] = (
     Rule(
         "incompatible",
         _ON_POLICY,
         # A batch that does not divide the samples is reported in batching, with a size that is valid here too.
         lambda run: (
-            _as_if_on_policy(run)
+            run.gradient is not None
+            and run.gradient.force_on_policy_ratio
             and run.samples_per_step > run.policy.train_global_batch_size
             and run.samples_per_step % run.policy.train_global_batch_size == 0
         ),
@@ -36,7 +33,7 @@ RUN_RULES: Rules[RunConfig] = (
         "incompatible",
         {_ON_POLICY: False, "ppo.ppo_epochs": 1},
         "it needs one optimizer step per rollout",
-        where=lambda run: _as_if_on_policy(run) and isinstance(run, PPOMasterConfig),
+        where=lambda run: isinstance(run, PPOMasterConfig),
     ),
     Rule(
         "requires",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.config.base import Problem, Rule, Rules, either, value_at
+from nemo_rl_mcore.config.base import Rule, Rules, either, value_at
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.models import missing_family
 from nemo_rl_mcore.models.adapters import adapter_problems
@@ -34,12 +34,6 @@ def _parts(policy: PolicyConfig) -> tuple[str, ...]:
     megatron = policy.megatron_cfg
     selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
     return megatron.recompute_modules or () if selective else ()
-
-
-def _of_weights(policy: PolicyConfig) -> Iterator[Problem]:
-    yield from override_problems(policy.hf_config_overrides, named=policy.model_name is not None)
-    yield from pattern_problems(policy.model, policy.megatron_cfg.freeze)
-    yield from adapter_problems(policy)
 
 
 def _allows_nothing(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
@@ -97,7 +91,9 @@ MODEL_RULES: Rules[PolicyConfig] = (
         {"model.mtp_num_layers": None},
         "prediction layers of a HybridModel exist only for Transformer Engine",
     ),
-    _of_weights,
+    lambda own: override_problems(own.hf_config_overrides, named=own.model_name is not None),
+    lambda own: pattern_problems(own.model, own.megatron_cfg.freeze),
+    adapter_problems,
     either(
         "not-supported",
         {_PEFT: False, "model.mtp_num_layers": None},
@@ -150,12 +146,12 @@ MODEL_RULES: Rules[PolicyConfig] = (
     Rule(
         "too-large",
         "max_total_sequence_length",
-        lambda own: own.max_total_sequence_length > own.model.longest_sequence,
+        lambda own: own.max_total_sequence_length > own.model.shape.longest_sequence,
         ("model.max_position_embeddings",),
         lambda own: (
             "lower one or raise the other"
             if own.model_name is None
-            else f"set it to {own.model.longest_sequence} at most, or write "
+            else f"set it to {own.model.shape.longest_sequence} at most, or write "
             "hf_config_overrides.max_position_embeddings over it"
         ),
     ),
@@ -205,7 +201,7 @@ POLICY_RULES: Rules[PolicyConfig] = (
     Rule(
         "incompatible",
         "megatron_cfg.bias_activation_fusion",
-        lambda own: own.megatron_cfg.bias_activation_fusion is True and not own.model.gated,
+        lambda own: own.megatron_cfg.bias_activation_fusion is True and not own.model.shape.gated,
         ("model.activation_func",),
         "set it to auto or false",
         "only gated activations have a fusion",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.config.base import Rule, Rules, either
+from nemo_rl_mcore.config.base import Rule, Rules, either, value_at
 from nemo_rl_mcore.config.policy import PolicyConfig
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ OF_THE_LAYOUT = (
     *("cluster.num_nodes", "cluster.gpus_per_node", "cluster.cpu_workers_per_node"),
     *(f"policy.{key}" for key in (TENSOR, PIPELINE, CONTEXT)),
 )
-_COMMUNICATION = "megatron_cfg.cp_comm_type"
+_FP8 = "policy.megatron_cfg.fp8_cfg.enabled"
 _PREDICTION_LAYERS = "model.mtp_num_layers"
 
 
@@ -34,19 +34,23 @@ def _tensor_cuts(policy: PolicyConfig) -> Iterator[Rule[PolicyConfig]]:
     Each expert is whole on its rank, and the layers that produce latents are split by outputs.
     """
     tensor, model = policy.megatron_cfg.tensor_model_parallel_size, policy.model
-    keys = ["num_attention_heads", "num_query_groups"]
-    if model.multi_latent_attention:
+    keys, groups = ["num_attention_heads"], model.shape.query_groups
+    latent = model.kv_lora_rank is not None
+    # Ranks beyond the number of query groups share them.
+    if latent or tensor % groups or 2 * groups * model.shape.head_dim % tensor:
+        keys.append("num_query_groups")
+    if latent:
         keys += ["q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim"]
-    if model.has_mamba:
+    if model.shape.has_mamba:
         keys += ["mamba_num_heads", "mamba_num_groups"]
     if model.num_moe_experts is not None:
         keys.append("moe_shared_expert_intermediate_size")
     sizes = {key: getattr(model, key) or 0 for key in keys}
-    if model.has_dense_layers:
-        sizes["ffn_hidden_size"] = model.ffn_size
+    if model.shape.has_dense_layers:
+        sizes["ffn_hidden_size"] = model.shape.ffn_size
     uneven = {key: size for key, size in sizes.items() if size % tensor}
     if uneven and policy.weights:
-        yield _too_many_ranks(TENSOR, tensor, uneven, policy.weights, fits=math.gcd(*sizes.values()))
+        yield _too_many_ranks(TENSOR, tensor, uneven, policy.weights, fits=math.gcd(*sizes.values(), groups))
         return
     for key, size in uneven.items():
         fix = f"set it to {-(-size // tensor) * tensor}, or lower tensor_model_parallel_size"
@@ -241,33 +245,37 @@ POLICY_RULES: Rules[PolicyConfig] = (
         for other, wrong, why in _NO_OVERLAP
     ),
     either("incompatible", {CONTEXT: 1, OVERLAP: False}, "not tested with shared sequences"),
-    Rule(
-        "has-no-effect",
-        _COMMUNICATION,
-        lambda own: own.megatron_cfg.context_parallel_size == 1 and own.megatron_cfg.cp_comm_type != "p2p",
-        (CONTEXT,),
-    ),
-    Rule(
-        "not-divisible",
-        _COMMUNICATION,
-        lambda own: (
-            own.megatron_cfg.context_parallel_size > 1
-            and own.megatron_cfg.cp_comm_type == "a2a"
-            and own.model.query_groups
-            % (own.megatron_cfg.context_parallel_size * own.megatron_cfg.tensor_model_parallel_size)
-        ),
-        (CONTEXT, TENSOR),
-        "set it to p2p or all_gather",
-        says=lambda own: (
-            f"a2a gives each rank whole heads, and the number of query groups, {own.model.query_groups}, cannot be "
-            f"divided among {own.megatron_cfg.context_parallel_size * own.megatron_cfg.tensor_model_parallel_size} "
-            "ranks (context * tensor parallel size)"
-        ),
-    ),
 )
+
+
+def _samples(run: RunConfig) -> bool:
+    """Return whether a run of given rows samples answers in its validations."""
+    return bool(value_at(run, "loop.validates") and value_at(run, "loop.max_val_samples") != 0)
+
+
 RUN_RULES: Rules[RunConfig] = (
     _layout,
     either("requires", {f"policy.{OVERLAP}": False, "policy.precision": "bfloat16"}),
+    either("requires", {_FP8: False, "policy.precision": "bfloat16"}),
+    either(
+        "requires",
+        {_FP8: False, "policy.megatron_cfg.transformer_impl": "auto"},
+        where=lambda run: run.policy.megatron_cfg.transformer_impl == "local",
+    ),
+    either(
+        "not-supported",
+        {_FP8: False, "policy.generation.backend": "vllm"},
+        "decoding multiplies single tokens, and FP8 products need several at a time",
+        where=lambda run: not run.cluster.on_cpu and (run.algorithm not in ("sft", "dpo") or _samples(run)),
+    ),
+    Rule(
+        "requires",
+        _FP8,
+        lambda run: run.cluster.on_cpu and run.policy.megatron_cfg.fp8_cfg.enabled,
+        ("cluster.gpus_per_node",),
+        {_FP8: False},
+        "FP8 products are Transformer Engine's, on GPUs",
+    ),
     Rule(
         "requires",
         "policy.megatron_cfg.transformer_impl",
@@ -287,10 +295,21 @@ RUN_RULES: Rules[RunConfig] = (
         "set transformer_impl: auto or transformer_engine, or context_parallel_size: 1",
         "on GPUs only Transformer Engine's attention supports it",
     ),
-    either(
-        "requires",
-        {f"policy.{_COMMUNICATION}": "a2a", f"policy.{CONTEXT}": 1},
+    Rule(
+        "not-divisible",
+        f"policy.{CONTEXT}",
+        lambda run: (
+            not run.cluster.on_cpu
+            and run.policy.megatron_cfg.context_parallel_size > 1
+            and run.policy.model.softmax_type != "vanilla"
+            and run.policy.model.shape.query_groups
+            % (
+                run.policy.megatron_cfg.context_parallel_size
+                * run.policy.megatron_cfg.tensor_model_parallel_size
+            )
+        ),
+        (f"policy.{TENSOR}", "policy.model.num_query_groups"),
+        "make the number of query groups a multiple of context_parallel_size * tensor_model_parallel_size",
         "on GPUs attention sinks need whole heads on each rank",
-        where=lambda run: not run.cluster.on_cpu and run.policy.model.softmax_type != "vanilla",
     ),
 )

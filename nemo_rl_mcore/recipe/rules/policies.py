@@ -18,7 +18,7 @@ POLICY_RULES: Rules[PolicyConfig] = (
 
 
 def policy_problems(policy: PolicyConfig, key: Key = str, *, only_read: bool = False) -> Iterator[Problem]:
-    """Yield a model's problems; only_read: whether it is neither trained nor used to generate."""
+    """Yield a model's problems; only_read: true for a model that is neither trained nor used to generate."""
     if only_read:
         yield from broken(MODEL_RULES, policy, key)
     else:

@@ -25,7 +25,7 @@ def _named_sets(config: RunConfig) -> Iterator[Rule[RunConfig]]:
 
 
 def _gold_answers(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield rules for env.math.gold where a source's `answer` has already extracted the answer."""
+    """Yield rules for env.math.gold together with a source's `answer`, which has already extracted the answer."""
     gold = config.env.math is not None and config.env.math.gold is not None
     sources = config.train_sources | config.validation_sources
     taken = [path for path, source in sources.items() if source.answer is not None] if gold else []
@@ -51,8 +51,8 @@ def _repeated(config: RunConfig) -> Iterator[Rule[RunConfig]]:
 def _prompts_there(config: RunConfig) -> Iterator[Rule[RunConfig]]:
     """Yield a rule for a step with more prompts than an embedded task has."""
     data, fix = config.data, "lower it, or raise data.num_digits"
-    says = f"that task has {data.train_prompts} different training prompts"
-    many = data.embedded and config.prompts_per_step > data.train_prompts
+    says = f"that task has {data.task.train_prompts} different training prompts"
+    many = data.embedded and config.prompts_per_step > data.task.train_prompts
     yield Rule("too-large", config.prompts_key, many, (_TASK, _DIGITS), fix, says=says)
 
 
@@ -105,12 +105,12 @@ RUN_RULES: Rules[RunConfig] = (
         lambda run: (
             run.loop.validates
             and run.data.embedded
-            and (run.loop.max_val_samples or 0) > run.data.validation_prompts
+            and (run.loop.max_val_samples or 0) > run.data.task.validation_prompts
         ),
         (_TASK, _DIGITS, "loop.val_period", "loop.val_at_start", "loop.val_at_end"),
         "lower it, raise data.num_digits, or turn validation off (val_period: 0, val_at_start and val_at_end: false)",
         says=lambda run: (
-            f"{run.loop.max_val_samples} is more than the {run.data.validation_prompts} held-out prompts of "
+            f"{run.loop.max_val_samples} is more than the {run.data.task.validation_prompts} held-out prompts of "
             f"{_TASK}: {run.data.dataset_name} with {_DIGITS}: {run.data.num_digits}"
         ),
     ),

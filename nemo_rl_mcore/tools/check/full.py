@@ -1,4 +1,4 @@
-"""`check --full`: the data as the model will read it, its golds, and one row scored."""
+"""`check --full`: tokenizes the data, reads its reference answers, and scores one row."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from nemo_rl_mcore.tools.check.render import Finding
 
 
 def full_check(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    """Open the parts of the run, and yield what is found in them.
+    """Open the run's parts, and yield findings about them.
 
     Raises RunStoppedError for errors that would stop the run before its ranks start: data that cannot be fetched or
-    read, a row with too many tokens, a gold that the environment cannot read, a class of the user's that does not
-    import; CustomCodeError for a reward function or class that raises or returns amiss, which would stop it later.
+    read, a row with too many tokens, a reference answer that the environment cannot read, a class that does not
+    import. Raises CustomCodeError for a reward function or class that raises or returns a wrong value, which would
+    stop the run later.
     """
     parts = open_parts(config)
     source = parts.prompts
-    # All rows of a source that ends; of another one those of its first step, and of a validation if there is one.
+    # All rows of a finite source; of others those of the first step, and of a validation if there is one.
     if isinstance(source, EpochSource):
         trained, held_out = source.train, source.held_out
     else:
@@ -51,7 +52,7 @@ def full_check(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding("left out", f"{left_out} rows with too many tokens (data.overlong)")
     first = (trained or held_out)[0]
     yield Finding("first prompt", shortened(first.text, 400))
-    # Given answers are imitated, not scored: those held out alone are answered in a validation.
+    # Rows with given answers are not scored in training; only validation generates answers to held-out ones.
     if config.row_kind is RowKind.PROMPTS:
         yield from _scored("its answer", parts, first)
     elif held_out:
@@ -61,14 +62,14 @@ def full_check(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _lengths(name: str, prompts: Sequence[Prompt], parts: Parts) -> Iterator[Finding]:
-    """Tokens of the prompts, and of whole rows where answers are given; a row too long is an error, or left out."""
+    """Yield the prompts' tokens and, if answers are given, those of whole rows."""
     if not prompts:
         return
     kind, tokenizer = parts.config.row_kind, parts.tokenizer
     lengths = [len(tokenizer.encode(prompt.text, prompt.literal)) for prompt in prompts]
     longest = max(lengths)
-    middle = f"prompts of {median(lengths):g} tokens in the middle, {longest} at most"
-    yield Finding(name, f"{len(prompts)} rows; {middle}")
+    tokens = f"median {median(lengths):g} tokens per prompt, at most {longest}"
+    yield Finding(name, f"{len(prompts)} rows; {tokens}")
     if place := prompts[lengths.index(longest)].place:
         yield Finding("", f"the longest is {place}")
     whole: list[int] = []
@@ -77,11 +78,11 @@ def _lengths(name: str, prompts: Sequence[Prompt], parts: Parts) -> Iterator[Fin
         rows = pair_rows(prompt, tokenizer) if pairs else (answer_row(prompt, tokenizer),)
         whole.append(max(len(row.ids) for row in rows))
     if whole:
-        yield Finding("", f"with their answers {median(whole):g} in the middle, {max(whole)} at most")
+        yield Finding("", f"with answers: median {median(whole):g} tokens, at most {max(whole)}")
 
 
 def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Finding]:
-    """Yield the rewards of the data's answer, and of none; nothing where agents give the rewards."""
+    """Yield the rewards of the data's answer and of an empty one; nothing if agents give the rewards."""
     env = parts.config.env
     if env.endpoint is not None and not env.given:
         return
@@ -94,15 +95,14 @@ def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Finding]:
     for reply in (given, none):
         rewards = ", ".join(f"{name} {value:g}" for name, value in reply.rewards.items())
         earned.append(f"{reply.reward:g}{rewards and f' ({rewards})'}")
-    found = f"{shortened(prompt.imitated)} earns {earned[0]}, an empty response {earned[1]}"
-    yield Finding(name, found)
+    yield Finding(name, f"{shortened(prompt.imitated)} earns {earned[0]}, an empty response {earned[1]}")
     if given.terminated and given.reward <= none.reward:
-        what = "the answer as the data states it earns no more than none: look at env (env.math.response says where a "
-        yield Finding("", f"{what}response has to state its own) and at the answer of the source")
+        what = "the data's answer earns no more than an empty one: see env (env.math.response defines where a response "
+        yield Finding("", f"{what}states its answer) and the source's answer key")
 
 
 def _replies_of_process(env: EnvConfig, turns: Sequence[Turn]) -> Sequence[Reply]:
-    """Return the replies of an environment in a process like those of a run, which sees no more than they do."""
+    """Return the replies of an environment in its own process, with the environment variables that a run gives it."""
     variables = rank_environment(os.environ, on_cpu=not env.pool.num_gpus) | given_variables(env.pool)
     context = get_context("spawn")
     replies, there = context.Pipe(duplex=False)
@@ -113,14 +113,14 @@ def _replies_of_process(env: EnvConfig, turns: Sequence[Turn]) -> Sequence[Reply
     try:
         for limit_s, key in ((PROCESS_START_S, "start"), (env.pool.timeout_s, "env.pool.timeout_s")):
             if not replies.poll(limit_s):
-                raise CustomCodeError(f"{key}: the environment has not replied within {limit_s:g} s")
-            if isinstance(said := replies.recv(), RunStoppedError):
-                raise said
-        return said
+                raise CustomCodeError(f"{key}: the environment did not reply within {limit_s:g} s")
+            if isinstance(received := replies.recv(), RunStoppedError):
+                raise received
+        return received
     except EOFError:
         process.join()
         raise CustomCodeError(
-            f"the process of the environment ended with status {process.exitcode}, without a reply"
+            f"the environment's process ended with status {process.exitcode}, without a reply"
         ) from None
     finally:
         process.kill()
@@ -128,11 +128,11 @@ def _replies_of_process(env: EnvConfig, turns: Sequence[Turn]) -> Sequence[Reply
 
 
 def _reply(driver: Connection, env: EnvConfig, turns: Sequence[Turn]) -> None:
-    """Send None for a start, and the replies; or, in the place of either, an error. Runs in that process."""
+    """Send None after the start, then the replies; an error replaces either. Runs in the environment's process."""
     try:
         process = EnvironmentProcess(env, {})
         driver.send(None)
         replies = process.replies(turns, env.pool.timeout_s)
         driver.send([replace(reply, metadata=None) for reply in replies])
-    except RunStoppedError as error:  # any other one leaves its traceback there, and its status here
+    except RunStoppedError as error:  # any other error ends the process with a traceback
         driver.send(error)

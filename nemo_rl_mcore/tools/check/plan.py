@@ -1,6 +1,6 @@
-"""Everything that can be known about a run before Ray, torch or Megatron is imported.
+"""Plans a run without importing Ray, torch or Megatron: batches, engines, memory, problems.
 
-In the estimates of memory each figure counts numbers (weights, values), and bytes where its name or docstring says so.
+Memory estimates count elements (weights, activations), or bytes if the name or docstring says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nemo_rl_mcore.config.base import ConfigError, Problem, as_yaml, value_at
 from nemo_rl_mcore.config.model import ATTENTION, EXPERTS, MAMBA, MLP
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.run_config import KEPT_BYTES, RunConfig
-from nemo_rl_mcore.data.hub import require_whole_weights, tokenizer_problems
+from nemo_rl_mcore.data.hub import require_whole_weights
 from nemo_rl_mcore.driver.run_folder import folder_problems, init_checkpoint_problems
 from nemo_rl_mcore.models import count_parameters, layer_slots, outside_of_layers
 from nemo_rl_mcore.models.memory import (
@@ -25,7 +25,14 @@ from nemo_rl_mcore.models.memory import (
 )
 from nemo_rl_mcore.recipe.load import hidden
 from nemo_rl_mcore.recipe.rules.model import FUSED_RULES
-from nemo_rl_mcore.tools.check.data import DataPlan, examine_data, fetched, turn_problems, unread_variables
+from nemo_rl_mcore.tools.check.data import (
+    DataPlan,
+    examine_data,
+    fetched,
+    tokenizer_problems,
+    turn_problems,
+    unread_variables,
+)
 from nemo_rl_mcore.tools.check.machine import (
     agent_problems,
     gpu_problems,
@@ -36,15 +43,14 @@ from nemo_rl_mcore.tools.check.machine import (
 )
 
 _BYTES_PER_TOKEN = 40
-"""Of a sample in the driver, and where it is kept: ids, masks, log-probabilities, versions, as tensors."""
+"""Size of a sample's token in the driver and on disk: ids, masks, log-probabilities and versions, as tensors."""
 
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """How the samples of a step are divided; where nothing is sampled, each has one given answer.
+    """The division of a step's samples; a sample of given answers counts as one.
 
-    With token budgets the numbers of microbatches and passes depend on the samples' lengths; the two given are those
-    of samples as long as can be.
+    With token budgets, the numbers of microbatches and passes are those of samples of maximal length.
     """
 
     samples: int
@@ -70,8 +76,8 @@ class BatchArithmetic:
 class KeptGroups:
     """The most groups that an asynchronous run's driver keeps; a group is the answers to one prompt.
 
-    kept_groups: those that were trained on since the last checkpoint, where there are some. step_bytes, disk_bytes: on
-    disk, for a replay: of a step, and of all at most; 0 where the run keeps none.
+    kept_groups: trained since the last checkpoint. step_bytes, disk_bytes: on disk for a replay, per step and in
+    total; 0 if the run keeps none.
     """
 
     kept_groups: int
@@ -89,7 +95,7 @@ class KeptGroups:
         step_bytes = per_step * group_bytes if config.asynchronous else 0
         return cls(
             kept_groups=steps * per_step,
-            driver_bytes=(steps * per_step + config.groups_under_way[0]) * group_bytes,
+            driver_bytes=(steps * per_step + config.group_limits.live) * group_bytes,
             step_bytes=step_bytes,
             disk_bytes=min(max(KEPT_BYTES, steps * step_bytes), config.loop.max_num_steps * step_bytes),
         )
@@ -97,7 +103,7 @@ class KeptGroups:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Weights of one process of an engine, in numbers, and bytes of these and of the buckets that bring new ones."""
+    """An engine process's number of weights, their bytes, and those of the buckets that deliver new ones."""
 
     parameters: int
     weights: int
@@ -110,10 +116,9 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class EnginesPlan:
-    """The engines of a run, in words.
+    """A run's engines; where: in words.
 
-    memory: of each one, where it is embedded, and so one process, and not the ranks. share: of the fullest process of a
-    vLLM engine, where each has several.
+    memory: of each separate embedded engine. share: of a vLLM engine's fullest process, if an engine has several.
     """
 
     where: str
@@ -123,11 +128,11 @@ class EnginesPlan:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a GPU, without those of CUDA, NCCL and fragmentation.
+    """Bytes on a GPU, without CUDA, NCCL and fragmentation.
 
-    activations: of the microbatches under way, for the model that has most. training: with everything on the ranks.
-    during_generation: kept by the ranks while engines generate on their GPUs; None where none do. engine_share: the
-    share of a GPU that an engine takes then. smallest: the least bytes that a GPU has to have.
+    activations: of the microbatches in flight, for the model that has most. training: everything on the ranks.
+    during_generation: what ranks keep while engines generate on their GPUs; None if none do. engine_share: an engine's
+    share of the GPU then. smallest: the least memory that a GPU needs.
     """
 
     tokens: int
@@ -140,10 +145,10 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved run, as `check` prints it.
+    """The resolved run that `check` prints.
 
-    asynchronous: None for a run that takes turns. device_memory: of a GPU; None on CPU. missing: problems of this
-    machine that those of the run need not have. fetched: data sets that the run fetches.
+    asynchronous: None for a synchronous run. device_memory: None on CPU. missing: problems of this machine that the
+    run's machines may not have. fetched: data sets that the run fetches.
     """
 
     config: RunConfig
@@ -169,12 +174,12 @@ def preflight(
     starts: bool = False,
     warnings: tuple[Problem, ...] = (),
 ) -> Plan:
-    """Resolve a run on paper; raises ConfigError for files and packages that are missing.
+    """Plan a run without starting it; raises ConfigError for missing files and packages.
 
-    elsewhere: it is to run on other machines, which have the packages; packages that this one lacks, and folders that
-    it cannot write to, are then the plan's `missing`, as are checkpoints that another command may train before the run.
-    starts: it is to start here now, on this machine's GPUs. warnings: from loading the recipe; the plan's own follow.
-    Without of_a_run, for a checkpoint, the data set and the user's classes are not looked for.
+    elsewhere: it will run on other machines: packages missing here, and folders that cannot be written, only go into
+    the plan's `missing`, like checkpoints that another command may still train. starts: it starts here now, on this
+    machine's GPUs. of_a_run: False for commands on a checkpoint: data set and the user's classes are not looked for.
+    warnings: from loading the recipe; the plan's own follow.
     """
     data, of_data = examine_data(config) if of_a_run else (None, [])
     of_weights, untrained = _weight_problems(config, of_a_run=of_a_run)
@@ -189,9 +194,9 @@ def preflight(
     problems += gpu_problems(config) if starts else ()
     if problems:
         raise ConfigError(hidden(problem, config.references) for problem in problems)
-    told = [*warnings, *(problem for problem in of_data if problem.warns)]
-    told += [*(() if data is None else data.warnings), *unread_variables(config), *turn_problems(config)]
-    told += () if elsewhere else of_layers
+    warned = [*warnings, *(problem for problem in of_data if problem.warns)]
+    warned += [*(() if data is None else data.warnings), *unread_variables(config), *turn_problems(config)]
+    warned += () if elsewhere else of_layers
     memory, policy = estimate_memory(config), config.policy
     rules = FUSED_RULES if policy.megatron_cfg.use_fused_linear_logprobs else ()
     settings = [f"policy.{rule.related[0]}: {as_yaml(value_at(policy, rule.related[0]))}" for rule in rules]
@@ -207,13 +212,13 @@ def preflight(
         data=data,
         steps=config.loop.max_num_steps if data is None else data.steps,
         missing=(*untrained, *missing, *(of_layers if elsewhere else ())),
-        warnings=tuple(told),
+        warnings=tuple(warned),
         fetched=tuple(fetched(config)) if of_a_run else (),
     )
 
 
 def _weight_problems(config: RunConfig, *, of_a_run: bool) -> tuple[list[Problem], list[Problem]]:
-    """Return problems with weights that are here, and with checkpoints that are not, each once for all models."""
+    """Return problems of existing weights, and missing checkpoints, without repeats for several models."""
     started = [plan for plan in config.models.values() if of_a_run or plan.policy is config.policy]
     of_weights, untrained = dict[Problem, None](), dict[Problem, None]()
     for plan in started:
@@ -222,7 +227,7 @@ def _weight_problems(config: RunConfig, *, of_a_run: bool) -> tuple[list[Problem
     for plan in started:
         folder = plan.policy.model_name
         try:
-            if folder is not None and Path(folder).is_dir():  # a model of the hub is fetched by the run
+            if folder is not None and Path(folder).is_dir():  # the run fetches a model from the hub
                 require_whole_weights(Path(folder))
         except ValueError as error:
             key, remedy = plan.key("policy.model_name"), "name a folder that holds the weights"
@@ -234,7 +239,7 @@ def _weight_problems(config: RunConfig, *, of_a_run: bool) -> tuple[list[Problem
 
 
 def plan_engines(config: RunConfig) -> EnginesPlan:
-    """Describe the engines; an offline run has one for its validation at most."""
+    """Describe the engines; without rollouts, at most validation uses them."""
     generation, cluster, policy = config.policy.generation, config.cluster, config.policy
     if generation.decodes_on_ranks:
         return EnginesPlan("on the training ranks")
@@ -242,7 +247,7 @@ def plan_engines(config: RunConfig) -> EnginesPlan:
     if cluster.on_cpu:
         place = "in processes beside the ranks"
     elif colocated:
-        place = "on the ranks' GPUs in turn with them"
+        place = "on the ranks' GPUs, taking turns"
     else:
         place = "on GPUs beside those of the ranks"
     embedded, size = generation.backend == "embedded", generation.vllm_cfg.processes
@@ -261,12 +266,11 @@ def plan_engines(config: RunConfig) -> EnginesPlan:
         return EnginesPlan(f"{engines}, {place}")
     per_node = cluster.workers_per_node if cluster.on_cpu or colocated else resources.gpus_per_node or size
     over = f" on {size // per_node} machines" if size > per_node else ""
-    where = f"{engines} of {size} processes{over} each, {place}"
-    return EnginesPlan(where, share=_share_memory(policy))
+    return EnginesPlan(f"{engines} of {size} processes{over} each, {place}", share=_share_memory(policy))
 
 
 def _share_memory(policy: PolicyConfig) -> ProcessMemory:
-    """Estimate the fullest process of a vLLM engine, without the small parts that tensor parallelism leaves whole."""
+    """Estimate a vLLM engine's fullest process, ignoring the small parts that tensor parallelism does not divide."""
     model, vllm = policy.model, policy.generation.vllm_cfg
     outside, stages = outside_of_layers(model), vllm.pipeline_parallel_size
     layers = [sum(slot.count(model) for slot in layer_slots(model, at)) for at in range(model.num_layers)]
@@ -284,7 +288,7 @@ def _share_memory(policy: PolicyConfig) -> ProcessMemory:
 
 
 def plan_device_memory(config: RunConfig, memory: Mapping[str, MemoryEstimate]) -> DeviceMemory:
-    """Estimate a GPU in the two halves of a step, from the estimates of the models."""
+    """Estimate a GPU's memory during training and generation, from the models' estimates."""
     tokens, policy, during_generation = microbatch_tokens(config, config.policy)[0], config.policy, None
     activations = max(
         activation_bytes(plan.policy, tokens) for plan in config.models.values() if plan.trained
@@ -292,7 +296,7 @@ def plan_device_memory(config: RunConfig, memory: Mapping[str, MemoryEstimate]) 
     training = smallest = sum(model.total for model in memory.values()) + activations
     share = policy.generation.vllm_cfg.gpu_memory_utilization
     if policy.generation.takes_turns and not config.cluster.on_cpu:
-        during_generation = 0  # nothing is computed meanwhile, so there are no logits
+        during_generation = 0  # ranks compute nothing then, so there are no logits
         for model in memory.values():
             during_generation += model.reference
             during_generation += 0 if policy.offload == "all" else model.weights
@@ -303,11 +307,11 @@ def plan_device_memory(config: RunConfig, memory: Mapping[str, MemoryEstimate]) 
 
 
 def activation_bytes(policy: PolicyConfig, tokens: int) -> int:
-    """Return bytes that a rank keeps of so many tokens of a microbatch for their backward pass, by its largest stage.
+    """Return the bytes that a rank of the largest stage keeps for the backward pass of a microbatch of `tokens`.
 
-    Counted are the inputs of products, norms, attention and activation functions, with attention that keeps no scores
-    (as in https://arxiv.org/abs/2205.05198, section 4, for layers of this kind). A first stage has as many microbatches
-    under way as there are stages.
+    Counted are the inputs of matrix products, norms, attention and activation functions; attention keeps no scores
+    (compare https://arxiv.org/abs/2205.05198, section 4). The first stage has as many microbatches in flight as there
+    are stages.
     """
     megatron, model, size = policy.megatron_cfg, policy.model, WEIGHT_BYTES[policy.precision]
     stages = megatron.pipeline_model_parallel_size
@@ -315,10 +319,10 @@ def activation_bytes(policy: PolicyConfig, tokens: int) -> int:
     shared = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
     selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
     again = (megatron.recompute_modules or ()) if selective else ()
-    modules = {MLP: "mlp", EXPERTS: "moe"}  # Megatron's names of parts that are computed again as a whole
+    modules = {MLP: "mlp", EXPERTS: "moe"}  # Megatron's names for parts that are recomputed as a whole
     kept, whole = list[float](), list[float]()
     for layer in range(model.num_layers):
-        of_gpt = ATTENTION + (MLP if layer < model.dense_layers else EXPERTS)
+        of_gpt = ATTENTION + (MLP if layer < model.shape.dense_layers else EXPERTS)
         kept.append(0.0)
         whole.append(0.0)
         for kind in of_gpt if model.hybrid_layer_pattern is None else model.hybrid_layer_pattern[layer]:
@@ -335,26 +339,27 @@ def activation_bytes(policy: PolicyConfig, tokens: int) -> int:
 
 
 def _inside(policy: PolicyConfig, kind: str) -> float:
-    """Return the numbers of each token in attention, a feed-forward part, experts or Mamba, on one rank."""
-    model, megatron = policy.model, policy.megatron_cfg
+    """Return the elements kept per token in attention, a feed-forward part, experts or Mamba, on one rank."""
+    model, megatron, shape = policy.model, policy.megatron_cfg, policy.model.shape
     tensor = megatron.tensor_model_parallel_size
-    if kind == ATTENTION and model.multi_latent_attention:
+    if kind == ATTENTION and model.kv_lora_rank is not None:
         latents = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) + model.qk_pos_emb_head_dim
-        return 2 * (model.head_dim + model.v_head_dim) * model.num_attention_heads / tensor + 2 * latents
+        return 2 * (shape.head_dim + model.v_head_dim) * model.num_attention_heads / tensor + 2 * latents
     if kind == ATTENTION:
         # Queries, keys, values, and attention's output.
-        return 2 * model.head_dim * (model.num_attention_heads + model.query_groups) / tensor
+        return 2 * shape.head_dim * (model.num_attention_heads + max(shape.query_groups, tensor)) / tensor
     if kind == MAMBA:
         # Projections, convolutions, the scan's output, and its norm.
         keys = model.mamba_num_groups * model.mamba_state_dim
-        return (5 * model.mamba_size + 4 * keys + (model.mamba_num_heads or 0)) / tensor
-    # A gated product: both halves of its input and its output; unfused, copies of both besides.
+        return (5 * shape.mamba_size + 4 * keys + (model.mamba_num_heads or 0)) / tensor
+    # A gated product keeps both halves of its input and its output; unfused, also copies of both halves.
     halves = 5 if megatron.bias_activation_fusion is False else 3
-    of_each = halves if model.gated else 2
+    of_each = halves if shape.gated else 2
     if kind == MLP:
-        return of_each * model.ffn_size / tensor
+        return of_each * shape.ffn_size / tensor
     own = of_each * (model.moe_shared_expert_intermediate_size or 0)
-    # A token's copies at its experts: their inputs and outputs.
-    of_one = (model.moe_latent_size or model.hidden_size) + (3 if model.gated else 2) * model.expert_ffn_size
+    # Inputs and outputs of a token's experts.
+    products = 3 if shape.gated else 2
+    of_one = (model.moe_latent_size or model.hidden_size) + products * shape.expert_ffn_size
     experts = model.moe_router_topk * of_one + (model.moe_latent_size or 0)
     return own / tensor + experts / (tensor if megatron.sequence_parallel else 1)

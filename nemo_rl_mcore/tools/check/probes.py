@@ -1,7 +1,7 @@
-"""Questions about this machine that are put to processes of their own, which may fail, crash or hang alone.
+"""Probes of this machine, each in its own process, so that it can fail, crash or hang alone.
 
-Each process runs this file as a script. It stands alone: nothing of the package is imported, so that an answer is about
-the package asked for. The answer is one JSON object on standard output; what else is printed goes to standard error.
+Each process runs this file as a script. It imports nothing of this package, so that an answer depends only on the
+package under test. The answer is one JSON object on standard output; all other output goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Question = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Answer:
-    """The facts that a process reported; failure: why not, or not all of them; late: it had no time to."""
+    """A process's facts; failure: the reason if some are missing; late: the deadline passed."""
 
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     failure: str = ""
@@ -36,18 +36,18 @@ class Answer:
 
 
 def ask(questions: Mapping[str, Question], deadline_s: float) -> dict[str, Answer]:
-    """Return the answer to each question, after `deadline_s` at most; none of their processes is left."""
+    """Return the answers after at most `deadline_s`; no process is left behind."""
     ends_at = time.monotonic() + deadline_s
     asked: dict[str, tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]] = {}
     with contextlib.ExitStack() as ended:
-        # Ctrl-C between the start of a process and its registration would leave it behind.
+        # Ctrl-C between a process's start and its registration would leave it behind.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             for key, question in questions.items():
-                # Output goes to files, so that nobody has to read it; in memory, as the disk may be full.
+                # Pipes would have to be read; files on disk might not fit: output goes to files in memory.
                 files = (os.fdopen(os.memfd_create(name), "w+b") for name in ("out", "err"))
                 out, err = (ended.enter_context(file) for file in files)
-                # -P: a folder in the working directory that has the name of a package is not that package.
+                # -P: folders in the working directory that are named like a package do not hide it.
                 command = [sys.executable, "-P", __file__, str(deadline_s), *question]
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
@@ -73,7 +73,7 @@ def ask(questions: Mapping[str, Question], deadline_s: float) -> dict[str, Answe
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with all that it has started."""
+    """Kill a process and all its children."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -99,10 +99,10 @@ def torch() -> Facts:
     facts: Facts = {"cuda": module.version.cuda, "gpus": [], "gloo": dist.is_gloo_available()}
     facts["nccl"] = ".".join(map(str, module.cuda.nccl.version())) if dist.is_nccl_available() else None
     for index in range(module.cuda.device_count()):
-        told = module.cuda.get_device_properties(index)
-        facts["gpus"].append({"name": told.name, "bytes": told.total_memory})
+        device = module.cuda.get_device_properties(index)
+        facts["gpus"].append({"name": device.name, "bytes": device.total_memory})
     try:
-        # At which a driver that is too old, or code for other GPUs, fails.
+        # This fails if the driver is too old, or torch is built for other GPUs.
         for index in range(len(facts["gpus"])):
             module.ones(2, device=f"cuda:{index}").sum().item()
     except RuntimeError as error:
@@ -111,7 +111,7 @@ def torch() -> Facts:
 
 
 def nvidia_smi() -> Facts:
-    """Return name and driver's version of each GPU that NVIDIA's program lists; None without it."""
+    """Return name and driver version of each GPU that nvidia-smi lists; None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return {"listed": None}
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -125,15 +125,15 @@ def nvidia_smi() -> Facts:
 
 
 def ray_cluster(address: str) -> Facts:
-    """Join a Ray cluster and leave it: the GPUs of each of its machines."""
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # nothing is to be packed for workers
+    """Join a Ray cluster, and return the number of GPUs on each of its machines."""
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # pack nothing for workers
     ray: Any = importlib.import_module("ray")
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     return {"gpus": [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]]}
 
 
 def host_name() -> Facts:
-    """Return the name of this machine, and its addresses; asking for them may wait for a name server."""
+    """Return this machine's name and addresses; the look-up may wait for a name server."""
     name = socket.gethostname()
     facts: Facts = {"name": name, "addresses": []}
     with contextlib.suppress(OSError):
@@ -147,14 +147,14 @@ _PROBES: dict[str, Callable[..., Facts]] = {
 
 
 if __name__ == "__main__":
-    signal.alarm(int(float(sys.argv[1])) + 2)  # also where the asking process is killed
+    signal.alarm(int(float(sys.argv[1])) + 2)  # even if the parent process is killed
     answer = os.dup(1)
     os.dup2(2, 1)
 
-    def tell_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        told = " ".join(str(error).split())
-        failure = {"failure": f"{kind.__name__}: {told}" if told else kind.__name__}
+    def write_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = " ".join(str(error).split())
+        failure = {"failure": f"{kind.__name__}: {text}" if text else kind.__name__}
         os.write(answer, json.dumps(failure).encode())
 
-    sys.excepthook = tell_failure
+    sys.excepthook = write_failure
     os.write(answer, json.dumps(_PROBES[sys.argv[2]](*sys.argv[3:])).encode())

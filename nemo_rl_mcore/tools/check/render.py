@@ -1,4 +1,4 @@
-"""The findings of `check` and `doctor`, and their layout for the terminal."""
+"""The findings of `check` and `doctor`, and their layout in the terminal."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceDefaults
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
 from nemo_rl_mcore.data.examples import read_texts
-from nemo_rl_mcore.data.hub import ends_of, local_folder
+from nemo_rl_mcore.data.hub import local_folder
 from nemo_rl_mcore.driver.output import visible
 from nemo_rl_mcore.driver.run_folder import checkpoints_on_disk, leaves
 from nemo_rl_mcore.errors import shortened, size_of
 from nemo_rl_mcore.models.adapters import adapted_weights, count_adapters
 from nemo_rl_mcore.models.memory import reference_place
-from nemo_rl_mcore.recipe.environment_values import without_values
+from nemo_rl_mcore.recipe.interpolations import without_values
 from nemo_rl_mcore.recipe.load import compute
 from nemo_rl_mcore.recipe.rules.rollouts import remarks
 from nemo_rl_mcore.recipe.sources import COMMAND_LINE, origins, read_recipe, taken_back
-from nemo_rl_mcore.tools.check.data import FIRST_ROWS, has_template
-from nemo_rl_mcore.tools.check.plan import KeptGroups, Plan
+from nemo_rl_mcore.tools.check.data import FIRST_ROWS, ends_of, has_template
+from nemo_rl_mcore.tools.check.plan import Plan
+
+type _Pair = tuple[str, str]
+"""A finding's name and text."""
 
 
 class Status(StrEnum):
-    """How a thing fares."""
-
     OK = "ok"
     MISSING = "missing"
     WRONG = "wrong"
@@ -46,9 +47,9 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at, or settled.
+    """A line about one subject.
 
-    mend: the command that mends it, or other advice. needed: no run goes without it.
+    mend: the command that fixes it, or other advice. needed: no run works without it.
     """
 
     name: str
@@ -64,8 +65,6 @@ class Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """Findings of one kind."""
-
     title: str
     findings: Sequence[Finding]
 
@@ -74,7 +73,7 @@ _STYLES = {Status.MISSING: "yellow", Status.WRONG: "red", Status.UNKNOWN: "yello
 
 
 def render(sections: Iterable[Section]) -> Group:
-    """Lay out sections; print them with soft_wrap, so that no line is broken inside a key."""
+    """Lay out sections; print them with soft_wrap, which breaks no key."""
     lines = list[Text]()
     for section in sections:
         lines.append(Text(section.title, style="bold"))
@@ -98,8 +97,8 @@ def sections_of(plan: Plan, in_full: Iterable[Finding] = ()) -> Iterator[Section
     megatron, data = config.policy.megatron_cfg, plan.data
     context, padding = megatron.context_parallel_size, ""
     if context > 1:
-        more = (2 * context - 1) / 2  # of lengths that are as likely as each other
-        padding = f", rows padded to multiples of {2 * context} tokens, {more:g} more a row on average"
+        more = (2 * context - 1) / 2  # if all lengths are equally likely
+        padding = f", rows padded to multiples of {2 * context} tokens, on average by {more:g}"
     nodes = f"{cluster.num_nodes} node(s) x {cluster.workers_per_node}"
     copies = f"{cluster.world_size} / {megatron.model_parallel_size * context}"
     sequence = " with sequence parallelism" if megatron.sequence_parallel else ""
@@ -113,66 +112,70 @@ def sections_of(plan: Plan, in_full: Iterable[Finding] = ()) -> Iterator[Section
         "data parallel": f"{copies} = {config.data_parallel_size}",
         "generation": plan.engines.where,
     }
-    run: list[Finding] = []
+    run = list[_Pair]()
     if data is not None:
         steps = f"{data.rows} / {data.rows_per_step} = {data.rows / data.rows_per_step:g} steps"
-        run.append(Finding("rows", f"{data.rows} to train on, {data.held_out} held out"))
-        run.append(Finding("a pass over the rows", steps))
+        run.append(("rows", f"{data.rows} to train on, {data.held_out} held out"))
+        run.append(("a pass over the rows", steps))
     if plan.fetched:
-        run.append(Finding("rows", f"{', '.join(plan.fetched)}: fetched and read when the run starts"))
-    run.append(Finding("steps", f"{plan.steps} at most" if plan.fetched else str(plan.steps)))
-    run.append(Finding("reference policy", reference_place(config) or "no (its KL penalty is 0)"))
-    run.append(Finding("log_dir", config.logger.log_dir))
-    run.append(Finding("checkpoints", checkpoints_on_disk(config)))
-    run += [Finding("not on this machine", str(problem)) for problem in plan.missing]
-    fused = [Finding("ok" if ok else "refused", setting) for setting, ok in plan.guardrails]
+        run.append(("rows", f"{', '.join(plan.fetched)}: fetched and read when the run starts"))
+    run += [
+        ("steps", f"at most {plan.steps}" if plan.fetched else str(plan.steps)),
+        ("reference policy", reference_place(config) or "none (its KL penalty is 0)"),
+        ("log_dir", config.logger.log_dir),
+        ("checkpoints", checkpoints_on_disk(config)),
+        *(("not on this machine", str(problem)) for problem in plan.missing),
+    ]
+    fused = [("ok" if ok else "refused", setting) for setting, ok in plan.guardrails]
     if not megatron.use_fused_linear_logprobs:
-        fused = [Finding("use_fused_linear_logprobs", "off")]
-    asynchronous = "Asynchronous rollouts, in groups of answers to one prompt"
-    for title, findings in (
-        ("What is trained", subject_of(plan)),
-        ("Parallel layout", [Finding(name, found) for name, found in layout.items()]),
+        fused = [("use_fused_linear_logprobs", "off")]
+    warnings = [(f"{number}.", str(one)) for number, one in enumerate(plan.warnings, start=1)]
+    yield Section("What is trained", [*subject_of(plan)])
+    for title, pairs in (
+        ("Parallel layout", layout.items()),
         ("Batch arithmetic of a step", _batch(plan)),
-        (asynchronous, () if plan.asynchronous is None else _asynchronous(plan, plan.asynchronous)),
+        ("Asynchronous rollouts; a group is the answers to one prompt", _asynchronous(plan)),
         ("Run", run),
         ("Fused log-probabilities", fused),
         *_memory(plan),
-        ("Data, in full", in_full),
-        ("Warnings", [Finding(f"{number}.", str(one)) for number, one in enumerate(plan.warnings, start=1)]),
     ):
-        if there := [*findings]:
+        if there := [Finding(*pair) for pair in pairs]:
             yield Section(title, there)
+    if found := [*in_full]:
+        yield Section("Data, in full", found)
+    if warnings:
+        yield Section("Warnings", [Finding(*pair) for pair in warnings])
 
 
 def subject_of(plan: Plan) -> Iterator[Finding]:
-    """Yield models, data, environment, loss and optimizer; references stand in place of environment variables."""
+    """Yield models, data, environment, loss and optimizer; values from environment variables are not shown."""
     config = plan.config
-    told = [("algorithm", f"{config.algorithm}{', asynchronous rollouts' if config.asynchronous else ''}")]
+    pairs = [("algorithm", f"{config.algorithm}{', asynchronous rollouts' if config.asynchronous else ''}")]
     for name, one in config.models.items():
         model, policy = one.policy.model, one.policy
         shape = f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size}"
         weights = policy.init_checkpoint or policy.model_name or "random weights"
-        told.append((name, f"{shape}, from {weights}"))
+        pairs.append((name, f"{shape}, from {weights}"))
         if (peft := policy.megatron_cfg.peft).enabled:
             beside = len(adapted_weights(policy))
-            told.append(("adapters", f"{beside}, of rank {peft.dim}: {count_adapters(policy):,} weights"))
-    told.append(("tokenizer", config.policy.tokenizer.name))
+            pairs.append(("adapters", f"{beside}, of rank {peft.dim}: {count_adapters(policy):,} weights"))
+    pairs.append(("tokenizer", config.policy.tokenizer.name))
     if ends := ends_of(config.policy):
         shown = ", ".join(f"{text!r} ({token})" for token, text in ends.items())
-        told.append(("answers end with", shown))
+        pairs.append(("answers end with", shown))
     rows = plan.data.first if plan.data else ()
-    for name, value in chain(told, _data(config, rows), _learning(config)):
+    for name, value in chain(pairs, _data(config, rows), _learning(config)):
         yield Finding(name, visible(without_values(value, config.references)))
 
 
 def _data(config: RunConfig, rows: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
-    """Yield the sources, the first rows, of files or of an embedded task, and the use of a chat template."""
+    """Yield the sources, their first rows, and whether a chat template is applied."""
     data, tokenizer = config.data, config.policy.tokenizer
-    if data.type is not None or not data.from_files:
+    if data.type is not None or data.dataset_name != "files":
         yield "data", data.type or str(data.dataset_name)
     for path, source in (config.train_sources | config.validation_sources).items():
         yield path, ", ".join(map(str, source.paths))
-    if not rows and not data.from_files and data.type is None:
+    if not rows and data.dataset_name != "files" and data.type is None:
         task = DigitTaskSource(data.dataset_name, data.num_digits, config.seed)
         texts, _ = read_texts(data.default or SourceDefaults())
         rows = [texts.shown(one, chat=data.apply_chat_template) for one in task.train_batch(1, FIRST_ROWS)]
@@ -181,18 +184,18 @@ def _data(config: RunConfig, rows: Sequence[Prompt]) -> Iterator[tuple[str, str]
         parts = {"": shown, "answer ": row.solution or row.answer, "rejected ": row.rejected or ""}
         texts = (f"{name}{shortened(text, 100)!r}" for name, text in parts.items() if text or not name)
         yield f"row {number}", ", ".join(texts)
-    if not data.from_files or config.env.endpoint is not None:
-        return  # a task of ours, or agents, decide how prompts are shown
+    if data.dataset_name != "files" or config.env.endpoint is not None:
+        return  # embedded tasks and agents render prompts themselves
     folder = local_folder(tokenizer.name) if tokenizer.name != "char" else None
     whose = "policy.tokenizer.chat_template" if tokenizer.chat_template is not None else tokenizer.name
     if data.apply_chat_template:
-        use = f"applied, that of {whose}"
+        use = f"applied: {whose}"
     elif tokenizer.chat_template is not None or (folder is not None and has_template(folder)):
-        use = f"not applied, though {whose} has one: data.apply_chat_template: true applies it"
+        use = f"not applied, although {whose} has one: set data.apply_chat_template: true"
     elif folder is not None or tokenizer.name == "char":
-        use = "not applied, the tokenizer has none"
+        use = "not applied: the tokenizer has none"
     else:
-        use = "not applied, prompts are plain text"
+        use = "not applied: prompts are plain text"
     yield "chat template", use
 
 
@@ -229,7 +232,7 @@ def _learning(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _keys(section: BaseModel, *always: str, only: type[BaseModel] | None = None) -> str:
-    """Spell the keys, of a class of the section's, that differ from their defaults or are always shown."""
+    """Return the keys that differ from their defaults, and `always`; only: a base class whose keys are shown."""
     shown = list[str]()
     for name, field in (only or type(section)).model_fields.items():
         value = getattr(section, name)
@@ -238,53 +241,54 @@ def _keys(section: BaseModel, *always: str, only: type[BaseModel] | None = None)
     return ", ".join(shown) or "all keys at their defaults"
 
 
-def _batch(plan: Plan) -> Iterator[Finding]:
+def _batch(plan: Plan) -> Iterator[_Pair]:
     config, batch, policy = plan.config, plan.batch, plan.config.policy
     answers = config.loop.num_generations_per_prompt if isinstance(config.loop, RolloutConfig) else 1
-    yield Finding("samples", f"{batch.samples // answers} prompts x {answers} answers = {batch.samples}")
-    per_copy = f"{batch.samples} / {config.data_parallel_size} = {batch.samples_per_rank}"
-    yield Finding("samples per copy", per_copy)
-    yield Finding("optimizer steps", str(batch.optimizer_steps))
+    yield "samples", f"{batch.samples // answers} prompts x {answers} answers = {batch.samples}"
+    yield "samples per copy", f"{batch.samples} / {config.data_parallel_size} = {batch.samples_per_rank}"
+    yield "optimizer steps", str(batch.optimizer_steps)
     each = f"{batch.microbatches_per_optimizer_step} per rank and optimizer step"
     passes = f"{batch.logprob_passes} per rank"
     if (budgets := policy.token_budgets) is not None:
-        kind = f"tokens, samples {'packed' if budgets.packed else 'of like length'}"
+        kind = f"tokens, samples {'packed' if budgets.packed else 'of similar length'}"
         each = f"up to {budgets.of_training(config.rows_per_sample)} {kind}"
         passes = f"up to {budgets.logprob} {kind}"
-    yield Finding("microbatches", each)
-    yield Finding("log-probability passes", passes)
+    yield "microbatches", each
+    yield "log-probability passes", passes
     if (source := source_of_prev_logprobs(config)) is not None:
-        yield Finding("prev_logprobs", source)
+        yield "prev_logprobs", source
     prompt, new = config.max_prompt_length, policy.generation.max_new_tokens
     longest = policy.max_total_sequence_length
     whole = f"{prompt} prompt + {new} new <= {longest}"
-    part = f"up to {prompt} prompt, and up to {new} new, as the prompt leaves them of {longest}"
-    yield Finding("tokens", whole if prompt + new <= longest else part)
+    part = f"up to {prompt} prompt and up to {new} new, {longest} together"
+    yield "tokens", whole if prompt + new <= longest else part
 
 
-def _asynchronous(plan: Plan, kept: KeptGroups) -> Iterator[Finding]:
-    config = plan.config
-    age, groups = config.max_age, config.prompts_per_step
-    live, answered = config.groups_under_way
-    yield Finding("age", f"{age} training step(s) at most")
-    under_way = f"{age + 1} x {groups} = {live}, of which {answered} are being answered at most"
-    yield Finding("groups under way", under_way)
-    least = config.min_groups_per_chunk
+def _asynchronous(plan: Plan) -> Iterator[_Pair]:
+    config, kept = plan.config, plan.asynchronous
+    if kept is None:
+        return
+    age, groups, limits = config.max_age, config.prompts_per_step, config.group_limits
+    live, least = limits.live, limits.per_chunk
+    yield "age", f"at most {age} training step(s)"
+    yield (
+        "groups in flight",
+        f"{age + 1} x {groups} = {live}, at most {limits.in_flight} of them being answered",
+    )
     chunks = "the whole step" if least == groups else f"at least {least} of {groups} groups"
-    yield Finding("chunks of a step", chunks)
+    yield "chunks of a step", chunks
     in_flight = config.asynchrony.in_flight_weight_updates
-    yield Finding("new weights", "in the midst of answers" if in_flight else "between answers")
+    yield "new weights", "within answers" if in_flight else "between answers"
     since = f"{kept.kept_groups} since a checkpoint + " if kept.kept_groups else ""
-    held = f"{since}{live} under way, {size_of(kept.driver_bytes)} at most"
-    yield Finding("groups in the driver", held)
-    sizes = f"for a replay: {size_of(kept.step_bytes)} a step, {size_of(kept.disk_bytes)} at most"
-    yield Finding("groups on disk", sizes if kept.step_bytes else "none")
+    yield "groups in the driver", f"{since}{live} in flight, at most {size_of(kept.driver_bytes)}"
+    sizes = f"for a replay: {size_of(kept.step_bytes)} per step, at most {size_of(kept.disk_bytes)}"
+    yield "groups on disk", sizes if kept.step_bytes else "none"
     for remark in remarks(config):
-        yield Finding("note", remark)
+        yield "note", remark
 
 
-def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[Finding]]]:
-    """Yield a section for each model, and one for all where there are several; then GPUs and engines."""
+def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[_Pair]]]:
+    """Yield a section per model, one for all if there are several, then GPUs and engines."""
     models = plan.memory
     for name, memory in models.items():
         of_which = f" of the {name}" if len(models) > 1 else ""
@@ -292,30 +296,28 @@ def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[Finding]]]:
         frozen = memory.rank_parameters - memory.rank_trained
         if 0 < memory.rank_trained < memory.rank_parameters:
             on_rank += f": {memory.rank_trained:,} trained, {frozen:,} frozen"
-        rows = [Finding("model", f"{memory.parameters:,} weights, {on_rank}")]
         parts = ("weights", "gradients", "optimizer", "reference", "logits", "total")
-        rows += [Finding(part, size_of(getattr(memory, part))) for part in parts]
-        yield f"Memory per rank{of_which}, without activations and key-value cache", rows
+        sizes = [(part, size_of(getattr(memory, part))) for part in parts]
+        title = f"Memory per rank{of_which}, without activations and key-value cache"
+        yield title, [("model", f"{memory.parameters:,} weights, {on_rank}"), *sizes]
     if len(models) > 1:
-        yield (
-            "Memory per rank of all models",
-            [Finding("total", size_of(sum(one.total for one in plan.memory.values())))],
-        )
+        whole = size_of(sum(one.total for one in models.values()))
+        yield "Memory per rank of all models", [("total", whole)]
     if (gpu := plan.device_memory) is not None:
-        rows = [Finding("activations", f"{size_of(gpu.activations)} of {gpu.tokens} tokens")]
-        rows.append(Finding("while ranks train", size_of(gpu.training)))
+        rows = [("activations", f"{size_of(gpu.activations)} for {gpu.tokens} tokens")]
+        rows.append(("during training", size_of(gpu.training)))
         if gpu.during_generation is not None:
             share = f"the engines' share at gpu_memory_utilization: {gpu.engine_share:g}"
-            rows.append(Finding("while engines answer", f"{size_of(gpu.during_generation)}, and {share}"))
-        rows.append(Finding("a GPU needs", f"{size_of(gpu.smallest)} at least"))
-        yield "Memory of a GPU, without CUDA's own and the key-value cache of ranks", rows
+            rows.append(("during generation", f"{size_of(gpu.during_generation)}, and {share}"))
+        rows.append(("a GPU needs", f"at least {size_of(gpu.smallest)}"))
+        yield "Memory of a GPU, without CUDA's own and the ranks' key-value cache", rows
     if (engine := plan.engines.memory) is not None:
-        rows = [Finding("model", f"{engine.parameters:,} weights, the whole model")]
-        rows += [Finding(name, size_of(getattr(engine, name))) for name in ("weights", "buckets", "total")]
-        yield "Memory per embedded engine, without key-value cache", rows
+        sizes = [(name, size_of(getattr(engine, name))) for name in ("weights", "buckets", "total")]
+        title = "Memory per embedded engine, without key-value cache"
+        yield title, [("model", f"{engine.parameters:,} weights, the whole model"), *sizes]
     if (share := plan.engines.share) is not None:
-        rows = [Finding("model", f"{share.parameters:,} weights on the fullest process")]
-        rows.append(Finding("weights", size_of(share.weights)))
+        rows = [("model", f"{share.parameters:,} weights on the fullest process")]
+        rows.append(("weights", size_of(share.weights)))
         yield "Memory per process of a vLLM engine, without key-value cache", rows
 
 
@@ -323,9 +325,9 @@ def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[Finding]]]:
 
 
 def resolved_lines(config: RunConfig, recipe: str | Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield "key: value  [file:line]" of each key, or [command line] or [default]; references stay references.
+    """Yield "key: value  [file:line]" for each key, or [command line] or [default]; references stay references.
 
-    A value that another file's parents took back is named after it.
+    If another file's `defaults:` replaced a value, that value is shown as well.
     """
     read = read_recipe(recipe)
     lost = taken_back(read)

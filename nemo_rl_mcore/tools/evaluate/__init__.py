@@ -1,1 +1,1 @@
-"""Evaluation: answers to named sets of prompts, on disk sample by sample, and their metrics."""
+"""Evaluation: answers to named sets of prompts, saved sample by sample, and their metrics."""

@@ -1,4 +1,4 @@
-"""Evaluation of given weights on the sets of a recipe, by the engine that its runs use."""
+"""Evaluates weights on a recipe's sets, with the engine of its runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import batched
 from pathlib import Path
 
@@ -17,19 +17,18 @@ from nemo_rl_mcore.data.sources import open_sets
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import first_turn
 from nemo_rl_mcore.driver.actors.one_process import OneProcess
-from nemo_rl_mcore.driver.algorithms.engine_comparison import rows_to_compare
 from nemo_rl_mcore.driver.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.driver.checkpoints import CheckpointStore
 from nemo_rl_mcore.driver.observability.recorder import Startup
 from nemo_rl_mcore.driver.output import count_of, open_console, write_line
-from nemo_rl_mcore.driver.parts import require_answers, stop_ids_of, tokenizer_of
+from nemo_rl_mcore.driver.parts import stop_ids_of, tokenizer_of
 from nemo_rl_mcore.driver.policy import EmbeddedGeneration, open_place, start_frozen
 from nemo_rl_mcore.driver.rollouts.player import Responder
 from nemo_rl_mcore.driver.run_folder import held_folders
 from nemo_rl_mcore.driver.signals import exit_status
 from nemo_rl_mcore.environment.functions import RewardFunctions, require_columns
 from nemo_rl_mcore.environment.interface import Environment, replies_of, votes_of
-from nemo_rl_mcore.environment.registry import make_environment
+from nemo_rl_mcore.environment.registry import make_environment, math_environment
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.tools.evaluate.samples import (
     RESULTS_FILE,
@@ -46,8 +45,6 @@ from nemo_rl_mcore.tools.evaluate.samples import (
 
 @dataclass(frozen=True)
 class SetResult:
-    """The metrics of a set."""
-
     prompts: int
     samples: int
     metrics: Mapping[str, Estimate]
@@ -55,10 +52,10 @@ class SetResult:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Answers sets of prompts into a folder.
+    """Answers sets of prompts, and saves the answers in a folder.
 
-    start: opens the engine; called once a prompt is left to answer. samples: answers to each prompt. reward_weights:
-    by the rewards' names. batch_size: prompts that the engine answers together. notify: called after each batch.
+    start: opens the engine; called only if a prompt is left to answer. samples: answers per prompt. reward_weights: by
+    reward name. batch_size: prompts that the engine answers together. notify: prints a line; called after each batch.
     """
 
     folder: Path
@@ -71,9 +68,9 @@ class Evaluator:
     notify: Callable[[str], None]
 
     def evaluate(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, SetResult]:
-        """Answer the prompts that are not on disk yet, and write the results.
+        """Answer the prompts whose answers are not on disk yet, and write the results.
 
-        Raises FolderError where the folder cannot be written to; errors of engine and environment pass through.
+        Raises FolderError if the folder cannot be written; errors of engine and environment pass through.
         """
         results: dict[str, SetResult] = {}
         k_values = [k for power in range(self.samples.bit_length()) if (k := 2**power) < self.samples]
@@ -86,9 +83,9 @@ class Evaluator:
             with writing_to(self.folder):
                 rows = file.go_on()
             if rows:
-                self.notify(f"{name}: {len(rows)} of {len(keys)} samples are there")
+                self.notify(f"{name}: {len(rows)} of {len(keys)} samples are on disk")
             for batch in batches[math.ceil(len(rows) / (self.batch_size * self.samples)) :]:
-                # The sampling noise depends on prompt and sample alone: its key has one step for all.
+                # Sampling noise depends only on prompt and sample, so all batches are step 0.
                 rollout = self.start().respond(batch, self.samples, step=0, greedy=self.greedy)
                 drawn, finished = rollout.batch, rollout.batch["finished"].tolist()
                 turns = [
@@ -128,7 +125,7 @@ class Evaluator:
 
 
 def run_eval(config: RunConfig) -> int:
-    """Evaluate the policy of a configuration that `as_evaluated` has made, and print a table; see `exit_status`."""
+    """Evaluate the policy of a configuration from `as_evaluated`, and print a table; see `exit_status`."""
 
     def evaluated() -> None:
         from rich.table import Table
@@ -147,7 +144,7 @@ def run_eval(config: RunConfig) -> int:
 
 
 def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
-    """Evaluate, and return the metrics of each set by its name; raises ConfigError and RunStoppedError."""
+    """Evaluate, and return the metrics by set; raises ConfigError and RunStoppedError."""
     section, weights = config.eval, config.policy.init_checkpoint
     assert section is not None
     if weights is not None:
@@ -157,17 +154,18 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
     folder = Path(config.logger.log_dir)
     weights = weights or config.policy.model_name
     if weights is None:
-        weights = "drawn at random by the seed, as the recipe says"
-        saved = CheckpointStore(Path(config.checkpointing.checkpoint_dir)).latest()
+        weights = "random, from the recipe's seed"
+        store = CheckpointStore(Path(config.checkpointing.checkpoint_dir))
+        saved = next(store.newest_first(), None)
         if saved is not None:
-            weights += f"; --checkpoint {saved.folder} takes those of the recipe's last run"
+            weights += f"; --checkpoint {saved.folder} uses those of the recipe's last run"
     _say(f"weights: {weights}")
     with held_folders({"logger.log_dir": folder}), ExitStack() as started:
         enter(folder, identity_of(config, sets), _say)
 
         @cache
         def start() -> Responder:
-            """Open the engine over started ranks, with their weights."""
+            """Start the ranks and open the engine with their weights."""
             startup = Startup(open_console(highlight=False)).part
             place = open_place(config, engines=not config.policy.generation.decodes_on_ranks)
             with nullcontext() if isinstance(place, OneProcess) else startup("ray", "starting Ray"):
@@ -180,8 +178,8 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
                 return Responder(generation, tokenizer, config.max_prompt_length)
             from nemo_rl_mcore.driver.run import open_generation  # brings in Ray
 
-            compared = partial(rows_to_compare, config, next(iter(sets.values())), tokenizer)
-            opening = open_generation(config, tokenizer, policy, cluster, compared, startup)
+            first_set = next(iter(sets.values()))
+            opening = open_generation(config, tokenizer, policy, cluster, lambda: first_set, startup)
             generation = started.enter_context(opening)
             generation.update_weights(1)
             return Responder(generation, tokenizer, config.max_prompt_length)
@@ -199,7 +197,7 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
         try:
             results = evaluator.evaluate(sets)
         except BaseException as error:
-            error.add_note(f"the same command goes on after the samples in {folder}")
+            error.add_note(f"run the same command to continue after the samples in {folder}")
             raise
     _say(f"the samples and results.json are in {folder}")
     return results
@@ -207,18 +205,20 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
 
 def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[str, list[Prompt]]]:
     try:
-        # The share of correct answers needs a score of each.
+        # Accuracy needs a score for every answer.
         environment = make_environment(config.env.model_copy(update={"unscored": "refuse"}))
         if not (hasattr(environment, "score") or isinstance(environment, RewardFunctions)):
             raise ValueError(
-                "env: eval asks for one answer to each prompt, and this environment takes part in episodes of several; "
-                "a validation of the run plays them"
+                "env: eval generates one answer per prompt, but this environment plays episodes of several turns; "
+                "use the run's validation"
             )
         if isinstance(environment, RewardFunctions) and config.eval is not None:
             sources = config.eval.sets.items()
             require_columns(environment, {f"eval.sets.{name}": source.columns for name, source in sources})
         sets = open_sets(config, tokenizer)
-        require_answers(config, [prompt for prompts in sets.values() for prompt in prompts])
+        if config.env.math is not None and config.env.math.unparsable == "refuse":
+            asked = [prompt for prompts in sets.values() for prompt in prompts]
+            math_environment(config.env.math).require_answers(asked)
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
     return environment, sets

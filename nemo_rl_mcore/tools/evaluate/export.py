@@ -1,4 +1,4 @@
-"""Writing a checkpoint's weights as a Hugging Face folder."""
+"""Exports a checkpoint's weights as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from nemo_rl_mcore.driver.run_folder import read_recipe_of
 from nemo_rl_mcore.driver.signals import exit_status
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.models import missing_family
-from nemo_rl_mcore.recipe.environment_values import value_now
+from nemo_rl_mcore.recipe.interpolations import value_now
 
 
 def run_export(config: RunConfig, output: str, *, adapters: bool = False) -> int:
-    """Write the weights of `policy.init_checkpoint` to the folder, or its adapters alone; see `exit_status`."""
+    """Export the weights of `policy.init_checkpoint`, or only its adapters; see `exit_status`."""
     folder = Path(output).absolute()
     was_there = folder.exists()
 
-    def left_behind() -> str:
-        # It has its name when it is whole. A signal waits for the call that writes it, which may come to its end.
+    def result() -> str:
+        # The folder gets its name when it is complete. A signal waits for the call that writes it, which may succeed.
         written = folder.exists() and not was_there
         return f"the weights are in {folder}" if written else f"{output!r} was not written"
 
-    return exit_status(lambda: export(config, folder, adapters=adapters), left_behind)
+    return exit_status(lambda: export(config, folder, adapters=adapters), result)
 
 
 def export(config: RunConfig, output: Path, *, adapters: bool = False) -> None:
-    """Write the weights; raises RunStoppedError for errors that would otherwise come after ranks have started."""
+    """Export the weights; raises RunStoppedError, before any rank starts, for errors that are known by then."""
     policy = config.policy
     assert policy.init_checkpoint is not None
     folder = Path(policy.init_checkpoint)
@@ -54,6 +54,6 @@ def export(config: RunConfig, output: Path, *, adapters: bool = False) -> None:
     if origin is not None and local_folder(origin) is None:
         origin = None
     with open_place(config) as cluster, start_frozen(config, cluster) as ranks:
-        # Adapters name their base model, wherever it lies.
+        # Adapters name their base model even if it is not on this machine.
         ranks.export_hf(str(output), origin=given if adapters else origin, adapters=adapters)
     write_line(sys.stdout, f"the weights are in {output}")

@@ -1,7 +1,7 @@
-"""The samples of a set on disk: a JSON object a line, in the order of prompts and samples, whole batches at a time.
+"""A set's samples on disk, one JSON line each, in the order of prompts and samples; and their metrics.
 
-A batch is what the engine is asked together. Rounding may depend on what stands beside a row, so that an evaluation
-that goes on asks the same batches: of one that was half written nothing is kept.
+Rounding may depend on the other rows of a batch. A resumed evaluation therefore repeats the same batches: a batch that
+was only partly written is discarded.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from nemo_rl_mcore.rank.checkpoints import SUMS_FILE, sha256
 
 @dataclass(frozen=True)
 class SampleRow:
-    """A line.
+    """A line of the file.
 
-    index: of the prompt in its set; sample: its number among the prompt's answers. answer: read from the response by
-    the environment, None where it finds none. gold: the data's answer. tokens: the response's length. finished: it
-    ended by itself, not at the length limit. vote: the number, among its prompt's samples, of the first one with the
-    same answer; None without an answer.
+    index: the prompt's, in its set. sample: the answer's number for this prompt. answer: the environment reads it from
+    the response; None if it finds none. gold: the data's answer. tokens: the response's length. finished: False at the
+    length limit. vote: the first of the prompt's samples with the same answer; None without an answer.
     """
 
     index: int
@@ -67,7 +66,7 @@ class Estimate:
 
 
 def pass_at_k(correct: Sequence[bool], k: int) -> float:
-    """Return the chance that of k samples, drawn from the n without replacement, at least one is correct.
+    """Return the probability that at least one of k samples, drawn from n without replacement, is correct.
 
     1 - C(n-c, k) / C(n, k) with c correct ones, in exact integers: the unbiased estimator of arXiv 2107.03374.
     Raises ValueError unless 1 <= k <= n.
@@ -78,13 +77,13 @@ def pass_at_k(correct: Sequence[bool], k: int) -> float:
 
 
 def maj_at_k(votes: Sequence[int | None], correct: Sequence[bool], k: int) -> float:
-    """Return the chance that the majority of k samples, drawn from the n without replacement, is correct.
+    """Return the probability that the majority answer of k samples, drawn from n without replacement, is correct.
 
-    Of the C(n, k) subsets of the samples, each in the samples' order, the share in which the elected sample is
-    correct. Samples with equal votes give the same answer; None gives none and elects nobody. The answer that most
-    samples of the subset give wins, of several the one that was given first; the elected sample is the first that gives
-    it. A subset without an answer is wrong. With k = n this is the majority of all samples. In exact integers.
-    Raises ValueError unless 1 <= k <= n.
+    This is the share of the C(n, k) subsets, in the samples' order, whose elected sample is correct. Samples with
+    equal votes have the same answer; None is no answer. The most frequent answer of the subset wins, and of equally
+    frequent ones the first; it elects the first sample that has it. A subset without answers counts as wrong. With
+    k = n this is the majority of all samples. The arithmetic is in exact integers. Raises ValueError unless
+    1 <= k <= n.
     """
     samples = len(votes)
     _require(k, samples)
@@ -100,8 +99,8 @@ def maj_at_k(votes: Sequence[int | None], correct: Sequence[bool], k: int) -> fl
             later = len(own) - rank - 1
             if not correct[first]:
                 continue
-            for size in range(1, min(k, later + 1) + 1):  # of the elected answer's share of the subset
-                # Ways to fill the rest: coefficient i of a polynomial is that with i samples, an exact integer.
+            for size in range(1, min(k, later + 1) + 1):  # votes for the elected answer
+                # Coefficient i of this polynomial is the number of ways to choose i other samples, an exact integer.
                 rest = np.array([math.comb(silent, taken) for taken in range(silent + 1)], object)
                 for other in others:
                     behind = sum(place > first for place in other)
@@ -115,14 +114,14 @@ def maj_at_k(votes: Sequence[int | None], correct: Sequence[bool], k: int) -> fl
 def _require(k: int, samples: int) -> None:
     if not 1 <= k <= samples:
         raise RefusedError(
-            f"k = {k} needs as many samples of a prompt, and there are {samples}", code="too-few-samples"
+            f"k = {k} needs at least {k} samples per prompt, and there are {samples}", code="too-few-samples"
         )
 
 
 def over_prompts(values: Sequence[float]) -> Estimate:
-    """Return the mean of one value a prompt, with the standard error of a mean over drawn prompts: sd / sqrt(prompts).
+    """Return the mean of one value per prompt, with its standard error sd / sqrt(prompts).
 
-    Samples of one prompt resemble each other. Values that are means over them make this the clustered error.
+    Samples of one prompt are correlated; since the values are means over them, this is the clustered standard error.
     """
     count = len(values)
     mean = math.fsum(values) / count
@@ -133,10 +132,10 @@ def over_prompts(values: Sequence[float]) -> Estimate:
 
 
 def set_metrics(prompts: Sequence[Sequence[SampleRow]], k_values: Sequence[int]) -> dict[str, Estimate]:
-    """Return a set's metrics; `prompts` has each prompt's samples, in their order.
+    """Return a set's metrics; prompts: each prompt's samples, in order.
 
-    reward and accuracy, the share of correct samples; pass@k and maj@k for each k; tokens, the length of a response;
-    truncated, the share that ended at the length limit.
+    The metrics are reward; accuracy, the share of correct samples; pass@k and maj@k for each k; tokens, a response's
+    length; truncated, the share of responses at the length limit.
     """
     correct = [[sample.correct for sample in samples] for samples in prompts]
     votes = [[sample.vote for sample in samples] for samples in prompts]
@@ -159,7 +158,7 @@ Tree = Mapping[str, object]
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 of prompts and answers, in their order."""
+    """Return the SHA-256 of prompts and answers, in order."""
     whole = hashlib.sha256()
     for prompt in prompts:
         literal = [prompt.literal] if prompt.literal else []
@@ -170,17 +169,19 @@ def digest_of(prompts: Sequence[Prompt]) -> str:
 
 @contextmanager
 def writing_to(folder: Path) -> Generator[None]:
-    """Raise FolderError, naming the folder, where it cannot be written to."""
+    """Raise FolderError, with the folder's name, if it cannot be written."""
     try:
         yield
     except OSError as error:
-        raise folder_error("logger.log_dir", folder, error, "make room, or name another folder") from error
+        raise folder_error(
+            "logger.log_dir", folder, error, "free some space, or name another folder"
+        ) from error
 
 
 def enter(folder: Path, identity: Tree, notify: Callable[[str], None]) -> None:
-    """Make the folder one of this identity; `notify` gets a line on files that are set aside. Raises FolderError.
+    """Prepare the folder for this evaluation: move the files of a different one into a subfolder, with a line.
 
-    Files of other kinds, such as data or metrics, stay where they are.
+    Other files, such as data or metrics, stay. Raises FolderError.
     """
     current = json.loads(json.dumps(identity))
     path = folder / IDENTITY_FILE
@@ -193,7 +194,7 @@ def enter(folder: Path, identity: Tree, notify: Callable[[str], None]) -> None:
         before = cast("dict[str, Any]", saved) if isinstance(saved, dict) else {}
         sets = [one.get("sets") for one in (before, current)]
         names = dict.fromkeys(name for one in sets if isinstance(one, dict) for name in cast("Tree", one))
-        # The identity goes last: until then a command that is killed here begins again.
+        # The identity moves last: if the command is killed before, the next one starts over here.
         evaluated = [*(f"{name}.jsonl" for name in names), RESULTS_FILE, IDENTITY_FILE]
         if theirs := [folder / name for name in evaluated if (folder / name).is_file()]:
             aside = next_free(folder / "aside")
@@ -202,12 +203,14 @@ def enter(folder: Path, identity: Tree, notify: Callable[[str], None]) -> None:
                 file.rename(aside / file.name)
             was, now = (dict(leaves(one)) for one in (before, current))
             others = [key for key in {**now, **was} if was and was.get(key) != now.get(key)]
-            notify(f"set aside: {aside}" + (f", of another {', '.join(others[:_SHOWN])}" if others else ""))
+            notify(
+                f"set aside: {aside}" + (f", with different {', '.join(others[:_SHOWN])}" if others else "")
+            )
         write_json(path, current)
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a file that is whole or not there; raises OSError."""
+    """Write a file atomically; raises OSError."""
     with replacing(path) as file:
         file.write(json.dumps(value, indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n")
         file.flush()
@@ -215,14 +218,14 @@ def write_json(path: Path, value: object) -> None:
 
 
 _OF_THE_PLACE = ("init_checkpoint", "model_name", "tokenizer")
-"""Keys of the policy that locate its weights and do not identify them."""
+"""The policy's keys that locate its weights without identifying them."""
 
 
 def identity_of(config: RunConfig, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, object]:
-    """Identify the weights, the prompts of each set, and the parts of the recipe that answers and scores depend on.
+    """Return everything that answers and scores depend on: weights, each set's prompts, and parts of the recipe.
 
-    A checkpoint is identified by the checksum of its checksums, a Hugging Face folder by its files' names, sizes and
-    times.
+    A checkpoint is identified by a checksum of its checksums, a Hugging Face folder by its files' names, sizes and
+    modification times.
     """
     policy = config.policy
     if policy.init_checkpoint is not None:
@@ -258,21 +261,18 @@ _ROW = TypeAdapter(SampleRow)
 
 @dataclass
 class SampleFile:
-    """The file of a set.
-
-    keys: index and sample of every row to come; rows: how many of them each batch has.
-    """
+    """A set's file. keys: index and sample of every row, in order. rows: the rows of each batch."""
 
     path: Path
     keys: Sequence[tuple[int, int]]
     rows: Sequence[int]
 
     def go_on(self) -> list[SampleRow]:
-        """Return the rows of the whole batches that are there, and cut off the rest. Raises OSError."""
+        """Return the rows of all complete batches, and cut off the rest. Raises OSError."""
         os.close(open_own(self.path, os.O_RDWR))
         content = self.path.read_bytes()
         found, ends = list[SampleRow](), [0]
-        with suppress(ValueError):  # raised by a line that is no row
+        with suppress(ValueError):  # raised by an invalid row
             for line, key in zip(content.split(b"\n")[:-1], self.keys, strict=False):
                 row = _ROW.validate_python(parse_json(line))
                 if (row.index, row.sample) != key:
@@ -285,10 +285,10 @@ class SampleFile:
         return found[:kept]
 
     def append(self, rows: Sequence[SampleRow]) -> None:
-        """Bring the rows of a batch to disk; raises OSError."""
+        """Append a batch's rows and flush them to disk; raises OSError."""
         text = "".join(f"{json.dumps(asdict(row), ensure_ascii=False, allow_nan=False)}\n" for row in rows)
         with open_to_append(self.path, buffering=-1) as file:
-            # A tokenizer may decode half of a character, which is no UTF-8.
+            # A tokenizer may decode half a character, which is not valid UTF-8.
             file.write(text.encode(errors="backslashreplace"))
             file.flush()
             os.fsync(file.fileno())

@@ -1,1 +1,1 @@
-"""From a recipe of NeMo RL to one of this package: `nemo-rl-mcore migrate`."""
+"""Converts NeMo RL recipes: `nemo-rl-mcore migrate`."""

@@ -1,4 +1,4 @@
-"""The recipe in the making, with notes on each change."""
+"""A recipe during its migration, with notes on each change."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,23 +12,23 @@ from nemo_rl_mcore.config.base import Problem, Tree, value_at
 
 
 class Kind(Enum):
-    """The fate of a key; the report has a group for each, in this order."""
+    """Outcomes for a key, in the order of their groups in the report."""
 
-    RENAMED = "under another name here"
-    CHANGED = "changed, as it would mean something else here"
-    WARNED = "left out, which changes speed, memory or what is recorded, and no result"
-    FILES = "files of prompts, copied next to the recipe"
-    REFUSED = "refused, and in the file as comments"
+    RENAMED = "renamed"
+    CHANGED = "changed, because the meaning differs here"
+    WARNED = "left out, with an effect on speed, memory or logs but not on results"
+    FILES = "prompt files, copied next to the recipe"
+    REFUSED = "refused, and kept in the file as comments"
     OPEN = "left for you to settle"
 
 
 KEYS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8"))
-"""Facts of NeMo RL's keys; see the file."""
+"""Facts about NeMo RL's keys."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """One thing to say of a key."""
+    """A line of the report on one key."""
 
     kind: Kind
     path: str
@@ -42,8 +42,8 @@ class Note:
 class Draft:
     """A recipe on its way from NeMo RL's keys to ours.
 
-    tree: the recipe, without interpolations. refused: keys that are left out, with their values and advice. dropped:
-    keys without a meaning here. origins: their key by ours. files: of prompts, by the paths of their keys.
+    tree: the recipe, without interpolations. refused: value and advice of each refused key. dropped: keys without a
+    meaning here. origins: NeMo RL's key for each renamed one. files: prompt files by key.
     """
 
     algorithm: str
@@ -60,12 +60,12 @@ class Draft:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether rollouts are asynchronous, by our key or NeMo RL's."""
+        """True if rollouts are asynchronous, by our key or NeMo RL's."""
         section = self.section(f"{self.algorithm}.async_{self.algorithm}")
         return bool(section.get("enabled") or self.section("async_rl"))
 
     def number(self, path: str) -> int | None:
-        """Return the whole number at a path; None for anything else, which the check of the recipe reports."""
+        """Return the integer at a path; None for anything else, which `check` reports."""
         value = self.get(path)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -85,13 +85,13 @@ class Draft:
         return self.section(parent).pop(key, None)
 
     def drop(self, path: str) -> None:
-        """Take a key out, if it is there, that has no meaning here."""
+        """Remove a key, if present, that has no meaning here."""
         if self.has(path):
             self.pop(path)
             self.dropped.append(path)
 
     def rename(self, source: str, target: str, told: str = "") -> None:
-        """Move a key to its place here; told: the report's text, if not the new key."""
+        """Move a key; told: replaces the new key as the report's text."""
         self.set(target, self.pop(source))
         self.origins[target] = source
         self.note(Kind.RENAMED, source, told or target)
@@ -102,7 +102,7 @@ class Draft:
     def change(self, path: str, value: object, why: str) -> None:
         """Set a key to the equivalent of its value, or of its absence, and note the reason.
 
-        One that NeMo RL does not have was written for this package, and stands.
+        A key that NeMo RL does not have was written for this package, and keeps its value.
         """
         before = self.get(path)
         if before is not None and path in KEYS["only_ours"]:
@@ -112,12 +112,12 @@ class Draft:
         self.note(Kind.CHANGED, path, f"{arrow}{shown(value)}; {why}")
 
     def fill(self, path: str, value: object, why: str) -> None:
-        """Set a key that the recipe leaves out."""
+        """Set a missing key."""
         if not self.has(path):
             self.change(path, value, why)
 
     def refuse(self, path: str, value: object, remedy: str, what: str = "") -> None:
-        """Leave out a key of a feature that is missing here."""
+        """Leave out a key whose feature is missing here."""
         self.pop(path)
         self.refused[path] = (value, remedy)
         what = what or f"{shown(value)} does not carry over"
@@ -126,7 +126,7 @@ class Draft:
 
 
 def put(tree: Tree, path: str, value: object) -> None:
-    """Write a key of a recipe, and the sections above it."""
+    """Set a key, creating the sections above it."""
     *above, last = path.split(".")
     for key in above:
         if not isinstance(tree.get(key), dict):
@@ -136,7 +136,7 @@ def put(tree: Tree, path: str, value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a value as a message names it."""
+    """Return the value as messages show it."""
     if isinstance(value, dict):
         return "enabled: true" if cast("Tree", value).get("enabled") else "this section"
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""NeMo RL's keys that nothing reads here, by the table judgements.yaml.
+"""NeMo RL's keys that nothing reads here, by the table judgements.yaml; renamed keys; critic and teacher.
 
-A row lists the values that change nothing, and the judgement of any other. A migration drops neutral keys; others are
-refused or, where they cost only speed or memory, dropped with a line in the report. So nothing is lost silently.
+A row of the table lists the values that change nothing: those keys are dropped. Other values are refused or, if only
+speed or memory depend on them, dropped with a line in the report. Nothing is lost silently.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ from nemo_rl_mcore.tools.migrate.draft import KEYS, Draft, Kind, shown
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement of a known key; if it is neither refused nor told, no value changes anything.
+    """A known key's row; without `refused` and `told`, all values are accepted, as they change nothing.
 
-    neutral: values that change nothing. same_as: nor does the value of this key, a neighbour or a whole path. unless:
-    nor does any value while the key at this path is null, false, 0 or left out. switched_off: nor does a section that
-    is null, has `enabled: false`, or leaves that out and sets nothing. refused, told: advice on others, or their cost.
+    neutral: accepted values. same_as: the value of this neighbour or path is accepted, too. unless: all values are
+    accepted while the key at this path is null, false, 0 or missing. switched_off: a section is accepted if it is null,
+    has `enabled: false`, or lacks that and sets nothing. refused, told: advice on other values, or their cost.
     """
 
     neutral: Sequence[object] = ()
@@ -38,9 +38,9 @@ class Judgement:
         return not (self.refused or self.told)
 
     def accepts(self, value: object, section: Tree, recipe: Tree) -> bool:
-        """Whether the value changes nothing, given its section and the whole recipe."""
+        """Return True if the value changes nothing in this section of this recipe."""
         is_neutral = any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
-        if self.unread or is_neutral:
+        if is_neutral or self.unread:
             return True
         enabled = value
         if isinstance(value, Mapping):
@@ -55,7 +55,7 @@ class Judgement:
 
 
 def is_known_of(path: str, recipe: Tree) -> bool:
-    """Whether a key's value is known: that of a model is once config.json has filled in its sizes."""
+    """Return True if a key's value is known; a model's keys are unknown until config.json has given its sizes."""
     section = path.rpartition(".")[0]
     return not section.endswith(".model") or value_at(recipe, f"{section}.num_layers") is not None
 
@@ -70,11 +70,11 @@ JUDGEMENTS = {
     for section in sections.split()
     for key, row in rows.items()
 }
-"""The rows by the paths of their keys; a section of the table is for one section of a recipe, or for several."""
+"""The rows by key; a section of the table may stand for several sections of a recipe."""
 
 
 def judge(draft: Draft, path: str, value: object, section: Tree, recipe: Tree, judged_as: str = "") -> bool:
-    """Judge a key by the table, in which it may stand as another one; False where it does not stand there."""
+    """Judge a key by its row, or by that of `judged_as`; return False if there is none."""
     known = JUDGEMENTS.get(judged_as or path)
     if known is None:
         return False
@@ -88,10 +88,10 @@ def judge(draft: Draft, path: str, value: object, section: Tree, recipe: Tree, j
 
 
 def screen(draft: Draft, recipe: Tree) -> None:
-    """Take the table's keys out; recipe: the same one, completed from its models' config.json."""
+    """Remove the table's keys; recipe: the draft, completed from its models' config.json."""
 
     def screen_section(section: Tree, prefix: str, written: str) -> None:
-        """`prefix` leads to the section in the table, and `written` in the recipe: with the places of lists."""
+        """Screen a section; prefix: its path in the table, written: its path in the recipe, with list indices."""
         for key, value in [*section.items()]:
             path, place = join_path(prefix, str(key)), join_path(written, str(key))
             if judge(draft, place, value, section, recipe, path):
@@ -106,34 +106,35 @@ def screen(draft: Draft, recipe: Tree) -> None:
 _FOREIGN = "async_rl"
 _OWN = "grpo.async_grpo"
 BUFFER = "async_rl.max_buffered_rollouts"
-"""Only compared with the number of groups that may be under way."""
+"""Only compared with the number of groups in flight."""
 _MODEL = "policy.model"
 
 _SAMPLER = "async_rl.sampler.name"
 _ASYNC: dict[str, str] = KEYS["asynchronous"]
 RENAMED: dict[str, str] = _ASYNC | KEYS["moved"] | KEYS["restated"] | KEYS["critic"]
-"""The key that is read for each of NeMo RL's."""
+"""Our key for each of NeMo RL's."""
 
 
 def rename(draft: Draft, recipe: Tree) -> None:
-    """Move keys to the names they have here; recipe: the same one, completed from its models' config.json.
+    """Give keys their names here; recipe: the draft, completed from its models' config.json.
 
-    Keys of experts need a model with experts, and those of their bias a bias. Contradicting keys are refused.
+    Keys of experts are dropped for models without experts, the bias's rate for models without a bias. Contradicting
+    keys are refused.
     """
     has_experts = bool(value_at(recipe, f"{_MODEL}.num_moe_experts"))
     biased = has_experts and bool(value_at(recipe, f"{_MODEL}.moe_router_enable_expert_bias"))
     for source, target in KEYS["moved"].items():
         above = accumulate(target.split(".")[:-1], join_path)
         if not draft.has(source) or not all(isinstance(draft.get(path), dict | None) for path in above):
-            continue  # a section above the key is none, which the check of the recipe reports
+            continue  # not a section, which `check` reports
         value, own = draft.get(source), draft.get(target)
         if value is None and not target.startswith(_MODEL):
             draft.drop(source)
             continue
         is_read = biased if target.endswith("bias_update_rate") else has_experts
         if not is_known_of(target, recipe) and value is not None:
-            what = f"{shown(value)} rests on the model, and its config.json is not here"
-            remedy = "fetch the model, or describe it in policy.model, and migrate again"
+            what = f"{shown(value)} depends on the model, whose config.json is not on this machine"
+            remedy = "download the model, or describe it in policy.model, then migrate again"
             draft.refuse(source, value, remedy, what)
         elif target.startswith(_MODEL) and not is_read:
             draft.drop(source)
@@ -148,7 +149,7 @@ def rename(draft: Draft, recipe: Tree) -> None:
 
 
 def _rename_asynchronous(draft: Draft) -> None:
-    """Move async_rl's keys; a buffer without room for all groups that may be under way is refused."""
+    """Move async_rl's keys; refuse a buffer without room for all groups in flight."""
     if draft.get(_OWN) is None:
         draft.pop(_OWN)
     asked, given = draft.section(_FOREIGN), draft.pop(_FOREIGN)
@@ -157,18 +158,17 @@ def _rename_asynchronous(draft: Draft) -> None:
     if not isinstance(given, dict):
         draft.refuse(_FOREIGN, given, "allowed: a section", f"{given!r} is not allowed")
     elif draft.algorithm != "grpo":
-        what = "asks for an asynchronous run of GRPO, for which alone NeMo RL has it, and this is one of "
-        own = f"; {draft.algorithm}.async_{draft.algorithm} asks for one here"
-        remedy = f"remove it{own if draft.algorithm != 'sft' else ''}"
-        draft.refuse(_FOREIGN, asked, remedy, what + draft.algorithm)
-    elif isinstance(draft.get(_OWN), dict | None):  # else the check of the recipe reports it
+        what = f"makes GRPO asynchronous, and NeMo RL has it for GRPO alone; this is {draft.algorithm}"
+        own = f"; use {draft.algorithm}.async_{draft.algorithm} here"
+        draft.refuse(_FOREIGN, asked, f"remove it{own if draft.algorithm != 'sft' else ''}", what)
+    elif isinstance(draft.get(_OWN), dict | None):  # else `check` reports it
         own = _merge(draft, asked)
         rollouts, groups = asked.get(BUFFER.rpartition(".")[2]), draft.get("grpo.num_prompts_per_step")
-        steps = own.get("max_trajectory_age_steps", 1)  # the default of both
+        steps = own.get("max_trajectory_age_steps", 1)  # the default in both packages
         if rollouts is not None and isinstance(steps, int) and isinstance(groups, int):
             needed = (steps + 1) * groups
             if not isinstance(rollouts, int) or rollouts < needed:
-                what = f"{rollouts} has no room for the {needed} groups that may be under way: "
+                what = f"{rollouts} leaves no room for {needed} groups in flight: "
                 formula = "(async_rl.sampler.max_lookahead_versions + 1) * grpo.num_prompts_per_step"
                 remedy = "remove it, or lower async_rl.sampler.max_lookahead_versions"
                 draft.refuse(BUFFER, rollouts, remedy, what + formula)
@@ -176,21 +176,21 @@ def _rename_asynchronous(draft: Draft) -> None:
 
 
 def _merge(draft: Draft, asked: Tree) -> Tree:
-    """Return our own section, filled; a foreign key that contradicts it is refused."""
+    """Return our own section with NeMo RL's keys merged in; contradicting ones are refused."""
     given = draft.section(_OWN)
     own = dict(given)
     if own.setdefault("enabled", True) is False:
-        what = f"asks for an asynchronous run, and {_OWN}.enabled is false"
+        what = f"makes the run asynchronous, but {_OWN}.enabled is false"
         draft.refuse(_FOREIGN, asked, "remove one of the two", what)
     for path in leaf_paths({_FOREIGN: asked}):
         value, target = value_at({_FOREIGN: asked}, path), _ASYNC.get(path)
         key = (target or "").rpartition(".")[2]
         if path == BUFFER:
-            draft.dropped.append(path)  # which is judged by the others
+            draft.dropped.append(path)  # `_rename_asynchronous` compares it
         elif value == {}:
             continue
         elif path == _SAMPLER and value not in KEYS["orders"]:
-            what = f"{shown(value)} discards answers for their age, which nothing here does"
+            what = f"{shown(value)} discards answers by age, which nothing here does"
             draft.refuse(path, value, f"allowed: {', '.join(KEYS['orders'])}", what)
         elif target is None:
             draft.refuse(path, value, f"known keys: {', '.join([*_ASYNC, BUFFER])}", "unknown key")
@@ -208,13 +208,13 @@ def _merge(draft: Draft, asked: Tree) -> Tree:
 # A critic and a teacher
 
 _OF_CRITIC = ("optimizer", "scheduler")
-"""Sections of value.megatron_cfg that stand in value here."""
+"""Sections of value.megatron_cfg that belong in value here."""
 
 
 def screen_second_models(draft: Draft, recipe: Tree) -> None:
-    """Keep the keys that value and teacher have here, and judge those of the rest that differ from the policy's.
+    """Keep the keys that value and teacher have here, and judge all others that differ from the policy's.
 
-    recipe: as it was before the table was applied.
+    recipe: the draft before the table was applied.
     """
     for name, own in KEYS["own_keys"].items():
         section = draft.section(name)
@@ -223,7 +223,7 @@ def screen_second_models(draft: Draft, recipe: Tree) -> None:
         kept = Tree()
         for key in own:
             value = section.get(key)
-            # PyTorch's optimizers and schedules have the same names as ours, and a `name` inside.
+            # Sections for PyTorch's optimizers and schedules share our names, but have a `name` inside.
             if (isinstance(value, dict) and "name" not in value) if key in _OF_CRITIC else value is not None:
                 kept[key] = value
         rest = {key: value for key, value in section.items() if key not in kept}
@@ -237,7 +237,7 @@ def screen_second_models(draft: Draft, recipe: Tree) -> None:
             elif judge(draft, written, value, around, recipe, f"policy.{path}"):
                 continue
             elif any(part in path for part in KEYS["cut"]):
-                cost = f"it is cut as the policy is, by policy.{path}: {shown(of_policy)}"
+                cost = f"the policy's layout applies, policy.{path}: {shown(of_policy)}"
                 draft.note(Kind.WARNED, written, f"{shown(value)} has no effect here; {cost}")
             else:
                 what = f"{shown(value)} differs from policy.{path}: {shown(of_policy)}"
@@ -245,7 +245,7 @@ def screen_second_models(draft: Draft, recipe: Tree) -> None:
 
 
 def _move_sections(draft: Draft, recipe: Tree, rest: Tree, kept: Tree) -> None:
-    """Take a critic's optimizer and scheduler out of the rest, and keep them where ours has none."""
+    """Move the critic's optimizer and scheduler out of `rest`, into sections that `kept` lacks."""
     for key in _OF_CRITIC:
         source, theirs = f"value.megatron_cfg.{key}", value_at(rest, f"megatron_cfg.{key}")
         if not isinstance(theirs, dict):

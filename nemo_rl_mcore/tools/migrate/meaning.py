@@ -1,4 +1,4 @@
-"""NeMo RL's keys of rows, answers, rewards and validations that mean something else here, present or absent."""
+"""NeMo RL's keys of rows, answers, rewards and validation whose meaning, or absence, differs here."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from nemo_rl_mcore.config.base import Tree, join_path
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig
-from nemo_rl_mcore.config.generation import is_passed_on
+from nemo_rl_mcore.config.generation import NOT_PASSED_ON
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.source import TEXT_FILES
 from nemo_rl_mcore.recipe.of_nemo_rl import inner_sections
@@ -24,14 +24,14 @@ _OF_LOOPS: Mapping[str, Mapping[str, object]] = yaml.safe_load(
     Path(__file__).with_name("defaults.yaml").read_text(encoding="utf-8")
 )
 _OF_DISTILLATION: Mapping[str, object] = {"kl_type": "mixed", "mixed_kl_weight": 0.5}
-"""Of loss/loss_functions.py."""
+"""NeMo RL's defaults, in loss/loss_functions.py."""
 _GROUPS = 32
-"""Of async_rl, in single_controller_utils/config.py: min_groups_for_streaming_train and max_inflight_prompts."""
+"""Default of async_rl's min_groups_for_streaming_train and max_inflight_prompts (single_controller_utils/config.py)."""
 
 
 def write_defaults(draft: Draft) -> None:
-    """Write NeMo RL's defaults where this package has others."""
-    loop, why = draft.algorithm, "NeMo RL's default, where a recipe leaves it out"
+    """Write NeMo RL's defaults for missing keys whose default differs here."""
+    loop, why = draft.algorithm, "NeMo RL's default for a missing key"
     given = {f"{loop}.{key}": value for key, value in _OF_LOOPS[loop].items()}
     if loop == "distillation" and draft.has("loss_fn"):
         given |= {f"loss_fn.{key}": value for key, value in _OF_DISTILLATION.items()}
@@ -40,7 +40,7 @@ def write_defaults(draft: Draft) -> None:
         if value != (PydanticUndefined if field is None else field.default):
             draft.fill(path, value, why)
     if loop == "grpo" and draft.section("async_rl"):
-        # There a step is no more than its groups, so that a larger number is all of them, which is our default.
+        # NeMo RL caps the number at the step's groups; all of them is our default.
         groups = draft.number("grpo.num_prompts_per_step")
         if groups is None or groups > _GROUPS:
             draft.fill("async_rl.min_groups_for_streaming_train", _GROUPS, why)
@@ -51,11 +51,11 @@ def write_defaults(draft: Draft) -> None:
 
 _SHOWN = ("add_bos", "add_eos", "add_generation_prompt")
 _TASKS = get_args(DataConfig.model_fields["dataset_name"].annotation)
-"""Of this package, which no recipe of NeMo RL names."""
+"""This package's tasks, which no NeMo RL recipe names."""
 
 
 def sources_of(draft: Draft) -> list[tuple[str, Tree]]:
-    """Return each section of data that names or completes a source, with its path; of a list with its place."""
+    """Return the path and section of each source and of data.default; paths of list items end in their index."""
     return [
         (join_path(path, place), source)
         for path in ("data.default", "data.train", "data.validation")
@@ -64,7 +64,7 @@ def sources_of(draft: Draft) -> list[tuple[str, Tree]]:
 
 
 def use_chat_template(draft: Draft) -> None:
-    """NeMo RL always applies a template, and one that shows the text alone where the key is null."""
+    """Apply a template like NeMo RL: always, and with a null key one that shows only the text."""
     template = "policy.tokenizer.chat_template"
     given = draft.get(template)
     as_text = draft.has(template) and given is None
@@ -73,18 +73,18 @@ def use_chat_template(draft: Draft) -> None:
     elif given == "default":
         draft.drop(template)
     elif isinstance(given, str) and given.endswith(".jinja"):
-        draft.refuse(template, given, "write the text of that file")
-    why = "chat_template: null shows the text alone" if as_text else "NeMo RL applies the chat template"
+        draft.refuse(template, given, "replace the path with the file's text")
+    why = "chat_template: null means plain text" if as_text else "NeMo RL applies the chat template"
     draft.change("data.apply_chat_template", not as_text, why)
-    parsed = "NeMo RL parses special tokens in rows and in what environments say"
+    parsed = "NeMo RL parses special tokens in rows and in environments' replies"
     draft.change("data.special_tokens_in_content", "parse", parsed)
 
 
 def show_given_answers(draft: Draft) -> None:
-    """Train on the part of a given answer that NeMo RL trains on: all that the chat template adds for its turn.
+    """Train on the same part of a given answer as NeMo RL: everything that the chat template adds for its turn.
 
-    data/llm_message_utils.py, get_formatted_message_log: the answer's opening belongs to the prompt with
-    add_generation_prompt, which SFT reads, like the other two keys; DPO has their defaults. Neither reads the system
+    See get_formatted_message_log in data/llm_message_utils.py. With add_generation_prompt, the turn's opening belongs
+    to the prompt. SFT reads this key and the other two of _SHOWN; DPO has their defaults. Neither reads the system
     prompt.
     """
     for key in _SHOWN if draft.algorithm != "sft" else ():
@@ -96,21 +96,26 @@ def show_given_answers(draft: Draft) -> None:
             draft.dropped.append(f"{place}.system_prompt_file")
     bos, eos, opened = (draft.get(f"data.{key}") for key in _SHOWN)
     if bos is None:
-        draft.change("data.add_bos", True, "NeMo RL begins a row with the begin of sequence, if there is one")
+        draft.change(
+            "data.add_bos",
+            True,
+            "NeMo RL begins a row with the begin-of-sequence token, if the tokenizer has one",
+        )
     if not draft.get("data.apply_chat_template"):
-        return  # text alone ends with the end of sequence in both
+        return  # plain text ends with the end of sequence in both packages
     if eos is None:
-        draft.change("data.add_eos", True, "NeMo RL ends a row with the end of sequence")
+        draft.change("data.add_eos", True, "NeMo RL ends a row with the end-of-sequence token")
     if isinstance(opened, bool):
         draft.pop("data.add_generation_prompt")
         draft.note(Kind.RENAMED, "data.add_generation_prompt", "data.imitated")
     if opened is None or isinstance(opened, bool):
-        why = f"NeMo RL trains on {'' if opened else 'what opens it and '}what is after its end of sequence"
+        opening = "" if opened else "the turn's opening and "
+        why = f"NeMo RL also trains on {opening}the text after its end of sequence"
         draft.change("data.imitated", "to_turn_end" if opened else "turn", why)
 
 
 def name_sources(draft: Draft) -> None:
-    """Move older recipes' keys for all sources out of `data`; a validation has data.default's texts, as in NeMo RL."""
+    """Move older recipes' keys for all sources out of `data`; validation takes its texts from data.default."""
     for key in (*TEXT_FILES, "processor"):
         value = draft.pop(f"data.{key}")
         if value is not None and not draft.has(f"data.default.{key}"):
@@ -120,25 +125,26 @@ def name_sources(draft: Draft) -> None:
             if place != "data.default" and source.get("dataset_name") is None:
                 source["dataset_name"] = shared
     name = draft.get("data.dataset_name")
-    if isinstance(name, str) and name not in _TASKS and not draft.has("data.train"):
-        draft.pop("data.dataset_name")
-        draft.change("data.train.dataset_name", name, "a data set is named in data.train")
+    if isinstance(name, str) and name not in _TASKS:
+        draft.drop("data.dataset_name")
+        if not draft.has("data.train"):  # which NeMo RL reads first
+            draft.change("data.train.dataset_name", name, "data sets are named in data.train")
     train, held_out = draft.section("data.train"), draft.section("data.validation")
     for key in TEXT_FILES if train and held_out else ():
         if key in train:
-            why = "a validation takes data.default's there, and not data.train's"
+            why = "NeMo RL's validation takes it from data.default, not from data.train"
             draft.fill(f"data.validation.{key}", draft.get(f"data.default.{key}"), why)
 
 
-def hold_out_as_there(draft: Draft) -> None:
-    """Hold out no rows where NeMo RL does not; a validation that has none then is none."""
+def hold_out_rows(draft: Draft) -> None:
+    """Hold out rows only where NeMo RL does; without any, turn validation off."""
     if draft.get("data.validation") or draft.get("data.default.split_validation_size") is not None:
         return
     train = [(place, source) for place, source in sources_of(draft) if place.startswith("data.train")]
     for place, source in train:
         if source.get("split_validation_size") is None and source.get("dataset_name") not in KEYS["held_out"]:
             source["split_validation_size"] = 0
-            draft.note(Kind.CHANGED, f"{place}.split_validation_size", "0; NeMo RL holds no rows out")
+            draft.note(Kind.CHANGED, f"{place}.split_validation_size", "0; NeMo RL holds out no rows")
     held_out = any(source.get("split_validation_size") != 0 for _, source in train)
     for key, off in (("val_period", 0), ("val_at_start", False), ("val_at_end", False)):
         path = f"{draft.algorithm}.{key}"
@@ -147,21 +153,24 @@ def hold_out_as_there(draft: Draft) -> None:
 
 
 def read_sources(draft: Draft) -> None:
-    """Drop a source's keys that its data set's class does not read there; keep ties, which count in NeMo RL's loss."""
+    """Drop keys that NeMo RL does not read for the source's data set; keep ties, which count in its loss."""
     for place, source in sources_of(draft):
         name = source.get("dataset_name")
         if draft.algorithm == "dpo" and name == "HelpSteer3" and "ties" not in source:
             source["ties"] = "keep"
-            draft.note(Kind.CHANGED, f"{place}.ties", "keep; NeMo RL takes ties as pairs of one answer")
+            draft.note(
+                Kind.CHANGED, f"{place}.ties", "keep; NeMo RL trains on ties as pairs with equal answers"
+            )
         for key, sets in KEYS["read_by"].items():
             if name not in sets:
                 draft.drop(f"{place}.{key}")
 
 
 def find_text_files(draft: Draft, recipes: Iterable[Path]) -> None:
-    """Find the prompts that a recipe names: NeMo RL reads them where a command starts, mostly its repository's root.
+    """Find the prompt files that a recipe names.
 
-    They are looked for there, and in the folders above the recipes, it and those of its `defaults:`.
+    NeMo RL reads them relative to the working directory, usually its repository's root. They are looked up there, then
+    in the folders above the recipe and its `defaults:`.
     """
     folders = [Path(), *dict.fromkeys(folder for recipe in recipes for folder in recipe.absolute().parents)]
     for place, source in sources_of(draft):
@@ -169,11 +178,11 @@ def find_text_files(draft: Draft, recipes: Iterable[Path]) -> None:
             name, path = source.get(key), f"{place}.{key}"
             if not isinstance(name, str) or not name:
                 continue
-            # Unlike Path.is_file, this takes names that are too long, or have a NUL.
+            # Unlike Path.is_file, this accepts names that are too long or contain a NUL.
             found = next((folder / name for folder in folders if os.path.isfile(folder / name)), None)
             if found is None:
-                advice = "write the path of that file, or copy it to where a command starts"
-                draft.note(Kind.OPEN, path, f"{name} is not there; {advice}")
+                advice = "write the file's path, or copy it into the working directory"
+                draft.note(Kind.OPEN, path, f"{name} was not found; {advice}")
             else:
                 source[key] = str(found.absolute())
                 draft.files[path] = found.absolute()
@@ -185,22 +194,22 @@ _ALL_BATCHES = -1
 _OF_SFT_AND_DPO = re.compile(r"val:(val_loss|validation-.*_loss)")
 
 
-def validate_as_there(draft: Draft) -> None:
-    """Sample a validation's answers, which are the likeliest here; NeMo RL's SFT and DPO ask for none.
+def set_validation(draft: Draft) -> None:
+    """Have validation sample like NeMo RL's (ours is greedy by default); for SFT and DPO it generates nothing.
 
-    A null val_batch_size is all rows, on which answers do not depend; val_batches below 1 is all held-out rows.
+    A null val_batch_size means all rows, and does not affect answers; val_batches below 1 means all held-out rows.
     """
     loop = draft.algorithm
     if (draft.number(f"{loop}.val_period") or 0) < 0:
-        draft.change(f"{loop}.val_period", 0, "there is no validation")
+        draft.change(f"{loop}.val_period", 0, "a negative period means no validation")
     batches = draft.number(f"{loop}.val_batches")
     if batches is not None and batches < 1 and batches != _ALL_BATCHES:
         draft.change(f"{loop}.val_batches", _ALL_BATCHES, "all held-out rows")
     if loop in ("sft", "dpo"):
-        why = "NeMo RL takes the loss of held-out rows alone; a number asks for answers to as many prompts"
+        why = "NeMo RL computes only the loss of held-out rows; a number also generates that many answers"
         draft.fill(f"{loop}.max_val_samples", 0, why)
     elif _validates(draft) or (draft.number(f"{loop}.val_num_generations_per_prompt") or 1) > 1:
-        draft.change(f"{loop}.val_greedy", False, "NeMo RL's validation samples as training does")
+        draft.change(f"{loop}.val_greedy", False, "NeMo RL's validation samples like training")
     if draft.get(f"{loop}.val_batch_size") is None:
         draft.drop(f"{loop}.val_batch_size")
 
@@ -209,8 +218,8 @@ def _validates(draft: Draft) -> bool:
     return any(draft.get(f"{draft.algorithm}.val_{key}") for key in ("period", "at_start", "at_end"))
 
 
-def count_held_out(draft: Draft) -> None:
-    """Take whole batches as NeMo RL does: max_val_samples // val_batch_size, rounded up for a distillation."""
+def count_validation_rows(draft: Draft) -> None:
+    """Take whole batches like NeMo RL: max_val_samples // val_batch_size, rounded up for distillation."""
     if draft.algorithm in ("sft", "dpo") or not _validates(draft):
         return
     path, several = f"{draft.algorithm}.max_val_samples", draft.get("data.validation")
@@ -223,27 +232,29 @@ def count_held_out(draft: Draft) -> None:
             times if isinstance(times, int) else 0
         )
         if 0 < there <= batches * batch:
-            draft.change(path, None, f"all of the {there} rows, as NeMo RL takes no more than there are")
+            draft.change(path, None, f"all {there} rows; NeMo RL takes no more than there are")
         elif batches and batches * batch != rows:
             draft.change(path, batches * batch, f"NeMo RL takes whole batches of val_batch_size: {batch}")
     if isinstance(several, list) and len(cast("list[object]", several)) > 1:
-        what = "as many rows of each source; NeMo RL takes one source after the other, and the last may have none"
+        what = (
+            "equally many rows of each source; NeMo RL takes one source after another, maybe none of the last"
+        )
         draft.note(Kind.CHANGED, path, what)
 
 
 def rank_checkpoints(draft: Draft) -> None:
-    """Name the metric as it is logged here, and save where there is one."""
+    """Give the metric its name here, and save only at steps that measure it."""
     name, saving = "checkpointing.metric_name", "checkpointing.save_period"
     metric, period = draft.get(name), draft.number(f"{draft.algorithm}.val_period")
     if isinstance(metric, str) and _OF_SFT_AND_DPO.fullmatch(metric):
-        draft.change(name, "val:loss", "the name of the loss of a validation here")
+        draft.change(name, "val:loss", "the validation loss's name here")
     every = draft.number(saving) if draft.get("checkpointing.enabled") else None
     if not isinstance(metric, str) or not metric.startswith("val:") or period is None or every is None:
         return
     if not period:
         draft.change(name, None, "no validation measures it")
     elif every % period:
-        why = f"checkpoints ranked by {metric} are saved where there is a validation, each {period} steps"
+        why = f"checkpoints ranked by {metric} are saved after a validation, every {period} steps"
         draft.change(saving, -(-every // period) * period, why)
 
 
@@ -251,15 +262,15 @@ def rank_checkpoints(draft: Draft) -> None:
 
 
 def use_environment(draft: Draft) -> None:
-    """Leave out environments that no source names, and say where a response states its answer."""
+    """Leave out environments that no source names, and define how a response states its answer."""
     named = {str(source["env_name"]) for _, source in sources_of(draft) if source.get("env_name")}
     for name, section in [*draft.section("env").items()]:
         if name in named and name not in EnvConfig.model_fields:
-            draft.refuse(f"env.{name}", section, "env has math, and custom for a class of your own")
+            draft.refuse(f"env.{name}", section, "use env.math, or env.custom for a class of your own")
         elif name not in EnvConfig.model_fields:
             draft.drop(f"env.{name}")
     if draft.has("env.math"):
-        draft.change("env.math.unparsable", "zero", "NeMo RL scores 0 against an answer that nobody can read")
+        draft.change("env.math.unparsable", "zero", "NeMo RL scores 0 if the reference answer is unreadable")
     if draft.get("env.math.math_verify_impl") == "dapo_math_verify":
         draft.pop("env.math.math_verify_impl")
         draft.note(Kind.RENAMED, "env.math.math_verify_impl", "env.math.response")
@@ -270,12 +281,12 @@ def use_environment(draft: Draft) -> None:
 
 _GYM = "env.nemo_gym"
 _CALLS = 1000
-"""More than an agent of a recipe makes; its own bounds, and the length of a sequence, end a session before."""
+"""More than any recipe's agent makes: its own limits, or the sequence length, end a session first."""
 _LONGEST_S = 7200
 
 
 def use_nemo_gym(draft: Draft) -> None:
-    """Keep Gym's own configuration where a recipe uses it, and set the keys that its agents need here."""
+    """Keep NeMo Gym's own configuration if the recipe uses it, and set the keys that its agents need here."""
     if not draft.section(_GYM):
         return
     if draft.get("env.should_use_nemo_gym") is False:
@@ -285,34 +296,33 @@ def use_nemo_gym(draft: Draft) -> None:
         if draft.pop(path) is not None:
             draft.dropped.append(path)
     if draft.algorithm == "grpo":
-        why = "calls of the model in a session, which NeMo RL leaves to the agent"
+        why = "model calls per session; NeMo RL leaves the number to the agent"
         draft.change("grpo.max_rollout_turns", _CALLS, why)
-    draft.change("env.endpoint.timeout_s", _LONGEST_S, "NeMo RL waits for an agent as long as it takes")
+    draft.change("env.endpoint.timeout_s", _LONGEST_S, "NeMo RL waits for an agent without limit")
     path, tool_parser = f"{_VLLM}.http_server_serving_chat_kwargs.tool_parser", "env.endpoint.tool_parser"
     parser = draft.get(path)
     if parser is None:
-        draft.change(tool_parser, "none", "no parser of tools is named")
+        draft.change(tool_parser, "none", "the recipe names no tool parser")
     elif (own := KEYS["tool_parsers"].get(str(parser))) is not None:
-        draft.change(tool_parser, own, f"the form that vLLM calls {parser}")
+        draft.change(tool_parser, own, f"the format that vLLM calls {parser}")
     else:
-        draft.refuse(path, parser, f"{tool_parser} reads those of {', '.join(KEYS['tool_parsers'])}")
+        draft.refuse(path, parser, f"{tool_parser} supports {', '.join(KEYS['tool_parsers'])}")
     if draft.get("env.should_mask_flagged_samples") is not False:
-        why = "samples that NeMo Gym masks are dropped, as many as there are"
-        draft.change("env.pool.max_drop_rate", 1.0, why)
+        draft.change("env.pool.max_drop_rate", 1.0, "samples that NeMo Gym masks are dropped, however many")
 
 
 def read_losses(draft: Draft) -> None:
-    """Drop GRPO's copies of the estimator's keys, which NeMo RL does not read; complete a distillation's divergence."""
+    """Drop GRPO's copies of the estimator's keys, which NeMo RL does not read; set distillation's tail mass."""
     for key in ("normalize_rewards", "use_leave_one_out_baseline"):
         path, own = f"grpo.{key}", draft.get(f"grpo.adv_estimator.{key}")
         own = True if own is None else own  # the default of both
         if draft.has(path) and draft.get(path) != own:
             draft.pop(path)
-            draft.note(Kind.CHANGED, path, "left out; NeMo RL computes advantages by adv_estimator alone")
+            draft.note(Kind.CHANGED, path, "left out; NeMo RL reads only adv_estimator")
         draft.drop(path)
     if draft.algorithm == "distillation":
-        there = "NeMo RL makes the top k a distribution of its own"
-        draft.fill("loss_fn.tail_mass", True, f"{there}; here the rest of the vocabulary is an outcome")
+        why = "NeMo RL renormalizes the top k; here the rest of the vocabulary is one more outcome"
+        draft.fill("loss_fn.tail_mass", True, why)
 
 
 # Engines
@@ -326,43 +336,45 @@ _SAMPLED_IN_VALIDATION = 256
 
 
 def use_engine(draft: Draft) -> None:
-    """Name an engine, also for SFT and DPO, which need one only for max_val_samples."""
+    """Name an engine, even for SFT and DPO, which need it only for max_val_samples."""
     given = draft.get(_BACKEND)
     if not draft.section(_GENERATION):
         total = draft.number(_TOTAL) or _SAMPLED_IN_VALIDATION
         new = min(_SAMPLED_IN_VALIDATION, max(1, total // 4))
-        draft.change(_NEW, new, "an engine is named also where no answer is asked for")
+        draft.change(_NEW, new, "required even if nothing is generated")
     elif given == "megatron":
         draft.change(_BACKEND, "embedded", "the training model itself decodes")
     elif given not in ("vllm", "embedded"):
-        draft.change(_BACKEND, "vllm", f"the engine {given} is none of this package")
+        draft.change(_BACKEND, "vllm", f"this package has no engine {given}")
         for theirs, ours in KEYS["engines"].get(str(given), {}).items():
             value, path = draft.get(f"{_GENERATION}.{given}_cfg.{theirs}"), f"{_VLLM}.{ours}"
             if value is not None and value != draft.get(path):
-                draft.change(path, value, f"as {given}_cfg.{theirs} says")
+                draft.change(path, value, f"from {given}_cfg.{theirs}")
 
 
 def fit_lengths(draft: Draft) -> None:
-    """Let a response have the tokens that its prompt leaves, as in NeMo RL; here max_new_tokens are reserved."""
+    """Give a response the tokens that its prompt leaves, like NeMo RL; by default, max_new_tokens are reserved."""
     total, new, prompt = draft.number(_TOTAL), draft.number(_NEW), draft.number("data.max_input_seq_length")
     if total is None or new is None:
         return
-    draft.change("data.overlong", "drop", "NeMo RL leaves rows that are too long out of the loss")
+    draft.change("data.overlong", "drop", "NeMo RL excludes rows that are too long from the loss")
     if (total if prompt is None else prompt) + new > total:
-        why = "a response ends where the sequence is full; here max_new_tokens are reserved"
+        why = (
+            "NeMo RL's responses end where the sequence is full; by default, max_new_tokens are reserved here"
+        )
         draft.change(f"{_GENERATION}.fit_to_sequence", True, why)
 
 
 def send_weights(draft: Draft) -> None:
-    """Send weights as the layout requires: NeMo RL's other transports, whole or as differences, bring the same bits.
+    """Let the layout choose the transport: NeMo RL's others, even those that send differences, deliver the same bits.
 
-    The mode of log-probabilities is dropped where both are the same: no temperature or filter is applied.
+    logprobs_mode is dropped if both modes give the same numbers: without temperature and filters.
     """
     path, mode = f"{_GENERATION}.refit_transport", f"{_VLLM}.logprobs_mode"
     given, generation = draft.get(path), draft.section(_GENERATION)
     if given in ("nixl", "nccl_reshard", "vllm_s3_sparse", "vllm_zmq_sparse"):
         draft.pop(path)
-        what = f"{given} is not here; the same weights travel by NCCL or CUDA IPC, as the layout says"
+        what = f"{given} is not available here; NCCL or CUDA IPC, by layout, sends the same weights"
         draft.note(Kind.WARNED, path, what)
     plain = generation.get("temperature") == 1.0 and generation.get("top_p") in (None, 1.0)
     if plain and generation.get("top_k") in (None, -1) and draft.get(mode) == "raw_logprobs":
@@ -370,33 +382,43 @@ def send_weights(draft: Draft) -> None:
 
 
 def compare_no_rounded_weights(draft: Draft) -> None:
-    """Leave out comparisons with engines that round their weights, as NeMo RL has none."""
+    """Turn off comparisons with engines that round their weights; NeMo RL has none."""
     section = draft.section(_VLLM)
     weights, cache = section.get("precision") == "fp8", section.get("kv_cache_dtype") not in (None, "auto")
     if draft.get(_BACKEND) != "vllm" or not (weights or cache):
         return
-    why = "engines hold and compute in fp8 what is sent in bfloat16"
+    why = "engines compute in fp8 with weights sent in bfloat16"
     if weights and draft.get(f"{_VLLM}.is_mx"):
-        draft.change(f"{_VLLM}.precision", "mxfp8", "is_mx: true, with a scale for each 32 numbers")
+        draft.change(f"{_VLLM}.precision", "mxfp8", "is_mx: true, one scale per 32 numbers")
         draft.drop(f"{_VLLM}.is_mx")
     if weights:
         draft.change(f"{_GENERATION}.verify_refit", False, why)
     draft.change(f"{_GENERATION}.compare_at_start", False, why)
     if cache:
-        there = "NeMo RL measures them again with the weights"
-        what = f"vLLM's scales of the cache are 1, for all layers; {there}"
+        what = "the cache's scales are 1 in all layers; NeMo RL measures them at each refit"
         draft.note(Kind.WARNED, f"{_VLLM}.kv_cache_dtype", what)
 
 
 def pass_on_vllm_kwargs(draft: Draft) -> None:
-    """Split vLLM's arguments: those with a key of their own here, those that are passed on, and the rest, refused."""
+    """Sort vLLM's arguments: some have their own keys here, some are passed on, the rest are refused."""
     kwargs = f"{_GENERATION}.vllm_kwargs"
     for name in ("max_num_seqs", "kv_cache_memory_bytes"):
         if draft.has(f"{_VLLM}.{name}"):
             draft.rename(f"{_VLLM}.{name}", f"{kwargs}.{name}")
+    if draft.get(f"{kwargs}.tokenizer") in (
+        draft.get("policy.tokenizer.name"),
+        draft.get("policy.model_name"),
+    ):
+        draft.drop(f"{kwargs}.tokenizer")
     for name, value in [*draft.section(kwargs).items()]:
-        if not is_passed_on(name):
-            draft.refuse(f"{kwargs}.{name}", value, "remove it; it gives other answers, or is set elsewhere")
+        if name == "speculative_config":
+            draft.pop(f"{kwargs}.{name}")
+            if value is None:
+                continue
+            what = "slower; engines sample one token at a time, from the same distribution"
+            draft.note(Kind.WARNED, f"{kwargs}.{name}", what)
+        elif name in NOT_PASSED_ON:
+            draft.refuse(f"{kwargs}.{name}", value, "remove it; it changes answers, or another key sets it")
     if draft.has(kwargs) and not draft.section(kwargs):
         draft.pop(kwargs)
 
@@ -405,44 +427,36 @@ def pass_on_vllm_kwargs(draft: Draft) -> None:
 
 
 def update_between_answers(draft: Draft) -> None:
-    """Update weights between answers, as NeMo RL does by default."""
+    """Update weights between answers, NeMo RL's default."""
     section = f"{draft.algorithm}.async_{draft.algorithm}"
     if draft.section(section).get("enabled") and draft.get("async_rl") is None:
-        why = "NeMo RL waits for the answers in flight unless a recipe says otherwise"
+        why = "NeMo RL by default waits for the answers in flight"
         draft.fill(f"{section}.in_flight_weight_updates", False, why)
 
 
 def mask_mismatch(draft: Draft) -> None:
-    """Move the threshold of a response's log-probabilities to the key that measures the same here."""
+    """Move the threshold on a response's log-probability error to our key with the same measure."""
     loop, own, action = draft.algorithm, f"{_GENERATION}.mismatch_threshold", f"{_GENERATION}.mismatch_action"
     path = f"{loop}.seq_logprob_error_threshold"
     threshold = draft.get(path)
     if threshold is None or draft.get(own) is not None:
         return
-    section = draft.section(f"{loop}.async_{loop}")
-    ages = [section.get("max_trajectory_age_steps")] if section.get("enabled") else []
-    if draft.get("async_rl") is not None:
-        ages.append(draft.get("async_rl.sampler.max_lookahead_versions"))
-    if any(age != 0 for age in ages):
-        why = "with answers of older weights a mask would act on their age"
-        draft.refuse(path, threshold, f"{why}; {action}: warn tells of it")
-        return
     draft.set(own, threshold)
     draft.set(action, "mask")
-    draft.rename(path, own, f"{action}: mask has the same measure, and the same mask")
+    draft.rename(path, own, f"{own}, with {action}: mask")
 
 
 def answer_without_end(draft: Draft) -> None:
-    """Let an asynchronous PPO go on to max_num_steps, as NeMo RL's does; vLLM answers group by group."""
+    """Let asynchronous PPO run to max_num_steps, like NeMo RL's; have vLLM answer group by group."""
     if draft.get("ppo.async_ppo.enabled") is True and draft.get("ppo.max_num_epochs") is not None:
         why = "NeMo RL's asynchronous PPO counts no passes; max_num_steps ends the run"
         draft.change("ppo.max_num_epochs", None, why)
     path = f"{_VLLM}.async_engine"
     if draft.asynchronous and draft.get(_BACKEND) == "vllm" and not draft.get(path):
-        draft.change(path, True, "asynchronous rollouts are asked group by group")
+        draft.change(path, True, "asynchronous rollouts are requested group by group")
 
 
-# NeMo RL's single controller: answers that fail or grow old, and runs that stand still
+# NeMo RL's single controller: failed or outdated answers, and stalled runs
 
 _FAILURE = "async_rl.rollout_failure"
 _WATCHDOG = "async_rl.stall_watchdog"
@@ -453,35 +467,35 @@ _ATTEMPTS, _STALL_S = 5, 600.0
 
 
 def outlast_failures(draft: Draft) -> None:
-    """Count attempts as failures in a row, and end a stalled run where NeMo RL does; no stall is warned of here."""
+    """Limit failures in a row instead of attempts per prompt; end a stalled run if NeMo RL does, without warnings."""
     failure, watchdog = draft.section(_FAILURE), draft.section(_WATCHDOG)
-    # Prompts that are given up on are refused by the table.
+    # The table refuses keys that give prompts up.
     given_up = any(failure.get(key) for key in ("max_skipped_prompts", "max_consecutive_dropped_prompts"))
     if draft.algorithm == "grpo" and failure and not given_up:
         attempts = failure.get("max_infra_attempts_per_prompt", _ATTEMPTS)
         timeout = draft.get(f"{_FAILURE}.native.generation_timeout_s")
         draft.pop(_FAILURE)
         if isinstance(attempts, int) and attempts > 0:
-            why = f"{attempts} attempts to each prompt there; here failures in a row, over all prompts"
+            why = f"NeMo RL makes {attempts} attempts per prompt; here failures in a row count, over all prompts"
             draft.fill(f"{_OWN}.max_generation_failures", attempts - 1, why)
         if timeout is not None:
-            why = f"as {_FAILURE}.native.generation_timeout_s says"
+            why = f"from {_FAILURE}.native.generation_timeout_s"
             draft.fill(f"{_OWN}.rollout_timeout_s", timeout, why)
         draft.note(Kind.RENAMED, _FAILURE, f"{_OWN}.max_generation_failures")
     if draft.algorithm == "grpo" and watchdog:
         draft.pop(_WATCHDOG)
         if watchdog.get("stall_action", "warn") == "warn":
-            what = f"a stall is not warned of; {_OWN}.stall_timeout_s ends the run"
+            what = f"stalls are not reported; {_OWN}.stall_timeout_s ends the run"
             draft.note(Kind.WARNED, _WATCHDOG, what)
         else:
             stall = watchdog.get("stall_timeout_s", _STALL_S)
-            draft.fill(f"{_OWN}.stall_timeout_s", stall, f"as {_WATCHDOG}.stall_timeout_s says")
+            draft.fill(f"{_OWN}.stall_timeout_s", stall, f"from {_WATCHDOG}.stall_timeout_s")
 
 
 def train_within_the_window(draft: Draft) -> None:
-    """Take answers as they are completed where NeMo RL samples more than it trains on, and discards old ones.
+    """Train on answers as they complete where NeMo RL samples more than it trains on and discards old ones.
 
-    Within the window both take any answer; here no more are requested than can be trained on in time.
+    Both take any answer within the window; here no more are requested than can train in time.
     """
     if draft.algorithm != "grpo" or not draft.section(_SAMPLER):
         return
@@ -490,12 +504,12 @@ def train_within_the_window(draft: Draft) -> None:
         unread = "max_staleness_versions" if name in (None, "in_order") else "max_lookahead_versions"
         draft.drop(f"{_SAMPLER}.{unread}")
     if name != "windowed" or draft.get(f"{_SAMPLER}.sample_freshest_first") is True:
-        return  # the latter is refused with the sampler
+        return  # sample_freshest_first is refused with its sampler
     draft.set(f"{_SAMPLER}.name", "ready_first")
     draft.drop(f"{_SAMPLER}.sample_freshest_first")
     draft.drop("async_rl.max_buffered_rollouts")
-    what = "windowed -> as_completed; answers train as they come there too, and those that are too old are discarded"
-    draft.note(Kind.CHANGED, f"{_OWN}.order", f"{what}; here no more are asked for than train in time")
+    what = "windowed -> as_completed; NeMo RL also trains on answers as they complete, and discards old ones"
+    draft.note(Kind.CHANGED, f"{_OWN}.order", f"{what}; here no more are requested than can train in time")
 
 
 STEPS = (
@@ -504,9 +518,9 @@ STEPS = (
     use_chat_template,
     show_given_answers,
     name_sources,
-    hold_out_as_there,
-    validate_as_there,
-    count_held_out,
+    hold_out_rows,
+    set_validation,
+    count_validation_rows,
     read_sources,
     use_environment,
     rank_checkpoints,

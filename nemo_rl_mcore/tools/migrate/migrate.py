@@ -1,4 +1,4 @@
-"""From a recipe of NeMo RL to one of ours, with a report on each key."""
+"""Convert a NeMo RL recipe into one of ours, with a report on each key."""
 
 import copy
 import sys
@@ -14,22 +14,23 @@ from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
 from nemo_rl_mcore.config.master import RUN_CONFIGS, kind_of
 from nemo_rl_mcore.config.run_config import RunConfig, with_references
 from nemo_rl_mcore.driver.output import command, write_line
-from nemo_rl_mcore.recipe.environment_values import without_values
+from nemo_rl_mcore.recipe.interpolations import without_values
 from nemo_rl_mcore.recipe.load import Computed, check, compute
 from nemo_rl_mcore.recipe.of_nemo_rl import foreign_keys, inner_sections, leaf_paths, listed_origin
 from nemo_rl_mcore.recipe.schema import field_at, section_of
 from nemo_rl_mcore.recipe.sources import key_lines, read_recipe
 from nemo_rl_mcore.recipe.validate import with_pretrained_model
 from nemo_rl_mcore.tools.migrate import meaning, training
-from nemo_rl_mcore.tools.migrate.draft import KEYS, Draft, Kind
+from nemo_rl_mcore.tools.migrate.draft import KEYS, Draft, Kind, shown
 from nemo_rl_mcore.tools.migrate.judgements import rename, screen, screen_second_models
 
 
 @dataclass(frozen=True)
 class Migrated:
-    """Our recipe, and theirs as it was computed.
+    """A migrated recipe.
 
-    config: the recipe as it is run; None where it has problems. problems: these, and refused keys.
+    read: NeMo RL's recipe with `defaults:` and overrides applied. config: None if there are problems. problems:
+    findings of `check`, and refused keys.
     """
 
     draft: Draft
@@ -40,21 +41,21 @@ class Migrated:
 
     @property
     def settled(self) -> bool:
-        """Whether every key of theirs carried over."""
         return not any(note.kind in (Kind.REFUSED, Kind.OPEN) for note in self.draft.notes)
 
 
 def migrate(
     path: str | Path, overrides: Iterable[str] = (), models: Mapping[str, str] | None = None
 ) -> Migrated:
-    """Read a recipe of NeMo RL, with its `defaults:`, and make one of ours of it.
+    """Read a NeMo RL recipe with its `defaults:`, and translate it.
 
-    models: the model of each section that has one, such as "policy" or "teacher", in place of the recipe's.
-    Raises ConfigError for a file that cannot be read, is no such recipe, or has no such section.
+    models: replace the model_name of these sections, such as "policy" or "teacher". Raises ConfigError for a file that
+    cannot be read or is not such a recipe, or if it lacks such a section.
     """
     read = compute(read_recipe(path), overrides)
     _require_recipe(path, read.tree)
     draft = Draft(kind_of(read.tree).algorithm, copy.deepcopy(read.tree))
+    _require_text(draft)
     having = [name for name, one in draft.tree.items() if isinstance(one, dict) and "model_name" in one]
     for section, model in (models or {}).items():
         if section not in having:
@@ -70,7 +71,7 @@ def migrate(
     screen_second_models(draft, completed)
     rename(draft, completed)
     _leave_out_unknown(draft, draft.tree, "")
-    # A critic and a teacher have been compared with the policy: one of two keys that agree is enough.
+    # Critic and teacher have been compared with the policy, so that equal keys need to stand only once.
     repeated, noted = "policy.generation.vllm_cfg.precision", {note.path for note in draft.notes}
     if repeated not in noted and (given := draft.get(repeated)) and given == draft.get("policy.precision"):
         draft.drop(repeated)
@@ -81,7 +82,7 @@ def migrate(
         for one in error.problems:
             if one.code == "not-found" and one.path.endswith("model_name"):
                 option = f"`migrate --model {one.path.partition('.')[0]}=NAME`"
-                one = replace(one, remedy=f"the recipe leaves it to you: {option}")
+                one = replace(one, remedy=f"the recipe leaves the choice to you: {option}")
             problems.append(one)
     leave_open(draft, problems)
     every = (*draft.problems, *problems)
@@ -91,7 +92,7 @@ def migrate(
 
 
 def _require_recipe(path: str | Path, tree: Tree) -> None:
-    """Raise ConfigError for a file that is no whole recipe of NeMo RL, of one algorithm."""
+    """Raise ConfigError unless the file is a complete NeMo RL recipe with one algorithm."""
     algorithms = [name for name in RUN_CONFIGS if isinstance(tree.get(name), dict)]
     policy, remedy = tree.get("policy"), "name a recipe of one algorithm"
     if len(algorithms) > 1:
@@ -103,13 +104,28 @@ def _require_recipe(path: str | Path, tree: Tree) -> None:
     elif isinstance(policy, dict) and {"megatron_cfg", "dtensor_cfg"} & cast("Tree", policy).keys():
         return
     else:
-        what = "is not a complete recipe of NeMo RL: it has no policy.megatron_cfg and no policy.dtensor_cfg"
-        remedy = "name one, or write in `defaults:` the path of the exemplar that it changes"
+        what = "is not a complete NeMo RL recipe: it has neither policy.megatron_cfg nor policy.dtensor_cfg"
+        remedy = "name one, or set `defaults:` to the path of the exemplar that it changes"
     raise ConfigError([Problem("wrong-kind", str(path), what, remedy)])
 
 
+def _require_text(draft: Draft) -> None:
+    """Raise ConfigError for a recipe that trains on images or sound; its other keys are then irrelevant."""
+    seen = ["policy.is_vlm"] * (draft.get("policy.is_vlm") is True)
+    seen += [
+        f"{place}.processor"
+        for place, source in meaning.sources_of(draft)
+        if source.get("processor") == "vlm_hf_data_processor"
+    ]
+    if seen:
+        what = (
+            f"{shown(draft.get(seen[0]))}: the recipe trains on images or sound; models here read text only"
+        )
+        raise ConfigError([Problem("not-supported", seen[0], what)])
+
+
 def _with_name(tree: Any, name: object, model: str) -> Any:
-    """Return a recipe, or a part of one, in which this name stands wherever the other stood."""
+    """Return a recipe, or part of one, with `name` replaced by `model` wherever it occurs."""
     if isinstance(tree, dict):
         return {key: _with_name(value, name, model) for key, value in cast("Tree", tree).items()}
     if isinstance(tree, list):
@@ -118,18 +134,18 @@ def _with_name(tree: Any, name: object, model: str) -> Any:
 
 
 def leave_open(draft: Draft, problems: Iterable[Problem]) -> None:
-    """Note keys that are left to settle, each once."""
-    said = {note.path for note in draft.notes if note.kind is Kind.OPEN}
+    """Record unresolved problems, once per key."""
+    noted = {note.path for note in draft.notes if note.kind is Kind.OPEN}
     for problem in problems:
-        if problem.path not in said:
+        if problem.path not in noted:
             draft.note(Kind.OPEN, problem.path, "; ".join(filter(None, (problem.what, problem.remedy))))
 
 
 def load_migrated(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
-    """Migrate a recipe of NeMo RL to run it; raises ConfigError for a key that does not carry over."""
+    """Migrate a NeMo RL recipe in memory; raises ConfigError for a key that does not carry over."""
     migrated = migrate(path, overrides)
     if not any(foreign_keys(migrated.read.tree)):
-        what = "is not a recipe of NeMo RL: all of its keys are ours"
+        what = "is not a NeMo RL recipe: all its keys are ours"
         raise ConfigError([Problem("wrong-kind", str(path), what, "leave out --migrate")])
     if migrated.problems:
         raise ConfigError(migrated.problems)
@@ -137,14 +153,14 @@ def load_migrated(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
 
 
 def _leave_out_unknown(draft: Draft, section: Tree, prefix: str) -> None:
-    """Take out the keys that neither this package nor its table has."""
+    """Refuse keys that are neither in this package nor in the migration table."""
     kind = RUN_CONFIGS[draft.algorithm]
     for key, value in [*section.items()]:
         path = join_path(prefix, str(key))
         field = field_at(path, kind)
         if field is None:
             section.pop(key)
-            nowhere = f"no key of this package, nor of NeMo RL at {listed_origin()}"
+            nowhere = f"not a key of this package, nor of NeMo RL at {listed_origin()}"
             draft.refuse(path, value, nowhere, "unknown key")
         elif section_of(field) is not None:
             for place, inner in inner_sections(value):
@@ -152,7 +168,7 @@ def _leave_out_unknown(draft: Draft, section: Tree, prefix: str) -> None:
 
 
 EXIT_NO_FILE = 1
-"""Exit status where no recipe is written."""
+"""Exit status if no recipe is written."""
 
 
 def run_migrate(
@@ -162,10 +178,10 @@ def run_migrate(
     models: Mapping[str, str],
     examine: Callable[[RunConfig], Iterable[Problem]],
 ) -> int:
-    """Write our recipe, copies of the prompts that it names, and the report; return 2 where keys are left open.
+    """Write our recipe and copies of its prompt files, and print the report; return 2 if keys are left open.
 
-    A copy has the recipe's name before its own where another file has that name. Raises ConfigError for a file that is
-    no recipe, or would be overwritten. examine: finds the problems beyond the keys, which are left open.
+    If a copy's name is taken, it is prefixed with the recipe's. examine: returns further problems of the migrated
+    recipe, which are left open. Raises ConfigError for a file that is not a recipe, or would be overwritten.
     """
     target = Path(output or f"{Path(recipe).stem}_mcore.yaml")
     _require_free(target)
@@ -199,12 +215,12 @@ def run_migrate(
 
 def _require_free(target: Path) -> None:
     if target.exists():
-        what = f"{target} is there already, and is not overwritten"
+        what = f"{target} exists already and is not overwritten"
         raise ConfigError([Problem("already-there", "--output", what, "name another file")])
 
 
 def run_in_memory(recipe: str, overrides: Iterable[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
-    """Migrate a recipe to run it, print the changes, and return its configuration and warnings; raises ConfigError."""
+    """Migrate a recipe and print the report; return configuration and warnings. Raises ConfigError."""
     migrated = load_migrated(recipe, overrides)
     assert migrated.config is not None
     for line in report(migrated):
@@ -213,31 +229,32 @@ def run_in_memory(recipe: str, overrides: Iterable[str]) -> tuple[RunConfig, tup
 
 
 def report(migrated: Migrated, target: Path | None = None) -> Iterator[str]:
-    """Yield a line for each group of keys, and one for each key that changed.
+    """Yield the report: a line per group of keys, and a line per key that changed.
 
-    target: the file that was written; without one, keys that keep their meaning are only counted.
+    target: the written file; without one, renamed keys and prompt files are only counted.
     """
     draft = migrated.draft
-    said = {note.path for note in draft.notes}
-    kept = [path for path in leaf_paths(draft.tree) if path not in said]
-    yield f"{target or 'migrated from NeMo RL'}: a recipe of {draft.algorithm}"
-    yield f"kept as they are: {len(kept)} keys"
+    noted = {note.path for note in draft.notes}
+    kept = [path for path in leaf_paths(draft.tree) if path not in noted]
+    yield f"{target or 'migrated from NeMo RL'}: {draft.algorithm}"
+    yield f"kept: {len(kept)} keys"
     for kind in Kind:
         notes = [note for note in draft.notes if note.kind is kind]
         if notes:
             yield f"{kind.value}: {len(notes)}"
-            # In memory, renamed keys and files keep their meaning.
+            # Without a file to read, these are of no interest one by one.
             short = not target and kind in (Kind.RENAMED, Kind.FILES)
             yield from (f"  {note}" for note in notes if not short)
-    yield f"left out at values that change nothing here: {len(draft.dropped)}"
+    yield f"left out, without effect here: {len(draft.dropped)}"
     if target:
         yield f"next: `{command('check', '--config', str(target))}`"
 
 
 def recipe_text(migrated: Migrated, source: str, overrides: Iterable[str] = ()) -> str:
-    """Return our recipe as YAML; `source` names the original, which had these overrides.
+    """Return our recipe as YAML; source, overrides: the original's, for the header.
 
-    Notes on changed and open keys stand behind them; those without a key in the file, at the head.
+    Comments after changed and open keys give the reasons; refused keys, and open keys that are missing, are listed in
+    the header.
     """
     draft = migrated.draft
     dump: Any = partial(yaml.safe_dump, width=float("inf"), sort_keys=False, allow_unicode=True)
@@ -248,19 +265,19 @@ def recipe_text(migrated: Migrated, source: str, overrides: Iterable[str] = ()) 
     text: str = dump(draft.tree, default_flow_style=False)
     lines, places = text.splitlines(keepends=True), dict[str, int]()
     for path, line, value in key_lines(yaml.SafeLoader(text).get_single_node(), ""):
-        # A comment may stand behind the whole of a value in one line; else behind the name of its section.
+        # The comment follows a one-line value; otherwise it follows the key.
         whole = cast("Any", value)
         in_one = isinstance(value, yaml.ScalarNode) or whole.flow_style
         places[path] = whole.end_mark.line if in_one else line - 1
-    head = [f"Made by `nemo-rl-mcore migrate` of NeMo RL's {' '.join([source, *overrides])}."]
+    head = [f"Made by `nemo-rl-mcore migrate` from NeMo RL's {' '.join([source, *overrides])}."]
     behind: dict[int, list[str]] = {}
     for note in draft.notes:
         if note.kind in (Kind.CHANGED, Kind.OPEN) and note.path in places:
             behind.setdefault(places[note.path], []).append(note.what)
         elif note.kind is Kind.OPEN:
-            head.append(f"Left for you to settle, {note}")
+            head.append(f"Left for you to settle: {note}")
     for path, (value, remedy) in draft.refused.items():
-        head.append(f"Refused, {dump({path: value}, default_flow_style=True).strip()[1:-1]}; {remedy}")
+        head.append(f"Refused: {dump({path: value}, default_flow_style=True).strip()[1:-1]}; {remedy}")
     for place, whats in behind.items():
         lines[place] = f"{lines[place].rstrip()}  {comment('; '.join(whats))}"
     return "".join([*map(comment, head), *lines])

@@ -1,4 +1,4 @@
-"""NeMo RL's keys of training, models and layouts that mean something else here, present or absent."""
+"""NeMo RL's keys of training, models and layouts whose meaning, or absence, differs here."""
 
 from typing import TypeGuard, cast
 
@@ -13,27 +13,27 @@ _DTENSOR = "policy.dtensor_cfg"
 _MEGATRON = "policy.megatron_cfg"
 _DDP = f"{_MEGATRON}.distributed_data_parallel_config"
 
-# DTensor, NeMo RL's other backend of a policy
+# DTensor, NeMo RL's other policy backend
 
 
 def use_megatron(draft: Draft) -> None:
-    """Translate DTensor's keys into Megatron's, where a recipe uses it.
+    """Translate DTensor's keys into Megatron's if the recipe uses DTensor.
 
-    Torch's optimizers are translated if their weight decay is decoupled.
+    A torch optimizer carries over only if its weight decay is decoupled.
     """
     if not draft.get(f"{_DTENSOR}.enabled"):
         return
-    draft.change(f"{_MEGATRON}.enabled", True, "Megatron takes the place of DTensor, the only backend here")
+    draft.change(f"{_MEGATRON}.enabled", True, "Megatron, the only backend here, replaces DTensor")
     section = draft.section(_DTENSOR)
     for theirs, ours in KEYS["dtensor"].items():
-        _take(draft, f"{_MEGATRON}.{ours}", section.get(theirs), f"{_DTENSOR}.{theirs}")
+        _take(draft, f"{_MEGATRON}.{ours}", section.get(theirs), f"from {_DTENSOR}.{theirs}")
     for key, value in [*section.items()]:
         judge(draft, f"{_DTENSOR}.{key}", value, section, draft.tree)
     draft.set(f"{_DTENSOR}.enabled", False)
     if draft.get("policy.max_grad_norm") is None:
-        draft.change("policy.max_grad_norm", 0.0, "DTensor clips no gradient where it is null, or left out")
+        draft.change("policy.max_grad_norm", 0.0, "DTensor does not clip gradients if it is null or missing")
     draft.drop(f"{_MEGATRON}.optimizer.clip_grad")  # which DTensor does not read
-    _take(draft, f"{_DDP}.grad_reduce_in_fp32", True, "DTensor, whose gradients are reduced in fp32,")
+    _take(draft, f"{_DDP}.grad_reduce_in_fp32", True, "DTensor reduces gradients in fp32")
     given = draft.section("policy.optimizer")
     if not given:
         return
@@ -51,17 +51,17 @@ def use_megatron(draft: Draft) -> None:
     taken = {"lr": lr, "min_lr": lr, "weight_decay": kwargs["weight_decay"]}  # a schedule may lower min_lr
     taken |= {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": kwargs["eps"]}
     for key, value in taken.items():
-        _take(draft, f"{_MEGATRON}.optimizer.{key}", value, "policy.optimizer")
-    # They are copies of the optimizer's there, which has just got other values.
+        _take(draft, f"{_MEGATRON}.optimizer.{key}", value, "from policy.optimizer")
+    # These are copies of the optimizer's values, which have just changed.
     draft.dropped += [f"{_MEGATRON}.scheduler.{key}" for key in draft.section(f"{_MEGATRON}.scheduler")]
     draft.set(f"{_MEGATRON}.scheduler", {"lr_decay_style": "constant"})
     _use_warmup(draft, lr)
 
 
 def _use_warmup(draft: Draft, lr: object) -> None:
-    """Migrate a linear warm-up with a constant rate, as the exemplars have it; refuse any other schedule.
+    """Migrate a linear warm-up to a constant rate, as in NeMo RL's exemplars; refuse any other schedule.
 
-    What is left out has torch's defaults.
+    Missing arguments have torch's defaults.
     """
     path, place = "policy.scheduler", f"{_MEGATRON}.scheduler"
     given = draft.get(path)
@@ -76,21 +76,21 @@ def _use_warmup(draft: Draft, lr: object) -> None:
         match str(step.get("name", "")).rpartition(".")[2]:
             case "LinearLR" if kwargs.get("end_factor", 1.0) == 1.0:
                 start = kwargs.get("start_factor", 1 / 3)
-                _take(draft, f"{place}.lr_warmup_iters", kwargs.get("total_iters", 5), path)
+                _take(draft, f"{place}.lr_warmup_iters", kwargs.get("total_iters", 5), f"from {path}")
                 if _is_number(lr) and _is_number(start):
-                    _take(draft, f"{place}.lr_warmup_init", float(f"{start * lr:.6g}"), path)
+                    _take(draft, f"{place}.lr_warmup_init", float(f"{start * lr:.6g}"), f"from {path}")
             case "ConstantLR" if kwargs.get("factor", 1 / 3) == 1.0:
                 continue
             case "" if "milestones" in step:
                 continue
             case _:
-                draft.refuse(path, draft.get(path), f"set {place}; its warm-up is linear")
+                draft.refuse(path, draft.get(path), f"set {place}, whose warm-up is linear")
                 return
 
 
-def _take(draft: Draft, target: str, value: object, source: str) -> None:
+def _take(draft: Draft, target: str, value: object, why: str) -> None:
     if value is not None and value != draft.get(target):
-        draft.change(target, value, f"as {source} says, which this recipe reads")
+        draft.change(target, value, why)
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -101,38 +101,38 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def clip_as_read(draft: Draft) -> None:
-    """Take the norm that Megatron's optimizer reads, clip_grad, for max_grad_norm, which is DTensor's alone."""
+    """Move clip_grad, which NeMo RL's Megatron reads, to max_grad_norm, which only DTensor reads there."""
     for name in ("policy", "value"):
         path, read = f"{name}.max_grad_norm", f"{name}.megatron_cfg.optimizer.clip_grad"
         norm = draft.get(read)
         if norm is None or norm == draft.get(path):
             draft.drop(read)
         elif draft.has(path):
-            draft.change(path, norm, "Megatron's optimizer reads megatron_cfg.optimizer.clip_grad alone")
+            draft.change(path, norm, "NeMo RL's Megatron reads only megatron_cfg.optimizer.clip_grad")
             draft.drop(read)
         else:
             draft.rename(read, path)
 
 
 def follow_schedules(draft: Draft) -> None:
-    """Multiply iterations by a rollout's optimizer steps, so that each rollout keeps its learning rate.
+    """Multiply a schedule's iterations by the optimizer steps per rollout, so that each rollout keeps its rate.
 
-    NeMo RL advances its schedule at each call of `train`, and this package at each optimizer step. A call takes a whole
-    rollout, once more for each of `ppo_epochs`; its optimizer steps follow from policy.train_global_batch_size
-    (megatron_policy_worker.py: "Step LR scheduler once per train() call"). A schedule's constant weight decay takes
-    precedence there, and has to agree with the optimizer's here; one that changes over the run is refused.
+    NeMo RL advances its schedule once per `train` call ("Step LR scheduler once per train() call" in
+    megatron_policy_worker.py), this package once per optimizer step. A call trains a whole rollout, or one of its
+    `ppo_epochs`, in steps of policy.train_global_batch_size. The schedule's weight decay overrides the optimizer's
+    there: if constant, it becomes the optimizer's here; if it changes over the run, it is refused.
     """
     loop, batch = draft.algorithm, draft.number("policy.train_global_batch_size")
     prompts = draft.number(f"{loop}.num_prompts_per_step")
     answers = draft.number(f"{loop}.num_generations_per_prompt")
-    steps = 1  # where there is no rollout, or `check` refuses the numbers
+    steps = 1  # without rollouts, or with numbers that `check` refuses
     if prompts and answers and batch and batch > 0:
         steps = max(1, prompts * answers // batch)
     for section in ("policy.megatron_cfg.scheduler", "value.megatron_cfg.scheduler", "value.scheduler"):
         for key in ("lr_warmup_iters", "lr_decay_iters"):
             iterations = draft.number(f"{section}.{key}")
             if iterations and steps > 1:
-                why = f"a rollout is {steps} optimizer steps, each of which counts here; there it counts once"
+                why = f"a rollout's {steps} optimizer steps count singly here, and as one in NeMo RL"
                 draft.change(f"{section}.{key}", iterations * steps, why)
     for model in ("policy.megatron_cfg", "value.megatron_cfg", "value"):
         decay, ends = f"{model}.optimizer.weight_decay", ("start_weight_decay", "end_weight_decay")
@@ -143,8 +143,7 @@ def follow_schedules(draft: Draft) -> None:
                 draft.refuse(path, draft.get(path), f"set {decay}, which holds for all steps")
             continue
         if first is not None and draft.get(decay) != first:
-            why = "the schedule's, which takes the place of the optimizer's at each step"
-            draft.change(decay, first, why)
+            draft.change(decay, first, "the schedule's, which overrides the optimizer's in NeMo RL")
         for path in paths:
             draft.drop(path)
 
@@ -153,13 +152,15 @@ def follow_schedules(draft: Draft) -> None:
 
 
 def read_overrides(draft: Draft) -> None:
-    """Drop sections that write nothing over in config.json; a critic is the policy's model, and has its overrides.
+    """Drop override sections that change nothing; the critic is the policy's model and needs the same overrides.
 
-    Sequences may be longer than the weights have positions for; rotations go on beyond them.
+    Sequences may exceed the positions in config.json: rotary embeddings continue beyond them.
     """
     given = draft.section(f"value.{OVERRIDES}")
     if draft.section("value") and given != draft.section(f"policy.{OVERRIDES}"):
-        draft.refuse(f"value.{OVERRIDES}", given, "give policy and value the same", "is not the policy's")
+        draft.refuse(
+            f"value.{OVERRIDES}", given, "give policy and value the same", "differs from the policy's"
+        )
     for name in ("policy", "value", "teacher"):
         if name == "value" or not draft.section(f"{name}.{OVERRIDES}"):
             draft.drop(f"{name}.{OVERRIDES}")
@@ -167,24 +168,28 @@ def read_overrides(draft: Draft) -> None:
     filled, _ = with_pretrained_model(draft.tree)
     for name in ("policy", "teacher"):
         try:
-            longest = ModelConfig.model_validate(value_at(filled, f"{name}.model")).longest_sequence
-        except ValueError:  # a problem that the check of the recipe reports
+            longest = ModelConfig.model_validate(value_at(filled, f"{name}.model")).shape.longest_sequence
+        except ValueError:  # which `check` reports
             continue
         if total is not None and total > longest:
-            why = f"NeMo RL trains {total} tokens of a model that has been trained on {longest}"
+            why = f"NeMo RL trains on {total} tokens, beyond the model's {longest} positions"
             draft.change(f"{name}.{OVERRIDES}.max_position_embeddings", total, why)
 
 
 def read_prediction_layers(draft: Draft) -> None:
-    """Move prediction layers and their factor to the model; where there are none, nothing reads the rest."""
+    """Move prediction layers and their loss factor to the model; without layers, drop the keys."""
     layers = f"{_MEGATRON}.mtp_num_layers"
     if not draft.has(layers):
-        return  # the model's own, if it has any
-    if draft.get(layers) in (None, 0):
+        return  # the model keeps its own, if any
+    detached = draft.get(f"{_MEGATRON}.mtp_detach_heads") is True
+    if detached and draft.get(layers) not in (None, 0):
+        why = "left out; detached from the model, they only draft tokens for engines, and count in the gradient's norm"
+        draft.note(Kind.CHANGED, layers, why)
+    if detached or draft.get(layers) in (None, 0):
         for key in ("num_layers", "loss_scaling_factor", "use_repeated_layer", "detach_heads"):
             draft.drop(f"{_MEGATRON}.mtp_{key}")
         return
-    filled, _ = with_pretrained_model(draft.tree)  # without its sizes no key of a model has a place
+    filled, _ = with_pretrained_model(draft.tree)  # the keys need the model's sizes beside them
     if draft.number(layers) is not None and value_at(filled, "policy.model.num_layers") is not None:
         for key in ("mtp_num_layers", "mtp_loss_scaling_factor"):
             if draft.has(f"{_MEGATRON}.{key}") and draft.get(f"policy.model.{key}") is None:
@@ -195,29 +200,33 @@ def read_prediction_layers(draft: Draft) -> None:
 
 
 def share_out_cluster(draft: Draft) -> None:
-    """Leave the ranks' share in the cluster, beside which engines are here; NeMo RL's algorithms/grpo.py divides it."""
+    """Subtract separate engines' resources from the cluster, which includes them in NeMo RL (algorithms/grpo.py)."""
     resources = "policy.generation.colocated.resources"
     if draft.get("policy.generation.colocated.enabled") is not False:
-        # Engines share the ranks' GPUs, and NeMo RL does not read their own either.
+        # Engines share the ranks' GPUs, and NeMo RL ignores these keys, too.
         if given := draft.section(resources):
             draft.dropped += [f"{resources}.{key}" for key, value in given.items() if value is not None]
             draft.pop(resources)
         return
+    per_node = draft.number(f"{resources}.gpus_per_node")
+    if per_node and draft.get("policy.generation.backend") == "embedded":
+        engines = per_node * (draft.number(f"{resources}.num_nodes") or 1)
+        draft.change("policy.generation.engines", engines, "each GPU for generation has one engine")
     several = (draft.number("cluster.num_nodes") or 1) > 1
     key, asked = ("cluster.num_nodes", "num_nodes") if several else ("cluster.gpus_per_node", "gpus_per_node")
     whole, engines = draft.number(key), draft.number(f"{resources}.{asked}")
     if whole is None or engines is None or engines <= 0:
         return
     if whole <= engines:
-        what = f"{engines} for engines leave none of {key}: {whole} to train on, which NeMo RL refuses too"
+        what = f"with {engines} for engines, {key}: {whole} leaves none to train on; NeMo RL refuses this too"
         draft.refuse(f"{resources}.{asked}", engines, f"lower it below {key}", what)
     else:
-        why = f"the {engines} of {resources}.{asked} are part of it there, and beside it here"
+        why = f"in NeMo RL it includes the {engines} of {resources}.{asked}, here it does not"
         draft.change(key, whole - engines, why)
 
 
 def leave_out_idle(draft: Draft) -> None:
-    """Drop the deadline of checkpoints that are not saved, and overlaps that are not possible here."""
+    """Drop a deadline without checkpoints, and overlaps that are not possible here."""
     deadline = "checkpointing.checkpoint_must_save_by"
     if not draft.get("checkpointing.enabled") and draft.get(deadline) is not None:
         draft.drop(deadline)
@@ -225,17 +234,17 @@ def leave_out_idle(draft: Draft) -> None:
         path = f"{name}.megatron_cfg.sequence_parallel"
         ranks = draft.number(f"{name}.megatron_cfg.tensor_model_parallel_size") or 1
         if ranks == 1 and draft.get(path) is True:
-            draft.change(path, False, "one tensor-parallel rank has no sequence to share")
+            draft.change(path, False, "it needs at least two tensor-parallel ranks")
     path = f"{_DDP}.overlap_param_gather"
     if draft.algorithm == "distillation" and draft.get(path):
-        draft.change(path, False, "it costs speed; a distillation reads the output weight itself")
+        draft.change(path, False, "slower; distillation reads the output weight directly")
     fused = draft.get(f"{_MEGATRON}.use_fused_linear_logprobs")
     if draft.get(path) is True and not draft.get(f"{_DDP}.overlap_grad_reduce") and not fused:
-        draft.change(path, False, "it costs speed; here it needs overlap_grad_reduce: true")
+        draft.change(path, False, "slower; here it needs overlap_grad_reduce: true")
 
 
 def offload_beside_engines(draft: Draft) -> None:
-    """Offload gradients, optimizer and weights where engines share the ranks' GPUs, as NeMo RL does."""
+    """Offload gradients, optimizer and weights if engines share the ranks' GPUs, like NeMo RL."""
     loop, offload, compare = draft.algorithm, "policy.offload", "policy.generation.compare_at_start"
     own_gpus = draft.get("policy.generation.colocated.enabled") is False
     if (
@@ -246,17 +255,17 @@ def offload_beside_engines(draft: Draft) -> None:
     ):
         return
     if loop in ("sft", "dpo") and draft.get(f"{loop}.max_val_samples") == 0:
-        return  # no engine answers
+        return  # no engine generates
     if loop == "ppo":
-        what = "what trains stays on the GPU while engines answer there; NeMo RL takes it off"
+        what = "training state stays on the GPU while engines generate; NeMo RL offloads it"
         draft.note(Kind.WARNED, offload, what)
         return
-    draft.change(offload, "all", "NeMo RL takes all off the GPU while engines answer there")
-    draft.fill(compare, False, f"NeMo RL has no such comparison, and {offload}: all no room for it")
+    draft.change(offload, "all", "NeMo RL offloads everything while engines generate")
+    draft.fill(compare, False, f"NeMo RL has no such comparison, and {offload}: all leaves no memory for it")
 
 
 def state_precision(draft: Draft) -> None:
-    """State the number format once: NeMo RL's Megatron reads it from several keys."""
+    """Merge the keys from which NeMo RL's Megatron reads the number format into policy.precision."""
     models = ("policy", "value", "teacher")
     of_layers = [f"{name}.megatron_cfg.pipeline_dtype" for name in models]
     of_optimizers = [f"{name}.megatron_cfg.optimizer.bf16" for name in models[:2]]

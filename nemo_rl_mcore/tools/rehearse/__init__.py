@@ -1,1 +1,1 @@
-"""Rehearsal: a shrunk recipe, run on CPU in its own layout, and proofs about it."""
+"""Rehearsals: shrunk recipes, run on CPU in their own layouts, and proofs about these runs."""

@@ -1,4 +1,4 @@
-"""The command `rehearse`: shrinks a recipe, runs it, and compares its numbers with those of other ways to them."""
+"""The command `rehearse`: shrinks a recipe, runs it, and checks its numbers by computing them in other ways."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from nemo_rl_mcore.config.base import ConfigError, Tree, value_at
 from nemo_rl_mcore.config.run_config import RunConfig
@@ -24,8 +25,8 @@ from nemo_rl_mcore.tools.check import preflight
 from nemo_rl_mcore.tools.migrate.draft import Kind
 from nemo_rl_mcore.tools.migrate.migrate import migrate
 from nemo_rl_mcore.tools.rehearse import proofs
-from nemo_rl_mcore.tools.rehearse.proofs import Found, Refused
-from nemo_rl_mcore.tools.rehearse.runs import Ran, Row, loaded, packed, resumed, run_in
+from nemo_rl_mcore.tools.rehearse.proofs import Refused
+from nemo_rl_mcore.tools.rehearse.runs import Found, Ran, loaded, packed, resume_copy, run_in
 from nemo_rl_mcore.tools.rehearse.schedule import Schedule, raise_rates
 from nemo_rl_mcore.tools.rehearse.shrink import (
     TEACHER,
@@ -49,7 +50,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Line:
-    """A proof in a layout: its verdict, the reason, and the seconds that it took."""
+    """A proof in a layout: its verdict and the reason or finding."""
 
     name: str
     verdict: Verdict
@@ -60,18 +61,19 @@ class Line:
 
 ONLY_ON_GPUS = (
     Line("kernels", Verdict.ON_GPU, "Transformer Engine, flash attention, Triton, bfloat16"),
-    Line("NCCL", Verdict.ON_GPU, "collectives between GPUs and machines, and their overlap"),
-    Line("memory", Verdict.ON_GPU, "nemo-rl-mcore check estimates it for the recipe at its size"),
-    Line("speed", Verdict.ON_GPU, "of a step, of engines, of a refit"),
-    Line("vLLM", Verdict.ON_GPU, "the recipe's engine, where it is that one"),
+    Line("NCCL", Verdict.ON_GPU, "collectives between GPUs and machines, and their overlap with computation"),
+    Line("memory", Verdict.ON_GPU, "nemo-rl-mcore check estimates it for the full-size recipe"),
+    Line("speed", Verdict.ON_GPU, "of steps, engines and refits"),
+    Line("vLLM", Verdict.ON_GPU, "the recipe's engine, if it uses vLLM"),
 )
 
 
 @dataclass
 class Table:
-    """A rehearsal's results. open: keys of NeMo RL that have no counterpart, and are left out.
+    """A rehearsal's results.
 
-    run: the first layout's, for another machine to repeat; see `packed`.
+    open: NeMo RL keys that are left out because they have no counterpart. run: the first layout's run, for another
+    machine to repeat; see `packed`.
     """
 
     recipe: str
@@ -117,8 +119,8 @@ _NOT_VLLM = "not supported with vLLM; the rehearsal samples with the embedded en
 class Rehearsed:
     """A recipe to rehearse.
 
-    schedule: its learning rates, from NeMo RL's own keys where it is theirs. theirs: a recipe of NeMo RL.
-    open: keys that have no counterpart. of_vllm: settings of vLLM alone that are not supported.
+    schedule: its learning rates; a NeMo RL recipe's come from its own keys. theirs: True for a NeMo RL recipe.
+    open: its keys without a counterpart. of_vllm: unsupported settings that only vLLM reads.
     """
 
     config: RunConfig
@@ -129,9 +131,9 @@ class Rehearsed:
 
 
 def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequence[str]) -> int:
-    """Rehearse a recipe; return 0 where every proof that ran holds, else 1, and leave its files.
+    """Rehearse a recipe; return 0 if no proof failed, else keep the files and return 1.
 
-    Raises ConfigError for a recipe that has problems.
+    Raises ConfigError for a recipe with problems.
     """
     started = time.monotonic()
     read = read_rehearsed(recipe, overrides)
@@ -140,9 +142,9 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
     named = ", ".join(map(str, layouts))
     table = Table(recipe, read.config.algorithm, [*map(str, layouts)], open=[*read.open])
     runs, factor = small_runs(read, layouts, folder, table)
-    introduction = [f"rehearsal of {recipe}, a recipe of {table.algorithm}: {named}"]
+    introduction = [f"rehearsal of {recipe} ({table.algorithm}): {named}"]
     introduction += [f"left out: {one}" for one in table.open]
-    introduction += [f"{len(table.shrinks)} keys are changed:", *(f"  {one}" for one in table.shrinks)]
+    introduction += [f"{len(table.shrinks)} changed keys:", *(f"  {one}" for one in table.shrinks)]
     if len(layouts) > 1:
         introduction.append(f"in {len(layouts)} layouts: {named}")
     for line in introduction:
@@ -159,18 +161,18 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
         where = "" if read.theirs or read.config.cluster.on_cpu else ", on the machines of the run"
         write_line(sys.stdout, f"next: `{command(*calls, recipe, *overrides)}`{where}")
         return 0
-    write_line(sys.stdout, f"the files of the rehearsal are in {folder}")
+    write_line(sys.stdout, f"the rehearsal's files are in {folder}")
     return status or EXIT_FAILED
 
 
 def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
-    """Read a recipe of ours, or migrate one of NeMo RL, without its unsupported keys; raises ConfigError.
+    """Read our recipe, or migrate a NeMo RL recipe without its unsupported keys; raises ConfigError.
 
-    Refused settings of vLLM alone are left out, as the rehearsal samples with another engine.
+    Unsupported settings that only vLLM reads are left out, since the rehearsal samples with another engine.
     """
     try:
         config = load_with_warnings(recipe, overrides)[0]
-        return Rehearsed(config, Schedule.of(config.policy.megatron_cfg))
+        return Rehearsed(config, Schedule.of(config.policy.megatron_cfg.model_dump()))
     except ConfigError as error:
         if not any(problem.code == "foreign-recipe" for problem in error.problems):
             raise
@@ -182,17 +184,20 @@ def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
     if migrated.config is None:
         raise ConfigError(migrated.problems)
     left_out = tuple(str(note) for note in migrated.draft.notes if note.kind in (Kind.REFUSED, Kind.OPEN))
-    schedule = Schedule.of_nemo_rl(migrated.read.tree, rollout_steps(migrated.config))
-    schedule = schedule or Schedule.of(migrated.config.policy.megatron_cfg)
-    return Rehearsed(migrated.config, schedule, True, left_out, of_vllm)
+    section, ticks = migrated.config.policy.megatron_cfg.model_dump(), 1
+    given = value_at(migrated.read.tree, "policy.megatron_cfg")
+    theirs = cast("Tree", given) if isinstance(given, dict) else {}
+    if theirs.get("enabled") and all(isinstance(theirs.get(key), dict) for key in ("optimizer", "scheduler")):
+        section, ticks = theirs, rollout_steps(migrated.config)
+    return Rehearsed(migrated.config, Schedule.of(section, ticks), True, left_out, of_vllm)
 
 
 def small_runs(
     read: Rehearsed, layouts: list[Sharing], folder: Path, table: Table
 ) -> tuple[list[Ran], float]:
-    """Make a recipe of each layout; return them, and the factor of their learning rates.
+    """Make one recipe per layout; return them with the factor of the first one's learning rates.
 
-    Raises ConfigError where the rules, or this machine, do not allow one.
+    Raises ConfigError if the rules or this machine do not allow one.
     """
     runs, factor = list[Ran](), 1.0
     for number, layout in enumerate(layouts):
@@ -212,20 +217,13 @@ def small_runs(
 
 
 def _rehearse(runs: list[Ran], read: Rehearsed, factor: float, table: Table) -> None:
-    first, went_on = runs[0], list[Row]()
-
-    def go_on(session: RayCluster) -> str:
-        went_on.extend(resumed(first, session))
-        if went_on[-1].get("recovery/restarts") != 1:
-            raise Found("the killed rank was not replaced")
-        return "from a copy of the folder after step 1; a rank killed in step 2"
-
+    first = runs[0]
     largest = max((ran.config.cluster for ran in runs), key=lambda cluster: cluster.world_size)
     with RayCluster(largest) as session:
         for ran in runs:
             _prove(table, ran, "two steps, saves, export", partial(run_in, ran, session))
             if ran is first and not table.failed:
-                _prove(table, ran, "a kill, a resume", partial(go_on, session))
+                _prove(table, ran, "a kill, a resume", partial(resume_copy, first, session))
     if table.failed:
         return
     table.run = packed(first)
@@ -240,7 +238,7 @@ def _rehearse(runs: list[Ran], read: Rehearsed, factor: float, table: Table) -> 
             every["critic = one rank"] = partial(proofs.critic_on_one_rank, ran)
         if ran is first:
             every = {
-                "resume = continue": partial(proofs.resumed, ran, went_on),
+                "resume = continue": partial(proofs.resumed, ran),
                 "rates = schedule": partial(proofs.learning_rates, ran, read.schedule, factor),
                 **every,
                 "engines = weights": twins.refits,
@@ -260,8 +258,8 @@ def _prove(table: Table, ran: Ran, name: str, proof: Callable[[], str]) -> None:
         verdict, why = Verdict.PROVEN, proof()
     except Refused as reason:
         verdict, why = Verdict.REFUSED, str(reason)
-    except Exception as error:  # noqa: BLE001  # whatever it is, it stands beside the other lines
-        # The message's first line stands before the tracebacks of the processes that it came from.
+    except Exception as error:  # noqa: BLE001  # a proof that breaks is one failed line among the others
+        # The message's first line; tracebacks of other processes follow it.
         first = next(iter(str(error).splitlines()), "")
         known = isinstance(error, Found | RunStoppedError)
         verdict, why = Verdict.FAILED, first if known else f"{type(error).__name__}: {first}"

@@ -8,9 +8,9 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from nemo_rl_mcore.config.base import Tree, value_at
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.output import write_line
+from nemo_rl_mcore.driver.output import count_of, write_line
 from nemo_rl_mcore.driver.policy import Policy
 from nemo_rl_mcore.driver.rollouts.player import GenerationInterface
 from nemo_rl_mcore.driver.run import Watch, train
@@ -36,52 +36,49 @@ from nemo_rl_mcore.tools.migrate.draft import put
 from nemo_rl_mcore.tools.rehearse.shrink import Sharing
 
 
-class _Watched:
-    """A model as it is, but for the calls that its subclasses watch."""
+class Found(Exception):
+    """A difference between numbers that must agree."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+
+_TRAINING = ("train", "begin_train_step", "train_microbatch", "finish_train_step")
+
+
+class _Watched:
+    """A model whose training calls go to `called`, as (method's name, method, *arguments)."""
+
+    def __init__(self, policy: Policy, called: Callable[..., Any]) -> None:
+        self._policy, self._called = policy, called
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
+        found = getattr(self._policy, name)
+        return partial(self._called, name, found) if name in _TRAINING else found
 
 
 class Killer(Watch):
-    """Kills the last rank of the policy by SIGKILL, once, in the first step that it trains; all ranks are local."""
+    """Kills the policy's last rank with SIGKILL, once, in the first step that it trains; all ranks are local."""
 
     summary = False
 
     def model(self, name: str, model: Policy) -> Policy:
-        """Return the policy with its last rank about to die; any other model as it is."""
-        return cast("Policy", _Doomed(model)) if name == "policy" else model
+        """Return the policy with its last rank about to die; return other models unchanged."""
+        killed = False
 
+        def called(method: str, call: Callable[..., Any], *rows: Any, **options: Any) -> Any:
+            nonlocal killed
+            trains = method in ("train", "train_microbatch") and not options.get("eval_mode")
+            if trains and not killed:
+                killed = True
+                write_line(sys.stdout, "the rehearsal now kills a rank, which the run must replace:")
+                *_, last = model.workers.identities.values()
+                os.kill(last.pid, signal.SIGKILL)
+            return call(*rows, **options)
 
-class _Doomed(_Watched):
-    _killed = False
-
-    def train(self, *rows: Any, eval_mode: bool = False, **sizes: Any) -> dict[str, Any]:
-        if not eval_mode:
-            self._kill()
-        return self._policy.train(*rows, eval_mode=eval_mode, **sizes)
-
-    def train_microbatch(self, *rows: Any, **of_chunk: Any) -> None:
-        self._kill()
-        self._policy.train_microbatch(*rows, **of_chunk)
-
-    def _kill(self) -> None:
-        if not self._killed:
-            self._killed = True
-            write_line(sys.stdout, "the rehearsal now kills a rank by itself, which is to be replaced:")
-            os.kill(self._policy.processes[-1], signal.SIGKILL)
-
-
-_OF_TOKENS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
-"""Columns [B,S] of a policy gradient. Those of other losses speak of the next token, whose mask is another."""
+        return cast("Policy", _Watched(model, called)) if name == "policy" else model
 
 
 @dataclass
 class TrainCall:
-    """One call of `train`, or one split step: the loss, rows of an optimizer step, the chunks, the ranks' results."""
+    """A call of `train`, or a split step: the loss, its batch in chunks, and the ranks' result."""
 
     loss_fn: LossFunction
     gbs: int | None
@@ -93,19 +90,10 @@ class TrainCall:
     def whole(self) -> BatchedDataDict:
         return BatchedDataDict.from_batches(self.chunks) if len(self.chunks) > 1 else self.chunks[0]
 
-    def with_noise(self) -> TrainCall | None:
-        """Return the call with 1 added to the numbers of a policy gradient that do not count; None where none are."""
-        rows = self.whole
-        ignored = (rows["token_mask"] * rows["sample_mask"][:, None]) == 0
-        noisy = {key: rows[key] + ignored for key in _OF_TOKENS if key in rows and "advantages" in rows}
-        if not noisy or not ignored.any():
-            return None
-        return replace(self, chunks=[BatchedDataDict(rows, **noisy)])
-
     def split_calls(self, policy: PolicyConfig, shards: int = 1) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the calls of the split step on the same rows: each method's name and arguments.
+        """Yield the split step's calls on the same rows: each method's name and arguments.
 
-        Its chunks are a sample for each data-parallel rank, then all other samples.
+        The first chunk has one sample per data-parallel rank, the second all other samples.
         """
         sizes = BatchSizes.of(policy, self.loss_fn, self.gbs, self.mbs)
         for batch in sizes.steps(self.whole):
@@ -117,7 +105,7 @@ class TrainCall:
 
 
 class Recorder(Watch):
-    """Keeps the policy, the engine, and the training calls of policy and critic since `take`."""
+    """Keeps the policy, the engine, and the training calls of policy and critic since the last `take`."""
 
     summary = False
 
@@ -127,66 +115,52 @@ class Recorder(Watch):
         self._calls: dict[str, list[TrainCall]] = {}
 
     def model(self, name: str, model: Policy) -> Policy:
-        """Return a model with its training calls kept."""
+        """Return the model with its training calls recorded."""
+        calls = self._calls.setdefault(name, [])
         if name == "policy":
             self.policy = model
-        return cast("Policy", _Recorded(model, self._calls.setdefault(name, [])))
+
+        def called(method: str, call: Callable[..., Any], *given: Any, **options: Any) -> Any:
+            result, sizes = call(*given, **options), (options.get("gbs"), options.get("mbs"))
+            match method:
+                case "train" if not options.get("eval_mode"):
+                    data, loss_fn = given
+                    calls.append(TrainCall(loss_fn, *sizes, [data], result))
+                case "begin_train_step":
+                    calls.append(TrainCall(given[0], *sizes))
+                case "train_microbatch":
+                    calls[-1].chunks.append(given[0])
+                case "finish_train_step":
+                    calls[-1].result = result
+                case _:
+                    pass
+            return result
+
+        return cast("Policy", _Watched(model, called))
 
     def engine(self, engine: GenerationInterface) -> None:
         self.answering = engine
 
     def take(self, name: str) -> list[TrainCall]:
-        """Return the calls of a model since the last time; none where the run has no such model."""
+        """Return a model's calls since the last `take`; none if the run has no such model."""
         calls = self._calls.get(name, [])
         taken, calls[:] = [*calls], []
         return taken
 
 
-class _Recorded(_Watched):
-    def __init__(self, policy: Policy, calls: list[TrainCall]) -> None:
-        super().__init__(policy)
-        self._calls = calls
-
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: LossFunction,
-        *,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, Any]:
-        result = self._policy.train(data, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
-        if not eval_mode:
-            self._calls.append(TrainCall(loss_fn, gbs, mbs, [data], result))
-        return result
-
-    def begin_train_step(self, loss_fn: LossFunction, **sizes: Any) -> None:
-        self._policy.begin_train_step(loss_fn, **sizes)
-        self._calls.append(TrainCall(loss_fn, sizes.get("gbs"), sizes.get("mbs")))
-
-    def train_microbatch(self, data: BatchedDataDict, **of_chunk: Any) -> None:
-        self._policy.train_microbatch(data, **of_chunk)
-        self._calls[-1].chunks.append(data)
-
-    def finish_train_step(self) -> dict[str, Any]:
-        result = self._policy.finish_train_step()
-        self._calls[-1].result = result
-        return result
-
-
 Row = Mapping[str, float]
 EXPORTED, KILLED = "hf", "killed"
-"""Folders of the weights after the last step, as the ranks wrote them, and of the run after its first save."""
+"""Folders: the exported weights after the last step, and a copy of the run after its first checkpoint."""
 SPLIT = "split"
-"""Folder of the checkpoint after the last step, when all ranks train it by the split step."""
+"""Folder of the checkpoint that all ranks write after training the last step again as a split step."""
 
 
 @dataclass
 class Ran:
-    """A recipe that ran in a layout: its metrics, and each step's training calls, also those of PPO's critic.
+    """A recipe that ran in a layout: each step's metrics and training calls, including those of PPO's critic.
 
-    digest, version: of the weights that separate engines received last. folder: of all its files.
+    folder: holds all its files. digest, version: of the weights that separate engines received last. resumed_rows:
+    metrics of the steps that its copy ran after the kill.
     """
 
     tree: Tree
@@ -197,6 +171,7 @@ class Ran:
     critic_calls: list[list[TrainCall]] = field(default_factory=list[list[TrainCall]])
     digest: str = ""
     version: int | None = None
+    resumed_rows: list[Row] = field(default_factory=list[Row])
 
     @cached_property
     def config(self) -> RunConfig:
@@ -206,7 +181,7 @@ class Ran:
         return self.folder / run / "checkpoints" / f"step_{number}"
 
     def on_one_rank(self, **changes: object) -> RunConfig:
-        """Return the recipe on one rank; changes: keys of the policy, with __ for the dots."""
+        """Return the recipe for one rank; changes: keys of the policy, with __ for the dots."""
         tree = copy.deepcopy(self.tree)
         for path, value in ONE_RANK.items():
             put(tree, path, value)
@@ -221,7 +196,10 @@ def loaded(tree: Tree) -> RunConfig:
 
 
 def run_in(ran: Ran, session: RayCluster) -> str:
-    """Run all steps; copy the folder after the first, and after the last export the weights and train it split."""
+    """Run all steps, with a copy of the folder after the first.
+
+    After the last step, export the weights and train that step again as a split step.
+    """
     recorder = Recorder()
     for row in train(ran.config, session=session, watch=recorder):
         ran.rows.append(row)
@@ -233,7 +211,7 @@ def run_in(ran: Ran, session: RayCluster) -> str:
             policy, engine = recorder.policy, recorder.answering
             assert policy is not None
             policy.export_hf(str(ran.folder / EXPORTED))
-            # Of ranks that answer themselves there are none.
+            # Ranks that generate themselves have neither.
             ran.digest = str(getattr(engine, "weights_digest", "") or "")
             ran.version = getattr(engine, "weights_version", None)
             policy.load_checkpoint(str(ran.step(1) / "policy"))
@@ -241,23 +219,26 @@ def run_in(ran: Ran, session: RayCluster) -> str:
                 for method, given in call.split_calls(ran.config.policy, ran.layout.data):
                     getattr(policy, method)(**given)
             policy.save_checkpoint(str(ran.folder / SPLIT / "policy"))
-    return f"on {ran.layout.ranks} ranks"
+    return f"on {count_of(ran.layout.ranks, 'rank')}"
 
 
-def resumed(ran: Ran, session: RayCluster) -> list[Row]:
-    """Resume the copy, kill a rank in the step that is left, and return the metrics of that step."""
+def resume_copy(ran: Ran, session: RayCluster) -> str:
+    """Resume the copy, and kill a rank in its remaining step; raises Found unless the rank was replaced."""
     tree = copy.deepcopy(ran.tree)
     put(tree, "logger.log_dir", str(ran.folder / KILLED))
     put(tree, "checkpointing.checkpoint_dir", str(ran.folder / KILLED / "checkpoints"))
     put(tree, "cluster.max_trainer_restarts", 1)
-    return [*train(loaded(tree), session=session, watch=Killer())]
+    ran.resumed_rows = [*train(loaded(tree), session=session, watch=Killer())]
+    if ran.resumed_rows[-1].get("recovery/restarts") != 1:
+        raise Found("the killed rank was not replaced")
+    return "from a copy of the folder after step 1; a rank killed in step 2"
 
 
 _FOLDER, _SHIPPED = "@folder@", "@package@"
 
 
 def packed(ran: Ran) -> Tree:
-    """Return the shrunk recipe on one rank, the rows that were made for it, and the metrics of its steps."""
+    """Return the shrunk recipe for one rank, its synthetic rows, and its steps' metrics."""
     tree = json.loads(json.dumps(ran.tree, default=str))
     for path, value in ONE_RANK.items():
         put(tree, path, value)
@@ -272,12 +253,12 @@ def packed(ran: Ran) -> Tree:
 
 
 def unpacked(run: Mapping[str, Any], folder: Path) -> Path:
-    """Write the recipe of a packed run and its rows into a folder, and return the file of the recipe.
+    """Write a packed run's recipe and rows into a folder, and return the recipe's path.
 
-    Raises ValueError for a run with a teacher, whose weights are not in it.
+    Raises ValueError for a run with a teacher: the teacher's weights are not packed.
     """
     if value_at(run["recipe"], "teacher") is not None:
-        raise ValueError("the weights of its teacher were made for the rehearsal, and are not in its JSON")
+        raise ValueError("the teacher's weights were made for the rehearsal, and are not in its JSON")
     for name, text in run["files"].items():
         (folder / name).write_text(text, encoding="utf-8")
     recipe = folder / "recipe.yaml"

@@ -1,6 +1,6 @@
-"""The learning rate of a schedule in closed form, from the keys of a recipe alone.
+"""A schedule's learning rate in closed form, from a recipe's keys alone.
 
-Nothing here is shared with what trains: it is written once more from the formulas, to be compared with.
+It shares no code with training, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-from nemo_rl_mcore.config.base import Tree, value_at
+from nemo_rl_mcore.config.base import value_at
 from nemo_rl_mcore.config.master import PPOMasterConfig
-from nemo_rl_mcore.config.megatron import OptimizationConfig
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.tools.migrate.draft import put
 from nemo_rl_mcore.tools.rehearse.shrink import STEPS, Small, rollout_steps
@@ -20,9 +19,9 @@ from nemo_rl_mcore.tools.rehearse.shrink import STEPS, Small, rollout_steps
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule, and how many optimizer steps advance it by one.
+    """A learning rate schedule, and the optimizer steps that advance it by one.
 
-    steps_per_tick: 1 here; in NeMo RL the optimizer steps of a whole call of `train`.
+    steps_per_tick: 1 here; in NeMo RL the optimizer steps of a whole `train` call.
     """
 
     peak: float
@@ -34,29 +33,16 @@ class Schedule:
     steps_per_tick: int = 1
 
     @classmethod
-    def of(cls, section: OptimizationConfig) -> Schedule:
-        """Return that of a policy or a critic of this package."""
-        return cls._of(section.optimizer.model_dump(), section.scheduler.model_dump())
-
-    @classmethod
-    def of_nemo_rl(cls, tree: Tree, steps_per_tick: int) -> Schedule | None:
-        """Return that of a recipe of NeMo RL as it was read; None where its backend has no such section."""
-        section = value_at(tree, "policy.megatron_cfg")
-        megatron = cast("Mapping[str, Any]", section) if isinstance(section, dict) else {}
-        optimizer, scheduler = megatron.get("optimizer"), megatron.get("scheduler")
-        if not megatron.get("enabled") or not isinstance(optimizer, dict) or not isinstance(scheduler, dict):
-            return None
-        return cls._of(cast("Tree", optimizer), cast("Tree", scheduler), steps_per_tick)
-
-    @classmethod
-    def _of(cls, peak: Mapping[str, Any], shape: Mapping[str, Any], steps_per_tick: int = 1) -> Schedule:
+    def of(cls, section: Mapping[str, Any], steps_per_tick: int = 1) -> Schedule:
+        """Return the schedule of a section with `optimizer` and `scheduler`, as a dict."""
+        optimizer, scheduler = section["optimizer"], section["scheduler"]
         return cls(
-            float(peak["lr"]),
-            float(peak.get("min_lr") or 0.0),
-            shape.get("lr_decay_style", "constant"),
-            shape.get("lr_warmup_iters") or 0,
-            float(shape.get("lr_warmup_init") or 0.0),
-            shape.get("lr_decay_iters"),
+            float(optimizer["lr"]),
+            float(optimizer.get("min_lr") or 0.0),
+            scheduler.get("lr_decay_style", "constant"),
+            scheduler.get("lr_warmup_iters") or 0,
+            float(scheduler.get("lr_warmup_init") or 0.0),
+            scheduler.get("lr_decay_iters"),
             steps_per_tick,
         )
 
@@ -77,20 +63,20 @@ class Schedule:
 
 
 _RATE = 1e-3
-"""Highest learning rate of the two steps: one that moves float32 weights by far more than they are rounded."""
+"""The two steps' highest learning rate: it moves float32 weights by far more than a rounding error."""
 _EPSILON = 1e-6
-"""Of Adam at least. A smaller one divides gradients that are 0 but for rounding, as of key biases, by their size."""
+"""Adam's least epsilon. With a smaller one, gradients that are 0 except for rounding (key biases) move weights."""
 
 
 def raise_rates(small: Small, config: RunConfig, schedule: Schedule) -> float:
-    """Multiply all rates of the policy, and all of PPO's critic, by a factor each, and return that of the policy.
+    """Multiply the policy's rates by one factor, and those of PPO's critic by another; return the policy's factor.
 
-    config: the shrunk recipe. schedule: the policy's, as the recipe states it.
+    config: the shrunk recipe. schedule: the policy's, before shrinking.
     """
     steps = STEPS * rollout_steps(config) * getattr(config.loop, "ppo_epochs", 1)
     schedules, factors = {"policy.megatron_cfg": schedule}, dict[str, float]()
     if isinstance(config, PPOMasterConfig):
-        schedules["value"] = Schedule.of(config.value)
+        schedules["value"] = Schedule.of(config.value.model_dump())
     for model, one in schedules.items():
         highest = max(one.rate(step) for step in range(max(2, steps))) or one.peak
         factors[model] = factor = _RATE / highest
@@ -99,10 +85,10 @@ def raise_rates(small: Small, config: RunConfig, schedule: Schedule) -> float:
             value = value_at(small.tree, path)
             if isinstance(value, int | float):
                 put(small.tree, path, value * factor)
-                small.why[path] = f"all its rates times {factor:.6g}; the schedule keeps its shape"
+                small.why[path] = f"all its rates times {factor:.6g}; the schedule's shape stays"
         path = f"{model}.optimizer.adam_eps"
         epsilon = value_at(small.tree, path)
         if isinstance(epsilon, float) and epsilon < _EPSILON:
             put(small.tree, path, _EPSILON)
-            small.why[path] = "a smaller one lets rounding alone move weights"
+            small.why[path] = "with a smaller one, rounding alone would move weights"
     return factors["policy.megatron_cfg"]

@@ -1,12 +1,13 @@
-"""From a recipe to one of the same run that fits on a laptop, with every key that changed.
+"""Shrinks a recipe to a run of the same kind that fits on a laptop, and lists the keys that change.
 
-What the recipe shares among ranks is shared in one of its layouts on a few ranks, among two each.
+Each parallel dimension that the recipe uses has size two in one of the layouts.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -15,24 +16,25 @@ from typing import cast
 import yaml
 
 from nemo_rl_mcore.config.algorithm import GivenRowsConfig, RolloutConfig
-from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path
+from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path, value_at
 from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.config.environment import AnswerConfig
+from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.run_config import RunConfig
-from nemo_rl_mcore.config.source import SourceDefaults
+from nemo_rl_mcore.config.source import SourceConfig, SourceDefaults
 from nemo_rl_mcore.driver.run_folder import shown_value
 from nemo_rl_mcore.recipe.rules.model import OF_ENGINE
 from nemo_rl_mcore.recipe.shipped import SHIPPED
 from nemo_rl_mcore.tools.migrate.draft import put
-from nemo_rl_mcore.tools.rehearse.data import LONGEST, data_keys, is_here
 
 STEPS = 2
-"""Of a rehearsal: one before the save that it resumes from, and one after it."""
+"""Steps of a rehearsal: one before the checkpoint that it resumes from, one after."""
 TOKENIZER = SHIPPED / "quickstart/tokenizer"
-"""Takes the place of one that is not on this machine."""
+"""Replaces a tokenizer that is not on this machine."""
 TEACHER = "teacher"
-"""Folder of a made teacher's weights."""
+"""Folder of the teacher's random weights."""
 RANKS = (4, 8)
-"""Numbers of ranks that a rehearsal may have."""
+"""Allowed numbers of ranks."""
 
 
 # Layouts
@@ -40,7 +42,7 @@ RANKS = (4, 8)
 
 @dataclass(frozen=True)
 class Sharing:
-    """Numbers of ranks that share the model in each way. virtual: chunks of a pipeline stage, or None."""
+    """A layout: the size of each parallel dimension. virtual: chunks of a pipeline stage, or None."""
 
     data: int = 1
     tensor: int = 1
@@ -74,9 +76,9 @@ class Sharing:
 
 
 def layouts_of(config: RunConfig, ranks: int) -> list[Sharing]:
-    """Return the fewest layouts of so many ranks in which everything that the recipe divides is divided by two.
+    """Return the fewest layouts on `ranks` ranks in which each parallel dimension of the recipe has size two.
 
-    Copies of the model, where the recipe has several, take the ranks that are left.
+    Data parallelism, if the recipe has it, takes the ranks that are left.
     """
     megatron = config.policy.megatron_cfg
     sizes = {
@@ -91,7 +93,7 @@ def layouts_of(config: RunConfig, ranks: int) -> list[Sharing]:
         fits = left[: ranks.bit_length() - 1]
         left = left[len(fits) :]
         room = ranks // 2 ** len(fits)
-        # Copies share experts where nothing else does.
+        # Data-parallel ranks share experts if no other ranks can.
         several = config.data_parallel_size > 1 or (experts and fits in ([], ["pipeline"]))
         data = 2 if room > 1 and several else 1
         in_a_stage = data * 2 ** len([name for name in fits if name != "pipeline"])
@@ -115,7 +117,7 @@ def layouts_of(config: RunConfig, ranks: int) -> list[Sharing]:
 
 @dataclass(frozen=True)
 class Small:
-    """A shrunk recipe: its tree, and why keys are not those of the recipe, by their path."""
+    """A shrunk recipe; why: reasons for changed keys, by path."""
 
     tree: Tree
     why: dict[str, str] = field(default_factory=dict[str, str])
@@ -125,16 +127,20 @@ _ALWAYS: Tree = yaml.safe_load(Path(__file__).with_name("small.yaml").read_text(
 
 
 def shrunk(config: RunConfig, layouts: list[Sharing], number: int, folder: Path) -> Small:
-    """Return the recipe in one of its layouts; folder: for its files, those of made rows among them."""
+    """Return the recipe in one of its layouts; folder: for its files, including synthetic rows."""
     layout, small = layouts[number], Small(copy.deepcopy(config.plain()))
     lengths = length_keys(config)
     longest = cast("int", lengths["policy.max_total_sequence_length"])
     changes = _ALWAYS | layout_keys(config, layout) | lengths | batch_keys(config, layout, longest)
     changes |= loop_keys(config) | data_keys(config, folder)
-    changes |= {"policy.model": _small_model(config, layouts, longest), "logger.log_dir": str(folder / "run")}
+    tokenizer = config.policy.tokenizer.name
+    own_tokenizer = tokenizer == CHAR_TOKENIZER or Path(tokenizer).is_dir()
+    vocabulary = config.policy.model.vocab_size if own_tokenizer else _VOCABULARY
+    changes["policy.model"] = _small_model(config, layouts, longest, vocabulary)
+    changes["logger.log_dir"] = str(folder / "run")
     saving = {"enabled": True, "checkpoint_dir": str(folder / "run/checkpoints"), "save_period": 1}
     changes |= {"checkpointing": saving, "policy.megatron_cfg.peft.pretrained_adapter": None}
-    if not _has_tokenizer(config):
+    if not own_tokenizer:
         changes["policy.tokenizer.name"] = str(TOKENIZER)
         filtered = getattr(config.loop, "overlong_filtering", False)
         changes["policy.generation.stop_token_ids"] = _ENDS if filtered else None
@@ -145,23 +151,25 @@ def shrunk(config: RunConfig, layouts: list[Sharing], number: int, folder: Path)
     small.why.update(
         {f"policy.megatron_cfg.{key}": f"{layout}, on {layout.ranks} ranks" for key in layout.keys}
     )
-    small.why["policy.generation.stop_token_ids"] = "answers of random weights would not end, and be left out"
+    small.why["policy.generation.stop_token_ids"] = (
+        "a random model's answers would not end, and would be left out"
+    )
     if config.env.nemo_gym is not None:
         changes |= {"env.nemo_gym": None, "env.endpoint": None, f"{config.algorithm}.max_rollout_turns": 1}
-        small.why["env.nemo_gym"] = "NeMo Gym's servers are not started: each sample is one answer"
+        small.why["env.nemo_gym"] = "NeMo Gym's servers do not start: each sample is one answer"
     if config.env.nemo_gym is not None or config.env.math is not None:
-        rewards = {"variety": "nemo_rl_mcore.tools.rehearse.data:variety"}
+        rewards = {"variety": "nemo_rl_mcore.tools.rehearse.shrink:variety"}
         changes |= {"env.math": None, "env.rewards": rewards}
-        small.why["env.rewards"] = "answers of random weights earn nothing else, and nothing would be trained"
+        small.why["env.rewards"] = "a random model would earn no reward, and nothing would be trained"
     for path, value in changes.items():
         put(small.tree, path, copy.deepcopy(value))
     return small
 
 
 def layout_keys(config: RunConfig, layout: Sharing) -> Tree:
-    """Divide the model as the layout does; engines of its own, one for each of vLLM's, are two at most."""
+    """Return the layout's keys; separate engines stay as many as there were, but at most two."""
     megatron, generation = config.policy.megatron_cfg, config.policy.generation
-    # Of pipeline stages with layers of their own the first has one, the last two.
+    # Where the recipe sets the layers of the first and last stage, they have one and two.
     own = megatron.own_stages if layout.pipeline > 1 else {}
     first, last = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
     parts, chunk = megatron.recompute_modules, megatron.fused_linear_logprobs_chunk_size
@@ -199,7 +207,7 @@ _AT_MOST = {
 
 
 def loop_keys(config: RunConfig) -> Tree:
-    """Have two steps, and after them a validation where the recipe has any."""
+    """Return the loop's keys: two steps, then a validation if the recipe has any."""
     loop = config.loop
     keys: Tree = {"max_num_steps": STEPS, "val_period": STEPS if loop.validates else 0}
     keys |= {"val_at_start": False, "val_at_end": False, "val_batch_size": min(4, loop.val_batch_size)}
@@ -215,40 +223,42 @@ def loop_keys(config: RunConfig) -> Tree:
 # Models
 
 _VOCABULARY = 384
-"""Rows of the embedding for our tokenizer; divisible by the ranks that may share it."""
+"""Vocabulary of our tokenizer, padded to a multiple of the ranks that may share it."""
 _ENDS = [*range(0, _VOCABULARY, 4)]
-"""Tokens that end an answer where a recipe leaves out those that do not end, as nearly all of random weights."""
+"""Tokens that end an answer, for recipes that filter unfinished ones: nearly all of a random model's would be."""
 _HEADS, _HEAD = 4, 8
 _EXPERTS = 4
 _WINDOW = 3
 
 
-def _has_tokenizer(config: RunConfig) -> bool:
-    name = config.policy.tokenizer.name
-    return name == CHAR_TOKENIZER or Path(name).is_dir()
+def _query_groups(policy: PolicyConfig) -> int | None:
+    """Return one group where tensor-parallel ranks share groups, two where heads do, None for one per head."""
+    if policy.megatron_cfg.tensor_model_parallel_size > policy.model.shape.query_groups:
+        return 1
+    return 2 if policy.model.shape.query_groups < policy.model.num_attention_heads else None
 
 
-def _small_model(config: RunConfig, layouts: list[Sharing], longest: int) -> Tree:
+def _small_model(config: RunConfig, layouts: list[Sharing], longest: int, vocabulary: int) -> Tree:
     """Return the same architecture with other sizes.
 
-    It has the fewest layers, two at least, that every layout divides; a hybrid has one of each kind.
+    It has the fewest layers, at least two, that every layout divides; a hybrid has at least one of each kind.
     """
     model, megatron = config.policy.model, config.policy.megatron_cfg
     pattern = model.hybrid_layer_pattern
     chunks = max(layout.pipeline * (layout.virtual or 1) for layout in layouts)
     fewest = max(2, len({*(pattern or "")}), chunks)
     layers = 3 if megatron.own_stages else -(-fewest // chunks) * chunks
-    # Heads that are not a share of the hidden size stay so.
+    # Heads whose widths do not add up to the hidden size must not do so here either.
     are_share = (model.kv_channels or 0) * model.num_attention_heads == model.hidden_size
     own_heads = _HEAD if are_share else 2 * _HEAD
     sizes: Tree = {
         "num_layers": layers,
         "hidden_size": _HEADS * _HEAD,
         "num_attention_heads": _HEADS,
-        "num_query_groups": 2 if model.query_groups < model.num_attention_heads else None,
+        "num_query_groups": _query_groups(config.policy),
         "kv_channels": model.kv_channels and own_heads,
         "ffn_hidden_size": 64,
-        "vocab_size": model.vocab_size if _has_tokenizer(config) else _VOCABULARY,
+        "vocab_size": vocabulary,
         "max_position_embeddings": longest,
         "init_method_std": 0.1,
     }
@@ -261,7 +271,7 @@ def _small_model(config: RunConfig, layouts: list[Sharing], longest: int) -> Tre
         sizes["moe_layer_freq"] = [0] + [1] * (layers - 1)
     if model.moe_router_num_groups is not None:
         sizes |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
-    if model.multi_latent_attention:
+    if model.kv_lora_rank is not None:
         sizes |= {"num_query_groups": None, "kv_channels": None, "kv_lora_rank": 2 * _HEAD}
         sizes |= {"q_lora_rank": model.q_lora_rank and 3 * _HEAD, "qk_head_dim": _HEAD, "v_head_dim": _HEAD}
         sizes["qk_pos_emb_head_dim"] = _HEAD // 2
@@ -270,35 +280,30 @@ def _small_model(config: RunConfig, layouts: list[Sharing], longest: int) -> Tre
     if model.sliding_window is not None:  # shorter than answers
         sizes["sliding_window"] = min(model.sliding_window, _WINDOW)
     if pattern is not None:
-        sizes["hybrid_layer_pattern"] = "".join(_in_turns(pattern, layers))
-    if pattern is not None and model.has_mamba:
+        sizes["hybrid_layer_pattern"] = "".join(islice(cycle(dict.fromkeys(pattern)), layers))
+    if pattern is not None and model.shape.has_mamba:
         sizes |= {"mamba_num_heads": _HEADS, "mamba_head_dim": _HEAD, "mamba_state_dim": _HEAD}
         sizes["mamba_num_groups"] = min(2, model.mamba_num_groups)
     return model.model_dump(mode="json") | sizes
 
 
-def _in_turns[Kind](kinds: Iterable[Kind], layers: int) -> list[Kind]:
-    """Return the kinds of layers in the order in which they first come, again and again."""
-    return [*islice(cycle(dict.fromkeys(kinds)), layers)]
-
-
 # Batches and lengths
 
 _ROWS = 4
-"""Of an optimizer step, on each data-parallel rank."""
+"""Rows of an optimizer step on each data-parallel rank."""
 _STEPS = 4
-"""Optimizer steps of a rollout at most."""
+"""Most optimizer steps of a rollout."""
 
 
 def rollout_steps(config: RunConfig) -> int:
-    """Return the optimizer steps of one pass over a rollout; 1 where there is none."""
+    """Return the optimizer steps of one pass over a rollout; 1 for a recipe without rollouts."""
     if not isinstance(config.loop, RolloutConfig):
         return 1
     return max(1, config.samples_per_step // config.policy.train_global_batch_size)
 
 
 def batch_keys(config: RunConfig, layout: Sharing, longest: int) -> Tree:
-    """Return the keys of batches; longest: tokens of a row. Token budgets hold two rows at least, for a pair."""
+    """Return the batch keys; longest: tokens of a row. Token budgets hold at least two rows, for a pair."""
     policy, loop, value = config.policy, config.loop, getattr(config, "value", None)
     micro, asked = policy.train_micro_batch_size, policy.generation_batch_size
     keys: Tree = {"policy.train_micro_batch_size": min(2, micro)}
@@ -330,7 +335,7 @@ def batch_keys(config: RunConfig, layout: Sharing, longest: int) -> Tree:
     if answers:
         keys[f"{config.algorithm}.num_generations_per_prompt"] = answers
     if (asynchrony := config.asynchrony).enabled:
-        path, most = config.asynchrony_key, asynchrony.max_inflight_prompts
+        path, most = config.key("asynchrony"), asynchrony.max_inflight_prompts
         streamed = max(1, prompts // 2) if config.streams else None
         keys[f"{path}.min_groups_for_streaming_train"] = streamed
         keys[f"{path}.max_inflight_prompts"] = most and min(prompts, most)
@@ -339,28 +344,28 @@ def batch_keys(config: RunConfig, layout: Sharing, longest: int) -> Tree:
 
 
 _NEW = 8
-"""Tokens of a response."""
+"""Most tokens of a response."""
 _AROUND = 96
-"""Tokens that a chat template writes, at most."""
+"""Most tokens that a chat template adds."""
 _OBSERVED = 16
-"""Tokens of an observation between two turns."""
+"""Most tokens of an observation between two turns."""
 _TURNS = 3
 _LONGEST_OWN = 512
-"""Tokens of a row of the recipe's own data, which is left out where it is longer."""
+"""Most tokens of a row of the recipe's own data; longer rows are left out."""
 
 
 def length_keys(config: RunConfig) -> Tree:
     data, policy = config.data, config.policy
-    if data.from_files and all(map(is_here, config.train_sources.values())):
+    if data.dataset_name == "files" and all(map(is_here, config.train_sources.values())):
         total = min(_LONGEST_OWN, policy.max_total_sequence_length)
     else:
         turns = min(_TURNS, config.max_rollout_turns)
         total = turns * (_NEW + _OBSERVED) if turns > 1 else _NEW
-        total += data.prompt_length if data.embedded else LONGEST
+        total += data.task.prompt_length if data.embedded else LONGEST
         total += LONGEST if config.row_kind is not RowKind.PROMPTS else 0
         total += _AROUND if data.apply_chat_template else 0
         shown: list[SourceDefaults] = [*config.train_sources.values(), *config.validation_sources.values()]
-        around = 0  # a prompt, of one source: no character of a text is more than two tokens
+        around = 0  # tokens of the longest prompt text: at most two per character
         for source in [*shown, *filter(None, [data.default])]:
             names = filter(None, (source.prompt_file, source.system_prompt_file))
             texts = [Path(name).read_text(encoding="utf-8") for name in names if Path(name).is_file()]
@@ -372,12 +377,93 @@ def length_keys(config: RunConfig) -> Tree:
     }
     if data.max_input_seq_length is not None and not data.embedded:
         keys["data.max_input_seq_length"] = None
-    if data.from_files:
+    if data.dataset_name == "files":
         keys["data.overlong"] = "drop"
     if isinstance(config.loop, RolloutConfig) and config.loop.reward_shaping.max_response_length:
         shaping = f"{config.algorithm}.reward_shaping"
         keys |= {f"{shaping}.max_response_length": _NEW, f"{shaping}.overlong_buffer_length": _NEW // 2}
     return keys
+
+
+# Data
+
+ROWS = 64
+"""Synthetic rows per source; all prompts differ."""
+_HELD_OUT = 0.25
+"""Least share of rows held out, if a source holds any out: enough for a batch."""
+LONGEST = 24
+"""Most characters of a synthetic prompt."""
+_KEPT = (
+    *("prompt_file", "system_prompt_file", "input_key", "output_key", "columns", "answer"),
+    *("chat_key", "tool_key", "prompt_key", "chosen_key", "rejected_key", "ties", "split_validation_size"),
+    "weight",
+)
+"""Keys of a source that define how a row is read, not where it lies."""
+
+
+def is_here(source: SourceConfig) -> bool:
+    """Return True if all of a source's rows lie on this machine."""
+    paths = [Path(path) for path in source.paths]
+    found = (path.exists() or ("*" in path.name and any(path.parent.glob(path.name))) for path in paths)
+    return bool(paths) and all(found)
+
+
+def made_source(source: SourceConfig, kind: RowKind, file: Path, first: int = 0) -> Tree:
+    """Write synthetic rows, and return a source section that reads them; first: number of the first row."""
+    lines = list[str]()
+    how = source.answer if isinstance(source.answer, AnswerConfig) else None
+    columns = [source.output_key, source.answer if isinstance(source.answer, str) else None]
+    for number in range(first, first + ROWS):
+        asked, found = f"{number} + {number * 7 % 10} = ?", str(number + number * 7 % 10)
+        row: Tree = dict.fromkeys(source.columns, f"{number}")
+        if kind is RowKind.PAIRS:
+            put(row, source.prompt_key, asked)
+            put(row, source.chosen_key, found)
+            put(row, source.rejected_key, f"no{'!' * (number % 3)}")
+        else:
+            put(row, source.input_key, asked)
+            stated = f"So \\boxed{{{found}}}" if how is not None and how.boxed else found
+            if how is not None and how.after is not None:
+                stated = f"It is so. {how.after} {found}"
+            for key in columns:
+                if key is not None:
+                    put(row, key, stated)
+        lines.append(f"{json.dumps(row)}\n")
+    file.write_text("".join(lines), encoding="utf-8")
+    written = source.model_dump(mode="json")
+    kept = {key: written[key] for key in _KEPT}
+    if source.split_validation_size:
+        kept["split_validation_size"] = max(_HELD_OUT, source.split_validation_size)
+    if how is not None and how.regex is not None:
+        kept["answer"] = None  # a synthetic answer needs no extraction
+    return {**kept, "data_path": str(file)}
+
+
+def variety(responses: Sequence[str]) -> list[float]:
+    """Reward each response with a number between 0 and 1 that depends on all its characters."""
+    return [sum(ord(character) % 7 for character in text) / (6 * max(1, len(text))) for text in responses]
+
+
+def data_keys(config: RunConfig, folder: Path) -> Tree:
+    """Return the data keys; synthetic rows are written into the folder."""
+    if config.data.dataset_name != "files":
+        return {}
+    written, trained, validated = config.plain(), list[Tree](), list[Tree]()
+    for path, source in (config.train_sources | config.validation_sources).items():
+        trains = path in config.train_sources
+        if is_here(source):
+            section = dict(cast("Tree", value_at(written, path)))
+        else:
+            first = 0 if trains else ROWS
+            section = made_source(source, config.row_kind, folder / f"{path}.jsonl", first)
+        section["repeat"] = min(2, source.repeat)
+        if not trains:
+            section.pop("weight", None)
+        (trained if trains else validated).append(section)
+    return {
+        "data.train": trained if isinstance(config.data.train, tuple) else trained[0],
+        "data.validation": validated or None,
+    }
 
 
 # Changes
@@ -398,9 +484,9 @@ class Shrink:
 
 
 def shrinks(config: RunConfig, small: RunConfig, why: Mapping[str, str]) -> list[Shrink]:
-    """Return every key of the recipe that has another value, but for folders; a section that is left out is one.
+    """Return every key whose value changes, except folders; a section that is left out counts as one key.
 
-    why: of keys, or of the sections around them.
+    why: reasons by key or by section.
     """
     found: list[Shrink] = []
 

@@ -1,4 +1,4 @@
-"""One HTML page of a run, or of several beside each other, which needs nothing but a browser."""
+"""A self-contained HTML page of a run, or of several side by side."""
 
 from nemo_rl_mcore.tools.report.page import write_page
 from nemo_rl_mcore.tools.report.run_data import read_run

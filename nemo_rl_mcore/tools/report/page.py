@@ -1,4 +1,4 @@
-"""The page: the runs' data as JSON, with the script that draws it, in one file."""
+"""The page: the runs' data as JSON and the script that draws it, in one file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl_mcore.driver.observability.progress import REPORT_FILE, Best, best_of
+from nemo_rl_mcore.driver.observability.recorder import REPORT_FILE, Best, best_of
 from nemo_rl_mcore.driver.observability.sinks import METRICS_FILE, Row
 from nemo_rl_mcore.driver.output import write_line
 from nemo_rl_mcore.driver.rollouts.events import Aborted, Cancelled, Failed, Lost, Started
@@ -28,12 +28,12 @@ _PARTS = files(__package__) / "web"
 
 
 _COUNTED = {
-    "recovery/retries": "parts of a step were tried again",
-    "recovery/restarts": "times the run went back to a checkpoint with new ranks",
-    "recovery/redone_steps": "steps were trained again",
+    "recovery/retries": "parts of a step were retried",
+    "recovery/restarts": "restarts from a checkpoint with new ranks",
+    "recovery/redone_steps": "steps were repeated",
     "async/engine_restarts": "engines restarted",
 }
-"""Metrics that count from the start of a run on."""
+"""Metrics that count from the run's start."""
 _OF_VALIDATIONS = (
     "validation/reward",
     "validation/accuracy",
@@ -44,7 +44,7 @@ _OF_STEPS = ("train/reward", "train/loss")
 
 
 def run_report(folders: Sequence[str], output: str | None) -> int:
-    """Write the page and print its name; return 2 where a folder holds no run, or the file cannot be written."""
+    """Write the page and print its path; return 2 if a folder holds no run, or the file cannot be written."""
     once: dict[Path, Path] = {}
     for folder in map(Path, folders):
         once.setdefault(folder.resolve(), folder)
@@ -52,7 +52,7 @@ def run_report(folders: Sequence[str], output: str | None) -> int:
     default = paths[0] / REPORT_FILE if len(paths) == 1 else Path("comparison.html")
     try:
         runs = [read_run(path) for path in paths]
-        # Those whose folders have one name are called by their whole path.
+        # Runs whose folders share a name are shown with their whole path.
         names = Counter(run.name for run in runs)
         runs = [replace(run, called=str(run.folder)) if names[run.name] > 1 else run for run in runs]
         page = write_page(runs, Path(output) if output else default)
@@ -67,10 +67,10 @@ def run_report(folders: Sequence[str], output: str | None) -> int:
 
 
 def page_of_run(folder: Path) -> None:
-    """Write the page of a run that ends; a failure is printed, and does not change how the run ends."""
+    """Write the page at a run's end; a failure is printed and does not affect the run."""
     try:
         write_page([read_run(folder)], folder / REPORT_FILE)
-    except Exception as error:  # noqa: BLE001 a run does not fail for its page
+    except Exception as error:  # noqa: BLE001 a run must not fail because of its page
         write_line(sys.stderr, f"{folder / REPORT_FILE} was not written: {type(error).__name__}: {error}")
 
 
@@ -79,7 +79,7 @@ _JSON_IN_HTML = str.maketrans({"<": "\\u003c", "\u2028": "\\u2028", "\u2029": "\
 
 
 def write_page(runs: Sequence[RunData], path: Path) -> Path:
-    """Write the page of these runs; it is whole or not there. Raises OSError."""
+    """Write the runs' page atomically; raises OSError."""
     whole = {
         "version": version("nemo-rl-mcore"),
         "made": f"{datetime.now():%Y-%m-%d %H:%M}",
@@ -92,10 +92,10 @@ def write_page(runs: Sequence[RunData], path: Path) -> Path:
         "title": " and ".join(run.name for run in runs).translate(_HTML),
         "style": (_PARTS / "style.css").read_text("utf-8"),
         "plotly": (files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8"),
-        "data": data.translate(_JSON_IN_HTML),  # no text of an answer ends the script element
+        "data": data.translate(_JSON_IN_HTML),  # no answer's text can end the script element
         "script": "\n".join((_PARTS / f"{name}.js").read_text("utf-8") for name in scripts),
     }
-    # One pass over the template, so that nothing that was put in is taken for a place.
+    # A single pass, so that {{ in the data is not taken for a placeholder.
     page, *pieces = (_PARTS / "page.html").read_text("utf-8").split("{{")
     for piece in pieces:
         name, _, between = piece.partition("}}")
@@ -110,7 +110,7 @@ def write_page(runs: Sequence[RunData], path: Path) -> Path:
 
 
 def content_of(run: RunData) -> dict[str, Any]:
-    """Return a run's data for the script, as JSON's values."""
+    """Return a run's data for the script."""
     steps, unread = steps_shown(run.folder)
     findings = [*(Hint("warning", line) for line in unread), *findings_of(run)]
     return {
@@ -128,7 +128,7 @@ def content_of(run: RunData) -> dict[str, Any]:
 
 
 def summary(run: RunData) -> list[list[str]]:
-    """Return a run's results: a name and a text for each line."""
+    """Return a run's results as pairs of name and text."""
     lines: list[list[str]] = []
     if run.algorithm is not None:
         lines.append(["algorithm", run.algorithm])
@@ -144,16 +144,16 @@ def summary(run: RunData) -> list[list[str]]:
         values = [value for _, value in points]
         if name in _OF_STEPS and points:
             ends = mean(values[:WINDOW]), mean(values[-WINDOW:])
-            lines.append([name, f"{ends[0]:.4g} at first, {ends[1]:.4g} at last"])
+            lines.append([name, f"{ends[0]:.4g} at first, {ends[1]:.4g} at the end"])
         elif points:
             best = best_of(name, points)
-            told = f"{values[0]:.4g} at first, best {best.value:.4g} at step {best.step}, {values[-1]:.4g} at last"
-            lines.append([name, told])
+            best_text = f"best {best.value:.4g} at step {best.step}"
+            lines.append([name, f"{values[0]:.4g} at first, {best_text}, {values[-1]:.4g} at the end"])
     return lines
 
 
 def faults(run: RunData) -> list[list[str]]:
-    """Return the faults that a run survived: a place, and a text."""
+    """Return the faults that the run survived, as pairs of place and text."""
     reasons: Counter[tuple[str, str]] = Counter()
     found = [
         [f"step {int(step)}", f"{value - before:.0f} {what}"]
@@ -164,16 +164,16 @@ def faults(run: RunData) -> list[list[str]]:
     for event in run.events:
         match event:
             case Started(incarnation=number, version=version) if number:
-                found.append([f"step {version}", "the driver started again and went on from here"])
+                found.append([f"step {version}", "the driver restarted and continued from here"])
             case Lost(step=step, reason=reason):
-                told = f"ranks died while the optimizer stepped; the step was done again: {reason}"
-                found.append([f"step {step}", told])
+                text = f"ranks died during the optimizer step; the step was repeated: {reason}"
+                found.append([f"step {step}", text])
             case Aborted(step=step, reason=reason):
-                found.append([f"step {step}", f"the step was given up and done again: {reason}"])
+                found.append([f"step {step}", f"the step was aborted and repeated: {reason}"])
             case Failed(reason=reason, dropped=dropped):
-                reasons["given up" if dropped else "asked again after a failure", reason] += 1
+                reasons["given up" if dropped else "repeated after a failure", reason] += 1
             case Cancelled(reason=reason):
-                reasons["asked again", reason] += 1
+                reasons["repeated", reason] += 1
             case _:
                 pass
     for (what, reason), count in reasons.most_common():
@@ -182,7 +182,7 @@ def faults(run: RunData) -> list[list[str]]:
 
 
 def differences(runs: Sequence[RunData]) -> list[list[str]]:
-    """Return the keys whose values differ between the recipes of the runs, with the value of each."""
+    """Return the keys that differ between the runs' recipes, each with all runs' values."""
     keys = [run.keys for run in runs]
     return [
         [path, *(shown_value(of_run.get(path, "")) for of_run in keys)]
@@ -191,32 +191,32 @@ def differences(runs: Sequence[RunData]) -> list[list[str]]:
     ]
 
 
-# Hints on where to look first; a rule gives none where its metric is not logged.
+# Hints on where to look first; a rule needs its metric to be logged.
 
-# Of its first value, since nats depend on vocabulary and task. From 1 nat on, a tenth is a choice of two at 98 to 2.
+# Relative to its first value, since nats depend on vocabulary and task. A tenth of 1 nat is a choice of two at 98 to 2.
 _COLLAPSED_ENTROPY = 0.1
-# Of the highest reward that any answer had. Where nearly all answers reach it, entropy and spread fall for a reason.
+# Relative to the highest reward of any answer. If nearly all answers reach it, entropy and spread rightly fall.
 _LEARNT = 0.9
-# Mean of exp|engine - training| over tokens, 1 where they agree: 5 % a token multiply to 130 over 100 tokens at worst.
+# Mean of exp|engine - training| over tokens, 1 if they agree: 5 % per token is up to a factor of 130 over 100 tokens.
 _LARGE_MISMATCH = 1.05
-# Effective sample size, a share of the tokens: below a half, most samples are not trained on.
+# Effective sample size relative to the tokens: below a half, most samples hardly count.
 _SMALL_SAMPLE = 0.5
-# A share of the answers: from a quarter on, a group of four has one that is judged by its length, on average.
+# Share of the answers: at a quarter, a group of four has on average one that is scored for its length.
 _MANY_TRUNCATED = 0.25
-# Shares of a reward's range and of its best by which it is below its best: noise of a tenth of the reward stays inside.
+# A reward has fallen if it is below its best by more than these shares of its range and of its best.
 _FALL, _NOISE = 0.2, 0.1
 
 
 @dataclass(frozen=True)
 class Hint:
-    """Something to look at; panel: the metric whose picture shows it."""
+    """Something to look at; panel: the metric whose plot shows it."""
 
     text: str
     panel: str = ""
 
 
 def finite_points(rows: Iterable[Row], name: str) -> list[tuple[float, float]]:
-    """Step and value of a metric, of the rows in which it is finite."""
+    """Return a metric's steps and values, where it is finite."""
     return [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
 
 
@@ -225,36 +225,35 @@ def _values(rows: Iterable[Row], name: str) -> list[float]:
 
 
 def findings_of(run: RunData) -> list[Hint]:
-    """Return all of them, by eight rules."""
+    """Return the hints of eight rules."""
     total, last, found = run.total_steps, run.last_step, list[Hint]()
     log, when = run.folder / METRICS_FILE, ""
     if (run.rows or log.is_file()) and total is not None and last < total:
         if run.rows and log.is_file():
             at = datetime.fromtimestamp(log.stat().st_mtime)
             when = f"; its last row was written on {at:%Y-%m-%d at %H:%M}"
-        found.append(Hint(f"The run has {last} of {total} steps{when}. Is it still at work?"))
+        found.append(Hint(f"The run has {last} of {total} steps{when}. Is it still running?"))
     found += [Hint(line) for line in run.unread]
     for name in ("train/loss", "train/grad_norm"):
         steps = [int(row["step"]) for row in run.rows if name in row and not math.isfinite(row[name])]
         if steps:
             first = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
             where = f"step {first}" if len(steps) == 1 else f"{len(steps)} steps ({first})"
-            what = f"{name} is not finite in {where}: those updates were skipped or lost."
-            found.append(Hint(what, name))
+            found.append(Hint(f"{name} is not finite in {where}: those updates were skipped or lost.", name))
             break
     else:
         skipped = [0.0, *_values(run.rows, "train/skipped_steps")][-1]
         if skipped:
-            what = f"{skipped:.0f} steps had no update: their gradient was not finite."
+            what = f"{skipped:.0f} steps had no update, because their gradient was not finite."
             found.append(Hint(what, "train/grad_norm"))
     return [*found, *_not_learning(run.rows), *_going_wrong(run.rows)]
 
 
 def _not_learning(rows: Sequence[Row]) -> Iterator[Hint]:
-    """Yield equal rewards and a low entropy, unless nearly all answers have the highest reward that any answer had."""
+    """Yield hints for equal rewards and low entropy, unless nearly all answers have the highest reward seen."""
     rewards, highest = _values(rows, "train/reward")[-WINDOW:], _values(rows, "train/reward_max")
     if rewards and highest:
-        # From 0 on, or from the lowest one where rewards are costs.
+        # Relative to 0, or to the lowest reward if that is negative.
         low, high = min(0.0, *_values(rows, "train/reward_min")), max(highest)
         if high > low and mean(rewards) >= low + _LEARNT * (high - low):
             return
@@ -262,8 +261,8 @@ def _not_learning(rows: Sequence[Row]) -> Iterator[Hint]:
     equal = [*takewhile(lambda row: row["train/reward_min"] == row["train/reward_max"], reversed(of_steps))]
     if len(equal) >= WINDOW:
         yield Hint(
-            f"All answers of the last {len(equal)} steps have the reward {equal[0]['train/reward_min']:.4g}, which "
-            "teaches nothing: read some of them below.",
+            f"All answers of the last {len(equal)} steps have the same reward, {equal[0]['train/reward_min']:.4g}, "
+            "so the policy learns nothing: read some of them below.",
             "train/reward_std",
         )
     entropy = _values(rows, "train/entropy")
@@ -271,24 +270,25 @@ def _not_learning(rows: Sequence[Row]) -> Iterator[Hint]:
         first, last = mean(entropy[:WINDOW]), mean(entropy[-WINDOW:])
         if first > 0 and last < _COLLAPSED_ENTROPY * first:
             yield Hint(
-                f"Entropy has collapsed, from {first:.3g} to {last:.3g} nats a token, and the reward is not high: the "
-                "policy hardly explores any more. Lower the learning rate, or raise the KL penalty or the upper clip.",
+                f"Entropy has collapsed, from {first:.3g} to {last:.3g} nats per token, although the reward is not "
+                "high: the policy hardly explores any more. Lower the learning rate, or raise the KL penalty or "
+                "ratio_clip_max.",
                 "train/entropy",
             )
 
 
 def _going_wrong(rows: Sequence[Row]) -> Iterator[Hint]:
-    # Answers of older weights differ rightly; the rule for their effective sample covers them.
+    # Answers from older weights are expected to differ; the rule for the effective sample covers them.
     name = "train/token_mult_prob_error"
     errors = _values([row for row in rows if not row.get("async/age_max")], name)
     if errors and max(errors) >= _LARGE_MISMATCH:
         above = sum(error >= _LARGE_MISMATCH for error in errors)
         yield Hint(
-            f"Engine and training disagree: by a factor of {max(errors):.4g} a token at worst, and by "
+            f"Engine and training disagree: by a factor of up to {max(errors):.4g} per token, and by "
             f"{_LARGE_MISMATCH} or more in {above} of {len(errors)} steps. See policy.generation.mismatch_threshold.",
             name,
         )
-    # A reward that was higher: of validations where there are some, else of means of windows.
+    # A reward that was higher before: of validations if there are any, else means over windows of steps.
     for name, width in (("validation/reward", 1), ("train/reward", WINDOW)):
         points = finite_points(rows, name)
         values = [value for _, value in points]
@@ -302,14 +302,14 @@ def _going_wrong(rows: Sequence[Row]) -> Iterator[Hint]:
     truncated = _values(rows, "train/truncation_rate")[-WINDOW:]
     if truncated and mean(truncated) >= _MANY_TRUNCATED:
         yield Hint(
-            f"{mean(truncated):.0%} of the answers of the last steps were cut off: policy.generation.max_new_tokens is "
-            "short for them, or they do not end.",
+            f"{mean(truncated):.0%} of the answers in the last steps were cut off: policy.generation.max_new_tokens is "
+            "too small for them, or they do not end.",
             "train/truncation_rate",
         )
     sample = _values(rows, "async/ess")
     if sample and min(sample) < _SMALL_SAMPLE:
         yield Hint(
-            f"The importance weights leave an effective sample of {min(sample):.0%} of the tokens at worst: answers "
-            "are old, or the weights move fast (max_trajectory_age_steps, the learning rate).",
+            f"The importance weights leave an effective sample of only {min(sample):.0%} of the tokens: answers are "
+            "old, or the weights change fast (max_trajectory_age_steps, the learning rate).",
             "async/ess",
         )

@@ -1,4 +1,4 @@
-"""A run's folder, read as far as it is there: the run may be at work, or have been killed."""
+"""Reads a run's folder, however incomplete: the run may still be running, or have been killed."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.tools.evaluate.samples import RESULTS_FILE
 
 WINDOW = 10
-"""Steps whose mean stands for the beginning and the end of a run."""
+"""Steps whose mean represents a run's beginning or end."""
 _MOST_EVENT_BYTES = 64 << 20
-"""Of a log, which takes seconds to read: a run that ends is not to wait longer for its page."""
+"""Largest log that is read, so that a run's end does not wait long for its page."""
 _STEPS = 12
 _ANSWERS = 24
 _LONGEST_TEXT = 20_000
 _MOST_TOKENS = 2000
-"""Of an answer that is shown token by token: each takes some 60 bytes of the page, and an element of the browser's."""
+"""Tokens shown per answer: each takes some 60 bytes of the page and an element in the browser."""
 _MOST_BYTES = 256 << 20
-"""Of the answers of a step, unpacked: in memory they take several times as much."""
+"""Largest unpacked file of a step's answers: in memory they take several times as much."""
 _NUMBERS = re.compile(r"(\D*)(\d*)")
 _ROLLOUTS_NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 _ALWAYS = ("prompt", "response")
 _MOST_POINTS = 1000
-"""Of a curve; of longer ones the lowest and the highest of each stretch are kept, so that no spike is lost."""
+"""Points per curve; longer ones keep the lowest and highest of each stretch, so that no spike is lost."""
 _DIGITS = 6
 
 
@@ -49,8 +49,8 @@ _DIGITS = 6
 class RunData:
     """A run, read from its folder.
 
-    recipe: the resolved one, if any. events: of an asynchronous run. evaluations: the results of `eval`, by the folder
-    below this one. unread: messages on files that could not be read. called: a name other than the folder's.
+    recipe: resolved; None if missing. events: an asynchronous run's log. evaluations: results of `eval` by subfolder.
+    unread: messages about unreadable files. called: replaces the folder's name.
     """
 
     folder: Path
@@ -84,12 +84,12 @@ class RunData:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean, also where the sum is too large for a float."""
+    """Return the mean, even if the sum would overflow."""
     return math.fsum(value / len(values) for value in values)
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a folder; raises ValueError where it holds neither a run nor an evaluation."""
+    """Read a folder; raises ValueError if it holds neither a run nor an evaluation."""
     unread: list[str] = []
 
     def tried[Found](read: Callable[[Path], Found], path: Path, default: Found) -> Found:
@@ -99,7 +99,7 @@ def read_run(folder: Path) -> RunData:
             unread.append(str(error))
             return default
 
-    # step_2 stands before step_10.
+    # Natural order: step_2 before step_10.
     below = sorted(
         folder.glob(f"*/{RESULTS_FILE}"),
         key=lambda path: [(int(digits or 0), text) for text, digits in _NUMBERS.findall(str(path))],
@@ -116,9 +116,9 @@ def read_run(folder: Path) -> RunData:
         if all(isinstance(mean, int | float) for mean in means):
             evaluations[str(path.parent.relative_to(folder))] = results
         else:
-            unread.append(f"{path} holds no results of an evaluation")
+            unread.append(f"{path} holds no evaluation results")
     if not (folder / METRICS_FILE).is_file() and not evaluations:
-        advice = "give the folder of a run (its logger.log_dir), or that of an evaluation"
+        advice = "name a run's folder (its logger.log_dir) or an evaluation's"
         raise RefusedError(
             f"{folder} holds neither {METRICS_FILE} nor {RESULTS_FILE}; {advice}", code="no-run"
         )
@@ -130,17 +130,17 @@ def read_run(folder: Path) -> RunData:
     recipe = tried(lambda path: read_recipe_of(path.parent), folder / RECIPE_FILE, None)
     log, events = folder / EVENTS_FILE, list[Event]()
     if log.is_file() and (size := log.stat().st_size) > _MOST_EVENT_BYTES:
-        unread.append(f"{log} has {size >> 20} MiB, which the page does not read: it tells no faults of it")
+        unread.append(f"{log} has {size >> 20} MiB and is not read: the page does not show its faults")
     else:
         events = tried(read_events, log, events)
     return RunData(folder, rows, recipe, events, evaluations, unread)
 
 
 def columns_of(rows: Sequence[dict[str, float]]) -> dict[str, list[float | str | None]]:
-    """Return the metrics by name, a value for each row that is kept: None where a row has none, "" for no finite one.
+    """Return each metric's values: None for a row without the metric, "" for a value that is not finite.
 
-    Of many rows each stretch keeps two: in order, the lowest and the highest value of a metric; of times, whose parts
-    add up, those of its first and its last row. CPU seconds, and those of the start, are left out.
+    If there are many rows, each stretch of rows keeps two values per metric: the lowest and the highest, in order; for
+    times, whose parts must add up, those of its first and last row. CPU seconds and startup times are left out.
     """
     every = dict.fromkeys(name for row in rows for name in row)
     names = [one for one in every if not (one.endswith("_cpu") or one.startswith("timing/startup/"))]
@@ -168,9 +168,9 @@ def _rounded(value: float | None) -> float | str | None:
 
 
 def steps_shown(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the steps of a run with answers, {step, kind, total, answers}, and messages on unread files.
+    """Return steps with answers, {step, kind, total, answers}, and messages about unreadable files.
 
-    At most 12 training steps and 12 validations, the first and the last among them, and at most 24 answers of each.
+    These are at most 12 training steps and 12 validations, including the first and last, with at most 24 answers each.
     """
     shown, unread = list[dict[str, Any]](), list[str]()
     rollouts = folder / ROLLOUTS_FOLDER
@@ -197,21 +197,21 @@ def steps_shown(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def some_of(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return at most 24 answers in their order: those with tokens first, then the lowest and the highest rewards."""
+    """Choose at most 24 answers, kept in order: those with tokens first, then the lowest and highest rewards."""
     rewards = [answer.get("reward") for answer in answers]
     given = [reward if isinstance(reward, int | float) else 0.0 for reward in rewards]
     by_reward = sorted(range(len(answers)), key=given.__getitem__)
     with_tokens = [place for place, answer in enumerate(answers) if answer.get("tokens")]
-    # From both ends in turn.
+    # Alternating between both ends.
     extremes = [place for pair in zip(by_reward, reversed(by_reward), strict=True) for place in pair]
     chosen = list(dict.fromkeys([*with_tokens, *extremes]))[:_ANSWERS]
     return [answers[place] for place in sorted(chosen)]
 
 
 def _shortened(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the same, with texts, turns and tokens that a page can hold; ValueError for turns or tokens that are none.
+    """Return the answer with its texts, turns and tokens cut to fit a page; raises ValueError if these are malformed.
 
-    Turns share the room of one text. Of tokens the first ones stay, and how many `more` there are.
+    All turns together have the length limit of one text. Of the tokens the first ones stay, with the number of `more`.
     """
     found = {**answer, "turns": None, "tokens": None}
     found |= {name: _cut(answer[name]) for name in (*_ALWAYS, "answer") if isinstance(answer.get(name), str)}
@@ -227,11 +227,11 @@ def _shortened(answer: dict[str, Any]) -> dict[str, Any]:
         if tokens := answer.get("tokens"):
             columns = (tokens["text"], tokens["turn"], *tokens.values())
             if len({len(column) for column in columns if column is not None}) > 1:
-                raise ValueError("the columns of an answer's tokens have several lengths")
+                raise ValueError("the lists of an answer's tokens differ in length")
             found["tokens"] = {name: column and column[:_MOST_TOKENS] for name, column in tokens.items()}
             found["tokens"]["more"] = max(0, len(tokens["text"]) - _MOST_TOKENS)
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"turns or tokens of an answer are none: {error!r}") from error
+        raise ValueError(f"an answer's turns or tokens are malformed: {error!r}") from error
     return found
 
 

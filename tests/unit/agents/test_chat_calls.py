@@ -5,9 +5,16 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from chat_templates import TOOLS, byte_tokenizer
 from message_forms import gym, parts, sdk
 from played_endpoint import LONGEST, MODEL, TOOL, VERSION, calling, played, spelt
+
+from nemo_rl_mcore.agents.endpoint import transcript_of
+from nemo_rl_mcore.config.algorithm import GRPOConfig
+from nemo_rl_mcore.data.turns import Ending, Reply
+from nemo_rl_mcore.driver.algorithms.advantages import judge_flaws
+from nemo_rl_mcore.driver.rollouts.transcript import batch_of, episode_metrics
 
 USER = {"role": "user", "content": "add 1 and 2"}
 
@@ -171,3 +178,31 @@ async def test_variables_of_a_call_are_those_of_the_template(tmp_path):
         shown, error = [tokenizer.text_of(call.prompt_P.tolist()) for call in session.calls], refused.error
     assert [text.startswith("DRY") for text in shown] == [True, False, False]
     assert error[:2] == (400, "messages")
+
+
+async def test_answers_with_flaws_have_the_advantages_of_the_recipe(tokenizer):
+    turns = {0: f"<think>one</think>{calling(count=1)}", 1: f"<tool_call>no</tool_call>{calling(count=2)}"}
+    script = lambda prompt: turns.get(prompt.count("<tool_response>"), "<think>1</think>2</think>")  # noqa: E731
+    async with played(tokenizer, script) as endpoint:
+        session, messages = endpoint.open(), [USER]
+        for _ in range(3):
+            reply = await endpoint.chat(session, messages, tools=[TOOL])
+            called = reply.message.get("tool_calls", [])
+            messages += [gym(reply.message)]
+            messages += [{"role": "tool", "tool_call_id": one["id"], "content": "4"} for one in called]
+    episode = transcript_of(session, Reply(1.0), Ending.TERMINATED, ())
+    assert [reply.get("flaws") for reply in episode.replies] == [
+        None,
+        ["invalid_tool_call"],
+        ["malformed_thinking"],
+    ]
+    batch = batch_of([episode], pad_token_id=0, turns=3, digests=False)
+    batch["advantages"] = torch.full_like(batch["token_mask"], 2.0)
+    sizes = {"max_num_steps": 1, "num_prompts_per_step": 1, "num_generations_per_prompt": 2}
+    judge_flaws(batch, GRPOConfig(**sizes, invalid_tool_call_advantage=-5.0))
+    judge_flaws(batch, GRPOConfig(**sizes, malformed_thinking_advantage=-7.0))
+    of_turn = torch.tensor([2.0, 2.0, -5.0, -7.0])  # the first of observations
+    assert torch.equal(batch["advantages"], of_turn[batch["turn_of_token"]])
+    assert {"episodes/invalid_tool_calls": 1.0, "episodes/malformed_thinkings": 1.0}.items() <= (
+        episode_metrics(batch).items()
+    )

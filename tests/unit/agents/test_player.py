@@ -114,8 +114,9 @@ def test_an_agent_that_gives_no_reward_is_scored_by_the_environment(tmp_path):
     assert all(turn.messages[-1].role == "assistant" for turn in environments.turns)
 
 
-def test_an_agent_that_nobody_scores_is_dropped_and_says_so(tmp_path, capfd):
-    batch, _ = played(agent(tmp_path, SILENT), "env.pool.retries=0")
+def test_an_agent_that_nobody_scores_is_dropped_and_says_so(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("nemo_rl_mcore.agents.endpoint.RETRIES", 0)
+    batch, _ = played(agent(tmp_path, SILENT))
     assert batch["ending"].tolist() == [Ending.DROPPED] * 2 * SAMPLES
     assert batch["sample_mask"].sum() == 0
     assert all("dropped" in replies[-1] for replies in batch["replies"])
@@ -124,7 +125,7 @@ def test_an_agent_that_nobody_scores_is_dropped_and_says_so(tmp_path, capfd):
 
 def test_an_agent_that_fails_is_started_again_and_then_dropped(tmp_path):
     code = f"open({str(tmp_path / 'started')!r}, 'a').write('x')\nraise SystemExit(3)"
-    batch, _ = played(agent(tmp_path, code), "env.pool.retries=2")
+    batch, _ = played(agent(tmp_path, code))
     assert len((tmp_path / "started").read_text()) == 3 * 2 * SAMPLES
     assert batch["input_lengths"].tolist() == [5] * 2 * SAMPLES
     assert not batch["token_mask"].any()

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from played_endpoint import calling
 from refusals import refused
 
-from nemo_rl_mcore.agents.chat import calls_of, hermes, no_tools, tool_parser
+from nemo_rl_mcore.agents.chat import calls_of, flaws_of, hermes, no_tools, tool_parser
 from nemo_rl_mcore.agents.session import Call
+from nemo_rl_mcore.data.messages import Message
 
 ADD = calling(a=1)
 CALLED = ("add", '{"a": 1}')
@@ -102,3 +103,30 @@ def test_other_parsers_are_those_of_renderers(tmp_path):
     assert tool_parser("hermes", tokenizer) is hermes
     with refused("unknown-tool-parser", "'pythonic'", "hermes", "qwen3.5"):
         tool_parser("pythonic", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "flaws"),
+    [
+        ("three", []),
+        ("<think>1 + 2</think>three", []),
+        ("1 + 2</think>three", []),
+        ("<think>1 + 2", []),
+        ("<tool_call>{", ["invalid_tool_call"]),
+        ("<think>I could <tool_call> here</think>three", []),
+        ("<think>I <function_call></think>", ["invalid_tool_call"]),
+        ("<think>1</think>2</think>three", ["malformed_thinking"]),
+        ("<think>1<think>2</think>three", []),
+        ("<think>1<think>2<think>3</think>", ["malformed_thinking"]),
+        ("three <think>", ["malformed_thinking"]),
+        ("<think>1</think><think></tool_call>", ["invalid_tool_call", "malformed_thinking"]),
+    ],
+)
+def test_flaws_of_answers(text, flaws):
+    assert flaws_of(Message("assistant", text)) == flaws
+
+
+def test_a_thought_before_a_call_has_no_flaw():
+    call = Call(1, np.array([1]), np.array([2]), np.zeros(1, np.float32), None, 0, True, 0)
+    said = "<think>I use <tool_call>, not <think> or <think></think>"
+    assert flaws_of(Message("assistant", said, tool_calls=calls_of(call, [CALLED]))) == []

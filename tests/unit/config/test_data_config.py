@@ -93,8 +93,8 @@ def test_the_loss_of_a_validation_takes_as_many_held_out_rows_as_there_are(plan,
     ("template", "data", "said"),
     [
         (True, {"apply_chat_template": True}, "applied"),
-        (True, {}, "not applied, though"),
-        (False, {}, "not applied, the tokenizer has none"),
+        (True, {}, "not applied, although"),
+        (False, {}, "not applied: the tokenizer has none"),
     ],
 )
 def test_whether_prompts_are_shown_in_the_chat_template_is_told(plan, tmp_path, template, data, said):

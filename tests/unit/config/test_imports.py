@@ -98,7 +98,7 @@ def test_a_class_is_called_with_its_arguments():
             {},
             r"^env\.custom\.type: custom_parts:Gone: the module custom_parts has no Gone",
         ),
-        ("custom_parts:NOT_A_CLASS", {}, r"holds something else than a class under the name NOT_A_CLASS"),
+        ("custom_parts:NOT_A_CLASS", {}, r"NOT_A_CLASS in the module custom_parts is not a class"),
         ("custom_parts:Counting", {"seed": 1}, r"^env\.custom\.type: custom_parts:Counting lacks score"),
         (
             "custom_parts:LengthReward",

@@ -31,7 +31,7 @@ def with_values(section, **values):
 
 def test_sizes_derived_from_the_model():
     model = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=32)
-    assert (model.head_dim, model.query_groups, model.ffn_size) == (16, 4, 256)
+    assert (model.shape.head_dim, model.shape.query_groups, model.shape.ffn_size) == (16, 4, 256)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from nemo_rl_mcore.config.base import join_path
 from nemo_rl_mcore.config.data import DataConfig, RowKind
 from nemo_rl_mcore.config.source import each
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.examples import hash_fraction, read_examples
+from nemo_rl_mcore.data.examples import read_examples
 from nemo_rl_mcore.data.messages import Message
 
 TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -158,10 +158,3 @@ def test_a_share_is_held_out_by_the_prompt_alone(read):
 def test_a_file_to_validate_with_leaves_all_rows_to_train_on(read):
     examples, _ = read(rows(100), validation=rows(7))
     assert (len(examples.train), len(examples.held_out)) == (100, 7)
-
-
-def test_the_hash_lies_between_0_and_1():
-    fractions = [hash_fraction(str(number)) for number in range(500)]
-    assert 0 <= min(fractions) < 0.05
-    assert 0.95 < max(fractions) < 1
-    assert len(set(fractions)) == 500

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_rl_mcore.data.answers import WrongAnswerPairs
+from nemo_rl_mcore.data.answers import PreferenceSource
 from nemo_rl_mcore.data.datasets import DIGIT_TASKS, DigitTaskSource, Prompt, is_held_out
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 
@@ -47,13 +47,13 @@ class Given:
     ],
 )
 def test_the_wrong_answer_of_an_embedded_task(right, wrong):
-    rows = WrongAnswerPairs(Given(right), TOKENIZER).train_batch(1, 1)
+    rows = PreferenceSource(Given(right), TOKENIZER, made_up=True).train_batch(1, 1)
     assert texts(rows) == [("0>", right), ("0>", wrong)]
 
 
 @pytest.mark.parametrize("task", DIGIT_TASKS)
 def test_every_pair_of_a_task_has_a_right_and_a_wrong_answer_of_equal_length(task):
-    rows = WrongAnswerPairs(DigitTaskSource(task, 2, seed=3), TOKENIZER).train_batch(1, 80)
+    rows = PreferenceSource(DigitTaskSource(task, 2, seed=3), TOKENIZER, made_up=True).train_batch(1, 80)
     found = texts(rows)
     for (prompt, chosen), (same_prompt, rejected) in zip(found[::2], found[1::2], strict=True):
         assert prompt == same_prompt
@@ -62,7 +62,7 @@ def test_every_pair_of_a_task_has_a_right_and_a_wrong_answer_of_equal_length(tas
 
 
 def test_training_and_validation_draw_from_their_own_prompts():
-    pairs = WrongAnswerPairs(DigitTaskSource("copy", 3, seed=3), TOKENIZER)
+    pairs = PreferenceSource(DigitTaskSource("copy", 3, seed=3), TOKENIZER, made_up=True)
     assert not any(is_held_out(prompt) for prompt, _ in texts(pairs.train_batch(1, 20)))
     assert all(is_held_out(prompt) for prompt, _ in texts(pairs.rows(pairs.prompts.validation(20))))
     assert torch.equal(pairs.train_batch(2, 5)["input_ids"], pairs.train_batch(2, 5)["input_ids"])

@@ -92,8 +92,8 @@ def test_a_data_set_of_the_hub_that_cannot_be_reached(folder, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     source = SourceConfig(dataset_name="gsm8k")
-    assert is_fetched(source)
-    assert not is_fetched(SourceConfig(data_path="data/gone.parquet"))
+    assert is_fetched(*source.paths)
+    assert not is_fetched("data/gone.parquet")
     with pytest.raises(ConfigError, match=r"^data_path: 'openai/gsm8k' "):
         read_rows(source)
 

@@ -9,9 +9,9 @@ from refusals import refused, wrong_key
 from nemo_rl_mcore.config.base import ConfigError, collect_problems
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs
+from nemo_rl_mcore.data.answers import PreferenceSource
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
-from nemo_rl_mcore.data.sources import open_pairs, open_prompts, open_sets
+from nemo_rl_mcore.data.sources import open_prompts, open_sets
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.errors import CustomCodeError
 from nemo_rl_mcore.recipe.load import load_config
@@ -58,7 +58,6 @@ def test_an_embedded_task_draws_as_ever(recipe):
     config = recipe()
     source = open_prompts(config, CHAR)
     assert source.train_batch(3, 16) == DigitTaskSource("copy", 3, config.seed).train_batch(3, 16)
-    assert type(open_pairs(config, source, CHAR)) is WrongAnswerPairs
 
 
 @pytest.fixture
@@ -275,9 +274,7 @@ def test_given_pairs_are_those_of_the_rows(recipe):
     given = [{"prompt": f"{number}>", "chosen": "12", "rejected": "3"} for number in range(40)]
     config = recipe(given, "dpo", policy=SMALL)
     source = open_prompts(config, CHAR)
-    pairs = open_pairs(config, source, CHAR)
-    assert type(pairs) is PreferenceSource
-    batch = pairs.train_batch(1, 4)
+    batch = PreferenceSource(source, CHAR).train_batch(1, 4)
     asked = source.train_batch(1, 4)
     rows_of_ids = zip(batch["input_ids"].tolist(), batch["input_lengths"].tolist(), strict=True)
     texts = [CHAR.decode(ids[:length]) for ids, length in rows_of_ids]

@@ -43,7 +43,8 @@ def recipe(tmp_path, request):
 
 
 def tokenizer_of(config):
-    return load_tokenizer(config.policy.tokenizer.name, parse_content=config.data.parses_content)
+    parse = config.data.special_tokens_in_content == "parse"
+    return load_tokenizer(config.policy.tokenizer.name, parse_content=parse)
 
 
 def rows(*inputs, output="5"):

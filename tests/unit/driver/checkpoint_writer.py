@@ -25,7 +25,7 @@ def write(store: CheckpointStore, step: int, reward: float) -> None:
 def live(root: Path) -> None:
     """Two checkpoints and a leftover are there; the run goes on after step 2, writes two, and deletes the worse."""
     store = CheckpointStore(root, Retention(keep=2, metric="train/reward"))
-    latest = store.latest()
+    latest = next(store.newest_first(), None)
     store.begin_after(latest.step if latest else 0)
     for step in (3, 4):
         write(store, step, reward=float(step))

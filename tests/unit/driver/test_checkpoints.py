@@ -38,7 +38,7 @@ def filled(root, *rewards, retention=None):
 def test_a_checkpoint_holds_what_it_says(tmp_path):
     store = filled(tmp_path / "new" / "folder", 0.5, float("nan"))
     first, latest = store.checkpoints()
-    assert store.latest() == latest
+    assert next(store.newest_first(), None) == latest
     assert (first.step, first.metrics, first.counters) == (1, {"train/reward": 0.5}, {"total": 1})
     assert latest.metrics == {"train/reward": None}, "JSON knows no NaN"
     info = json.loads((latest.folder / "training_info.json").read_text())
@@ -53,8 +53,8 @@ def flip(path, at):
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path):
-    assert CheckpointStore(tmp_path / "none").latest() is None
-    assert CheckpointStore(tmp_path).latest() is None
+    assert [*CheckpointStore(tmp_path / "none").newest_first()] == []
+    assert [*CheckpointStore(tmp_path).newest_first()] == []
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path):
 def test_the_latest_is_the_latest_whole_one(tmp_path, damage):
     store = filled(tmp_path, 0.0, 0.0)
     damage(tmp_path / "step_2")
-    assert store.latest().step == 1
+    assert next(store.newest_first()).step == 1
     aside = store.begin_after(1)
     assert len(aside) == 1
     assert names(tmp_path) == [aside[0].name, "step_1"]
@@ -182,7 +182,7 @@ def test_a_death_at_any_call_to_the_filesystem_leaves_the_newest_checkpoint_whol
         root = tmp_path / str(call)
         before_death(root)
         assert run_writer(root, call).returncode == 137
-        latest = CheckpointStore(root).latest()
+        latest = next(CheckpointStore(root).newest_first(), None)
         newest.append(latest.step)
         assert (latest.folder / "policy/weights/0.distcp").read_bytes() == bytes([latest.step]) * 100
         assert 1 in steps(root), "the best one"

@@ -82,7 +82,7 @@ async def answered_beside(engine: EmbeddedEngine, call=None):
 
 def engine_over(backend: CountedBackend) -> EmbeddedEngine:
     policy = load_config(RECIPE).policy
-    return EmbeddedEngine(EmbeddedSettings(policy, open=lambda _: backend))
+    return EmbeddedEngine(EmbeddedSettings(policy, open=lambda *_, **__: backend))
 
 
 def test_every_group_has_a_turn_before_any_has_its_next(backend) -> None:

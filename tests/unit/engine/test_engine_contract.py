@@ -31,7 +31,7 @@ def test_the_fake_engine_keeps_to_the_contract():
 
 def test_responses_become_rows_with_the_version_of_each_token():
     batch = as_batch(
-        [Response.of([5, 6], [-0.5, -1.0], [3, 4], finished=True), Response.of([], [], [], finished=False)],
+        [Response([5, 6], [-0.5, -1.0], True, [3, 4], 0), Response([], [], False, [], 0)],
         max_new_tokens=3,
     )
     assert batch["tokens"].tolist() == [[5, 6, 0], [0, 0, 0]]
@@ -42,4 +42,4 @@ def test_responses_become_rows_with_the_version_of_each_token():
 
 def test_a_response_with_fewer_log_probabilities_than_tokens_is_no_row():
     with pytest.raises(ValueError, match="broadcast"):
-        as_batch([Response.of([5, 6, 7], [-0.5, -1.0], [3, 3, 3], finished=True)], max_new_tokens=3)
+        as_batch([Response([5, 6, 7], [-0.5, -1.0], True, [3, 3, 3], 0)], max_new_tokens=3)

@@ -11,10 +11,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from nemo_rl_mcore.engine.receivers import Receiver
 from nemo_rl_mcore.rank.refit.transports import (
-    BroadcastSender,
     Bucket,
     IpcHandle,
     Packer,
+    SendingEnd,
+    broadcast_from_first,
     join_broadcast_group,
 )
 from nemo_rl_mcore.rank.rendezvous import listen_at
@@ -33,18 +34,18 @@ def test_engines_outside_the_trainers_group_get_what_its_first_rank_broadcasts()
         )
 
     in_threads(join, range(3))
-    sender = BroadcastSender(1 << 10, CPU, groups[0])
+    sender = SendingEnd(1 << 10, CPU, groups[0])
     tensor = torch.randn(7, 5)
     packers = [Packer(slot) for slot in sender.slots]
     for slot, shift in ((0, 0.0), (1, 1.0), (0, 2.0)):
-        packers[slot].clear()
+        packers[slot] = Packer(sender.slots[slot])
         packers[slot].add("weight", tensor + shift)
         used = packers[slot].used
         message = Bucket(sender.locate(slot, used), tuple(packers[slot].tensors)).to_message()
 
         def take_part(rank, slot=slot, used=used, message=message):
             if rank == 0:
-                sender.transmit(slot, used)
+                broadcast_from_first(sender.slots[slot][:used], sender.group)
             else:
                 bucket = Bucket.from_message(message)
                 received[rank] = dict(bucket.read(Receiver(CPU, groups[rank]).open(bucket.location)))

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_mcore.config import ConfigError
-from nemo_rl_mcore.engine.engine import EngineMachines
 from nemo_rl_mcore.engine.kinds import engine_kind, vllm_environment
-from nemo_rl_mcore.engine.vllm.engine import VllmShare
+from nemo_rl_mcore.engine.vllm.engine import EngineMachines, VllmShare
 from nemo_rl_mcore.recipe.load import load_config
 
 LONGER = ("policy.max_total_sequence_length=16", "policy.model.max_position_embeddings=16")

@@ -192,7 +192,7 @@ def test_yarn_is_written_and_read_back():
         "qwen2", num_key_value_heads=4, rope_theta=77.0, rope_scaling={**YARN, "beta_fast": 32, "mscale": 1}
     )
     model = model_config_from_hf(given)
-    assert model.longest_sequence == 4 * 32768
+    assert model.shape.longest_sequence == 4 * 32768
     assert model.rope_scaling is not None
     assert model.rope_scaling.rope_type == "yarn"
     written = hf_config_of(model, origin=given)
@@ -462,7 +462,7 @@ def test_odd_values_are_read_or_refused_in_short(model_type):
         assert len(said) < 3_000, said[:3_000]
         if model is not None:
             accepted += 1
-            assert min(count_parameters(model), model.longest_sequence) > 0
+            assert min(count_parameters(model), model.shape.longest_sequence) > 0
             written = hf_config_of(model, origin=config)
             assert explicit_fields(model_config_from_hf(written)) == explicit_fields(model)
         assert time.process_time() - begin < 1
@@ -552,6 +552,8 @@ def test_settings_of_training_are_those_of_the_origin():
 
 
 PARAMETERS = {
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
@@ -719,7 +721,7 @@ def test_each_field_that_differs_from_the_weights_is_reported(recipe, tmp_path):
     ("layout", "expected"),
     [
         (
-            {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+            {"tensor_model_parallel_size": 8, "sequence_parallel": True},
             "policy.megatron_cfg.tensor_model_parallel_size: not-divisible (model_name)",
         ),
         (
@@ -755,7 +757,7 @@ def test_sizes_that_are_implied_agree_with_written_ones(recipe, tmp_path):
         "kv_channels": 16,
         "vocab_size": 40,
     }
-    assert load_config(recipe(folder, given)).policy.model.head_dim == 16
+    assert load_config(recipe(folder, given)).policy.model.shape.head_dim == 16
 
 
 @pytest.mark.parametrize(

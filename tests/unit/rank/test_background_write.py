@@ -55,18 +55,18 @@ def test_what_is_written_counts_for_the_process_only_while_somebody_waits_for_it
             done.set()
             wait.wait()
 
-    before = activity.current()
+    before = activity.latest
     writing = BackgroundWrite(write)
     assert written[0].wait(60)
-    assert activity.current() == before
+    assert activity.latest == before
     waiting = threading.Thread(target=writing.join)
     waiting.start()
     for number in (1, 2):
         may_go_on[number - 1].set()
         assert written[number].wait(60)
     until = time.monotonic() + 60
-    while activity.current().doing != "tensor 2" and time.monotonic() < until:
+    while activity.latest.doing != "tensor 2" and time.monotonic() < until:
         time.sleep(0.01)
-    assert activity.current().doing == "tensor 2"
+    assert activity.latest.doing == "tensor 2"
     may_go_on[2].set()
     waiting.join()

@@ -25,7 +25,7 @@ rendezvous.join()  # nothing more to do
 group = dist.new_group()
 everyone = torch.tensor([rank + 1])
 dist.all_reduce(everyone, group=group)
-dist.barrier(rendezvous.patient_group())
+dist.barrier(rendezvous.patient_group)
 print(int(everyone), *listening_addresses())
 dist.barrier()
 rendezvous.leave()

@@ -4,6 +4,7 @@ import pytest
 from refusals import wrong_key
 
 from nemo_rl_mcore.config import AsyncRolloutsConfig, checked
+from nemo_rl_mcore.config.run_config import GroupLimits
 from nemo_rl_mcore.driver.run_folder import recipe_text
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.rules.rollouts import remarks
@@ -34,7 +35,7 @@ def test_defaults_are_one_step_of_age_and_whole_steps(load):
     config = load(*RUN)
     assert config.grpo.async_grpo == config.asynchrony == AsyncRolloutsConfig(enabled=True)
     assert config.asynchrony.in_flight_weight_updates
-    assert (*config.groups_under_way, config.min_groups_per_chunk) == (32, 32, 16)
+    assert config.group_limits == GroupLimits(32, 32, 16)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,8 @@ def test_defaults_are_one_step_of_age_and_whole_steps(load):
 )
 def test_what_is_under_way(load, overrides, live, inflight, chunk, streams):
     config = load(*RUN, *(f"{ASYNC}.{override}" for override in overrides))
-    assert config.groups_under_way == (live, inflight)
-    assert (config.min_groups_per_chunk, config.streams) == (chunk, streams)
+    assert config.group_limits == GroupLimits(live, inflight, chunk)
+    assert config.streams == streams
 
 
 @pytest.mark.parametrize("vllm", [(), (*VLLM, f"{GENERATION}.vllm_cfg.async_engine=true")])
@@ -122,8 +123,8 @@ OTHERS = ("ppo", "dpo", "distillation")
 def test_every_algorithm_that_samples_has_it(ask, algorithm):
     config = ask(algorithm, f"{algorithm}.async_{algorithm}.max_trajectory_age_steps=2")
     assert config.asynchronous
-    assert config.asynchrony_key == f"{algorithm}.async_{algorithm}"
-    assert (config.max_age, config.prompts_per_step, config.groups_under_way[0]) == (2, 64, 3 * 64)
+    assert config.key("asynchrony") == f"{algorithm}.async_{algorithm}"
+    assert (config.max_age, config.prompts_per_step, config.group_limits.live) == (2, 64, 3 * 64)
     assert not config.streams
     assert not any(remarks(config))
 

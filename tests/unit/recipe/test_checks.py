@@ -1,9 +1,9 @@
 import pytest
-from refusals import wrong_key
+from refusals import checked_run, wrong_key
 
 from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.config.cluster import seconds_of
 from nemo_rl_mcore.data.datasets import DigitTaskSource, is_held_out
-from nemo_rl_mcore.recipe.rules.runs import checked_run
 
 
 def held_out(digits: int) -> int:
@@ -13,18 +13,18 @@ def held_out(digits: int) -> int:
 @pytest.mark.parametrize("digits", [1, 2, 3, 4])
 def test_the_prompts_that_the_config_promises_exist(load, digits):
     data = load().data.model_copy(update={"num_digits": digits})
-    assert data.validation_prompts <= held_out(digits)
-    assert data.train_prompts <= 10**digits - held_out(digits)
+    assert data.task.validation_prompts <= held_out(digits)
+    assert data.task.train_prompts <= 10**digits - held_out(digits)
 
 
 @pytest.mark.parametrize(("task", "digits"), [("calculator", 2), ("calculator", 4), ("guess_number", 2)])
 def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task, digits):
     data = load().data.model_copy(update={"num_digits": digits, "dataset_name": task})
     source = DigitTaskSource(task, digits, seed=0)
-    few = min(data.train_prompts, 2000)
-    assert len(source.validation(data.validation_prompts)) == data.validation_prompts > 0
+    few = min(data.task.train_prompts, 2000)
+    assert len(source.validation(data.task.validation_prompts)) == data.task.validation_prompts > 0
     assert len(source.train_batch(1, few)) == few
-    assert {len(prompt.text) for prompt in source.validation(5)} == {data.prompt_length}
+    assert {len(prompt.text) for prompt in source.validation(5)} == {data.task.prompt_length}
 
 
 THREE_RANKS = ["policy.megatron_cfg.pipeline_model_parallel_size=3", "cluster.cpu_workers_per_node=3"]
@@ -61,5 +61,5 @@ def test_rules_hold_without_the_loader(tree):
 
 def test_a_limit_of_time_is_read_as_days_hours_minutes_and_seconds(load):
     config = load("checkpointing.enabled=true", "checkpointing.checkpoint_must_save_by=01:02:03:04")
-    assert config.checkpointing.must_save_by_s == 93784
-    assert load().checkpointing.must_save_by_s is None
+    assert seconds_of(config.checkpointing.checkpoint_must_save_by) == 93784
+    assert seconds_of(load().checkpointing.checkpoint_must_save_by) is None

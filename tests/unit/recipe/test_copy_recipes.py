@@ -8,10 +8,11 @@ import pytest
 from nemo_rl_mcore import cli
 from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.recipe.load import load_config
-from nemo_rl_mcore.recipe.shipped import SHIPPED, shipped_names, shipped_recipe
+from nemo_rl_mcore.recipe.shipped import SHIPPED, shipped_recipe
 from nemo_rl_mcore.recipe.sources import read_recipe
 
 CONFIGS = Path(__file__).parents[3] / "examples/configs"
+NAMES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,6 @@ def empty_folder(tmp_path, monkeypatch):
 
 def test_the_package_holds_the_examples_and_no_second_copy():
     assert SHIPPED.resolve() == CONFIGS.resolve()
-    assert shipped_names() == sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_a_name_that_nobody_has(empty_folder):
 def test_the_list_names_every_recipe(capsys):
     assert cli.main(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == shipped_names()
+    assert [line.split()[0] for line in listed] == NAMES
     assert cli.main(["recipes", "list"]) == 0
     assert capsys.readouterr().out.splitlines() == listed
 
 
 @pytest.mark.stage("docs")
 @pytest.mark.smoke("grpo_copy_cpu.yaml", "quickstart/dpo_cpu.yaml", "recipes/variants/rloo_cpu.yaml")
-@pytest.mark.parametrize("name", shipped_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_a_copy_means_what_the_original_means_and_needs_nothing_of_the_package(name, empty_folder, capsys):
     assert cli.main(["recipes", "copy", name, "copies"]) == 0
     copies = empty_folder / "copies"
@@ -110,7 +110,7 @@ def test_a_parent_that_is_there_stays_where_it_is_the_same(empty_folder, capsys)
 def test_nothing_is_overwritten(name, empty_folder, capsys):
     (empty_folder / "grpo_copy_cpu.yaml").write_text("mine")
     assert cli.main(["recipes", "copy", name]) == 2
-    assert "DEST: grpo_copy_cpu.yaml is there" in capsys.readouterr().err
+    assert "DEST: grpo_copy_cpu.yaml already exists" in capsys.readouterr().err
     assert [path.name for path in empty_folder.iterdir()] == ["grpo_copy_cpu.yaml"]
 
 

@@ -11,7 +11,7 @@ from nemo_rl_mcore.config.cluster import ClusterConfig
 from nemo_rl_mcore.models import count_parameters
 from nemo_rl_mcore.models.config_json import hf_config_of
 from nemo_rl_mcore.models.pretrained import MODEL, TOKENIZER
-from nemo_rl_mcore.recipe.environment_values import value_now
+from nemo_rl_mcore.recipe.interpolations import value_now
 from nemo_rl_mcore.recipe.load import load_config, load_with_warnings
 
 QUICKSTART = Path(__file__).parents[3] / "examples/configs/quickstart/sft_cpu.yaml"

@@ -134,7 +134,7 @@ def test_samples_of_a_step(algorithm, rows):
 )
 def test_who_needs_the_reference(algorithm, overrides, needed):
     config = load_config(EXEMPLAR_OF[algorithm], overrides)
-    assert config.needs_reference is bool(reference_place(config)) is needed
+    assert config.models["policy"].reference is bool(reference_place(config)) is needed
 
 
 def test_the_critic_is_the_policy_with_its_own_optimizer():
@@ -180,7 +180,7 @@ def test_microbatches_of_policy_and_critic_need_not_divide_a_step():
 def test_a_validation_takes_the_loss_of_its_batches_or_of_all_there_are(keys, samples):
     sizes = ["policy.train_global_batch_size=40", "data.num_digits=3", "sft.max_val_samples=90"]
     config = load_config(EXEMPLAR_OF["sft"], [*sizes, *keys])
-    assert config.data.validation_prompts == 90
+    assert config.data.task.validation_prompts == 90
     assert config.val_loss_samples == samples
 
 

@@ -129,7 +129,7 @@ def test_migrated_in_memory_is_what_the_written_file_is(tmp_path, capsys):
 def test_check_prints_what_changed_and_the_plan(capsys):
     assert main(["check", "--migrate", "--config", str(TINY), "grpo.max_num_steps=7"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "migrated from NeMo RL: a recipe of grpo"
+    assert lines[0] == "migrated from NeMo RL: grpo"
     assert any(line.startswith("  policy.generation.backend: 'megatron' -> 'embedded'") for line in lines)
     assert any("policy.megatron_cfg.optimizer.use_precision_aware_optimizer" in line for line in lines)
     assert any(line.split() == ["steps", "7"] for line in lines)
@@ -155,15 +155,15 @@ def test_keys_of_ours_alone_are_none_of_theirs():
 
 
 def test_what_does_not_carry_over_ends_the_command_unless_an_override_settles_it(capsys):
-    refused = ["policy.megatron_cfg.fp8_cfg.enabled=true", "+policy.new_key=1"]
+    refused = ["policy.draft.enabled=true", "+policy.new_key=1"]
     with pytest.raises(ConfigError) as caught:
         load_migrated(TINY, refused)
     assert {problem.path for problem in caught.value.problems} == {
-        "policy.megatron_cfg.fp8_cfg",
+        "policy.draft",
         "policy.new_key",
     }
     assert all(problem.remedy for problem in caught.value.problems)
-    load_migrated(TINY, [*refused, "~policy.new_key", "policy.megatron_cfg.fp8_cfg.enabled=false"])
+    load_migrated(TINY, [*refused, "~policy.new_key", "policy.draft.enabled=false"])
 
 
 def test_a_problem_of_a_moved_key_is_told_where_it_is_written(write):

@@ -1,5 +1,6 @@
 """The parser in C reads what OmegaConf's own loader reads."""
 
+from functools import partial
 from io import StringIO
 
 import pytest
@@ -7,7 +8,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from nemo_rl_mcore.recipe.sources import origins
-from nemo_rl_mcore.recipe.yaml_text import values_of
+from nemo_rl_mcore.recipe.yaml_text import RecipeLoader
 
 TEXTS = (
     "a: 1e-5\nb: 1_000\nc: .inf\nd: -0.0\ne: 0x10\nf: 0o7\ng: 12:30:45\n",
@@ -30,13 +31,13 @@ WRONG = (
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_it_is_what_omegaconf_reads(text):
-    found = values_of(text)
+    found = yaml.load(text, Loader=RecipeLoader)
     assert repr(found) == repr(OmegaConf.to_container(OmegaConf.load(StringIO(text))))
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_omegaconf_refuses_is_refused(text):
-    for read in (values_of, lambda one: OmegaConf.load(StringIO(one))):
+    for read in (partial(yaml.load, Loader=RecipeLoader), lambda one: OmegaConf.load(StringIO(one))):
         with pytest.raises(yaml.YAMLError):
             read(text)
 

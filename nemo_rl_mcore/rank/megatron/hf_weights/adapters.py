@@ -1,7 +1,7 @@
-"""Adapters added to a sharded model, and written to or read from a folder of the library peft, which vLLM loads too.
+"""Add adapters to a sharded model, and write or read them in a folder of peft's format, which vLLM loads too.
 
-A layer of Megatron that is several modules there, such as queries, keys and values, has one A: each module is written
-with it, and a folder is read only if they all have the same one.
+A layer of Megatron has one A, also if it is several modules in peft, such as queries, keys and values: each of them is
+written with this A, and a folder is loaded only if they all have the same one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from nemo_rl_mcore.models import all_weights
 from nemo_rl_mcore.models.adapters import KEY, LORA_A, LORA_B, adapted_weights, adapter_weights, linear_name
 from nemo_rl_mcore.models.weights import Weight
 from nemo_rl_mcore.rank import activity
-from nemo_rl_mcore.rank.agreement import agreed, agreed_on_first
+from nemo_rl_mcore.rank.agreement import agreed, together
 from nemo_rl_mcore.rank.megatron.hf_weights.export import adapter_tensors, make_room
 from nemo_rl_mcore.rank.megatron.hf_weights.load import local_parameters, own_part
-from nemo_rl_mcore.rank.megatron.lora import MODULE, Adapter, adapters_of, add_adapter
-from nemo_rl_mcore.rank.megatron.model_class import LanguageModel
+from nemo_rl_mcore.rank.megatron.lora import MODULE, Adapter, add_adapter
+from nemo_rl_mcore.rank.megatron.model_class import LanguageModel, modules_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PLAIN = {
@@ -39,17 +39,17 @@ _PLAIN = {
     "use_rslora": False,
     "modules_to_save": None,
 }
-"""Keys of adapter_config.json with the only values that are read; a key that is left out has its value."""
+"""Keys of adapter_config.json and the only values that can be loaded; these are also the defaults."""
 
 
 def add_adapters(policy: PolicyConfig, models: Sequence[LanguageModel], seed: int) -> None:
-    """Give the linear layers that the config names their adapters; RefusedError for a layer with several weights."""
+    """Add adapters to the linear layers in the config; RefusedError for a layer with several weights."""
     adapted, peft = adapted_weights(policy), policy.megatron_cfg.peft
     if not adapted:
         return
 
     def drawn(part: Weight, method: str, key: str) -> torch.Tensor:
-        """Return this rank's part of a start that is the same on every layout. Source: Megatron-Bridge."""
+        """Return this rank's part of initial values, the same on every layout. Source: Megatron-Bridge."""
         tensors: list[torch.Tensor] = []
         for number, shape in enumerate(part.slot.shapes(policy.model)):
             tensor = torch.zeros(*shape, device="cpu")
@@ -86,21 +86,22 @@ def add_adapters(policy: PolicyConfig, models: Sequence[LanguageModel], seed: in
 def save_adapters(
     chunks: Sequence[torch.nn.Module], policy: PolicyConfig, folder: Path, *, origin: str | None
 ) -> None:
-    """Write a new folder; every rank takes part, and raises ValueError if it exists. origin: the model beside."""
+    """Write a new folder; every rank takes part, and raises ValueError if it exists. origin: the adapted model."""
     make_room(folder, folder)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in adapter_tensors(chunks, policy):
         activity.advance(f"exporting {name}")
         if dist.get_rank() == 0:
             tensors[name] = tensor.to("cpu", copy=True).contiguous()
-
-    def modules(weights: Iterable[Weight]) -> set[str]:
-        return {name.removesuffix(".weight") for weight in weights for name in weight.names}
-
-    # Modules are named by the last part of their names, unless a module without adapters has the same.
-    adapted = modules(adapted_weights(policy))
-    others = modules(weight for weight in all_weights(policy.model) if linear_name(weight)) - adapted
-    short, short_others = ({name.rpartition(".")[2] for name in names} for names in (adapted, others))
+    # Modules are listed by the last part of their names, unless a module without adapters has the same.
+    linear = [weight for weight in all_weights(policy.model) if linear_name(weight)]
+    adapted, every = (
+        {name.removesuffix(".weight") for weight in weights for name in weight.names}
+        for weights in (adapted_weights(policy), linear)
+    )
+    short, short_others = (
+        {name.rpartition(".")[2] for name in names} for names in (adapted, every - adapted)
+    )
     peft = policy.megatron_cfg.peft
     config = _PLAIN | {
         "base_model_name_or_path": origin,
@@ -111,31 +112,29 @@ def save_adapters(
         "lora_dropout": peft.dropout,
         "target_modules": sorted(adapted if short & short_others else short),
     }
-
-    def write() -> None:
-        save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-    agreed_on_first(write)
+    with together():
+        if dist.get_rank() == 0:
+            save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], policy: PolicyConfig, folder: Path) -> None:
-    """Fill this rank's adapters; every rank takes part.
+    """Load this rank's adapters; every rank takes part.
 
-    Raises RefusedError on all ranks for adapters of another kind, rank, scale or set of layers, and for different As
-    within queries, keys and values, or within gate and up.
+    Raises RefusedError on all ranks for adapters of another kind, rank, scale or set of layers, and for different As of
+    queries, keys and values, or of gate and up.
     """
 
     def fill() -> None:
         tensors = _read(folder, policy)
-        for weight, adapter in adapters_of(chunks).items():
-            a, b = adapter_weights(weight, policy.megatron_cfg.peft.dim)
+        for adapter in modules_of(Adapter, chunks):
+            a, b = adapter_weights(adapter.weight, policy.megatron_cfg.peft.dim)
             of_a = [tensors[name.replace(LORA_B, LORA_A)] for name in b.names]
             if not all(torch.equal(of_a[0], other) for other in of_a[1:]):
                 raise _refused(
                     folder,
-                    f"has different As for {', '.join(weight.names)}, which are one layer with one A in Megatron; "
-                    "merge it into its model, and start from that",
+                    f"has different As for {', '.join(adapter.weight.names)}, which are one layer with one A in "
+                    "Megatron; merge it into its model, and start from that",
                 )
             of_b = [tensors[name] for name in b.names]
             for own, parameter, whole in ((a, adapter.lora_A, of_a[:1]), (b, adapter.lora_B, of_b)):
@@ -150,13 +149,13 @@ def load_adapters(chunks: Sequence[torch.nn.Module], policy: PolicyConfig, folde
 
 
 def _read(folder: Path, policy: PolicyConfig) -> dict[str, torch.Tensor]:
-    """Return the folder's tensors, which are the policy's adapters by name, rank and scale."""
+    """Return the folder's tensors; RefusedError unless they are the policy's adapters by name, rank and scale."""
     peft = policy.megatron_cfg.peft
     try:
         config: Any = read_json(folder / CONFIG)
         tensors = load_file(folder / TENSORS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise _refused(folder, f"cannot be read as a folder of peft: {error}") from error
+        raise _refused(folder, f"cannot be read as a folder in peft's format: {error}") from error
     keys = {"r": "dim", "lora_alpha": "alpha"}
     wanted = _PLAIN | {"r": peft.dim, "lora_alpha": peft.alpha, "rank_pattern": {}, "alpha_pattern": {}}
     for name, value in wanted.items():

@@ -1,9 +1,14 @@
-"""The safetensors files of a Hugging Face folder: read slice by slice, written shard by shard."""
+"""Tensors of a Hugging Face folder: read by slices, packed into Megatron's parameters, unpacked, written by shards.
+
+A rank holds an equal part of each tensor, along one dimension, and its parameter is these parts packed together. So
+loading cuts, then packs; exporting unpacks on each rank, then joins the parts.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,9 +17,94 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from nemo_rl_mcore.config import ModelConfig
 from nemo_rl_mcore.data.hub import INDEX, ONE_FILE, tensor_files
 from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.models import layer_slots, outside_of_layers
+from nemo_rl_mcore.models.weights import Layout, Packing, Slot, Weight
 from nemo_rl_mcore.rank import activity
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# megatron-core 0.20 has another name for the layer inside.
+_PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.+)")
+_OF_COLUMNS = (Packing.TRANSPOSED, Packing.INTERLEAVED)
+"""Packings of matrices whose rows are a tensor's columns."""
+
+Parts = Sequence[torch.Tensor]
+
+
+def find_weight(name: str, layers: Sequence[int], first_expert: int, model: ModelConfig) -> Weight:
+    """Return the weight of a parameter of this rank's stage; RefusedError for an unknown name.
+
+    layers, first_expert: the numbers, in the whole model, of the stage's layers and of this rank's first expert.
+    """
+    outside = outside_of_layers(model)
+    slots: Sequence[Slot] = outside
+    layer, own_name = None, name
+    if inside := _LAYER.fullmatch(name):
+        layer, own_name = layers[int(inside[1])], inside[2]
+    elif inside := _PREDICTION.fullmatch(name):
+        layer, own_name = model.num_layers + int(inside[1]), inside[2]
+    if layer is not None:
+        slots = layer_slots(model, layer)
+    for slot in slots:
+        if (match := re.fullmatch(slot.megatron, own_name)) is None:
+            continue
+        if slot is outside.output and model.tie_word_embeddings:
+            slot = outside.embedding  # the last pipeline stage's copy
+        numbers = [int(number) for number in match.groups() if number is not None]
+        return Weight(slot, layer, first_expert + numbers[0] if numbers else None)
+    raise RefusedError(
+        f"no Hugging Face tensor is known for Megatron's parameter {name!r}", code="unknown-parameter"
+    )
+
+
+def pack(packing: Packing, parts: Parts, model: ModelConfig) -> torch.Tensor:
+    if packing is Packing.QKV:
+        # [q], [k], [v] to [q..q, k, v] for each query group; rows of weights, or entries of biases.
+        groups, rest = parts[1].shape[0] // model.shape.head_dim, parts[0].shape[1:]
+        grouped = torch.cat([part.reshape(groups, -1, model.shape.head_dim, *rest) for part in parts], dim=1)
+        return grouped.reshape(-1, *rest)
+    if packing is Packing.GATED:
+        return torch.cat([*parts])
+    (part,) = parts
+    if packing in _OF_COLUMNS and part.ndim > 1:
+        part = part.T
+    if packing is Packing.INTERLEAVED:
+        return torch.cat([part[0::2], part[1::2]])
+    return part
+
+
+def unpack(packing: Packing, parameter: torch.Tensor, model: ModelConfig) -> Parts:
+    if packing is Packing.QKV:
+        queries, rest = model.num_attention_heads // model.shape.query_groups, parameter.shape[1:]
+        grouped = parameter.reshape(-1, queries + 2, model.shape.head_dim, *rest)
+        return [part.reshape(-1, *rest) for part in grouped.split([queries, 1, 1], dim=1)]
+    if packing is Packing.GATED:
+        return parameter.chunk(2)
+    if packing is Packing.INTERLEAVED:
+        parameter = torch.stack(parameter.chunk(2), dim=1).flatten(0, 1)
+    return (parameter.T if packing in _OF_COLUMNS and parameter.ndim > 1 else parameter,)
+
+
+def whole(
+    layout: Layout, shards: Parts, shapes: Sequence[Sequence[int]], model: ModelConfig
+) -> list[torch.Tensor]:
+    """Return the whole tensors, from all ranks' parameters, without padding rows."""
+    if layout.sections is not None and len(shards) > 1:
+        # Each rank has a share of each section, along the first dimension.
+        sections = layout.sections(model)
+        shares = [shard.split([size // len(shards) for size in sections]) for shard in shards]
+        return [torch.cat([share for section in zip(*shares, strict=True) for share in section])]
+    if layout.packing is Packing.QKV and len(shards) > model.shape.query_groups:
+        shards = [torch.cat([*shards])]  # pieces of query groups
+    parts_of_ranks = [unpack(layout.packing, shard, model) for shard in shards]
+    if layout.dimension is None or len(shards) == 1:
+        tensors = [*parts_of_ranks[0]]
+    else:
+        tensors = [torch.cat(parts, layout.dimension) for parts in zip(*parts_of_ranks, strict=True)]
+    return [tensor[: shape[0]].contiguous() for tensor, shape in zip(tensors, shapes, strict=True)]
+
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK = 32
@@ -35,7 +125,7 @@ _READABLE = ("F64", "F32", "F16", "BF16")
 
 
 class TensorFiles(ExitStack):
-    """The tensors of a folder by name; MXFP4 (`..._blocks` and `..._scales`) is read as one tensor, in bfloat16.
+    """A folder's tensors by name; MXFP4 (`..._blocks` and `..._scales`) is read as one bfloat16 tensor.
 
     Raises ValueError for a folder without weights, for files that are missing or broken, and for unknown names.
     """
@@ -45,7 +135,7 @@ class TensorFiles(ExitStack):
         self._folder = folder
         self._files: dict[Path, Any] = {}
         self._file_of = tensor_files(folder)
-        # Blocks and scales of each tensor that is there as these.
+        # Names of the blocks and scales of each tensor in MXFP4.
         self._packed = {
             name.removesuffix(_BLOCKS): (name, name.removesuffix(_BLOCKS) + _SCALES)
             for name in self._file_of
@@ -55,17 +145,26 @@ class TensorFiles(ExitStack):
         self.names = frozenset(self._file_of) - parts | self._packed.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole tensor's: [E, 32 * G, R] for blocks [E, R, G, 16]."""
+        """Return the whole tensor's shape: [E, 32 * G, R] for blocks [E, R, G, 16]."""
         if name not in self._packed:
             return tuple(self._slices(name).get_shape())
         experts, outputs, groups, _ = self._slices(self._packed[name][0]).get_shape()
         return experts, groups * _BLOCK, outputs
 
-    def path_of(self, name: str) -> Path:
-        return self._file_of[self._packed[name][0] if name in self._packed else name]
+    def require_finite(self, name: str) -> None:
+        """Raise RefusedError, naming the tensor, if an entry is not finite."""
+        values = self.read(name, (slice(None),) * len(self.shape(name)))
+        wrong = values[~torch.isfinite(values)]
+        if len(wrong):
+            path = self._file_of[self._packed[name][0] if name in self._packed else name]
+            raise RefusedError(
+                f"{str(path)!r}: {name} holds {float(wrong[0])}; {len(wrong)} of its "
+                f"{values.numel()} weights are not finite; fetch or export the model again",
+                code="not-finite-weights",
+            )
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        """Return a part of a tensor; the rest is not read, but for other rows and columns of experts in MXFP4."""
+        """Read a part of a tensor; in MXFP4 whole experts are read."""
         if name in self._packed:
             experts, *rest = part
             blocks, scales = (self._slices(one)[experts] for one in self._packed[name])
@@ -96,7 +195,7 @@ class TensorFiles(ExitStack):
 
 
 class ShardWriter:
-    """Writes tensors in order to files of at most `shard_bytes` each (or one tensor), one of them in memory."""
+    """Writes tensors to files of at most `shard_bytes` or one tensor each, and keeps one file in memory."""
 
     def __init__(self, folder: Path, bytes_of: Mapping[str, int], shard_bytes: int) -> None:
         self._folder = folder
@@ -115,7 +214,7 @@ class ShardWriter:
         self._number = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take the next tensor; they come in the order of the sizes, and the last of a file's has it written."""
+        """Add the next tensor, in the order of `bytes_of`; a file's last tensor writes the file."""
         self._pending[name] = tensor.to("cpu", copy=True)
         if list(self._pending) == self._shards[self._number]:
             self._number, count = self._number + 1, len(self._shards)
@@ -126,7 +225,7 @@ class ShardWriter:
             self._pending = {}
 
     def close(self) -> None:
-        """Write the index; ValueError where tensors have not come."""
+        """Write the index; RefusedError if tensors are missing."""
         missing = [name for shard in self._shards for name in shard if name not in self._written]
         if missing or self._pending:
             raise RefusedError(

@@ -1,6 +1,6 @@
-"""Load the weights of a Hugging Face folder: each rank reads its own part of each tensor, one tensor at a time.
+"""Load a Hugging Face folder's weights: each rank reads its part of each tensor, one tensor at a time.
 
-A process that holds the whole model also receives tensors one by one, in any order.
+A process with the whole model can also receive the tensors one by one, in any order.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import torch
 
 from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig
 from nemo_rl_mcore.data.hub import fetched_folder
-from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.models import all_weights, family_of, missing_family, outside_of_layers
 from nemo_rl_mcore.models.pretrained import differences, pretrained_model
-from nemo_rl_mcore.models.weights import EXPERT_BIAS, Weight
+from nemo_rl_mcore.models.weights import EXPERT_BIAS, Packing, Weight
 from nemo_rl_mcore.rank import activity
 from nemo_rl_mcore.rank.megatron import parallel_groups
-from nemo_rl_mcore.rank.megatron.hf_weights.files import TensorFiles
-from nemo_rl_mcore.rank.megatron.hf_weights.packing import find_weight, pack
+from nemo_rl_mcore.rank.megatron.hf_weights.files import TensorFiles, find_weight, pack
 from nemo_rl_mcore.rank.megatron.model_class import language_models
 
-# Old checkpoints contain tensors that are computed from the config.
+# Tensors in old checkpoints that are computed from the config.
 _COMPUTED = r".+\.rotary_emb\.inv_freq"
 _SHOWN = 8
 _OF_TABLE = re.compile(rf".*\.{EXPERT_BIAS}")
@@ -35,13 +33,13 @@ OF_ADAPTERS = re.compile(r".*\.lora\.lora_[AB]")
 def local_parameters(
     chunks: Sequence[torch.nn.Module], model: ModelConfig
 ) -> Iterator[tuple[Weight, torch.Tensor]]:
-    """Yield the parameters of this rank's chunks, and the biases of experts, with the weights they are parts of."""
-    experts = parallel_groups.expert_parallel_group()
+    """Yield the parameters and experts' biases of this rank's chunks, each with its weight."""
+    experts = parallel_groups.group("expert")
     first_expert = experts.rank() * ((model.num_moe_experts or 0) // experts.size())
     for stage in language_models(chunks):
         decoder: Any = stage.decoder
         parts: int = getattr(decoder, "parts_of_a_layer", 1)  # of a HybridModel
-        # The number, from 0, of the whole model's layer that each of the stage's layers is, or is a part of.
+        # The number, from 0, of each layer of the stage in the whole model.
         layers = [(layer.layer_number - 1) // parts for layer in decoder.layers]
         buffers = ((name, buffer) for name, buffer in stage.named_buffers() if _OF_TABLE.fullmatch(name))
         for name, parameter in (*stage.named_parameters(), *buffers):
@@ -52,22 +50,27 @@ def local_parameters(
 def own_part(
     weight: Weight, model: ModelConfig, read: Callable[[int, tuple[slice, ...]], torch.Tensor]
 ) -> torch.Tensor:
-    """Return this rank's part of a weight; `read` returns a cut of one of its tensors, by number."""
-    layout, ranks = weight.slot.layout, parallel_groups.tensor_parallel_group()
+    """Return this rank's part of a weight; read: returns a slice of the weight's tensor with this number."""
+    layout, ranks = weight.slot.layout, parallel_groups.group("tensor")
     place = (0, 1) if weight.expert is not None else (ranks.rank(), ranks.size())  # experts are not cut
+    # Several ranks may share a query group (see attention.py of Megatron): each then has a piece of its packed rows.
+    sharing = 1
+    if layout.packing is Packing.QKV and ranks.size() > model.shape.query_groups:
+        sharing = ranks.size() // model.shape.query_groups
+        place = ranks.rank() // sharing, model.shape.query_groups
     parts: list[torch.Tensor] = []
     for number, shape in enumerate(weight.slot.shapes(model)):
         cuts = [read(number, cut) for cut in layout.cuts(shape, *place, model)]
         parts.append(cuts[0] if len(cuts) == 1 else torch.cat(cuts, layout.dimension or 0))
-    return pack(layout.packing, parts, model)
+    return pack(layout.packing, parts, model).chunk(sharing)[ranks.rank() % sharing]
 
 
 def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill this rank's chunks with the weights of `policy.model_name`; ValueError if they are not policy.model's."""
+    """Load `policy.model_name` into this rank's chunks; ConfigError if policy.model describes another model."""
     assert policy.model_name is not None
     activity.advance(f"fetching {policy.model_name}")
     folder = fetched_folder(policy.model_name)
-    # Checked again here: at load the model may have been known from a table only, or not at all.
+    # Checked again here: when the recipe was loaded, the model's config.json may have been out of reach.
     found = pretrained_model(str(folder), policy.hf_config_overrides)
     assert found is not None
     if problems := differences(policy.model, found, str(folder)):
@@ -77,7 +80,7 @@ def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> 
 
 
 def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: ModelConfig) -> None:
-    """Fill this rank's chunks from the files, which must hold the architecture's tensors and no others."""
+    """Load this rank's chunks from the files, which must hold exactly the architecture's tensors."""
     _check_names(files, model)
     outside = outside_of_layers(model)
     stored_although_tied = model.tie_word_embeddings and not files.names.isdisjoint(
@@ -87,9 +90,10 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
         for weight, parameter in local_parameters(chunks, model):
             activity.advance(f"loading {', '.join(weight.names)}")
             fill(parameter, _read(files, weight, model))
-            # A sum takes one pass and no memory on the device, and keeps NaN and infinities.
+            # A sum needs one pass and no memory on the device, and keeps NaN and infinities.
             if not torch.isfinite(parameter.sum()):
-                _require_finite(files, weight)
+                for name in weight.names:
+                    files.require_finite(name)  # a sum may also overflow for finite weights
             if weight.slot is outside.embedding and stored_although_tied:
                 output = _read(files, Weight(outside.output), model).to(parameter)
                 if not torch.equal(output, parameter[: output.shape[0]]):
@@ -99,21 +103,8 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
                     )
 
 
-def _require_finite(files: TensorFiles, weight: Weight) -> None:
-    """Raise ValueError, naming the tensor, if a weight is not finite; a sum alone may overflow for finite ones."""
-    for name in weight.names:
-        values = files.read(name, (slice(None),) * len(files.shape(name)))
-        wrong = values[~torch.isfinite(values)]
-        if len(wrong):
-            raise RefusedError(
-                f"{str(files.path_of(name))!r}: {name} holds {float(wrong[0])}; {len(wrong)} of its "
-                f"{values.numel()} weights are not finite; fetch or export the model again",
-                code="not-finite-weights",
-            )
-
-
 def _check_names(files: TensorFiles, model: ModelConfig) -> None:
-    # Not loaded: computed tensors, and prediction layers in the files of some families.
+    # Not loaded: computed tensors, and some families' prediction layers.
     predicting = None if missing_family(model) else family_of(model).predicting
     left_out = re.compile(_COMPUTED if predicting is None else f"{_COMPUTED}|{predicting(model)}")
     expected = {name for weight in all_weights(model) for name in weight.names}
@@ -123,7 +114,7 @@ def _check_names(files: TensorFiles, model: ModelConfig) -> None:
     unexpected = sorted(
         name
         for name in files.names - allowed
-        # Without shared experts a file has tensors of them without an entry.
+        # Files of models without shared experts hold empty tensors for them.
         if not left_out.fullmatch(name) and 0 not in files.shape(name)
     )
     complaints = [
@@ -138,8 +129,7 @@ def _check_names(files: TensorFiles, model: ModelConfig) -> None:
 def _read(files: TensorFiles, weight: Weight, model: ModelConfig) -> torch.Tensor:
     for name in weight.names:
         _require_shape(name, files.shape(name), weight, model)
-    # A tensor of all experts has a part of one.
-    expert = weight.expert if weight.slot.stacked else None
+    expert = weight.expert if weight.slot.stacked else None  # its index in the tensor
 
     def read(number: int, cut: tuple[slice, ...]) -> torch.Tensor:
         if expert is None:
@@ -156,15 +146,15 @@ def _require_shape(name: str, found: tuple[int, ...], weight: Weight, model: Mod
 
 
 def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Set a parameter, whose rows beyond the given ones are padding."""
+    """Set a parameter's first rows; the others are padding of the embedding, and set to 0."""
     rows = values.shape[0]
     assert values.shape[1:] == parameter.shape[1:]
     parameter[:rows].copy_(values)
-    parameter[rows:].zero_()  # padding rows of the embedding
+    parameter[rows:].zero_()
 
 
 class WholeWeightFilling:
-    """Implements `rank.policy_backend.WeightFilling`: a parameter is set once all its tensors have arrived."""
+    """Loads a model from whole Hugging Face tensors; a parameter is set once all its tensors have arrived."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], model: ModelConfig) -> None:
         self._model = model
@@ -177,6 +167,7 @@ class WholeWeightFilling:
         self._parts: dict[Weight, dict[str, torch.Tensor]] = defaultdict(dict)
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
+        """Load a tensor, whose memory may be reused afterwards; ValueError for an unknown name or a wrong shape."""
         if name not in self._weights_of:
             raise ValueError(f"the model has no tensor {name}")
         weights = self._weights_of[name]
@@ -196,4 +187,5 @@ class WholeWeightFilling:
                 fill(self._parameters[weight], packed)
 
     def missing(self) -> Sequence[str]:
+        """Return the names of tensors that were not loaded yet."""
         return sorted(self._missing)

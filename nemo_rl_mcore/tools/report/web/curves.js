@@ -1,55 +1,55 @@
-// Pictures of the rows of metrics: what belongs together, over the steps of all runs, and where the time goes.
+// Plots of the metrics over the steps of all runs, in groups, and of the time per phase.
 const PANELS = {
   "Learning": [
     ["reward", ["train/reward", "validation/reward"]],
-    ["accuracy", ["validation/accuracy"], "Share of held-out answers with full marks."],
+    ["accuracy", ["validation/accuracy"], "Share of held-out answers that are fully correct."],
     ["preference accuracy", ["train/preference_accuracy", "validation/preference_accuracy"]],
     ["rewards of pairs", ["train/rewards_chosen_mean", "train/rewards_rejected_mean", "train/rewards_margin_mean", "validation/rewards_margin_mean"],
       "The margin should grow; a chosen reward that falls with the rejected one is a warning."],
-    ["loss", ["train/loss", "validation/loss"], "Of GRPO and PPO it need not fall: the reward tells."],
-    ["gradient norm", ["train/grad_norm"], "Before it is clipped."],
+    ["loss", ["train/loss", "validation/loss"], "In GRPO and PPO it need not fall: watch the reward."],
+    ["gradient norm", ["train/grad_norm"], "Before clipping."],
     ["learning rate", ["train/lr"]],
   ],
   "Stability": [
-    ["entropy", ["train/entropy"], "Nats a token. Near 0 the policy no longer explores."],
-    ["divergence from the reference", ["train/kl_penalty"], "Nats a token."],
+    ["entropy", ["train/entropy"], "Nats per token. Near 0 the policy no longer explores."],
+    ["divergence from the reference", ["train/kl_penalty"], "Nats per token."],
     ["engine and training", ["train/token_mult_prob_error"],
-      "By what factor the engine's probability of a token is off; 1 is right, above 1.05 is not."],
+      "Factor between the engine's and training's probability of a token: 1 is perfect, above 1.05 is wrong."],
     ["clipped ratios", ["train/probs_ratio_clipfrac"]],
   ],
   "Responses": [
-    ["spread of rewards", ["train/reward_std", "train/reward_std_within_groups"], "A group whose answers have one reward teaches GRPO nothing."],
+    ["spread of rewards", ["train/reward_std", "train/reward_std_within_groups"], "GRPO learns nothing from a group with equal rewards."],
     ["response length", ["train/mean_gen_tokens_per_sample", "train/max_gen_tokens_per_sample"]],
     ["truncated responses", ["train/truncation_rate"]],
   ],
   "Asynchronous rollouts": [
-    ["age of the tokens", ["async/age_mean", "async/age_max"], "Optimizer steps behind the weights."],
-    ["groups under way", ["async/buffer_ready", "async/inflight"]],
+    ["age of the tokens", ["async/age_mean", "async/age_max"], "Training steps since their weights."],
+    ["groups in flight", ["async/buffer_ready", "async/inflight"]],
     ["idle, share of a step", ["async/trainer_idle", "async/engine_idle"]],
     ["importance weights, responses", ["async/ess", "async/mixed_versions"],
-      "Effective sample size, a share of the tokens; and of responses that several versions sampled."],
+      "Effective sample size as a share of the tokens; share of responses sampled by several versions."],
   ],
   "Speed": [
     ["tokens/s", ["performance/tokens_per_sec"]],
-    ["seconds a step", ["timing/total"]],
+    ["seconds per step", ["timing/total"]],
     ["memory, GiB", ["performance/peak_memory_gib", "performance/value_peak_memory_gib"]],
   ],
 };
 const ZERO_WHERE_UNUSED = ["train/kl_penalty", "train/probs_ratio_clipfrac"];
-const UNKNOWN = 6; // metrics that are drawn of rows in which none is known
+const UNKNOWN = 6; // metrics drawn if none of the known ones is there
 
-// The phases in the order of a step, and what a reader calls them.
+// The phases in the order of a step, with their titles.
 const PHASES = {
-  generation: "generation", logprobs: "log-probabilities", reference: "log-probabilities of the reference",
-  teacher: "log-probabilities of the teacher", values: "values", train: "training", weight_sync: "refit",
+  generation: "generation", logprobs: "log-probabilities", reference: "reference log-probabilities",
+  teacher: "teacher log-probabilities", values: "values", train: "training", weight_sync: "refit",
   validation: "validation", checkpoint: "checkpoint", recovery: "recovery",
 };
-const SHOWN_SHARE = 0.002; // of the time of all steps; a phase with less counts as the rest
+const SHOWN_SHARE = 0.002; // of all steps' time; smaller phases are added to the rest
 
 const isShown = (name) => data.runs.some(({ columns }) =>
   (columns[name] || []).some((value) => value !== null && (value !== 0 || !ZERO_WHERE_UNUSED.includes(name))));
 
-// Steps and values of the rows that have a metric; null, which Plotly draws as a gap, for a value that is not finite.
+// Steps and values of a metric; null, which Plotly draws as a gap, for a value that is not finite.
 function points({ columns }, name) {
   const places = (columns[name] || []).flatMap((value, place) => (value === null ? [] : [place]));
   return {
@@ -65,10 +65,10 @@ function overSteps(metrics) {
     const dense = x.length >= 20 && !name.startsWith("validation/") && 2 * x.length >= run.columns.step.length;
     return [{ type: "scatter", mode: dense ? "lines" : "lines+markers", run: number, name: several ? `${run.name}: ${name}` : name, x, y }];
   }));
-  // Pictures that stand beside each other have one axis.
+  // Plots side by side share an axis.
   const layout = { xaxis: { title: { text: "step" }, range: [0, Math.max(...data.runs.map((run) => run.lastStep))] } };
   const values = new Set(lines.flatMap(({ y }) => y.filter((value) => value !== null)));
-  if (values.size === 1) { // Plotly's own range is the value and 1 to either side: a learning rate looks like 0
+  if (values.size === 1) { // Plotly's default range is the value +-1, which makes a learning rate look like 0
     const [value] = values, half = Math.abs(value) / 2 || 0.1;
     layout.yaxis = { range: [value - half, value + half] };
   }
@@ -103,19 +103,19 @@ function median(values) {
   return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
 }
 
-// The seconds of each phase in each step whose time is known, and what is left of the step.
+// The seconds of each phase in each step whose time is known, and the rest of the step.
 function phasesOf({ columns }) {
   const timed = (columns["timing/total"] || []).flatMap((value, place) => (typeof value === "number" ? [place] : []));
   const seconds = (name) => timed.map((place) => (columns[name] && columns[name][place]) || 0);
   const total = seconds("timing/total"), least = SHOWN_SHARE * sum(total);
-  // Asynchronous rollouts are generated beside the steps: what a step has of it is what it waits for.
+  // Asynchronous rollouts run beside the steps: a step's generation time is only waiting.
   const named = "async/trainer_idle" in columns ? { ...PHASES, generation: "waiting for answers" } : PHASES;
   const spans = Object.entries(named).map(([key, name]) => [name, seconds(`timing/${key}`)]).filter(([, values]) => sum(values) > least);
   const rest = total.map((whole, place) => Math.max(0, whole - sum(spans.map(([, values]) => values[place]))));
   return { steps: timed.map((place) => columns.step[place]), spans: timed.length ? [...spans, ["the rest", rest]] : [] };
 }
 
-// The median step: its phases, one after the other.
+// The median step: its phases one after another.
 function waterfall({ spans }) {
   const typical = spans.map(([name, values]) => [name, median(values)]).filter(([, seconds]) => seconds > 0);
   const x = typical.map(([, seconds]) => seconds), base = x.map((_, place) => sum(x.slice(0, place)));
@@ -136,11 +136,11 @@ function time(run) {
   return [
     make("div", { class: "pair" },
       make("div", { class: "panel" }, make("h4", {}, "the median step"), plot(waterfall({ spans }), "tall")),
-      make("div", { class: "panel" }, make("h4", {}, "seconds of each phase"), plot(stacked, "tall"))),
+      make("div", { class: "panel" }, make("h4", {}, "seconds per phase"), plot(stacked, "tall"))),
   ];
 }
 
-// A table for each folder with results of `eval`; a value with its standard error.
+// A table per folder with results of `eval`: values with standard errors.
 function evaluations({ evaluations: found }) {
   const shown = ({ mean, stderr }) => `${number(mean)}${typeof stderr === "number" ? ` ± ${Number(stderr.toPrecision(2))}` : ""}`;
   return Object.entries(found).flatMap(([folder, results]) => {

@@ -1,20 +1,20 @@
-// The browser of answers: one step of one run at a time, with the colours of each token where they are known.
+// Browses answers, one step of one run at a time, with coloured tokens where these are saved.
 const number = (value) => (typeof value === "number" ? Number(value.toPrecision(4)).toString() : "none");
 const at = (column, place) => (column ? column[place] : null);
 const RED = "214,69,65", GREEN = "42,157,111", BLUE = "47,111,219";
 
-// Of each: what it reads of a token, where its colours end, and the colours of low and high values.
+// Each has a token's value, the value at which the colour is strongest, and the colours of low and high values.
 const COLOURINGS = {
   "log-probability": {
     value: (tokens, i) => at(tokens.generation_logprobs, i), scale: () => 6, low: RED, high: RED,
-    legend: "unlikely when it was drawn (-6 nats and below) … certain",
+    legend: "unlikely when sampled (-6 nats and below) … certain",
   },
-  "training less engine": {
+  "training minus engine": {
     value: (tokens, i) => {
       const [engine, training] = [at(tokens.generation_logprobs, i), at(tokens.prev_logprobs, i)];
       return engine === null || training === null ? null : training - engine;
     },
-    scale: () => 0.5, low: RED, high: BLUE, legend: "log-probability: training below … above the engine, by 0.5 and more",
+    scale: () => 0.5, low: RED, high: BLUE, legend: "log-probability in training: below … above the engine's, by 0.5 or more",
   },
   advantage: {
     value: (tokens, i) => at(tokens.advantages, i),
@@ -48,11 +48,11 @@ function token(tokens, place, colouring, scale) {
   }, text.replaceAll("\n", "⏎\n"));
 }
 
-// Runs of tokens of one turn: an answer each, or what stands between two.
+// Consecutive tokens of one turn: an answer, or an observation between two.
 function turnsOfTokens(answer, colouring) {
   const { tokens } = answer;
   const rewards = (answer.turns || []).filter((turn) => turn.role === "assistant").map((turn) => turn.reward);
-  // A row of a longer episode has the turns of its own tokens alone.
+  // A row of a longer episode has only the turns of its own tokens.
   const first = tokens.turn.find((turn) => turn > 0);
   const blocks = [], scale = colouring.scale(tokens);
   tokens.text.forEach((_, place) => {
@@ -83,7 +83,7 @@ function facts(answer) {
   const byName = Object.entries(answer.rewards || {}).map(([name, value]) => [`reward ${name}`, value]);
   const known = {
     reward: answer.reward, ...Object.fromEntries(byName), "shaped reward": answer.shaped_reward, advantage: answer.advantage,
-    "tokens of the prompt": answer.prompt_tokens, "tokens of the answer": answer.response_tokens,
+    "prompt tokens": answer.prompt_tokens, "answer tokens": answer.response_tokens,
   };
   const told = Object.entries(known).filter(([, value]) => typeof value === "number").map(([name, value]) => `${name} ${number(value)}`);
   if (answer.truncated) told.push("cut off");
@@ -125,7 +125,7 @@ function rolloutBrowser(runs) {
   function chooseStep() {
     const { total, answers } = current();
     told.textContent = answers.length < total
-      ? `${answers.length} of ${total} answers of this step: the first ones, and those with the lowest and the highest rewards; all are in rollouts/.`
+      ? `${answers.length} of ${total} answers of this step: the first ones, and those with the lowest and highest rewards; rollouts/ has all of them.`
       : `All ${total} answers of this step.`;
     fill();
   }
@@ -150,7 +150,7 @@ function rolloutBrowser(runs) {
 
   function show() {
     for (const button of list.children) button.setAttribute("aria-current", button.answer === answer);
-    if (!answer) return shown.replaceChildren("No answer has this text.");
+    if (!answer) return shown.replaceChildren("No answer contains this text.");
     const name = Object.keys(COLOURINGS)[colouring.value], chosen = COLOURINGS[name];
     const blocks = answer.tokens ? turnsOfTokens(answer, chosen) : turnsOfTexts(answer);
     shown.replaceChildren(
@@ -160,17 +160,17 @@ function rolloutBrowser(runs) {
   }
 
   function legend(answer, name, { low, high, legend: words }) {
-    if (!answer.tokens) return make("p", { class: "quiet" }, "Of this answer the tokens are not kept (logger.rollouts.answers_with_tokens).");
+    if (!answer.tokens) return make("p", { class: "quiet" }, "This answer's tokens are not saved (logger.rollouts.answers_with_tokens).");
     const middle = low === high ? "" : "transparent, ";
     const bar = `background: linear-gradient(90deg, rgba(${low},.75), ${middle}${low === high ? "transparent" : `rgba(${high},.75)`})`;
     const drawnBar = name === "mask" ? [] : [make("span", { class: "legend", style: bar })];
-    return make("p", { class: "quiet" }, `${name}: `, ...drawnBar, `${words}. Point at a token, or tap it, for its numbers.`);
+    return make("p", { class: "quiet" }, `${name}: `, ...drawnBar, `${words}. Point at or tap a token for its numbers.`);
   }
 
   chooseRun();
   return [
     make("div", { class: "controls" }, ...(runs.length > 1 ? [labelled("run", run)] : []), labelled("step", step),
-      labelled("order", order), labelled("colour of tokens", colouring), labelled("text", sought)),
+      labelled("order", order), labelled("token colour", colouring), labelled("text", sought)),
     told, make("div", { class: "browser" }, list, shown),
   ];
 }

@@ -1,4 +1,4 @@
-// Shows the JSON beside it. Texts of answers are only ever set as text, never as HTML.
+// Shows the page's JSON. Answers are only ever set as text, never as HTML.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -18,7 +18,7 @@ function make(tag, attributes, ...children) {
   return element;
 }
 
-// Of numbers and gaps, without their signs; of more than Math.max takes as arguments.
+// The largest absolute value, ignoring gaps; Math.max takes too few arguments.
 const largest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value || 0)), 0);
 
 function labelled(name, control) {
@@ -41,14 +41,14 @@ function table(header, rows) {
   return make("div", { class: "scrolled" }, make("table", {}, ...head, ...body));
 }
 
-// A part of each run, under the run's name where there are several; runs without it are left out.
+// A part of each run that has it, under the run's name if there are several.
 function ofEachRun(title, part) {
   const parts = data.runs.map((run) => [run, part(run)]).filter(([, found]) => found && found.length);
   if (!parts.length) return;
   section(title, ...parts.flatMap(([run, found]) => (several ? [make("h3", {}, run.name), ...found] : found)));
 }
 
-// Pictures
+// Plots
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -82,7 +82,7 @@ function plot(figure, kind) {
   return place;
 }
 
-// Of several runs each has its colour, and each metric its dashes.
+// Each of several runs has its colour, each metric its dashes.
 function traces(figure) {
   const ofRun = new Map();
   return figure.data.map(({ run, ...trace }) => {
@@ -118,7 +118,7 @@ function findings() {
   for (const run of data.runs) {
     if (several) element.append(make("h3", {}, run.name));
     element.append(...run.findings.map(finding));
-    if (!run.findings.length) element.append(make("p", { class: "quiet" }, "Nothing that the rules of this page know of."));
+    if (!run.findings.length) element.append(make("p", { class: "quiet" }, "This page's rules found nothing."));
   }
 }
 
@@ -126,7 +126,7 @@ function recipes() {
   const texts = data.runs.filter((run) => run.recipe);
   if (!texts.length) return;
   const differing = data.differences.length
-    ? [make("h3", {}, "Where they differ"), table(["key", ...data.runs.map((run) => run.name)], data.differences)]
+    ? [make("h3", {}, "Differences"), table(["key", ...data.runs.map((run) => run.name)], data.differences)]
     : several ? [make("p", { class: "quiet" }, "The recipes are the same.")] : [];
   section("Recipe", ...differing, ...texts.map((run) =>
     make("details", {}, make("summary", {}, several ? run.name : "all keys"), make("pre", {}, run.recipe))));

@@ -1,4 +1,4 @@
-// The order of the page; pictures are drawn when all of it stands, since they take the width that they find.
+// The order of the page; plots are drawn last, since they take the width that they find.
 header();
 section("What to look at");
 ofEachRun("Summary", (run) => (run.summary.length ? [table(null, run.summary)] : []));

@@ -24,7 +24,7 @@ except RunStoppedError as error:
 ASKS = """
 from nemo_rl_mcore.driver.actors.cluster import TokenRefusedError, authenticate
 try:
-    authenticate("127.0.0.1:1")
+    authenticate("127.0.0.1:1", has_port=True)
 except TokenRefusedError as error:
     print("refused", error)
 """

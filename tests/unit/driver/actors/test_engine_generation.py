@@ -30,7 +30,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture(autouse=True)
 def short_backoff(monkeypatch):
-    monkeypatch.setattr("nemo_rl_mcore.driver.actors.engine_fleet._FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr("nemo_rl_mcore.driver.actors.engine_generation._FIRST_BACKOFF_S", 0.1)
 
 
 def test_a_prompt_that_leaves_no_room_for_a_response_is_refused_as_by_the_training_model(cluster):
@@ -137,7 +137,7 @@ def test_engines_that_share_the_ranks_memory_sleep_and_are_refitted_when_they_wa
 def test_ranks_make_room_before_engines_that_share_their_memory_wake(cluster):
     source, asleep = Weights(), []
     with generation(cluster, source, sleeps=True, offload="grads_optimizer") as engines:
-        source.before_waking = lambda: asleep.append([engine.asleep for engine in engines._fleet.live])
+        source.before_waking = lambda: asleep.append([engine.asleep for engine in engines.fleet.live])
         engines.update_weights(0)
         engines.offload()
         engines.update_weights(1)
@@ -197,7 +197,7 @@ def test_a_lost_engine_starts_anew_alone_as_often_as_the_kind_allows_then_the_ru
         assert again.version is None
         assert engines.joining
         assert equal(engines.generate(asked, step=4), expected)
-        assert (again.version, engine_of(engines, 0), engines.restarts) == (4, other, 1)
+        assert (again.version, engine_of(engines, 0), engines.fleet.restarts) == (4, other, 1)
         kill(engines, 1)
         with refused("rank-died", "fake engine 1 ", "generate (step 4)", by=WorkerError) as caught:
             engines.generate(asked, step=4)
@@ -223,7 +223,7 @@ def test_a_refit_in_which_an_engine_is_lost_is_done_again_with_the_others(cluste
         digest = engines.weights_digest
         source.scale = 2.0
         engines.update_weights(2)
-        assert {engine.version for engine in engines._fleet.live} == {2}
+        assert {engine.version for engine in engines.fleet.live} == {2}
         assert engines.weights_digest != digest
 
 
@@ -264,8 +264,8 @@ def test_engines_that_share_the_ranks_memory_start_anew_when_it_is_theirs(cluste
         time.sleep(0.5)
         engines.update_weights(0)
         assert equal(engines.generate(asked, step=1), expected)
-        assert engines.restarts == 1
-        assert not any(engine.asleep for engine in engines._fleet.live)
+        assert engines.fleet.restarts == 1
+        assert not any(engine.asleep for engine in engines.fleet.live)
 
 
 def equal(one, other):

@@ -4,7 +4,7 @@ from ray.util.placement_group import PlacementGroup
 from nemo_rl_mcore.config import ClusterConfig, GenerationConfig
 from nemo_rl_mcore.config.generation import ColocatedConfig
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.engine_fleet import place_engines, transport_of
+from nemo_rl_mcore.driver.actors.engine_generation import place_engines, transport_of
 from nemo_rl_mcore.driver.actors.places import Placement
 from nemo_rl_mcore.engine.engine import EngineKind
 

@@ -148,7 +148,7 @@ def test_what_a_dead_engine_was_asked_is_answered_by_another_with_the_same_noise
 def test_while_no_engine_has_weights_nobody_is_asked(cluster):
     with generation(cluster, Weights(), engines=1, max_restarts=1) as engines:
         told = []
-        engines.listen(lambda: told.append((engines.answering, engines.joining)))
+        engines.changed = lambda: told.append((engines.answering, engines.joining))
         engines.update_weights(0)
         assert (engines.answering, engines.joining) == (True, False)
         kill(engines, 0)
@@ -199,7 +199,7 @@ def test_an_engine_whose_own_processes_died_is_lost(cluster):
         engines.update_weights(0)
         with pytest.raises(EngineDiedError, match=r"fake engine 0 .*: core"):
             asked(engines.respond(prompts(3), step=1, ticket="lost"))
-        assert engines.restarts == 1
+        assert engines.fleet.restarts == 1
 
 
 def test_with_no_restart_left_a_death_ends_the_run(cluster):

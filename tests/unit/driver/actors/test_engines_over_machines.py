@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from fake_generation import kind
@@ -13,11 +14,11 @@ from ray.util.placement_group import PlacementGroup
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.config.generation import ColocatedConfig
 from nemo_rl_mcore.driver.actors.cluster import RayCluster
-from nemo_rl_mcore.driver.actors.engine_fleet import place_engines, shares_of
+from nemo_rl_mcore.driver.actors.engine_generation import place_engines, shares_of
 from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.driver.actors.gang import RayWorkerGroup
 from nemo_rl_mcore.driver.actors.places import Placement, RankSlot
-from nemo_rl_mcore.engine.engine import EngineMachines
+from nemo_rl_mcore.engine.vllm.engine import EngineMachines, on_this_machine
 
 
 @pytest.mark.parametrize(("per_node", "nodes"), [(1, 6), (2, 6), (4, 4), (8, 3)])
@@ -45,8 +46,8 @@ def cluster_of(monkeypatch, **keys):
 
 
 def told(slot):
-    environment = {**slot.environment, "MASTER_PORT": "7"}
-    return EngineMachines.of(environment)
+    with patch.dict(os.environ, {**slot.environment, "MASTER_PORT": "7"}, clear=True):
+        return on_this_machine()
 
 
 def bundle(slot):

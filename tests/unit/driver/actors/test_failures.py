@@ -14,7 +14,6 @@ from nemo_rl_mcore.driver.actors.failures import (
     WorkerError,
     describe,
     describe_stall,
-    identity_in,
     root_cause,
     stderr_tail,
 )
@@ -24,6 +23,11 @@ from nemo_rl_mcore.errors import PeerLostError
 def actor(rank: int) -> Actor:
     identity = RankIdentity("node7", 40 + rank, f"worker{rank}")
     return Actor(rank, "rank", None, cast("RayCluster", None), lambda: None, identity)
+
+
+def identity_in(report: str) -> RankIdentity:
+    unknown = Actor(0, "rank", None, cast("RayCluster", None), lambda: None)
+    return unknown.failure(RuntimeError(report)).identity
 
 
 def raised(rank: int, error: Exception) -> RankFailure:

@@ -16,7 +16,7 @@ from nemo_rl_mcore.driver.actors.cluster import RayCluster
 from nemo_rl_mcore.driver.actors.failures import WorkerError
 from nemo_rl_mcore.driver.actors.one_process import InProcessRank, OneProcess
 from nemo_rl_mcore.driver.policy import open_place
-from nemo_rl_mcore.driver.signals import stop_signals
+from nemo_rl_mcore.driver.signals import exit_status_of, stop_signals
 from nemo_rl_mcore.recipe.load import load_config
 
 pytestmark = pytest.mark.stage("processes")
@@ -113,7 +113,7 @@ def test_a_constructor_that_fails(place):
 def test_a_signal_ends_a_call_at_once(rank):
     with stop_signals() as signals, pytest.raises(KeyboardInterrupt):
         rank.run_all("interrupt")
-    assert signals.exit_status == 130
+    assert exit_status_of(KeyboardInterrupt(), signals) == 130
 
 
 def test_it_ends_once(rank):

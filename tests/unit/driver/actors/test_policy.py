@@ -24,6 +24,8 @@ BUDGET = ("policy.dynamic_batching.enabled=true",)
 class Ranks:
     """Writes down each rank's calls; `shards` is the data-parallel rank of each."""
 
+    placement = None
+
     def __init__(self, shards: list[int]) -> None:
         self.shards = shards
         self.shared = 0

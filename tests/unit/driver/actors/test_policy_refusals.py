@@ -19,6 +19,8 @@ LOSS = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
 class Ranks:
     """A group of two data-parallel ranks that must be sent no rows."""
 
+    placement = None
+
     def __init__(self, *_args, **_options):
         self.calls = []
 

@@ -107,7 +107,7 @@ def test_an_engine_that_does_not_hold_what_was_sent_starts_anew_alone(cluster, t
         assert engines.generate(prompts(3), step=1)["weight_versions"].max() == 1
         assert engine_of(engines, failed) is not before[failed]
         engines.update_weights(2)
-        assert [engine.version for engine in engines._fleet.live] == [2, 2]
+        assert [engine.version for engine in engines.fleet.live] == [2, 2]
 
 
 def test_without_the_check_each_of_these_faults_is_acknowledged(cluster):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from refusals import checked_run
 
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data import BatchedDataDict
@@ -24,7 +25,6 @@ from nemo_rl_mcore.environment.games import ArithmeticEnvironment
 from nemo_rl_mcore.environment.interface import LocalEnvironments
 from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError
 from nemo_rl_mcore.losses.base import MetricKind
-from nemo_rl_mcore.recipe.rules.runs import checked_run
 
 TOKENIZER = load_tokenizer("char")
 

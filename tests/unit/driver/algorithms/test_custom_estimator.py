@@ -4,8 +4,9 @@ import pytest
 import torch
 from refusals import refused
 
+from nemo_rl_mcore.config import ClippedPGLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.driver.algorithms.advantages import check_estimator, estimator_of
+from nemo_rl_mcore.driver.algorithms.advantages import estimator_of
 from nemo_rl_mcore.errors import CustomCodeError
 from nemo_rl_mcore.recipe.load import load_config
 
@@ -49,4 +50,4 @@ def test_what_is_no_finite_number_a_token_is_refused(name):
 
 def test_a_class_without_the_method_is_refused_before_ranks_start():
     with refused("missing-member"):
-        check_estimator(recipe("grpo", "LengthReward"))
+        estimator_of(recipe("grpo", "LengthReward"), ClippedPGLossConfig())

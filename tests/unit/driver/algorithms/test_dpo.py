@@ -5,7 +5,7 @@ import torch
 from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs
+from nemo_rl_mcore.data.answers import PreferenceSource
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.driver.algorithms.dpo import DPOTrainer, best_against_worst
 from nemo_rl_mcore.driver.rollouts.player import Rollout
@@ -19,7 +19,9 @@ def run(policy_keys=None, reasons=(None, None), **dpo):
     policy, notes = FakePolicy(reasons=reasons), Notes()
     config = recipe("dpo", policy_keys, dpo=dpo)
     prompts = source(config)
-    pairs = None if config.dpo.online else WrongAnswerPairs(prompts, TOKENIZER)
+    pairs = (
+        None if config.dpo.num_generations_per_prompt else PreferenceSource(prompts, TOKENIZER, made_up=True)
+    )
     train(DPOTrainer(config, policy, collector(config, policy), prompts, notes, pairs=pairs))
     return policy, notes, pairs
 

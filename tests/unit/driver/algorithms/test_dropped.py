@@ -87,7 +87,8 @@ class Answers:
 class DropsOdd(LocalEnvironments):
     """Gives no reply to every other prompt."""
 
-    drop_reasons = {"it hung": 7}  # noqa: RUF012  # of a test alone
+    def __init__(self):
+        super().__init__(None, drop_reasons={"it hung": 7})
 
     def replies(self, turns):
         return [Reply(0.0, dropped="it hung") if turn.prompt.index % 2 else Reply(1.0) for turn in turns]
@@ -96,10 +97,10 @@ class DropsOdd(LocalEnvironments):
 @pytest.mark.parametrize("greedy", [False, True])
 def test_the_collector_stops_the_run_above_the_rate(greedy):
     prompts = [Prompt(0, "0>", "0"), Prompt(1, "1>", "1")]
-    bears = RolloutCollector(Answers(), TOKENIZER, 4, DropsOdd(None), max_drop_rate=0.5)
+    bears = RolloutCollector(Answers(), TOKENIZER, 4, DropsOdd(), max_drop_rate=0.5)
     assert bears.collect(prompts, 2, step=1, greedy=greedy).batch["sample_mask"].tolist() == [1, 1, 0, 0]
     with refused("too-many-dropped", "step 1: ", "2 of 4", "it hung (7", by=RunStoppedError):
-        RolloutCollector(Answers(), TOKENIZER, 4, DropsOdd(None)).collect(prompts, 2, step=1, greedy=greedy)
+        RolloutCollector(Answers(), TOKENIZER, 4, DropsOdd()).collect(prompts, 2, step=1, greedy=greedy)
 
 
 class Gives:

@@ -68,8 +68,7 @@ def test_equal_functions_agree_at_any_temperature(temperature):
     assert (found.rows, found.vocabulary) == (2, 8)
     assert found.largest < 1e-6
     assert 0 <= found.kl < 1e-6
-    found.require(BOUNDS["float32"])
-    assert found.agreement.startswith(
+    assert found.require(BOUNDS["float32"]).startswith(
         "engine and training agree on 2 rows x 8 tokens: largest difference of log-"
     )
 

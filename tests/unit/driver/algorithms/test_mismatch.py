@@ -95,6 +95,16 @@ def test_mask_leaves_out_the_responses_above_the_threshold_and_those_that_are_no
     assert metrics["mismatch/seqs_above_threshold"] == 0.5
 
 
+@pytest.mark.parametrize(("action", "kept"), [("warn", [1, 1]), ("mask", [0, 1])])
+def test_responses_from_older_weights_are_masked_too_and_else_not_compared(action, kept, capsys):
+    rollout = batch([[5.0, 5.0], [0.0, 0.0]])
+    rollout["weight_versions"] = torch.tensor([[-1, 2, 2], [-1, 6, 6]])
+    settings = GenerationConfig(max_new_tokens=1, mismatch_threshold=1.5, mismatch_action=action)
+    check(7, rollout, settings)
+    assert rollout["sample_mask"].tolist() == kept
+    assert capsys.readouterr().err == ""
+
+
 def test_stop_ends_the_run_and_names_step_key_and_samples():
     with pytest.raises(MismatchError) as caught:
         check(

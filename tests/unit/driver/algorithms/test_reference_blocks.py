@@ -4,7 +4,7 @@ import pytest
 import torch
 from algorithm_fakes import TOKENIZER
 
-from nemo_rl_mcore.data.answers import PreferenceSource, WrongAnswerPairs
+from nemo_rl_mcore.data.answers import PreferenceSource
 from nemo_rl_mcore.data.datasets import DigitTaskSource, EpochSource, Prompt
 from nemo_rl_mcore.driver.algorithms import dpo
 from nemo_rl_mcore.driver.algorithms.dpo import ReferenceBlocks
@@ -85,7 +85,7 @@ def test_what_is_kept_is_bounded(monkeypatch):
 
 
 def test_of_a_source_without_passes_each_step_asks_for_its_own_batch():
-    pairs = WrongAnswerPairs(DigitTaskSource("copy", 1, seed=3), TOKENIZER)
+    pairs = PreferenceSource(DigitTaskSource("copy", 1, seed=3), TOKENIZER, made_up=True)
     assert [count for _, count in run(pairs).values()] == [COUNT] * STEPS
 
 

@@ -14,7 +14,7 @@ from algorithm_fakes import (
 from test_distillation import FakeTeacher
 from test_ppo import FakeCritic
 
-from nemo_rl_mcore.data.answers import WrongAnswerPairs
+from nemo_rl_mcore.data.answers import PreferenceSource
 from nemo_rl_mcore.driver.algorithms.distillation import DistillationTrainer
 from nemo_rl_mcore.driver.algorithms.dpo import DPOTrainer
 from nemo_rl_mcore.driver.algorithms.grpo import GRPOTrainer
@@ -49,7 +49,9 @@ def ppo():
 def dpo(policy_keys=None, **keys):
     config, policy = recipe("dpo", policy_keys, dpo=VALIDATED | keys), FakePolicy()
     prompts = source(config)
-    pairs = None if config.dpo.online else WrongAnswerPairs(prompts, TOKENIZER)
+    pairs = (
+        None if config.dpo.num_generations_per_prompt else PreferenceSource(prompts, TOKENIZER, made_up=True)
+    )
     return policy, DPOTrainer(config, policy, collector(config, policy), prompts, Notes(), pairs=pairs)
 
 

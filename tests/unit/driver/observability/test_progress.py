@@ -3,7 +3,7 @@ import math
 
 from rich.console import Console
 
-from nemo_rl_mcore.driver.observability.progress import ProgressDisplay
+from nemo_rl_mcore.driver.observability.recorder import ProgressDisplay
 
 
 def make(*, terminal: bool, total: int = 100, **options: int) -> tuple[ProgressDisplay, io.StringIO]:

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 from written_samples import sample
 
-from nemo_rl_mcore.driver.observability.progress import Best, best_of, print_report, sample_table
+from nemo_rl_mcore.driver.observability.recorder import Best, best_of, print_report, sample_table
 
 SAMPLE = sample(3, prompt="527>", response="5[red]7|\n", reward=0.5)
 

@@ -22,9 +22,7 @@ class FakeEngines:
         self.fail, self.hold = fail, hold
         self.threads = set()
         self.answering, self.joining, self.restarts = True, False, 0
-
-    def listen(self, changed):
-        self.changed = changed
+        self.fleet = self
 
     def rejoin(self):
         raise NotImplementedError

@@ -11,8 +11,15 @@ from safetensors.torch import load_file, save_file
 from nemo_rl_mcore.config import ModelConfig
 from nemo_rl_mcore.models import all_weights, count_parameters
 from nemo_rl_mcore.models.weights import COLUMNS, GATED, QKV, REPLICATED, ROWS
-from nemo_rl_mcore.rank.megatron.hf_weights.files import INDEX, ShardWriter, TensorFiles
-from nemo_rl_mcore.rank.megatron.hf_weights.packing import find_weight, pack, unpack, whole
+from nemo_rl_mcore.rank.megatron.hf_weights.files import (
+    INDEX,
+    ShardWriter,
+    TensorFiles,
+    find_weight,
+    pack,
+    unpack,
+    whole,
+)
 
 SIZES = {
     "num_layers": 3,

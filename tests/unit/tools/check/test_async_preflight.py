@@ -37,7 +37,7 @@ def shown(plan) -> str:
             "3 embedded engines, on GPUs beside those of the ranks",
         ),
         ([*VLLM, f"{GENERATION}.engines=2"], "2 vLLM engines, in processes beside the ranks"),
-        ([*VLLM, "cluster.gpus_per_node=2"], "2 vLLM engines, on the ranks' GPUs in turn with them"),
+        ([*VLLM, "cluster.gpus_per_node=2"], "2 vLLM engines, on the ranks' GPUs, taking turns"),
         (
             [
                 *(*VLLM, APART, "cluster.gpus_per_node=2", f"{GENERATION}.vllm_cfg.tensor_parallel_size=2"),
@@ -50,7 +50,7 @@ def shown(plan) -> str:
                 *(*VLLM, "cluster.gpus_per_node=2", "cluster.num_nodes=4"),
                 f"{GENERATION}.vllm_cfg.tensor_parallel_size=4",
             ],
-            "2 vLLM engines of 4 processes on 2 machines each, on the ranks' GPUs in turn with them",
+            "2 vLLM engines of 4 processes on 2 machines each, on the ranks' GPUs, taking turns",
         ),
     ],
 )

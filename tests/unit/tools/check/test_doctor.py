@@ -98,7 +98,7 @@ def test_what_is_installed_and_broken_is_told_in_a_line(doctor):
     assert found["math_verify"]["status"] == "ok"
     assert {found[name]["status"] for name in ("wandb", "vllm", "tensorboard", "datasets")} == {"wrong"}
     assert found["wandb"]["found"] == (
-        "0.31.0 is installed, and does not import: ImportError: libfoo.so.1: cannot open shared object file"
+        "0.31.0 is installed, but does not import: ImportError: libfoo.so.1: cannot open shared object file"
     )
     assert "SIGABRT" in found["vllm"]["found"]
     assert found["tensorboard"]["found"].endswith("exits with 1: no licence")

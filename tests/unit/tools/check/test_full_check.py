@@ -53,12 +53,12 @@ def test_the_longest_prompt_and_what_it_leaves(recipe, capsys):
     assert full(recipe([QUESTION, LONG, QUESTION])) == 0
     out = capsys.readouterr().out
     # 19 tokens of the template: two marks, two roles, their line feeds, the end of the turn
-    assert "3 rows; prompts of 23 tokens in the middle, 59 at most" in out
+    assert "3 rows; median 23 tokens per prompt, at most 59" in out
     assert "the longest is" in out
     assert "rows.jsonl:2" in out
     assert "<turn>user" in out
     assert "earns 1, an empty response 0" in out
-    assert "no more than none" not in out
+    assert "no more than an empty one" not in out
 
 
 @pytest.mark.needs("math")
@@ -66,7 +66,7 @@ def test_rows_left_out_are_counted(recipe, capsys):
     config = recipe([QUESTION, LONG, QUESTION], overlong="drop", max_input_seq_length=50)
     assert full(config) == 0
     out = capsys.readouterr().out
-    assert "2 rows; prompts of 23 tokens in the middle, 23 at most" in out
+    assert "2 rows; median 23 tokens per prompt, at most 23" in out
     assert "1 rows with too many tokens (data.overlong)" in out
     assert full(config, "data.overlong=error") == 2
     assert "rows.jsonl:2: the prompt has 59 tokens, and 50 are allowed" in capsys.readouterr().err
@@ -84,7 +84,7 @@ def test_a_template_that_fails_is_no_crash(recipe, capsys):
         ({"custom": {"type": "custom_parts:NotThere"}}, "env.custom.type: custom_parts:NotThere"),
         (
             {"custom": {"type": "custom_parts:OneScore"}},
-            "env.custom.type: custom_parts:OneScore gave 1 ",
+            "env.custom.type: custom_parts:OneScore returned 1 ",
         ),
     ],
 )

@@ -119,7 +119,7 @@ def test_the_section_eval_says_how_answers_are_drawn(recipe):
     [
         ("eval", "--config: is missing; name a recipe with a section eval"),
         ("eval --hf {hf}", "--config: is missing"),
-        ("eval --config {bare}", "eval: missing; say what to evaluate on"),
+        ("eval --config {bare}", "eval: missing; name the data: eval.sets"),
         ("eval --config {recipe} --hf {hf}x", "--hf: no folder"),
         ("eval --config {recipe} --hf {tmp}", "holds no config.json"),
         ("eval --config {recipe} --checkpoint {hf}", "is a Hugging Face folder, and no checkpoint of a run"),

@@ -49,7 +49,7 @@ def test_eight_gpus(monkeypatch):
     [
         ({**EIGHT, "unusable": "CUDA error: no kernel image"}, DRIVER, "GPUs", "CUDA error: no kernel image"),
         (NONE, DRIVER, "GPUs", "nvidia-smi lists 8, torch sees 0; "),
-        ({**NONE, "cuda": None, "nccl": None}, DRIVER, "GPUs", "torch is built for CPU alone"),
+        ({**NONE, "cuda": None, "nccl": None}, DRIVER, "GPUs", "torch is built for CPU only"),
         ({**EIGHT, "gloo": False}, DRIVER, "gloo", ""),
         ({}, DRIVER, "GPUs", "torch"),
     ],

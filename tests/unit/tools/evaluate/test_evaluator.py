@@ -129,7 +129,7 @@ def test_what_is_whole_starts_nothing(tmp_path):
     again, told = evaluate(tmp_path, Engine(), start=start)
     assert again == found
     assert files(tmp_path) == before
-    assert told == ["one: 21 of 21 samples are there", "other: 6 of 6 samples are there"]
+    assert told == ["one: 21 of 21 samples are on disk", "other: 6 of 6 samples are on disk"]
 
 
 @pytest.mark.parametrize("damage", [b"\x00\x00\n", b"{}\n", b'{"index": 0, "sample": 1}\n', b"[[[\n"])
@@ -167,7 +167,7 @@ def test_files_of_another_identity_are_set_aside_by_number(tmp_path):
     enter(tmp_path, other, told.append)
     assert files(tmp_path / "aside.1") == first
     assert files(tmp_path).keys() == {"evaluation.json"}
-    assert told == [f"set aside: {tmp_path}/aside.1, of another eval.temperature"]
+    assert told == [f"set aside: {tmp_path}/aside.1, with different eval.temperature"]
     evaluate(tmp_path, Engine())
     enter(tmp_path, IDENTITY, told.append)
     assert files(tmp_path / "aside.1") == first

@@ -76,6 +76,8 @@ def test_any_other_value_is_refused_or_told_with_what_to_do(path):
         policy["dtensor_cfg"] = {"enabled": True}
     if path.endswith("offload_modules"):
         policy["megatron_cfg"]["fine_grained_activation_offloading"] = True
+    if ".fp8_cfg." in path:
+        policy["megatron_cfg"]["fp8_cfg"]["enabled"] = True
     if ".peft." in path:
         policy["megatron_cfg"]["peft"]["enabled"] = True
     if path == "logger.mlflow.tracking_uri":

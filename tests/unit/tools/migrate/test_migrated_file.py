@@ -33,13 +33,13 @@ def head_of(text: str) -> list[str]:
 
 def test_what_is_changed_or_to_settle_stands_behind_its_key_and_else_at_the_head(tmp_path):
     changes = """
-policy: {model_name: some/thing, megatron_cfg: {fp8_cfg: {enabled: true}}, train_global_batch_size: "${gone}"}
+policy: {model_name: some/thing, megatron_cfg: {}, draft: {enabled: true}, train_global_batch_size: "${gone}"}
 grpo: {val_period: -1}"""
     text = recipe_text(migrate(theirs(tmp_path, changes)), "theirs.yaml")
     assert text.splitlines()[0].startswith("# Made by `nemo-rl-mcore migrate`")
     head = head_of(text)
-    assert any(line.startswith("# Refused, policy.megatron_cfg.fp8_cfg: {enabled: true, ") for line in head)
-    assert any(line.startswith("# Left for you to settle, policy.train_global_batch_size: ") for line in head)
+    assert any(line.startswith("# Refused: policy.draft: {enabled: true, ") for line in head)
+    assert any(line.startswith("# Left for you to settle: policy.train_global_batch_size: ") for line in head)
     assert "\n  val_period: 0  # -1 -> 0; " in text
     assert "\n  model_name: some/thing  # " in text
     assert "val_start_at" not in text, "neutral keys are counted"
@@ -66,7 +66,7 @@ def test_a_list_with_something_refused_in_it_is_written(tmp_path):
     changes = "data: {validation: [{dataset_name: DAPOMathAIME2024, nonsense: 16}, {dataset_name: DAPOMathAIME2024}]}"
     text = recipe_text(migrate(theirs(tmp_path, changes)), "theirs.yaml")
     assert value_at(yaml.safe_load(text), "data.validation") == [{"dataset_name": "DAPOMathAIME2024"}] * 2
-    assert "\n# Refused, data.validation.0.nonsense: 16; " in text
+    assert "\n# Refused: data.validation.0.nonsense: 16; " in text
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,6 +11,7 @@ from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.rows import Row, RowReader
 from nemo_rl_mcore.engine.engine import Sampling
+from nemo_rl_mcore.ops.sampling import bound_of
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.recipe.rules.batching import divisor_near
 from nemo_rl_mcore.recipe.schema import field_at
@@ -31,14 +32,14 @@ def test_a_response_has_what_its_prompt_leaves(migrated):
     )
     sampling = Sampling.of(policy, (), greedy=False)
     for prompt in (1, 200, total - 1):
-        assert sampling.bound([0] * prompt) == min(new, total - prompt)
+        assert bound_of(sampling.max_new_tokens, sampling.longest, prompt) == min(new, total - prompt)
 
 
 def test_without_the_key_a_whole_response_is_reserved(exemplar):
     config = load_config(exemplar)
     new, total = config.policy.generation.max_new_tokens, config.policy.max_total_sequence_length
     assert config.policy.reserved_tokens == new
-    assert config.policy.longest_of_prompt is None
+    assert not config.policy.generation.fit_to_sequence
     assert config.max_prompt_length + new <= total
 
 
@@ -100,7 +101,7 @@ env:
     config_paths: [resources_servers/a/configs/a.yaml]
     is_trajectory_collection: false
     effort_levels: {low_weight: 0.0}
-    invalid_tool_call_patterns: [<tool_call>]
+    invalid_tool_call_patterns: [<tool_call>, </tool_call>, <function_call>, </function_call>]
     policy_model: {responses_api_models: {vllm_model: {uses_reasoning_parser: false}}}
 grpo: {max_rollout_turns: 1}
 policy: {generation: {vllm_cfg: {async_engine: true, expose_http_server: true, http_server_serving_chat_kwargs: {

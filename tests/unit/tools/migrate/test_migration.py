@@ -87,6 +87,24 @@ def theirs(tmp_path: Path, changes: str, base: str = "grpo_math_1B_megatron") ->
 
 
 @pytest.mark.parametrize(
+    ("recipe", "path"),
+    [
+        ("{policy: {megatron_cfg: {}, is_vlm: true}, grpo: {}, other: 1}", "policy.is_vlm"),
+        (
+            "{policy: {megatron_cfg: {}}, grpo: {}, data: {train: [{}, {processor: vlm_hf_data_processor}]}}",
+            "data.train.1.processor",
+        ),
+    ],
+)
+def test_images_and_sound_are_one_problem_alone(recipe, path, tmp_path):
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(recipe)
+    with pytest.raises(ConfigError) as caught:
+        migrate(theirs)
+    assert [(problem.code, problem.path) for problem in caught.value.problems] == [("not-supported", path)]
+
+
+@pytest.mark.parametrize(
     ("text", "code"),
     [
         ("{", "not-readable"),
@@ -136,18 +154,18 @@ def test_a_wrong_command_line_writes_no_file_and_says_so_in_its_status(wrong, tm
 
 def test_overrides_are_of_their_recipe(tmp_path):
     ours = tmp_path / "ours.yaml"
-    given = ("policy.train_global_batch_size=256", "policy.megatron_cfg.fp8_cfg.enabled=true")
+    given = ("policy.train_global_batch_size=256", "policy.draft.enabled=true")
     status = main(
         ["migrate", str(FOLDER / "grpo_math_1B_megatron.yaml"), given[0], "--output", str(ours), given[1]]
     )
     assert status == 2
     text = ours.read_text()
     assert text.startswith(
-        "# Made by `nemo-rl-mcore migrate` of NeMo RL's grpo_math_1B_megatron.yaml policy.train_g"
+        "# Made by `nemo-rl-mcore migrate` from NeMo RL's grpo_math_1B_megatron.yaml policy.train_g"
     )
     assert given[1] in text.splitlines()[0]
     assert value_at(yaml.safe_load(text), "policy.megatron_cfg.scheduler.lr_warmup_iters") == 26
-    assert "# Refused, policy.megatron_cfg.fp8_cfg: " in text
+    assert "# Refused: policy.draft: " in text
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_a_recipe_becomes_what_the_file_says(row, migrated, exemplar):
     for path, kinds in row.get("told", {}).items():
         assert [kind.name.lower() for kind in told(result, path)] == kinds
         assert not {"refused", "open"} & {*kinds} or not result.settled
-        assert ("refused" in kinds) == (f"\n# Refused, {path}: " in text) == (path in draft.refused)
+        assert ("refused" in kinds) == (f"\n# Refused: {path}: " in text) == (path in draft.refused)
     assert {*row.get("dropped", ())} <= {*draft.dropped}
     assert {*row.get("problems", ())} <= {*briefs(result.problems)}
     assert row.get("only", (found := briefs(result.problems))) == found

@@ -9,7 +9,7 @@ from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import KNOWN, SourceConfig
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.rows import Row, RowReader
-from nemo_rl_mcore.tools.rehearse.data import LONGEST, ROWS, is_here, made_source
+from nemo_rl_mcore.tools.rehearse.shrink import LONGEST, ROWS, is_here, made_source
 
 ANSWERED = [{"dataset_name": name} for name in sorted({*KNOWN} - {"helpsteer3", "tulu3_preference"})]
 OTHERS = [

@@ -79,14 +79,14 @@ def test_their_schedule_is_read_from_their_recipe() -> None:
     theirs = read_rehearsed(str(THEIRS / "grpo_math_1B_megatron.yaml"), [])
     ours = theirs.config.policy.megatron_cfg
     assert theirs.schedule.steps_per_tick == rollout_steps(theirs.config)
-    again = Schedule.of(ours)
+    again = Schedule.of(ours.model_dump())
     assert [theirs.schedule.rate(step) for step in range(40)] == pytest.approx(
         [again.rate(step) for step in range(40)]
     )
 
 
 ENGINE = "policy.generation.vllm_cfg"
-TRAINER = "policy.megatron_cfg.fp8_cfg"
+TRAINER = "policy.draft"
 
 
 def test_what_only_vllm_refuses_is_dropped_with_vllm() -> None:
@@ -100,7 +100,7 @@ def test_what_only_vllm_refuses_is_dropped_with_vllm() -> None:
     assert read_rehearsed(recipe, []).of_vllm == ()
 
 
-def test_a_recipe_that_also_trains_in_fp8_is_refused_with_every_problem() -> None:
+def test_a_recipe_that_also_trains_a_draft_model_is_refused_with_every_problem() -> None:
     overrides = [f"{ENGINE}.precision=int8", f"++{TRAINER}={{enabled: true}}"]
     with pytest.raises(ConfigError) as refused:
         read_rehearsed(str(THEIRS / "grpo_math_1B_megatron.yaml"), overrides)

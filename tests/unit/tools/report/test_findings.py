@@ -41,7 +41,7 @@ LATE = {"steps": lambda value, before=1.0: lambda step: before if step <= 20 els
         ({"train/entropy": LATE(0.05, 3.0)}, "Entropy has collapsed, from 3 to 0.05", "train/entropy"),
         (
             {"train/token_mult_prob_error": LATE(1.2)},
-            "by a factor of 1.2 a token at worst",
+            "by a factor of up to 1.2 per token",
             "train/token_mult_prob_error",
         ),
         ({"train/reward": LATE(0.1, 0.9)}, "was 0.9 at step 10 and is 0.1 now", "train/reward"),
@@ -51,10 +51,10 @@ LATE = {"steps": lambda value, before=1.0: lambda step: before if step <= 20 els
         ({"train/skipped_steps": 3.0}, "3 steps had no update", "train/grad_norm"),
         (
             {"train/reward_min": 0.0, "train/reward_max": 0.0},
-            "last 40 steps have the reward 0",
+            "last 40 steps have the same reward, 0",
             "train/reward_std",
         ),
-        ({"async/ess": LATE(0.3)}, "effective sample of 30%", "async/ess"),
+        ({"async/ess": LATE(0.3)}, "effective sample of only 30%", "async/ess"),
     ],
     ids=lambda value: value if isinstance(value, str) and "/" in value else "",
 )
@@ -92,7 +92,7 @@ def test_noise_is_no_fall(tmp_path):
 def test_a_run_that_has_no_step_is_told(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     [finding] = found([], tmp_path, recipe={"sft": {"max_num_steps": 40}})
-    assert finding.text == "The run has 0 of 40 steps. Is it still at work?"
+    assert finding.text == "The run has 0 of 40 steps. Is it still running?"
 
 
 def test_steps_that_are_no_number_are_no_trouble(tmp_path):

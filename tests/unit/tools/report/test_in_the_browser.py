@@ -95,10 +95,10 @@ def test_tokens_are_coloured_by_what_is_chosen_and_turns_stand_apart(browser, pa
     by_logprob = shown.page.evaluate(colours)
     assert by_logprob[1] == "rgba(214, 69, 65, 0.5)"  # -4 of -6 nats
     assert by_logprob[2] == "rgba(0, 0, 0, 0)"
-    shown.choose("colour of tokens", "advantage")
+    shown.choose("token colour", "advantage")
     by_advantage = shown.page.evaluate(colours)
     assert [by_advantage[0], by_advantage[4]] == ["rgba(42, 157, 111, 0.376)", "rgba(214, 69, 65, 0.75)"]
-    shown.choose("colour of tokens", "training less engine")
+    shown.choose("token colour", "training minus engine")
     assert shown.page.evaluate(colours)[1] == "rgba(47, 111, 219, 0.75)"
     assert "not trained on" in shown.page.locator(".token").nth(2).get_attribute("title")
     shown.page.locator(".token").nth(1).click()
@@ -118,7 +118,7 @@ def test_answers_are_found_sorted_and_chosen(browser, page):
     assert shown.texts(".answer > p")[0].startswith("reward 0 · reward right 1 · reward brief -0.5 · ")
     shown.page.get_by_label("text").fill("no such text")
     assert shown.texts(".list button") == []
-    assert shown.texts(".answer") == ["No answer has this text."]
+    assert shown.texts(".answer") == ["No answer contains this text."]
     shown.require_sound()
 
 

@@ -95,8 +95,8 @@ def test_the_summary_tells_what_the_run_came_to(tmp_path):
     assert lines["steps"] == "40 of 50"
     assert lines["time in steps"] == "0:00:40"
     assert lines["tokens"] == "40,000"
-    assert lines["train/reward"] == "0.1375 at first, 0.8875 at last"
-    assert lines["validation/loss"] == "19 at first, best 0 at step 20, 20 at last"
+    assert lines["train/reward"] == "0.1375 at first, 0.8875 at the end"
+    assert lines["validation/loss"] == "19 at first, best 0 at step 20, 20 at the end"
 
 
 def test_what_is_not_finite_is_not_added_up(tmp_path):
@@ -112,11 +112,11 @@ def test_faults_are_those_of_the_metrics_and_of_the_log(tmp_path):
     write_run(tmp_path, rows(5, **restarts))
     write_events(tmp_path)
     assert faults(read_run(tmp_path)) == [
-        ["step 2", "1 times the run went back to a checkpoint with new ranks"],
-        ["step 4", "1 times the run went back to a checkpoint with new ranks"],
-        ["step 2", "ranks died while the optimizer stepped; the step was done again: rank 1 died"],
-        ["step 1", "the driver started again and went on from here"],
-        ["all steps", "1 prompts were asked again after a failure: timeout"],
+        ["step 2", "1 restarts from a checkpoint with new ranks"],
+        ["step 4", "1 restarts from a checkpoint with new ranks"],
+        ["step 2", "ranks died during the optimizer step; the step was repeated: rank 1 died"],
+        ["step 1", "the driver restarted and continued from here"],
+        ["all steps", "1 prompts were repeated after a failure: timeout"],
     ]
 
 

@@ -8,17 +8,12 @@ from refusals import briefs, wrong_key
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import AutoTokenizer
 
-from nemo_rl_mcore.data.hub import (
-    ends_of,
-    special_tokens_of,
-    tokenizer_problems,
-)
 from nemo_rl_mcore.recipe.load import load_config
 from nemo_rl_mcore.tools.check import preflight
-from nemo_rl_mcore.tools.check.data import turn_problems
+from nemo_rl_mcore.tools.check.data import ends_of, special_tokens_of, tokenizer_problems, turn_problems
 from nemo_rl_mcore.tools.check.render import subject_of
 
-EXEMPLAR = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
+EXEMPLAR = Path(__file__).parents[4] / "examples/configs/grpo_copy_cpu.yaml"
 WORDS = {"a": 0, "b": 1, "ab": 2}
 MODELS = {
     "WordLevel": models.WordLevel(WORDS, unk_token="a"),

@@ -8,9 +8,8 @@ from refusals import refused
 
 from nemo_rl_mcore import RunStoppedError, load_config
 from nemo_rl_mcore.data.messages import Message
-from nemo_rl_mcore.data.rows import read_prompts
 from nemo_rl_mcore.driver.parts import tokenizer_of
-from nemo_rl_mcore.tools.evaluate.generate import Asked, prompts_to_answer
+from nemo_rl_mcore.tools.evaluate.generate import Asked, prompts_to_answer, read_prompts
 
 USER = [{"role": "user", "content": "u"}]
 SYSTEM = [{"role": "system", "content": "s"}, *USER]
