@@ -7,7 +7,6 @@ import json
 import sys
 from unittest.mock import patch
 
-import cloudpickle
 import engine_process as tiny
 import torch
 from engine_contract import messages
@@ -17,9 +16,6 @@ from nemo_rl_mcore.models import all_weights
 from nemo_rl_mcore.models.config_json import hf_config_of
 from nemo_rl_mcore.rank.refit import transports
 from nemo_rl_mcore.rank.refit.digests import Digester, IncompleteRefitError, digests
-
-# What the functions below change is in vLLM's processes, which do not import this file.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 TRANSPORTS = ["SharedMemorySender", "MessageSender"]
 BOTH = (0, 1)
@@ -66,6 +62,13 @@ def plant(worker, fault, names, old):
             model.model.embed_tokens.weight.data[len(held["model.embed_tokens.weight"]) :] = 7
 
 
+def send_by_value():
+    """Let vLLM's processes, which do not import this file, get its functions whole."""
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
 def what_is_held(worker):
     from nemo_rl_mcore.engine.vllm.worker_extension import blocks
 
@@ -82,6 +85,7 @@ def complaints(folder):
     """What the engine says of each fault, over each transport, with the check and without."""
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
+    send_by_value()
     tiny.model_folder(folder, "qwen3")
     # The engine casts what it is sent.
     engine = VllmEngine(tiny.settings(folder, tensor_parallel_size=2, precision="bfloat16"))
@@ -155,6 +159,7 @@ def experts_refitted(folder, kernel):
     from nemo_rl_mcore.engine.vllm import worker_extension
     from nemo_rl_mcore.engine.vllm.engine import VllmEngine
 
+    send_by_value()
     model = ModelConfig.model_validate(EXPERTS)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf_config_of(model)))
