@@ -304,3 +304,27 @@ def test_the_interleaved_schedule_is_given_full_rounds(ranks, way):
         ranks(2).run(three_steps, way, INTERLEAVED, four_layers, timeout_s=30), wanted, strict=True
     ):
         assert_equal(found, reference)
+
+
+def padded_for_fp8(recipe, way, context):
+    """The numbers of tokens of a rank's part of each microbatch, with these settings of Transformer Engine."""
+    from dataclasses import replace
+
+    from nemo_rl_mcore.rank.megatron.batching import Batching, column_multiple
+
+    policy = tiny.policy_config(**{**LENGTH, **WAYS[way]})
+    # Only its settings: FP8 products themselves need a GPU.
+    config = replace(tiny.worker(policy).backend.config, fp8="e4m3", fp8_recipe=recipe)
+    slices = 2 * context if context > 1 else 1
+    batching = Batching(config, column_multiple(config, slices), slices, policy.token_budgets)
+    found = batching.microbatches(tiny.grpo_batch(), policy.train_micro_batch_size, 1)
+    return [one.input_ids.numel() // context for one in found]
+
+
+@pytest.mark.parametrize("way", ["rows-1", "dynamic-17", "packing-29"])
+@pytest.mark.parametrize(("recipe", "multiple"), [("blockwise", 128), ("mxfp8", 32), ("tensorwise", 16)])
+@pytest.mark.parametrize("context", [1, 2])
+def test_fp8_products_get_the_numbers_of_tokens_that_they_need(ranks, recipe, multiple, way, context):
+    (found,) = ranks(1).run(padded_for_fp8, recipe, way, context)
+    assert found
+    assert all(tokens % multiple == 0 for tokens in found)

@@ -84,7 +84,7 @@ def with_row_numbers(columns: BatchedDataDict, first: int = 0) -> BatchedDataDic
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How far engine and training disagree about a batch's responses.
+    """The disagreement between engine and training about a batch's responses.
 
     table: `sampler_table` of the B rows. rows: bool [B], which rows are compared; a response's rows are all equal here.
     episodes: the E responses that were not dropped. per_sequence: [E], each response's mean of exp|generation -

@@ -306,7 +306,7 @@ def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
     flaws = Counter(flaw for reply in episode_replies(batch) for flaw in reply.get("flaws", ()))
     return (
         metrics
-        | {f"episodes/{flaw}s": float(count) for flaw, count in flaws.items()}
+        | {f"episodes/{flaw}": float(count) for flaw, count in flaws.items()}
         | {
             "episodes/turns_mean": float(turns.float().mean()),
             "episodes/turns_max": float(turns.max()),

@@ -58,9 +58,8 @@ def open_backend(policy: PolicyConfig, options: BackendOptions, *, alone: bool =
     quiet_notices()
     if alone:
         rendezvous.join(alone=True)
-        config = policy.megatron_cfg.model_copy(
-            update=UNDIVIDED | {"peft": PeftConfig()}
-        )  # weights come merged
+        # Weights come merged.
+        config = policy.megatron_cfg.model_copy(update=UNDIVIDED | {"peft": PeftConfig()})
         policy = policy.model_copy(update={"megatron_cfg": config, "model_name": None})
     activity.advance("meeting the other ranks")
     parallel_groups.initialize(policy.megatron_cfg, options.seed, policy.call_timeout_s)

@@ -104,6 +104,16 @@ def zigzag(borders: tuple[int, ...], ranks: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+def column_multiple(config: TransformerConfig, slices: int) -> int:
+    """Return the number that divides padded lengths: ranks that share a sequence have equal parts of it.
+
+    With FP8 each part has a number of tokens that Transformer Engine can multiply, padded as NeMo RL does.
+    """
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    tokens = {"blockwise": 128, "mxfp8": 32}.get(config.fp8_recipe or "", 16) if config.fp8 else 1
+    return tokens * parts * slices
+
+
 @dataclass(frozen=True)
 class Batching:
     """Splits this rank's rows into microbatches, on the CPU.

@@ -37,7 +37,7 @@ from nemo_rl_mcore.rank.megatron.auxiliary_losses import (
     AuxiliaryTerms,
     without_prediction_layers,
 )
-from nemo_rl_mcore.rank.megatron.batching import Batching, attention_inputs
+from nemo_rl_mcore.rank.megatron.batching import Batching, attention_inputs, column_multiple
 from nemo_rl_mcore.rank.megatron.hf_weights.adapters import add_adapters, load_adapters
 from nemo_rl_mcore.rank.megatron.hf_weights.load import load_pretrained
 from nemo_rl_mcore.rank.megatron.model import build_model, freeze_weights, in_precision, wrap_data_parallel
@@ -385,18 +385,12 @@ class MegatronTrainBackend:
             self.optimizer, self.scheduler = build_optimizer(policy, self._wrapped)
         self.overlaps_grad_sync = megatron.distributed_data_parallel_config.overlap_grad_reduce
         self.overlapped_grad_sync = OverlappedGradSync(self.config, self._wrapped).begin
-        # Ranks that share a sequence have equal parts of it.
-        parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
         slices = 2 * megatron.context_parallel_size if megatron.context_parallel_size > 1 else 1
-        if (
-            megatron.fp8_cfg.enabled
-        ):  # numbers of tokens that Transformer Engine can multiply, as NeMo RL pads them
-            parts *= {"blockwise": 128, "mxfp8": 32}.get(megatron.fp8_cfg.fp8_recipe, 16)
         self.forward = ForwardBackward(
             self.config,
             self.chunks,
             _passes(policy, self.chunks, options),
-            Batching(self.config, parts * slices, slices, policy.token_budgets),
+            Batching(self.config, column_multiple(self.config, slices), slices, policy.token_budgets),
             AuxiliaryLosses(self.config, self.chunks),
         )
 

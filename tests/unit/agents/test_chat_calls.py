@@ -203,6 +203,6 @@ async def test_answers_with_flaws_have_the_advantages_of_the_recipe(tokenizer):
     judge_flaws(batch, GRPOConfig(**sizes, malformed_thinking_advantage=-7.0))
     of_turn = torch.tensor([2.0, 2.0, -5.0, -7.0])  # the first of observations
     assert torch.equal(batch["advantages"], of_turn[batch["turn_of_token"]])
-    assert {"episodes/invalid_tool_calls": 1.0, "episodes/malformed_thinkings": 1.0}.items() <= (
+    assert {"episodes/invalid_tool_call": 1.0, "episodes/malformed_thinking": 1.0}.items() <= (
         episode_metrics(batch).items()
     )
