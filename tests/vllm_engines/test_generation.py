@@ -213,9 +213,9 @@ def test_what_an_engine_makes_of_equal_weights_is_found(run, keys):
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["batches", "requests"])
 def test_over_several_turns_what_is_trained_on_was_drawn_and_as_likely_as_training_says(run, asynchronous):
     tokenizer = load_tokenizer("char")
-    cfg = {"async_engine": asynchronous, "engines": 1}
+    cfg = {"async_engine": asynchronous}
     stops, drawn = episodes.stop_ids(tokenizer), episodes.Drawn()
-    with run.engines(stop_ids=stops, reads_texts=True, vllm_cfg=cfg, max_new_tokens=6) as engines:
+    with run.engines(stop_ids=stops, reads_texts=True, vllm_cfg=cfg, engines=1, max_new_tokens=6) as engines:
         engines.update_weights(0)
         rollout = episodes.play(
             drawn.noting(lambda data, step: engines.generate(data, step=step), seed=3),
