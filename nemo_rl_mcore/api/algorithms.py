@@ -59,14 +59,11 @@ class SamplingArguments(Arguments, total=False):
     reward: Rewards | None
     prompts_per_step: int
     generations: int
+    reward_weights: Weights | None
     max_new_tokens: int | None
 
 
-class RewardedArguments(SamplingArguments, total=False):
-    reward_weights: Weights | None
-
-
-class PPOArguments(RewardedArguments, total=False):
+class PPOArguments(SamplingArguments, total=False):
     critic_lr: float
 
 
@@ -89,11 +86,8 @@ TRL = {
 }
 """Argument names of TRL or another algorithm, with the corresponding argument, recipe key, or further such name."""
 
-
 _LONGEST = 1024
 """Default maximum tokens in prompt and answer together, if the model supports it."""
-_ROWS = 4
-"""Maximum rows in a microbatch."""
 _NO_END = 1_000_000
 
 
@@ -165,7 +159,7 @@ def _fill(draft: Draft, model: str | Path | None, asked: Mapping[str, Any]) -> N
         answers, rows, of = 1, asked["batch_size"], "batch_size"
     if all(isinstance(one, int) for one in (rows, answers, gpus)):  # each is reported under its own key
         draft.set(of, {"policy.train_global_batch_size": rows * answers})
-        microbatch = gcd(max(1, rows * answers // max(1, gpus)), _ROWS)
+        microbatch = gcd(max(1, rows * answers // max(1, gpus)), 4)  # at most 4 rows
         sizes = ("policy.train_micro_batch_size", "policy.logprob_batch_size")
         draft.set("", dict.fromkeys(sizes, microbatch))
     if "critic_lr" in asked:
@@ -203,10 +197,10 @@ def _fill(draft: Draft, model: str | Path | None, asked: Mapping[str, Any]) -> N
     draft.set("resume", {"checkpointing.resume": str(asked["resume"])})
 
 
-class GRPO(_Algorithm, arguments=RewardedArguments, lr=1e-6, prompts_per_step=8, generations=8):
+class GRPO(_Algorithm, arguments=SamplingArguments, lr=1e-6, prompts_per_step=8, generations=8):
     """Group relative policy optimization: `generations` answers to each prompt are compared by their rewards."""
 
-    def __init__(self, model: str | Path | None, **given: Unpack[RewardedArguments]) -> None:
+    def __init__(self, model: str | Path | None, **given: Unpack[SamplingArguments]) -> None:
         """Check a run; raises ConfigError with every problem.
 
         model: a Hugging Face folder or hub id; None if `recipe` sets `policy.model`. train, validation: see `Data`.

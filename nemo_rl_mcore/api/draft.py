@@ -16,7 +16,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from nemo_rl_mcore.config.base import Code as ProblemCode
-from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path, refused
 from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
 from nemo_rl_mcore.driver.run_folder import replacing
 from nemo_rl_mcore.recipe.sources import Recipe, key_paths
@@ -25,7 +25,6 @@ PROMPT_NAMES = ("input", "prompt", "question", "problem", "query", "instruction"
 ANSWER_NAMES = ("output", "answer", "solution", "completion", "response", "expected_answer", "ground_truth")
 """Column names recognised as the prompt and its answer, in order of precedence."""
 _CONVERSATIONS = ("messages", "chosen")
-
 
 type Data = str | Path | Mapping[str, object] | Iterable[Mapping[str, object]]
 """A file, a folder or a hub id; a section like a recipe's `data.train`; or rows, as a list or `Dataset`."""
@@ -68,8 +67,21 @@ def source_of(given: Data, file: Path, wanted: Collection[str] = ()) -> Source:
         rows = cast("Any", given).to_dict("records") if is_frame else [*given]
         if not rows:
             raise _refused("too-few-rows", argument, "", "no rows", "give at least one")
-        first = rows[0]
-        place = str(_written(rows, file))
+        first, lines = rows[0], list[bytes]()
+        for number, row in enumerate(rows, start=1):
+            try:
+                line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                what = f"row {number} cannot be written as JSON: {error}"
+                raise _refused("wrong-row", argument, "", what, "give text, numbers and lists") from error
+            lines.append(f"{line}\n".encode())
+        # The folder's name is their digest, so that an earlier run's rows remain.
+        written = file.absolute().with_name(sha256(b"".join(lines)).hexdigest()[:12]) / file.name
+        place = str(written)
+        if not written.is_file():
+            written.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(written) as stream:
+                stream.writelines(lines)
     section: Tree = {"data_path": place}
     if first is None:
         return Source(section)
@@ -79,27 +91,7 @@ def source_of(given: Data, file: Path, wanted: Collection[str] = ()) -> Source:
 
 
 def _refused(code: ProblemCode, argument: str, key: str, what: str, remedy: str) -> ConfigError:
-    path = join_path(f"data.{argument}", key)
-    return ConfigError([Problem(code, path, what, remedy, where=f"argument {argument}")])
-
-
-def _written(rows: Sequence[Mapping[str, object]], file: Path) -> Path:
-    """Write rows into a folder named by their digest, so that an earlier run's rows remain; return the file."""
-    lines: list[bytes] = []
-    for number, row in enumerate(rows, start=1):
-        try:
-            line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            what = f"row {number} cannot be written as JSON: {error}"
-            raise _refused("wrong-row", file.stem, "", what, "give text, numbers and lists") from error
-        lines.append(f"{line}\n".encode())
-    digest = sha256(b"".join(lines)).hexdigest()[:12]
-    place = file.absolute().with_name(digest) / file.name
-    if not place.is_file():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(place) as written:
-            written.writelines(lines)
-    return place
+    return refused(code, join_path(f"data.{argument}", key), what, remedy, f"argument {argument}")
 
 
 def _columns(first: Mapping[str, object], wanted: Collection[str], argument: str) -> Tree:
@@ -197,7 +189,7 @@ class Draft:
         if not isinstance(name, str | Path):
             what = f"a {type(name).__name__} is neither a folder nor a name on the hub"
             remedy = "save the model and its tokenizer, by save_pretrained(FOLDER), and give the folder"
-            raise ConfigError([Problem("wrong-kind", path, what, remedy, where=f"argument {argument}")])
+            raise refused("wrong-kind", path, what, remedy, f"argument {argument}")
         self.set(argument, {path: str(name)})
 
     def data(self, train: Data | None, validation: Data | None, folder: Path) -> None:
@@ -257,22 +249,17 @@ def _by_name(given: Rewards) -> dict[str, Reward]:
     if isinstance(given, Mapping):
         named = [*cast("Mapping[str, Reward]", given).items()]
     else:
-        alone = isinstance(given, str) or not isinstance(given, Sequence)
-        several = [cast("Reward", given)] if alone else [*cast("Sequence[Reward]", given)]
-        named = list[tuple[str, Reward]]()
-        for one in several:
+        alone, named = isinstance(given, str) or not isinstance(given, Sequence), list[tuple[str, Reward]]()
+        for one in [cast("Reward", given)] if alone else cast("Sequence[Reward]", given):
             name = one.rpartition(":")[2] if isinstance(one, str) else getattr(one, "__name__", "reward")
             named.append((name if isinstance(one, str) or name.isidentifier() else "reward", one))
-    wrong: tuple[ProblemCode, str, str] | None = None
+    key, where = "env.rewards", "argument reward"
     if any(not isinstance(one, str) and (isinstance(one, type) or not callable(one)) for _, one in named):
         remedy = "give functions, or one class alone, whose arguments recipe={'env': {'custom': ...}} has"
-        wrong = "not-allowed", "one of them is not a function", remedy
-    elif len(dict(named)) < len(named):
+        raise refused("not-allowed", key, "one of them is not a function", remedy, where)
+    if len(dict(named)) < len(named):
         what = f"several have the same name: {', '.join(name for name, _ in named)}"
-        wrong = "contradicts", what, "give them by their names, as a dict"
-    if wrong is not None:
-        code, what, remedy = wrong
-        raise ConfigError([Problem(code, "env.rewards", what, remedy, where="argument reward")])
+        raise refused("contradicts", key, what, "give them by their names, as a dict", where)
     return dict(named)
 
 

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nemo_rl_mcore.api.draft import Code
-from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.base import ConfigError, Problem, refused
 from nemo_rl_mcore.config.custom_code import handed
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data.hub import has_tokenizer
@@ -28,8 +28,6 @@ from nemo_rl_mcore.tools.check.plan import Plan, preflight
 
 Metrics = Mapping[str, float]
 """A row of metrics.jsonl: `step`, and metrics by name."""
-_SHOWN = 400
-"""Maximum characters of a prompt that a plan shows."""
 type Asking = str | Sequence[Mapping[str, object]]
 """A prompt: a text, or a conversation of messages with `role` and `content`; lists of prompts are accepted, too."""
 
@@ -50,7 +48,7 @@ class RunPlan:
 
         text, in_full = StringIO(), list[Finding]()
         if self.first_prompt is not None:
-            in_full.append(Finding("first prompt", shortened(self.first_prompt, _SHOWN)))
+            in_full.append(Finding("first prompt", shortened(self.first_prompt, 400)))
         open_console(text, highlight=False).print(render(sections_of(self.plan, in_full)), soft_wrap=True)
         return text.getvalue()
 
@@ -184,7 +182,7 @@ class Run:
         with self._over_weights(checkpoint) as config:
             if config.policy.init_checkpoint is None:
                 what = "no step of the run is saved"
-                raise ConfigError([Problem("missing", "checkpoint", what, "train, or name a folder step_N")])
+                raise refused("missing", "checkpoint", what, "train, or name a folder step_N")
             export(config, Path(output).absolute())
         return Path(output).absolute()
 

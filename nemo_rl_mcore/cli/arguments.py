@@ -46,12 +46,6 @@ def _flag(name: str, told: str) -> Argument:
     return name, {"help": told, "action": "store_true"}
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of answers, 1 or more")
-    return int(text)
-
-
 def _seconds(text: str) -> float:
     with suppress(ValueError):
         if 0 < (seconds := float(text)) < float("inf"):
@@ -112,7 +106,7 @@ COMMANDS |= {
             _OWN_CONFIG,
             _argument("--prompt", "TEXT", "may be repeated", action="append", default=[]),
             _argument("--prompt-file", "FILE", "lines of prompts, or .jsonl; default: held-out prompts"),
-            _argument("--samples", "N", "answers to each prompt (1)", type=_count, default=1),
+            _argument("--samples", "N", "answers to each prompt (1)", type=int, default=1),
             _flag("--greedy", "take the likeliest token instead of sampling"),
             _argument("--output", "FILE", "write the answers here, as JSONL; it must not exist"),
         ),
@@ -232,6 +226,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     if unknown:
         parser.status_of_errors = COMMANDS[options.command].status_of_errors
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], rest, options)}")
+    if options.command == "generate" and options.samples < 1:
+        parser.error(f"--samples {options.samples}: must be at least 1")
     if options.command == "generate" and options.greedy and options.samples > 1:
         parser.error(f"--greedy gives the same answer {options.samples} times: leave out it or --samples")
     overrides = [*getattr(options, "overrides", ()), *rest]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nemo_rl_mcore.cli.arguments import parse
 from nemo_rl_mcore.config import ConfigError, RunConfig
-from nemo_rl_mcore.config.base import Code, Problem
+from nemo_rl_mcore.config.base import Problem, refused
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.driver.checkpoints import NotACheckpointError, require_checkpoint
 from nemo_rl_mcore.driver.output import command, write_line
@@ -74,32 +74,28 @@ def run_command(arguments: Sequence[str] | None) -> int:
     return run(config, page_of_run)
 
 
-def _refused(code: Code, path: str, what: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(code, path, what, remedy)])
-
-
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
     if options.command in _OVER_WEIGHTS:
         named = {name: getattr(options, name, None) for name in ("config", "checkpoint", "hf")}
-        checkpoint = named["checkpoint"]
-        if checkpoint is not None:
-            if (Path(checkpoint) / "config.json").is_file():
-                what = f"{checkpoint!r} is a Hugging Face folder, and no checkpoint of a run"
-                raise _refused("wrong-kind", "--checkpoint", what, f"write --hf {checkpoint}")
-            # Checksums are compared later, if the recipe requires it.
-            require_checkpoint(Path(checkpoint), "--checkpoint", verify_checksums=False)
-        elif named["config"] is None and options.command == "eval":
-            raise _refused("missing", "--config", "is missing", "name a recipe with a section eval")
-        elif named["config"] is None and not (options.prompt or options.prompt_file):
+        bare = named["checkpoint"] is None and named["config"] is None
+        if bare and options.command == "eval":
+            raise refused("missing", "--config", "is missing", "name a recipe with a section eval")
+        if bare and not (options.prompt or options.prompt_file):
             remedy = "write --prompt TEXT or --prompt-file FILE, or name a recipe: --config"
-            raise _refused("missing", "--prompt", "missing", remedy)
+            raise refused("missing", "--prompt", "missing", remedy)
+        if named["checkpoint"] is not None:
+            if (Path(named["checkpoint"]) / "config.json").is_file():
+                what = f"{named['checkpoint']!r} is a Hugging Face folder, and no checkpoint of a run"
+                raise refused("wrong-kind", "--checkpoint", what, f"write --hf {named['checkpoint']}")
+            # Checksums are compared later, if the recipe requires it.
+            require_checkpoint(Path(named["checkpoint"]), "--checkpoint", verify_checksums=False)
         config = load_over_given_weights(overrides, **named, few_ranks=options.command == "generate")
         return as_evaluated(config) if options.command == "eval" else config, ()
     if options.command == "replay":
         recipe = Path(options.run) / RECIPE_FILE
         if not recipe.is_file():
             remedy = "name the log_dir of an asynchronous run"
-            raise _refused("not-found", "RUN_DIR", f"{recipe} is not there", remedy)
+            raise refused("not-found", "RUN_DIR", f"{recipe} is not there", remedy)
         return load_with_warnings(str(recipe), overrides)
     if options.migrate:
         from nemo_rl_mcore.tools.migrate.migrate import run_in_memory
@@ -109,7 +105,7 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunCon
         config, warnings = load_with_warnings(options.config, overrides)
     if options.command in RUN_CONFIGS and options.command != config.algorithm:
         what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
-        raise _refused("wrong-kind", options.config, what, f"call nemo-rl-mcore {config.algorithm}")
+        raise refused("wrong-kind", options.config, what, f"call nemo-rl-mcore {config.algorithm}")
     return config, warnings
 
 

@@ -224,6 +224,11 @@ class ConfigError(ValueError):
         super().__init__(text)
 
 
+def refused(code: Code, path: str, what: str, remedy: str = "", where: str = "") -> ConfigError:
+    """Return the error for a configuration with one problem."""
+    return ConfigError([Problem(code, path, what, remedy, where=where)])
+
+
 class StrictModel(BaseModel):
     """A frozen section that rejects unknown keys and does not coerce types.
 

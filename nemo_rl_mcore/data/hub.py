@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, cast
 
-from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.base import Problem, refused
 from nemo_rl_mcore.data.strict_json import read_json
 from nemo_rl_mcore.errors import RefusedError, quoted, shortened
 
@@ -73,7 +73,7 @@ def read_object(path: Path, key: str) -> dict[str, object]:
             raise ValueError("it does not hold an object")
         return cast("dict[str, object]", config)
     except (OSError, ValueError) as error:
-        raise ConfigError([Problem("not-readable", key, f"{str(path)!r} cannot be read: {error}")]) from error
+        raise refused("not-readable", key, f"{str(path)!r} cannot be read: {error}") from error
 
 
 def end_ids(model_name: str | None, tokenizer: str) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ def end_ids(model_name: str | None, tokenizer: str) -> tuple[int, ...]:
                     found.append(one)
                 elif given is not None:
                     what = f"{str(file)!r}: {EOS} holds {quoted(one)}, which is not a token id"
-                    raise ConfigError([Problem("not-readable", key, what, "write one id, or a list of them")])
+                    raise refused("not-readable", key, what, "write one id, or a list of them")
     return tuple(dict.fromkeys(found))
 
 

@@ -20,7 +20,7 @@ from logging import CRITICAL
 from pathlib import Path
 from typing import Any, cast
 
-from nemo_rl_mcore.config.base import Code, ConfigError, Problem
+from nemo_rl_mcore.config.base import refused
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.datasets import Prompt
@@ -54,11 +54,6 @@ def is_fetched(*paths: str) -> bool:
     known = (*_LIBRARY_FORMATS, ".json", ".jsonl")
     names = [path for path in paths if is_hub_id(path) and Path(path).suffix not in known]
     return any(not Path(name).exists() for name in names)
-
-
-def refused(code: Code, key: str, what: str, remedy: str = "") -> ConfigError:
-    """Return a ConfigError with one problem. key: the setting's path relative to the source."""
-    return ConfigError([Problem(code, key, what, remedy)])
 
 
 def read_rows(source: SourceConfig) -> Sequence[Row]:

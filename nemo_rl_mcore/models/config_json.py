@@ -5,7 +5,7 @@ from typing import Annotated, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_rl_mcore.config.base import ConfigError, PositiveFloat, Problem, Size, collect_problems
+from nemo_rl_mcore.config.base import ConfigError, PositiveFloat, Problem, Size, collect_problems, refused
 from nemo_rl_mcore.config.model import ROPE_TURNS, ModelConfig, RopeScalingConfig
 from nemo_rl_mcore.errors import quoted
 from nemo_rl_mcore.models import FAMILIES, family_of
@@ -85,7 +85,7 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         what = f"{quoted(model_type)} is not supported"
-        raise ConfigError([Problem("not-supported", "model_type", what, f"known: {', '.join(FAMILIES)}")])
+        raise refused("not-supported", "model_type", what, f"known: {', '.join(FAMILIES)}")
     values = {**_DEFAULTS, **family.defaults, **config}
     for alias, key in family.aliases.items():
         if values.get(alias) is not None:

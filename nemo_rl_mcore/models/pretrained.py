@@ -8,7 +8,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, as_yaml
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, as_yaml, refused
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.data.hub import is_hub_id, local_folder, read_object
 from nemo_rl_mcore.models.config_json import model_config_from_hf
@@ -175,7 +175,7 @@ def read_hf_config(name: str) -> HFConfig | None:
     code, what, remedy = "not-found", f"no folder {name!r}", "name a Hugging Face folder or a hub id"
     if folder is not None:
         code, what, remedy = "not-readable", f"the folder {str(folder)!r} holds no config.json", ""
-    raise ConfigError([Problem(code, MODEL_NAME, what, remedy)])
+    raise refused(code, MODEL_NAME, what, remedy)
 
 
 def differences(given: ModelConfig, derived: ModelConfig, name: str) -> list[Problem]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path, refused
 from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.models.pretrained import MODEL, TOKENIZER, other_tokenizer
 from nemo_rl_mcore.recipe.interpolations import (
@@ -159,7 +159,7 @@ class _Resolving:
         self.values += 1
         if self.values > _VALUES or path.count(".") > _DEPTH:
             what = "refers to a section that contains it"
-            raise ConfigError([Problem("reference", path, what, "correct the reference")])
+            raise refused("reference", path, what, "correct the reference")
         try:
             value, reference = read_value(lambda: cast("Any", parent)[key], lambda: as_written(parent, key))
             if isinstance(value, DictConfig):

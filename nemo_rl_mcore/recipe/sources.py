@@ -12,7 +12,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_rl_mcore.config.base import Code, ConfigError, Problem, join_path
+from nemo_rl_mcore.config.base import Code, ConfigError, Problem, join_path, refused
 from nemo_rl_mcore.config.master import kind_of
 from nemo_rl_mcore.recipe.schema import Kind, is_known, suggestion
 from nemo_rl_mcore.recipe.shipped import shipped_recipe
@@ -165,7 +165,7 @@ def _refuse(chain: tuple[Path, ...], code: Code, what: str, remedy: str) -> Conf
     names = [str(path) for path in chain]
     if len(names) > 2 * _SHOWN:
         names[_SHOWN:-_SHOWN] = ["..."]
-    return ConfigError([Problem(code, " -> ".join(names), what, remedy)])
+    return refused(code, " -> ".join(names), what, remedy)
 
 
 _SHOWN = 4

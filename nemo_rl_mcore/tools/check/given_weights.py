@@ -11,7 +11,7 @@ from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_rl_mcore.config.base import Code, ConfigError, Problem, folder_or_name, value_at
+from nemo_rl_mcore.config.base import ConfigError, Problem, folder_or_name, refused, value_at
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.megatron import UNDIVIDED
 from nemo_rl_mcore.config.run_config import RunConfig
@@ -55,14 +55,14 @@ def load_over_given_weights(
         return load_recipe_of(Path(checkpoint), overrides, recipe=recipe, few_ranks=few_ranks)
     if hf is None:
         if recipe is None:
-            raise _refused("missing", "--config", "is missing", "name a recipe, or weights: --checkpoint DIR")
+            raise refused("missing", "--config", "is missing", "name a recipe, or weights: --checkpoint DIR")
         read = read_recipe(recipe)
         _begin_with(read.tree)
         return load_recipe(read, overrides)
     if not Path(hf).is_dir():
-        raise _refused("not-found", "--hf", f"no folder {hf!r} in {Path.cwd()}", "name a Hugging Face folder")
+        raise refused("not-found", "--hf", f"no folder {hf!r} in {Path.cwd()}", "name a Hugging Face folder")
     if (Path(hf) / RECIPE_FILE).is_file():
-        raise _refused("wrong-kind", "--hf", f"{hf!r} is a run's checkpoint", f"write --checkpoint {hf}")
+        raise refused("wrong-kind", "--hf", f"{hf!r} is a run's checkpoint", f"write --checkpoint {hf}")
     try:
         pretrained_model(hf)
     except ConfigError as error:
@@ -85,7 +85,7 @@ def load_recipe_of(
     try:
         saved = read_recipe_of(folder)
     except ValueError as error:
-        raise _refused("not-readable", str(path), str(error), "name another checkpoint") from error
+        raise refused("not-readable", str(path), str(error), "name another checkpoint") from error
     read = read_recipe(recipe or path)
     section = cast("Mapping[str, object]", saved.get("policy") or {})
     if recipe is not None:
@@ -155,10 +155,6 @@ def _bare_recipe(folder: str) -> DictConfig:
     )
 
 
-def _refused(code: Code, path: str, what: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(code, path, what, remedy)])
-
-
 def _begin_with(tree: DictConfig, **of_policy: object) -> None:
     """Set keys of the policy, and replace the sections of models that do not start with harmless ones."""
     others = {"value": {"optimizer": {"lr": 1.0}}, "teacher": {"init_checkpoint": "none"}}
@@ -181,7 +177,7 @@ def as_evaluated(config: RunConfig) -> RunConfig:
     """
     section, policy, problems = config.eval, config.policy, list[Problem]()
     if section is None:
-        raise _refused("missing", "eval", "missing", "name the data: eval.sets: {NAME: {data_path: FILE}}")
+        raise refused("missing", "eval", "missing", "name the data: eval.sets: {NAME: {data_path: FILE}}")
     if config.env.endpoint is not None:
         what = "has agents play episodes, but eval generates one answer per prompt"
         remedy = "use the run's validation, or override env.endpoint=null"

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import yaml
 
-from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path, refused
 from nemo_rl_mcore.config.master import RUN_CONFIGS, kind_of
 from nemo_rl_mcore.config.run_config import RunConfig, with_references
 from nemo_rl_mcore.driver.output import command, write_line
@@ -60,7 +60,7 @@ def migrate(
     for section, model in (models or {}).items():
         if section not in having:
             what, remedy = f"the recipe has no {section}.model_name", f"name one of {', '.join(having)}"
-            raise ConfigError([Problem("not-found", "--model", what, remedy)])
+            raise refused("not-found", "--model", what, remedy)
         draft.tree = _with_name(draft.tree, draft.get(f"{section}.model_name"), model)
     training.use_megatron(draft)
     for step in (*meaning.STEPS, *training.STEPS):
@@ -106,7 +106,7 @@ def _require_recipe(path: str | Path, tree: Tree) -> None:
     else:
         what = "is not a complete NeMo RL recipe: it has neither policy.megatron_cfg nor policy.dtensor_cfg"
         remedy = "name one, or set `defaults:` to the path of the exemplar that it changes"
-    raise ConfigError([Problem("wrong-kind", str(path), what, remedy)])
+    raise refused("wrong-kind", str(path), what, remedy)
 
 
 def _require_text(draft: Draft) -> None:
@@ -121,7 +121,7 @@ def _require_text(draft: Draft) -> None:
         what = (
             f"{shown(draft.get(seen[0]))}: the recipe trains on images or sound; models here read text only"
         )
-        raise ConfigError([Problem("not-supported", seen[0], what)])
+        raise refused("not-supported", seen[0], what)
 
 
 def _with_name(tree: Any, name: object, model: str) -> Any:
@@ -146,7 +146,7 @@ def load_migrated(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     migrated = migrate(path, overrides)
     if not any(foreign_keys(migrated.read.tree)):
         what = "is not a NeMo RL recipe: all its keys are ours"
-        raise ConfigError([Problem("wrong-kind", str(path), what, "leave out --migrate")])
+        raise refused("wrong-kind", str(path), what, "leave out --migrate")
     if migrated.problems:
         raise ConfigError(migrated.problems)
     return migrated
@@ -207,7 +207,7 @@ def run_migrate(
             file.write(recipe_text(migrated, Path(recipe).name, overrides))
     except OSError as error:
         what = f"{error.filename or target} cannot be written: {error.strerror}"
-        raise ConfigError([Problem("not-writable", "--output", what)]) from error
+        raise refused("not-writable", "--output", what) from error
     for line in report(migrated, target):
         write_line(sys.stdout, without_values(line, migrated.read.references))
     return 0 if migrated.settled else 2
@@ -216,7 +216,7 @@ def run_migrate(
 def _require_free(target: Path) -> None:
     if target.exists():
         what = f"{target} exists already and is not overwritten"
-        raise ConfigError([Problem("already-there", "--output", what, "name another file")])
+        raise refused("already-there", "--output", what, "name another file")
 
 
 def run_in_memory(recipe: str, overrides: Iterable[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
