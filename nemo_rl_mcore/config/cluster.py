@@ -1,7 +1,7 @@
 """Configurations of a run's machines and checkpoints."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
@@ -50,6 +50,9 @@ class ClusterConfig(StrictModel):
     """Ranks per machine, one per GPU; 0 runs on CPUs with gloo."""
     cpu_workers_per_node: PositiveInt = 1
     """Ranks per machine if gpus_per_node is 0; not read otherwise."""
+    in_process: Literal["auto", "never"] = "auto"
+    """Run a single rank in the driver's process, without Ray (ours): auto does so if no other process is needed, that
+    is, with embedded generation, one model, no processes for the environment, no agents, and no restarts."""
     max_trainer_restarts: NonNegativeInt = 0
     """Maximum restarts of dead or hanging ranks; each repeats the steps since the last checkpoint (ours)."""
 

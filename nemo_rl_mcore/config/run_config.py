@@ -269,6 +269,14 @@ class RunConfig(WithReferences):
         return plans
 
     @property
+    def in_process(self) -> bool:
+        """True if the run's only rank is in the driver's process, and the run starts no other process."""
+        one_rank = self.cluster.world_size == 1 and len(self.models) == 1
+        others = self.cluster.max_trainer_restarts or self.env.pool_size or self.env.endpoint is not None
+        on_rank = self.policy.generation.decodes_on_ranks
+        return self.cluster.in_process == "auto" and one_rank and on_rank and not others
+
+    @property
     def prompts_key(self) -> str:
         """Return the path of the key that sets the number of data rows per step."""
         sampling = isinstance(self.loop, RolloutConfig)

@@ -350,9 +350,9 @@ class Policy(AbstractContextManager["Policy"]):
 
 
 def open_place(config: RunConfig, *, engines: bool = False) -> OneProcess | RayCluster:
-    """Return the place for an untrained model's ranks: this process for a single rank, else a session.
+    """Return the place for the ranks: this process for a single rank, else a session.
 
-    engines: True if the command starts engines, which require a session, as does RAY_ADDRESS.
+    engines: True for other processes beside the ranks, which require a session, as does RAY_ADDRESS.
     """
     if config.cluster.world_size == 1 and not engines and not os.environ.get("RAY_ADDRESS"):
         return OneProcess(config.cluster)

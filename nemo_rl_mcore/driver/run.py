@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -30,9 +30,7 @@ from nemo_rl_mcore.data.answers import PreferenceSource
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.driver.actors.cluster import RayCluster, marked_processes
-from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
-from nemo_rl_mcore.driver.actors.environment_pool import EnvironmentPool
+from nemo_rl_mcore.driver.actors.one_process import OneProcess
 from nemo_rl_mcore.driver.actors.places import agent_environment, given_variables
 from nemo_rl_mcore.driver.algorithms.algorithm import Algorithm, StepObserver
 from nemo_rl_mcore.driver.algorithms.distillation import DistillationTrainer
@@ -46,7 +44,7 @@ from nemo_rl_mcore.driver.algorithms.sft import SFTTrainer
 from nemo_rl_mcore.driver.observability import RunFacts, RunRecorder
 from nemo_rl_mcore.driver.output import count_of, write_line
 from nemo_rl_mcore.driver.parts import Parts, open_parts, run_stopping, stop_ids_of
-from nemo_rl_mcore.driver.policy import EmbeddedGeneration, Policy
+from nemo_rl_mcore.driver.policy import EmbeddedGeneration, Policy, open_place
 from nemo_rl_mcore.driver.rollouts.player import Environments, GenerationInterface, RolloutCollector
 from nemo_rl_mcore.driver.rollouts.saved import SavedRollouts
 from nemo_rl_mcore.driver.rollouts.scheduler import Scheduler
@@ -55,6 +53,10 @@ from nemo_rl_mcore.driver.run_folder import leave_recipe, run_folders
 from nemo_rl_mcore.driver.signals import current_stop_signals, exit_status
 from nemo_rl_mcore.engine.kinds import engine_kind
 from nemo_rl_mcore.environment.interface import Environment, LocalEnvironments
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.driver.actors.cluster import RayCluster
+    from nemo_rl_mcore.driver.actors.engine_generation import EngineGeneration
 
 
 def run(config: RunConfig, write_page: Callable[[Path], object] | None = None) -> int:
@@ -126,11 +128,13 @@ def train(
                 outside.callback(torch.set_num_threads, torch.get_num_threads())
                 if config.cluster.on_cpu:  # idle threads would busy-wait on the ranks' cores
                     torch.set_num_threads(1)
-                if session is None:
-                    with recorder.startup("ray", "starting Ray"):
-                        cluster = outside.enter_context(RayCluster(config.cluster))
-                else:  # shared by a command's runs; whoever started it handles its servers and processes
+                if session is not None:  # of a command's runs, which handles its servers and processes
                     cluster = session.shared_with(config.cluster)
+                elif isinstance(cluster := open_place(config, engines=not config.in_process), OneProcess):
+                    outside.enter_context(cluster)
+                else:
+                    with recorder.startup("ray", "starting Ray"):
+                        outside.enter_context(cluster)
                 leave_recipe(config)
                 with ExitStack() as stack:
                     yield from _train(parts, cluster, checkpoints, recorder, stack, saved, watch)
@@ -141,7 +145,7 @@ def train(
 
 def _train(
     parts: Parts,
-    cluster: RayCluster,
+    cluster: OneProcess | RayCluster,
     checkpoints: RunCheckpoints,
     recorder: RunRecorder,
     stack: ExitStack,
@@ -226,7 +230,7 @@ def fetch_weights(config: RunConfig) -> None:
 
 
 def start_model(
-    plan: ModelPlan, config: RunConfig, cluster: RayCluster, colocated_with: Policy | None = None
+    plan: ModelPlan, config: RunConfig, cluster: OneProcess | RayCluster, colocated_with: Policy | None = None
 ) -> Policy:
     return Policy(
         plan.policy,
@@ -247,7 +251,7 @@ def open_generation(
     config: RunConfig,
     tokenizer: Tokenizer,
     policy: Policy,
-    cluster: RayCluster,
+    cluster: OneProcess | RayCluster,
     first_prompts: Callable[[], Sequence[Prompt]],
     startup: Callable[[str, str], AbstractContextManager[object]],
 ) -> Iterator[GenerationInterface]:
@@ -260,6 +264,11 @@ def open_generation(
     if config.policy.generation.decodes_on_ranks:
         yield EmbeddedGeneration(policy, stop_ids)
         return
+
+    assert not isinstance(cluster, OneProcess)
+    from nemo_rl_mcore.driver.actors.engine_generation import (
+        EngineGeneration,  # brings in Ray, as do those below
+    )
 
     kind = engine_kind(config)
 
@@ -299,6 +308,8 @@ def open_collector(
     if config.env.endpoint is None:
         yield collector
         return
+    from nemo_rl_mcore.driver.actors.cluster import marked_processes
+
     variables = agent_environment(os.environ) | given_variables(config.env.pool)
     stop_ids = stop_ids_of(config, parts.tokenizer)
     with (
@@ -310,12 +321,15 @@ def open_collector(
 
 @contextmanager
 def open_environments(
-    config: RunConfig, cluster: RayCluster, environment: Environment
+    config: RunConfig, cluster: OneProcess | RayCluster, environment: Environment
 ) -> Iterator[Environments]:
     """Open the environments, in this process or in actors for the block's duration; start them if the run samples."""
     if not config.env.pool_size:
         yield LocalEnvironments(environment, config.env.reward_weights)
         return
+    assert not isinstance(cluster, OneProcess)
+    from nemo_rl_mcore.driver.actors.environment_pool import EnvironmentPool
+
     with EnvironmentPool(config.env, cluster) as pool:
         if config.row_kind is RowKind.PROMPTS:
             pool.start()

@@ -155,7 +155,7 @@ Tree = Mapping[str, object]
 
 _WITHOUT_EFFECT = (
     *("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name"),
-    *("env.endpoint.processes", "input_digests"),
+    *("env.endpoint.processes", "cluster.in_process", "input_digests"),
 )
 """A run's files, the places of scoring, and weights that the checkpoint has replaced."""
 _OF_THE_STATE = ("policy.precision", *("policy.megatron_cfg.freeze", "policy.megatron_cfg.freeze_moe_router"))

@@ -1,4 +1,4 @@
-"""A single rank in this process, without Ray, for commands that neither train nor start other processes."""
+"""A single rank in this process, without Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ import torch
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.driver.actors.failures import RankFailure, RankIdentity, WorkerCall, WorkerError, describe
 from nemo_rl_mcore.driver.actors.places import Placement, only_environment, rank_environment
+from nemo_rl_mcore.driver.signals import deferred_stop_signals
 from nemo_rl_mcore.rank import accelerator
 from nemo_rl_mcore.rank.rendezvous import LISTENING_SOCKET, listen_at
 
@@ -28,7 +29,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(eq=False)
 class OneProcess:
-    """A context manager that provides a place in this process for the only rank of an untrained model.
+    """A context manager that provides a place in this process for the only rank.
 
     Inside the block the process has a rank's environment and thread settings, so that results equal a rank's. The end
     restores the process's own settings, its random generators and its exception hook.
@@ -59,7 +60,8 @@ class OneProcess:
 class InProcessRank:
     """A `WorkerGroup` with one rank, an object in this process; it raises the same errors as `RayWorkerGroup`.
 
-    A first Ctrl-C or SIGTERM ends a call at once. Deadlines do not apply, and secrets are already in the environment.
+    A first Ctrl-C or SIGTERM ends a call at once or, if the model is trained, after it, as in `RayWorkerGroup`.
+    Deadlines do not apply, and secrets are already in the environment.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class InProcessRank:
         name: str = "",
         **_: Any,
     ) -> None:
-        self._name = name
+        self._name, self._deferring = name, bool((kwargs or {}).get("trained"))
         self._worker: Any = None
         self.placement = placement or Placement()
         self.identities = {0: RankIdentity(socket.gethostname(), os.getpid(), "")}
@@ -93,6 +95,8 @@ class InProcessRank:
         per_rank_kwargs: Sequence[Mapping[str, Any]] = (),
         answering: Collection[int] | None = None,
         context: str = "",
+        timeout_s: float | None = None,
+        key: str = "",
         **kwargs: Any,
     ) -> list[Any]:
         call = WorkerCall(method, context, group=self._name)
@@ -113,7 +117,8 @@ class InProcessRank:
         # As with Ray's ranks, warnings of libraries do not reach the terminal, only errors.
         logging.disable(logging.WARNING)
         try:
-            with warnings.catch_warnings(action="ignore"):
+            deferred = deferred_stop_signals() if self._deferring else nullcontext()
+            with deferred, warnings.catch_warnings(action="ignore"):
                 return run(*args, **kwargs)
         except WorkerError:
             raise
