@@ -104,7 +104,7 @@ def sections_of(plan: Plan, in_full: Iterable[Finding] = ()) -> Iterator[Section
     sequence = " with sequence parallelism" if megatron.sequence_parallel else ""
     layout = {
         "device": f"{'CPU (gloo)' if cluster.on_cpu else 'GPU (NCCL)'}, {plan.transformer_impl} layers",
-        "ranks": f"{nodes} = {cluster.world_size}",
+        "ranks": f"{nodes} = {cluster.world_size}{', without Ray' if config.in_process else ''}",
         "tensor parallel": f"{megatron.tensor_model_parallel_size}{sequence}",
         "pipeline parallel": f"{megatron.pipeline_model_parallel_size}",
         "context parallel": f"{context}{padding}",
